@@ -1,0 +1,212 @@
+"""The taming-style VQ image tokenizer of LlamaGen (arXiv:2406.06525, section 2.1), shared by every family that uses it.
+
+Parameter names follow the published LlamaGen files. Level 0 of the encoder is the full resolution; block 0 of
+the decoder is the deepest level, so the two lists mirror each other.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class VQConfig:
+    """Sizes of a tokenizer; the defaults are VQ-16. Everything here can be read from tensor shapes.
+
+    ``ch_mult`` holds one channel multiplier per level, so the picture is ``2 ** (len(ch_mult) - 1)`` times the grid.
+    """
+
+    codebook_size: int = 16384
+    codebook_dim: int = 8
+    ch_mult: tuple[int, ...] = (1, 1, 2, 2, 4)
+    base_channels: int = 128
+    z_channels: int = 256
+    num_res_blocks: int = 2
+
+    @property
+    def factor(self) -> int:
+        """Pixels per token along each side."""
+        return 2 ** (len(self.ch_mult) - 1)
+
+
+class ResBlock(nn.Module):
+    """Two normalised 3x3 convolutions with a residual connection."""
+
+    def __init__(self, channels_in: int, channels_out: int, operations) -> None:
+        super().__init__()
+        self.norm1 = _norm(channels_in, operations)
+        self.conv1 = operations.Conv2d(channels_in, channels_out, 3, padding=1)
+        self.norm2 = _norm(channels_out, operations)
+        self.conv2 = operations.Conv2d(channels_out, channels_out, 3, padding=1)
+        self.nin_shortcut = operations.Conv2d(channels_in, channels_out, 1) if channels_in != channels_out else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv1(F.silu(self.norm1(x)))
+        h = self.conv2(F.silu(self.norm2(h)))
+        return (x if self.nin_shortcut is None else self.nin_shortcut(x)) + h
+
+
+class AttentionBlock(nn.Module):
+    """Single-head self-attention over all positions of the feature map."""
+
+    def __init__(self, channels: int, operations) -> None:
+        super().__init__()
+        self.norm = _norm(channels, operations)
+        self.q, self.k, self.v, self.proj_out = (operations.Conv2d(channels, channels, 1) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.norm(x)
+        q, k, v = (layer(n).flatten(2).transpose(1, 2).unsqueeze(1) for layer in (self.q, self.k, self.v))
+        h = F.scaled_dot_product_attention(q, k, v).squeeze(1)
+        return x + self.proj_out(h.transpose(1, 2).reshape(x.shape))
+
+
+class Downsample(nn.Module):
+    """Halves the resolution; the padding is one-sided (right and bottom)."""
+
+    def __init__(self, channels: int, operations) -> None:
+        super().__init__()
+        self.conv = operations.Conv2d(channels, channels, 3, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.pad(x, (0, 1, 0, 1)))
+
+
+class Upsample(nn.Module):
+    """Doubles the resolution by nearest neighbour, then smooths."""
+
+    def __init__(self, channels: int, operations) -> None:
+        super().__init__()
+        self.conv = operations.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+
+
+class Level(nn.Module):
+    """Residual blocks of one resolution, attention after each where asked, then a change of resolution."""
+
+    def __init__(self, channels_in: int, channels_out: int, blocks: int, attention: bool, operations) -> None:
+        super().__init__()
+        self.res = nn.ModuleList(
+            ResBlock(channels_in if i == 0 else channels_out, channels_out, operations) for i in range(blocks)
+        )
+        self.attn = nn.ModuleList(AttentionBlock(channels_out, operations) for _ in range(blocks if attention else 0))
+        self.downsample: Downsample | None = None
+        self.upsample: Upsample | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.res):
+            x = block(x)
+            if len(self.attn) > 0:
+                x = self.attn[i](x)
+        for resample in (self.downsample, self.upsample):
+            if resample is not None:
+                x = resample(x)
+        return x
+
+
+class Encoder(nn.Module):
+    def __init__(self, config: VQConfig, operations) -> None:
+        super().__init__()
+        widths = [config.base_channels * m for m in config.ch_mult]
+        self.conv_in = operations.Conv2d(3, config.base_channels, 3, padding=1)
+        self.conv_blocks = nn.ModuleList()
+        for i, (before, after) in enumerate(zip([config.base_channels, *widths], widths)):
+            deepest = i == len(widths) - 1
+            level = Level(before, after, config.num_res_blocks, deepest, operations)
+            if not deepest:
+                level.downsample = Downsample(after, operations)
+            self.conv_blocks.append(level)
+        self.mid = _mid(widths[-1], operations)
+        self.norm_out = _norm(widths[-1], operations)
+        self.conv_out = operations.Conv2d(widths[-1], config.z_channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv_in(x)
+        for block in (*self.conv_blocks, *self.mid):
+            x = block(x)
+        return self.conv_out(F.silu(self.norm_out(x)))
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: VQConfig, operations) -> None:
+        super().__init__()
+        widths = [config.base_channels * m for m in reversed(config.ch_mult)]
+        self.conv_in = operations.Conv2d(config.z_channels, widths[0], 3, padding=1)
+        self.mid = _mid(widths[0], operations)
+        self.conv_blocks = nn.ModuleList()
+        for i, (before, after) in enumerate(zip([widths[0], *widths], widths)):
+            level = Level(before, after, config.num_res_blocks + 1, i == 0, operations)
+            if i < len(widths) - 1:
+                level.upsample = Upsample(after, operations)
+            self.conv_blocks.append(level)
+        self.norm_out = _norm(widths[-1], operations)
+        self.conv_out = operations.Conv2d(widths[-1], 3, 3, padding=1)
+
+    def forward(self, z: Tensor) -> Tensor:
+        x = self.conv_in(z)
+        for block in (*self.mid, *self.conv_blocks):
+            x = block(x)
+        return self.conv_out(F.silu(self.norm_out(x)))
+
+
+class Quantizer(nn.Module):
+    """The codebook. Rows are L2-normalised whenever they are used, never in storage."""
+
+    def __init__(self, config: VQConfig) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(config.codebook_size, config.codebook_dim)
+
+
+class VQModel(nn.Module):
+    """Pixels to tokens and back. ``operations`` supplies Conv2d and GroupNorm (``torch.nn`` or a compatible class)."""
+
+    def __init__(self, config: VQConfig, operations=nn) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = Encoder(config, operations)
+        self.decoder = Decoder(config, operations)
+        self.quantize = Quantizer(config)
+        self.quant_conv = operations.Conv2d(config.z_channels, config.codebook_dim, 1)
+        self.post_quant_conv = operations.Conv2d(config.codebook_dim, config.z_channels, 1)
+
+    def codebook(self) -> Tensor:
+        """[V, C] fp32 code vectors of unit length."""
+        return F.normalize(self.quantize.embedding.weight.float(), dim=-1)
+
+    def encode_latent(self, pixels: Tensor) -> Tensor:
+        """[B, 3, H, W] in [-1, 1] -> [B, C, h, w] before quantisation. H and W must be multiples of the factor."""
+        if pixels.shape[-1] % self.config.factor or pixels.shape[-2] % self.config.factor:
+            height, width = pixels.shape[-2:]
+            raise ValueError(f"picture of {width} x {height} pixels: both sides must be multiples of {self.config.factor}")
+        return self.quant_conv(self.encoder(pixels))
+
+    def quantize_latent(self, latent: Tensor) -> Tensor:
+        """[B, C, h, w] -> [B, h, w] int64: the code of highest cosine similarity."""
+        unit = F.normalize(latent.float(), dim=1)
+        return torch.einsum("bchw,vc->bhwv", unit, self.codebook()).argmax(-1)
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """[B, 3, H, W] in [-1, 1] -> tokens [B, h, w] int64."""
+        return self.quantize_latent(self.encode_latent(pixels))
+
+    def dequantize(self, tokens: Tensor) -> Tensor:
+        """[B, h, w] int64 -> [B, C, h, w] fp32 rows of the normalised codebook."""
+        return F.embedding(tokens, self.codebook()).permute(0, 3, 1, 2).contiguous()
+
+    def decode(self, latent: Tensor) -> Tensor:
+        """[B, C, h, w] in the dtype of the weights -> [B, 3, H, W], about [-1, 1], not clamped."""
+        return self.decoder(self.post_quant_conv(latent))
+
+
+def _norm(channels: int, operations) -> nn.Module:
+    return operations.GroupNorm(32, channels, eps=1e-6, affine=True)
+
+
+def _mid(channels: int, operations) -> nn.ModuleList:
+    return nn.ModuleList(
+        [ResBlock(channels, channels, operations), AttentionBlock(channels, operations), ResBlock(channels, channels, operations)]
+    )
