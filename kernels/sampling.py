@@ -1,0 +1,38 @@
+"""Operations on probability rows that every sampler repeats at every position of every pass (torch reference)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def at(rows: Tensor, token: Tensor) -> Tensor:
+    """Entries rows[..., token] for rows [..., V] and token [...] (int64)."""
+    return rows.gather(-1, token.unsqueeze(-1)).squeeze(-1)
+
+
+def point_mass(token: Tensor, vocab: int) -> Tensor:
+    """Rows [..., vocab] (fp32) with all mass on ``token`` [...] (int64)."""
+    return torch.zeros((*token.shape, vocab), device=token.device).scatter_(-1, token.unsqueeze(-1), 1.0)
+
+
+def categorical(weights: Tensor, u: Tensor) -> Tensor:
+    """Draw one index per row of non-negative ``weights`` [..., V] by inverting the cumulative sum at u [...] in [0, 1).
+
+    Rows need not be normalised. Entries of weight zero are never drawn: the result is the first index whose cumulative
+    weight exceeds u times the total.
+    """
+    cumulative = weights.cumsum(-1)
+    threshold = u.unsqueeze(-1) * cumulative[..., -1:]
+    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """Unnormalised rejection law [p - q]+ [..., V]; where round-off leaves no mass (p equals q), p itself."""
+    excess = (p - q).clamp(min=0)
+    return torch.where(excess.sum(-1, keepdim=True) > 0, excess, p)
+
+
+def entropy(p: Tensor) -> Tensor:
+    """Entropy in nats [...] of rows p [..., V]."""
+    return -torch.special.xlogy(p, p).sum(-1)

@@ -1,0 +1,149 @@
+"""What a sampler and a model need from each other. Samplers know nothing else of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .trace import Trace
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """The token sequence of one image: a grid of codes in raster order, with forced tokens in between or in place.
+
+    forced [1 or B, S] (int64): -1 where the model draws, else the id that must stand there (an end-of-line token, or a
+    token the user keeps). Position = row * stride + column; stride - cols forced tokens follow every row, and
+    S - rows * stride tokens follow the last.
+    """
+
+    rows: int
+    cols: int
+    stride: int
+    forced: Tensor
+
+    @classmethod
+    def plain(cls, rows: int, cols: int) -> TokenLayout:
+        """A grid without any forced token."""
+        return cls(rows, cols, cols, torch.full((1, rows * cols), -1, dtype=torch.int64))
+
+    @property
+    def length(self) -> int:
+        return self.forced.shape[1]
+
+    def position(self, row: int, col: int) -> int:
+        return row * self.stride + col
+
+    def to_grid(self, values: Tensor) -> Tensor:
+        """Values [..., S] of a sequence -> [..., rows, cols] of the picture."""
+        body = values[..., : self.rows * self.stride]
+        return body.unflatten(-1, (self.rows, self.stride))[..., : self.cols]
+
+    def keeping(self, tokens: Tensor, keep: Tensor) -> TokenLayout:
+        """The layout with ``tokens`` [B, rows, cols] forced wherever ``keep`` [B, rows, cols] (bool) is true."""
+        forced = self.forced.to(tokens.device).expand(tokens.shape[0], -1).clone()
+        self.to_grid(forced)[keep] = tokens[keep]  # to_grid returns a view
+        return replace(self, forced=forced)
+
+    def to(self, device: torch.device | str) -> TokenLayout:
+        return replace(self, forced=self.forced.to(device))
+
+
+@dataclass(frozen=True)
+class StepOut:
+    """logits [R, T, V+] (fp32) and hidden states [R, T, D] of one pass; R = 2B with guidance (conditional rows first)."""
+
+    logits: Tensor
+    hidden: Tensor
+
+
+class ARModel(Protocol):
+    """A discrete autoregressive image model; vocab V counts image codes, vocab_total V+ adds the layout's specials."""
+
+    vocab: int
+    vocab_total: int
+    device: torch.device
+    codebook: Tensor  # [V, C]
+    defaults: SamplingParams
+
+    def layout(self, rows: int | None = None, cols: int | None = None) -> TokenLayout: ...
+
+    def start(
+        self, conditioning: Any, negative: Any, batch: int, layout: TokenLayout, slack: int, guided: bool
+    ) -> Any:
+        """Prefilled state; ``state.prefill`` is the StepOut that predicts position 0. ``slack``: uncommitted tokens."""
+        ...
+
+    def step(self, state: Any, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None) -> StepOut:
+        """Feed tokens [B, T] (int64) standing at positions [B, T] behind what is committed."""
+        ...
+
+    def commit(self, state: Any, count: Tensor, path: Tensor | None = None) -> None:
+        """Keep ``count`` [B] tokens of the last step: its first ones, or the first of ``path`` [B, P] (offsets)."""
+        ...
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How logits become probabilities.
+
+    cfg >= 1 (1: no guidance); temperature >= 0 (0: greedy); top_k 0 (off) .. V; top_p in (0, 1];
+    order: the base model's own sequence of the two filters, ("top_k", "top_p") or ("top_p", "top_k").
+    """
+
+    cfg: float = 1.0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    order: tuple[str, str] = ("top_k", "top_p")
+
+    def check(self, vocab: int) -> None:
+        """Raise ValueError naming the parameter and its legal range."""
+        if not self.cfg >= 1:
+            raise ValueError(f"cfg is {self.cfg}, but must be 1 (no guidance) or more.")
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature is {self.temperature}, but must be 0 (greedy) or more.")
+        if not 0 <= self.top_k <= vocab:
+            raise ValueError(f"top_k is {self.top_k}, but this model has {vocab} image tokens: use 0 (off) to {vocab}.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}, but must be above 0 and at most 1 (off).")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """State after a pass: tokens [B, S] (undrawn ones are 0), committed [B] (int64) tokens per image, S, passes so far."""
+
+    tokens: Tensor
+    committed: Tensor
+    length: int
+    passes: int
+
+
+Callback = Callable[[Progress], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What every sampler is asked: draw ``batch`` images (image i with seed + i) from ``model`` under a prompt."""
+
+    model: ARModel
+    conditioning: Any
+    layout: TokenLayout
+    params: SamplingParams
+    negative: Any = None
+    seed: int = 0
+    batch: int = 1
+    callback: Callback | None = None
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """tokens [B, S] (int64) and the trace of how they came about."""
+
+    tokens: Tensor
+    trace: Trace

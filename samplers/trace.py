@@ -1,0 +1,176 @@
+"""What happened to every token of a run, kept on the device until the end."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.sampling import at, entropy
+from .protocols import TokenLayout
+
+SCHEMA = "specar.trace/1"
+
+
+class Source(IntEnum):
+    """Where a final token came from."""
+
+    PREFILL = 0  # drawn from the prompt's own prediction
+    ACCEPTED = 1  # a draft that passed the exact test
+    RELAXED = 2  # a draft that only a relaxed rule let pass
+    RESIDUAL = 3  # redrawn after a rejected draft
+    BONUS = 4  # drawn behind the last draft, from the same pass
+    FORCED = 5  # end-of-line or kept by the user
+    SKIPPED = 6  # taken without verification
+
+
+_POSITION_FIELDS = {  # name -> (dtype, meaning)
+    "finalised_at": torch.int32,  # target pass that fixed the token; the prompt's pass is 0
+    "source": torch.uint8,  # a Source
+    "depth": torch.int32,  # place of the token in the draft that was verified, from 1; 0 without a draft
+    "p": torch.float32,  # target probability of the final token
+    "q": torch.float32,  # draft probability of the draft verified there (0 without a draft)
+    "ratio": torch.float32,  # p / q of the draft verified there, unclipped (0 without a draft)
+    "tv_leak": torch.float32,  # bound on the drift a relaxed rule added here (0: exact)
+    "entropy": torch.float32,  # of p, in nats
+    "top1": torch.float32,  # largest probability of p
+    "refinements": torch.int32,  # passes the token's draft spent in the window before the one that fixed it
+}
+
+
+@dataclass
+class Trace:
+    """The record of a run.
+
+    positions: name -> tensor [B, S] (see _POSITION_FIELDS); rounds: name -> tensor [passes] or [passes, B];
+    totals: JSON-ready numbers (target_passes, draft_passes, tokens, seed, ...); settings: JSON-ready method settings.
+    """
+
+    rows: int
+    cols: int
+    stride: int
+    positions: dict[str, Tensor]
+    rounds: dict[str, Tensor]
+    totals: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> TokenLayout:
+        length = self.positions["source"].shape[1]
+        return TokenLayout(self.rows, self.cols, self.stride, torch.full((1, length), -1, dtype=torch.int64))
+
+    def grid(self, name: str) -> Tensor:
+        """A per-position record as pictures [B, rows, cols]."""
+        return self.layout.to_grid(self.positions[name])
+
+    def summary(self) -> dict[str, Any]:
+        """Numbers of the whole run, forced tokens excluded from the counts."""
+        source = self.positions["source"]
+        free = source != Source.FORCED
+        verified = free & (self.positions["depth"] > 0)
+        accepted = (source == Source.ACCEPTED) | (source == Source.RELAXED)
+        passes = self.totals["passes_per_image"]
+        return {
+            **self.totals,
+            "accepted_drafts": int(accepted.sum()),
+            "acceptance_rate": float(accepted.sum() / verified.sum()) if verified.any() else 0.0,
+            "accepted_length": float(self.totals["tokens"] / max(sum(passes), 1)),
+            "step_compression": float(source.shape[0] * source.shape[1] / max(sum(passes), 1)),
+            "tv_leak": float(self.positions["tv_leak"].sum()),
+            "mean_log_p": float(self.positions["p"][free].clamp(min=1e-30).log().mean()) if free.any() else 0.0,
+            "sources": {s.name.lower(): int((source == s).sum()) for s in Source if (source == s).any()},
+        }
+
+    def report(self) -> dict[str, Any]:
+        """The versioned JSON report: schema, settings and summary."""
+        return {
+            "schema": SCHEMA,
+            "grid": [self.rows, self.cols, self.stride],
+            "settings": self.settings,
+            "totals": self.summary(),
+        }
+
+    def save(self, path: Path) -> None:
+        """Write ``path``.json (report) and ``path``.safetensors (every array)."""
+        from safetensors.torch import save_file
+
+        tensors = {f"positions.{k}": v.contiguous() for k, v in self.positions.items()}
+        tensors |= {f"rounds.{k}": v.contiguous() for k, v in self.rounds.items()}
+        header = {"rows": self.rows, "cols": self.cols, "stride": self.stride, "totals": self.totals,
+                  "settings": self.settings, "schema": SCHEMA}
+        save_file(tensors, str(path.with_suffix(".safetensors")), metadata={"specar": json.dumps(header)})
+        path.with_suffix(".json").write_text(json.dumps(self.report(), indent=1), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Trace:
+        """Read a trace written by :meth:`save` (the .safetensors file). Raises ValueError if it is something else."""
+        from safetensors import SafetensorError, safe_open
+
+        path = path.with_suffix(".safetensors")
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                header = json.loads((file.metadata() or {}).get("specar", "{}"))
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+        except (SafetensorError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path.name} cannot be read as a trace ({error}). Save it again with Save Trace.") from error
+        if header.get("schema") != SCHEMA:
+            found = header.get("schema", "no schema")
+            raise ValueError(f"{path.name} is not a {SCHEMA} trace (found {found}). Save it again with Save Trace.")
+        split = {"positions": {}, "rounds": {}}
+        for key, tensor in tensors.items():
+            group, name = key.split(".", 1)
+            split[group][name] = tensor
+        return cls(header["rows"], header["cols"], header["stride"], split["positions"], split["rounds"],
+                   header["totals"], header["settings"])
+
+
+class Recorder:
+    """Collects the trace during a run. One slot behind the last position swallows what is not committed."""
+
+    def __init__(self, layout: TokenLayout, batch: int, device: torch.device):
+        self.layout, self.batch = layout, batch
+        shape = (batch, layout.length + 1)
+        self.positions = {name: torch.zeros(shape, dtype=dtype, device=device) for name, dtype in _POSITION_FIELDS.items()}
+        self.rounds: list[dict[str, Any]] = []
+
+    def tokens(
+        self, positions: Tensor, committed: Tensor, p: Tensor, token: Tensor, **values: Tensor | int | float
+    ) -> None:
+        """Record final tokens [B, T] at positions [B, T] where ``committed`` [B, T]; p [B, T, V+] is the target law.
+
+        ``values`` are per-token tensors [B, T] or scalars, named as in _POSITION_FIELDS.
+        """
+        slot = torch.where(committed, positions, self.layout.length)
+        values |= {"p": at(p, token), "entropy": entropy(p), "top1": p.amax(-1)}
+        for name, value in values.items():
+            target = self.positions[name]
+            value = torch.as_tensor(value, device=target.device).to(target.dtype).expand(slot.shape)
+            target.scatter_(1, slot, value)
+
+    def round(self, **values: Any) -> None:
+        """Record one target pass: scalars or [B] tensors."""
+        self.rounds.append(values)
+
+    def finish(self, seed: int, settings: dict[str, Any], seconds: float, draft_passes: int = 0) -> Trace:
+        """Move everything to the CPU and add the totals."""
+        positions = {name: value[:, :-1].cpu() for name, value in self.positions.items()}
+        rounds = {name: torch.stack([torch.as_tensor(r[name]).cpu() for r in self.rounds]) for name in self.rounds[0]}
+        committed = rounds["committed"].reshape(len(self.rounds), self.batch)
+        per_image = [int((column > 0).sum()) for column in committed.unbind(1)]
+        free = int((positions["source"] != Source.FORCED).sum())
+        totals = {
+            "target_passes": len(self.rounds),
+            "passes_per_image": per_image,
+            "draft_passes": draft_passes,
+            "images": self.batch,
+            "tokens": free,
+            "seed": seed,
+            "seconds": round(seconds, 3),
+        }
+        layout = self.layout
+        return Trace(layout.rows, layout.cols, layout.stride, positions, rounds, totals, settings)
