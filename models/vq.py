@@ -181,7 +181,7 @@ class VQModel(nn.Module):
         """[B, 3, H, W] in [-1, 1] -> [B, C, h, w] before quantisation. H and W must be multiples of the factor."""
         if pixels.shape[-1] % self.config.factor or pixels.shape[-2] % self.config.factor:
             height, width = pixels.shape[-2:]
-            raise ValueError(f"picture of {width} x {height} pixels: both sides must be multiples of {self.config.factor}")
+            raise ValueError(f"{width} x {height} pixels: both sides must be multiples of {self.config.factor}")
         return self.quant_conv(self.encoder(pixels))
 
     def quantize_latent(self, latent: Tensor) -> Tensor:
@@ -207,6 +207,5 @@ def _norm(channels: int, operations) -> nn.Module:
 
 
 def _mid(channels: int, operations) -> nn.ModuleList:
-    return nn.ModuleList(
-        [ResBlock(channels, channels, operations), AttentionBlock(channels, operations), ResBlock(channels, channels, operations)]
-    )
+    first, last = (ResBlock(channels, channels, operations) for _ in range(2))
+    return nn.ModuleList([first, AttentionBlock(channels, operations), last])
