@@ -1,0 +1,108 @@
+"""Starts and stops a real headless ComfyUI that has only this pack, in a base directory of its own."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import torch
+
+PACK = Path(__file__).resolve().parent.parent
+PACK_FOLDER = "ComfyUI-SpecAR"
+STOP_SECONDS = 10
+
+
+class ServerError(RuntimeError):
+    """The server did not start, or did not take the pack; the message names its log."""
+
+
+class ComfyServer:
+    """Context manager around one ComfyUI process.
+
+    `url` answers once the block is entered; `base` is ComfyUI's base directory (models/, input/, temp/, user/), made
+    afresh and removed at the end; `log` keeps the server's output afterwards. The whole process group is ended on
+    leaving the block.
+    """
+
+    def __init__(self, comfyui: Path, log: Path, output: Path | None = None, port: int | None = None,
+                 start_seconds: float = 180.0):
+        self.comfyui = Path(comfyui).resolve()
+        self.log = Path(log).resolve()
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._output = output
+        self._start_seconds = start_seconds
+
+    def __enter__(self) -> "ComfyServer":
+        self._directory = tempfile.TemporaryDirectory(prefix="specar-comfyui-", ignore_cleanup_errors=True)
+        self.base = Path(self._directory.name)
+        self.output = Path(self._output or self.base / "output").resolve()
+        prepare_base(self.base, self.output)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(self._command(), cwd=self.base, stdin=subprocess.DEVNULL, stdout=log,
+                                            stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            self._wait_until_ready()
+            if "(IMPORT FAILED)" in self.log.read_text(errors="replace"):
+                raise ServerError(f"ComfyUI could not import this pack; see {self.log}")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_exc) -> None:
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(self.process.pid, sign)
+                self.process.wait(STOP_SECONDS)
+            except ProcessLookupError:
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        self._directory.cleanup()
+
+    def _command(self) -> list[str]:
+        command = [
+            sys.executable, str(self.comfyui / "main.py"),
+            "--base-directory", str(self.base), "--output-directory", str(self.output),
+            "--port", str(self.port), "--database-url", f"sqlite:///{self.base}/user/comfyui.db",
+            "--disable-api-nodes", "--disable-all-custom-nodes", "--whitelist-custom-nodes", PACK_FOLDER,
+            "--preview-method", "auto",
+        ]
+        return command if torch.cuda.is_available() else [*command, "--cpu"]
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + self._start_seconds
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise ServerError(f"ComfyUI ended with code {self.process.returncode} while starting; see {self.log}")
+            try:
+                with urllib.request.urlopen(f"{self.url}/system_stats", timeout=5):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.3)
+        raise ServerError(f"ComfyUI did not answer on {self.url} within {self._start_seconds:.0f} s; see {self.log}")
+
+
+def prepare_base(base: Path, output: Path) -> None:
+    """Lays out ComfyUI's base directory with this pack as its only custom node."""
+    for name in ("custom_nodes", "models", "input", "temp", "user/default"):
+        (base / name).mkdir(parents=True)
+    output.mkdir(parents=True, exist_ok=True)
+    (base / "custom_nodes" / PACK_FOLDER).symlink_to(PACK, target_is_directory=True)
+    # Without this the tutorial's dialog covers the canvas on the first visit.
+    (base / "user/default/comfy.settings.json").write_text(json.dumps({"Comfy.TutorialCompleted": True}))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
