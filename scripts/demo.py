@@ -1,0 +1,146 @@
+"""Queues a shipped workflow on a real ComfyUI and says what it made; see demo.sh."""
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+
+import aiohttp
+from comfy_client import Run, run_prompt
+from comfy_server import PACK, PACK_FOLDER, ComfyServer, ServerError
+
+DEFAULT_WORKFLOW = PACK / "workflows/api/same_seed_two_samplers.json"
+OUTPUT = PACK / "output"
+SERVER_LOG = OUTPUT / "server.log"
+BAR_WIDTH = 30
+
+
+class DemoError(RuntimeError):
+    """Something the user can act on; printed as one line."""
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    try:
+        prompt = read_workflow(arguments.workflow)
+        set_prompt_and_seed(prompt, arguments.prompt, arguments.seed)
+        print("Starting ComfyUI ...", flush=True)
+        with ComfyServer(arguments.comfyui, SERVER_LOG, output=OUTPUT, port=arguments.port) as server:
+            make(server.url, prompt, arguments.workflow)
+            if arguments.serve:
+                serve(server)
+    except KeyboardInterrupt:
+        return 130
+    except (DemoError, ServerError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+        print(f"error: lost ComfyUI ({error or 'no answer'}); see {SERVER_LOG}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="demo.sh", description="Makes pictures with the bundled model in a real, "
+                                     "headless ComfyUI and leaves them in output/.")
+    parser.add_argument("--prompt", help="what to draw, instead of the workflow's own prompt")
+    parser.add_argument("--seed", type=int, help="the seed of all samplers")
+    parser.add_argument("--workflow", type=Path, default=DEFAULT_WORKFLOW, help="a workflow in API format")
+    parser.add_argument("--serve", action="store_true", help="leave ComfyUI running, to be used in a browser")
+    parser.add_argument("--port", type=int, help="the server's port (default: any free one)")
+    parser.add_argument("--comfyui", type=Path, required=True, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def read_workflow(path: Path) -> dict:
+    try:
+        prompt = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DemoError(f"cannot read the workflow {path}: {error}") from error
+    nodes = prompt.values() if isinstance(prompt, dict) else [prompt]
+    if not all(isinstance(node, dict) and "class_type" in node for node in nodes):
+        raise DemoError(f"{path} is not in API format (in ComfyUI: Workflow > Export (API))")
+    return prompt
+
+
+def set_prompt_and_seed(prompt: dict, text: str | None, seed: int | None) -> None:
+    """Replaces the text of every encoder that feeds a `positive` input, and every `seed`, in place."""
+    if text is not None:
+        links = [node["inputs"]["positive"] for node in prompt.values() if "positive" in node["inputs"]]
+        encoders = [prompt[link[0]]["inputs"] for link in links if "text" in prompt[link[0]]["inputs"]]
+        if not encoders:
+            raise DemoError("the workflow has no positive prompt that --prompt could replace")
+        for inputs in encoders:
+            inputs["text"] = text
+    if seed is not None:
+        seeded = [node["inputs"] for node in prompt.values() if "seed" in node["inputs"]]
+        if not seeded:
+            raise DemoError("the workflow has no seed that --seed could replace")
+        for inputs in seeded:
+            inputs["seed"] = seed
+
+
+def make(url: str, prompt: dict, workflow: Path) -> None:
+    """Runs the prompt with a progress bar, then prints the new files and what each method cost."""
+    before, start = files_in_output(), time.monotonic()
+    print(f"Running {workflow.name}", flush=True)
+    bar = ProgressBar(prompt)
+    run = asyncio.run(run_prompt(url, prompt, follow=bar.follow))
+    bar.close()
+    if run.outcome != "success":
+        raise DemoError(f"{failure(run)}; see {SERVER_LOG}")
+    print(f"Done in {time.monotonic() - start:.0f} s. In {OUTPUT}:")
+    for file in sorted(files_in_output() - before):
+        print(f"  {file.relative_to(OUTPUT)}")
+    for stats in run.collect("specar"):
+        print(f"{stats['method']:>24}: {stats['target_passes']} passes of the model for {stats['tokens']} tokens")
+
+
+def files_in_output() -> set[Path]:
+    return {path for path in OUTPUT.rglob("*") if path.is_file()}
+
+
+def failure(run: Run) -> str:
+    if run.outcome == "rejected":
+        problems = [f"{node['class_type']}: {error['message']} ({error['details']})"
+                    for node in run.node_errors.values() for error in node["errors"]]
+        return "ComfyUI refused the workflow: " + "; ".join(problems or [run.error.get("message", "no reason given")])
+    if run.outcome == "interrupted":
+        return "the run was interrupted"
+    return f"{run.error['node_type']}: {' '.join(run.error['exception_message'].split())}"
+
+
+def serve(server: ComfyServer) -> None:
+    print(f"ComfyUI is at {server.url} (Workflow > Browse Templates > {PACK_FOLDER}). Ctrl-C ends it.", flush=True)
+    server.process.wait()
+
+
+class ProgressBar:
+    """One line in the terminal that follows the running node; without a terminal, one line per finished node."""
+
+    def __init__(self, prompt: dict):
+        self._titles = {key: node.get("_meta", {}).get("title", node["class_type"]) for key, node in prompt.items()}
+        self._live = sys.stdout.isatty()
+
+    async def follow(self, _run: Run, event: str, data: dict) -> None:
+        if event == "progress_state":
+            for node, state in data["nodes"].items():
+                if state["state"] == "running":
+                    self._draw(self._titles[node], state["value"] / max(state["max"], 1))
+        elif event == "executed" and not self._live:
+            print(f"  {self._titles[data['node']]}: done", flush=True)
+
+    def _draw(self, title: str, fraction: float) -> None:
+        if self._live:
+            filled = round(BAR_WIDTH * fraction)
+            print(f"\r\033[K  [{'#' * filled}{'-' * (BAR_WIDTH - filled)}] {title}", end="", flush=True)
+
+    def close(self) -> None:
+        if self._live:
+            print("\r\033[K", end="", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
