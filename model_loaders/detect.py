@@ -1,0 +1,98 @@
+"""Files -> models: ask each family whether a file is its own, and explain when none answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from . import llamagen, vq
+from .ar_model import DiscreteModel, resolve_dtype
+from .checkpoint import PICKLES, SAFETENSORS, CheckpointError, open_checkpoint
+from .image_decoder import ImageDecoder
+
+FAMILIES = (llamagen,)
+_ASSETS = Path(__file__).resolve().parent.parent / "assets"
+
+
+def bundled(name: str = "default") -> Path:
+    """Folder of a model that ships with the pack. Raises FileNotFoundError naming the ones there are."""
+    folder = _ASSETS / name
+    if not (folder / "model.safetensors").is_file():
+        there = sorted(p.parent.name for p in _ASSETS.glob("*/model.safetensors"))
+        raise FileNotFoundError(f"There is no bundled model {name!r}; bundled are: {', '.join(there) or 'none'}.")
+    return folder
+
+
+def weight_file(path: Path) -> Path:
+    """The file itself, or a folder's ``model.safetensors``. Raises CheckpointError if there is none."""
+    if path.is_dir():
+        if not (path / "model.safetensors").is_file():
+            raise CheckpointError(f"The folder {path} holds no model.safetensors.")
+        return path / "model.safetensors"
+    return path
+
+
+def load_model(
+    path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None,
+    grid: tuple[int, int] | None = None, operations=nn, search_folders: Sequence[Path] = (),
+) -> DiscreteModel:
+    """Load an AR image model from a file or folder; the family is recognised.
+
+    dtype None: fp32 on a CPU, bf16 elsewhere. grid: (rows, cols) where neither metadata nor file name tell. Text
+    encoder and image decoder are looked for beside the file and in ``search_folders``; what is missing is reported when
+    it is used. Raises CheckpointError (a ValueError) for files that cannot be used.
+    """
+    device = torch.device(device)
+    checkpoint = open_checkpoint(weight_file(Path(path)))
+    family = next((family for family in FAMILIES if family.recognise(checkpoint.tensors)), None)
+    if family is None:
+        raise CheckpointError(unknown_model(checkpoint.path, checkpoint.tensors))
+    model = family.load(checkpoint, resolve_dtype(dtype, device), grid, search_folders, operations)
+    decoder_path = find_image_decoder(checkpoint.path, search_folders)
+    if decoder_path is not None:
+        decoder = load_image_decoder(decoder_path)
+        model.attach_codebook(decoder.codebook, decoder.factor)
+    model.to(device)
+    model.device = device
+    return model
+
+
+def unknown_model(path: Path, tensors: dict[str, torch.Tensor]) -> str:
+    """Why a file is not a model of a known family, in words."""
+    if vq.recognise(tensors):
+        return f"{path.name} is an image decoder (VQ), not a model. Load it with Load AR Image Decoder."
+    names = ", ".join(sorted(tensors)[:4])
+    return f"{path.name} is of no family this pack knows (LlamaGen). Its first tensors are: {names}."
+
+
+def load_image_decoder(
+    path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, operations=nn
+) -> ImageDecoder:
+    """Load a VQ image tokenizer from a file, or from a folder (``vq.safetensors`` or ``model.safetensors`` in it).
+
+    dtype None is fp32. Raises CheckpointError for files that cannot be used.
+    """
+    path = Path(path)
+    if (path / "vq.safetensors").is_file():
+        path = path / "vq.safetensors"
+    checkpoint = open_checkpoint(weight_file(path))
+    if not vq.recognise(checkpoint.tensors):
+        names = ", ".join(sorted(checkpoint.tensors)[:4])
+        raise CheckpointError(f"{checkpoint.path.name} is not a VQ image decoder. Its first tensors are: {names}.")
+    decoder = vq.load(checkpoint, dtype or torch.float32, operations)
+    decoder.module.to(device)
+    return decoder
+
+
+def find_image_decoder(model_path: str | Path, search_folders: Sequence[Path] = ()) -> Path | None:
+    """The image decoder that belongs to a model, by the released names, beside it or in the search folders."""
+    path = weight_file(Path(model_path))
+    if (path.parent / "vq.safetensors").is_file():
+        return path.parent / "vq.safetensors"
+    kind = "t2i" if "t2i" in str(path).lower() else "c2i"
+    folders = [path.parent, *map(Path, search_folders)]
+    names = [f"vq_ds16_{kind}{suffix}" for suffix in SAFETENSORS + PICKLES] + [f"vq-ds16-{kind}/model.safetensors"]
+    return next((folder / name for folder in folders for name in names if (folder / name).is_file()), None)

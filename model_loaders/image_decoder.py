@@ -1,0 +1,59 @@
+"""Codes <-> pixels: a VQ tokenizer with the conventions of the pack (pixels [B, H, W, 3] in 0..1, like ComfyUI)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from ..models.vq import VQModel
+
+
+@dataclass(frozen=True)
+class ImageDecoder:
+    """A VQ tokenizer; ``factor`` is pixels per token and side, ``name`` its file."""
+
+    module: VQModel
+    factor: int
+    name: str
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.module.parameters()).dtype
+
+    @property
+    def codebook(self) -> Tensor:
+        """Code vectors [V, C], normalised as the decoder expects them."""
+        return self.module.codebook()
+
+    @torch.inference_mode()
+    def decode(self, latent: Tensor) -> Tensor:
+        """Code vectors [B, C, h, w] -> pixels [B, H, W, 3] (fp32) in 0..1."""
+        pixels = self.module.decode(latent.to(self.device, self.dtype))
+        return rearrange(pixels.float() / 2 + 0.5, "b c h w -> b h w c").clamp(0, 1)
+
+    @torch.inference_mode()
+    def dequantize(self, tokens: Tensor) -> Tensor:
+        """Tokens [B, h, w] -> code vectors [B, C, h, w]."""
+        return self.module.dequantize(tokens.to(self.device))
+
+    def decode_tokens(self, tokens: Tensor) -> Tensor:
+        """Tokens [B, h, w] -> pixels [B, H, W, 3] (fp32) in 0..1."""
+        return self.decode(self.dequantize(tokens))
+
+    @torch.inference_mode()
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Pixels [B, H, W, 3] in 0..1 -> tokens [B, h, w]. Raises ValueError unless H and W are multiples of factor."""
+        height, width = pixels.shape[1:3]
+        if height % self.factor or width % self.factor:
+            raise ValueError(
+                f"The picture is {width} x {height}, but both sides must be multiples of {self.factor} pixels. Resize it."
+            )
+        planes = rearrange(pixels[..., :3], "b h w c -> b c h w") * 2 - 1
+        return self.module.encode(planes.to(self.device, self.dtype))

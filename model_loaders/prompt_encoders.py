@@ -1,0 +1,133 @@
+"""Prompt -> features: the bundled word table, T5, and class names. Each has ``encode(text) -> [1, n, F]`` (fp32)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .checkpoint import CheckpointError, open_checkpoint
+
+
+class PromptEncoder(Protocol):
+    def encode(self, text: str) -> Tensor:
+        """Features [1, n, F] (fp32, CPU) of a prompt, valid slots only; raises ValueError with a remedy."""
+        ...
+
+
+class WordEncoder:
+    """One learned vector per known word: the bundled model's text encoder.
+
+    Words are looked up one by one; "... on a blue background" becomes the single word ``bg_blue``. Stop words are left
+    out, synonyms replaced, at most ``slots`` words used.
+    """
+
+    def __init__(self, table: Tensor, words: list[str], stop_words: list[str], synonyms: dict[str, str],
+                 backgrounds: list[str], slots: int):
+        self.table, self.words, self.slots = table.float(), words, slots
+        self.index = {word: i for i, word in enumerate(words)}
+        self.stop_words, self.synonyms, self.backgrounds = set(stop_words), synonyms, backgrounds
+
+    @classmethod
+    def open(cls, path: Path, slots: int) -> WordEncoder:
+        """Read ``text_encoder.safetensors``. Raises CheckpointError if it is another kind of file."""
+        checkpoint = open_checkpoint(path)
+        table, meta = checkpoint.tensors.get("word_embeddings.weight"), checkpoint.metadata
+        if table is None or len(meta.get("words", ())) != table.shape[0]:
+            raise CheckpointError(f"{path.name} is not a word-table text encoder.")
+        return cls(table, meta["words"], meta["stop_words"], meta["synonyms"], meta["backgrounds"], slots)
+
+    def parse(self, text: str) -> tuple[list[str], list[str]]:
+        """(known words in order, unknown words) of a prompt."""
+        text = text.lower()
+        colours = "|".join(map(re.escape, self.backgrounds))
+        text = re.sub(rf"\b(?:on|with|against)?\s*(?:an?|the)?\s*({colours})\s+background\b", r" bg_\1 ", text)
+        known, unknown = [], []
+        for word in re.findall(r"[a-z0-9_'-]+", text):
+            word = next((w for w in (word, word.rstrip("s"), word.removesuffix("es"))
+                         if w in self.index or w in self.synonyms), word)
+            for part in self.synonyms.get(word, word).split():
+                if part in self.index:
+                    known.append(part)
+                elif part not in self.stop_words:
+                    unknown.append(part)
+        return list(dict.fromkeys(known)), unknown
+
+    def encode(self, text: str) -> Tensor:
+        """Features [1, n, F]. Raises ValueError if not a single word is known."""
+        known, unknown = self.parse(text)
+        if not known:
+            some = ", ".join([w for w in self.words if not w.startswith("bg_")][:40])
+            raise ValueError(
+                f"The bundled model knows none of the words in the prompt {text!r}. It was trained on a small "
+                f"vocabulary; words it knows include: {some}. The model card lists all of them."
+            )
+        if unknown:
+            import logging
+
+            logging.getLogger(__name__).warning("The bundled model does not know: %s (ignored).", ", ".join(unknown))
+        return self.table[[self.index[word] for word in known[: self.slots]]][None]
+
+
+class T5Encoder:
+    """flan-t5-xl's encoder through transformers, loaded on first use, 120 slots at most."""
+
+    def __init__(self, folder: Path, slots: int, device: torch.device | str = "cpu"):
+        self.folder, self.slots, self.device, self._loaded = folder, slots, device, None
+
+    def _load(self) -> tuple[Any, Any]:
+        if self._loaded is None:
+            from transformers import AutoTokenizer, T5EncoderModel
+
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+                model = T5EncoderModel.from_pretrained(self.folder, local_files_only=True, use_safetensors=True)
+            except (OSError, ValueError) as error:
+                raise CheckpointError(
+                    f"{self.folder} cannot be read as a T5 encoder: {error}. It needs config.json, the tokenizer files "
+                    "and the .safetensors shards of flan-t5-xl."
+                ) from error
+            self._loaded = tokenizer, model.eval().to(self.device)
+        return self._loaded
+
+    @torch.inference_mode()
+    def encode(self, text: str) -> Tensor:
+        """Features [1, n, 2048] of the n valid tokens (the end token included)."""
+        tokenizer, model = self._load()
+        ids = tokenizer(text.lower().strip(), max_length=self.slots, truncation=True, return_tensors="pt")
+        return model(**ids.to(self.device)).last_hidden_state.float().cpu()
+
+
+class ClassEncoder:
+    """A class name or number instead of a prompt (class-conditional models)."""
+
+    def __init__(self, classes: int, names: list[str] | None = None):
+        self.classes, self.names = classes, [name.lower() for name in names or ()]
+
+    def encode(self, text: str) -> Tensor:
+        """Class number [1, 1, 1] (fp32). Raises ValueError for an unknown name or a number outside the classes."""
+        wanted = text.strip().lower()
+        if wanted.isdigit() and int(wanted) < self.classes:
+            return torch.tensor([[[float(wanted)]]])
+        matches = [i for i, name in enumerate(self.names) if wanted and wanted in re.split(r",\s*", name)]
+        if matches:
+            return torch.tensor([[[float(matches[0])]]])
+        near = [name for name in self.names if wanted and wanted in name][:5]
+        hint = f" Did you mean: {'; '.join(near)}?" if near else ""
+        raise ValueError(
+            f"This model draws classes, not prompts: {text!r} is not a class. Type a number from 0 to "
+            f"{self.classes - 1}" + (" or a class name." if self.names else ".") + hint
+        )
+
+
+class MissingEncoder:
+    """Takes the place of a text encoder that was not found; says so when it is used."""
+
+    def __init__(self, message: str):
+        self.message = message
+
+    def encode(self, text: str) -> Tensor:
+        raise FileNotFoundError(self.message)
