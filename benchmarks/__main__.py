@@ -1,0 +1,81 @@
+"""Measure every method on a model: forward passes, step compression, wall time against next-token and ``generate``.
+
+    python -m benchmarks [--model default] [--cfg 1 3] [--windows 16 32] [--seeds 2] [--out benchmarks/results/NAME.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+
+import comfyui_specar as specar
+
+from .generate import seconds_of_generate
+from .runs import PROMPTS, cases, compare
+
+
+def cpu_name() -> str:
+    """The processor as the kernel names it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def machine(device: torch.device) -> dict:
+    """What the numbers were measured on."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {"processor": cpu_name(), "threads": torch.get_num_threads(), "gpu": gpu, "torch": torch.__version__}
+
+
+def commit() -> str:
+    """The commit of the tree, with a mark if it was changed."""
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    result = subprocess.run(describe, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+    return result.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--model", default="default", help="bundled name, or a file or folder")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--cfg", type=float, nargs="+", default=[1.0, 3.0])
+    parser.add_argument("--windows", type=int, nargs="+", default=[16, 32])
+    parser.add_argument("--seeds", type=int, default=2, help="pictures per prompt")
+    parser.add_argument("--threads", type=int, help="CPU threads (torch's default otherwise)")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    path = Path(options.model)
+    model = specar.load_model(path if path.exists() else specar.bundled(options.model), device=options.device)
+    report = {
+        "model": options.model,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "machine": machine(model.device),
+        "commit": commit(),
+        "prompts": PROMPTS,
+        "pictures_per_method": len(PROMPTS) * options.seeds,
+        "settings": {"temperature": 1.0, "top_k": 0, "top_p": 1.0},
+        "runs": [],
+    }
+    for cfg in options.cfg:
+        print(f"guidance {cfg:g}, temperature 1, no top-k, no top-p")
+        rows = compare(
+            model, cases(options.windows), PROMPTS, options.seeds, print, cfg=cfg, temperature=1.0, top_k=0, top_p=1.0
+        )
+        generate = seconds_of_generate(model, guided=cfg != 1)
+        print(f"{'transformers generate':34s} passes {model.layout().length:6.1f}          {generate:6.2f} s")
+        report["runs"].append({"cfg": cfg, "transformers_generate_seconds": generate, "methods": rows})
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(f"written to {options.out}")
+
+
+if __name__ == "__main__":
+    main()
