@@ -120,7 +120,7 @@ class DiscreteModel(nn.Module):
         if guided and negative is not None:
             branches.append(self._prefix(negative, batch, "negative"))
         elif guided:
-            branches.append(self.prefix.unconditional(branches[0].shape[1]).expand(batch, -1, -1))
+            branches.append(self.prefix.unconditional(branches[0].shape[1], self.device).expand(batch, -1, -1))
         lengths = torch.tensor([b.shape[1] for b in branches], device=self.device).repeat_interleave(batch)
         longest = max(b.shape[1] for b in branches)
         # A shorter branch is padded behind its end: causal attention keeps the padding out of sight, and the image

@@ -36,9 +36,9 @@ class CaptionPrefix(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         return self.cap_proj(features.to(self.uncond_embedding.dtype))
 
-    def unconditional(self, length: int) -> Tensor:
-        """Prefix embeddings [1, length, dim] of the learned null caption."""
-        return self.cap_proj(self.uncond_embedding[None, -length:])
+    def unconditional(self, length: int, device: torch.device) -> Tensor:
+        """Prefix embeddings [1, length, dim] of the learned null caption, computed on ``device``."""
+        return self.cap_proj(self.uncond_embedding[None, -length:].to(device))
 
 
 class ClassPrefix(nn.Module):
@@ -52,7 +52,6 @@ class ClassPrefix(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         return self.embedding_table(features[..., 0].long())
 
-    def unconditional(self, length: int) -> Tensor:
-        """Prefix embeddings [1, 1, dim] of the null class."""
-        null = torch.full((1, length), self.classes, device=self.embedding_table.weight.device)
-        return self.embedding_table(null)
+    def unconditional(self, length: int, device: torch.device) -> Tensor:
+        """Prefix embeddings [1, length, dim] of the null class, computed on ``device``."""
+        return self.embedding_table(torch.full((1, length), self.classes, device=device))
