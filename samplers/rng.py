@@ -75,5 +75,7 @@ class Stream:
         )
         key = (self.keys[:, :1, None], self.keys[:, 1:, None])
         words = torch.stack(philox(counter, key), dim=-1).flatten(-2)[..., :vocab]
-        u = ((words >> 8).float() + 0.5) * 2**-24
-        return -torch.log(-torch.log(u))
+        # v in (0, 1), finest near 0, where the largest noise comes from. It must not round to 1 or reach 0: infinite
+        # noise would turn a token of probability zero into NaN, which arg-max takes for the largest.
+        v = ((words.float() + 0.5) * 2**-32).clamp(2**-33, 1 - 2**-24)
+        return -torch.log(-torch.log1p(-v))
