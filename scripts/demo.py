@@ -94,8 +94,13 @@ def make(url: str, prompt: dict, workflow: Path) -> None:
     print(f"Done in {time.monotonic() - start:.0f} s. In {OUTPUT}:")
     for file in sorted(files_in_output() - before):
         print(f"  {file.relative_to(OUTPUT)}")
-    for stats in run.collect("specar"):
-        print(f"{stats['method']:>24}: {stats['target_passes']} passes of the model for {stats['tokens']} tokens")
+    for method, totals in sorted(costs(run).items()):
+        print(f"  {method}: {totals['target_passes']} passes of the model for {totals['tokens']} tokens")
+
+
+def costs(run: Run) -> dict[str, dict]:
+    """Totals by method, from the reports that Acceptance Map and Save Trace put into the history."""
+    return {report["settings"]["method"].replace("_", " "): report["totals"] for report in run.collect("specar")}
 
 
 def files_in_output() -> set[Path]:

@@ -1,0 +1,64 @@
+"""Fixtures shared by the tests that need a running ComfyUI (tests/e2e and tests/browser): one server per session."""
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts import comfy_client
+from scripts.comfy_server import PACK, ComfyServer
+
+WORKFLOWS = PACK / "workflows"
+RUN_SECONDS = 180.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-contract", action="store_true", help="rewrite tests/e2e/object_info.json from the server")
+
+
+class Comfy:
+    """The running server, as the tests talk to it."""
+
+    def __init__(self, server: ComfyServer):
+        self.url, self.base, self.output = server.url, server.base, server.output
+
+    def run(self, prompt: dict, follow: comfy_client.Follower | None = None) -> comfy_client.Run:
+        return asyncio.run(comfy_client.run_prompt(self.url, prompt, follow=follow, timeout=RUN_SECONDS))
+
+    def get(self, path: str):
+        return asyncio.run(comfy_client.get_json(self.url, path))
+
+    def view(self, file: dict) -> bytes:
+        return asyncio.run(comfy_client.view(self.url, file))
+
+    @staticmethod
+    def workflow(name: str, **inputs) -> dict:
+        """A shipped API workflow; every node input named in `inputs` is set to the given value."""
+        prompt = json.loads((WORKFLOWS / "api" / f"{name}.json").read_text(encoding="utf-8"))
+        for node in prompt.values():
+            node["inputs"].update({key: value for key, value in inputs.items() if key in node["inputs"]})
+        return prompt
+
+    @staticmethod
+    def node_id(prompt: dict, class_type: str) -> str:
+        """The key of the only node of a class; ValueError if there are several or none."""
+        [key] = [key for key, node in prompt.items() if node["class_type"] == class_type]
+        return key
+
+
+@pytest.fixture(scope="session")
+def comfyui() -> Path:
+    """The ComfyUI tree."""
+    path = os.environ.get("COMFYUI_PATH")
+    if not path:
+        pytest.fail("COMFYUI_PATH does not name a ComfyUI tree: run scripts/test.sh, which sets everything up")
+    return Path(path)
+
+
+@pytest.fixture(scope="session")
+def comfy(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
+    with ComfyServer(comfyui, tmp_path_factory.mktemp("comfyui") / "server.log") as server:
+        yield Comfy(server)

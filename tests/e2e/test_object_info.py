@@ -1,0 +1,48 @@
+"""The interface of our nodes as ComfyUI publishes it. Saved workflows depend on it: it only ever grows at the end."""
+
+import json
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+CONTRACT = Path(__file__).with_name("object_info.json")
+PRESENTATION = ("tooltip",)
+
+
+@pytest.fixture(scope="module")
+def nodes(comfy) -> dict[str, dict]:
+    return {key: node for key, node in comfy.get("/object_info").items() if key.startswith("SpecAR")}
+
+
+def contract(node: dict) -> dict:
+    inputs = {
+        kind: {name: [spec[0], {k: v for k, v in (spec[1] if len(spec) > 1 else {}).items() if k not in PRESENTATION}]
+               for name, spec in node["input"].get(kind, {}).items()}
+        for kind in ("required", "optional")
+    }
+    outputs = list(map(list, zip(node["output"], node["output_name"], strict=True)))
+    keys = ("display_name", "category", "output_node", "input_order")
+    return {**{key: node[key] for key in keys}, "inputs": inputs, "outputs": outputs}
+
+
+def test_interface_is_the_published_one(nodes, request):
+    found = json.loads(json.dumps({key: contract(nodes[key]) for key in sorted(nodes)}))
+    if request.config.getoption("--write-contract"):
+        CONTRACT.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert found == json.loads(CONTRACT.read_text(encoding="utf-8"))
+
+
+def test_every_input_has_a_tooltip(nodes):
+    for key, node in nodes.items():
+        for kind in ("required", "optional"):
+            for name, spec in node["input"].get(kind, {}).items():
+                assert len(spec) > 1 and spec[1].get("tooltip"), f"{key}.{name} has no tooltip"
+
+
+def test_every_node_has_a_description_and_a_help_page(comfy, nodes):
+    assert nodes
+    for key, node in nodes.items():
+        assert node["description"], f"{key} has no description"
+        with urllib.request.urlopen(f"{comfy.url}/extensions/ComfyUI-SpecAR/docs/{key}/en.md") as reply:
+            assert len(reply.read()) > 200, f"the help page of {key} is empty"

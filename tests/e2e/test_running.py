@@ -1,0 +1,105 @@
+"""What a client sees while a prompt runs and afterwards: progress, previews, cancelling, statistics, caching, seeds."""
+
+import io
+import time
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from scripts.comfy_client import interrupt
+
+SAMPLERS = {"text_to_picture": "SpecARNextTokenSampler", "sjd_acceptance_map": "SpecARSJDSampler"}
+
+
+def progress_of(run, node: str) -> list[tuple[float, float]]:
+    states = [data["nodes"][node] for event, data in run.events if event == "progress_state" and node in data["nodes"]]
+    return [(state["value"], state["max"]) for state in states]
+
+
+def saved_pictures(comfy, run) -> list[np.ndarray]:
+    files = [file for file in run.collect("images") if file["type"] == "output"]
+    return [np.asarray(Image.open(io.BytesIO(comfy.view(file))).convert("RGB"), dtype=np.int16) for file in files]
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_progress_and_previews_arrive(comfy, name):
+    prompt = comfy.workflow(name, seed=101)
+    run = comfy.run(prompt)
+    assert run.outcome == "success", run.message()
+    values = progress_of(run, comfy.node_id(prompt, SAMPLERS[name]))
+    assert [value for value, _ in values] == sorted(value for value, _ in values)
+    assert len({value for value, _ in values}) > 5
+    assert values[-1][0] == values[-1][1]
+    assert run.previews
+    for preview in run.previews:
+        assert min(Image.open(io.BytesIO(preview)).size) >= 16
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_cancel_takes_effect_within_a_round_and_the_next_prompt_works(comfy, name):
+    prompt = comfy.workflow(name, seed=102)
+    sampler = comfy.node_id(prompt, SAMPLERS[name])
+    asked = ended = None
+
+    async def follow(run, event, data):
+        nonlocal asked, ended
+        state = data.get("nodes", {}).get(sampler, {"value": 0}) if event == "progress_state" else {"value": 0}
+        if asked is None and state["value"] >= 3:
+            await interrupt(comfy.url, run.prompt_id)
+            asked = time.monotonic()
+        if event == "execution_interrupted":
+            ended = time.monotonic()
+
+    run = comfy.run(prompt, follow)
+    assert run.outcome == "interrupted", run.message()
+    assert ended - asked < 1.0
+    value, maximum = progress_of(run, sampler)[-1]
+    assert value < maximum
+    assert not run.outputs
+    assert comfy.run(prompt).outcome == "success"
+
+
+def test_statistics_reach_the_history(comfy):
+    run = comfy.run(comfy.workflow("same_seed_two_samplers", seed=103))
+    assert run.outcome == "success", run.message()
+    reports = run.collect("specar")
+    assert {report["schema"] for report in reports} == {"specar.trace/1"}
+    assert {report["totals"]["seed"] for report in reports} == {103}
+    passes = {report["settings"]["method"]: report["totals"]["target_passes"] for report in reports}
+    [tokens] = {report["totals"]["tokens"] for report in reports}
+    assert passes["next_token"] == tokens
+    assert passes["sjd"] < tokens
+
+
+def test_cached_rerun_shows_the_map_again(comfy):
+    prompt = comfy.workflow("sjd_acceptance_map", seed=104)
+    acceptance_map = comfy.node_id(prompt, "SpecARAcceptanceMap")
+    first, second = comfy.run(prompt), comfy.run(prompt)
+    cached = [node for event, data in second.events if event == "execution_cached" for node in data["nodes"]]
+    assert acceptance_map in cached
+    assert first.outputs[acceptance_map]["images"] and first.outputs[acceptance_map]["specar"]
+    assert second.outputs[acceptance_map] == first.outputs[acceptance_map]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS.values())
+def test_picture_i_of_a_batch_is_the_single_picture_of_seed_plus_i(comfy, sampler):
+    name = next(key for key, value in SAMPLERS.items() if value == sampler)
+    batch = saved_pictures(comfy, comfy.run(comfy.workflow(name, seed=200, batch_size=4)))
+    assert len(batch) == 4
+    for index in (0, 3):
+        [single] = saved_pictures(comfy, comfy.run(comfy.workflow(name, seed=200 + index, batch_size=1)))
+        # One level of difference is the rounding of the decoder, which sums in another order for a batch.
+        assert np.abs(single - batch[index]).max() <= 1
+    assert np.abs(batch[0] - batch[3]).max() > 1
+
+
+def test_same_seed_repeats_and_another_seed_differs(comfy):
+    pictures = {}
+    for seed in (301, 302, 301):  # ComfyUI keeps only the last prompt's results, so the third run is a new one
+        run = comfy.run(comfy.workflow("text_to_picture", seed=seed))
+        [made] = saved_pictures(comfy, run)
+        if seed in pictures:
+            assert np.array_equal(made, pictures[seed])
+        pictures[seed] = made
+    assert not np.array_equal(pictures[301], pictures[302])
