@@ -1,0 +1,157 @@
+"""What the training scripts feed the model: captions, augmentation, and the loss at their end. No download."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from comfyui_specar.models.vq import VQConfig, VQModel
+from comfyui_specar.training.autoregressive import Batches, TextToImage
+from comfyui_specar.training.captions import Captions
+from comfyui_specar.training.data import Pictures, augment
+from comfyui_specar.training.loop import rate
+from comfyui_specar.training.muon import orthogonalise
+from comfyui_specar.training.settings import BACKGROUNDS, CPU, STYLES, Augmentation
+
+CONCEPTS = {
+    "2764": {"label": "red heart", "tags": ["emotion", "love"]},
+    "1f436": {"label": "dog face", "tags": ["pet", "puppy"]},
+    "1f431": {"label": "cat face", "tags": ["pet", "kitten"]},
+}
+SETTING = replace(
+    CPU,
+    concepts=tuple(CONCEPTS),
+    tokenizer=replace(CPU.tokenizer, config=VQConfig(16, 4, (1, 1, 1, 1), 32, 32, 1)),
+    model=replace(CPU.model, dim=64, layers=2, heads=2),
+)
+STILL = Augmentation(scale=(1.0, 1.0), shift=0.0, colour_jitter=0.0)
+
+
+@pytest.fixture
+def captions() -> Captions:
+    return Captions(SETTING, CONCEPTS, seed=1)
+
+
+def square(side: int = 128, half: int = 32) -> torch.Tensor:
+    """A white opaque square in the middle of a transparent canvas, [1, 4, side, side]."""
+    rgba = torch.zeros(1, 4, side, side, dtype=torch.uint8)
+    rgba[:, :, side // 2 - half : side // 2 + half, side // 2 - half : side // 2 + half] = 255
+    return rgba
+
+
+def test_word_table_and_synonyms(captions):
+    assert captions.words[: len(STYLES)] == list(STYLES)
+    assert "bg_blue" in captions.words and "dog" in captions.words
+    table = captions.synonyms()
+    assert table["puppy"] == "dog" and table["kitten"] == "cat"
+    assert table["bg_grey"] == "bg_gray"
+    assert "pet" not in table, "two concepts share this tag: it names neither"
+    assert all(target in captions.words and word not in captions.words for word, target in table.items())
+
+
+def test_whole_caption_names_everything(captions):
+    words = {captions.words[i] for i in captions.sample("1f436", 1, list(BACKGROUNDS).index("teal"), drop=0.0)}
+    assert words == {"brown", "dog", "noto", "bg_teal"}
+
+
+def test_parts_are_dropped_but_never_the_thing(captions):
+    seen = [[captions.words[i] for i in captions.sample("2764", 0, 0, drop=0.15)] for _ in range(600)]
+    assert all("heart" in words for words in seen)
+    assert sum("3d" not in words for words in seen) / 600 == pytest.approx(0.15, abs=0.05)
+    assert sum("red" not in words for words in seen) / 600 == pytest.approx(0.30, abs=0.06)
+    assert len({tuple(words) for words in seen}) > 10, "the order varies"
+
+
+def test_learned_tags_become_words():
+    captions = Captions(replace(SETTING, learn_tags=True), CONCEPTS)
+    assert "puppy" in captions.words and "puppy" not in captions.synonyms()
+    drawn = {captions.words[i] for _ in range(200) for i in captions.sample("1f436", 0, 0, drop=0.15)}
+    assert "puppy" in drawn and "kitten" not in drawn
+
+
+def test_augmentation_without_ranges_is_exact_composition():
+    blue = list(BACKGROUNDS).index("blue")
+    pixels = augment(square(), torch.tensor([blue]), STILL, torch.Generator())
+    assert pixels.shape == (1, 3, 128, 128)
+    assert pixels[0, :, 64, 64] == pytest.approx(torch.ones(3), abs=1e-5)
+    assert (pixels[0, :, 2, 2] + 1) * 127.5 == pytest.approx(torch.tensor(BACKGROUNDS["blue"]).float(), abs=0.01)
+
+
+def test_augmentation_stays_in_its_ranges():
+    ranges = Augmentation(scale=(0.9, 1.1), shift=0.05, colour_jitter=5.0)
+    black = torch.full((200,), list(BACKGROUNDS).index("black"))
+    pixels = augment(square().expand(200, -1, -1, -1), black, ranges, torch.Generator().manual_seed(3))
+    inside = pixels[:, 0] > 0.0
+    widths = inside.any(1).sum(1)
+    assert 57 <= widths.min() < 61 and 67 < widths.max() <= 71
+    columns = torch.arange(128.0)
+    centres = (inside.any(1) * columns).sum(1) / widths
+    offset = (centres - 63.5).abs()
+    assert 4.0 < offset.max() <= 0.05 * 128 * 1.1 + 1
+    corner = (pixels[:, :, 0, 0] + 1) * 127.5
+    assert (corner - torch.tensor(BACKGROUNDS["black"])).abs().max() <= 5.01
+    assert corner.std(0).min() > 1.0
+
+
+def test_flip_mirrors_about_half_of_the_pictures():
+    half = square()
+    half[:, :, :, 64:] = 0  # only the left half is opaque
+    ranges = replace(STILL, flip=True)
+    pixels = augment(half.expand(100, -1, -1, -1), torch.ones(100).long(), ranges, torch.Generator().manual_seed(0))
+    left, right = pixels[:, 0, 64, 40] > 0, pixels[:, 0, 64, 87] > 0
+    assert torch.all(left ^ right) and 30 < int(right.sum()) < 70
+
+
+def pictures() -> Pictures:
+    codes = [code for code in CONCEPTS for _ in STYLES]
+    return Pictures(square().repeat(9, 1, 1, 1), codes, [0, 1, 2] * 3, CONCEPTS)
+
+
+def batches(seed: int) -> Batches:
+    torch.manual_seed(0)
+    vq = VQModel(SETTING.tokenizer.config).eval()
+    return Batches(SETTING, pictures(), Captions(SETTING, CONCEPTS, seed), vq, seed)
+
+
+def test_batches_are_determined_by_their_seed():
+    first, again, other = (batches(seed).draw(4) for seed in (5, 5, 6))
+    assert all(torch.equal(a, b) for a, b in zip(first, again))
+    assert not torch.equal(first[2], other[2])
+    assert first[2].shape == (4, 256) and first[2].dtype == torch.int64
+
+
+def test_held_out_pairs_are_never_trained_on():
+    source = batches(0)
+    trained, unseen = (
+        {tuple(pair) for _ in range(20) for pair in torch.stack(source._pairs(32, held_out), 1).tolist()}
+        for held_out in (False, True)
+    )
+    assert unseen and trained and not (trained & unseen)
+
+
+def test_padding_does_not_change_the_logits():
+    torch.manual_seed(0)
+    model = TextToImage(SETTING, 20).eval()
+    for block in model.backbone.layers:  # blocks start as the identity; give them something to do
+        torch.nn.init.normal_(block.attention.wo.weight, std=0.1)
+        torch.nn.init.normal_(block.feed_forward.w2.weight, std=0.1)
+    tokens, keep = torch.randint(16, (1, 256)), torch.tensor([False])
+    with torch.no_grad():
+        short = model(torch.tensor([[3, 7]]), keep, tokens)
+        padded = model(torch.tensor([[-1, -1, 3, 7]]), keep, tokens)
+        other = model(torch.tensor([[3, 8]]), keep, tokens)
+    assert short.shape == (1, 256, 16)
+    assert torch.allclose(short, padded, atol=1e-5)
+    assert not torch.allclose(short, other, atol=1e-3)
+
+
+def test_learning_rate_ends_low_and_starts_warm():
+    assert rate(0.0, 0) == pytest.approx(0.02)
+    assert rate(0.3, 1000) == 1.0
+    assert rate(1.0, 1000) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 24), (1, 24, 8)])
+def test_muon_directions_have_singular_values_near_one(shape):
+    values = torch.linalg.svdvals(orthogonalise(torch.randn(*shape, generator=torch.Generator().manual_seed(0))))
+    assert 0.6 < values.min() and values.max() < 1.3

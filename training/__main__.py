@@ -1,0 +1,45 @@
+"""``python -m training``: fetch the pictures, train the tokenizer, train the model, export ``assets/default``."""
+
+import argparse
+import logging
+from pathlib import Path
+
+import torch
+
+from comfyui_specar.training import autoregressive, export, tokenizer
+from comfyui_specar.training.captions import Captions
+from comfyui_specar.training.data import load_pictures
+from comfyui_specar.training.settings import SETTINGS
+
+STAGES = ("tokenizer", "model", "export")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="training", description=__doc__)
+    parser.add_argument("--setting", choices=SETTINGS, default="cpu")
+    parser.add_argument("--out", type=Path, required=True, help="checkpoints and exported files go here")
+    parser.add_argument("--cache", type=Path, default=Path("build/emoji"), help="downloaded and rendered pictures")
+    parser.add_argument("--stage", choices=STAGES, action="append", help="default: all, in order")
+    parser.add_argument("--minutes", type=float, help="time budget of the stage instead of the setting's")
+    parser.add_argument("--threads", type=int, help="CPU threads")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    torch.set_flush_denormal(True)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    setting = SETTINGS[arguments.setting]
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    pictures = load_pictures(arguments.cache)
+    captions = Captions(setting, pictures.words)
+    for stage in arguments.stage or STAGES:
+        if stage == "tokenizer":
+            tokenizer.train(setting, pictures, arguments.out, arguments.minutes)
+        elif stage == "model":
+            vq = tokenizer.restore(setting, arguments.out)
+            autoregressive.train(setting, pictures, captions, vq, arguments.out, arguments.minutes)
+        else:
+            export.write(setting, captions, arguments.out, arguments.out / "default")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Trains the autoregressive model on token grids that are encoded afresh for every step."""
+
+import logging
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..models.backbone import Backbone, BackboneConfig, Rotation, grid_rotation
+from ..models.prefix import CaptionPrefix
+from ..models.vq import VQModel
+from .captions import Captions
+from .data import Pictures, augment
+from .loop import Average, Budget, Checkpoint, autocast, rate, set_rate
+from .muon import Muon, split_parameters
+from .settings import BACKGROUNDS, IMAGE_SIZE, Setting
+
+log = logging.getLogger(__name__)
+
+HELD_OUT_EVERY = 20  # one of so many (picture, background) pairs is never shown
+
+
+class TextToImage(nn.Module):
+    """LlamaGen's text-conditional model, a table of word vectors in place of its T5 encoder."""
+
+    def __init__(self, setting: Setting, words: int) -> None:
+        super().__init__()
+        cfg, vq = setting.model, setting.tokenizer.config
+        side = IMAGE_SIZE // vq.factor
+        ffn_dim = -(-(8 * cfg.dim // 3) // 256) * 256
+        self.backbone = Backbone(BackboneConfig(cfg.dim, cfg.layers, cfg.heads, ffn_dim, vq.codebook_size))
+        self.prefix = CaptionPrefix(setting.caption_dim, setting.caption_slots, cfg.dim)
+        self.words = nn.Embedding(words, setting.caption_dim)
+        self.null_caption = nn.Parameter(torch.randn(setting.caption_slots, setting.caption_dim))
+        angles = grid_rotation(side, side, cfg.dim // cfg.heads)
+        self.register_buffer("angles", angles, persistent=False)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2 and "words" not in name and "null_caption" not in name:
+                nn.init.normal_(parameter, std=0.02)
+        for block in self.backbone.layers:  # every block starts as the identity
+            nn.init.zeros_(block.attention.wo.weight)
+            nn.init.zeros_(block.feed_forward.w2.weight)
+
+    def forward(self, captions: Tensor, dropped: Tensor, tokens: Tensor) -> Tensor:
+        """Teacher-forced logits [B, S, V] fp32.
+
+        captions int64 [B, n], right-aligned, -1 = padding; dropped bool [B]: use the null caption of the same length;
+        tokens int64 [B, S].
+        """
+        slots = captions.shape[1]
+        valid = captions >= 0
+        features = self.words(captions.clamp_min(0))
+        features = torch.where(dropped[:, None, None], self.null_caption[-slots:], features)
+        prefix = self.prefix(features) * valid[:, :, None]
+        x = torch.cat([prefix, self.backbone.tok_embeddings(tokens[:, :-1])], dim=1)
+        seen = F.pad(valid, (0, tokens.shape[1] - 1), value=True)[:, None, :]
+        length = x.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool, device=x.device)
+        mask = (causal.tril() & seen) | torch.eye(length, dtype=torch.bool, device=x.device)
+        hidden = self.backbone(x, self._rotation(slots, length), mask=mask[:, None])
+        return self.backbone.logits(hidden[:, slots - 1 :])
+
+    def _rotation(self, slots: int, length: int) -> Rotation:
+        """Prompt slots are multiplied by zero, as in the released models; image tokens rotate by row and column."""
+        angles = self.angles[: length - slots]
+        cos, sin = (F.pad(table, (0, 0, slots, 0))[None] for table in (angles.cos(), angles.sin()))
+        return Rotation(cos, sin)
+
+
+class Batches:
+    """Random (caption, tokens) pairs: every picture is placed, coloured and encoded anew."""
+
+    def __init__(self, setting: Setting, pictures: Pictures, captions: Captions, vq: VQModel, seed: int) -> None:
+        self.setting, self.pictures, self.captions, self.vq = setting, pictures, captions, vq
+        self.device = next(vq.parameters()).device
+        self.rgba = pictures.rgba.to(self.device)
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+        self.mixed = autocast(setting)
+
+    @torch.no_grad()
+    def draw(self, count: int, held_out: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """(captions [count, n], dropped [count], tokens [count, S]); held-out batches keep whole captions."""
+        picture, colour = self._pairs(count, held_out)
+        pixels = augment(self.rgba[picture], colour, self.setting.model.augmentation, self.generator)
+        with self.mixed():
+            tokens = self.vq.encode(pixels).flatten(1)
+        drop = 0.0 if held_out else self.setting.drop_part
+        rows = [
+            self.captions.sample(self.pictures.code[p], self.pictures.style[p], c, drop)
+            for p, c in zip(picture.tolist(), colour.tolist())
+        ]
+        longest = max(map(len, rows))
+        captions = torch.tensor([[-1] * (longest - len(row)) + row for row in rows], device=self.device)
+        share = 0.0 if held_out else self.setting.drop_caption
+        dropped = torch.rand(count, generator=self.generator, device=self.device) < share
+        return captions, dropped, tokens
+
+    def _pairs(self, count: int, held_out: bool) -> tuple[Tensor, Tensor]:
+        total = len(self.rgba) * len(BACKGROUNDS)
+        draws = torch.randint(total, (64 * count,), generator=self.generator, device=self.device)
+        picture, colour = draws // len(BACKGROUNDS), draws % len(BACKGROUNDS)
+        kept = (((7 * picture + 3 * colour) % HELD_OUT_EVERY == 0) == held_out).nonzero().flatten()[:count]
+        return picture[kept], colour[kept]
+
+
+@torch.no_grad()
+def held_out_loss(model: TextToImage, batches: list[tuple[Tensor, Tensor, Tensor]]) -> float:
+    """Mean nats per token on pairs of picture and background that were never shown together."""
+    losses = [F.cross_entropy(model(c, d, t).flatten(0, 1), t.flatten()) for c, d, t in batches]
+    return float(torch.stack(losses).mean())
+
+
+def train(
+    setting: Setting, pictures: Pictures, captions: Captions, vq: VQModel, out: Path, minutes: float | None = None
+) -> TextToImage:
+    """Trains for the budget (or goes on from ``out``/model.pt) and returns the averaged model."""
+    cfg, device = setting.model, torch.device(setting.device)
+    pictures = pictures.select(setting.concepts)
+    torch.manual_seed(1)
+    model = TextToImage(setting, len(captions.words)).to(device)
+    average = Average(model, cfg.ema)
+    matrices, others = split_parameters(model, keep_out=("tok_embeddings", "output", "words", "null_caption"))
+    muon = Muon(matrices, lr=cfg.learning_rate, weight_decay=cfg.weight_decay)
+    adamw = torch.optim.AdamW(others, lr=cfg.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    checkpoint = Checkpoint(out / "model.pt", model=model, average=average.module, muon=muon, adamw=adamw)
+    counters = checkpoint.resume() or {"step": 0, "spent": 0.0}
+    step, budget, mixed = counters["step"], Budget(minutes or cfg.minutes, counters["spent"]), autocast(setting)
+    batches = Batches(setting, pictures, captions, vq.to(device).eval(), seed=step)
+    unseen = Batches(setting, pictures, captions, vq, seed=10**6)
+    unseen = [unseen.draw(cfg.batch, held_out=True) for _ in range(4)]
+    log.info("%.2f M parameters, %d pictures", sum(p.numel() for p in model.parameters()) / 1e6, len(pictures.code))
+    running = 0.0
+    while budget.fraction < 1.0:
+        set_rate([muon, adamw], cfg.learning_rate, rate(budget.fraction, step))
+        caption, dropped, tokens = batches.draw(cfg.batch)
+        with mixed():
+            logits = model(caption, dropped, tokens)
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        model.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        muon.step()
+        adamw.step()
+        average.update(model, step)
+        step += 1
+        running += (loss.item() - running) / min(step, 50)
+        if step % 50 == 0:
+            views = step * cfg.batch / len(pictures.code)
+            log.info("step %d, %.1f min, loss %.4f, %.0f views", step, budget.spent / 60, running, views)
+        done = budget.fraction >= 1.0
+        if checkpoint.save(force=done, step=step, spent=budget.spent):
+            log.info("step %d, train %.4f, held-out %.4f", step, running, held_out_loss(average.module, unseen))
+    return average.module
+
+
+def restore(setting: Setting, words: int, out: Path) -> TextToImage:
+    """The averaged model of ``out``/model.pt, on the CPU, for inference."""
+    model = TextToImage(setting, words)
+    model.load_state_dict(torch.load(out / "model.pt", map_location="cpu", weights_only=True)["average"])
+    return model.eval().requires_grad_(False)

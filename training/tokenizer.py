@@ -1,0 +1,177 @@
+"""Trains the VQ tokenizer: an autoencoder first, then a codebook from its latents, then both together."""
+
+import logging
+import math
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..models.vq import VQModel
+from .data import Pictures, augment, sheet
+from .loop import Average, Budget, Checkpoint, autocast, rate, set_rate
+from .muon import Muon, split_parameters
+from .settings import BACKGROUNDS, Setting
+
+log = logging.getLogger(__name__)
+
+WHOLE_PICTURES_FROM = 0.4  # share of the budget after which whole pictures, whose statistics differ, replace crops
+REVIVE_UNTIL = 0.8
+COMMITMENT = 0.25
+REVIVE_EVERY = 50
+
+
+def reconstruction_loss(output: Tensor, target: Tensor) -> Tensor:
+    """L1 + L2 + half the L1 distance of neighbour differences (keeps edges sharp without a perceptual network)."""
+    error = output - target
+    gradients = (error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()) * 0.5
+    return error.abs().mean() + error.square().mean() + gradients
+
+
+def spherical_kmeans(points: Tensor, clusters: int, generator: torch.Generator, rounds: int = 15) -> Tensor:
+    """Unit vectors [N, C] -> unit centres [clusters, C]; empty clusters restart at random points."""
+    centres = points[torch.randperm(len(points), generator=generator, device=points.device)[:clusters]]
+    for _ in range(rounds):
+        owner = (points @ centres.T).argmax(1)
+        sums = torch.zeros_like(centres).index_add_(0, owner, points)
+        empty = torch.bincount(owner, minlength=clusters) == 0
+        sums[empty] = points[torch.randint(len(points), (int(empty.sum()),), generator=generator, device=points.device)]
+        centres = F.normalize(sums, dim=1)
+    return centres
+
+
+class Sampler:
+    """Fresh augmented batches, mostly of the chosen concepts."""
+
+    def __init__(self, setting: Setting, pictures: Pictures, device: torch.device, seed: int) -> None:
+        self.setting, self.device = setting, device
+        self.chosen = pictures.select(setting.concepts).rgba.to(device)
+        self.all = pictures.rgba.to(device) if setting.tokenizer.other_pictures else self.chosen
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def _integers(self, high: int, count: int) -> Tensor:
+        return torch.randint(high, (count,), generator=self.generator, device=self.device)
+
+    def whole(self, count: int, only_chosen: bool = False) -> Tensor:
+        """Pixels [count, 3, 128, 128] in [-1, 1]."""
+        others = 0 if only_chosen else round(count * self.setting.tokenizer.other_pictures)
+        rgba = torch.cat([
+            self.all[self._integers(len(self.all), others)],
+            self.chosen[self._integers(len(self.chosen), count - others)],
+        ])
+        colours = self._integers(len(BACKGROUNDS), count)
+        return augment(rgba, colours, self.setting.tokenizer.augmentation, self.generator)
+
+    def crops(self, count: int) -> Tensor:
+        """Pixels [count, 3, crop, crop] in [-1, 1]; the corner is aligned to the token grid."""
+        side, factor = self.setting.tokenizer.crop, self.setting.tokenizer.config.factor
+        pixels = self.whole(count)
+        corners = self._integers((pixels.shape[-1] - side) // factor + 1, 2 * count).view(count, 2) * factor
+        return torch.stack([p[:, y : y + side, x : x + side] for p, (y, x) in zip(pixels, corners.tolist())])
+
+
+class Codes:
+    """Usage statistics of the codebook and the revival of codes nobody chooses."""
+
+    def __init__(self, model: VQModel) -> None:
+        self.usage = torch.ones(model.config.codebook_size, device=model.quantize.embedding.weight.device)
+
+    @torch.no_grad()
+    def observe(self, tokens: Tensor) -> None:
+        self.usage.mul_(0.99).add_(torch.bincount(tokens.flatten(), minlength=len(self.usage)))
+
+    @torch.no_grad()
+    def revive(self, models: list[VQModel], latent: Tensor) -> int:
+        """Moves dead codes onto random encoder outputs [B, C, h, w], in the model and in its average alike."""
+        dead = (self.usage < 0.05).nonzero().flatten()
+        unit = F.normalize(latent.float(), dim=1).movedim(1, -1).flatten(0, -2)
+        chosen = unit[torch.randint(len(unit), (len(dead),), device=unit.device)]
+        for model in models:
+            model.quantize.embedding.weight[dead] = chosen
+        self.usage[dead] = 1.0
+        return len(dead)
+
+
+@torch.no_grad()
+def evaluate(model: VQModel, pixels: Tensor) -> tuple[dict[str, float], Tensor]:
+    """PSNR (dB, mean over pictures) and number of codes in use; also the reconstructions."""
+    tokens = torch.cat([model.encode(part) for part in pixels.split(8)])
+    output = torch.cat([model.decode(model.dequantize(part)) for part in tokens.split(8)]).clamp(-1, 1)
+    mse = ((output - pixels) / 2).square().mean((1, 2, 3))
+    share = torch.bincount(tokens.flatten(), minlength=model.config.codebook_size).float() / tokens.numel()
+    entropy = -(share * share.clamp_min(1e-12).log()).sum()
+    return {
+        "psnr": float((-10 * mse.log10()).mean()),
+        "codes": int((share > 0).sum()),
+        "perplexity": math.exp(float(entropy)),
+    }, output
+
+
+def train(setting: Setting, pictures: Pictures, out: Path, minutes: float | None = None) -> VQModel:
+    """Trains for the budget (or goes on from ``out``/tokenizer.pt) and returns the averaged model."""
+    cfg, device = setting.tokenizer, torch.device(setting.device)
+    torch.manual_seed(0)
+    model = VQModel(cfg.config).to(device)
+    average = Average(model, 0.995)
+    matrices, others = split_parameters(model, keep_out=("encoder.conv_in", "decoder.conv_out", "embedding"))
+    muon = Muon(matrices, lr=cfg.learning_rate)
+    adamw = torch.optim.AdamW(others, lr=cfg.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    checkpoint = Checkpoint(out / "tokenizer.pt", model=model, average=average.module, muon=muon, adamw=adamw)
+    counters = checkpoint.resume() or {"step": 0, "spent": 0.0}
+    step, budget = counters["step"], Budget(minutes or cfg.minutes, counters["spent"])
+    sampler, codes, mixed = Sampler(setting, pictures, device, seed=step), Codes(model), autocast(setting)
+    held_out = Sampler(setting, pictures, device, seed=10**6).whole(48, only_chosen=True)
+    while budget.fraction < 1.0:
+        set_rate([muon, adamw], cfg.learning_rate, rate(budget.fraction, step))
+        whole = budget.fraction > WHOLE_PICTURES_FROM
+        pixels = sampler.whole(cfg.whole_batch) if whole else sampler.crops(cfg.crop_batch)
+        if step == cfg.warm_start_steps:
+            _start_codebook(model, average, sampler)
+        with mixed():
+            latent = F.normalize(model.encode_latent(pixels).float(), dim=1)
+            code_loss = latent.new_zeros(())
+            decoder_input = latent
+            if step >= cfg.warm_start_steps:
+                tokens = model.quantize_latent(latent)
+                chosen = model.dequantize(tokens)
+                code_loss = (chosen - latent.detach()).square().mean()
+                code_loss = code_loss + COMMITMENT * (chosen.detach() - latent).square().mean()
+                decoder_input = latent + (chosen - latent).detach()
+                codes.observe(tokens)
+            output = model.decode(decoder_input).float()
+        loss = reconstruction_loss(output, pixels) + code_loss
+        model.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        muon.step()
+        adamw.step()
+        average.update(model, step)
+        step += 1
+        if step > cfg.warm_start_steps and step % REVIVE_EVERY == 0 and budget.fraction < REVIVE_UNTIL:
+            codes.revive([model, average.module], latent.detach())
+        if step % 50 == 0:
+            psnr = float(-10 * ((output.detach() - pixels) / 2).square().mean().log10())
+            log.info("step %d, %.1f min, loss %.4f, batch psnr %.2f", step, budget.spent / 60, float(loss), psnr)
+        done = budget.fraction >= 1.0
+        if checkpoint.save(force=done, step=step, spent=budget.spent):
+            metrics, output = evaluate(average.module, held_out)
+            log.info("step %d, held-out augmentations: %s", step, metrics)
+            sheet(torch.cat([held_out[:16], output[:16]]), 16).save(out / "reconstructions.png")
+    return average.module
+
+
+def restore(setting: Setting, out: Path) -> VQModel:
+    """The averaged tokenizer of ``out``/tokenizer.pt, on the CPU, for inference."""
+    model = VQModel(setting.tokenizer.config)
+    model.load_state_dict(torch.load(out / "tokenizer.pt", map_location="cpu", weights_only=True)["average"])
+    return model.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def _start_codebook(model: VQModel, average: Average, sampler: Sampler) -> None:
+    latents = torch.cat([F.normalize(model.encode_latent(sampler.whole(16)).float(), dim=1) for _ in range(16)])
+    points = latents.movedim(1, -1).flatten(0, -2)
+    centres = spherical_kmeans(points, model.config.codebook_size, sampler.generator)
+    for each in (model, average.module):
+        each.quantize.embedding.weight.copy_(centres)
