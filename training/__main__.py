@@ -5,20 +5,19 @@ import logging
 from pathlib import Path
 
 import torch
-
-from comfyui_specar.training import autoregressive, export, tokenizer
+from comfyui_specar.training import autoregressive, contact_sheet, export, tokenizer
 from comfyui_specar.training.captions import Captions
 from comfyui_specar.training.data import load_pictures
 from comfyui_specar.training.settings import SETTINGS
 
-STAGES = ("tokenizer", "model", "export")
+STAGES = ("tokenizer", "model", "export", "sheet")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="training", description=__doc__)
     parser.add_argument("--setting", choices=SETTINGS, default="cpu")
     parser.add_argument("--out", type=Path, required=True, help="checkpoints and exported files go here")
-    parser.add_argument("--cache", type=Path, default=Path("build/emoji"), help="downloaded and rendered pictures")
+    parser.add_argument("--cache", type=Path, default=Path(".cache/emoji"), help="downloaded and rendered pictures")
     parser.add_argument("--stage", choices=STAGES, action="append", help="default: all, in order")
     parser.add_argument("--minutes", type=float, help="time budget of the stage instead of the setting's")
     parser.add_argument("--threads", type=int, help="CPU threads")
@@ -31,14 +30,17 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     pictures = load_pictures(arguments.cache)
     captions = Captions(setting, pictures.words)
+    exported = arguments.out / "default"
     for stage in arguments.stage or STAGES:
         if stage == "tokenizer":
             tokenizer.train(setting, pictures, arguments.out, arguments.minutes)
         elif stage == "model":
             vq = tokenizer.restore(setting, arguments.out)
             autoregressive.train(setting, pictures, captions, vq, arguments.out, arguments.minutes)
+        elif stage == "export":
+            export.write(setting, captions, arguments.out, exported)
         else:
-            export.write(setting, captions, arguments.out, arguments.out / "default")
+            contact_sheet.draw(exported, exported / "contact_sheet.jpg")
 
 
 if __name__ == "__main__":

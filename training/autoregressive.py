@@ -90,8 +90,7 @@ class Batches:
             self.captions.sample(self.pictures.code[p], self.pictures.style[p], c, drop)
             for p, c in zip(picture.tolist(), colour.tolist())
         ]
-        longest = max(map(len, rows))
-        captions = torch.tensor([[-1] * (longest - len(row)) + row for row in rows], device=self.device)
+        captions = torch.tensor(self.captions.padded(rows), device=self.device)
         share = 0.0 if held_out else self.setting.drop_caption
         dropped = torch.rand(count, generator=self.generator, device=self.device) < share
         return captions, dropped, tokens

@@ -67,7 +67,8 @@ class Captions:
         content = {word for table in tables for words in table.values() for word in words}
         self.words = [*STYLES, *map(background_word, BACKGROUNDS), *sorted(content - set(STYLES))]
         self.number = {word: i for i, word in enumerate(self.words)}
-        self.slots = setting.caption_slots
+        longest = max(map(len, self.names.values())) + self.learn_tags + 2  # and style and background
+        self.slots = min(setting.caption_slots, longest)
         self.random = random.Random(seed)
 
     @staticmethod
@@ -82,6 +83,10 @@ class Captions:
         table = {**tags, **SYNONYMS, **COLOUR_SYNONYMS, **colours}
         known = self.number
         return {word: target for word, target in sorted(table.items()) if word not in known and target in known}
+
+    def padded(self, rows: list[list[int]]) -> list[list[int]]:
+        """Captions of one length, -1 on the left."""
+        return [[-1] * (self.slots - len(row)) + row for row in rows]
 
     def sample(self, code: str, style: int, background: int, drop: float) -> list[int]:
         """Word numbers of one random caption, in random order.

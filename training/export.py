@@ -1,4 +1,4 @@
-"""Writes the three files of the bundled model in the published key layouts, with what the loader cannot see in shapes."""
+"""Writes the files of the bundled model in the published key layouts, with what shapes do not tell."""
 
 import json
 from dataclasses import asdict

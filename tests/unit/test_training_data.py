@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from comfyui_specar.models.vq import VQConfig, VQModel
 from comfyui_specar.training.autoregressive import Batches, TextToImage
 from comfyui_specar.training.captions import Captions

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from comfyui_specar.models.vq import VQConfig, VQModel
 
 SMALL = VQConfig(codebook_size=64, codebook_dim=8, ch_mult=(1, 2), base_channels=32, z_channels=64, num_res_blocks=1)

@@ -1,0 +1,52 @@
+"""Draws the contact sheet of an exported model and measures whether backgrounds come out as asked."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from .. import api
+from .settings import BACKGROUNDS, COMMON_CONCEPTS, STYLES
+
+log = logging.getLogger(__name__)
+
+COLUMNS, COUNT = 8, 64
+
+
+def prompts() -> list[tuple[str, str]]:
+    """64 (prompt, background colour): every common concept once, then some again in other styles and colours."""
+    names, colours = list(COMMON_CONCEPTS.values()), list(BACKGROUNDS)
+    chosen = []
+    for i in range(COUNT):
+        lap, index = divmod(i, len(names))
+        colour = colours[(5 * i + 3 * lap) % len(colours)]
+        chosen.append((f"{names[index]}, {STYLES[(i + lap) % len(STYLES)]}, on a {colour} background", colour))
+    return chosen
+
+
+def border_colour(pixels: Tensor) -> str:
+    """Name of the background nearest to the median of the outer 6 pixels; pixels [H, W, 3] in 0..1."""
+    inner = torch.zeros(pixels.shape[:2], dtype=torch.bool)
+    inner[6:-6, 6:-6] = True
+    median = (pixels[~inner] * 255.0).median(dim=0).values
+    palette = torch.tensor(list(BACKGROUNDS.values()), dtype=torch.float32)
+    return list(BACKGROUNDS)[int((palette - median).norm(dim=1).argmin())]
+
+
+def draw(folder: Path, file: Path, method=api.methods.NextToken(), **sampling) -> float:
+    """Samples all prompts (seed = position in the sheet) and writes the sheet; returns the background accuracy."""
+    model = api.load_model(folder / "model.safetensors")
+    decoder = api.load_image_decoder(folder / "vq.safetensors")
+    tiles, right = [], 0
+    for seed, (prompt, colour) in enumerate(prompts()):
+        tokens = api.sample(model, model.encode_prompt(prompt), method, seed=seed, **sampling).tokens
+        pixels = decoder.decode_tokens(tokens)[0].cpu()
+        right += border_colour(pixels) == colour
+        tiles.append((pixels * 255.0).round().byte().numpy())
+    rows = [np.concatenate(tiles[i : i + COLUMNS], axis=1) for i in range(0, COUNT, COLUMNS)]
+    Image.fromarray(np.concatenate(rows)).save(file, quality=92)
+    log.info("%s: background as asked in %d of %d pictures", file, right, COUNT)
+    return right / COUNT
