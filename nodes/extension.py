@@ -1,0 +1,28 @@
+"""The list of nodes, as ComfyUI's V3 interface asks for it."""
+
+from __future__ import annotations
+
+from comfy_api.latest import ComfyExtension, io
+
+from . import diagnostics, host, loaders, samplers
+
+host.register_folders()
+
+
+def node_classes() -> list[type[io.ComfyNode]]:
+    """Every node of the pack, in the order of the menu."""
+    return [
+        loaders.LoadCheckpoint,
+        loaders.LoadImageDecoder,
+        loaders.EmptyLatent,
+        samplers.NextTokenSampler,
+        samplers.SJDSampler,
+        diagnostics.AcceptanceMap,
+        diagnostics.SaveTrace,
+        diagnostics.LoadTrace,
+    ]
+
+
+class SpecARExtension(ComfyExtension):
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        return node_classes()

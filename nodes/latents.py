@@ -1,0 +1,80 @@
+"""LATENT dictionaries <-> token grids. Pure torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..model_loaders.ar_model import DiscreteModel
+
+Latent = dict[str, Any]
+
+
+def empty_latent(model: DiscreteModel, rows: int, cols: int, batch: int) -> Latent:
+    """A LATENT that only says how many pictures of which size: zeros [B, C, rows, cols]."""
+    return {"samples": torch.zeros(batch, channels(model), rows, cols)}
+
+
+def channels(model: DiscreteModel) -> int:
+    """Channels of the model's latents: code vectors, or one of token ids while it knows no image decoder."""
+    return 1 if model.codebook is None else model.codebook.shape[1]
+
+
+def with_tokens(latent: Latent, tokens: Tensor, model: DiscreteModel) -> Latent:
+    """``latent`` (its noise mask and batch index stay) with the drawn tokens [B, h, w] in it."""
+    samples = tokens[:, None].float() if model.codebook is None else model.dequantize(tokens)
+    return {**latent, "samples": samples, "ar_tokens": tokens}
+
+
+def tokens_of(latent: Latent, model: DiscreteModel) -> Tensor:
+    """Token ids [B, h, w] (int64) of a LATENT.
+
+    ``ar_tokens`` counts while it still fits the samples (core nodes that crop, flip or mix change only those);
+    otherwise the code nearest to each vector. Raises ValueError if the latent holds no picture of this model.
+    """
+    samples, tokens = latent["samples"], latent.get("ar_tokens")
+    if samples.shape[1] != channels(model):
+        raise ValueError(
+            f"latent_image has {samples.shape[1]} channels, but this model's latents have {channels(model)}. "
+            "Encode the picture with the VAE of Load AR Checkpoint (a model without its image decoder cannot inpaint)."
+        )
+    if not samples.any():
+        raise ValueError(
+            "latent_image has a noise mask but no picture to keep. Encode one with VAE Encode, or remove the mask."
+        )
+    if model.codebook is None:
+        return samples.round().long()[:, 0]
+    if tokens is not None and tokens.shape == samples[:, 0].shape and torch.equal(model.dequantize(tokens), samples):
+        return tokens
+    unit = F.normalize(samples.float(), dim=1)
+    return torch.einsum("bchw,vc->bhwv", unit, F.normalize(model.codebook, dim=-1)).argmax(-1)
+
+
+def kept(noise_mask: Tensor, batch: int, rows: int, cols: int) -> Tensor:
+    """Which tokens [B, rows, cols] (bool) stay: those with less than half of their area masked.
+
+    noise_mask [1 or B, 1, H, W] or [1 or B, H, W] of any size, 1 where to draw anew. Raises ValueError for another B.
+    """
+    mask = noise_mask.reshape(-1, 1, *noise_mask.shape[-2:]).float()
+    if mask.shape[0] not in (1, batch):
+        raise ValueError(f"The noise mask holds {mask.shape[0]} masks for a batch of {batch}. Use 1 or {batch}.")
+    return (F.adaptive_avg_pool2d(mask, (rows, cols))[:, 0] < 0.5).expand(batch, -1, -1)
+
+
+def first_image(latent: Latent) -> int:
+    """Number of the first image in its original batch: it is drawn with that many added to the seed.
+
+    Raises ValueError for images taken from a batch out of order, whose seeds would not be consecutive.
+    """
+    index = latent.get("batch_index")
+    if index is None:
+        return 0
+    if list(index) != list(range(index[0], index[0] + len(index))):
+        raise ValueError(
+            f"latent_image holds the images {list(index)} of its batch, but one run draws consecutive ones. "
+            "Sample them one by one (Latent From Batch)."
+        )
+    return int(index[0])

@@ -1,0 +1,125 @@
+"""Load AR Checkpoint, Load AR Image Decoder, Empty AR Latent."""
+
+from __future__ import annotations
+
+from comfy_api.latest import io
+
+from . import host
+from .clip import ARClip
+from .latents import empty_latent
+from .sockets import ARModel
+from .vae import ARVae
+
+GRIDS = ("auto", "16", "24", "32")
+
+
+class LoadCheckpoint(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpecARLoadCheckpoint",
+            display_name="Load AR Checkpoint",
+            category="SpecAR/loaders",
+            description="Loads an autoregressive image model with its text encoder and image decoder. "
+            "Your own models go into models/ar_models.",
+            inputs=[
+                io.Combo.Input(
+                    "model_name", options=host.model_choices(), default=host.BUNDLED,
+                    tooltip="The model that ships with this pack, or a file or folder in models/ar_models. "
+                    "Its VQ image decoder is looked for beside it and in models/vae.",
+                ),
+                io.Combo.Input(
+                    "dtype", options=list(host.DTYPES), default="auto",
+                    tooltip="Precision of the weights. auto: fp32 on a CPU, bf16 (or fp16) on a GPU. "
+                    "Lower precision halves memory; pictures of the same seed then differ.",
+                ),
+                io.Combo.Input(
+                    "grid", options=list(GRIDS), default="auto",
+                    tooltip="Tokens per side, for files whose name and metadata do not tell it: "
+                    "16 for 256, 24 for 384, 32 for 512 pixels.",
+                ),
+            ],
+            outputs=[
+                ARModel.Output("ar_model", display_name="AR_MODEL", tooltip="The model, for an AR sampler."),
+                io.Clip.Output("clip", display_name="CLIP", tooltip="Its text encoder, for CLIP Text Encode. "
+                               "Class-conditional models take a class name or number as text."),
+                io.Vae.Output("vae", display_name="VAE", tooltip="Its image decoder, for VAE Decode and VAE Encode."),
+            ],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, model_name: str, **_others: str) -> str:
+        return host.fingerprint(model_name, host.MODELS)
+
+    @classmethod
+    def execute(cls, model_name: str, dtype: str, grid: str) -> io.NodeOutput:
+        if grid not in GRIDS:
+            raise ValueError(f"grid is {grid!r}; choose one of {', '.join(GRIDS)}.")
+        side = None if grid == "auto" else (int(grid), int(grid))
+        loaded = host.open_model(model_name, dtype, side)
+        vae = ARVae(loaded.decoder, missing=(
+            f"No image decoder was found for {model_name}. Put the VQ file that was released with it (for LlamaGen "
+            "vq_ds16_t2i.pt or vq_ds16_c2i.pt) beside the model or into models/vae, or use Load AR Image Decoder."
+        ))
+        return io.NodeOutput(loaded, ARClip(loaded.model), vae)
+
+
+class LoadImageDecoder(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpecARLoadImageDecoder",
+            display_name="Load AR Image Decoder",
+            category="SpecAR/loaders",
+            description="Loads the VQ tokenizer that turns a model's tokens into pixels and back. "
+            "Needed only where Load AR Checkpoint did not find it.",
+            inputs=[
+                io.Combo.Input(
+                    "decoder_name", options=host.decoder_choices(), default=host.BUNDLED,
+                    tooltip="A VQ file in models/vae or models/ar_models; it must be the one released with the model.",
+                ),
+            ],
+            outputs=[io.Vae.Output("vae", display_name="VAE", tooltip="For VAE Decode and VAE Encode.")],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, decoder_name: str) -> str:
+        return host.fingerprint(decoder_name, "vae", host.MODELS)
+
+    @classmethod
+    def execute(cls, decoder_name: str) -> io.NodeOutput:
+        return io.NodeOutput(ARVae(host.open_decoder(host.resolve(decoder_name, "vae", host.MODELS))))
+
+
+class EmptyLatent(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpecAREmptyLatent",
+            display_name="Empty AR Latent",
+            category="SpecAR/latent",
+            description="Says how large the pictures are and how many. A model draws the sizes it was trained on.",
+            inputs=[
+                ARModel.Input("model", tooltip="The model that will draw; it knows which sizes are possible."),
+                io.Int.Input("width", default=128, min=0, max=4096, step=8,
+                             tooltip="Width in pixels. 0: the model's own. The bundled model draws 128 x 128."),
+                io.Int.Input("height", default=128, min=0, max=4096, step=8,
+                             tooltip="Height in pixels. 0: the model's own."),
+                io.Int.Input("batch_size", default=1, min=1, max=64,
+                             tooltip="Pictures per run. Picture i is drawn with seed + i, whatever the batch."),
+            ],
+            outputs=[io.Latent.Output("latent", display_name="LATENT", tooltip="For latent_image of an AR sampler.")],
+        )
+
+    @classmethod
+    def execute(cls, model: host.LoadedModel, width: int, height: int, batch_size: int) -> io.NodeOutput:
+        ar, side = model.model, model.model.pixels_per_token
+        own_rows, own_cols = ar.grid
+        width, height = width or own_cols * side, height or own_rows * side
+        if width % side or height % side:
+            raise ValueError(
+                f"{width} x {height} pixels cannot be cut into tokens of {side} x {side} pixels. "
+                f"This model draws {own_cols * side} x {own_rows * side} pixels."
+            )
+        layout = ar.layout(height // side, width // side)
+        return io.NodeOutput(empty_latent(ar, layout.rows, layout.cols, batch_size))

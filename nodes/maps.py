@@ -1,0 +1,160 @@
+"""Drawing of acceptance maps: numbers per token -> colours, legend, overlay. Pure numpy and PIL.
+
+The palettes stay readable with every common colour-vision deficiency: categories are Okabe and Ito's ("Color universal
+design", 2008), amounts run from dark blue to light yellow with rising lightness, ratios from orange over white to blue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from ..samplers.trace import Source, Trace
+
+GREY = (150, 150, 150)
+AMOUNT = ((0, 32, 77), (58, 72, 107), (109, 110, 114), (163, 151, 116), (213, 194, 95), (255, 234, 70))
+RATIO = ((230, 97, 1), (253, 184, 99), (247, 247, 247), (146, 197, 222), (5, 90, 170))
+SOURCES = {  # Source -> (name in the legend, colour)
+    Source.ACCEPTED: ("accepted guess", (86, 180, 233)),
+    Source.RELAXED: ("accepted by a relaxed rule", (204, 121, 167)),
+    Source.RESIDUAL: ("redrawn after rejection", (213, 94, 0)),
+    Source.BONUS: ("drawn without a guess", (240, 228, 66)),
+    Source.PREFILL: ("from the prompt's pass", (0, 0, 0)),
+    Source.SKIPPED: ("taken unverified", (0, 158, 115)),
+    Source.FORCED: ("kept or fixed", GREY),
+}
+METRICS = ("source", "pass", "accepted length", "ratio p/q", "entropy", "top-1 probability")
+MARGIN, LINE = 10, 22  # pixels of the legend
+
+
+@dataclass(frozen=True)
+class Swatch:
+    colour: tuple[int, int, int]
+    text: str
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A colour bar from ``low`` to ``high`` (texts)."""
+
+    colours: tuple[tuple[int, int, int], ...]
+    low: str
+    high: str
+
+
+@dataclass(frozen=True)
+class TokenMap:
+    """One image's map: colours [h, w, 3] (uint8), strength [h, w] (fp32 in 0..1, for the mask), and its legend."""
+
+    colours: np.ndarray
+    strength: np.ndarray
+    title: str
+    legend: tuple[Swatch | Scale, ...]
+
+
+def token_map(trace: Trace, metric: str, image: int) -> TokenMap:
+    """The map of one of METRICS for image number ``image``. Raises ValueError for another metric."""
+    grids = {name: trace.grid(name)[image].numpy() for name in trace.positions}
+    source = grids["source"]
+    free = source != Source.FORCED
+    if metric == "source":
+        return _sources(source)
+    if metric == "pass":
+        last = max(int(grids["finalised_at"].max()), 1)
+        return _amount(grids["finalised_at"], last, free, "Pass that fixed the token", "0", str(last))
+    if metric == "accepted length":
+        lengths = _tokens_per_pass(grids["finalised_at"], free)
+        most = max(int(lengths.max()), 1)
+        return _amount(lengths, most, free, "Tokens fixed in the same pass", "0", str(most))
+    if metric == "ratio p/q":
+        return _ratio(grids["ratio"], free & (grids["depth"] > 0))
+    if metric == "entropy":
+        most = max(float(grids["entropy"].max()), 1e-6)
+        return _amount(grids["entropy"], most, free, "Entropy of the prediction (nats)", "0, certain", f"{most:.1f}")
+    if metric == "top-1 probability":
+        return _amount(grids["top1"], 1, free, "Largest probability of the prediction", "0", "1, certain")
+    raise ValueError(f"metric is {metric!r}; choose one of: {', '.join(METRICS)}.")
+
+
+def _tokens_per_pass(finalised_at: np.ndarray, free: np.ndarray) -> np.ndarray:
+    count = np.bincount(finalised_at[free].ravel(), minlength=int(finalised_at.max()) + 1)
+    return count[finalised_at]
+
+
+def _sources(source: np.ndarray) -> TokenMap:
+    colours = np.zeros((*source.shape, 3), np.uint8)
+    legend = []
+    for kind, (name, colour) in SOURCES.items():
+        where = source == kind
+        colours[where] = colour
+        if where.any():
+            legend.append(Swatch(colour, f"{name}: {where.sum()} ({where.mean():.0%})"))
+    accepted = (source == Source.ACCEPTED) | (source == Source.RELAXED)
+    return TokenMap(colours, accepted.astype(np.float32), "Source of each token", tuple(legend))
+
+
+def _amount(values: np.ndarray, most: float, free: np.ndarray, title: str, low: str, high: str) -> TokenMap:
+    strength = np.where(free, np.clip(values / most, 0, 1), 0).astype(np.float32)
+    colours = np.where(free[..., None], gradient(strength, AMOUNT), GREY).astype(np.uint8)
+    return TokenMap(colours, strength, title, (Scale(AMOUNT, low, high), *_grey(~free, "kept or fixed")))
+
+
+def _ratio(ratio: np.ndarray, verified: np.ndarray) -> TokenMap:
+    """Colours on a logarithmic scale from 1/8 to 8; strength is the exact rule's acceptance probability min(1, p/q)."""
+    position = (np.log2(np.clip(ratio, 1 / 8, 8)) + 3) / 6
+    colours = np.where(verified[..., None], gradient(position, RATIO), GREY).astype(np.uint8)
+    strength = np.where(verified, np.minimum(ratio, 1), 0).astype(np.float32)
+    legend = (Scale(RATIO, "1/8, rejected", "8, accepted"), *_grey(~verified, "no guess was verified"))
+    return TokenMap(colours, strength, "Ratio p/q of the verified guess", legend)
+
+
+def _grey(where: np.ndarray, text: str) -> tuple[Swatch, ...]:
+    return (Swatch(GREY, f"{text}: {where.sum()}"),) if where.any() else ()
+
+
+def gradient(values: np.ndarray, anchors: tuple[tuple[int, int, int], ...]) -> np.ndarray:
+    """Colours [..., 3] (fp64) of values in 0..1 between evenly spaced anchors."""
+    stops = np.linspace(0, 1, len(anchors))
+    return np.stack([np.interp(values, stops, [a[c] for a in anchors]) for c in range(3)], axis=-1)
+
+
+def enlarge(grid: np.ndarray, height: int, width: int) -> np.ndarray:
+    """A token grid [h, w, ...] at picture size, each token a flat rectangle."""
+    rows = np.arange(height) * grid.shape[0] // height
+    cols = np.arange(width) * grid.shape[1] // width
+    return grid[rows][:, cols]
+
+
+def overlay(token_map: TokenMap, picture: np.ndarray | None, opacity: float, shortest: int = 512) -> np.ndarray:
+    """Map over picture [H, W, 3] (uint8; None: map alone), ``shortest`` pixels or larger, above its legend."""
+    rows, cols = token_map.colours.shape[:2]
+    height, width = picture.shape[:2] if picture is not None else (rows, cols)
+    factor = -(-shortest // min(height, width))
+    height, width = height * factor, width * factor
+    canvas = enlarge(token_map.colours, height, width).astype(np.float64)
+    if picture is not None:
+        canvas = opacity * canvas + (1 - opacity) * enlarge(picture, height, width)
+    return np.concatenate((canvas.round().astype(np.uint8), draw_legend(token_map, width)))
+
+
+def draw_legend(token_map: TokenMap, width: int) -> np.ndarray:
+    """A white strip [n, width, 3] (uint8): title, then one line per swatch, or a colour bar with its ends."""
+    lines = 1 + len(token_map.legend)
+    strip = Image.new("RGB", (width, lines * LINE + 2 * MARGIN), "white")
+    draw, bold, font = ImageDraw.Draw(strip), ImageFont.load_default(16), ImageFont.load_default(14)
+    draw.text((MARGIN, MARGIN), token_map.title, "black", bold)
+    for i, item in enumerate(token_map.legend):
+        top = MARGIN + (i + 1) * LINE + 2
+        if isinstance(item, Swatch):
+            draw.rectangle((MARGIN, top, MARGIN + 24, top + 14), item.colour, "black")
+            draw.text((MARGIN + 34, top - 1), item.text, "black", font)
+        else:
+            end = width - MARGIN - int(draw.textlength(item.high, font)) - 8
+            begin = MARGIN + int(draw.textlength(item.low, font)) + 8
+            draw.text((MARGIN, top - 1), item.low, "black", font)
+            draw.text((end + 8, top - 1), item.high, "black", font)
+            bar = gradient(np.linspace(0, 1, end - begin)[None].repeat(15, 0), item.colours)
+            strip.paste(Image.fromarray(bar.round().astype(np.uint8)), (begin, top))
+    return np.asarray(strip)

@@ -1,0 +1,181 @@
+"""One node per sampling method. They share their first widgets and everything around the method itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..model_loaders.ar_model import Conditioning
+from ..samplers.jacobi import SJD
+from ..samplers.next_token import NextToken
+from ..samplers.protocols import Request, SamplingParams, TokenLayout
+from . import host
+from .clip import text_of
+from .latents import Latent, first_image, kept, tokens_of, with_tokens
+from .sockets import ARModel, ARTrace
+
+MODELS_OWN = -1  # value of cfg, temperature, top_k, top_p that stands for the model's own
+
+REFINEMENTS = {  # shown -> SJD.reuse
+    "coupled (exact)": "coupled",
+    "SJD++ reuse (paper)": "threshold_paper",
+    "SJD++ reuse (exact)": "threshold_exact",
+    "redraw (SJD, exact)": "resample",
+    "same seed, same picture (Gumbel, exact)": "gumbel",
+}
+INITIAL = {  # shown -> SJD.initial
+    "left and upper neighbour": "mixed",
+    "left neighbour": "left",
+    "upper neighbour": "upper",
+    "uniform": "uniform",
+    "repeat the last token": "repeat",
+}
+
+
+def common_inputs() -> list[io.Input]:
+    """Sockets and widgets of every sampler, first on the node."""
+    own = "-1: the model's own value."
+    return [
+        ARModel.Input("model", tooltip="The model from Load AR Checkpoint."),
+        io.Conditioning.Input("positive", tooltip="What to draw: CLIP Text Encode with the model's own CLIP."),
+        io.Latent.Input("latent_image", tooltip="Size and batch (Empty AR Latent), or an encoded picture with a noise "
+                        "mask: tokens outside the mask are kept."),
+        io.Int.Input("seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=True,
+                     tooltip="Picture i of a batch is drawn with seed + i and equals a single run with that seed."),
+        io.Float.Input("cfg", default=MODELS_OWN, min=-1, max=30, step=0.1, round=0.01,
+                       tooltip=f"Guidance: how strongly the prompt is followed. 1 is off and twice as cheap. {own}"),
+        io.Float.Input("temperature", default=MODELS_OWN, min=-1, max=5, step=0.05, round=0.01,
+                       tooltip="Below 1 is calmer, above 1 wilder; 0 always takes the most likely token. " + own),
+        io.Int.Input("top_k", default=MODELS_OWN, min=-1, max=65536,
+                     tooltip=f"Draw among this many most likely tokens only; 0 is off. {own}"),
+        io.Float.Input("top_p", default=MODELS_OWN, min=-1, max=1, step=0.01, round=0.001,
+                       tooltip=f"Draw among the most likely tokens with this joint probability; 1 is off. {own}"),
+    ]
+
+
+def choose(name: str, value: str, options: dict[str, str]) -> str:
+    """The meaning of a combo's value (ComfyUI does not check those). Raises ValueError for an unknown one."""
+    if value not in options:
+        raise ValueError(f"{name} is {value!r}; choose one of: {', '.join(options)}.")
+    return options[value]
+
+
+def negative_input() -> io.Input:
+    return io.Conditioning.Input(
+        "negative", optional=True,
+        tooltip="What to stay away from (needs cfg above 1). Open or empty: the model's own unconditional prediction.",
+    )
+
+
+def outputs() -> list[io.Output]:
+    return [
+        io.Latent.Output("latent", display_name="LATENT", tooltip="The drawn tokens, for VAE Decode."),
+        ARTrace.Output("trace", display_name="AR_TRACE",
+                       tooltip="What happened to every token, for Acceptance Map and Save Trace."),
+    ]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The common inputs of a sampler, named like its sockets and widgets."""
+
+    model: host.LoadedModel
+    positive: Conditioning
+    latent_image: Latent
+    seed: int
+    cfg: float
+    temperature: float
+    top_k: int
+    top_p: float
+    negative: Conditioning | None = None
+
+
+def params_of(inputs: Inputs) -> SamplingParams:
+    """Sampling parameters, with the model's own where a widget says -1."""
+    given = {name: getattr(inputs, name) for name in ("cfg", "temperature", "top_k", "top_p")}
+    return replace(inputs.model.model.defaults, **{n: v for n, v in given.items() if v != MODELS_OWN})
+
+
+def layout_of(inputs: Inputs) -> TokenLayout:
+    """The token layout of latent_image; with a noise mask, the tokens outside it are forced. Raises ValueError."""
+    model, latent = inputs.model.model, inputs.latent_image
+    batch, _, rows, cols = latent["samples"].shape
+    layout = model.layout(rows, cols)
+    if "noise_mask" not in latent:
+        return layout
+    return layout.keeping(tokens_of(latent, model), kept(latent["noise_mask"], batch, rows, cols))
+
+
+def sample(method: Any, width: int, inputs: Inputs) -> io.NodeOutput:
+    """Run a method that feeds ``width`` tokens per pass. Raises ValueError where an input is illegal."""
+    loaded, latent = inputs.model, inputs.latent_image
+    if text_of(inputs.positive) == "":
+        raise ValueError("The positive prompt is empty. Type what to draw into its CLIP Text Encode.")
+    negative = None if inputs.negative and text_of(inputs.negative) == "" else inputs.negative
+    params, layout, batch = params_of(inputs), layout_of(inputs), latent["samples"].shape[0]
+    seed = inputs.seed + first_image(latent)
+    with host.sampling(loaded, layout, batch, width, params.cfg != 1) as report:
+        decoded = method.sample(
+            Request(loaded.model, inputs.positive, layout, params, negative, seed, batch, report)
+        )
+    tokens = host.output(layout.to_grid(decoded.tokens))
+    decoded.trace.settings |= {"model": loaded.name, "prompt": text_of(inputs.positive)}
+    return io.NodeOutput(with_tokens(latent, tokens, loaded.model), decoded.trace)
+
+
+class NextTokenSampler(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpecARNextTokenSampler",
+            display_name="AR Sampler (next token)",
+            category="SpecAR/sampling",
+            description="Draws one token per pass of the model: the plain method, and the baseline for all others.",
+            inputs=[*common_inputs(), negative_input()],
+            outputs=outputs(),
+        )
+
+    @classmethod
+    def execute(cls, **inputs: Any) -> io.NodeOutput:
+        return sample(NextToken(), 1, Inputs(**inputs))
+
+
+class SJDSampler(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpecARSJDSampler",
+            display_name="SJD++ Sampler",
+            category="SpecAR/sampling",
+            description="Speculative Jacobi decoding: guesses a window of tokens and verifies them in one pass of the "
+            "model, several times fewer passes than tokens. No second model is needed.",
+            inputs=[
+                *common_inputs(),
+                io.Int.Input("window", default=0, min=0, max=4096,
+                             tooltip="Tokens guessed and verified per pass. Wider saves passes, but each costs more. "
+                             "0: automatic (16 on a CPU, 32 on a GPU). SJD's authors use 16 to 96."),
+                io.Combo.Input("refinement", options=list(REFINEMENTS), default="coupled (exact)",
+                               tooltip="What becomes of guesses that are not accepted yet. The exact ones keep the "
+                               "distribution of the next-token sampler; SJD++ as in the paper is biased. "
+                               "Same seed: the very picture of the next-token sampler."),
+                io.Float.Input("threshold", default=0.5, min=0.01, max=10, step=0.01, round=0.001,
+                               tooltip="For the two SJD++ refinements: keep a guess whose probability ratio is above "
+                               "this (the paper's tau, 0.5). Higher redraws more."),
+                io.Combo.Input("initialisation", options=list(INITIAL), default="left and upper neighbour",
+                               tooltip="Where the first guess at a position comes from. The neighbours' predictions "
+                               "save passes; uniform is the plain choice."),
+                negative_input(),
+            ],
+            outputs=outputs(),
+        )
+
+    @classmethod
+    def execute(
+        cls, window: int, refinement: str, threshold: float, initialisation: str, **inputs: Any
+    ) -> io.NodeOutput:
+        reuse = choose("refinement", refinement, REFINEMENTS)
+        initial = choose("initialisation", initialisation, INITIAL)
+        method = SJD(window or None, reuse, initial, threshold)
+        return sample(method, window or 32, Inputs(**inputs))

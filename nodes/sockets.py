@@ -1,0 +1,6 @@
+"""The private socket types. Everything else travels in ComfyUI's own types."""
+
+from comfy_api.latest import io
+
+ARModel = io.Custom("AR_MODEL")  # a host.LoadedModel
+ARTrace = io.Custom("AR_TRACE")  # a samplers.trace.Trace

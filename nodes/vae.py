@@ -1,0 +1,74 @@
+"""A VQ image decoder behind core's VAE socket: VAE Decode, VAE Encode and their tiled twins work with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from . import host
+
+
+class ARVae:
+    """What core's VAE nodes call. Latents are code vectors [B, C, h, w], or token ids [B, 1, h, w] from a model that
+    was loaded without its decoder."""
+
+    def __init__(self, loaded: host.LoadedDecoder | None, missing: str = ""):
+        self._loaded, self._missing = loaded, missing
+
+    def decode(self, latent: Tensor, **_options: Any) -> Tensor:
+        """Latent -> pixels [B, H, W, 3] in 0..1. Raises FileNotFoundError if no decoder was found."""
+        batch, channels, rows, cols = latent.shape
+        decoder = self._on_device(batch * rows * cols * self.downscale_ratio**2)
+        if channels == 1:
+            latent = decoder.dequantize(self._checked(latent.round().long()[:, 0]))
+        elif channels != self.latent_channels:
+            raise ValueError(
+                f"This latent has {channels} channels, but the image decoder reads {self.latent_channels}: "
+                "it comes from another kind of model. Connect the VAE that belongs to that model."
+            )
+        return host.output(decoder.decode(latent))
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Pixels [B, H, W, 3] in 0..1 -> code vectors [B, C, h, w] of the tokens they stand for."""
+        decoder = self._on_device(pixels.shape[0] * pixels.shape[1] * pixels.shape[2])
+        return host.output(decoder.dequantize(decoder.encode(pixels)))
+
+    def decode_tiled(self, latent: Tensor, **_options: Any) -> Tensor:
+        """As :meth:`decode`: the decoder attends to the whole picture, so tiles would change it, and it fits."""
+        return self.decode(latent)
+
+    def encode_tiled(self, pixels: Tensor, **_options: Any) -> Tensor:
+        return self.encode(pixels)
+
+    def spacial_compression_decode(self) -> int:  # core's spelling
+        return self.downscale_ratio
+
+    def temporal_compression_decode(self) -> None:
+        return None
+
+    @property
+    def downscale_ratio(self) -> int:
+        return self._found.decoder.factor
+
+    @property
+    def latent_channels(self) -> int:
+        return self._found.decoder.module.config.codebook_dim
+
+    @property
+    def _found(self) -> host.LoadedDecoder:
+        if self._loaded is None:
+            raise FileNotFoundError(self._missing)
+        return self._loaded
+
+    def _on_device(self, pixels: int):
+        return self._found.load(pixels)
+
+    def _checked(self, tokens: Tensor) -> Tensor:
+        codes = self._found.decoder.module.config.codebook_size
+        if tokens.min() < 0 or tokens.max() >= codes:
+            raise ValueError(
+                f"The latent holds token {int(tokens.max())}, but this image decoder has {codes} codes: "
+                "they do not belong together. Load the VQ file that was released with the model."
+            )
+        return tokens

@@ -1,0 +1,135 @@
+"""Acceptance Map, Save Trace, Load Trace, and the drawing of maps."""
+
+import json
+from pathlib import Path
+
+import folder_paths
+import numpy as np
+import pytest
+import torch
+from comfyui_specar.nodes import maps
+from comfyui_specar.samplers.trace import Source, Trace
+
+
+def as_json(trace: Trace) -> dict:
+    return json.loads(json.dumps(trace.report()))  # tuples become lists
+
+
+def made_trace(**grids) -> Trace:
+    """A 2 x 2 trace of one image: accepted, redrawn / bonus, kept."""
+    default = {
+        "source": [Source.ACCEPTED, Source.RESIDUAL, Source.BONUS, Source.FORCED], "finalised_at": [1, 1, 2, 2],
+        "depth": [1, 2, 0, 0], "ratio": [2.0, 0.125, 0.0, 0.0], "entropy": [0.0, 1.0, 2.0, 0.0],
+        "top1": [1.0, 0.5, 0.25, 1.0],
+    }  # fmt: skip
+    positions = {name: torch.tensor([values]) for name, values in (default | grids).items()}
+    return Trace(2, 2, 2, positions, {}, {}, {})
+
+
+def test_sources_have_their_colours_and_a_counted_legend():
+    drawn = maps.token_map(made_trace(), "source", 0)
+    for cell, kind in zip([(0, 0), (0, 1), (1, 0), (1, 1)], made_trace().positions["source"][0].tolist(), strict=True):
+        assert tuple(drawn.colours[cell]) == maps.SOURCES[kind][1]
+    assert [s.text for s in drawn.legend if "accepted" in s.text] == ["accepted guess: 1 (25%)"]
+    assert drawn.strength.tolist() == [[1, 0], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("metric", "strength"),
+    [
+        ("pass", [[0.5, 0.5], [1, 0]]),
+        ("accepted length", [[1, 1], [0.5, 0]]),
+        ("ratio p/q", [[1, 0.125], [0, 0]]),
+        ("entropy", [[0, 0.5], [1, 0]]),
+        ("top-1 probability", [[1, 0.5], [0.25, 0]]),
+    ],
+)
+def test_metrics(metric, strength):
+    drawn = maps.token_map(made_trace(), metric, 0)
+    assert drawn.strength.tolist() == strength
+    assert tuple(drawn.colours[1, 1]) == maps.GREY  # a kept token has no value
+
+
+def test_ratio_colours_diverge_around_one():
+    drawn = maps.token_map(made_trace(ratio=[8.0, 1 / 8, 0.0, 0.0]), "ratio p/q", 0)
+    assert tuple(drawn.colours[0, 0]) == maps.RATIO[-1] and tuple(drawn.colours[0, 1]) == maps.RATIO[0]
+    assert tuple(maps.gradient(np.array(0.5), maps.RATIO)) == maps.RATIO[2]
+
+
+def test_every_source_can_be_drawn():
+    assert set(maps.SOURCES) == set(Source)
+
+
+def test_amounts_get_lighter():
+    lightness = maps.gradient(np.linspace(0, 1, 64), maps.AMOUNT) @ [0.2126, 0.7152, 0.0722]
+    assert (np.diff(lightness) > 0).all()
+
+
+def test_overlay_blends_and_adds_the_legend():
+    drawn, picture = maps.token_map(made_trace(), "source", 0), np.full((16, 16, 3), 200, np.uint8)
+    clear, covered = maps.overlay(drawn, picture, 0.0, 64), maps.overlay(drawn, picture, 1.0, 64)
+    assert clear.shape == covered.shape == (64 + len(maps.draw_legend(drawn, 64)), 64, 3)
+    assert (clear[:64] == 200).all()
+    assert tuple(covered[0, 0]) == maps.SOURCES[Source.ACCEPTED][1] and tuple(covered[63, 63]) == maps.GREY
+    assert (clear[64:] < 255).any()  # something is written there
+
+
+@pytest.mark.parametrize("metric", maps.METRICS)
+def test_acceptance_map_node(metric, run, nodes, sample, tiny):
+    latent, trace = sample("SJD", batch=2)
+    picture = tiny[2].decode(latent["samples"])
+    out = run(nodes["SpecARAcceptanceMap"], trace=trace, metric=metric, opacity=0.5, image=picture)
+    overlay, colours, mask, report = out.result
+    assert overlay.shape[0] == 2 and overlay.shape[2] == 512
+    assert colours.shape == (2, 32, 32, 3) and mask.shape == (2, 32, 32)
+    assert mask.min() >= 0 and mask.max() <= 1
+    assert json.loads(report) == as_json(trace)
+    assert all(isinstance(value, list | tuple) for value in out.ui.values())  # ComfyUI flattens every value
+    assert out.ui["specar"] == [trace.report()] and len(out.ui["images"]) == 2
+    for image in out.ui["images"]:
+        assert (Path(folder_paths.get_temp_directory()) / image["subfolder"] / image["filename"]).is_file()
+    text = out.ui["text"][0]
+    assert f"{trace.totals['passes_per_image'][0]}, {trace.totals['passes_per_image'][1]} passes for 16 tokens" in text
+
+
+def test_acceptance_map_without_picture(run, nodes, sample):
+    _, trace = sample("NextToken")
+    out = run(nodes["SpecARAcceptanceMap"], trace=trace, metric="source", opacity=0.5)
+    assert out.result[1].shape == (1, 64, 64, 3)
+
+
+def test_acceptance_map_errors(run, nodes, sample):
+    _, trace = sample("NextToken")
+    with pytest.raises(ValueError, match="metric is 'magic'"):
+        run(nodes["SpecARAcceptanceMap"], trace=trace, metric="magic", opacity=0.5)
+    with pytest.raises(ValueError, match="1 pictures, but 2"):
+        run(nodes["SpecARAcceptanceMap"], trace=trace, metric="source", opacity=0.5, image=torch.rand(2, 32, 32, 3))
+
+
+def test_traces_survive_saving_and_loading(run, nodes, sample):
+    _, trace = sample("SJD", batch=2)
+    files = [run(nodes["SpecARSaveTrace"], trace=trace, filename_prefix="specar/t").ui["files"] for _ in range(2)]
+    names = [Path(f["filename"]).stem for pair in files for f in pair]
+    assert names == ["t_00001_"] * 2 + ["t_00002_"] * 2
+    choice = "specar/t_00002_.safetensors [output]"
+    loader = nodes["SpecARLoadTrace"]
+    assert choice in loader.INPUT_TYPES()["required"]["trace_name"][1]["options"]
+    (loaded,) = run(loader, trace_name=choice).result
+    assert as_json(loaded) == as_json(trace)
+    for name, values in trace.positions.items():
+        assert torch.equal(values, loaded.positions[name]), name
+    written = json.loads((Path(folder_paths.get_output_directory()) / "specar/t_00001_.json").read_text())
+    assert written == as_json(trace)
+
+
+def test_load_trace_errors(run, nodes):
+    output = Path(folder_paths.get_output_directory())
+    (output / "no.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="no.safetensors cannot be read as a trace"):
+        run(nodes["SpecARLoadTrace"], trace_name="no.safetensors [output]")
+    with pytest.raises(FileNotFoundError, match="There is no trace gone"):
+        run(nodes["SpecARLoadTrace"], trace_name="gone.safetensors [output]")
+    with pytest.raises(ValueError, match="outside ComfyUI's folders"):
+        run(nodes["SpecARLoadTrace"], trace_name="../models/ar_models/tiny/model.safetensors [output]")
+    choices = nodes["SpecARLoadTrace"].INPUT_TYPES()["required"]["trace_name"][1]["options"]
+    assert "no.safetensors [output]" not in choices

@@ -1,0 +1,112 @@
+"""Load AR Checkpoint, Load AR Image Decoder, Empty AR Latent."""
+
+import comfy.model_management as mm
+import pytest
+import torch
+from safetensors.torch import save_file
+
+
+def load(run, nodes, name, dtype="auto", grid="auto"):
+    return run(nodes["SpecARLoadCheckpoint"], model_name=name, dtype=dtype, grid=grid).result
+
+
+def test_checkpoint_brings_model_text_encoder_and_decoder(tiny):
+    loaded, clip, vae = tiny
+    assert loaded.model.family == "llamagen-t2i" and loaded.model.grid == (4, 4)
+    assert loaded.model.dtype == torch.float32  # auto, on a CPU
+    assert loaded.model.codebook.shape == (64, 8)
+    assert clip.encode_from_tokens_scheduled("red apple")[0][0].shape == (1, 2, 8)
+    assert vae.downscale_ratio == 8
+    assert hasattr(loaded.model.backbone.output, "comfy_cast_weights")  # may be loaded in part
+
+
+def test_dtype_widget(run, nodes, models):
+    loaded, _, _ = load(run, nodes, "tiny", dtype="bf16")
+    assert loaded.model.dtype == next(loaded.model.parameters()).dtype == torch.bfloat16
+
+
+def test_class_model_takes_a_number(run, nodes, models):
+    _, clip, _ = load(run, nodes, "classes.safetensors")
+    assert clip.encode_from_tokens_scheduled("3")[0][0].tolist() == [[[3.0]]]
+    with pytest.raises(ValueError, match="0 to 9"):
+        clip.encode_from_tokens_scheduled("10")
+
+
+def test_missing_decoder_does_not_prevent_loading_and_explains_itself(run, nodes, models):
+    loaded, _, vae = load(run, nodes, "classes.safetensors")
+    assert loaded.decoder is None
+    with pytest.raises(FileNotFoundError, match="vq_ds16_c2i.pt.*models/vae"):
+        vae.decode(torch.zeros(1, 1, 4, 4))
+
+
+def test_grid_widget_helps_a_file_that_does_not_tell(run, nodes, models):
+    with pytest.raises(ValueError, match="does not tell its grid"):
+        load(run, nodes, "nogrid.safetensors")
+    loaded, _, _ = load(run, nodes, "nogrid.safetensors", grid="16")
+    assert loaded.model.grid == (16, 16)
+
+
+@pytest.mark.parametrize("widget", [{"dtype": "fp8"}, {"grid": "17"}])
+def test_values_outside_a_combo_are_refused(run, nodes, models, widget):
+    with pytest.raises(ValueError, match=next(iter(widget))):
+        load(run, nodes, "tiny", **widget)
+
+
+@pytest.mark.parametrize("name", ["nothing.safetensors", "../../../etc/passwd"])
+def test_files_outside_the_model_folders_are_not_found(run, nodes, models, name):
+    with pytest.raises(FileNotFoundError, match="ar_models"):
+        load(run, nodes, name)
+
+
+def test_truncated_and_foreign_files_are_named(run, nodes, models):
+    broken, foreign = models / "broken.safetensors", models / "foreign.safetensors"
+    broken.write_bytes((models / "tiny/model.safetensors").read_bytes()[:1000])
+    save_file({"conv.weight": torch.zeros(2)}, foreign)
+    try:
+        with pytest.raises(ValueError, match="broken.safetensors .*damaged"):
+            load(run, nodes, "broken.safetensors")
+        with pytest.raises(ValueError, match="foreign.safetensors is of no family"):
+            load(run, nodes, "foreign.safetensors")
+    finally:
+        broken.unlink(), foreign.unlink()
+
+
+def test_fingerprint_changes_when_a_file_is_replaced(nodes, models):
+    loader, weights = nodes["SpecARLoadCheckpoint"], models / "tiny/model.safetensors"
+    inputs = {"model_name": "tiny", "dtype": "auto", "grid": "auto"}
+    before = loader.fingerprint_inputs(**inputs)
+    assert before == loader.fingerprint_inputs(**inputs)
+    weights.touch()
+    assert before != loader.fingerprint_inputs(**inputs)
+
+
+def test_replacing_a_loaded_model_leaves_no_dead_ones_behind(run, nodes, models):
+    for _ in range(2):
+        loaded, _, _ = load(run, nodes, "tiny")
+        mm.load_models_gpu([loaded.patcher])
+    del loaded
+    mm.cleanup_models_gc()
+    assert not [m for m in mm.current_loaded_models if m.is_dead()]
+
+
+def test_image_decoder_alone(run, nodes, models, tiny):
+    (vae,) = run(nodes["SpecARLoadImageDecoder"], decoder_name="tiny/vq.safetensors").result
+    latent = torch.randn(1, 8, 4, 4)
+    assert torch.equal(vae.decode(latent), tiny[2].decode(latent))
+
+
+def test_image_decoder_refuses_a_model(run, nodes, models):
+    with pytest.raises(ValueError, match="classes.safetensors is not a VQ image decoder"):
+        run(nodes["SpecARLoadImageDecoder"], decoder_name="classes.safetensors")
+
+
+@pytest.mark.parametrize(("width", "height"), [(32, 32), (0, 0)])
+def test_empty_latent_has_the_model_s_shape(run, nodes, tiny, width, height):
+    (latent,) = run(nodes["SpecAREmptyLatent"], model=tiny[0], width=width, height=height, batch_size=3).result
+    assert latent["samples"].shape == (3, 8, 4, 4)
+
+
+@pytest.mark.parametrize(("width", "height"), [(64, 32), (36, 32), (512, 512)])
+def test_empty_latent_names_the_legal_size(run, nodes, tiny, width, height):
+    with pytest.raises(ValueError, match="32 x 32 pixels"):
+        run(nodes["SpecAREmptyLatent"], model=tiny[0], width=width, height=height, batch_size=1)

@@ -1,0 +1,212 @@
+"""The sampler nodes: results, batches, masks, progress, interruption, errors."""
+
+import comfy.model_management as mm
+import comfy.utils
+import numpy as np
+import pytest
+import torch
+from comfy.cli_args import LatentPreviewMethod, args
+from comfyui_specar.nodes import host
+
+BOTH = pytest.mark.parametrize("method", ["NextToken", "SJD"])
+
+
+@BOTH
+def test_latent_holds_the_code_vectors_of_the_tokens(method, sample, tiny):
+    latent, trace = sample(method, batch=2)
+    assert latent["ar_tokens"].shape == (2, 4, 4) and latent["ar_tokens"].dtype == torch.int64
+    assert torch.equal(latent["samples"], tiny[0].model.dequantize(latent["ar_tokens"]))
+    assert trace.settings["prompt"] == "red apple" and trace.settings["model"] == "tiny"
+
+
+@BOTH
+def test_a_batch_equals_single_runs_with_the_following_seeds(method, sample):
+    together, _ = sample(method, batch=3, seed=11)
+    alone = [sample(method, seed=11 + i)[0]["ar_tokens"] for i in range(3)]
+    assert torch.equal(together["ar_tokens"], torch.cat(alone))
+
+
+def test_an_image_taken_from_a_batch_keeps_its_seed(sample):
+    together, _ = sample("NextToken", batch=3)
+    third = {"samples": torch.zeros(1, 8, 4, 4), "batch_index": [2]}
+    latent, _ = sample("NextToken", latent_image=third)
+    assert torch.equal(latent["ar_tokens"], together["ar_tokens"][2:])
+    assert latent["batch_index"] == [2]
+    with pytest.raises(ValueError, match="one by one"):
+        sample("NextToken", latent_image={"samples": torch.zeros(2, 8, 4, 4), "batch_index": [2, 0]})
+
+
+def test_gumbel_refinement_gives_the_next_token_picture(sample):
+    plain, _ = sample("NextToken", batch=2)
+    same, trace = sample("SJD", batch=2, refinement="same seed, same picture (Gumbel, exact)")
+    assert torch.equal(plain["ar_tokens"], same["ar_tokens"])
+    assert trace.totals["target_passes"] <= 16
+
+
+@BOTH
+def test_mask_keeps_the_tokens_outside_it(method, sample):
+    first, _ = sample(method, batch=2)
+    mask = torch.zeros(1, 1, 32, 32)
+    mask[..., 16:, :] = 1  # the lower half
+    again, trace = sample(method, seed=99, latent_image={**first, "noise_mask": mask})
+    assert torch.equal(again["ar_tokens"][:, :2], first["ar_tokens"][:, :2])
+    assert not torch.equal(again["ar_tokens"][:, 2:], first["ar_tokens"][:, 2:])
+    assert torch.equal(again["noise_mask"], mask)
+    assert trace.totals["tokens"] == 2 * 8
+
+
+def test_tokens_are_recovered_from_the_code_vectors(sample):
+    first, _ = sample("NextToken")
+    mask = torch.zeros(1, 4, 4)  # keep everything; a mask may come in any size and without a channel
+    for latent in ({"samples": first["samples"]}, {**first, "samples": first["samples"].flip(-1)}):
+        again, _ = sample("NextToken", seed=99, latent_image={**latent, "noise_mask": mask})
+        assert torch.equal(again["samples"], latent["samples"])
+
+
+@pytest.mark.parametrize("side", [2, 4, 37])
+def test_mask_of_any_size(side, sample):
+    first, _ = sample("NextToken")
+    mask = torch.ones(1, 1, side, side)
+    mask[..., : side // 2, :] = 0
+    again, trace = sample("NextToken", latent_image={**first, "noise_mask": mask}, seed=99)
+    assert torch.equal(again["ar_tokens"][:, :2], first["ar_tokens"][:, :2])
+    assert trace.totals["tokens"] == 8
+
+
+def test_mask_errors(sample):
+    empty = torch.zeros(2, 8, 4, 4)
+    with pytest.raises(ValueError, match="no picture to keep"):
+        sample("SJD", latent_image={"samples": empty, "noise_mask": torch.ones(1, 1, 4, 4)})
+    with pytest.raises(ValueError, match="3 masks for a batch of 2"):
+        sample("SJD", latent_image={"samples": empty + 1, "noise_mask": torch.ones(3, 1, 4, 4)})
+
+
+def test_model_s_own_parameters_and_given_ones(sample):
+    _, trace = sample("NextToken")
+    assert trace.settings["cfg"] == 2.0 and trace.settings["temperature"] == 0.9
+    _, trace = sample("NextToken", cfg=1.0, temperature=0.0, top_k=5, top_p=0.5)
+    given = {"cfg": 1.0, "temperature": 0.0, "top_k": 5, "top_p": 0.5}
+    assert {name: trace.settings[name] for name in given} == given
+
+
+def test_negative_prompt_counts_and_an_empty_one_does_not(sample, tiny):
+    clip = tiny[1]
+    plain, _ = sample("NextToken")
+    empty, _ = sample("NextToken", negative=clip.encode_from_tokens_scheduled(" "))
+    against, _ = sample("NextToken", negative=clip.encode_from_tokens_scheduled("apple"))
+    assert torch.equal(plain["ar_tokens"], empty["ar_tokens"])
+    assert not torch.equal(plain["ar_tokens"], against["ar_tokens"])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"cfg": 0.5}, "cfg is 0.5"),
+        ({"top_k": 65}, "top_k is 65, but this model has 64"),
+        ({"top_p": 0.0}, "top_p is 0"),
+        ({"temperature": -0.5}, "temperature is -0.5"),
+        ({"window": 17}, "window is 17, but this image has 16 tokens"),
+        ({"refinement": "magic"}, "refinement is 'magic'"),
+        ({"initialisation": "magic"}, "initialisation is 'magic'"),
+        ({"latent_image": {"samples": torch.zeros(1, 4, 8, 8)}}, "4 x 4 tokens .32 x 32 pixels"),
+        ({"positive": [[torch.zeros(1, 77, 768), {"pooled_output": None}]]}, "does not come from this pack's CLIP"),
+    ],
+)
+def test_illegal_inputs_are_named(sample, inputs, message):
+    with pytest.raises(ValueError, match=message):
+        sample("SJD", **inputs)
+
+
+def test_empty_prompt_is_refused(sample, tiny):
+    with pytest.raises(ValueError, match="positive prompt is empty"):
+        sample("SJD", positive=tiny[1].encode_from_tokens_scheduled(""))
+
+
+def test_unknown_prompt_lists_known_words(tiny):
+    with pytest.raises(ValueError, match="red, apple"):
+        tiny[1].encode_from_tokens_scheduled("zeppelin")
+
+
+def test_model_without_a_decoder_draws_ids_that_any_decoder_reads(run, nodes, models, sample, tiny):
+    loader = nodes["SpecARLoadCheckpoint"]
+    loaded, clip, _ = run(loader, model_name="classes.safetensors", dtype="auto", grid="auto").result
+    (empty,) = run(nodes["SpecAREmptyLatent"], model=loaded, width=0, height=0, batch_size=1).result
+    latent, _ = sample("SJD", model=loaded, positive=clip.encode_from_tokens_scheduled("1"), latent_image=empty)
+    assert latent["samples"].shape == (1, 1, 4, 4)
+    assert torch.equal(latent["samples"][:, 0].long(), latent["ar_tokens"])
+    decoder = tiny[0].decoder.decoder
+    assert torch.equal(tiny[2].decode(latent["samples"]), decoder.decode_tokens(latent["ar_tokens"]))
+
+
+@pytest.fixture
+def progress(monkeypatch):
+    """Every (value, total, preview) that reaches ComfyUI's progress hook."""
+    seen = []
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", lambda *event, **_: seen.append(event))
+    return seen
+
+
+@BOTH
+def test_progress_counts_tokens_once_per_pass(method, sample, progress):
+    _, trace = sample(method)
+    values = [value for value, _, _ in progress]
+    assert len(values) == trace.totals["target_passes"]
+    assert values == sorted(values) and values[-1] == 16
+    assert {total for _, total, _ in progress} == {16}
+
+
+def test_previews_show_drawn_rows_and_grey(sample, progress, monkeypatch):
+    monkeypatch.setattr(args, "preview_method", LatentPreviewMethod.Auto)
+    monkeypatch.setattr(host, "PREVIEW_SECONDS", 0.0)
+    monkeypatch.setattr(host, "PREVIEW_SHARE", 1e9)
+    sample("NextToken")
+    kind, picture, _ = progress[3][2]  # after the first row of four tokens
+    assert kind == "JPEG" and picture.size == (32, 32)
+    pixels = torch.from_numpy(np.array(picture))
+    assert (pixels[8:] == 128).all() and not (pixels[:8] == 128).all()
+
+
+def test_previews_are_throttled_and_can_be_off(sample, progress, monkeypatch):
+    monkeypatch.setattr(args, "preview_method", LatentPreviewMethod.NoPreviews)
+    monkeypatch.setattr(host, "PREVIEW_SECONDS", 0.0)
+    sample("NextToken")
+    monkeypatch.setattr(args, "preview_method", LatentPreviewMethod.Auto)
+    monkeypatch.setattr(host, "PREVIEW_SECONDS", 60.0)
+    sample("NextToken")
+    assert not [preview for _, _, preview in progress if preview]
+
+
+@BOTH
+def test_interruption_stops_within_a_pass_and_the_next_run_works(method, sample, progress):
+    before, _ = sample(method)
+    progress.clear()
+    mm.interrupt_current_processing()
+    with pytest.raises(mm.InterruptProcessingException):
+        sample(method)
+    assert not progress
+    after, _ = sample(method)
+    assert torch.equal(before["ar_tokens"], after["ar_tokens"])
+
+
+def test_layers_that_stay_behind_are_cast_on_use(sample, tiny):
+    """A model that does not fit is loaded in part; the rest computes through ComfyUI's casting path."""
+    whole, _ = sample("SJD")
+    layers = [m for m in tiny[0].model.modules() if hasattr(m, "comfy_cast_weights")]
+    assert len(layers) == sum(1 for m in tiny[0].model.modules() if list(m.parameters(recurse=False)))
+    for layer in layers:
+        layer.comfy_cast_weights = True
+    try:
+        assert torch.equal(sample("SJD")[0]["ar_tokens"], whole["ar_tokens"])
+    finally:
+        for layer in layers:
+            layer.comfy_cast_weights = False
+
+
+def test_memory_is_reserved_for_the_caches(sample, tiny, monkeypatch):
+    asked = {}
+    load = mm.load_models_gpu
+    monkeypatch.setattr(mm, "load_models_gpu", lambda models, memory_required=0, **options: asked.update(
+        {id(m): memory_required for m in models}) or load(models, memory_required, **options))
+    sample("SJD", batch=2)
+    model = tiny[0].model
+    assert asked[id(tiny[0].patcher)] > model.kv_bytes(2, model.layout(), 4, True)
