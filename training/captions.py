@@ -24,7 +24,7 @@ COLOUR_SYNONYMS = {
 }  # fmt: skip
 SYNONYMS = {
     "render": "3d", "rendered": "3d", "fluent": "3d", "google": "noto", "2d": "flat", "vector": "flat",
-    "smile": "smiley", "emoticon": "smiley", "happy": "smiley", "grin": "smiley", "face": "smiley", "love": "heart",
+    "smile": "smiley", "emoticon": "smiley", "grin": "smiley", "laugh": "smiley", "love": "heart",
     "sunshine": "sun", "crescent": "moon", "kitten": "cat", "kitty": "cat", "puppy": "dog", "doggy": "dog",
     "hound": "dog", "piglet": "pig", "piggy": "pig", "toad": "frog", "bird": "penguin", "goldfish": "fish",
     "melon": "watermelon", "hamburger": "burger", "cheeseburger": "burger", "doughnut": "donut", "cup": "coffee",
@@ -35,6 +35,14 @@ SYNONYMS = {
     "football": "ball", "soccer": "ball", "present": "gift", "package": "gift", "tiara": "crown", "king": "crown",
     "spirit": "ghost", "android": "robot", "bot": "robot", "skeleton": "skull",
 }  # fmt: skip
+
+# Tags that describe rather than name: "happy dog" must not become a smiley and a dog.
+VAGUE = frozenset(
+    "adorbs antarctica bamboo body bright celebrate christmas cold country creature dead desert diet drought eat "
+    "elegant emotion excited eye eyes face family fantasy farm fast grinning happy haunting health hot lmao lol man "
+    "medium morning mouth nature open potassium pretty rain rays ripe royal scary sea settle shedding silly smiling "
+    "snow sport steaming surprise sweet travel tropical weather where win without wrapped yolo".split()
+)
 
 
 def background_word(colour: str) -> str:
@@ -57,9 +65,9 @@ class Captions:
             for code in codes
         }
         owners = Counter(word for words in described.values() for word in words)
-        colours = set(BACKGROUNDS)
+        unsuitable = VAGUE | BACKGROUNDS.keys()
         self.extras = {
-            code: sorted(w for w in words - set(self.names[code]) - colours if owners[w] == 1 and len(w) > 2)
+            code: sorted(w for w in words - set(self.names[code]) - unsuitable if owners[w] == 1 and len(w) > 2)
             for code, words in described.items()
         }
         self.learn_tags = setting.learn_tags
