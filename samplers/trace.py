@@ -161,7 +161,7 @@ class Recorder:
         positions = {name: value[:, :-1].cpu() for name, value in self.positions.items()}
         rounds = {name: torch.stack([torch.as_tensor(r[name]).cpu() for r in self.rounds]) for name in self.rounds[0]}
         committed = rounds["committed"].reshape(len(self.rounds), self.batch)
-        per_image = [int((column > 0).sum()) for column in committed.unbind(1)]
+        per_image = (committed > 0).sum(0).tolist()
         free = int((positions["source"] != Source.FORCED).sum())
         totals = {
             "target_passes": len(self.rounds),
