@@ -116,17 +116,22 @@ class Trace:
             with safe_open(str(path), framework="pt") as file:
                 header = json.loads((file.metadata() or {}).get("specar", "{}"))
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
-        except (SafetensorError, json.JSONDecodeError) as error:
+        except (SafetensorError, OSError, json.JSONDecodeError) as error:
             raise ValueError(f"{path.name} cannot be read as a trace ({error}). Save it again with Save Trace.") from error
-        if header.get("schema") != SCHEMA:
-            found = header.get("schema", "no schema")
+        schema = header.get("schema") if isinstance(header, dict) else None
+        if schema != SCHEMA:
+            found = schema or "no schema"
             raise ValueError(f"{path.name} is not a {SCHEMA} trace (found {found}). Save it again with Save Trace.")
-        split = {"positions": {}, "rounds": {}}
-        for key, tensor in tensors.items():
-            group, name = key.split(".", 1)
-            split[group][name] = tensor
-        return cls(header["rows"], header["cols"], header["stride"], split["positions"], split["rounds"],
-                   header["totals"], header["settings"])
+        absent = [f"positions.{name}" for name in _POSITION_FIELDS if f"positions.{name}" not in tensors]
+        absent += [name for name in ("rows", "cols", "stride", "totals", "settings") if name not in header]
+        if absent:
+            raise ValueError(f"{path.name} is incomplete ({', '.join(absent)}). Save it again with Save Trace.")
+        positions, rounds = (
+            {key.removeprefix(group): tensor for key, tensor in tensors.items() if key.startswith(group)}
+            for group in ("positions.", "rounds.")
+        )
+        return cls(header["rows"], header["cols"], header["stride"], positions, rounds, header["totals"],
+                   header["settings"])
 
 
 class Recorder:
