@@ -18,8 +18,8 @@ CHROMIUM_ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-net
 
 # What frontend 1.32.9 reports by itself on a fresh ComfyUI: files of a user and a templates package that are not there,
 # its one error at start, and look-ups of packs, which the server's content security policy blocks.
-KNOWN_ERRORS = ("favicon.ico", "user.css", "comfy.templates.json", "/templates/index", "/api/userdata?dir=",
-                "reading 'id'", "api.comfy.org")
+KNOWN_ERRORS = ("favicon.ico", "user.css", "comfy.templates.json", "/templates/index", "core workflow templates",
+                "/api/userdata?dir=", "reading 'id'", "api.comfy.org")
 
 READY = """() => window.app && window.app.graph && window.LiteGraph
     && 'SpecARSJDSampler' in window.LiteGraph.registered_node_types"""
@@ -62,18 +62,26 @@ def opened(comfy) -> Iterator[tuple[Page, Problems]]:
 
 @pytest.fixture
 def page(opened) -> Iterator[Page]:
-    """The open page; the test fails if anything is reported to the console meanwhile."""
+    """The open page; the test fails if anything is reported meanwhile, to the console or to the user."""
     page, problems = opened
     assert not problems, "errors while the page opened"
     yield page
-    found = problems.copy()
+    found = problems + page.locator(".p-toast-message").all_inner_texts()
     problems.clear()
+    page.evaluate("() => app.extensionManager.toast.removeAll()")
     assert not found
 
 
 def load(page: Page, template: Path) -> None:
     page.evaluate("graph => app.loadGraphData(graph, true, true, 'test')", json.loads(template.read_text("utf-8")))
     page.wait_for_timeout(500)
+
+
+def screenshot(page: Page, name: str) -> None:
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page.evaluate("() => app.extensionManager.command.execute('Comfy.Canvas.FitView')")
+    page.wait_for_timeout(1000)
+    page.screenshot(path=SCREENSHOTS / f"{name}.png")
 
 
 def api_form(prompt: dict) -> dict:
@@ -108,9 +116,7 @@ def test_default_template_runs_and_shows_pictures_and_map(page):
     for kind in ("SaveImage", "SpecARAcceptanceMap"):
         assert page.evaluate("type => app.graph._nodes.some(node => node.type === type)", kind)
         page.wait_for_function(shown, arg=kind, timeout=15_000)
-    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    page.wait_for_timeout(500)
-    page.screenshot(path=SCREENSHOTS / f"{DEFAULT}.png")
+    screenshot(page, DEFAULT)
 
 
 def test_help_page_of_a_node_opens(page):
@@ -124,4 +130,4 @@ def test_help_page_of_a_node_opens(page):
     help_text = (ROOT / "web/docs/SpecARSJDSampler/en.md").read_text("utf-8")
     heading = next(line.lstrip("# ").strip() for line in help_text.splitlines() if line.startswith("#"))
     page.get_by_role("heading", name=heading).first.wait_for(timeout=10_000)
-    page.screenshot(path=SCREENSHOTS / "help.png")
+    screenshot(page, "help")
