@@ -1,0 +1,132 @@
+"""Whatever was fed, kept, dropped or rearranged before: cached logits equal those of a teacher-forced pass."""
+
+import pytest
+import torch
+from comfyui_specar.models.cache import KVCache
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from .tiny import CAPTION, GRID, VOCAB, caption_features, fill, llamagen
+
+LENGTH = GRID[0] * GRID[1]
+BATCH = 3
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return {text: llamagen(tmp_path_factory.mktemp("model"), text) for text in (True, False)}
+
+
+class Script:
+    """A model driven by hand, with the tokens every row has committed and logits to compare with."""
+
+    def __init__(self, model, text: bool, guided: bool, negative_length: int):
+        self.model, self.guided = model, guided
+        self.positive = model.encode_features(caption_features()) if text else model.encode_class(3)
+        self.negative = None
+        if text and guided and negative_length:
+            self.negative = model.encode_features(fill("negative embedding", (1, negative_length, CAPTION)))
+        self.state = model.start(self.positive, self.negative, BATCH, model.layout(), slack=8, guided=guided)
+        self.tokens: list[list[int]] = [[] for _ in range(BATCH)]
+        self.compare(self.state.prefill.logits[:, 0], [[] for _ in range(BATCH)])
+
+    def reference(self, prefixes: list[list[int]]) -> torch.Tensor:
+        """Logits [branches * BATCH, VOCAB] after each row's prefix, by one uncached pass each."""
+        padded = torch.tensor([row + [0] * (LENGTH - len(row)) for row in prefixes])
+        last = torch.tensor([min(len(row), LENGTH - 1) for row in prefixes])  # the end has no next token
+        with torch.inference_mode():
+            features = self.positive[0][0]
+            embedded = [self.model.prefix(features).expand(BATCH, -1, -1)]
+            if self.guided:
+                prefix, negative = self.model.prefix, self.negative
+                null = prefix(negative[0][0]) if negative else prefix.unconditional(features.shape[1], "cpu")
+                embedded.append(null.expand(BATCH, -1, -1))
+            return torch.cat([self.model(e, padded)[torch.arange(BATCH), last] for e in embedded])
+
+    def compare(self, logits: torch.Tensor, prefixes: list[list[int]]) -> None:
+        inside = [i for i, row in enumerate(prefixes) if len(row) < LENGTH] * (1 + self.guided)
+        rows = torch.tensor([i + BATCH * (n >= len(inside) // (1 + self.guided)) for n, i in enumerate(inside)]).long()
+        assert torch.allclose(logits[rows], self.reference(prefixes)[rows], atol=1e-4)
+
+    def feed(self, parents: list[int], counts: list[int], seed: int) -> None:
+        """One pass over a tree of fresh tokens (parents[i] < i, or -1), of which every row keeps part of a path."""
+        size = len(parents)
+        ancestors = []
+        for i, parent in enumerate(parents):
+            ancestors.append((ancestors[parent] if parent >= 0 else []) + [i])
+        tokens = torch.randint(VOCAB, (BATCH, size), generator=torch.Generator().manual_seed(seed))
+        mask = torch.zeros(size, size, dtype=torch.bool)
+        for i, line in enumerate(ancestors):
+            mask[i, line] = True
+        chain = parents == list(range(-1, size - 1))
+        committed = torch.tensor([len(row) for row in self.tokens])
+        positions = committed[:, None] + torch.tensor([len(line) - 1 for line in ancestors])
+        with torch.inference_mode():
+            out = self.model.step(self.state, tokens, positions, None if chain else mask)
+            for i, line in enumerate(ancestors):
+                prefixes = [row + tokens[b, line].tolist() for b, row in enumerate(self.tokens)]
+                self.compare(out.logits[:, i], [p[:LENGTH] for p in prefixes])
+            leaf = [ancestors[-1] if chain else ancestors[(seed + b) % size] for b in range(BATCH)]
+            kept = [line[: min(c, LENGTH - 1 - len(row))] for line, c, row in zip(leaf, counts, self.tokens)]
+            longest = max(map(len, leaf))
+            path = torch.tensor([line + [0] * (longest - len(line)) for line in leaf])
+            self.model.commit(self.state, torch.tensor([len(line) for line in kept]), None if chain else path)
+        for b, line in enumerate(kept):
+            self.tokens[b] += tokens[b, line].tolist()
+
+
+@st.composite
+def passes(draw):
+    size = draw(st.integers(1, 6))
+    if draw(st.booleans()):
+        parents = list(range(-1, size - 1))
+    else:
+        parents = [draw(st.integers(-1, i - 1)) for i in range(size)]
+    return parents, draw(st.lists(st.integers(0, 6), min_size=BATCH, max_size=BATCH)), draw(st.integers(0, 99))
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.booleans(), st.booleans(), st.sampled_from([0, 3, 7, 11]), st.lists(passes(), min_size=1, max_size=6))
+def test_cached_logits_equal_teacher_forced_ones(models, text, guided, negative_length, script):
+    driven = Script(models[text], text, guided, negative_length)
+    for parents, counts, seed in script:
+        driven.feed(parents, counts, seed)
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_a_row_that_reached_the_end_disturbs_nobody(models, text):
+    """One row runs to the end and then commits nothing while windows behind the image go on being fed to it."""
+    driven = Script(models[text], text, guided=True, negative_length=3)
+    chain = list(range(-1, 5))
+    for n in range(8):
+        driven.feed(chain, [6, 1, 2], seed=n)
+    assert [len(row) for row in driven.tokens] == [LENGTH - 1, 8, LENGTH - 1]
+
+
+def test_uncommitted_slots_are_out_of_sight():
+    """A pass that is not committed leaves no trace: the next one writes over it."""
+    cache = KVCache(1, 1, 1, 6, 2, torch.float32, torch.device("cpu"))
+    mask = cache.open(3)
+    assert mask[0, 0].tolist() == [[True] + [False] * 5, [True] * 2 + [False] * 4, [True] * 3 + [False] * 3]
+    cache.write(0, torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2))
+    cache.commit(torch.tensor([1]))
+    mask = cache.open(2)
+    assert mask[0, 0].tolist() == [[True] * 2 + [False] * 4, [True] * 3 + [False] * 3]
+    keys, _ = cache.write(0, torch.full((1, 1, 2, 2), 5.0), torch.zeros(1, 1, 2, 2))
+    assert keys[0, 0, :, 0].tolist() == [1, 5, 5, 0, 0, 0]
+
+
+def test_a_tree_path_moves_to_consecutive_slots():
+    cache = KVCache(2, 2, 1, 8, 1, torch.float32, torch.device("cpu"))
+    cache.open(1)
+    for layer in range(2):
+        cache.write(layer, torch.full((2, 1, 1, 1), -1.0), torch.full((2, 1, 1, 1), -1.0))
+    cache.commit(torch.tensor([1, 0]))
+    cache.open(4, torch.eye(4, dtype=torch.bool))
+    for layer in range(2):
+        nodes = torch.arange(4.0).view(1, 1, 4, 1).expand(2, -1, -1, -1)
+        cache.write(layer, nodes, nodes)
+    cache.commit(torch.tensor([2, 1]), torch.tensor([[1, 3], [2, 0]]))
+    assert cache.lengths.tolist() == [3, 1]
+    assert cache.keys[1, 0, 0, :3, 0].tolist() == [-1, 1, 3]
+    assert cache.values[0, 1, 0, :1, 0].tolist() == [2]

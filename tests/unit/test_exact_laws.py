@@ -1,0 +1,224 @@
+"""Do the samplers draw from the model's law? Every image of a toy model is enumerated and counted.
+
+Rows of a batch are independent runs (tested bit for bit below), so one large batch is many single runs, and each of
+its rows commits at its own pace: it is a ragged batch as well. Variants that are known to be biased must fail the same
+test.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from comfyui_specar.samplers import jacobi
+from comfyui_specar.samplers.jacobi import INITIAL, SJD, Jacobi
+from comfyui_specar.samplers.next_token import NextToken
+from comfyui_specar.samplers.protocols import SamplingParams
+
+from .toy import ToyModel, chi_square, marginal, plain, request, with_kept_tokens, with_line_ends
+
+RUNS = 16_000
+MANY = 80_000  # shows a drift of two percent, SJD++'s, beyond doubt
+SHARP = SJD(window=4, initial="uniform")  # the setting in which biased variants show best
+LOSSLESS = ("coupled", "gumbel", "threshold_exact", "resample")
+LAYOUTS = {
+    "plain": (plain(2, 2), 0),
+    "row": (plain(2, 3), 0),
+    "line_ends": (with_line_ends(2, 2), 2),
+    "kept": (with_kept_tokens(2, 3), 0),
+}
+MODELS = {name: ToyModel(layout, specials) for name, (layout, specials) in LAYOUTS.items()}
+
+
+def draw(method, name, params=None, seed=0, batch=RUNS, callback=None):
+    return method.sample(request(MODELS[name], LAYOUTS[name][0], params, seed, batch, callback))
+
+
+def judge(method, name, params=None, runs=RUNS):
+    """Chi-square of whole images, and of what comes late: the last free positions together."""
+    layout = LAYOUTS[name][0]
+    tokens = draw(method, name, params, batch=runs).tokens
+    law = MODELS[name].law(layout, params or SamplingParams())
+    late = (layout.forced[0] < 0).nonzero()[-2:, 0].tolist()
+    return chi_square(tokens, law), chi_square(tokens[:, late], marginal(law, late))
+
+
+def assert_exact(method, name, params=None, runs=RUNS):
+    whole, late = judge(method, name, params, runs)
+    assert whole.z < 4 and late.z < 4, (whole, late)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_next_token_draws_from_the_law(name):
+    assert_exact(NextToken(), name)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("initial", INITIAL)
+@pytest.mark.parametrize("reuse", LOSSLESS)
+def test_lossless_modes_draw_from_the_law(reuse, initial, name):
+    assert_exact(SJD(window=3, reuse=reuse, initial=initial), name)
+
+
+@pytest.mark.parametrize("window", [2, 4, 6])
+@pytest.mark.parametrize("reuse", LOSSLESS)
+def test_every_window_draws_from_the_law(reuse, window):
+    for name in ("row", "line_ends"):
+        assert_exact(SJD(window=window, reuse=reuse), name)
+
+
+@pytest.mark.parametrize("method", [NextToken(), *(replace(SHARP, reuse=reuse) for reuse in LOSSLESS)], ids=str)
+def test_exact_where_biased_variants_fail(method):
+    assert_exact(method, "plain", runs=MANY)
+
+
+@pytest.mark.parametrize("method", [NextToken(), *(SJD(window=3, reuse=reuse) for reuse in LOSSLESS)], ids=str)
+def test_guidance_temperature_and_filters_are_part_of_the_law(method):
+    for order in (("top_k", "top_p"), ("top_p", "top_k")):
+        assert_exact(method, "line_ends", SamplingParams(cfg=2.5, temperature=1.3, top_k=0, top_p=0.85, order=order))
+    assert_exact(method, "row", SamplingParams(cfg=1.5, temperature=0.9, top_k=2))
+
+
+# Variants that must fail. Each is the real sampler with one function replaced.
+
+
+def sticky_refine(method, verified, window, stream, turn):
+    """A kept guess keeps the law it was drawn from, as if having been kept said nothing about it."""
+    u = stream.uniform(verified.position, jacobi.Purpose.REDRAW, turn)
+    p, draft = verified.p, window.draft
+    confident = jacobi.at(p, draft.token) > method.threshold * jacobi.at(draft.q, draft.token)
+    keep = draft.exists & confident
+    token = torch.where(keep, draft.token, jacobi.categorical(p, u))
+    return token, torch.where(keep.unsqueeze(-1), draft.q, p)
+
+
+def fours(values):
+    """Values [B] -> the smallest of every group of four images, repeated."""
+    return values.unflatten(0, (-1, 4)).amin(1, keepdim=True).expand(-1, 4).flatten()
+
+
+def truncated_verify(method, p, window, stream, turn, length, real=jacobi.verify):
+    """All four images of a batch commit what the slowest unfinished one commits."""
+    verified = real(method, p, window, stream, turn, length)
+    busy = window.committed < length
+    count = torch.where(busy, fours(torch.where(busy, verified.count, length)), 0).minimum(verified.count)
+    committed = torch.arange(p.shape[1]) < count[:, None]
+    return replace(verified, count=count, committed=committed)
+
+
+def truncated_refine(method, verified, window, stream, turn, official):
+    """Decided tokens behind the cut stay in the window; ``official``: accepted ones with the law they had before."""
+    p, draft = verified.p, window.draft
+    decided = torch.cat((torch.ones_like(verified.accepted[:, :1]), verified.accepted[:, :-1]), dim=1).long().cumprod(1)
+    redrawn = jacobi.categorical(p, stream.uniform(verified.position, jacobi.Purpose.DRAFT, turn))
+    token = torch.where(decided.bool(), verified.token, redrawn)
+    stale = decided.bool() & verified.accepted
+    return token, torch.where(stale.unsqueeze(-1), draft.q, p) if official else p
+
+
+def assert_biased(reuse):
+    whole, _ = judge(replace(SHARP, reuse=reuse), "plain", runs=MANY)
+    assert whole.z > 20, whole
+
+
+def test_sjd_plus_plus_as_printed_is_biased():
+    assert_biased("threshold_paper")
+
+
+def test_keeping_the_old_law_of_kept_tokens_is_biased(monkeypatch):
+    monkeypatch.setattr(jacobi, "refine", sticky_refine)
+    assert_biased("threshold_exact")
+
+
+def test_truncating_a_batch_with_stale_laws_is_biased(monkeypatch):
+    monkeypatch.setattr(jacobi, "verify", truncated_verify)
+    monkeypatch.setattr(jacobi, "refine", partial(truncated_refine, official=True))
+    assert_biased("resample")
+
+
+def test_truncating_a_batch_with_the_new_laws_is_exact(monkeypatch):
+    """The harness of the test above is not what fails: with the right law the same truncation is exact."""
+    monkeypatch.setattr(jacobi, "verify", truncated_verify)
+    monkeypatch.setattr(jacobi, "refine", partial(truncated_refine, official=False))
+    assert_exact(SHARP, "plain", runs=MANY)
+
+
+# Identities
+
+
+@pytest.mark.parametrize("method", [NextToken(), *(SJD(window=3, reuse=reuse) for reuse in jacobi.REUSE)], ids=str)
+@pytest.mark.parametrize("name", ["row", "line_ends"])
+def test_batch_rows_equal_single_runs(method, name):
+    """Tokens and traces of image i in a batch are those of a run of its own with seed + i, bit for bit."""
+    for size in (4, 64):
+        batch = draw(method, name, seed=7, batch=size)
+        for i in range(0, size, size // 4):
+            alone = draw(method, name, seed=7 + i, batch=1)
+            assert torch.equal(batch.tokens[i], alone.tokens[0])
+            for key, values in alone.trace.positions.items():
+                assert torch.equal(batch.trace.positions[key][i], values[0]), key
+
+
+@pytest.mark.parametrize("initial", INITIAL)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gumbel_gives_the_next_token_picture(name, initial):
+    reference = draw(NextToken(), name, seed=3, batch=4000)
+    for window in (2, 4):
+        decoded = draw(SJD(window=window, reuse="gumbel", initial=initial), name, seed=3, batch=4000)
+        assert torch.equal(decoded.tokens, reference.tokens)
+
+
+@pytest.mark.parametrize("reuse", jacobi.REUSE)
+@pytest.mark.parametrize("initial", INITIAL)
+def test_passes_never_exceed_the_tokens(reuse, initial):
+    for name in LAYOUTS:
+        length = LAYOUTS[name][0].length
+        for window in (2, length):
+            trace = draw(SJD(window=window, reuse=reuse, initial=initial), name, batch=500).trace
+            assert max(trace.totals["passes_per_image"]) <= length
+            assert trace.totals["target_passes"] <= length
+            assert min(trace.totals["passes_per_image"]) >= 2
+
+
+@pytest.mark.parametrize("reuse", ["coupled", "gumbel", "resample"])
+def test_where_the_prefix_does_not_matter_one_refinement_is_enough(reuse):
+    """From its second pass on, a guess was drawn from the very law it is tested against: p = q."""
+    layout = plain(2, 3)
+    model = ToyModel(layout, memory=0)
+    trace = SJD(window=6, reuse=reuse).sample(request(model, layout, batch=2000)).trace
+    refined = trace.positions["refinements"] > 0
+    assert refined.any()
+    assert (trace.positions["source"][refined] == 1).all()  # accepted
+    assert trace.totals["target_passes"] <= 3  # the prompt, one with fresh guesses, one with refined ones
+
+
+@pytest.mark.parametrize("reuse", jacobi.REUSE)
+def test_greedy_is_the_argmax_picture(reuse):
+    for name in LAYOUTS:
+        greedy = draw(NextToken(), name, SamplingParams(temperature=0), batch=2).tokens
+        for method in (SJD(window=3, reuse=reuse), NextToken()):
+            top_1 = draw(method, name, SamplingParams(top_k=1), batch=16).tokens
+            cold = draw(method, name, SamplingParams(temperature=0), batch=16).tokens
+            assert torch.equal(top_1, greedy[:1].expand_as(top_1)) and torch.equal(cold, top_1)
+        jacobian = draw(Jacobi(window=3), name, SamplingParams(temperature=0.7, top_k=2), batch=2).tokens
+        assert torch.equal(jacobian, greedy)
+
+
+@pytest.mark.parametrize("reuse", ["threshold_paper", "threshold_exact"])
+def test_an_unreachable_threshold_is_resampling(reuse):
+    """Nothing is ever kept, so the stream of SJD comes out."""
+    for name in LAYOUTS:
+        wanted = draw(SJD(window=4, reuse="resample"), name, batch=4000).tokens
+        found = draw(SJD(window=4, reuse=reuse, threshold=1e9), name, batch=4000).tokens
+        assert torch.equal(found, wanted)
+
+
+def test_coupling_needs_fewer_passes_than_resampling():
+    """Where a token depends on the last one alone, most guesses survive a change of those before them, if kept."""
+    layout = plain(2, 5)
+    model = ToyModel(layout, sharpness=1, memory=1)
+    passes = {}
+    for reuse in ("coupled", "resample"):
+        trace = SJD(window=10, reuse=reuse, initial="uniform").sample(request(model, layout, batch=4000)).trace
+        passes[reuse] = sum(trace.totals["passes_per_image"])
+    assert passes["coupled"] < 0.9 * passes["resample"], passes

@@ -1,0 +1,227 @@
+"""The Jacobi samplers and next-token on real (tiny) LlamaGen models: one seed, one picture, whatever the way."""
+
+import threading
+
+import pytest
+import torch
+from comfyui_specar import api
+from comfyui_specar.samplers import jacobi
+from comfyui_specar.samplers.jacobi import INITIAL, REUSE, SJD, Jacobi
+from comfyui_specar.samplers.next_token import NextToken
+from comfyui_specar.samplers.protocols import SamplingParams, TokenLayout
+from comfyui_specar.samplers.rng import Stream
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from .tiny import CAPTION, GRID, VOCAB, caption_features, fill, llamagen
+from .toy import VOCAB as TOY_VOCAB
+from .toy import ToyModel, plain, request
+
+METHODS = [NextToken(), *(SJD(window=5, reuse=reuse) for reuse in REUSE)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return {text: llamagen(tmp_path_factory.mktemp("model"), text) for text in (True, False)}
+
+
+def sample(models, method, text=True, **options):
+    model = models[text]
+    prompt = model.encode_features(caption_features()) if text else model.encode_class(3)
+    return api.sample(model, prompt, method, **{"cfg": 2.0, "top_k": 0} | options)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_a_seed_is_a_picture(models, method):
+    first, second = sample(models, method, seed=5), sample(models, method, seed=5)
+    assert torch.equal(first.tokens, second.tokens)
+    assert all(torch.equal(first.trace.positions[k], second.trace.positions[k]) for k in first.trace.positions)
+    assert not torch.equal(first.tokens, sample(models, method, seed=6).tokens)
+    assert first.tokens.shape == (1, *GRID) and first.tokens.min() >= 0 and first.tokens.max() < VOCAB
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("text", [True, False])
+def test_image_i_of_a_batch_is_the_run_with_seed_plus_i(models, method, text):
+    batch = sample(models, method, text, seed=40, batch_size=4)
+    for i in range(4):
+        alone = sample(models, method, text, seed=40 + i)
+        assert torch.equal(batch.tokens[i], alone.tokens[0])
+        assert torch.equal(batch.trace.positions["finalised_at"][i], alone.trace.positions["finalised_at"][0])
+
+
+@pytest.mark.parametrize("initial", INITIAL)
+@pytest.mark.parametrize("text", [True, False])
+def test_gumbel_gives_the_next_token_picture(models, text, initial):
+    for options in ({}, {"cfg": 1.0}, {"top_k": 5, "temperature": 0.8}, {"top_p": 0.7}):
+        wanted = sample(models, NextToken(), text, seed=2, batch_size=3, **options)
+        for window in (2, 7, 16):
+            found = sample(models, SJD(window, "gumbel", initial), text, seed=2, batch_size=3, **options)
+            assert torch.equal(found.tokens, wanted.tokens)
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_jacobi_is_greedy_decoding(models, text):
+    wanted = sample(models, NextToken(), text, temperature=0).tokens
+    for initial in INITIAL:
+        found = sample(models, Jacobi(window=6, initial=initial), text, temperature=0.9, top_k=3)
+        assert torch.equal(found.tokens, wanted)
+        assert found.trace.totals["target_passes"] <= 16
+
+
+def test_a_negative_prompt_of_another_length_is_just_another_branch(models):
+    """Also where the negative prompt is longer or shorter than the prompt: next-token and same-seed Jacobi agree."""
+    model, pictures = models[True], []
+    for length in (2, 7, 19):
+        negative = model.encode_features(fill("negative embedding", (1, length, CAPTION)))
+        methods = (NextToken(), SJD(4, "gumbel"))
+        picture, same = (sample(models, method, negative=negative, seed=8) for method in methods)
+        assert torch.equal(picture.tokens, same.tokens)
+        pictures.append(picture.tokens)
+    assert not torch.equal(pictures[0], pictures[1]) and not torch.equal(pictures[1], pictures[2])
+
+
+def test_cfg_1_ignores_the_negative_prompt(models):
+    negative = models[True].encode_features(fill("negative embedding", (1, 3, CAPTION)))
+    without, given = (sample(models, SJD(5), cfg=1.0, negative=n) for n in (None, negative))
+    assert torch.equal(without.tokens, given.tokens)
+
+
+@pytest.mark.parametrize(("method", "words"), [
+    (SJD(window=17), "window is 17, but this image has 16 tokens: use 2 to 16"),
+    (SJD(window=1), "window is 1"), (SJD(window=-3), "window is -3"),
+    (SJD(reuse="magic"), "reuse is 'magic'; choose one of coupled, gumbel"),
+    (SJD(initial="magic"), "initial is 'magic'; choose one of mixed, left"),
+    (SJD(threshold=0), "threshold is 0, but must be above 0"), (SJD(threshold=float("nan")), "threshold is nan"),
+    (Jacobi(window=40), "window is 40"),
+])
+def test_illegal_settings_are_named(models, method, words):
+    with pytest.raises(ValueError) as error:
+        sample(models, method)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"cfg": 0.5}, "cfg is 0.5"), ({"top_k": VOCAB + 1}, f"use 0 (off) to {VOCAB}"),
+    ({"temperature": -0.1}, "temperature"), ({"top_p": 0.0}, "top_p"),
+])
+@pytest.mark.parametrize("method", [NextToken(), SJD()], ids=str)
+def test_illegal_parameters_are_named(models, method, options, words):
+    with pytest.raises(ValueError) as error:
+        sample(models, method, **options)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_the_callback_sees_every_pass(models, method):
+    seen = []
+    out = sample(models, method, batch_size=3, callback=lambda p: seen.append(
+        (p.passes, p.length, p.committed.tolist(), p.tokens.clone())))
+    assert [s[0] for s in seen] == list(range(1, out.trace.totals["target_passes"] + 1))
+    final = out.tokens.flatten(1)
+    for before, after in zip(seen, seen[1:]):
+        assert all(b <= a for b, a in zip(before[2], after[2]))
+    for _, length, committed, tokens in seen:
+        assert length == 16
+        for row, count in enumerate(committed):
+            assert torch.equal(tokens[row, :count], final[row, :count]), "a committed token never changes"
+            assert (tokens[row, count:] == 0).all()
+    assert seen[-1][2] == [16] * 3
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_an_interruption_leaves_nothing_behind(models, method):
+    class InterruptError(Exception):
+        pass
+
+    def stop(progress):
+        if progress.passes == 2:
+            raise InterruptError
+
+    wanted = sample(models, method, seed=1).tokens
+    threads = threading.active_count()
+    with pytest.raises(InterruptError):
+        sample(models, method, seed=1, callback=stop)
+    assert threading.active_count() == threads
+    assert torch.equal(sample(models, method, seed=1).tokens, wanted)
+
+
+def test_the_users_tensors_are_not_touched(models):
+    model = models[True]
+    prompt = model.encode_features(caption_features())
+    layout = model.layout()
+    features, forced = prompt[0][0].clone(), layout.forced.clone()
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    api.sample(model, prompt, SJD(4), layout=layout)
+    assert torch.equal(prompt[0][0], features) and torch.equal(layout.forced, forced)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_kept_tokens_stay_and_the_rest_is_drawn_around_them(models, method):
+    layout = models[True].layout()
+    tokens = torch.randint(VOCAB, (2, *GRID), generator=torch.Generator().manual_seed(0))
+    keep = torch.rand((2, *GRID), generator=torch.Generator().manual_seed(1)) < 0.5
+    out = sample(models, method, batch_size=2, layout=layout.keeping(tokens, keep))
+    assert torch.equal(out.tokens[keep], tokens[keep])
+    assert not torch.equal(out.tokens, tokens)
+    assert out.trace.summary()["tokens"] == int((~keep).sum())
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.sampled_from([-1, -1, 0, TOY_VOCAB - 1, TOY_VOCAB, TOY_VOCAB + 1]), min_size=12, max_size=12),
+    st.integers(2, 6), st.sampled_from(REUSE), st.sampled_from(INITIAL), st.integers(0, 1000),
+)
+def test_forced_ids_are_in_place_for_any_pattern(forced, window, reuse, initial, seed):
+    """Two images, each with its own pattern; specials are drawn nowhere else."""
+    layout = TokenLayout(2, 3, 3, torch.tensor(forced).view(2, 6))
+    decoded = SJD(window, reuse, initial).sample(request(TOY, layout, seed=seed, batch=2))
+    bound = layout.forced >= 0
+    assert torch.equal(decoded.tokens[bound], layout.forced[bound])
+    assert (decoded.tokens[~bound] < TOY_VOCAB).all()
+    assert decoded.trace.totals["target_passes"] <= 6
+
+
+TOY = ToyModel(plain(2, 3), specials=2)
+
+
+def test_a_finished_row_stays_untouched():
+    """Rows finish at different passes; afterwards neither their tokens, nor their records, nor their caches move."""
+    seen = []
+    decoded = SJD(window=6).sample(request(TOY, plain(2, 3), batch=64, callback=lambda p: seen.append(
+        (p.committed.clone(), p.tokens.clone()))))
+    finish = torch.stack([c for c, _ in seen]).eq(6).float().argmax(0)
+    assert finish.min() < finish.max(), "the test needs rows of different pace"
+    for row, end in enumerate(finish.tolist()):
+        assert all(torch.equal(tokens[row], seen[end][1][row]) for _, tokens in seen[end:])
+        assert decoded.trace.positions["finalised_at"][row].max() == end
+        assert (decoded.trace.rounds["committed"][end + 1 :, row] == 0).all()
+        assert (decoded.trace.rounds["accepted"][end + 1 :, row] == 0).all()
+
+
+@pytest.mark.parametrize("reuse", REUSE)
+def test_a_step_compiles_without_host_synchronisation(models, reuse):
+    """A break of the graph (a device value read on the host) is an error under fullgraph."""
+    model = models[True]
+    method, params, layout = SJD(window=4, reuse=reuse), SamplingParams(cfg=2, top_k=9, top_p=0.9), model.layout()
+    stream = Stream.of(3, 2, "cpu")
+    prompt = model.encode_features(caption_features())
+    turn = torch.zeros((), dtype=torch.int64)
+
+    def run(step):
+        state = model.start(prompt, None, 2, layout, slack=4, guided=True)
+        window = jacobi.empty_window(method, stream, 2, layout.stride, VOCAB, torch.device("cpu"))
+        p = jacobi.probabilities(state.prefill.logits, params, VOCAB, layout.forced.expand(2, -1)[:, :1])
+        verified = jacobi.verify(method, p, window, stream, turn, layout.length)
+        window = jacobi.slide(method, verified, window, stream, turn, layout, VOCAB, 4)
+        picture = []
+        for n in range(1, 6):
+            verified, window = step(method, model, state, window, stream, turn + n, layout, params)
+            picture += [verified.token, verified.count, window.draft.token, window.draft.q]
+        return picture
+
+    torch.compiler.reset()
+    with torch.inference_mode():
+        eager, compiled = run(jacobi.step), run(torch.compile(jacobi.step, fullgraph=True, backend="eager"))
+    assert all(torch.equal(a, b) for a, b in zip(eager, compiled))

@@ -1,0 +1,170 @@
+"""Logits to probabilities: guidance, forced tokens, temperature, top-k, top-p."""
+
+import math
+
+import pytest
+import torch
+from comfyui_specar.kernels.sampling import categorical, entropy, point_mass, residual
+from comfyui_specar.samplers.logits import guide, keep_top_k, keep_top_p, probabilities
+from comfyui_specar.samplers.protocols import SamplingParams
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+FREE = torch.tensor([[-1]])
+LAW = torch.tensor([0.5, 0.3, 0.15, 0.05])
+
+
+def law(logits, vocab=None, forced=FREE, **params):
+    logits = torch.as_tensor(logits, dtype=torch.float32)
+    return probabilities(logits[None, None], SamplingParams(**params), vocab or len(logits), forced)[0, 0]
+
+
+def close(found, wanted):
+    return torch.allclose(found, torch.as_tensor(wanted, dtype=torch.float32), atol=1e-6)
+
+
+def test_softmax_and_temperature():
+    assert close(law(LAW.log()), LAW)
+    assert close(law(LAW.log(), temperature=0.5), LAW**2 / (LAW**2).sum())
+    assert close(law(LAW.log(), temperature=2), LAW**0.5 / (LAW**0.5).sum())
+
+
+def test_top_k_keeps_ties_with_the_last_one():
+    assert close(law(LAW.log(), top_k=2), [0.625, 0.375, 0, 0])
+    assert close(law([2.0, 1.0, 1.0, 0.0], top_k=2), law([2.0, 1.0, 1.0, -math.inf]))
+    assert close(law(LAW.log(), top_k=4), LAW) and close(law(LAW.log(), top_k=0), LAW)
+
+
+def test_top_p_keeps_the_token_that_reaches_the_mass():
+    assert close(law(LAW.log(), top_p=0.6), [0.625, 0.375, 0, 0])
+    assert close(law(LAW.log(), top_p=0.45), [1, 0, 0, 0])
+    assert close(law(LAW.log(), top_p=0.81), [10 / 19, 6 / 19, 3 / 19, 0])
+    assert close(law(LAW.log(), top_p=1e-6), [1, 0, 0, 0])
+
+
+def test_the_order_of_the_filters_matters():
+    """Top-k first leaves (.625, .375), of which top-p .6 keeps one; top-p first keeps two, and so does top-k."""
+    assert close(law(LAW.log(), top_k=2, top_p=0.6, order=("top_k", "top_p")), [1, 0, 0, 0])
+    assert close(law(LAW.log(), top_k=2, top_p=0.6, order=("top_p", "top_k")), [0.625, 0.375, 0, 0])
+
+
+def test_filters_act_on_the_tempered_law():
+    """At temperature 2 the largest two have 0.606 of the mass, at 1 they have 0.8."""
+    assert int((law(LAW.log(), temperature=2, top_p=0.7) > 0).sum()) == 3
+    assert int((law(LAW.log(), temperature=1, top_p=0.7) > 0).sum()) == 2
+
+
+def test_guidance_comes_before_everything():
+    conditional, unconditional = torch.tensor([1.0, 2.0, 0.0]), torch.tensor([0.0, 3.0, -1.0])
+    rows = torch.stack((conditional, unconditional))[:, None]
+    assert torch.equal(guide(rows, 2.5)[0, 0], torch.tensor([2.5, 0.5, 1.5]))
+    assert guide(rows[:1], 1) is not None and torch.equal(guide(rows[:1], 1), rows[:1])
+    p = probabilities(rows, SamplingParams(cfg=2.5, top_k=1), 3, FREE)
+    assert torch.equal(p[0, 0], torch.tensor([1.0, 0.0, 0.0]))
+
+
+def test_guiding_log_probabilities_gives_the_same_law():
+    rows = torch.randn(2, 1, 8, generator=torch.Generator().manual_seed(0))
+    raw, normalised = (probabilities(z, SamplingParams(cfg=3), 8, FREE) for z in (rows, rows.log_softmax(-1)))
+    assert torch.allclose(raw, normalised, atol=1e-6)
+
+
+def test_temperature_zero_is_the_first_largest():
+    assert torch.equal(law([0.0, 3.0, 3.0, 1.0], temperature=0, top_k=3), torch.tensor([0.0, 1.0, 0.0, 0.0]))
+
+
+def test_forced_positions_are_point_masses_and_specials_are_otherwise_out_of_reach():
+    logits = torch.tensor([0.0, 1.0, 9.0, 9.0])
+    assert close(law(logits, vocab=2), [*torch.tensor([0.0, 1.0]).softmax(0), 0, 0])
+    assert torch.equal(law(logits, vocab=2, temperature=0), torch.tensor([0.0, 1.0, 0.0, 0.0]))
+    for forced in (0, 3):
+        for params in ({}, {"temperature": 0}, {"top_k": 1}, {"top_p": 0.1}):
+            found = law(logits, vocab=2, forced=torch.tensor([[forced]]), **params)
+            assert torch.equal(found, point_mass(torch.tensor(forced), 4))
+
+
+def test_half_precision_logits_are_processed_in_fp32():
+    logits = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    p = probabilities(logits, SamplingParams(top_k=5), 64, FREE)
+    assert p.dtype == torch.float32 and abs(float(p.sum()) - 1) < 1e-6
+
+
+@pytest.mark.parametrize(("params", "words"), [
+    ({"cfg": 0.5}, "cfg is 0.5, but must be 1"), ({"cfg": math.nan}, "cfg is nan"),
+    ({"temperature": -1}, "temperature is -1, but must be 0"), ({"top_k": 33}, "top_k is 33, but this model has 32"),
+    ({"top_k": -1}, "use 0 (off) to 32"), ({"top_p": 0}, "top_p is 0, but must be above 0"),
+    ({"top_p": 1.1}, "top_p is 1.1"), ({"temperature": math.nan}, "temperature is nan"),
+])
+def test_illegal_parameters_are_named(params, words):
+    with pytest.raises(ValueError) as error:
+        SamplingParams(**params).check(32)
+    assert words in str(error.value)
+
+
+rows = st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=12)
+
+
+@settings(deadline=None, max_examples=150)
+@given(rows, st.floats(0.1, 3), st.integers(0, 12), st.floats(0.01, 1))
+def test_any_row_becomes_a_law_whose_support_the_filters_bound(logits, temperature, k, top_p):
+    k = min(k, len(logits))
+    p = law(logits, temperature=temperature, top_k=k, top_p=top_p)
+    assert abs(float(p.sum()) - 1) < 1e-5 and (p >= 0).all()
+    assert p[torch.tensor(logits).argmax()] == p.max()
+    if k and len(set(logits)) == len(logits):
+        assert int((p > 0).sum()) <= k
+    full = law(logits, temperature=temperature)
+    kept = p > 0
+    assert float(full[kept].sum()) >= min(top_p, 1) * (1 if k == 0 else 0) - 1e-5
+    ratio = p[kept] / full[kept]
+    assert torch.allclose(ratio, ratio[0].expand_as(ratio), rtol=1e-3)
+
+
+@settings(deadline=None, max_examples=100)
+@given(rows, st.integers(1, 12), st.floats(0.01, 1))
+def test_filters_commute_with_themselves(logits, k, top_p):
+    z = torch.tensor([logits])
+    once = keep_top_k(z, min(k, z.shape[-1]))
+    assert torch.equal(keep_top_k(once, min(k, z.shape[-1])), once)
+    assert torch.isfinite(keep_top_p(z, top_p)).any()
+
+
+# The kernels below the processors
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.sampled_from([0.0, 1e-7, 0.1, 0.3, 2.0]), min_size=1, max_size=9).filter(any),
+    st.integers(0, 2**24 - 1),
+)
+def test_categorical_inverts_the_cumulative_sum(weights, word):
+    u = word / 2**24
+    drawn = int(categorical(torch.tensor([weights]), torch.tensor([u])))
+    assert weights[drawn] > 0
+    total = sum(weights)
+    assert sum(weights[:drawn]) <= u * total + 1e-5 and u * total <= sum(weights[: drawn + 1]) + 1e-5
+
+
+def test_categorical_frequencies():
+    u = (torch.arange(10_000) + 0.5) / 10_000
+    drawn = categorical((2 * LAW).expand(10_000, -1), u).bincount(minlength=4)
+    assert (drawn - LAW * 10_000).abs().max() <= 1
+
+
+def test_categorical_never_returns_an_entry_a_wavering_sum_points_at(monkeypatch):
+    """A parallel sum may step up at an entry of weight zero; here it is made to."""
+    weights = torch.tensor([[0.5, 0.0, 0.5]])
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda self, dim: torch.tensor([[0.5, 0.75, 1.0]]))
+    assert int(categorical(weights, torch.tensor([0.6]))) in (0, 2)
+
+
+def test_residual_falls_back_to_p_where_nothing_is_left():
+    p = torch.tensor([LAW.tolist(), LAW.tolist()])
+    q = torch.tensor([[0.2, 0.2, 0.3, 0.3], LAW.tolist()])
+    assert torch.allclose(residual(p, q)[0], torch.tensor([0.3, 0.1, 0, 0]))
+    assert torch.equal(residual(p, q)[1], LAW)
+
+
+def test_entropy_in_nats():
+    assert close(entropy(torch.full((1, 8), 1 / 8)), [math.log(8)])
+    assert close(entropy(torch.tensor([[0.0, 1.0]])), [0.0])

@@ -1,0 +1,81 @@
+"""LlamaGen-shaped models small enough for a test, with weights that any program can rebuild from a tensor's name."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from comfyui_specar.model_loaders.ar_model import DiscreteModel
+from comfyui_specar.model_loaders.detect import load_model
+from comfyui_specar.models.vq import VQConfig, VQModel
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+GRID = (4, 4)
+VOCAB, CLASSES, CAPTION, SLOTS = 32, 10, 24, 120
+HEADS = 4
+VQ = VQConfig(codebook_size=VOCAB, codebook_dim=8, ch_mult=(1, 1), base_channels=32, z_channels=32)
+
+
+def llamagen_shapes(
+    text: bool, dim: int = 64, layers: int = 2, ffn: int = 256, vocab: int = VOCAB, classes: int = CLASSES,
+    caption: int = CAPTION, slots: int = SLOTS,
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a released LlamaGen file."""
+    shapes = {"tok_embeddings.weight": (vocab, dim), "norm.weight": (dim,), "output.weight": (vocab, dim)}
+    if text:
+        shapes |= {"cls_embedding.uncond_embedding": (slots, caption),
+                   "cls_embedding.cap_proj.fc1.weight": (dim, caption), "cls_embedding.cap_proj.fc2.weight": (dim, dim)}
+    else:
+        shapes["cls_embedding.embedding_table.weight"] = (classes + 1, dim)
+    for i in range(layers):
+        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in (
+            ("attention_norm", (dim,)), ("ffn_norm", (dim,)), ("attention.wqkv", (3 * dim, dim)),
+            ("attention.wo", (dim, dim)), ("feed_forward.w1", (ffn, dim)), ("feed_forward.w3", (ffn, dim)),
+            ("feed_forward.w2", (dim, ffn)),
+        )}
+    return shapes
+
+
+def fill(name: str, shape: tuple[int, ...]) -> Tensor:
+    """fp32 values of the tensor ``name``: numpy's frozen Mersenne normal stream, seeded by the CRC-32 of the name.
+
+    Vectors are 1 + x/10 (weights) or x/10 (biases); matrices and filters x / sqrt(inputs); token, class and code tables
+    and the null caption x; the head 3x / sqrt(inputs), so that arg-maxima are clear.
+    """
+    x = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
+    if len(shape) == 1:
+        x = x / 10 + name.endswith("weight")
+    elif "embedding" not in name:
+        x = x * (3 if name == "output.weight" else 1) / np.sqrt(np.prod(shape[1:]))
+    return torch.from_numpy(x.astype(np.float32))
+
+
+def llamagen_weights(text: bool, **sizes: int) -> dict[str, Tensor]:
+    return {name: fill(name, shape) for name, shape in llamagen_shapes(text, **sizes).items()}
+
+
+def vq_weights(config: VQConfig = VQ) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        shapes = {name: tuple(tensor.shape) for name, tensor in VQModel(config, nn).state_dict().items()}
+    return {name: fill(name, shape) for name, shape in shapes.items()}
+
+
+def write_llamagen(path: Path, text: bool, **metadata) -> Path:
+    """A safetensors file of the tiny model, with the metadata that its size needs."""
+    header = {"heads": HEADS, "grid": GRID} | metadata
+    save_file(llamagen_weights(text), str(path), metadata={"specar": json.dumps(header)})
+    return path
+
+
+def llamagen(folder: Path, text: bool) -> DiscreteModel:
+    """The tiny model, written to ``folder`` and loaded from there."""
+    return load_model(write_llamagen(folder / "model.safetensors", text))
+
+
+def caption_features(tokens: int = 7) -> Tensor:
+    """Features [1, tokens, CAPTION] of a made-up caption."""
+    return fill("caption embedding", (1, tokens, CAPTION))

@@ -1,0 +1,175 @@
+"""An autoregressive model small enough to write down the probability of every image.
+
+Its logits are a table over all prefixes, so that nothing stands between a sampler and the exact law but the sampler. It
+keeps the ARModel contract strictly: a step must continue where the commits ended, row by row.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from comfyui_specar.samplers.protocols import Request, SamplingParams, StepOut, TokenLayout
+from torch import Tensor
+
+VOCAB = 3
+
+
+@dataclass
+class ToyState:
+    """Committed prefix of every row as its length and its number in base V+; and those after each fed token."""
+
+    length: Tensor
+    code: Tensor
+    fed: Tensor
+    prefill: StepOut
+
+
+class ToyModel:
+    """Tables of logits, one for the prompt and one for guidance, over every prefix of up to ``length`` tokens.
+
+    memory: how many of the last tokens the tables depend on (0: the position alone; default: all). Special tokens have
+    logits too: a sampler must mask them.
+    """
+
+    device = torch.device("cpu")
+    codebook = torch.zeros(VOCAB, 2)
+
+    def __init__(self, layout: TokenLayout, specials: int = 0, sharpness: float = 1.5,
+                 memory: int | None = None, seed: int = 1):
+        self.vocab, self.vocab_total = VOCAB, VOCAB + specials
+        self.defaults = SamplingParams()
+        self._layout = layout
+        generator = torch.Generator().manual_seed(seed)
+        sizes = [self.vocab_total**n for n in range(layout.length + 1)]
+        self.begin = torch.tensor([sum(sizes[:n]) for n in range(layout.length + 1)])
+        rows = [self.vocab_total ** min(n, n if memory is None else memory) for n in range(layout.length + 1)]
+        self.tables = [
+            torch.cat([(torch.randn(r, self.vocab_total, generator=generator) * sharpness).repeat(size // r, 1)
+                       for r, size in zip(rows, sizes)])
+            for _ in range(2)
+        ]
+
+    def layout(self, rows: int | None = None, cols: int | None = None) -> TokenLayout:
+        return self._layout
+
+    def logits(self, length: Tensor, code: Tensor, branches: int) -> Tensor:
+        """Logits [branches * B, T, V+] behind prefixes of the given lengths and numbers [B, T]."""
+        length = length.clamp(max=len(self.begin) - 1)
+        row = self.begin[length] + code % self.vocab_total**length
+        return torch.cat([table[row] for table in self.tables[:branches]])
+
+    def start(self, conditioning: Any, negative: Any, batch: int, layout: TokenLayout, slack: int, guided: bool) -> Any:
+        zeros = torch.zeros((batch, 1), dtype=torch.int64)
+        out = StepOut(self.logits(zeros, zeros, 1 + guided), torch.empty(0))
+        return ToyState(zeros[:, 0], zeros[:, 0], zeros, out)
+
+    def step(self, state: ToyState, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None) -> StepOut:
+        expected = state.length[:, None] + torch.arange(tokens.shape[1])
+        assert torch.equal(positions, expected), "a step must continue behind the committed tokens"
+        codes = [state.code]
+        for token in tokens.unbind(1):
+            codes.append(codes[-1] * self.vocab_total + token)
+        state.fed = torch.stack(codes, dim=1)
+        return StepOut(self.logits(expected + 1, state.fed[:, 1:], state.prefill.logits.shape[0] // len(tokens)),
+                       torch.empty(0))
+
+    def commit(self, state: ToyState, count: Tensor, path: Tensor | None = None) -> None:
+        state.length = state.length + count
+        state.code = state.fed.gather(1, count[:, None])[:, 0]
+
+    def law(self, layout: TokenLayout, params: SamplingParams) -> dict[tuple[int, ...], float]:
+        """The probability of every image of a layout whose forced row is the first, in plain double arithmetic."""
+        forced = layout.forced[0].tolist()
+        choices = [[f] if f >= 0 else list(range(self.vocab)) for f in forced]
+        law = {}
+        for image in itertools.product(*choices):
+            probability, code = 1.0, 0
+            for n, token in enumerate(image):
+                if forced[n] < 0:
+                    row = int(self.begin[n]) + code
+                    conditional, unconditional = (table[row].tolist() for table in self.tables)
+                    probability *= next_token_law(conditional, unconditional, self.vocab, params)[token]
+                code = code * self.vocab_total + token
+            law[image] = probability
+        return law
+
+
+def next_token_law(
+    conditional: list[float], unconditional: list[float], vocab: int, params: SamplingParams
+) -> list[float]:
+    """Guidance, temperature, top-k and top-p (in this order) on the first ``vocab`` logits, written independently."""
+    z = [(u + params.cfg * (c - u)) / params.temperature for c, u in zip(conditional[:vocab], unconditional)]
+    ranked = sorted(range(vocab), key=lambda i: -z[i])
+    if params.top_k:
+        ranked = ranked[: params.top_k]
+    weight = {i: math.exp(z[i] - max(z)) for i in ranked}
+    kept, mass = [], 0.0
+    for i in ranked:
+        if mass <= params.top_p * sum(weight.values()):
+            kept.append(i)
+        mass += weight[i]
+    total = sum(weight[i] for i in kept)
+    return [weight[i] / total if i in kept else 0.0 for i in range(vocab)]
+
+
+def plain(rows: int, cols: int) -> TokenLayout:
+    return TokenLayout.plain(rows, cols)
+
+
+def with_line_ends(rows: int, cols: int) -> TokenLayout:
+    """Every row ends with the special token V, and V + 1 ends the image: two specials."""
+    forced = torch.full((rows, cols + 1), -1)
+    forced[:, cols] = VOCAB
+    return TokenLayout(rows, cols, cols + 1, torch.cat((forced.flatten(), torch.tensor([VOCAB + 1])))[None])
+
+
+def with_kept_tokens(rows: int, cols: int) -> TokenLayout:
+    """A picture of which the user keeps the first and the last-but-one token."""
+    layout = plain(rows, cols)
+    keep = torch.zeros((1, rows, cols), dtype=torch.bool)
+    keep.view(-1)[[0, -2]] = True
+    return layout.keeping(torch.ones((1, rows, cols), dtype=torch.int64), keep)
+
+
+def request(model: ToyModel, layout: TokenLayout, params: SamplingParams | None = None, seed: int = 0, batch: int = 1,
+            callback=None) -> Request:
+    return Request(model, None, layout, params or SamplingParams(), seed=seed, batch=batch, callback=callback)
+
+
+def chi_square(tokens: Tensor, law: dict[tuple[int, ...], float]) -> SimpleNamespace:
+    """How far images [M, S] are from a law: z of the chi-square statistic (cells expecting < 5 pooled) and TV distance.
+
+    An image of probability zero gives z = inf.
+    """
+    total = len(tokens)
+    images, counts = tokens.unique(dim=0, return_counts=True)
+    seen = {tuple(image): count for image, count in zip(images.tolist(), counts.tolist())}
+    if any(law.get(image, 0.0) == 0 for image in seen):
+        return SimpleNamespace(z=math.inf, tv=1.0)
+    cells, rare = [], [0.0, 0.0]
+    for image, probability in law.items():
+        cell = (probability * total, seen.get(image, 0))
+        if cell[0] >= 5:
+            cells.append(cell)
+        else:
+            rare = [rare[0] + cell[0], rare[1] + cell[1]]
+    if rare[0] >= 5:
+        cells.append(tuple(rare))
+    statistic = sum((observed - expected) ** 2 / expected for expected, observed in cells)
+    freedom = len(cells) - 1
+    distance = sum(abs(seen.get(image, 0) / total - probability) for image, probability in law.items()) / 2
+    return SimpleNamespace(z=(statistic - freedom) / math.sqrt(2 * freedom), tv=distance)
+
+
+def marginal(law: dict[tuple[int, ...], float], places: list[int]) -> dict[tuple[int, ...], float]:
+    """The law of some positions of the image."""
+    out: dict[tuple[int, ...], float] = {}
+    for image, probability in law.items():
+        key = tuple(image[i] for i in places)
+        out[key] = out.get(key, 0.0) + probability
+    return out
