@@ -31,7 +31,9 @@ def describe(trace: Trace) -> str:
         f"{', '.join(map(str, passes))} passes for {length} tokens: {totals['step_compression']:.2f} tokens per pass "
         f"(next token: {length} passes)",
     ]
-    if "accepted_drafts" in totals and totals["acceptance_rate"]:
+    if kept := length - totals["tokens"] // totals["images"]:
+        lines.append(f"{kept} of the tokens were kept")
+    if totals["acceptance_rate"]:
         lines.append(f"accepted guesses: {totals['accepted_drafts']} ({totals['acceptance_rate']:.0%} of those judged)")
     lines.append(", ".join(f"{name} {settings[name]:g}" for name in ("cfg", "temperature", "top_k", "top_p")))
     lines.append(f"seed {totals['seed']}, {totals['seconds']:.2f} s")

@@ -191,13 +191,14 @@ def sampling(loaded: LoadedModel, layout: TokenLayout, batch: int, width: int, g
     model = loaded.model
     rows = batch * (1 + guided) * (width + 1)
     memory = model.kv_bytes(batch, layout, width, guided) + 8 * rows * model.vocab_total * 4  # eight rows of fp32 laws
-    report = Report(loaded, layout)
-    mm.load_models_gpu([loaded.patcher], memory_required=memory)
+    shown = loaded.decoder if args.preview_method != LatentPreviewMethod.NoPreviews else None
+    together = [loaded.patcher, shown.patcher] if shown else [loaded.patcher]  # so that neither evicts the other
+    mm.load_models_gpu(together, memory_required=memory)
     for module in model.modules():  # a partly loaded model leaves the buffers behind
         for name, buffer in module.named_buffers(recurse=False):
             module.register_buffer(name, buffer.to(model.device))
     try:
-        yield report
+        yield Report(model, layout, shown and shown.decoder)
     finally:
         mm.soft_empty_cache()
 
@@ -205,12 +206,9 @@ def sampling(loaded: LoadedModel, layout: TokenLayout, batch: int, width: int, g
 class Report:
     """The sampler's callback: progress bar, previews of what is drawn, interruption; once per pass."""
 
-    def __init__(self, loaded: LoadedModel, layout: TokenLayout):
-        self.model, self.layout = loaded.model, layout
+    def __init__(self, model: DiscreteModel, layout: TokenLayout, decoder: ImageDecoder | None):
+        self.model, self.layout, self.decoder = model, layout, decoder
         self.bar = comfy.utils.ProgressBar(layout.length)
-        self.decoder: ImageDecoder | None = None
-        if loaded.decoder is not None and args.preview_method != LatentPreviewMethod.NoPreviews:
-            self.decoder = loaded.decoder.load(layout.rows * layout.cols * loaded.decoder.decoder.factor**2)
         self.next_preview = time.perf_counter() + PREVIEW_SECONDS
 
     def __call__(self, progress: Progress) -> None:
@@ -219,9 +217,10 @@ class Report:
         self.bar.update_absolute(done, progress.length, self.preview(progress))
 
     def preview(self, progress: Progress) -> tuple[str, Image.Image, int] | None:
-        """The first image of the batch so far, the rest grey, if a preview is due."""
+        """The first image of the batch so far, the rest grey, if a preview is due (the finished one always is)."""
         started = time.perf_counter()
-        if self.decoder is None or started < self.next_preview:
+        finished = bool((progress.committed >= progress.length).all())
+        if self.decoder is None or (started < self.next_preview and not finished):
             return None
         picture = partial_picture(self.model, self.decoder, self.layout, progress)
         cost = time.perf_counter() - started
