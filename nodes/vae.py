@@ -19,7 +19,7 @@ class ARVae:
     def decode(self, latent: Tensor, **_options: Any) -> Tensor:
         """Latent -> pixels [B, H, W, 3] in 0..1. Raises FileNotFoundError if no decoder was found."""
         batch, channels, rows, cols = latent.shape
-        decoder = self._on_device(batch * rows * cols * self.downscale_ratio**2)
+        decoder = self._found.load(batch * rows * cols * self.downscale_ratio**2)
         if channels == 1:
             latent = decoder.dequantize(self._checked(latent.round().long()[:, 0]))
         elif channels != self.latent_channels:
@@ -31,7 +31,7 @@ class ARVae:
 
     def encode(self, pixels: Tensor) -> Tensor:
         """Pixels [B, H, W, 3] in 0..1 -> code vectors [B, C, h, w] of the tokens they stand for."""
-        decoder = self._on_device(pixels.shape[0] * pixels.shape[1] * pixels.shape[2])
+        decoder = self._found.load(pixels.shape[0] * pixels.shape[1] * pixels.shape[2])
         return host.output(decoder.dequantize(decoder.encode(pixels)))
 
     def decode_tiled(self, latent: Tensor, **_options: Any) -> Tensor:
@@ -60,9 +60,6 @@ class ARVae:
         if self._loaded is None:
             raise FileNotFoundError(self._missing)
         return self._loaded
-
-    def _on_device(self, pixels: int):
-        return self._found.load(pixels)
 
     def _checked(self, tokens: Tensor) -> Tensor:
         codes = self._found.decoder.module.config.codebook_size
