@@ -19,9 +19,9 @@ def point_mass(token: Tensor, vocab: int) -> Tensor:
 def categorical(weights: Tensor, u: Tensor) -> Tensor:
     """Draw one index per row of non-negative ``weights`` [..., V] by inverting the cumulative sum at u [...] in [0, 1).
 
-    Rows need not be normalised. The result is the first index whose cumulative weight exceeds u times the total. On a GPU
-    the parallel sum is not monotone to the last bit, so that an entry of weight zero can be hit: the largest entry then
-    stands in, because such an id may be illegal.
+    Rows need not be normalised. The result is the first index whose cumulative weight exceeds u times the total. On a
+    GPU the parallel sum is not monotone to the last bit, so that an entry of weight zero can be hit: the largest entry
+    then stands in, because such an id may be illegal.
     """
     cumulative = weights.cumsum(-1)
     threshold = u.unsqueeze(-1) * cumulative[..., -1:]

@@ -58,7 +58,7 @@ def _open_safetensors(path: Path) -> Checkpoint:
         ) from error
     if not tensors:
         raise CheckpointError(f"{path.name} holds no tensors.")
-    return Checkpoint(tensors, metadata, path)
+    return Checkpoint(tensors, metadata if isinstance(metadata, dict) else {}, path)
 
 
 class _InertNamespace:

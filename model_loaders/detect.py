@@ -54,7 +54,10 @@ def load_model(
     decoder_path = find_image_decoder(checkpoint.path, search_folders)
     if decoder_path is not None:
         decoder = load_image_decoder(decoder_path)
-        model.attach_codebook(decoder.codebook, decoder.factor)
+        try:
+            model.attach_codebook(decoder.codebook, decoder.factor)
+        except ValueError as error:
+            raise CheckpointError(f"{decoder_path.name}: {error}") from error
     model.to(device)
     model.device = device
     return model

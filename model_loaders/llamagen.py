@@ -74,12 +74,16 @@ def backbone_config(tensors: dict[str, Tensor], heads: int | None, path: Path) -
 
 
 def grid_of(path: Path, metadata: dict) -> tuple[int, int]:
-    """The token grid by metadata or by the released files' names. Raises CheckpointError if neither tells."""
+    """The token grid by metadata or by the released names, of the file or else of the folder around a safetensors file.
+
+    Raises CheckpointError if none tells.
+    """
     if "grid" in metadata:
         return legal_grid(metadata["grid"])
-    for pattern, side in ((r"512|stage2|T2I-2", 32), (r"384", 24), (r"256|stage1|LlamaGen-T2I", 16)):
-        if re.search(pattern, path.name if path.suffix != ".safetensors" else f"{path.parent.name}/{path.name}"):
-            return side, side
+    for name in (path.stem, path.parent.name if path.suffix == ".safetensors" else ""):
+        for pattern, side in ((r"512|stage2|T2I-2\b", 32), (r"384", 24), (r"256|stage1|LlamaGen-T2I", 16)):
+            if re.search(pattern, name):
+                return side, side
     raise CheckpointError(
         f"{path.name} does not tell its grid: set it (16 for 256, 24 for 384, 32 for 512 pixels), or keep the released "
         "file name, which contains the size."

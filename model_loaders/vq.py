@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.vq import VQConfig, VQModel
-from .checkpoint import Checkpoint, load_weights
+from .checkpoint import Checkpoint, CheckpointError, load_weights
 from .image_decoder import ImageDecoder
 
 
@@ -32,7 +32,13 @@ def config_of(tensors: dict[str, Tensor]) -> VQConfig:
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> ImageDecoder:
     """Build the tokenizer on the CPU. Raises CheckpointError if tensors are missing, unknown, misshapen or not finite."""
-    config = config_of(checkpoint.tensors)
+    try:
+        config = config_of(checkpoint.tensors)
+    except (KeyError, ValueError) as error:  # a tensor that tells a size, or a whole group of them, is not there
+        raise CheckpointError(
+            f"{checkpoint.path.name} is incomplete ({error}): encoder, decoder and codebook are needed. "
+            "Download it again."
+        ) from error
     with torch.device("meta"):
         module = VQModel(config, operations)
     load_weights(module, checkpoint.tensors, checkpoint.path, dtype, ignore=("quantize.codebook_used",))

@@ -117,7 +117,8 @@ class Trace:
                 header = json.loads((file.metadata() or {}).get("specar", "{}"))
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
         except (SafetensorError, OSError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path.name} cannot be read as a trace ({error}). Save it again with Save Trace.") from error
+            message = f"{path.name} cannot be read as a trace ({error}). Save it again with Save Trace."
+            raise ValueError(message) from error
         schema = header.get("schema") if isinstance(header, dict) else None
         if schema != SCHEMA:
             found = schema or "no schema"
