@@ -1,0 +1,537 @@
+"""Weight files in every container they come in, and every way in which a file can be wrong."""
+
+import argparse
+import json
+import pickle
+import re
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+from comfyui_specar import api
+from comfyui_specar.model_loaders import llamagen
+from comfyui_specar.model_loaders.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from comfyui_specar.model_loaders.detect import bundled, find_image_decoder, load_image_decoder, load_model
+from comfyui_specar.samplers.jacobi import SJD
+from comfyui_specar.samplers.protocols import SamplingParams
+from safetensors.torch import load_file, save_file
+
+from .tiny import (
+    CLASSES,
+    GRID,
+    HEADS,
+    SLOTS,
+    VOCAB,
+    VQ,
+    caption_features,
+    llamagen_shapes,
+    llamagen_weights,
+    vq_weights,
+    write_llamagen,
+)
+
+
+@pytest.fixture
+def known_size(monkeypatch):
+    """Make the tiny size one of the released ones, so that a .pt file, which has no metadata, can be read."""
+    monkeypatch.setitem(llamagen._HEADS, (64, 2), HEADS)
+
+
+def logits(model):
+    prompt = model.encode_features(caption_features()) if model.family == "llamagen-t2i" else model.encode_class(3)
+    return model.teacher_forced(prompt, torch.arange(16)[None] % VOCAB)
+
+
+def with_attribute(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that pickles through torch._tensor._rebuild_from_type_v2, as FSDP-saved files do."""
+    tensor = tensor.clone()
+    tensor.marker = 1
+    return tensor
+
+
+CONTAINERS = {
+    "flat": lambda w: w,
+    "ordered": OrderedDict,
+    "DDP": lambda w: {"model": w, "steps": 7, "optimizer": {"state": {0: {"step": torch.ones(())}}}},
+    "DeepSpeed": lambda w: {"module": w, "dp_world_size": 8},
+    "Lightning": lambda w: {"state_dict": w, "epoch": 1},
+    "nested": lambda w: {"state_dict": {"model": w}},
+    "FSDP": lambda w: OrderedDict((name, with_attribute(tensor)) for name, tensor in w.items()),
+    "script": lambda w: {"model": w, "args": argparse.Namespace(lr=1e-4, name="run", sizes=[1, 2])},
+    "stray rope table": lambda w: w | {"freqs_cis": torch.zeros(4, 4, 2)},
+    "half precision": lambda w: {name: tensor.to(torch.bfloat16) for name, tensor in w.items()},
+}
+
+
+@pytest.mark.parametrize("text", [True, False])
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_every_container_gives_the_same_model(tmp_path, known_size, container, text):
+    wanted = load_model(write_llamagen(tmp_path / "model.safetensors", text))
+    torch.save(CONTAINERS[container](llamagen_weights(text)), tmp_path / "tiny_256.pt")
+    found = load_model(tmp_path / "tiny_256.pt", grid=GRID)
+    assert found.family == wanted.family == f"llamagen-{'t2i' if text else 'c2i'}" and found.grid == GRID
+    assert torch.allclose(logits(found), logits(wanted), atol=0.3 if container == "half precision" else 0)
+    assert {p.dtype for p in found.parameters()} == {torch.float32}
+
+
+def test_old_pickles_without_zip_load_too(tmp_path, known_size):
+    weights = llamagen_weights(False)
+    torch.save(weights, tmp_path / "old_256.pth", _use_new_zipfile_serialization=False)
+    assert torch.equal(load_model(tmp_path / "old_256.pth").backbone.norm.weight, weights["norm.weight"])
+
+
+def hugging_face_names(weights):
+    out = {}
+    rules = {"attention.wo": "self_attn.o_proj", "feed_forward.w1": "mlp.gate_proj", "feed_forward.w3": "mlp.up_proj",
+             "feed_forward.w2": "mlp.down_proj", "attention_norm": "input_layernorm",
+             "ffn_norm": "post_attention_layernorm", "tok_embeddings": "embed_tokens"}
+    for name, tensor in weights.items():
+        if name == "output.weight":
+            out["lm_head.weight"] = tensor
+        elif "wqkv" in name:
+            for part, rows in zip("qkv", tensor.chunk(3)):
+                out["model." + name.replace("attention.wqkv", f"self_attn.{part}_proj")] = rows.contiguous()
+        else:
+            for old, new in rules.items():
+                name = name.replace(old, new)
+            out[f"model.{name}"] = tensor
+    return out
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_hugging_face_names_give_the_same_model(tmp_path, known_size, text):
+    wanted = load_model(write_llamagen(tmp_path / "model.safetensors", text))
+    folder = tmp_path / "LlamaGen-T2I"
+    folder.mkdir()
+    save_file(hugging_face_names(llamagen_weights(text)), str(folder / "model.safetensors"))
+    found = load_model(folder, grid=GRID)
+    assert torch.equal(logits(found), logits(wanted))
+    assert load_model(folder).grid == (16, 16)
+
+
+@pytest.mark.parametrize(("name", "side"), [
+    ("c2i_B_256.pt", 16), ("c2i_XXL_384.pt", 24), ("t2i_XL_stage1_256.pt", 16), ("t2i_XL_stage2_512.pt", 32),
+    ("LlamaGen-T2I/model.safetensors", 16), ("LlamaGen-T2I-2/model.safetensors", 32), ("512/c2i_L_256.safetensors", 16),
+    ("LlamaGen-T2I-256/model.safetensors", 16), ("runs_256/c2i_L_384.safetensors", 24),
+])
+def test_the_released_names_tell_the_grid(name, side):
+    assert llamagen.grid_of(Path("models") / name, {}) == (side, side)
+
+
+def test_metadata_describes_models_of_our_own(tmp_path):
+    path = write_llamagen(tmp_path / "model.safetensors", True, grid=[2, 8], pixels_per_token=8,
+                          defaults={"cfg": 3.0, "top_k": 0, "temperature": 0.9})
+    model = load_model(path)
+    assert model.grid == (2, 8) and model.pixels_per_token == 8
+    assert model.defaults == SamplingParams(cfg=3.0, temperature=0.9)
+    assert load_model(path, grid=(8, 2)).grid == (8, 2)
+    with pytest.raises(ValueError, match=r"draws 8 x 2 tokens \(64 x 16 pixels\) and nothing else; 4 x 4"):
+        model.layout(4, 4)
+
+
+def test_dtype_and_defaults(tmp_path):
+    path = write_llamagen(tmp_path / "model.safetensors", False)
+    assert load_model(path).dtype == torch.float32
+    half = load_model(path, dtype=torch.bfloat16)
+    assert half.dtype == torch.bfloat16 and {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    assert not any(p.requires_grad for p in half.parameters())
+    assert half.defaults == SamplingParams(cfg=4.0, top_k=VOCAB)
+    tokens = api.sample(half, half.encode_class(0), SJD(window=4)).tokens
+    assert tokens.shape == (1, *GRID)
+    text = load_model(write_llamagen(tmp_path / "text.safetensors", True))
+    assert text.defaults == SamplingParams(cfg=7.5, top_k=VOCAB)
+
+
+# Files that cannot be used
+
+
+def refused(path, *words, loader=load_model, error=CheckpointError, **options):
+    with pytest.raises(error) as caught:
+        loader(path, **options)
+    for word in words:
+        assert word in str(caught.value), caught.value
+
+
+def test_missing_files_and_strange_kinds(tmp_path):
+    refused(tmp_path / "none.safetensors", "none.safetensors", "does not exist", "Put the file there")
+    refused(tmp_path, "holds no model.safetensors", error=CheckpointError)
+    (tmp_path / "weights.txt").write_text("hello")
+    refused(tmp_path / "weights.txt", "weights.txt", "not a weight file", ".safetensors")
+
+
+@pytest.mark.parametrize("loader", [load_model, load_image_decoder])
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+def test_damaged_files(tmp_path, known_size, suffix, loader):
+    """Truncated anywhere, empty, or random: the message names the file, its size, and what to do."""
+    path = tmp_path / f"c2i_B_256{suffix}"
+    if suffix == ".pt":
+        torch.save(llamagen_weights(False), path)
+        remedy = "damaged or contains code"
+    else:
+        write_llamagen(path, False)
+        remedy = "Download or copy it again"
+    whole = path.read_bytes()
+    noise = bytes(torch.randint(256, (5000,), generator=torch.Generator().manual_seed(0)).tolist())
+    cut = [whole[:-1000], whole[: len(whole) // 2], whole[:100], whole[:7], b""]
+    for content in (*cut, noise, b"\0" * 64, b"<html>404</html>"):
+        path.write_bytes(content)
+        refused(path, path.name, f"({len(content)} bytes)", remedy, loader=loader)
+
+
+def test_a_header_that_lies_about_sizes(tmp_path):
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}).encode()
+    (tmp_path / "huge.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 16)
+    refused(tmp_path / "huge.safetensors", "huge.safetensors", "damaged")
+
+
+@pytest.mark.parametrize("metadata", ["not json", "[]", "null", "3"])
+def test_metadata_of_another_kind(tmp_path, known_size, metadata):
+    """Broken JSON is an error; JSON that is no object says nothing about the model."""
+    path = tmp_path / "c2i_B_256.safetensors"
+    save_file(llamagen_weights(False), str(path), metadata={"specar": metadata})
+    if metadata == "not json":
+        refused(path, path.name, "damaged")
+    else:
+        assert load_model(path).grid == (16, 16)
+
+
+class Attack:
+    """Unpickling this writes a file."""
+
+    def __init__(self, target):
+        self.target = str(target)
+
+    def __reduce__(self):
+        return (exec, (f"open({self.target!r}, 'w').write('gotcha')",))
+
+
+@pytest.mark.parametrize("loader", [load_model, load_image_decoder])
+def test_code_in_a_file_is_never_run(tmp_path, known_size, loader):
+    proof, path = tmp_path / "proof", tmp_path / "c2i_B_256.pt"
+    weights = llamagen_weights(False)
+    for content in (Attack(proof), weights | {"x": Attack(proof)}, {"model": weights, "args": Attack(proof)},
+                    {"model": weights, "args": argparse.Namespace(x=Attack(proof))}):
+        for zipped in (True, False):
+            torch.save(content, path, _use_new_zipfile_serialization=zipped)
+            refused(path, path.name, "contains code, which is never run", "Convert it to .safetensors", loader=loader)
+            assert not proof.exists()
+    path.write_bytes(pickle.dumps(Attack(proof)))
+    refused(path, path.name, loader=loader)
+    assert not proof.exists()
+
+
+def test_the_attack_of_the_test_above_works(tmp_path):
+    pickle.loads(pickle.dumps(Attack(tmp_path / "proof")))
+    assert (tmp_path / "proof").read_text() == "gotcha"
+
+
+def test_other_classes_in_a_pickle_are_refused(tmp_path):
+    torch.save({"model": llamagen_weights(False), "args": Path("x")}, tmp_path / "run_256.pt")
+    refused(tmp_path / "run_256.pt", "run_256.pt", "contains code")
+
+
+def test_namespaces_are_not_allowed_for_good(tmp_path, known_size):
+    """Reading a file with argparse.Namespace beside the weights leaves torch's own allow-list as it was."""
+    torch.save({"model": llamagen_weights(False), "args": argparse.Namespace(a=1)}, tmp_path / "run_256.pt")
+    before = set(map(str, torch.serialization.get_safe_globals()))
+    load_model(tmp_path / "run_256.pt")
+    assert set(map(str, torch.serialization.get_safe_globals())) == before
+    assert open_checkpoint(tmp_path / "run_256.pt").tensors.keys() == llamagen_weights(False).keys()
+
+
+def test_files_without_tensors(tmp_path):
+    torch.save({"model": {}, "steps": 3}, tmp_path / "empty_256.pt")
+    refused(tmp_path / "empty_256.pt", "empty_256.pt", "no named tensors")
+    torch.save([torch.zeros(3)], tmp_path / "list_256.pt")
+    refused(tmp_path / "list_256.pt", "list_256.pt", "no named tensors")
+    save_file({}, str(tmp_path / "empty.safetensors"))
+    refused(tmp_path / "empty.safetensors", "empty.safetensors", "no tensors")
+
+
+def test_wrong_families(tmp_path):
+    save_file({"model.diffusion_model.input_blocks.0.0.weight": torch.zeros(1)}, str(tmp_path / "sd15.safetensors"))
+    refused(tmp_path / "sd15.safetensors", "sd15.safetensors", "no family this pack knows (LlamaGen)", "input_blocks")
+    refused(tmp_path / "sd15.safetensors", "sd15.safetensors", "not a VQ image decoder", loader=load_image_decoder)
+    save_file(vq_weights(), str(tmp_path / "vq_ds16_c2i.safetensors"))
+    refused(tmp_path / "vq_ds16_c2i.safetensors", "is an image decoder (VQ), not a model", "Load AR Image Decoder")
+    write_llamagen(tmp_path / "c2i.safetensors", False)
+    refused(tmp_path / "c2i.safetensors", "c2i.safetensors", "not a VQ image decoder", loader=load_image_decoder)
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_missing_misshapen_and_unknown_tensors(tmp_path, text):
+    path = tmp_path / "model.safetensors"
+    header = {"specar": json.dumps({"heads": HEADS, "grid": GRID})}
+    weights = llamagen_weights(text)
+
+    def write(changes):
+        merged = {name: tensor for name, tensor in (weights | changes).items() if tensor is not None}
+        save_file(merged, str(path), metadata=header)
+
+    for name in weights:
+        write({name: None})
+        refused(path, path.name)
+    write({"layers.1.attention.wo.weight": None})
+    refused(path, path.name, "1 tensors missing", "layers.1.attention.wo.weight", "incomplete")
+    write({"layers.1.attention.wo.weight": torch.zeros(64, 63)})
+    refused(path, path.name, "layers.1.attention.wo.weight", "[64, 63], expected [64, 64]")
+    write({"layers.0.extra.weight": torch.zeros(1)})
+    refused(path, path.name, "1 unknown", "layers.0.extra.weight")
+    for bad in (float("nan"), float("inf")):
+        tensor = weights["layers.0.feed_forward.w2.weight"].clone()
+        tensor[3, 5] = bad
+        write({"layers.0.feed_forward.w2.weight": tensor})
+        refused(path, path.name, "feed_forward.w2.weight", "NaN or infinite", "damaged")
+
+
+def test_unknown_size_and_grid(tmp_path, known_size):
+    save_file(llamagen_weights(False, layers=3), str(tmp_path / "c2i_256.safetensors"))
+    refused(tmp_path / "c2i_256.safetensors", "c2i_256.safetensors", "width 64 and 3 layers", "metadata")
+    write_llamagen(tmp_path / "odd.safetensors", False, heads=7)
+    refused(tmp_path / "odd.safetensors", "odd.safetensors", "width 64")
+    save_file(llamagen_weights(False), str(tmp_path / "mine.safetensors"))
+    refused(tmp_path / "mine.safetensors", "mine.safetensors", "set it (16 for 256, 24 for 384, 32 for 512 pixels)")
+    for grid in ((0, 4), (4,), (-1, 4)):
+        refused(tmp_path / "mine.safetensors", "two positive numbers", grid=grid, error=ValueError)
+
+
+# Image decoders
+
+
+def test_image_decoder_is_found_and_joined(tmp_path):
+    model_path = write_llamagen(tmp_path / "model.safetensors", False)
+    model = load_model(model_path)
+    assert model.codebook is None
+    with pytest.raises(ValueError, match="No image decoder is attached"):
+        model.dequantize(torch.zeros(1, 4, 4, dtype=torch.int64))
+    assert api.sample(model, model.encode_class(1), SJD(window=4)).latent is None
+    save_file(vq_weights(), str(tmp_path / "vq.safetensors"))
+    model, decoder = load_model(model_path), load_image_decoder(tmp_path)
+    assert torch.equal(model.codebook, decoder.codebook) and decoder.factor == 2 == model.pixels_per_token
+    out = api.sample(model, model.encode_class(1), SJD(window=4), batch_size=2)
+    assert out.latent.shape == (2, 8, *GRID) and torch.allclose(out.latent.norm(dim=1), torch.ones(2, *GRID), atol=1e-5)
+    pixels = decoder.decode(out.latent)
+    assert pixels.shape == (2, 8, 8, 3) and pixels.min() >= 0 and pixels.max() <= 1
+    assert torch.equal(pixels, decoder.decode_tokens(out.tokens))
+
+
+def test_image_decoder_names(tmp_path):
+    text, classes = tmp_path / "t2i_XL_stage1_256.pt", tmp_path / "c2i_B_256.pt"
+    for file in (text, classes):
+        file.touch()
+    elsewhere = tmp_path / "vae"
+    elsewhere.mkdir()
+    assert find_image_decoder(classes, [elsewhere]) is None
+    for name in ("vq_ds16_t2i.pt", "vq_ds16_c2i.pt"):
+        (elsewhere / name).touch()
+    assert find_image_decoder(text, [elsewhere]).name == "vq_ds16_t2i.pt"
+    assert find_image_decoder(classes, [elsewhere]).name == "vq_ds16_c2i.pt"
+    (tmp_path / "vq_ds16_c2i.safetensors").touch()
+    assert find_image_decoder(classes, [elsewhere]) == tmp_path / "vq_ds16_c2i.safetensors"
+
+
+@pytest.mark.parametrize("container", [
+    lambda w: w, lambda w: {"model": w}, lambda w: {"model": w, "ema": w, "discriminator": {}, "steps": 1},
+    lambda w: w | {"quantize.codebook_used": torch.zeros(65536)},
+])
+def test_vq_containers(tmp_path, container):
+    torch.save(container(vq_weights()), tmp_path / "vq_ds16_c2i.pt")
+    decoder = load_image_decoder(tmp_path / "vq_ds16_c2i.pt")
+    assert decoder.module.config == VQ and decoder.name == "vq_ds16_c2i.pt"
+
+
+def test_a_decoder_of_another_model_is_refused_by_name(tmp_path):
+    model_path = write_llamagen(tmp_path / "model.safetensors", False)
+    weights = vq_weights() | {"quantize.embedding.weight": torch.randn(64, 8)}
+    save_file(weights, str(tmp_path / "vq.safetensors"))
+    refused(model_path, "vq.safetensors", "64 codes but the model draws 32", "released with the model")
+
+
+def test_damaged_vq_files(tmp_path):
+    path = tmp_path / "vq.safetensors"
+    weights = vq_weights()
+    for name in weights:
+        save_file({other: tensor for other, tensor in weights.items() if other != name}, str(path))
+        refused(path, path.name, loader=load_image_decoder)
+    only_decoder = {n: t for n, t in weights.items() if n.startswith(("decoder", "quantize", "post"))}
+    save_file(only_decoder, str(path))
+    refused(path, path.name, "is incomplete", "encoder, decoder and codebook", loader=load_image_decoder)
+    weights["decoder.conv_out.bias"][1] = float("nan")
+    save_file(weights, str(path))
+    refused(path, path.name, "decoder.conv_out.bias", "NaN", loader=load_image_decoder)
+
+
+def test_pictures_must_fit_the_decoder(tmp_path):
+    save_file(vq_weights(), str(tmp_path / "vq.safetensors"))
+    decoder = load_image_decoder(tmp_path / "vq.safetensors")
+    assert decoder.encode(torch.rand(1, 6, 8, 3)).shape == (1, 3, 4)
+    with pytest.raises(ValueError, match=r"8 x 7, but both sides must be multiples of 2 pixels. Resize it"):
+        decoder.encode(torch.rand(1, 7, 8, 3))
+
+
+# Conditioning
+
+
+def test_conditioning_of_another_kind_is_refused(tmp_path):
+    text = load_model(write_llamagen(tmp_path / "t.safetensors", True))
+    classes = load_model(write_llamagen(tmp_path / "c.safetensors", False))
+    good = text.encode_features(caption_features())
+    cases = [
+        (classes.encode_class(1), "positive was encoded for llamagen-c2i, but the model is llamagen-t2i"),
+        ([[torch.zeros(1, 77, 768), {}]], "does not come from this pack's CLIP"),
+        (good + good, "combines 2 prompts"),
+        ([], "combines 0 prompts"),
+    ]
+    for conditioning, words in cases:
+        with pytest.raises(ValueError, match=words):
+            api.sample(text, conditioning, SJD(window=4))
+    with pytest.raises(ValueError, match="negative was encoded for llamagen-c2i"):
+        api.sample(text, good, SJD(window=4), negative=classes.encode_class(1))
+    three = text.encode_features(caption_features().expand(3, -1, -1))
+    with pytest.raises(ValueError, match="positive holds 3 prompts for a batch of 2"):
+        api.sample(text, three, SJD(window=4), batch_size=2)
+    assert api.sample(text, three, SJD(window=4), batch_size=3).tokens.shape == (3, *GRID)
+
+
+def test_masked_features_are_cropped(tmp_path):
+    """Left-padded captions, as the official scripts make them, keep their valid slots only."""
+    model = load_model(write_llamagen(tmp_path / "t.safetensors", True))
+    padded = torch.nn.functional.pad(caption_features(), (0, 0, 5, 0))
+    mask = torch.tensor([[False] * 5 + [True] * 7])
+    wanted, found = model.encode_features(caption_features()), model.encode_features(padded, mask)
+    assert torch.equal(wanted[0][0], found[0][0])
+    assert found[0][1]["ar"] == {"family": "llamagen-t2i", "text": ""}
+
+
+def test_class_numbers_outside_the_table(tmp_path):
+    model = load_model(write_llamagen(tmp_path / "c.safetensors", False))
+    for wrong in (CLASSES, -1):
+        with pytest.raises(ValueError, match="Type a number from 0 to 9"):
+            model.encode_class(wrong)
+
+
+def test_kv_bytes_is_what_the_caches_take(tmp_path):
+    for text, slots in ((True, SLOTS), (False, 1)):
+        model = load_model(write_llamagen(tmp_path / "m.safetensors", text))
+        prompt = model.encode_features(torch.zeros(1, SLOTS, 24)) if text else model.encode_class(0)
+        state = model.start(prompt, None, 3, model.layout(), slack=5, guided=True)
+        taken = state.cache.keys.nbytes + state.cache.values.nbytes
+        assert taken == model.kv_bytes(3, model.layout(), slack=5, guided=True)
+        assert state.cache.capacity == slots + 16 + 5
+
+
+def test_unknown_bundled_models_are_named():
+    with pytest.raises(FileNotFoundError, match="no bundled model 'nonsense'; bundled are"):
+        bundled("nonsense")
+
+
+# Released sizes, without their memory
+
+RELEASED = {  # name -> (dim, layers, heads, hidden, millions of parameters with a class prefix)
+    "B": (768, 12, 12, 2048, 110.9), "L": (1024, 24, 16, 2816, 342.9), "XL": (1280, 36, 20, 3584, 774.7),
+    "XXL": (1536, 48, 24, 4096, 1411), "3B": (3200, 24, 32, 8704, 3097),
+}
+
+
+def load_meta(monkeypatch, name, text, dim, layers, ffn):
+    shapes = llamagen_shapes(text, dim, layers, ffn, vocab=16384, classes=1000, caption=2048, slots=120)
+    tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+    monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.ones(()))  # nothing to look at on the meta device
+    assert llamagen.recognise(tensors)
+    return llamagen.load(Checkpoint(tensors, {}, Path(name)), torch.float32, None, ())
+
+
+def millions(module):
+    return sum(tensor.numel() for tensor in module.state_dict().values()) / 1e6
+
+
+@pytest.mark.parametrize("size", RELEASED)
+def test_released_class_models_fit(monkeypatch, size):
+    dim, layers, heads, ffn, count = RELEASED[size]
+    model = load_meta(monkeypatch, f"c2i_{size}_384.pt", False, dim, layers, ffn)
+    config = model.backbone.config
+    assert (config.dim, config.layers, config.heads, config.ffn_dim, config.vocab) == (dim, layers, heads, ffn, 16384)
+    assert model.grid == (24, 24) and model.prefix.classes == 1000
+    assert abs(millions(model) - count) < 0.06 if count < 1000 else abs(millions(model) - count) < 0.6
+
+
+@pytest.mark.parametrize(("name", "side"), [("t2i_XL_stage1_256.pt", 16), ("t2i_XL_stage2_512.pt", 32)])
+def test_released_text_models_fit(monkeypatch, name, side):
+    model = load_meta(monkeypatch, name, True, 1280, 36, 3584)
+    assert model.grid == (side, side) and model.backbone.config.heads == 20 and model.prefix.slots == 120
+    assert abs(millions(model) - 777.9) < 0.06  # the null caption included
+
+
+def released_vq_shapes(factor):
+    """Names and shapes of vq_ds16_*.pt and vq_ds8_*.pt."""
+    widths = [128 * m for m in {16: (1, 1, 2, 2, 4), 8: (1, 2, 2, 4)}[factor]]
+    shapes = {"quantize.embedding.weight": (16384, 8)}
+
+    def conv(name, out, channels, size):
+        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (out, channels, size, size), (out,)
+
+    def norm(name, channels):
+        shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (channels,)
+
+    def res(name, channels, out):
+        norm(f"{name}.norm1", channels)
+        conv(f"{name}.conv1", out, channels, 3)
+        norm(f"{name}.norm2", out)
+        conv(f"{name}.conv2", out, out, 3)
+        if channels != out:
+            conv(f"{name}.nin_shortcut", out, channels, 1)
+
+    def attention(name):
+        norm(f"{name}.norm", 512)
+        for part in ("q", "k", "v", "proj_out"):
+            conv(f"{name}.{part}", 512, 512, 1)
+
+    def half(name, blocks, levels, resample, first):
+        channels = first
+        for i, width in enumerate(levels):
+            for j in range(blocks):
+                res(f"{name}.conv_blocks.{i}.res.{j}", channels, width)
+                channels = width
+                if i == (len(levels) - 1 if name == "encoder" else 0):
+                    attention(f"{name}.conv_blocks.{i}.attn.{j}")
+            if i < len(levels) - 1:
+                conv(f"{name}.conv_blocks.{i}.{resample}.conv", width, width, 3)
+        res(f"{name}.mid.0", 512, 512)
+        attention(f"{name}.mid.1")
+        res(f"{name}.mid.2", 512, 512)
+        norm(f"{name}.norm_out", levels[-1])
+
+    conv("quant_conv", 8, 256, 1)
+    conv("post_quant_conv", 256, 8, 1)
+    conv("encoder.conv_in", 128, 3, 3)
+    half("encoder", 2, widths, "downsample", 128)
+    conv("encoder.conv_out", 256, 512, 3)
+    conv("decoder.conv_in", 512, 256, 3)
+    half("decoder", 3, widths[::-1], "upsample", 512)
+    conv("decoder.conv_out", 3, 128, 3)
+    return shapes
+
+
+@pytest.mark.parametrize(("factor", "count"), [(16, 71.95), (8, 70.2)])
+def test_released_tokenizers_fit(monkeypatch, factor, count):
+    from comfyui_specar.model_loaders import vq
+
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in released_vq_shapes(factor).items()}
+    tensors["quantize.codebook_used"] = torch.empty(65536, device="meta")
+    monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.ones(()))
+    decoder = vq.load(Checkpoint(tensors, {}, Path(f"vq_ds{factor}_c2i.pt")), torch.float32)
+    usage = 65536 / 1e6  # the file's statistics, part of the published number
+    assert decoder.factor == factor and abs(millions(decoder.module) + usage - count) < 0.06
+    if factor == 16:
+        assert abs(millions(decoder.module.decoder) - 42.45) < 0.06
+
+
+def test_bundled_files_load_as_they_are():
+    """Every model folder in assets/ loads with the key names of the released files, and nothing in it is a pickle."""
+    root = Path(sys.modules["comfyui_specar"].__file__).parent / "assets"
+    assert not [p for p in root.rglob("*") if re.fullmatch(r"\.(pt|pth|bin|ckpt|pkl)", p.suffix)]
+    for folder in (p.parent for p in root.glob("*/model.safetensors")):
+        model = load_model(bundled(folder.name))
+        assert model.codebook is not None and set(load_file(folder / "model.safetensors")) >= {"tok_embeddings.weight"}
