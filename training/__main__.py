@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 
 import torch
-from comfyui_specar.training import autoregressive, contact_sheet, export, tokenizer
+from comfyui_specar.training import contact_sheet, export, tokenizer, workers
 from comfyui_specar.training.captions import Captions
 from comfyui_specar.training.data import load_pictures
 from comfyui_specar.training.settings import SETTINGS
@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("--stage", choices=STAGES, action="append", help="default: all, in order")
     parser.add_argument("--minutes", type=float, help="time budget of the stage instead of the setting's")
     parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--processes", type=int, default=1, help="one-thread processes sharing the batch")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     torch.set_flush_denormal(True)
@@ -28,16 +29,16 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     setting = SETTINGS[arguments.setting]
     arguments.out.mkdir(parents=True, exist_ok=True)
-    pictures = load_pictures(arguments.cache)
-    captions = Captions(setting, pictures.words)
     exported = arguments.out / "default"
     for stage in arguments.stage or STAGES:
         if stage == "tokenizer":
-            tokenizer.train(setting, pictures, arguments.out, arguments.minutes)
+            tokenizer.train(setting, load_pictures(arguments.cache), arguments.out, arguments.minutes)
         elif stage == "model":
-            vq = tokenizer.restore(setting, arguments.out)
-            autoregressive.train(setting, pictures, captions, vq, arguments.out, arguments.minutes)
+            workers.train_model(
+                setting, arguments.cache, arguments.out, arguments.minutes, arguments.processes
+            )
         elif stage == "export":
+            captions = Captions(setting, load_pictures(arguments.cache).words)
             export.write(setting, captions, arguments.out, exported)
         else:
             contact_sheet.draw(exported, exported / "contact_sheet.jpg")

@@ -12,7 +12,7 @@ from ..models.prefix import CaptionPrefix
 from ..models.vq import VQModel
 from .captions import Captions
 from .data import Pictures, augment
-from .loop import Average, Budget, Checkpoint, autocast, rate, set_rate
+from .loop import Average, Budget, Checkpoint, Team, autocast, rate, set_rate
 from .muon import Muon, split_parameters
 from .settings import BACKGROUNDS, IMAGE_SIZE, Setting
 
@@ -111,9 +111,15 @@ def held_out_loss(model: TextToImage, batches: list[tuple[Tensor, Tensor, Tensor
 
 
 def train(
-    setting: Setting, pictures: Pictures, captions: Captions, vq: VQModel, out: Path, minutes: float | None = None
-) -> TextToImage:
-    """Trains for the budget (or goes on from ``out``/model.pt) and returns the averaged model."""
+    setting: Setting,
+    pictures: Pictures,
+    captions: Captions,
+    vq: VQModel,
+    out: Path,
+    minutes: float | None = None,
+    team: Team = Team(),  # noqa: B008 (alone)
+) -> None:
+    """Trains for the budget (or goes on from ``out``/model.pt); the averaged model is in that file at the end."""
     cfg, device = setting.model, torch.device(setting.device)
     pictures = pictures.select(setting.concepts)
     torch.manual_seed(1)
@@ -125,32 +131,34 @@ def train(
     checkpoint = Checkpoint(out / "model.pt", model=model, average=average.module, muon=muon, adamw=adamw)
     counters = checkpoint.resume() or {"step": 0, "spent": 0.0}
     step, budget, mixed = counters["step"], Budget(minutes or cfg.minutes, counters["spent"]), autocast(setting)
-    batches = Batches(setting, pictures, captions, vq.to(device).eval(), seed=step)
+    captions.random.seed(step * team.size + team.rank)
+    batches = Batches(setting, pictures, captions, vq.to(device).eval(), seed=step * team.size + team.rank)
     unseen = Batches(setting, pictures, captions, vq, seed=10**6)
     unseen = [unseen.draw(cfg.batch, held_out=True) for _ in range(4)]
     log.info("%.2f M parameters, %d pictures", sum(p.numel() for p in model.parameters()) / 1e6, len(pictures.code))
-    running = 0.0
-    while budget.fraction < 1.0:
-        set_rate([muon, adamw], cfg.learning_rate, rate(budget.fraction, step))
-        caption, dropped, tokens = batches.draw(cfg.batch)
+    begin, running, fraction = step, 0.0, budget.fraction
+    while fraction < 1.0:
+        set_rate([muon, adamw], cfg.learning_rate, rate(fraction, step))
+        caption, dropped, tokens = batches.draw(cfg.batch // team.size)
         with mixed():
             logits = model(caption, dropped, tokens)
         loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
         model.zero_grad()
         loss.backward()
+        fraction = team.agree(list(model.parameters()), budget.fraction)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         muon.step()
         adamw.step()
         average.update(model, step)
         step += 1
-        running += (loss.item() - running) / min(step, 50)
+        running += (loss.item() - running) / min(step - begin, 50)
+        if team.rank > 0:
+            continue
         if step % 50 == 0:
             views = step * cfg.batch / len(pictures.code)
             log.info("step %d, %.1f min, loss %.4f, %.0f views", step, budget.spent / 60, running, views)
-        done = budget.fraction >= 1.0
-        if checkpoint.save(force=done, step=step, spent=budget.spent):
+        if checkpoint.save(force=fraction >= 1.0, step=step, spent=budget.spent):
             log.info("step %d, train %.4f, held-out %.4f", step, running, held_out_loss(average.module, unseen))
-    return average.module
 
 
 def restore(setting: Setting, words: int, out: Path) -> TextToImage:

@@ -58,7 +58,7 @@ class ModelSetting:
     heads: int
     batch: int
     augmentation: Augmentation
-    learning_rate: float = 2e-3
+    learning_rate: float = 3e-3
     ema: float = 0.998
     weight_decay: float = 0.02
 
