@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from .checkpoint import CheckpointError, open_checkpoint
@@ -85,7 +86,7 @@ class T5Encoder:
             try:
                 tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
                 model = T5EncoderModel.from_pretrained(self.folder, local_files_only=True, use_safetensors=True)
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, SafetensorError) as error:
                 raise CheckpointError(
                     f"{self.folder} cannot be read as a T5 encoder: {error}. It needs config.json, the tokenizer files "
                     "and the .safetensors shards of flan-t5-xl."
@@ -110,9 +111,9 @@ class ClassEncoder:
     def encode(self, text: str) -> Tensor:
         """Class number [1, 1, 1] (fp32). Raises ValueError for an unknown name or a number outside the classes."""
         wanted = text.strip().lower()
-        if wanted.isdigit() and int(wanted) < self.classes:
+        if wanted.isdecimal() and int(wanted) < self.classes:
             return torch.tensor([[[float(wanted)]]])
-        matches = [i for i, name in enumerate(self.names) if wanted and wanted in re.split(r",\s*", name)]
+        matches = [i for i, name in enumerate(self.names) if wanted and wanted in (name, *re.split(r",\s*", name))]
         if matches:
             return torch.tensor([[[float(matches[0])]]])
         near = [name for name in self.names if wanted and wanted in name][:5]
