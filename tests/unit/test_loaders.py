@@ -352,7 +352,7 @@ def test_a_decoder_of_another_model_is_refused_by_name(tmp_path):
 def test_damaged_vq_files(tmp_path):
     path = tmp_path / "vq.safetensors"
     weights = vq_weights()
-    for name in weights:
+    for name in list(weights)[::9]:
         save_file({other: tensor for other, tensor in weights.items() if other != name}, str(path))
         refused(path, path.name, loader=load_image_decoder)
     only_decoder = {n: t for n, t in weights.items() if n.startswith(("decoder", "quantize", "post"))}

@@ -1,0 +1,137 @@
+"""Our LlamaGen against the official code, on the same random weights, in fp32.
+
+llamagen.json holds what https://github.com/FoundationVision/LlamaGen gave at commit ce98ec4 on a CPU (torch 2.13). Its
+modules were filled, in evaluation mode, with the values that ``fill`` in tests/unit/tiny.py derives from the names of
+the parameters: Transformer(ModelArgs(n_layer=2, n_head=4, dim=64, block_size=16, vocab_size=32, num_classes=10, caption_dim=24,
+cls_token_num=1 or 120)) and the tokenizer VQModel(ModelArgs(codebook_size=32, encoder_ch_mult=decoder_ch_mult=[1, 1])).
+  *_logits_*   one uncached pass over the prefix and 15 tokens 3, 8, 13, ... (mod 32); predictions of 16 positions. The
+               caption: 7 features, left-padded to 120 slots and masked; "null": the learned null caption, same mask.
+  *_greedy_*   generate(..., top_k=1): 16 tokens for classes 3 and 8, for the caption, and for one that fills all slots
+  vq_*         decode_code of two 3 x 4 grids of codes; quant_conv(encoder(picture)); the codes encode() picks
+  released     tensors, numbers, and a SHA-256 of all names and shapes of the official classes of every released size
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from comfyui_specar import api
+from comfyui_specar.models.backbone import Backbone, BackboneConfig
+from comfyui_specar.models.prefix import CaptionPrefix, ClassPrefix
+from comfyui_specar.models.vq import VQConfig, VQModel
+from comfyui_specar.samplers.jacobi import SJD, Jacobi
+from comfyui_specar.samplers.next_token import NextToken
+from torch import nn
+
+from ..unit.tiny import CLASSES, SLOTS, VOCAB, caption_features, fill, llamagen, vq_weights
+
+OFFICIAL = json.loads((Path(__file__).parent / "llamagen.json").read_text(encoding="utf-8"))
+TOKENS = torch.tensor([[(5 * i + 3) % VOCAB for i in range(16)]])  # the last one is not seen by any prediction
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return {text: llamagen(tmp_path_factory.mktemp("model"), text) for text in (True, False)}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    config = VQConfig(codebook_size=VOCAB, ch_mult=(1, 1))
+    with torch.device("meta"):
+        model = VQModel(config)
+    model.load_state_dict(vq_weights(config), assign=True)
+    return model.eval().requires_grad_(False)
+
+
+def official(name, *shape):
+    return torch.tensor(OFFICIAL[name]).view(shape)
+
+
+def close(found, name):
+    wanted = official(name, *found.shape)
+    assert (found - wanted).abs().max() < 1e-5 * max(1, wanted.abs().max()), (found - wanted).abs().max()
+
+
+@pytest.mark.parametrize(("name", "number"), [("c2i_logits_class_3", 3), ("c2i_logits_null", CLASSES)])
+def test_class_logits(models, name, number):
+    model = models[False]
+    close(model.teacher_forced(model.encode_features(torch.full((1, 1, 1), float(number))), TOKENS), name)
+
+
+def test_caption_logits_without_the_padding(models):
+    """The official code feeds 120 slots and masks 113; we feed 7."""
+    model = models[True]
+    close(model.teacher_forced(model.encode_features(caption_features(7)), TOKENS), "t2i_logits_caption")
+
+
+def test_null_caption_logits_without_the_padding(models):
+    model = models[True]
+    with torch.inference_mode():
+        close(model(model.prefix.unconditional(7, "cpu"), TOKENS), "t2i_logits_null")
+
+
+METHODS = [NextToken(), Jacobi(window=6), *(SJD(window=6, reuse=r) for r in ("coupled", "gumbel", "resample"))]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("cfg", [1.0, 4.0, 7.5])
+def test_greedy_guided_tokens(models, method, cfg):
+    """Token by token the official picture, from next-token sampling and from every Jacobi variant alike."""
+    text, classes = models[True], models[False]
+    out = api.sample(text, text.encode_features(caption_features(7)), method, cfg=cfg, temperature=0)
+    assert out.tokens.flatten(1).tolist() == OFFICIAL[f"t2i_greedy_cfg_{cfg}"]
+    both = classes.encode_features(torch.tensor([3.0, 8.0]).view(2, 1, 1))
+    out = api.sample(classes, both, method, cfg=cfg, top_k=1, batch_size=2)
+    assert out.tokens.flatten(1).tolist() == OFFICIAL[f"c2i_greedy_cfg_{cfg}"]
+
+
+def test_a_caption_that_fills_every_slot(models):
+    model = models[True]
+    out = api.sample(model, model.encode_features(caption_features(SLOTS)), SJD(window=4), cfg=7.5, top_k=1)
+    assert out.tokens.flatten(1).tolist() == OFFICIAL["t2i_greedy_full_caption"]
+
+
+def test_decoded_pixels(tokenizer):
+    codes = torch.tensor([[(m * i + b) % VOCAB for i in range(12)] for m, b in ((7, 2), (11, 5))]).view(2, 3, 4)
+    close(tokenizer.decode(tokenizer.dequantize(codes)), "vq_decode")
+
+
+def test_encoded_picture(tokenizer):
+    picture = fill("picture embedding", (2, 3, 6, 8)) / 2
+    close(tokenizer.encode_latent(picture), "vq_latent")
+    assert tokenizer.encode(picture).tolist() == OFFICIAL["vq_encode"]
+
+
+def transformer(dim, layers, heads, hidden, text=False):
+    prefix = CaptionPrefix(2048, 120, dim, nn) if text else ClassPrefix(1000, dim, nn)
+    return {"": Backbone(BackboneConfig(dim, layers, heads, hidden, vocab=16384)), "cls_embedding.": prefix}
+
+
+RELEASED = {
+    "c2i GPT-B": lambda: transformer(768, 12, 12, 2048), "c2i GPT-L": lambda: transformer(1024, 24, 16, 2816),
+    "c2i GPT-XL": lambda: transformer(1280, 36, 20, 3584), "c2i GPT-XXL": lambda: transformer(1536, 48, 24, 4096),
+    "c2i GPT-3B": lambda: transformer(3200, 24, 32, 8704), "t2i GPT-XL": lambda: transformer(1280, 36, 20, 3584, True),
+    "VQ-16": lambda: {"": VQModel(VQConfig())}, "VQ-8": lambda: {"": VQModel(VQConfig(ch_mult=(1, 2, 2, 4)))},
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_sizes_have_the_official_names_and_shapes(name):
+    with torch.device("meta"):
+        parts = RELEASED[name]()
+    shapes = {prefix + key: list(t.shape) for prefix, part in parts.items() for key, t in part.state_dict().items()}
+    if name.startswith("VQ"):
+        shapes["quantize.codebook_used"] = [65536]  # statistics, which we leave out
+    wanted = OFFICIAL["released"][name]
+    assert len(shapes) == wanted["tensors"]
+    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == wanted["numbers"]
+    lines = sorted(f"{key} {shape}" for key, shape in shapes.items())
+    assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == wanted["sha256"]
+
+
+def test_the_recipe_of_the_weights_has_not_changed():
+    """Were the values other ones, every comparison above would be with a different model."""
+    values = fill("layers.0.attention.wqkv.weight", (192, 64))[0, :8]
+    assert torch.allclose(values, torch.tensor(OFFICIAL["source"]["recipe"]), atol=1e-7)

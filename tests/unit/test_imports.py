@@ -1,0 +1,114 @@
+"""The rooms of the pack and the doors between them, read from the source; and what importing the pack costs."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import comfyui_specar
+import pytest
+
+ROOT = Path(comfyui_specar.__file__).resolve().parent
+HOST = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "node_helpers", "nodes", "server"}
+OWN = {  # room -> modules of the pack it may import (a room, or one module of it)
+    "kernels": set(),
+    "models": {"kernels"},
+    "samplers": {"kernels"},
+    "model_loaders": {"models", "samplers.protocols"},
+    "api": {"model_loaders", "samplers"},
+    "nodes": {"model_loaders", "samplers", "kernels"},
+}
+FOREIGN = {  # room -> third-party packages; all of them come with ComfyUI
+    "kernels": {"torch"},
+    "models": {"torch", "einops"},
+    "samplers": {"torch", "safetensors"},
+    "model_loaders": {"torch", "einops", "safetensors", "transformers", "torchvision"},
+    "api": {"torch"},
+    "nodes": {"torch", "numpy", "PIL", "aiohttp"} | HOST,
+}
+
+
+def sources(room: str) -> list[Path]:
+    files = [ROOT / f"{room}.py"] if room == "api" else sorted((ROOT / room).glob("**/*.py"))
+    assert files, f"{room} is empty"
+    return files
+
+
+def imports(path: Path) -> list[tuple[bool, str]]:
+    """(inside the pack, dotted name) of every import anywhere in a file, those inside functions included."""
+    here = path.relative_to(ROOT).with_suffix("").parts
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [(False, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.append((False, node.module))
+        elif isinstance(node, ast.ImportFrom):
+            base = [*here[: len(here) - node.level], *(node.module or "").split(".")]
+            base = [part for part in base if part]
+            found += [(True, ".".join([*base, alias.name] if not node.module else base)) for alias in node.names]
+    return found
+
+
+def top(name: str) -> str:
+    return name.split(".")[0]
+
+
+@pytest.mark.parametrize("room", OWN)
+def test_a_room_uses_only_the_doors_it_has(room):
+    for path in sources(room):
+        for inside, name in imports(path):
+            if inside:
+                allowed = {room} | OWN[room]
+                assert any(name == a or name.startswith(f"{a}.") for a in allowed), f"{path.name} imports {name}"
+            else:
+                known = top(name) in sys.stdlib_module_names or top(name) in FOREIGN[room]
+                assert known, f"{path.name} imports {name}"
+
+
+def test_nothing_imports_what_is_not_shipped_to_run():
+    for room in OWN:
+        for path in sources(room):
+            names = {top(name) for _, name in imports(path)}
+            assert not names & {"training", "benchmarks", "scripts", "tests", "comfyui_specar"}, path
+
+
+def test_the_scan_sees_imports_of_every_form(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    (tmp_path / "models").mkdir()
+    path = tmp_path / "models" / "x.py"
+    path.write_text(
+        "import comfy.ops as o\nfrom . import a\nfrom .b import c\ndef f():\n    from ..samplers import rng\n"
+        "    from ..samplers.trace import Trace\n    from .. import nodes\n    from torch import nn\n"
+    )
+    assert set(imports(path)) == {
+        (False, "comfy.ops"), (True, "models.a"), (True, "models.b"), (True, "samplers"), (True, "samplers.trace"),
+        (True, "nodes"), (False, "torch"),
+    }
+
+
+def run(code: str) -> str:
+    """Standard output of a fresh interpreter that can import the pack."""
+    path = [p for p in sys.path if p]
+    program = f"import sys; sys.path[:0] = {path!r}\n{code}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd="/")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_the_pack_is_cheap():
+    """ComfyUI imports every pack at start: no torch, no file read, no node module, until something is asked for."""
+    heavy = "torch", "numpy", "einops", "safetensors", "transformers", "comfy"
+    out = run(f"import comfyui_specar as s\nprint([m for m in {heavy!r} if m in sys.modules], s.WEB_DIRECTORY)\n"
+              "print([m for m in sys.modules if m.startswith('comfyui_specar')])")
+    assert out == "[] ./web\n['comfyui_specar']"
+
+
+def test_the_headless_names_are_there():
+    names = ("load_model", "load_image_decoder", "bundled", "sample", "methods", "rules", "Trace")
+    out = run(f"import comfyui_specar as s\nprint(all(getattr(s, n) is not None for n in {names!r}))\n"
+              "print(s.methods.SJD().reuse, s.methods.NextToken, s.methods.Jacobi, s.rules.Exact)\n"
+              "print('comfy' in sys.modules, 'transformers' in sys.modules)\ntry:\n    s.nonsense\n"
+              "except AttributeError as e:\n    print(e)")
+    assert out.startswith("True\ncoupled ")
+    assert out.endswith("False False\nmodule 'comfyui_specar' has no attribute 'nonsense'")

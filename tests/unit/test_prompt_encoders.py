@@ -1,0 +1,181 @@
+"""Prompt to features: the word table of the bundled model, T5 through transformers, class names and numbers."""
+
+import json
+import logging
+
+import pytest
+import torch
+from comfyui_specar.model_loaders.checkpoint import CheckpointError
+from comfyui_specar.model_loaders.detect import load_model
+from comfyui_specar.model_loaders.llamagen import class_names
+from comfyui_specar.model_loaders.prompt_encoders import ClassEncoder, T5Encoder, WordEncoder
+from safetensors.torch import save_file
+
+from .tiny import CAPTION, SLOTS, write_llamagen
+
+WORDS = ["cat", "dog", "red", "bus", "face", "grin", "glasses", "bg_blue", "bg_dark-red", "heart"]
+STOP = ["a", "an", "the", "with", "and", "of"]
+SYNONYMS = {"kitten": "cat", "smiley": "grin face", "crimson": "red"}
+
+
+@pytest.fixture
+def encoder():
+    table = torch.arange(len(WORDS), dtype=torch.float16)[:, None] * torch.ones(CAPTION, dtype=torch.float16)
+    return WordEncoder(table, WORDS, STOP, SYNONYMS, ["blue", "dark-red"], slots=6)
+
+
+@pytest.mark.parametrize(("prompt", "known", "unknown"), [
+    ("a red cat", ["red", "cat"], []),
+    ("A RED Cat!", ["red", "cat"], []),
+    ("red cat, on a blue background", ["red", "cat", "bg_blue"], []),
+    ("a dog on the dark-red background.", ["dog", "bg_dark-red"], []),
+    ("a dog with blue background", ["dog", "bg_blue"], []),
+    ("a dog against an blue background", ["dog", "bg_blue"], []),
+    ("blue background, dog", ["bg_blue", "dog"], []),
+    ("a blue dog", ["dog"], ["blue"]),
+    ("cats and dogs and buses", ["cat", "dog", "bus"], []),
+    ("glasses", ["glasses"], []),
+    ("two kittens", ["cat"], ["two"]),
+    ("a crimson smiley", ["red", "grin", "face"], []),
+    ("cat cat cats kitten", ["cat"], []),
+    ("a quantum cat of the deep", ["cat"], ["quantum", "deep"]),
+    ("", [], []),
+    ("the of and", [], []),
+    ("猫 ♥ 12%", [], ["12"]),
+])
+def test_words_of_a_prompt(encoder, prompt, known, unknown):
+    assert encoder.parse(prompt) == (known, unknown)
+
+
+def test_features_are_rows_of_the_table_in_order(encoder):
+    features = encoder.encode("a dog with glasses on a blue background")
+    assert features.shape == (1, 3, CAPTION) and features.dtype == torch.float32
+    assert features[0, :, 0].tolist() == [1, 6, 7]
+
+
+def test_a_long_prompt_is_cut_at_the_slots(encoder):
+    assert encoder.encode(" ".join(WORDS[:7])).shape == (1, 6, CAPTION)
+
+
+def test_unknown_words_are_named_in_the_log(encoder, caplog):
+    with caplog.at_level(logging.WARNING):
+        encoder.encode("a quantum cat")
+    assert "does not know: quantum" in caplog.text
+
+
+@pytest.mark.parametrize("prompt", ["", "quantum entanglement", "the", "猫"])
+def test_no_known_word_is_an_error_with_words_to_try(encoder, prompt):
+    with pytest.raises(ValueError) as error:
+        encoder.encode(prompt)
+    message = str(error.value)
+    assert repr(prompt) in message and "knows none of the words" in message
+    assert "cat, dog, red" in message and "bg_blue" not in message and "model card" in message
+
+
+def write_words(folder, **changes):
+    meta = {"words": WORDS, "stop_words": STOP, "synonyms": SYNONYMS, "backgrounds": ["blue", "dark-red"]} | changes
+    path = folder / "text_encoder.safetensors"
+    table = {"word_embeddings.weight": torch.randn(len(WORDS), CAPTION)}
+    save_file(table, str(path), metadata={"specar": json.dumps(meta)})
+    return path
+
+
+def test_the_word_table_beside_a_model_reads_its_prompts(tmp_path):
+    path = write_llamagen(tmp_path / "model.safetensors", True, caption_slots=SLOTS)
+    write_words(tmp_path)
+    model = load_model(path)
+    [[features, extra]] = model.encode_prompt("a red cat")
+    assert features.shape == (1, 2, CAPTION) and extra["ar"] == {"family": "llamagen-t2i", "text": "a red cat"}
+
+
+def test_other_files_are_no_word_tables(tmp_path):
+    with pytest.raises(CheckpointError, match="text_encoder.safetensors is not a word-table"):
+        WordEncoder.open(write_words(tmp_path, words=WORDS[:-1]), 6)
+    save_file({"x": torch.zeros(1)}, str(tmp_path / "text_encoder.safetensors"))
+    with pytest.raises(CheckpointError, match="text_encoder.safetensors is not a word-table"):
+        WordEncoder.open(tmp_path / "text_encoder.safetensors", 6)
+
+
+def test_a_missing_text_encoder_is_reported_when_it_is_used(tmp_path):
+    model = load_model(write_llamagen(tmp_path / "model.safetensors", True))
+    with pytest.raises(FileNotFoundError, match="model.safetensors reads prompts through flan-t5-xl.*text_encoders"):
+        model.encode_prompt("a cat")
+    assert model.encode_features(torch.zeros(1, 2, CAPTION))
+
+
+# Classes
+
+
+@pytest.fixture
+def classes():
+    return ClassEncoder(4, ["tench, Tinca tinca", "goldfish", "great white shark, white shark", "hammerhead"])
+
+
+@pytest.mark.parametrize(("text", "number"), [
+    ("0", 0), ("3", 3), (" 2 ", 2), ("goldfish", 1), ("Goldfish", 1), ("tinca tinca", 0), ("white shark", 2),
+    ("great white shark, white shark", 2),
+])
+def test_class_names_and_numbers(classes, text, number):
+    features = classes.encode(text)
+    assert features.shape == (1, 1, 1) and features.item() == number
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("4", "number from 0 to 3"), ("-1", "number from 0 to 3"), ("", "is not a class"), ("²", "is not a class"),
+    ("shark", "Did you mean: great white shark"), ("1.5", "or a class name"),
+])
+def test_other_class_prompts_are_errors(classes, text, words):
+    with pytest.raises(ValueError) as error:
+        classes.encode(text)
+    assert words in str(error.value) and repr(text) in str(error.value)
+
+
+def test_without_names_only_numbers_are_offered():
+    with pytest.raises(ValueError) as error:
+        ClassEncoder(10).encode("cat")
+    assert str(error.value).endswith("Type a number from 0 to 9.")
+
+
+def test_imagenet_names_where_there_are_1000_classes():
+    names = class_names(1000)
+    assert class_names(10) is None
+    assert names is None or (len(names) == 1000 and ClassEncoder(1000, names).encode("goldfish").item() == 1)
+
+
+# T5, as small as transformers makes it
+
+
+def write_t5(folder):
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
+
+    folder.mkdir()
+    words = ["<pad>", "</s>", "<unk>", "a", "red", "cat"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    sizes = {"vocab_size": 6, "d_model": CAPTION, "d_kv": 4, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+    config = T5Config(**sizes, feed_forward_proj="gated-gelu")
+    torch.manual_seed(0)
+    T5EncoderModel(config).save_pretrained(folder)
+
+
+def test_t5_features_of_the_valid_tokens(tmp_path):
+    write_t5(tmp_path / "flan-t5-xl")
+    model = load_model(write_llamagen(tmp_path / "model.safetensors", True))
+    [[features, _]] = model.encode_prompt("  A red CAT ")
+    assert features.shape == (1, 4, CAPTION), "three words and the end token, no padding"
+    assert torch.equal(features, model.encode_prompt("a red cat")[0][0])
+    assert not torch.allclose(features[:, 1], features[:, 2])
+    assert T5Encoder(tmp_path / "flan-t5-xl", 5).encode("a red cat " * 50).shape == (1, 5, CAPTION)
+    assert model.encode_prompt("")[0][0].shape == (1, 1, CAPTION)
+
+
+def test_a_broken_t5_folder_is_named(tmp_path):
+    write_t5(tmp_path / "flan-t5-xl")
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / "flan-t5-xl" / name).write_bytes(b"broken")
+        with pytest.raises(CheckpointError, match="flan-t5-xl cannot be read as a T5 encoder.*safetensors"):
+            T5Encoder(tmp_path / "flan-t5-xl", 5).encode("a cat")
