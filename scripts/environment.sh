@@ -85,8 +85,8 @@ make_checkout_environment() {
 prepare_environment() {
     BASE_PYTHON="${BASE_PYTHON:-python3}"
     "$BASE_PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null ||
-        fail "Python 3.10 or newer is needed, found: $("$BASE_PYTHON" --version 2>&1 || true) (set BASE_PYTHON to another)"
-    mkdir -p "$SPECAR_CACHE" || fail "cannot write to $SPECAR_CACHE (set SPECAR_CACHE to another folder)"
+        fail "$BASE_PYTHON is not Python 3.10 or newer (set BASE_PYTHON to one that is)"
+    mkdir -p "$SPECAR_CACHE" 2>/dev/null || fail "cannot write to $SPECAR_CACHE (set SPECAR_CACHE to another folder)"
 
     local requirements environment key lock
     requirements="$(mktemp)"
