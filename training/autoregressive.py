@@ -84,7 +84,8 @@ class Batches:
         picture, colour = self._pairs(count, held_out)
         pixels = augment(self.rgba[picture], colour, self.setting.model.augmentation, self.generator)
         with self.mixed():
-            tokens = self.vq.encode(pixels).flatten(1)
+            latent = self.vq.encode_latent(pixels)
+        tokens = self.vq.quantize_latent(latent).flatten(1)  # distances in fp32, as at inference
         drop = 0.0 if held_out else self.setting.drop_part
         rows = [
             self.captions.sample(self.pictures.code[p], self.pictures.style[p], c, drop)

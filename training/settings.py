@@ -101,7 +101,7 @@ CPU = Setting(
         whole_batch=4,
     ),
     model=ModelSetting(
-        minutes=68,
+        minutes=64,
         dim=192,
         layers=6,
         heads=3,

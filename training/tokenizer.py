@@ -129,16 +129,18 @@ def train(setting: Setting, pictures: Pictures, out: Path, minutes: float | None
         if step == cfg.warm_start_steps:
             _start_codebook(model, average, sampler)
         with mixed():
-            latent = F.normalize(model.encode_latent(pixels).float(), dim=1)
-            code_loss = latent.new_zeros(())
-            decoder_input = latent
-            if step >= cfg.warm_start_steps:
-                tokens = model.quantize_latent(latent)
-                chosen = model.dequantize(tokens)
-                code_loss = (chosen - latent.detach()).square().mean()
-                code_loss = code_loss + COMMITMENT * (chosen.detach() - latent).square().mean()
-                decoder_input = latent + (chosen - latent).detach()
-                codes.observe(tokens)
+            latent = model.encode_latent(pixels)
+        latent = F.normalize(latent.float(), dim=1)
+        code_loss = latent.new_zeros(())
+        decoder_input = latent
+        if step >= cfg.warm_start_steps:
+            tokens = model.quantize_latent(latent)
+            chosen = model.dequantize(tokens)
+            code_loss = (chosen - latent.detach()).square().mean()
+            code_loss = code_loss + COMMITMENT * (chosen.detach() - latent).square().mean()
+            decoder_input = latent + (chosen - latent).detach()
+            codes.observe(tokens)
+        with mixed():
             output = model.decode(decoder_input).float()
         loss = reconstruction_loss(output, pixels) + code_loss
         model.zero_grad()
