@@ -2,8 +2,9 @@
 
 llamagen.json holds what https://github.com/FoundationVision/LlamaGen gave at commit ce98ec4 on a CPU (torch 2.13). Its
 modules were filled, in evaluation mode, with the values that ``fill`` in tests/unit/tiny.py derives from the names of
-the parameters: Transformer(ModelArgs(n_layer=2, n_head=4, dim=64, block_size=16, vocab_size=32, num_classes=10, caption_dim=24,
-cls_token_num=1 or 120)) and the tokenizer VQModel(ModelArgs(codebook_size=32, encoder_ch_mult=decoder_ch_mult=[1, 1])).
+the parameters: Transformer(ModelArgs(n_layer=2, n_head=4, dim=64, block_size=16, vocab_size=32, num_classes=10,
+caption_dim=24, cls_token_num=1 or 120)) and the tokenizer VQModel(ModelArgs(codebook_size=32, encoder_ch_mult=[1, 1],
+decoder_ch_mult=[1, 1])).
   *_logits_*   one uncached pass over the prefix and 15 tokens 3, 8, 13, ... (mod 32); predictions of 16 positions. The
                caption: 7 features, left-padded to 120 slots and masked; "null": the learned null caption, same mask.
   *_greedy_*   generate(..., top_k=1): 16 tokens for classes 3 and 8, for the caption, and for one that fills all slots

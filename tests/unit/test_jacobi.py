@@ -200,6 +200,37 @@ def test_a_finished_row_stays_untouched():
         assert (decoded.trace.rounds["accepted"][end + 1 :, row] == 0).all()
 
 
+def laws_of_positions(count, stride, vocab):
+    """A ring buffer [1, stride, vocab] in which the last ``stride`` of ``count`` positions have laws of their own."""
+    own = torch.rand(count, vocab, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    ring = torch.zeros(1, stride, vocab)
+    for position in range(count):
+        ring[0, position % stride] = own[position]
+    return own, ring
+
+
+@pytest.mark.parametrize(("known", "position", "left", "upper"), [
+    (5, 6, 5, 2), (5, 7, 5, 3), (5, 8, 4, 4), (5, 10, 2, 2), (5, 12, 4, 4),  # 5 is the second of row 1
+    (3, 4, 0, 0), (3, 6, 2, 2), (3, 9, 1, 1), (7, 8, 4, 4),  # the row is complete: everything fresh lies below it
+    (0, 1, 0, 0), (0, 3, 0, 0), (1, 3, 1, 1), (1, 6, 1, 1), (0, 5, 0, 0),  # in the first row there is no upper one
+])
+def test_neighbour_laws_are_those_of_the_neighbours(known, position, left, upper):
+    layout = plain(4, 4)
+    own, ring = laws_of_positions(known + 1, 4, 6)
+
+    def law(initial, layout=layout):
+        at = torch.tensor([[position]])
+        return jacobi.neighbour_laws(SJD(initial=initial), ring, torch.tensor([[known]]), at, layout, 5)[0, 0]
+
+    uniform = torch.tensor([0.2] * 5 + [0])
+    assert torch.equal(law("left"), own[left]) and torch.equal(law("upper"), own[upper])
+    assert torch.allclose(law("mixed"), (own[left] + own[upper]) / 2)
+    assert torch.equal(law("uniform"), uniform) and torch.equal(law("repeat"), uniform)
+    forced = torch.full((1, 16), -1)
+    forced[0, left] = 3
+    assert torch.equal(law("left", TokenLayout(4, 4, 4, forced)), uniform), "a forced token has no law to lend"
+
+
 @pytest.mark.parametrize("reuse", REUSE)
 def test_a_step_compiles_without_host_synchronisation(models, reuse):
     """A break of the graph (a device value read on the host) is an error under fullgraph."""
