@@ -95,7 +95,8 @@ def make(url: str, prompt: dict, workflow: Path) -> None:
     for file in sorted(files_in_output() - before):
         print(f"  {file.relative_to(OUTPUT)}")
     for method, totals in sorted(costs(run).items()):
-        print(f"  {method}: {totals['target_passes']} passes of the model for {totals['tokens']} tokens")
+        print(f"  {method}: {totals['target_passes']} passes of the model for {totals['tokens']} tokens, "
+              f"{totals['seconds']:.1f} s")
 
 
 def costs(run: Run) -> dict[str, dict]:
