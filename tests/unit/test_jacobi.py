@@ -1,5 +1,6 @@
 """The Jacobi samplers and next-token on real (tiny) LlamaGen models: one seed, one picture, whatever the way."""
 
+import copy
 import threading
 
 import pytest
@@ -231,28 +232,38 @@ def test_neighbour_laws_are_those_of_the_neighbours(known, position, left, upper
     assert torch.equal(law("left", TokenLayout(4, 4, 4, forced)), uniform), "a forced token has no law to lend"
 
 
-@pytest.mark.parametrize("reuse", REUSE)
-def test_a_step_compiles_without_host_synchronisation(models, reuse):
-    """A break of the graph (a device value read on the host) is an error under fullgraph."""
-    model = models[True]
-    method, params, layout = SJD(window=4, reuse=reuse), SamplingParams(cfg=2, top_k=9, top_p=0.9), model.layout()
-    stream = Stream.of(3, 2, "cpu")
+def steps(step, method, model, device):
+    """Three passes of a guided batch of two, and everything they decide, with nothing but ``device`` tensors."""
+    params, layout = SamplingParams(cfg=2, top_k=9, top_p=0.9), model.layout().to(device)
     prompt = model.encode_features(caption_features())
-    turn = torch.zeros((), dtype=torch.int64)
+    stream, turn = Stream.of(3, 2, device), torch.zeros((), dtype=torch.int64, device=device)
+    state = model.start(prompt, None, 2, layout, slack=4, guided=True)
+    window = jacobi.empty_window(method, stream, 2, layout.stride, VOCAB, torch.device(device))
+    p = jacobi.probabilities(state.prefill.logits, params, VOCAB, layout.forced.expand(2, -1)[:, :1])
+    verified = jacobi.verify(method, p, window, stream, turn, layout.length)
+    window = jacobi.slide(method, verified, window, stream, turn, layout, VOCAB, 4)
+    outcome = []
+    for n in range(1, 4):
+        verified, window = step(method, model, state, window, stream, turn + n, layout, params)
+        outcome += [verified.token, verified.count, window.draft.token, window.draft.q]
+    return outcome
 
-    def run(step):
-        state = model.start(prompt, None, 2, layout, slack=4, guided=True)
-        window = jacobi.empty_window(method, stream, 2, layout.stride, VOCAB, torch.device("cpu"))
-        p = jacobi.probabilities(state.prefill.logits, params, VOCAB, layout.forced.expand(2, -1)[:, :1])
-        verified = jacobi.verify(method, p, window, stream, turn, layout.length)
-        window = jacobi.slide(method, verified, window, stream, turn, layout, VOCAB, 4)
-        picture = []
-        for n in range(1, 6):
-            verified, window = step(method, model, state, window, stream, turn + n, layout, params)
-            picture += [verified.token, verified.count, window.draft.token, window.draft.q]
-        return picture
 
+@pytest.mark.parametrize(("reuse", "initial"), [*((reuse, "mixed") for reuse in REUSE), ("coupled", "repeat")])
+def test_a_step_reads_nothing_on_the_host(models, reuse, initial):
+    """On the meta device there is no data to read: whatever would wait for the GPU raises."""
+    model = copy.deepcopy(models[True]).to("meta")
+    model.device = torch.device("meta")
+    with torch.inference_mode():
+        outcome = steps(jacobi.step, SJD(window=4, reuse=reuse, initial=initial), model, "meta")
+    assert [tuple(t.shape) for t in outcome[:4]] == [(2, 4), (2,), (2, 4), (2, 4, VOCAB)]
+
+
+@pytest.mark.parametrize("reuse", ["coupled", "gumbel", "threshold_exact"])
+def test_a_step_compiles_as_one_graph(models, reuse):
+    method = SJD(window=4, reuse=reuse)
     torch.compiler.reset()
     with torch.inference_mode():
-        eager, compiled = run(jacobi.step), run(torch.compile(jacobi.step, fullgraph=True, backend="eager"))
+        eager = steps(jacobi.step, method, models[True], "cpu")
+        compiled = steps(torch.compile(jacobi.step, fullgraph=True, backend="eager"), method, models[True], "cpu")
     assert all(torch.equal(a, b) for a, b in zip(eager, compiled))
