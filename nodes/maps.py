@@ -128,14 +128,18 @@ def enlarge(grid: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def overlay(token_map: TokenMap, picture: np.ndarray | None, opacity: float, shortest: int = 512) -> np.ndarray:
-    """Map over picture [H, W, 3] (uint8; None: map alone), ``shortest`` pixels or larger, above its legend."""
+    """Map over picture [H, W, 3] (uint8; None: map alone), ``shortest`` pixels or larger, above its legend.
+
+    The picture turns grey, so that every colour is the map's.
+    """
     rows, cols = token_map.colours.shape[:2]
     height, width = picture.shape[:2] if picture is not None else (rows, cols)
     factor = -(-shortest // min(height, width))
     height, width = height * factor, width * factor
     canvas = enlarge(token_map.colours, height, width).astype(np.float64)
     if picture is not None:
-        canvas = opacity * canvas + (1 - opacity) * enlarge(picture, height, width)
+        grey = picture @ [0.299, 0.587, 0.114]
+        canvas = opacity * canvas + (1 - opacity) * enlarge(grey, height, width)[..., None]
     return np.concatenate((canvas.round().astype(np.uint8), draw_legend(token_map, width)))
 
 

@@ -66,10 +66,10 @@ def test_amounts_get_lighter():
 
 
 def test_overlay_blends_and_adds_the_legend():
-    drawn, picture = maps.token_map(made_trace(), "source", 0), np.full((16, 16, 3), 200, np.uint8)
+    drawn, picture = maps.token_map(made_trace(), "source", 0), np.full((16, 16, 3), (200, 100, 0), np.uint8)
     clear, covered = maps.overlay(drawn, picture, 0.0, 64), maps.overlay(drawn, picture, 1.0, 64)
     assert clear.shape == covered.shape == (64 + len(maps.draw_legend(drawn, 64)), 64, 3)
-    assert (clear[:64] == 200).all()
+    assert (clear[:64] == round(0.299 * 200 + 0.587 * 100)).all()  # the picture in grey
     assert tuple(covered[0, 0]) == maps.SOURCES[Source.ACCEPTED][1] and tuple(covered[63, 63]) == maps.GREY
     assert (clear[64:] < 255).any()  # something is written there
 
