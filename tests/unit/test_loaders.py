@@ -12,21 +12,17 @@ import pytest
 import torch
 from comfyui_specar import api
 from comfyui_specar.model_loaders import llamagen
-from comfyui_specar.model_loaders.checkpoint import Checkpoint, CheckpointError, open_checkpoint
-from comfyui_specar.model_loaders.detect import bundled, find_image_decoder, load_image_decoder, load_model
+from comfyui_specar.model_loaders.checkpoint import CheckpointError, open_checkpoint
+from comfyui_specar.model_loaders.detect import bundled, load_image_decoder, load_model
 from comfyui_specar.samplers.jacobi import SJD
 from comfyui_specar.samplers.protocols import SamplingParams
 from safetensors.torch import load_file, save_file
 
 from .tiny import (
-    CLASSES,
     GRID,
     HEADS,
-    SLOTS,
     VOCAB,
-    VQ,
     caption_features,
-    llamagen_shapes,
     llamagen_weights,
     vq_weights,
     write_llamagen,
@@ -297,235 +293,9 @@ def test_unknown_size_and_grid(tmp_path, known_size):
         refused(tmp_path / "mine.safetensors", "two positive numbers", grid=grid, error=ValueError)
 
 
-# Image decoders
-
-
-def test_image_decoder_is_found_and_joined(tmp_path):
-    model_path = write_llamagen(tmp_path / "model.safetensors", False)
-    model = load_model(model_path)
-    assert model.codebook is None
-    with pytest.raises(ValueError, match="No image decoder is attached"):
-        model.dequantize(torch.zeros(1, 4, 4, dtype=torch.int64))
-    assert api.sample(model, model.encode_class(1), SJD(window=4)).latent is None
-    save_file(vq_weights(), str(tmp_path / "vq.safetensors"))
-    model, decoder = load_model(model_path), load_image_decoder(tmp_path)
-    assert torch.equal(model.codebook, decoder.codebook) and decoder.factor == 2 == model.pixels_per_token
-    out = api.sample(model, model.encode_class(1), SJD(window=4), batch_size=2)
-    assert out.latent.shape == (2, 8, *GRID) and torch.allclose(out.latent.norm(dim=1), torch.ones(2, *GRID), atol=1e-5)
-    pixels = decoder.decode(out.latent)
-    assert pixels.shape == (2, 8, 8, 3) and pixels.min() >= 0 and pixels.max() <= 1
-    assert torch.equal(pixels, decoder.decode_tokens(out.tokens))
-
-
-def test_image_decoder_names(tmp_path):
-    text, classes = tmp_path / "t2i_XL_stage1_256.pt", tmp_path / "c2i_B_256.pt"
-    for file in (text, classes):
-        file.touch()
-    elsewhere = tmp_path / "vae"
-    elsewhere.mkdir()
-    assert find_image_decoder(classes, [elsewhere]) is None
-    for name in ("vq_ds16_t2i.pt", "vq_ds16_c2i.pt"):
-        (elsewhere / name).touch()
-    assert find_image_decoder(text, [elsewhere]).name == "vq_ds16_t2i.pt"
-    assert find_image_decoder(classes, [elsewhere]).name == "vq_ds16_c2i.pt"
-    (tmp_path / "vq_ds16_c2i.safetensors").touch()
-    assert find_image_decoder(classes, [elsewhere]) == tmp_path / "vq_ds16_c2i.safetensors"
-
-
-@pytest.mark.parametrize("container", [
-    lambda w: w, lambda w: {"model": w}, lambda w: {"model": w, "ema": w, "discriminator": {}, "steps": 1},
-    lambda w: w | {"quantize.codebook_used": torch.zeros(65536)},
-])
-def test_vq_containers(tmp_path, container):
-    torch.save(container(vq_weights()), tmp_path / "vq_ds16_c2i.pt")
-    decoder = load_image_decoder(tmp_path / "vq_ds16_c2i.pt")
-    assert decoder.module.config == VQ and decoder.name == "vq_ds16_c2i.pt"
-
-
-def test_a_decoder_of_another_model_is_refused_by_name(tmp_path):
-    model_path = write_llamagen(tmp_path / "model.safetensors", False)
-    weights = vq_weights() | {"quantize.embedding.weight": torch.randn(64, 8)}
-    save_file(weights, str(tmp_path / "vq.safetensors"))
-    refused(model_path, "vq.safetensors", "64 codes but the model draws 32", "released with the model")
-
-
-def test_damaged_vq_files(tmp_path):
-    path = tmp_path / "vq.safetensors"
-    weights = vq_weights()
-    for name in list(weights)[::9]:
-        save_file({other: tensor for other, tensor in weights.items() if other != name}, str(path))
-        refused(path, path.name, loader=load_image_decoder)
-    only_decoder = {n: t for n, t in weights.items() if n.startswith(("decoder", "quantize", "post"))}
-    save_file(only_decoder, str(path))
-    refused(path, path.name, "is incomplete", "encoder, decoder and codebook", loader=load_image_decoder)
-    weights["decoder.conv_out.bias"][1] = float("nan")
-    save_file(weights, str(path))
-    refused(path, path.name, "decoder.conv_out.bias", "NaN", loader=load_image_decoder)
-
-
-def test_pictures_must_fit_the_decoder(tmp_path):
-    save_file(vq_weights(), str(tmp_path / "vq.safetensors"))
-    decoder = load_image_decoder(tmp_path / "vq.safetensors")
-    assert decoder.encode(torch.rand(1, 6, 8, 3)).shape == (1, 3, 4)
-    with pytest.raises(ValueError, match=r"8 x 7, but both sides must be multiples of 2 pixels. Resize it"):
-        decoder.encode(torch.rand(1, 7, 8, 3))
-
-
-# Conditioning
-
-
-def test_conditioning_of_another_kind_is_refused(tmp_path):
-    text = load_model(write_llamagen(tmp_path / "t.safetensors", True))
-    classes = load_model(write_llamagen(tmp_path / "c.safetensors", False))
-    good = text.encode_features(caption_features())
-    cases = [
-        (classes.encode_class(1), "positive was encoded for llamagen-c2i, but the model is llamagen-t2i"),
-        ([[torch.zeros(1, 77, 768), {}]], "does not come from this pack's CLIP"),
-        (good + good, "combines 2 prompts"),
-        ([], "combines 0 prompts"),
-    ]
-    for conditioning, words in cases:
-        with pytest.raises(ValueError, match=words):
-            api.sample(text, conditioning, SJD(window=4))
-    with pytest.raises(ValueError, match="negative was encoded for llamagen-c2i"):
-        api.sample(text, good, SJD(window=4), negative=classes.encode_class(1))
-    three = text.encode_features(caption_features().expand(3, -1, -1))
-    with pytest.raises(ValueError, match="positive holds 3 prompts for a batch of 2"):
-        api.sample(text, three, SJD(window=4), batch_size=2)
-    assert api.sample(text, three, SJD(window=4), batch_size=3).tokens.shape == (3, *GRID)
-
-
-def test_masked_features_are_cropped(tmp_path):
-    """Left-padded captions, as the official scripts make them, keep their valid slots only."""
-    model = load_model(write_llamagen(tmp_path / "t.safetensors", True))
-    padded = torch.nn.functional.pad(caption_features(), (0, 0, 5, 0))
-    mask = torch.tensor([[False] * 5 + [True] * 7])
-    wanted, found = model.encode_features(caption_features()), model.encode_features(padded, mask)
-    assert torch.equal(wanted[0][0], found[0][0])
-    assert found[0][1]["ar"] == {"family": "llamagen-t2i", "text": ""}
-
-
-def test_class_numbers_outside_the_table(tmp_path):
-    model = load_model(write_llamagen(tmp_path / "c.safetensors", False))
-    for wrong in (CLASSES, -1):
-        with pytest.raises(ValueError, match="Type a number from 0 to 9"):
-            model.encode_class(wrong)
-
-
-def test_kv_bytes_is_what_the_caches_take(tmp_path):
-    for text, slots in ((True, SLOTS), (False, 1)):
-        model = load_model(write_llamagen(tmp_path / "m.safetensors", text))
-        prompt = model.encode_features(torch.zeros(1, SLOTS, 24)) if text else model.encode_class(0)
-        state = model.start(prompt, None, 3, model.layout(), slack=5, guided=True)
-        taken = state.cache.keys.nbytes + state.cache.values.nbytes
-        assert taken == model.kv_bytes(3, model.layout(), slack=5, guided=True)
-        assert state.cache.capacity == slots + 16 + 5
-
-
 def test_unknown_bundled_models_are_named():
     with pytest.raises(FileNotFoundError, match="no bundled model 'nonsense'; bundled are"):
         bundled("nonsense")
-
-
-# Released sizes, without their memory
-
-RELEASED = {  # name -> (dim, layers, heads, hidden, millions of parameters with a class prefix)
-    "B": (768, 12, 12, 2048, 110.9), "L": (1024, 24, 16, 2816, 342.9), "XL": (1280, 36, 20, 3584, 774.7),
-    "XXL": (1536, 48, 24, 4096, 1411), "3B": (3200, 24, 32, 8704, 3097),
-}
-
-
-def load_meta(monkeypatch, name, text, dim, layers, ffn):
-    shapes = llamagen_shapes(text, dim, layers, ffn, vocab=16384, classes=1000, caption=2048, slots=120)
-    tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
-    monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.ones(()))  # nothing to look at on the meta device
-    assert llamagen.recognise(tensors)
-    return llamagen.load(Checkpoint(tensors, {}, Path(name)), torch.float32, None, ())
-
-
-def millions(module):
-    return sum(tensor.numel() for tensor in module.state_dict().values()) / 1e6
-
-
-@pytest.mark.parametrize("size", RELEASED)
-def test_released_class_models_fit(monkeypatch, size):
-    dim, layers, heads, ffn, count = RELEASED[size]
-    model = load_meta(monkeypatch, f"c2i_{size}_384.pt", False, dim, layers, ffn)
-    config = model.backbone.config
-    assert (config.dim, config.layers, config.heads, config.ffn_dim, config.vocab) == (dim, layers, heads, ffn, 16384)
-    assert model.grid == (24, 24) and model.prefix.classes == 1000
-    assert abs(millions(model) - count) < 0.06 if count < 1000 else abs(millions(model) - count) < 0.6
-
-
-@pytest.mark.parametrize(("name", "side"), [("t2i_XL_stage1_256.pt", 16), ("t2i_XL_stage2_512.pt", 32)])
-def test_released_text_models_fit(monkeypatch, name, side):
-    model = load_meta(monkeypatch, name, True, 1280, 36, 3584)
-    assert model.grid == (side, side) and model.backbone.config.heads == 20 and model.prefix.slots == 120
-    assert abs(millions(model) - 777.9) < 0.06  # the null caption included
-
-
-def released_vq_shapes(factor):
-    """Names and shapes of vq_ds16_*.pt and vq_ds8_*.pt."""
-    widths = [128 * m for m in {16: (1, 1, 2, 2, 4), 8: (1, 2, 2, 4)}[factor]]
-    shapes = {"quantize.embedding.weight": (16384, 8)}
-
-    def conv(name, out, channels, size):
-        shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (out, channels, size, size), (out,)
-
-    def norm(name, channels):
-        shapes[f"{name}.weight"] = shapes[f"{name}.bias"] = (channels,)
-
-    def res(name, channels, out):
-        norm(f"{name}.norm1", channels)
-        conv(f"{name}.conv1", out, channels, 3)
-        norm(f"{name}.norm2", out)
-        conv(f"{name}.conv2", out, out, 3)
-        if channels != out:
-            conv(f"{name}.nin_shortcut", out, channels, 1)
-
-    def attention(name):
-        norm(f"{name}.norm", 512)
-        for part in ("q", "k", "v", "proj_out"):
-            conv(f"{name}.{part}", 512, 512, 1)
-
-    def half(name, blocks, levels, resample, first):
-        channels = first
-        for i, width in enumerate(levels):
-            for j in range(blocks):
-                res(f"{name}.conv_blocks.{i}.res.{j}", channels, width)
-                channels = width
-                if i == (len(levels) - 1 if name == "encoder" else 0):
-                    attention(f"{name}.conv_blocks.{i}.attn.{j}")
-            if i < len(levels) - 1:
-                conv(f"{name}.conv_blocks.{i}.{resample}.conv", width, width, 3)
-        res(f"{name}.mid.0", 512, 512)
-        attention(f"{name}.mid.1")
-        res(f"{name}.mid.2", 512, 512)
-        norm(f"{name}.norm_out", levels[-1])
-
-    conv("quant_conv", 8, 256, 1)
-    conv("post_quant_conv", 256, 8, 1)
-    conv("encoder.conv_in", 128, 3, 3)
-    half("encoder", 2, widths, "downsample", 128)
-    conv("encoder.conv_out", 256, 512, 3)
-    conv("decoder.conv_in", 512, 256, 3)
-    half("decoder", 3, widths[::-1], "upsample", 512)
-    conv("decoder.conv_out", 3, 128, 3)
-    return shapes
-
-
-@pytest.mark.parametrize(("factor", "count"), [(16, 71.95), (8, 70.2)])
-def test_released_tokenizers_fit(monkeypatch, factor, count):
-    from comfyui_specar.model_loaders import vq
-
-    tensors = {name: torch.empty(shape, device="meta") for name, shape in released_vq_shapes(factor).items()}
-    tensors["quantize.codebook_used"] = torch.empty(65536, device="meta")
-    monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.ones(()))
-    decoder = vq.load(Checkpoint(tensors, {}, Path(f"vq_ds{factor}_c2i.pt")), torch.float32)
-    usage = 65536 / 1e6  # the file's statistics, part of the published number
-    assert decoder.factor == factor and abs(millions(decoder.module) + usage - count) < 0.06
-    if factor == 16:
-        assert abs(millions(decoder.module.decoder) - 42.45) < 0.06
 
 
 def test_bundled_files_load_as_they_are():

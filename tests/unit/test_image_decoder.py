@@ -1,0 +1,133 @@
+"""VQ files, and models joined with them; conditioning that does not fit a model."""
+
+import pytest
+import torch
+from comfyui_specar import api
+from comfyui_specar.model_loaders.detect import find_image_decoder, load_image_decoder, load_model
+from comfyui_specar.samplers.jacobi import SJD
+from safetensors.torch import save_file
+
+from .test_loaders import refused
+from .tiny import CLASSES, GRID, SLOTS, VQ, caption_features, vq_weights, write_llamagen
+
+
+def test_image_decoder_is_found_and_joined(tmp_path):
+    model_path = write_llamagen(tmp_path / "model.safetensors", False)
+    model = load_model(model_path)
+    assert model.codebook is None
+    with pytest.raises(ValueError, match="No image decoder is attached"):
+        model.dequantize(torch.zeros(1, 4, 4, dtype=torch.int64))
+    assert api.sample(model, model.encode_class(1), SJD(window=4)).latent is None
+    save_file(vq_weights(), str(tmp_path / "vq.safetensors"))
+    model, decoder = load_model(model_path), load_image_decoder(tmp_path)
+    assert torch.equal(model.codebook, decoder.codebook) and decoder.factor == 2 == model.pixels_per_token
+    out = api.sample(model, model.encode_class(1), SJD(window=4), batch_size=2)
+    assert out.latent.shape == (2, 8, *GRID) and torch.allclose(out.latent.norm(dim=1), torch.ones(2, *GRID), atol=1e-5)
+    pixels = decoder.decode(out.latent)
+    assert pixels.shape == (2, 8, 8, 3) and pixels.min() >= 0 and pixels.max() <= 1
+    assert torch.equal(pixels, decoder.decode_tokens(out.tokens))
+
+
+def test_image_decoder_names(tmp_path):
+    text, classes = tmp_path / "t2i_XL_stage1_256.pt", tmp_path / "c2i_B_256.pt"
+    for file in (text, classes):
+        file.touch()
+    elsewhere = tmp_path / "vae"
+    elsewhere.mkdir()
+    assert find_image_decoder(classes, [elsewhere]) is None
+    for name in ("vq_ds16_t2i.pt", "vq_ds16_c2i.pt"):
+        (elsewhere / name).touch()
+    assert find_image_decoder(text, [elsewhere]).name == "vq_ds16_t2i.pt"
+    assert find_image_decoder(classes, [elsewhere]).name == "vq_ds16_c2i.pt"
+    (tmp_path / "vq_ds16_c2i.safetensors").touch()
+    assert find_image_decoder(classes, [elsewhere]) == tmp_path / "vq_ds16_c2i.safetensors"
+
+
+@pytest.mark.parametrize("container", [
+    lambda w: w, lambda w: {"model": w}, lambda w: {"model": w, "ema": w, "discriminator": {}, "steps": 1},
+    lambda w: w | {"quantize.codebook_used": torch.zeros(65536)},
+])
+def test_vq_containers(tmp_path, container):
+    torch.save(container(vq_weights()), tmp_path / "vq_ds16_c2i.pt")
+    decoder = load_image_decoder(tmp_path / "vq_ds16_c2i.pt")
+    assert decoder.module.config == VQ and decoder.name == "vq_ds16_c2i.pt"
+
+
+def test_a_decoder_of_another_model_is_refused_by_name(tmp_path):
+    model_path = write_llamagen(tmp_path / "model.safetensors", False)
+    weights = vq_weights() | {"quantize.embedding.weight": torch.randn(64, 8)}
+    save_file(weights, str(tmp_path / "vq.safetensors"))
+    refused(model_path, "vq.safetensors", "64 codes but the model draws 32", "released with the model")
+
+
+def test_damaged_vq_files(tmp_path):
+    path = tmp_path / "vq.safetensors"
+    weights = vq_weights()
+    for name in list(weights)[::9]:
+        save_file({other: tensor for other, tensor in weights.items() if other != name}, str(path))
+        refused(path, path.name, loader=load_image_decoder)
+    only_decoder = {n: t for n, t in weights.items() if n.startswith(("decoder", "quantize", "post"))}
+    save_file(only_decoder, str(path))
+    refused(path, path.name, "is incomplete", "encoder, decoder and codebook", loader=load_image_decoder)
+    weights["decoder.conv_out.bias"][1] = float("nan")
+    save_file(weights, str(path))
+    refused(path, path.name, "decoder.conv_out.bias", "NaN", loader=load_image_decoder)
+
+
+def test_pictures_must_fit_the_decoder(tmp_path):
+    save_file(vq_weights(), str(tmp_path / "vq.safetensors"))
+    decoder = load_image_decoder(tmp_path / "vq.safetensors")
+    assert decoder.encode(torch.rand(1, 6, 8, 3)).shape == (1, 3, 4)
+    with pytest.raises(ValueError, match=r"8 x 7, but both sides must be multiples of 2 pixels. Resize it"):
+        decoder.encode(torch.rand(1, 7, 8, 3))
+
+
+# Conditioning
+
+
+def test_conditioning_of_another_kind_is_refused(tmp_path):
+    text = load_model(write_llamagen(tmp_path / "t.safetensors", True))
+    classes = load_model(write_llamagen(tmp_path / "c.safetensors", False))
+    good = text.encode_features(caption_features())
+    cases = [
+        (classes.encode_class(1), "positive was encoded for llamagen-c2i, but the model is llamagen-t2i"),
+        ([[torch.zeros(1, 77, 768), {}]], "does not come from this pack's CLIP"),
+        (good + good, "combines 2 prompts"),
+        ([], "combines 0 prompts"),
+    ]
+    for conditioning, words in cases:
+        with pytest.raises(ValueError, match=words):
+            api.sample(text, conditioning, SJD(window=4))
+    with pytest.raises(ValueError, match="negative was encoded for llamagen-c2i"):
+        api.sample(text, good, SJD(window=4), negative=classes.encode_class(1))
+    three = text.encode_features(caption_features().expand(3, -1, -1))
+    with pytest.raises(ValueError, match="positive holds 3 prompts for a batch of 2"):
+        api.sample(text, three, SJD(window=4), batch_size=2)
+    assert api.sample(text, three, SJD(window=4), batch_size=3).tokens.shape == (3, *GRID)
+
+
+def test_masked_features_are_cropped(tmp_path):
+    """Left-padded captions, as the official scripts make them, keep their valid slots only."""
+    model = load_model(write_llamagen(tmp_path / "t.safetensors", True))
+    padded = torch.nn.functional.pad(caption_features(), (0, 0, 5, 0))
+    mask = torch.tensor([[False] * 5 + [True] * 7])
+    wanted, found = model.encode_features(caption_features()), model.encode_features(padded, mask)
+    assert torch.equal(wanted[0][0], found[0][0])
+    assert found[0][1]["ar"] == {"family": "llamagen-t2i", "text": ""}
+
+
+def test_class_numbers_outside_the_table(tmp_path):
+    model = load_model(write_llamagen(tmp_path / "c.safetensors", False))
+    for wrong in (CLASSES, -1):
+        with pytest.raises(ValueError, match="Type a number from 0 to 9"):
+            model.encode_class(wrong)
+
+
+def test_kv_bytes_is_what_the_caches_take(tmp_path):
+    for text, slots in ((True, SLOTS), (False, 1)):
+        model = load_model(write_llamagen(tmp_path / "m.safetensors", text))
+        prompt = model.encode_features(torch.zeros(1, SLOTS, 24)) if text else model.encode_class(0)
+        state = model.start(prompt, None, 3, model.layout(), slack=5, guided=True)
+        taken = state.cache.keys.nbytes + state.cache.values.nbytes
+        assert taken == model.kv_bytes(3, model.layout(), slack=5, guided=True)
+        assert state.cache.capacity == slots + 16 + 5
