@@ -1,6 +1,6 @@
 """Measure every method on a model: forward passes, step compression, wall time against next-token and ``generate``.
 
-    python -m benchmarks [--model default] [--cfg 1 3] [--windows 16 32] [--seeds 2] [--out benchmarks/results/NAME.json]
+    python -m benchmarks [--model default] [--cfg 1 3] [--windows 16 32] [--seeds 2] [--out benchmarks/results/X.json]
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import platform
 import subprocess
 from pathlib import Path
 
-import torch
-
 import comfyui_specar as specar
+import torch
 
 from .generate import seconds_of_generate
 from .runs import PROMPTS, cases, compare
@@ -23,7 +22,8 @@ def cpu_name() -> str:
     """The processor as the kernel names it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
 
 
 def machine(device: torch.device) -> dict:

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 import comfyui_specar as specar
+import torch
 
 PROMPTS = (
     "red heart, 3d, on a blue background",

@@ -32,8 +32,8 @@ class State:
 class DiscreteModel(nn.Module):
     """See ARModel in samplers/protocols.py for the contract.
 
-    grid: the (rows, cols) the model was trained on. pixels_per_token: side of a token's patch, known for certain once an
-    image decoder is attached. ``device`` is where the model computes (ComfyUI's model management sets it).
+    grid: the (rows, cols) the model was trained on. pixels_per_token: side of a token's patch, known for certain once
+    an image decoder is attached. ``device`` is where the model computes (ComfyUI's model management sets it).
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class DiscreteModel(nn.Module):
         if (rows or self.grid[0], cols or self.grid[1]) != self.grid:
             height, width = (side * self.pixels_per_token for side in self.grid)
             raise ValueError(
-                f"This model draws {self.grid[1]} x {self.grid[0]} tokens ({width} x {height} pixels) and nothing else; "
-                f"{cols or self.grid[1]} x {rows or self.grid[0]} tokens were asked for."
+                f"This model draws {self.grid[1]} x {self.grid[0]} tokens ({width} x {height} pixels) and nothing "
+                f"else; {cols or self.grid[1]} x {rows or self.grid[0]} tokens were asked for."
             )
         return TokenLayout.plain(*self.grid)
 

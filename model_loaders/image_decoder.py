@@ -53,7 +53,8 @@ class ImageDecoder:
         height, width = pixels.shape[1:3]
         if height % self.factor or width % self.factor:
             raise ValueError(
-                f"The picture is {width} x {height}, but both sides must be multiples of {self.factor} pixels. Resize it."
+                f"The picture is {width} x {height}, but both sides must be multiples of {self.factor} pixels. "
+                "Resize it."
             )
         planes = rearrange(pixels[..., :3], "b h w c -> b c h w") * 2 - 1
         return self.module.encode(planes.to(self.device, self.dtype))

@@ -31,7 +31,7 @@ def config_of(tensors: dict[str, Tensor]) -> VQConfig:
 
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> ImageDecoder:
-    """Build the tokenizer on the CPU. Raises CheckpointError if tensors are missing, unknown, misshapen or not finite."""
+    """Build the tokenizer on the CPU. Raises CheckpointError for missing, unknown, misshapen or non-finite tensors."""
     try:
         config = config_of(checkpoint.tensors)
     except (KeyError, ValueError) as error:  # a tensor that tells a size, or a whole group of them, is not there

@@ -47,7 +47,9 @@ class Rotation:
         return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
 
 
-def grid_rotation(rows: int, cols: int, head_dim: int, theta: float = 10000.0, device: torch.device | str = "cpu") -> Tensor:
+def grid_rotation(
+    rows: int, cols: int, head_dim: int, theta: float = 10000.0, device: torch.device | str = "cpu"
+) -> Tensor:
     """Angles [rows * cols, head_dim / 2] (fp32) of LlamaGen's 2-D rotary embedding.
 
     The first half of the channel pairs turns with the row, the second half with the column, both with the frequencies

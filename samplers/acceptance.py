@@ -1,7 +1,7 @@
 """Acceptance rules: with what probability a drafted token is kept, and what is drawn when it is not.
 
-Notation: p target law, q law the draft was drawn from (rows [..., V+], fp32), token [...] the draft (int64), depth [...]
-its place in the draft, from 1.
+Notation: p target law, q law the draft was drawn from (rows [..., V+], fp32), token [...] the draft (int64), depth
+[...] its place in the draft, from 1.
 """
 
 from __future__ import annotations

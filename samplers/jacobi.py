@@ -110,7 +110,9 @@ def refine(method: SJD, verified: Verified, window: Window, stream: Stream, turn
     return token, law
 
 
-def neighbour_laws(method: SJD, laws: Tensor, known: Tensor, position: Tensor, layout: TokenLayout, vocab: int) -> Tensor:
+def neighbour_laws(
+    method: SJD, laws: Tensor, known: Tensor, position: Tensor, layout: TokenLayout, vocab: int
+) -> Tensor:
     """Laws [B, W, V+] from which guesses at new positions [B, W] are drawn; known [B, 1]: last position with a law.
 
     left: the law of the left neighbour; in the first column, and where the window has crossed into a new row, that of

@@ -56,7 +56,7 @@ class TokenLayout:
 
 @dataclass(frozen=True)
 class StepOut:
-    """logits [R, T, V+] (fp32) and hidden states [R, T, D] of one pass; R = 2B with guidance (conditional rows first)."""
+    """logits [R, T, V+] (fp32) and hidden states [R, T, D] of a pass; R = 2B with guidance, conditional rows first."""
 
     logits: Tensor
     hidden: Tensor
@@ -116,7 +116,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Progress:
-    """State after a pass: tokens [B, S] (undrawn ones are 0), committed [B] (int64) tokens per image, S, passes so far."""
+    """State after a pass: tokens [B, S] (undrawn: 0), committed [B] (int64) tokens per image, S, passes so far."""
 
     tokens: Tensor
     committed: Tensor

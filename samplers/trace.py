@@ -141,7 +141,9 @@ class Recorder:
     def __init__(self, layout: TokenLayout, batch: int, device: torch.device):
         self.layout, self.batch = layout, batch
         shape = (batch, layout.length + 1)
-        self.positions = {name: torch.zeros(shape, dtype=dtype, device=device) for name, dtype in _POSITION_FIELDS.items()}
+        self.positions = {
+            name: torch.zeros(shape, dtype=dtype, device=device) for name, dtype in _POSITION_FIELDS.items()
+        }
         self.rounds: list[dict[str, Any]] = []
 
     def tokens(
