@@ -22,9 +22,7 @@ def prompts() -> list[tuple[str, str]]:
     chosen = []
     for i in range(COUNT):
         lap, index = divmod(i, len(names))
-        colour = colours[(5 * i + 3 * lap) % len(colours)]
-        if names[index].startswith(colour):  # a yellow star on yellow shows little
-            colour = colours[(5 * i + 3 * lap + 1) % len(colours)]
+        colour = colours[(i + 9 * lap + 6) % len(colours)]  # seldom the colour of the thing itself
         chosen.append((f"{names[index]}, {STYLES[(i + lap) % len(STYLES)]}, on a {colour} background", colour))
     return chosen
 

@@ -12,18 +12,17 @@ BACKGROUNDS = {
     "blue": (52, 112, 216), "purple": (128, 76, 184), "pink": (246, 150, 190), "brown": (128, 84, 54),
 }  # fmt: skip
 
-# What people type first, and what stays recognisable in 16 x 16 tokens: Unicode code point -> the usual name. The last
-# word is the thing; a colour before it is what it usually has, so that "red apple" is no unknown word.
+# What people type first, and what stays recognisable in 16 x 16 tokens: Unicode code point -> the usual name.
 COMMON_CONCEPTS = {
-    "2764": "red heart", "1f604": "yellow smiley", "2600": "yellow sun", "1f319": "yellow moon",
-    "2b50": "yellow star", "1f431": "orange cat", "1f436": "brown dog", "1f98a": "orange fox", "1f43c": "white panda",
-    "1f437": "pink pig", "1f438": "green frog", "1f427": "penguin", "1f420": "blue fish", "1f98b": "butterfly",
-    "1f34e": "red apple", "1f34c": "yellow banana", "1f352": "red cherry", "1f353": "red strawberry",
-    "1f349": "red watermelon", "1f355": "pizza", "1f354": "burger", "1f369": "brown donut", "2615": "brown coffee",
-    "1f697": "red car", "1f680": "rocket", "26f5": "sailboat", "1f3e0": "house", "1f333": "green tree",
-    "1f335": "green cactus", "1f339": "red rose", "1f344": "red mushroom", "26c4": "white snowman",
-    "2602": "purple umbrella", "26bd": "ball", "1f381": "yellow gift", "1f388": "red balloon", "1f451": "yellow crown",
-    "1f47b": "white ghost", "1f916": "robot", "1f480": "white skull",
+    "2764": "heart", "1f604": "smiley", "2600": "sun", "1f319": "moon",
+    "2b50": "star", "1f431": "cat", "1f436": "dog", "1f98a": "fox", "1f43c": "panda",
+    "1f437": "pig", "1f438": "frog", "1f427": "penguin", "1f420": "fish", "1f98b": "butterfly",
+    "1f34e": "apple", "1f34c": "banana", "1f352": "cherry", "1f353": "strawberry",
+    "1f349": "watermelon", "1f355": "pizza", "1f354": "burger", "1f369": "donut", "2615": "coffee",
+    "1f697": "car", "1f680": "rocket", "26f5": "sailboat", "1f3e0": "house", "1f333": "tree",
+    "1f335": "cactus", "1f339": "rose", "1f344": "mushroom", "26c4": "snowman",
+    "2602": "umbrella", "26bd": "ball", "1f381": "gift", "1f388": "balloon", "1f451": "crown",
+    "1f47b": "ghost", "1f916": "robot", "1f480": "skull",
 }  # fmt: skip
 
 
@@ -47,6 +46,8 @@ class TokenizerSetting:
     augmentation: Augmentation = Augmentation()
     crop: int = 64
     warm_start_steps: int = 200
+    decoder_minutes: float = 6
+    decoder_learning_rate: float = 5e-4
     other_pictures: float = 0.15  # share of pictures outside the concepts, so that foreign pictures can be encoded too
 
 
@@ -85,7 +86,7 @@ class Setting:
     caption_slots: int = 10
     caption_dim: int = 128
     learn_tags: bool = False  # give tags word vectors of their own; otherwise they become synonyms of the name
-    drop_part: float = 0.15
+    drop_part: float = 0.10
     drop_caption: float = 0.10
 
 
@@ -106,7 +107,8 @@ CPU = Setting(
         layers=6,
         heads=3,
         batch=16,
-        augmentation=Augmentation(scale=(0.95, 1.04), shift=0.025),
+        ema=0.995,
+        augmentation=Augmentation(scale=(0.98, 1.02), shift=0.012, colour_jitter=4.0),
     ),
 )
 
@@ -116,7 +118,8 @@ GPU = Setting(
     autocast=True,
     concepts=None,
     tokenizer=TokenizerSetting(
-        minutes=6,
+        minutes=5,
+        decoder_minutes=1,
         config=VQConfig(1024, 8, (1, 2, 2, 4), base_channels=32, z_channels=128, num_res_blocks=2),
         crop_batch=256,
         whole_batch=128,
