@@ -59,7 +59,7 @@ def test_cancel_takes_effect_within_a_round_and_the_next_prompt_works(comfy, nam
 
     run = comfy.run(prompt, follow)
     assert run.outcome == "interrupted", run.message()
-    assert ended - asked < 1.0
+    assert ended - asked < 2.0
     value, maximum = progress_of(run, sampler)[-1]
     assert value < maximum
     assert not run.outputs
