@@ -8,15 +8,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from . import autoregressive, tokenizer
+from . import autoregressive, decoder
 from .captions import COLOUR_SYNONYMS, STOP_WORDS, Captions
 from .settings import BACKGROUNDS, IMAGE_SIZE, Setting
 
 
 def write(setting: Setting, captions: Captions, trained: Path, out: Path) -> None:
-    """``trained``/tokenizer.pt and model.pt -> ``out``/{vq,model,text_encoder}.safetensors (fp16, word table fp32)."""
+    """``trained``/decoder.pt and model.pt -> ``out``/{vq,model,text_encoder}.safetensors (fp16, word table fp32)."""
     out.mkdir(parents=True, exist_ok=True)
-    vq = tokenizer.restore(setting, trained)
+    vq = decoder.restore(setting, trained)
     model = autoregressive.restore(setting, len(captions.words), trained)
     side = IMAGE_SIZE // vq.config.factor
     _save(out / "vq.safetensors", _half(vq.state_dict()), {"family": "vq", "config": asdict(vq.config)})
