@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
@@ -13,11 +14,16 @@ from ..models.vq import VQModel
 
 @dataclass(frozen=True)
 class ImageDecoder:
-    """A VQ tokenizer; ``factor`` is pixels per token and side, ``name`` its file."""
+    """A VQ tokenizer; ``factor`` is pixels per token and side, ``name`` its file.
+
+    margin: tokens repeated around a picture before decoding, and cut off behind. Some decoders leave a bright spike in
+    a corner of what they decode, which steers their group norms; a file asks for a margin in its metadata.
+    """
 
     module: VQModel
     factor: int
     name: str
+    margin: int = 0
 
     @property
     def device(self) -> torch.device:
@@ -35,7 +41,10 @@ class ImageDecoder:
     @torch.inference_mode()
     def decode(self, latent: Tensor) -> Tensor:
         """Code vectors [B, C, h, w] -> pixels [B, H, W, 3] (fp32) in 0..1."""
-        pixels = self.module.decode(latent.to(self.device, self.dtype))
+        latent = F.pad(latent.to(self.device, self.dtype), (self.margin,) * 4, mode="replicate")
+        pixels = self.module.decode(latent)
+        cut = self.margin * self.factor
+        pixels = pixels[..., cut : pixels.shape[-2] - cut, cut : pixels.shape[-1] - cut]
         return rearrange(pixels.float() / 2 + 0.5, "b c h w -> b h w c").clamp(0, 1)
 
     @torch.inference_mode()

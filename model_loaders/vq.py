@@ -43,4 +43,4 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> ImageDeco
         module = VQModel(config, operations)
     load_weights(module, checkpoint.tensors, checkpoint.path, dtype, ignore=("quantize.codebook_used",))
     module.eval().requires_grad_(False)
-    return ImageDecoder(module, config.factor, checkpoint.path.name)
+    return ImageDecoder(module, config.factor, checkpoint.path.name, int(checkpoint.metadata.get("margin", 0)))

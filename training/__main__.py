@@ -5,12 +5,12 @@ import logging
 from pathlib import Path
 
 import torch
-from comfyui_specar.training import contact_sheet, decoder, export, tokenizer, workers
+from comfyui_specar.training import contact_sheet, export, tokenizer, workers
 from comfyui_specar.training.captions import Captions
 from comfyui_specar.training.data import load_pictures
 from comfyui_specar.training.settings import SETTINGS
 
-STAGES = ("tokenizer", "decoder", "model", "export", "sheet")
+STAGES = ("tokenizer", "model", "export", "sheet")
 
 
 def main() -> None:
@@ -33,8 +33,6 @@ def main() -> None:
     for stage in arguments.stage or STAGES:
         if stage == "tokenizer":
             tokenizer.train(setting, load_pictures(arguments.cache), arguments.out, arguments.minutes)
-        elif stage == "decoder":
-            decoder.train(setting, load_pictures(arguments.cache), arguments.out, arguments.minutes)
         elif stage == "model":
             workers.train_model(
                 setting, arguments.cache, arguments.out, arguments.minutes, arguments.processes

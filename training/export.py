@@ -8,18 +8,22 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from . import autoregressive, decoder
+from . import autoregressive, tokenizer
 from .captions import COLOUR_SYNONYMS, STOP_WORDS, Captions
 from .settings import BACKGROUNDS, IMAGE_SIZE, Setting
 
 
 def write(setting: Setting, captions: Captions, trained: Path, out: Path) -> None:
-    """``trained``/decoder.pt and model.pt -> ``out``/{vq,model,text_encoder}.safetensors (fp16, word table fp32)."""
+    """``trained``/tokenizer.pt and model.pt -> ``out``/{vq,model,text_encoder}.safetensors (fp16, word table fp32)."""
     out.mkdir(parents=True, exist_ok=True)
-    vq = decoder.restore(setting, trained)
+    vq = tokenizer.restore(setting, trained)
     model = autoregressive.restore(setting, len(captions.words), trained)
     side = IMAGE_SIZE // vq.config.factor
-    _save(out / "vq.safetensors", _half(vq.state_dict()), {"family": "vq", "config": asdict(vq.config)})
+    _save(out / "vq.safetensors", _half(vq.state_dict()), {
+        "family": "vq",
+        "config": asdict(vq.config),
+        "margin": setting.tokenizer.margin,
+    })
     tensors = {**model.backbone.state_dict()}
     tensors |= {f"cls_embedding.{name}": tensor for name, tensor in model.prefix.state_dict().items()}
     tensors["cls_embedding.uncond_embedding"] = model.null_caption.detach()

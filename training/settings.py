@@ -46,8 +46,7 @@ class TokenizerSetting:
     augmentation: Augmentation = Augmentation()
     crop: int = 64
     warm_start_steps: int = 200
-    decoder_minutes: float = 6
-    decoder_learning_rate: float = 5e-4
+    margin: int = 1  # tokens to repeat around a picture before decoding it: a corner is where decoders leave a spike
     other_pictures: float = 0.15  # share of pictures outside the concepts, so that foreign pictures can be encoded too
 
 
@@ -118,8 +117,7 @@ GPU = Setting(
     autocast=True,
     concepts=None,
     tokenizer=TokenizerSetting(
-        minutes=5,
-        decoder_minutes=1,
+        minutes=6,
         config=VQConfig(1024, 8, (1, 2, 2, 4), base_channels=32, z_channels=128, num_res_blocks=2),
         crop_batch=256,
         whole_batch=128,

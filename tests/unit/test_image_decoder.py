@@ -131,3 +131,15 @@ def test_kv_bytes_is_what_the_caches_take(tmp_path):
         taken = state.cache.keys.nbytes + state.cache.values.nbytes
         assert taken == model.kv_bytes(3, model.layout(), slack=5, guided=True)
         assert state.cache.capacity == slots + 16 + 5
+
+
+def test_a_margin_repeats_the_border_and_is_cut_off(tmp_path):
+    save_file(vq_weights(), str(tmp_path / "vq.safetensors"), metadata={"specar": '{"margin": 1}'})
+    decoder = load_image_decoder(tmp_path)
+    latent = decoder.dequantize(torch.arange(12).view(1, 3, 4))
+    wider = torch.nn.functional.pad(latent, (1, 1, 1, 1), mode="replicate")
+    with torch.inference_mode():
+        expected = decoder.module.decode(wider)[..., 2:-2, 2:-2]
+    pixels = decoder.decode(latent)
+    assert pixels.shape == (1, 6, 8, 3)
+    assert torch.equal(pixels, (expected / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1))
