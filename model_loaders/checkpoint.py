@@ -76,12 +76,14 @@ def _open_pickle(path: Path) -> Any:
         except RuntimeError:  # a file from before the zip format cannot be mapped
             return torch.load(path, **options)
     except Exception as error:
-        if _unsafe_globals(path) == {"argparse.Namespace"}:
+        unsafe = _unsafe_globals(path)
+        if unsafe == {"argparse.Namespace"}:
             with torch.serialization.safe_globals([(_InertNamespace, "argparse.Namespace")]):
                 return torch.load(path, **options)
         raise CheckpointError(
             f"{path.name} ({path.stat().st_size} bytes) cannot be read as plain weights: it is damaged or contains "
-            f"code, which is never run. Convert it to .safetensors where you trust it. ({_first_line(error)})"
+            "code, which is never run. Convert it to .safetensors where you trust it."
+            + (f" (It asks for {', '.join(sorted(unsafe)[:3])}.)" if unsafe else "")
         ) from error
 
 
@@ -90,10 +92,6 @@ def _unsafe_globals(path: Path) -> set[str]:
         return set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     except Exception:  # noqa: BLE001 (any failure means: not a readable zip checkpoint)
         return set()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def _unwrap(content: Any, path: Path) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ LlamaGen rotates image tokens by row and column and multiplies its prompt tokens
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +34,7 @@ class BackboneConfig:
         return self.dim // self.heads
 
 
-@dataclass(frozen=True)
-class Rotation:
+class Rotation(NamedTuple):
     """Cosines and sines [rows or 1, T, head_dim / 2] (fp32) that rotate adjacent pairs of query and key channels."""
 
     cos: Tensor

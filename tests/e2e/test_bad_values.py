@@ -7,6 +7,7 @@ CASES = {
         ("top_k", 60000),
         ("top_k", -2),
         ("window", 5000),
+        ("window", 300),  # wider than the image
         ("window", -1),
         ("cfg", 0.5),
         ("threshold", 0.0),
