@@ -23,7 +23,8 @@ def prompts() -> list[tuple[str, str]]:
     for i in range(COUNT):
         lap, index = divmod(i, len(names))
         colour = colours[(i + 9 * lap + 6) % len(colours)]  # seldom the colour of the thing itself
-        chosen.append((f"{names[index]}, {STYLES[(i + lap) % len(STYLES)]}, on a {colour} background", colour))
+        article = "an" if colour == "orange" else "a"
+        chosen.append((f"{names[index]}, {STYLES[(i + lap) % len(STYLES)]}, on {article} {colour} background", colour))
     return chosen
 
 

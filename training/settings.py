@@ -67,10 +67,10 @@ class ModelSetting:
 class Sampling:
     """What the exported model asks its samplers to use unless told otherwise."""
 
-    cfg: float = 3.0
+    cfg: float = 2.0
     temperature: float = 0.9
     top_k: int = 0
-    top_p: float = 0.95
+    top_p: float = 0.9
 
 
 @dataclass(frozen=True)
