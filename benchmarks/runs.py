@@ -12,7 +12,7 @@ import comfyui_specar as specar
 import torch
 
 PROMPTS = (
-    "red heart, 3d, on a blue background",
+    "heart, 3d, on a blue background",
     "cat, noto, on a yellow background",
     "rocket, flat, on a black background",
     "pizza, 3d, on a white background",

@@ -246,7 +246,7 @@ def record(recorder: Recorder, verified: Verified, window: Window, layout: Token
 class SJD:
     """Speculative Jacobi decoding.
 
-    window: tokens per pass W, the root included (2 .. S); None picks 16 on a CPU and 32 elsewhere.
+    window: tokens per pass W, the root included (2 .. S); None picks 32, or S if that is less.
     reuse: one of REUSE; "coupled", "gumbel", "threshold_exact" and "resample" draw from exactly the model's law,
     "threshold_paper" (SJD++ as printed) does not. initial: one of INITIAL. threshold: SJD++'s tau (> 0).
     rule: how a guess is verified; refinement stays exact.
@@ -275,7 +275,7 @@ class SJD:
         layout, device = request.layout.to(model.device), model.device
         params.check(model.vocab)
         self.check(layout.length)
-        width = self.window or min(16 if device.type == "cpu" else 32, layout.length)
+        width = self.window or min(32, layout.length)
         begun = lap = time.perf_counter()
         stream = Stream.of(request.seed, batch, device)
         recorder = Recorder(layout, batch, device)
