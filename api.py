@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .model_loaders.ar_model import DiscreteModel
@@ -49,8 +50,6 @@ def sample(
 
     Raises ValueError where a parameter is outside its range (the message says which).
     """
-    import torch
-
     given = {"cfg": cfg, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     params = replace(model.defaults, **{name: value for name, value in given.items() if value is not None})
     request = Request(
