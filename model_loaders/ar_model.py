@@ -27,6 +27,12 @@ class State:
     angles: Tensor  # [S, head_dim / 2]
     branches: int
     prefill: StepOut
+    prefix_hidden: list[Tensor]  # one [B, n, D] per branch: the hidden states of its prompt
+
+    def rotation(self, positions: Tensor) -> Rotation:
+        """Rotation [R, T, ...] of tokens at positions [B, T]; beyond the image any rotation will do."""
+        angles = self.angles[positions.clamp(0, len(self.angles) - 1)].repeat(self.branches, 1, 1)
+        return Rotation(angles.cos(), angles.sin())
 
 
 class DiscreteModel(nn.Module):
@@ -136,14 +142,17 @@ class DiscreteModel(nn.Module):
         cache.commit(lengths)
         last = hidden[torch.arange(len(x), device=self.device), lengths - 1][:, None]
         angles = grid_rotation(layout.rows, layout.cols, config.head_dim, device=self.device)
-        return State(cache, angles, len(branches), StepOut(self.backbone.logits(last), last))
+        prefix_hidden = [h[:, : b.shape[1]] for h, b in zip(hidden.split(batch), branches, strict=True)]
+        return State(cache, angles, len(branches), StepOut(self.backbone.logits(last), last), prefix_hidden)
 
-    def step(self, state: State, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None) -> StepOut:
+    def step(
+        self, state: State, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None, behind: int = 0
+    ) -> StepOut:
         """Feed tokens [B, T] standing at positions [B, T]; positions behind the image are harmless and meaningless."""
         x = self.backbone.tok_embeddings(tokens).to(self.dtype).repeat(state.branches, 1, 1)
-        angles = state.angles[positions.clamp(0, len(state.angles) - 1)].repeat(state.branches, 1, 1)
-        mask = state.cache.open(tokens.shape[1], tree_mask)
-        hidden = self.backbone(x, Rotation(angles.cos(), angles.sin()), state.cache, mask)
+        seen = None if tree_mask is None else tree_mask.repeat(state.branches, 1, 1)
+        mask = state.cache.open(tokens.shape[1], seen, behind)
+        hidden = self.backbone(x, state.rotation(positions), state.cache, mask)
         return StepOut(self.backbone.logits(hidden), hidden)
 
     def commit(self, state: State, count: Tensor, path: Tensor | None = None) -> None:

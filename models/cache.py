@@ -29,22 +29,22 @@ class KVCache:
     def capacity(self) -> int:
         return self.keys.shape[3]
 
-    def open(self, count: int, tree_mask: Tensor | None = None) -> Tensor:
-        """Reserve ``count`` slots behind every row's length for the next pass and return who sees what.
+    def open(self, count: int, tree_mask: Tensor | None = None, behind: int = 0) -> Tensor:
+        """Reserve the next pass's ``count`` slots, after every row's length and ``behind`` uncommitted tokens.
 
-        tree_mask [count, count] (bool): may token i see token j of this pass; None is a chain (lower triangle).
-        Returns a mask [rows, 1, count, capacity] (bool). Slots past the capacity are folded onto the last one; the
+        tree_mask [rows, count, behind + count] (bool): may token i see uncommitted token j; None is a chain. Returns
+        who sees which slot [rows, 1, count, capacity] (bool). Slots past the capacity are folded onto the last one; the
         caller provides slack so that only tokens behind the end of the image get there.
         """
         lengths = self.lengths[:, None]
-        offsets = torch.arange(count, device=lengths.device)
+        offsets = behind + torch.arange(count, device=lengths.device)
         self._slots = (lengths + offsets).clamp(max=self.capacity - 1)
         offset_of_column = self._columns - lengths  # [rows, capacity]
         if tree_mask is None:
             return (offset_of_column[:, None] <= offsets[:, None])[:, None]
-        inside = (offset_of_column >= 0) & (offset_of_column < count)
-        seen = tree_mask[:, offset_of_column.clamp(0, count - 1)].transpose(0, 1)  # [rows, count, capacity]
-        return ((offset_of_column < 0)[:, None] | (inside[:, None] & seen))[:, None]
+        inside = (offset_of_column >= 0) & (offset_of_column < behind + count)
+        index = offset_of_column.clamp(0, behind + count - 1)[:, None].expand(-1, count, -1)
+        return ((offset_of_column < 0)[:, None] | (inside[:, None] & tree_mask.gather(2, index)))[:, None]
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values [rows, heads, count, head_dim] in the open slots; return the layer's whole buffers."""

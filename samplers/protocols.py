@@ -79,12 +79,55 @@ class ARModel(Protocol):
         """Prefilled state; ``state.prefill`` is the StepOut that predicts position 0. ``slack``: uncommitted tokens."""
         ...
 
-    def step(self, state: Any, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None) -> StepOut:
-        """Feed tokens [B, T] (int64) standing at positions [B, T] behind what is committed."""
+    def step(
+        self, state: Any, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None, behind: int = 0
+    ) -> StepOut:
+        """Feed tokens [B, T] (int64) standing at positions [B, T] behind what is committed and ``behind`` others.
+
+        tree_mask [B, T, behind + T] (bool): does token i see uncommitted token j; None is a chain.
+        """
         ...
 
     def commit(self, state: Any, count: Tensor, path: Tensor | None = None) -> None:
         """Keep ``count`` [B] tokens of the last step: its first ones, or the first of ``path`` [B, P] (offsets)."""
+        ...
+
+    def neighbours(self, count: int) -> Tensor:
+        """Table [V, count] (int64): for each code the others by distance of their code vectors, nearest first."""
+        ...
+
+
+class Drafter(Protocol):
+    """Guesses what a target model will draw: its own vocabulary and token layout are the target's.
+
+    Rows of logits and hidden states are those of the target (conditional ones first).
+    """
+
+    def start(
+        self, target_state: Any, conditioning: Any, negative: Any, batch: int, layout: TokenLayout, slack: int,
+        guided: bool,
+    ) -> Any:
+        """State behind the prompt; target_state is the target's, freshly started. ``slack``: drafts per round."""
+        ...
+
+    def observe(self, state: Any, tokens: Tensor, positions: Tensor, hidden: Tensor, count: Tensor) -> StepOut:
+        """Take over the first ``count`` [B] of the decided tokens [B, T], forgetting what was expanded.
+
+        hidden [R, T, D]: the target's hidden state one position before each token. Returns the StepOut [R, 1, ...]
+        behind the last token taken.
+        """
+        ...
+
+    def expand(self, state: Any, tokens: Tensor, positions: Tensor, hidden: Tensor, tree_mask: Tensor) -> StepOut:
+        """Feed drafts [B, F] at positions [B, F] on top of the E expanded since the last ``observe``.
+
+        hidden [R, F, D]: what this drafter returned for each draft's parent. tree_mask [B, F, E + F] (bool): does draft
+        i see draft j.
+        """
+        ...
+
+    def rewind(self, state: Any, count: Tensor) -> None:
+        """Forget the last ``count`` [B] tokens observed."""
         ...
 
 
@@ -129,7 +172,11 @@ Callback = Callable[[Progress], None]
 
 @dataclass(frozen=True)
 class Request:
-    """What every sampler is asked: draw ``batch`` images (image i with seed + i) from ``model`` under a prompt."""
+    """What every sampler is asked: draw ``batch`` images (image i with seed + i) from ``model`` under a prompt.
+
+    strength [1 or B, S] (fp32, 0..1): how far a relaxed acceptance rule may go at each position, 0 being exact; None is
+    1 everywhere.
+    """
 
     model: ARModel
     conditioning: Any
@@ -139,6 +186,7 @@ class Request:
     seed: int = 0
     batch: int = 1
     callback: Callback | None = None
+    strength: Tensor | None = None
 
 
 @dataclass(frozen=True)

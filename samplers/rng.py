@@ -66,13 +66,17 @@ class Stream:
         key = (self.keys[:, :1], self.keys[:, 1:])
         return (philox(counter, key)[0] >> 8).float() * 2**-24
 
-    def gumbel(self, positions: Tensor, vocab: int) -> Tensor:
-        """Standard Gumbel noise [B, T, vocab] (fp32) for positions [B, T]: one fixed vector per image and position."""
+    def gumbel(
+        self, positions: Tensor, vocab: int, purpose: Purpose = Purpose.TARGET, draw: int | Tensor = 0
+    ) -> Tensor:
+        """Standard Gumbel noise [B, T, vocab] (fp32) for positions [B, T]; ``draw`` numbers repeated uses.
+
+        By default one fixed vector per image and position.
+        """
         lanes = torch.arange((vocab + 3) // 4, device=positions.device)
         position = positions.unsqueeze(-1)
-        counter = torch.broadcast_tensors(
-            position, torch.full_like(position, Purpose.TARGET), torch.zeros_like(position), lanes
-        )
+        draws = (torch.zeros_like(positions) + draw).unsqueeze(-1)
+        counter = torch.broadcast_tensors(position, torch.full_like(position, purpose), draws, lanes)
         key = (self.keys[:, :1, None], self.keys[:, 1:, None])
         words = torch.stack(philox(counter, key), dim=-1).flatten(-2)[..., :vocab]
         # v in (0, 1), finest near 0, where the largest noise comes from. It must not round to 1 or reach 0: infinite

@@ -62,7 +62,7 @@ class Script:
         committed = torch.tensor([len(row) for row in self.tokens])
         positions = committed[:, None] + torch.tensor([len(line) - 1 for line in ancestors])
         with torch.inference_mode():
-            out = self.model.step(self.state, tokens, positions, None if chain else mask)
+            out = self.model.step(self.state, tokens, positions, None if chain else mask.expand(BATCH, -1, -1))
             for i, line in enumerate(ancestors):
                 prefixes = [row + tokens[b, line].tolist() for b, row in enumerate(self.tokens)]
                 self.compare(out.logits[:, i], [p[:LENGTH] for p in prefixes])
@@ -122,7 +122,7 @@ def test_a_tree_path_moves_to_consecutive_slots():
     for layer in range(2):
         cache.write(layer, torch.full((2, 1, 1, 1), -1.0), torch.full((2, 1, 1, 1), -1.0))
     cache.commit(torch.tensor([1, 0]))
-    cache.open(4, torch.eye(4, dtype=torch.bool))
+    cache.open(4, torch.eye(4, dtype=torch.bool).expand(2, -1, -1))
     for layer in range(2):
         nodes = torch.arange(4.0).view(1, 1, 4, 1).expand(2, -1, -1, -1)
         cache.write(layer, nodes, nodes)

@@ -68,7 +68,9 @@ class ToyModel:
         out = StepOut(self.logits(zeros, zeros, 1 + guided), torch.empty(0))
         return ToyState(zeros[:, 0], zeros[:, 0], zeros, out)
 
-    def step(self, state: ToyState, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None) -> StepOut:
+    def step(
+        self, state: ToyState, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None, behind: int = 0
+    ) -> StepOut:
         expected = state.length[:, None] + torch.arange(tokens.shape[1])
         assert torch.equal(positions, expected), "a step must continue behind the committed tokens"
         codes = [state.code]
