@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.sampling import at, categorical, point_mass
-from .acceptance import AcceptanceRule, Draft, Exact, accept_or_redraw
+from .acceptance import AcceptanceRule, Draft, Exact, accept_or_redraw, check_strength
 from .logits import probabilities
 from .protocols import ARModel, Decoded, Progress, Request, SamplingParams, TokenLayout
 from .rng import Purpose, Stream
@@ -38,7 +38,7 @@ class Window:
     committed [B]: n, tokens decided so far; root [B, 1]: token n - 1; draft: W columns for positions n .. n+W-1, of
     which the last has no guess; age [B, W]: passes a guess has been through; laws [B, R, V+]: the last known law of
     position i in slot i mod R, R = stride (a row of the picture), for guesses drawn from a neighbour's law;
-    noise [B, W, V+]: the positions' fixed Gumbel vectors, for reuse="gumbel" only.
+    noise [B, W, V+]: the positions' fixed Gumbel vectors, for reuse="gumbel" only; strength [1 or B, S]: see Request.
     """
 
     committed: Tensor
@@ -47,16 +47,21 @@ class Window:
     age: Tensor
     laws: Tensor
     noise: Tensor | None
+    strength: Tensor | None
 
 
 @dataclass(frozen=True)
 class Verified:
-    """Outcome of a pass for the W columns: tokens, accepted, the law p, and how many tokens each image commits."""
+    """Outcome of a pass for the W columns: tokens, accepted, which of these only a relaxed rule let pass, the drift
+    ``leak`` that rule allowed, the law p, and how many tokens each image commits.
+    """
 
     position: Tensor
     p: Tensor
     token: Tensor
     accepted: Tensor
+    relaxed: Tensor
+    leak: Tensor
     committed: Tensor
     count: Tensor
 
@@ -64,22 +69,29 @@ class Verified:
 def verify(method: SJD, p: Tensor, window: Window, stream: Stream, turn: Tensor, length: int) -> Verified:
     """Decide the window's guesses against p [B, W, V+]: accept a run of them and fix the token behind it.
 
-    SJD eq. (3): accept guess k while u_k < p_k(x_k) / q_k(x_k), draw the first rejected position from norm([p - q]+).
+    SJD eq. (3): accept guess k while u_k < p_k(x_k) / q_k(x_k), draw the first rejected position from norm([p - q]+);
+    a relaxed rule puts its own probability and law in their place.
     """
     draft = window.draft
     position = window.committed[:, None] + torch.arange(p.shape[1], device=p.device)
+    strength = torch.ones(position.shape, device=p.device)
+    if window.strength is not None:
+        strength = window.strength.expand(p.shape[0], -1).gather(1, position.clamp(max=length - 1))
     if method.reuse == "gumbel":
         token = (p.log() + window.noise).argmax(-1)
         accepted = draft.exists & (token == draft.token)
+        relaxed, leak = torch.zeros_like(accepted), torch.zeros_like(strength)
     else:
         u = stream.uniform(position, Purpose.ACCEPT, turn)
         v = stream.uniform(position, Purpose.REDRAW, turn)
-        token, accepted = accept_or_redraw(method.rule, p, draft, u, v)
+        outcome = accept_or_redraw(method.rule, p, draft, u, v, strength)
+        token, accepted, relaxed = outcome.token, outcome.accepted, outcome.relaxed
+        leak = method.rule.leak(p, draft.q, draft.token, draft.depth, strength) * draft.exists
     accepted = accepted & (position < length)
     run = accepted.long().cumprod(-1).sum(-1)  # leading accepted guesses
     count = torch.minimum(run + 1, length - window.committed).clamp(min=0)
     committed = torch.arange(p.shape[1], device=p.device) < count[:, None]
-    return Verified(position, p, token, accepted, committed, count)
+    return Verified(position, p, token, accepted, relaxed, leak, committed, count)
 
 
 def refine(method: SJD, verified: Verified, window: Window, stream: Stream, turn: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,7 +108,7 @@ def refine(method: SJD, verified: Verified, window: Window, stream: Stream, turn
     u = stream.uniform(verified.position, Purpose.ACCEPT, turn)
     v = stream.uniform(verified.position, Purpose.REDRAW, turn)
     if method.reuse == "coupled":
-        return accept_or_redraw(Exact(), p, draft, u, v)[0], p
+        return accept_or_redraw(Exact(), p, draft, u, v, torch.zeros_like(u)).token, p
     redrawn = categorical(p, v)
     if method.reuse == "resample":
         return redrawn, p
@@ -198,15 +210,19 @@ def slide(
 
     last = (verified.count - 1).clamp(min=0)[:, None]
     root = torch.where(verified.count[:, None] > 0, verified.token.gather(1, last), window.root)
-    return Window(committed, root, draft, age, laws, noise)
+    return Window(committed, root, draft, age, laws, noise, window.strength)
 
 
-def empty_window(method: SJD, stream: Stream, batch: int, stride: int, total: int, device: torch.device) -> Window:
+def empty_window(
+    method: SJD, stream: Stream, batch: int, stride: int, total: int, device: torch.device,
+    strength: Tensor | None = None,
+) -> Window:
     """The window before the prompt's own prediction: one column, no guess."""
     zeros = torch.zeros((batch, 1), dtype=torch.int64, device=device)
     nothing = Draft(zeros, torch.zeros((batch, 1, total), device=device), zeros, zeros.bool())
     noise = stream.gumbel(zeros, total) if method.reuse == "gumbel" else None
-    return Window(zeros[:, 0], zeros, nothing, zeros, torch.zeros((batch, stride, total), device=device), noise)
+    laws = torch.zeros((batch, stride, total), device=device)
+    return Window(zeros[:, 0], zeros, nothing, zeros, laws, noise, strength)
 
 
 def step(
@@ -231,11 +247,12 @@ def record(recorder: Recorder, verified: Verified, window: Window, layout: Token
     forced = layout.forced.expand(position.shape[0], -1).gather(1, position.clamp(max=layout.length - 1)) >= 0
     source = torch.where(draft.exists, Source.RESIDUAL, Source.BONUS if passes else Source.PREFILL)
     source = torch.where(verified.accepted, Source.ACCEPTED, source)
+    source = torch.where(verified.relaxed, Source.RELAXED, source)
     source = torch.where(forced, Source.FORCED, source)
     p_draft, q_draft = at(verified.p, draft.token), at(draft.q, draft.token)
     recorder.tokens(
         position, verified.committed, verified.p, verified.token,
-        finalised_at=passes, source=source, depth=draft.depth * draft.exists, q=q_draft,
+        finalised_at=passes, source=source, depth=draft.depth * draft.exists, q=q_draft, tv_leak=verified.leak,
         ratio=torch.where(draft.exists, p_draft / q_draft.clamp(min=1e-30), 0), refinements=window.age,
     )
     accepted = (verified.accepted & verified.committed & ~forced).sum(-1)
@@ -268,6 +285,12 @@ class SJD:
             raise ValueError(f"initial is {self.initial!r}; choose one of {', '.join(INITIAL)}.")
         if not self.threshold > 0:
             raise ValueError(f"threshold is {self.threshold}, but must be above 0 (SJD++ uses 0.5).")
+        self.rule.check()
+        if self.reuse == "gumbel" and not self.rule.lossless:
+            raise ValueError(
+                f"reuse='gumbel' keeps a guess when it equals the token to be drawn: there is no ratio that the rule "
+                f"{self.rule.name!r} could relax. Use the exact rule, or reuse='coupled'."
+            )
 
     def sample(self, request: Request) -> Decoded:
         """Draw ``request.batch`` images, each at its own pace. Raises ValueError on illegal parameters."""
@@ -275,6 +298,7 @@ class SJD:
         layout, device = request.layout.to(model.device), model.device
         params.check(model.vocab)
         self.check(layout.length)
+        method = replace(self, rule=self.rule.bind(model))
         width = self.window or min(32, layout.length)
         begun = lap = time.perf_counter()
         stream = Stream.of(request.seed, batch, device)
@@ -284,10 +308,11 @@ class SJD:
         state = model.start(request.conditioning, request.negative, batch, layout, slack=width, guided=params.cfg != 1)
         forced = layout.forced.expand(batch, -1)[:, :1]
         p = probabilities(state.prefill.logits[:, -1:], params, model.vocab, forced)
-        window = empty_window(self, stream, batch, layout.stride, p.shape[-1], device)
+        strength = check_strength(request.strength, batch, layout.length, device)
+        window = empty_window(method, stream, batch, layout.stride, p.shape[-1], device, strength)
         turn = torch.zeros((), dtype=torch.int64, device=device)
-        verified = verify(self, p, window, stream, turn, layout.length)
-        following = slide(self, verified, window, stream, turn, layout, model.vocab, width)
+        verified = verify(method, p, window, stream, turn, layout.length)
+        following = slide(method, verified, window, stream, turn, layout, model.vocab, width)
         passes = 0
         while True:
             tokens.scatter_(1, torch.where(verified.committed, verified.position, layout.length), verified.token)
@@ -299,11 +324,11 @@ class SJD:
                 request.callback(Progress(tokens[:, :-1], window.committed, layout.length, passes))
             if done:
                 break
-            verified, following = step(self, model, state, window, stream, turn + passes, layout, params)
+            verified, following = step(method, model, state, window, stream, turn + passes, layout, params)
 
         settings = {
             "method": "sjd", "window": width, "reuse": self.reuse, "initial": self.initial,
-            "rule": type(self.rule).__name__, "lossless": self.rule.lossless and self.reuse != "threshold_paper",
+            "rule": method.rule.describe(), "lossless": self.rule.lossless and self.reuse != "threshold_paper",
         }
         if self.reuse.startswith("threshold"):
             settings["threshold"] = self.threshold
