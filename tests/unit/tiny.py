@@ -1,4 +1,7 @@
-"""LlamaGen-shaped models small enough for a test, with weights that any program can rebuild from a tensor's name."""
+"""LlamaGen-shaped models and drafters small enough for a test.
+
+Their weights are such that any program can rebuild them from a tensor's name.
+"""
 
 from __future__ import annotations
 
@@ -79,3 +82,43 @@ def llamagen(folder: Path, text: bool) -> DiscreteModel:
 def caption_features(tokens: int = 7) -> Tensor:
     """Features [1, tokens, CAPTION] of a made-up caption."""
     return fill("caption embedding", (1, tokens, CAPTION))
+
+
+def eagle_shapes(
+    dim: int = 64, ffn: int = 256, vocab: int = VOCAB, bias: bool = True, head_norms: int = 0
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a released EAGLE drafter; head_norms: 0 (LlamaGen), HEADS (Anole) or 1 (Lumina-mGPT)."""
+    attention, mlp = "layers.0.self_attn", "layers.0.mlp"
+    shapes = {"embed_tokens.weight": (vocab, dim), "fc.weight": (dim, 2 * dim), f"{mlp}.gate_proj.weight": (ffn, dim),
+              f"{mlp}.up_proj.weight": (ffn, dim), f"{mlp}.down_proj.weight": (dim, ffn),
+              "layers.0.post_attention_layernorm.weight": (dim,)}
+    shapes |= {f"{attention}.{part}_proj.weight": (dim, dim) for part in "qkvo"}
+    if bias:
+        shapes["fc.bias"] = (dim,)
+    if head_norms:
+        shapes["layers.0.input_layernorm.weight"] = (dim,)
+        shapes |= {f"{attention}.{part}_norm.{kind}": (head_norms, dim // HEADS)
+                   for part in "qk" for kind in ("weight", "bias")}
+    return shapes
+
+
+def eagle_weights(**options) -> dict[str, Tensor]:
+    return {name: fill(name, shape) for name, shape in eagle_shapes(**options).items()}
+
+
+def eagle_config(**changes) -> dict:
+    """config.json of the tiny drafter, with the entries of the released ones."""
+    return {
+        "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "hidden_size": 64, "input_type": "t2i",
+        "intermediate_size": 256, "max_position_embeddings": 2048, "model_type": "llama", "num_attention_heads": HEADS,
+        "num_hidden_layers": 1, "num_key_value_heads": HEADS, "pad_token_id": 0, "rms_norm_eps": 1e-5,
+        "rope_scaling": None, "tie_word_embeddings": False, "vocab_size": VOCAB,
+    } | changes
+
+
+def write_eagle(folder: Path, weights: dict[str, Tensor] | None = None, **changes) -> Path:
+    """A drafter's folder: config.json (with ``changes``) and model.safetensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(eagle_config(**changes)), encoding="utf-8")
+    save_file(eagle_weights() if weights is None else weights, str(folder / "model.safetensors"))
+    return folder
