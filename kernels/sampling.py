@@ -31,8 +31,12 @@ def categorical(weights: Tensor, u: Tensor) -> Tensor:
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """Unnormalised rejection law [p - q]+ [..., V]; where round-off leaves no mass (p equals q), p itself."""
-    excess = (p - q).clamp(min=0)
-    return torch.where(excess.sum(-1, keepdim=True) > 0, excess, p)
+    return unless_empty((p - q).clamp(min=0), p)
+
+
+def unless_empty(weights: Tensor, fallback: Tensor) -> Tensor:
+    """Non-negative rows ``weights`` [..., V], replaced by ``fallback`` [..., V] where they are all zero."""
+    return torch.where(weights.sum(-1, keepdim=True) > 0, weights, fallback)
 
 
 def entropy(p: Tensor) -> Tensor:
