@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..models.backbone import Backbone, Rotation, grid_rotation
 from ..models.cache import KVCache
 from ..samplers.protocols import SamplingParams, StepOut, TokenLayout
+from .neighbours import neighbour_table
 from .prompt_encoders import PromptEncoder
 
 Conditioning = list  # core's CONDITIONING: [[features [1 or B, n, F], {"ar": {"family": ..., "text": ...}}]]
@@ -69,6 +70,17 @@ class DiscreteModel(nn.Module):
         if self.codebook is None:
             raise ValueError("No image decoder is attached to this model, so its tokens have no code vectors yet.")
         return self.codebook[tokens.cpu()].movedim(-1, 1).contiguous()
+
+    def neighbours(self, count: int) -> Tensor:
+        """Table [V, count] (int64): for each code the others by distance of their code vectors, nearest first.
+
+        Raises ValueError before a codebook is attached, and unless count is in 1 .. V - 1.
+        """
+        if self.codebook is None:
+            raise ValueError(
+                "This rule compares code vectors, but no image decoder is attached to the model. Load the VQ file too."
+            )
+        return neighbour_table(self.codebook, count)
 
     def layout(self, rows: int | None = None, cols: int | None = None) -> TokenLayout:
         """The token layout; raises ValueError for a grid the model was not trained on."""
