@@ -251,7 +251,7 @@ def record(recorder: Recorder, verified: Verified, window: Window, layout: Token
     source = torch.where(forced, Source.FORCED, source)
     p_draft, q_draft = at(verified.p, draft.token), at(draft.q, draft.token)
     recorder.tokens(
-        position, verified.committed, verified.p, verified.token,
+        position, verified.committed, verified.token, verified.p,
         finalised_at=passes, source=source, depth=draft.depth * draft.exists, q=q_draft, tv_leak=verified.leak,
         ratio=torch.where(draft.exists, p_draft / q_draft.clamp(min=1e-30), 0), refinements=window.age,
     )
@@ -266,7 +266,7 @@ class SJD:
     window: tokens per pass W, the root included (2 .. S); None picks 32, or S if that is less.
     reuse: one of REUSE; "coupled", "gumbel", "threshold_exact" and "resample" draw from exactly the model's law,
     "threshold_paper" (SJD++ as printed) does not. initial: one of INITIAL. threshold: SJD++'s tau (> 0).
-    rule: how a guess is verified; refinement stays exact.
+    rule: how a guess is verified, its depth being its place in the window, from 1; refinement stays exact.
     """
 
     window: int | None = None
@@ -299,6 +299,7 @@ class SJD:
         params.check(model.vocab)
         self.check(layout.length)
         method = replace(self, rule=self.rule.bind(model))
+        strength = check_strength(request.strength, batch, layout.length, device)
         width = self.window or min(32, layout.length)
         begun = lap = time.perf_counter()
         stream = Stream.of(request.seed, batch, device)
@@ -308,7 +309,6 @@ class SJD:
         state = model.start(request.conditioning, request.negative, batch, layout, slack=width, guided=params.cfg != 1)
         forced = layout.forced.expand(batch, -1)[:, :1]
         p = probabilities(state.prefill.logits[:, -1:], params, model.vocab, forced)
-        strength = check_strength(request.strength, batch, layout.length, device)
         window = empty_window(method, stream, batch, layout.stride, p.shape[-1], device, strength)
         turn = torch.zeros((), dtype=torch.int64, device=device)
         verified = verify(method, p, window, stream, turn, layout.length)

@@ -45,7 +45,7 @@ class NextToken:
             token = (p.log() + stream.gumbel(position, p.shape[-1])).argmax(-1)
             tokens[:, n : n + 1] = token
             source = torch.where(forced[:, n : n + 1] >= 0, Source.FORCED, Source.BONUS if n else Source.PREFILL)
-            recorder.tokens(position, everywhere, p, token, finalised_at=n, source=source)
+            recorder.tokens(position, everywhere, token, p, finalised_at=n, source=source)
             recorder.round(accepted=0 * one, committed=one, width=1)
             if request.callback:
                 request.callback(Progress(tokens, (n + 1) * one, layout.length, n + 1))

@@ -39,6 +39,10 @@ class TokenLayout:
     def position(self, row: int, col: int) -> int:
         return row * self.stride + col
 
+    def forced_at(self, position: Tensor) -> Tensor:
+        """The id forced at positions [B, T] or -1; behind the end, that of the last position."""
+        return self.forced.expand(len(position), -1).gather(1, position.clamp(max=self.length - 1))
+
     def to_grid(self, values: Tensor) -> Tensor:
         """Values [..., S] of a sequence -> [..., rows, cols] of the picture."""
         body = values[..., : self.rows * self.stride]

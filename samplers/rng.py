@@ -26,6 +26,8 @@ class Purpose(IntEnum):
     REDRAW = 2
     INITIAL = 3
     DRAFT = 4
+    SKIP = 5
+    SHAPE = 6
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:

@@ -30,7 +30,7 @@ class Source(IntEnum):
 
 
 _POSITION_FIELDS = {  # name -> (dtype, meaning)
-    "finalised_at": torch.int32,  # target pass that fixed the token; the prompt's pass is 0
+    "finalised_at": torch.int32,  # target pass that fixed the token (or was the last before); the prompt's pass is 0
     "source": torch.uint8,  # a Source
     "depth": torch.int32,  # place of the token in the draft that was verified, from 1; 0 without a draft
     "p": torch.float32,  # target probability of the final token
@@ -40,6 +40,9 @@ _POSITION_FIELDS = {  # name -> (dtype, meaning)
     "entropy": torch.float32,  # of p, in nats
     "top1": torch.float32,  # largest probability of p
     "refinements": torch.int32,  # passes the token's draft spent in the window before the one that fixed it
+    "rank": torch.int32,  # place among its siblings of the draft verified there, from 0
+    "tree_depth": torch.int32,  # levels of the draft tree of the round that fixed it (0 without a tree)
+    "tree_width": torch.int32,  # most drafts on one level of that tree
 }
 
 
@@ -147,32 +150,35 @@ class Recorder:
         self.rounds: list[dict[str, Any]] = []
 
     def tokens(
-        self, positions: Tensor, committed: Tensor, p: Tensor, token: Tensor, **values: Tensor | int | float
+        self, positions: Tensor, committed: Tensor, token: Tensor, p: Tensor | None, **values: Tensor | int | float
     ) -> None:
-        """Record final tokens [B, T] at positions [B, T] where ``committed`` [B, T]; p [B, T, V+] is the target law.
+        """Record final tokens [B, T] at positions [B, T] where ``committed`` [B, T].
 
-        ``values`` are per-token tensors [B, T] or scalars, named as in _POSITION_FIELDS.
+        p [B, T, V+] is the target law, None where it is not known. ``values`` are per-token tensors [B, T] or scalars,
+        named as in _POSITION_FIELDS.
         """
         slot = torch.where(committed, positions, self.layout.length)
-        values |= {"p": at(p, token), "entropy": entropy(p), "top1": p.amax(-1)}
+        if p is not None:
+            values |= {"p": at(p, token), "entropy": entropy(p), "top1": p.amax(-1)}
         for name, value in values.items():
             target = self.positions[name]
             value = torch.as_tensor(value, device=target.device).to(target.dtype).expand(slot.shape)
             target.scatter_(1, slot, value)
 
     def round(self, **values: Any) -> None:
-        """Record one target pass: scalars or [B] tensors."""
+        """Record one round: scalars or [B] tensors."""
         self.rounds.append(values)
 
     def finish(self, seed: int, settings: dict[str, Any], seconds: float, draft_passes: int = 0) -> Trace:
-        """Move everything to the CPU and add the totals."""
+        """Move everything to the CPU and add the totals. A round in which all images skip verification is no pass."""
         positions = {name: value[:, :-1].cpu() for name, value in self.positions.items()}
         rounds = {name: torch.stack([torch.as_tensor(r[name]).cpu() for r in self.rounds]) for name in self.rounds[0]}
         committed = rounds["committed"].reshape(len(self.rounds), self.batch)
-        per_image = (committed > 0).sum(0).tolist()
+        verified = (committed > 0) & ~rounds.get("skipped", torch.zeros_like(committed)).bool()
+        per_image = verified.sum(0).tolist()
         free = int((positions["source"] != Source.FORCED).sum())
         totals = {
-            "target_passes": len(self.rounds),
+            "target_passes": int(verified.any(1).sum()),
             "passes_per_image": per_image,
             "draft_passes": draft_passes,
             "images": self.batch,

@@ -62,3 +62,78 @@ class Tree:
         inner = torch.zeros_like(self.token).scatter_add(1, self.parent, self.exists.long()) > 0
         inner[:, 0] = True
         return self.exists & ~inner
+
+    def spread(self) -> tuple[Tensor, Tensor]:
+        """Deepest level [B] and most drafts on one level [B] of each image's tree (int64; 0 where it has no draft)."""
+        level = torch.where(self.exists, self.depth, 0)
+        counts = torch.zeros((len(level), self.levels + 1), dtype=torch.int64, device=level.device)
+        counts = counts.scatter_add(1, level, self.exists.long())[:, 1:]
+        return level.amax(1), counts.amax(1)
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of a shape: every draft's parent (its place in the level above) and rank; the first ``inner`` have
+    children."""
+
+    parent: tuple[int, ...]
+    rank: tuple[int, ...]
+    inner: int
+
+
+Shape = tuple[Level, ...]
+Path = tuple[int, ...]  # child numbers from the root: (0, 1) is the second child of the first child
+
+# Published static trees as the number of children of every draft, level by level (the root first, zeros at the end left
+# out). Li et al., EAGLE (ICML 2024): 25 drafts on 4, 8, 8, 3, 2; LANTERN++ (Park et al., 2025): 57 on 5, 13, 16, 14, 9.
+_PUBLISHED = {
+    "eagle_25": ((4,), (3, 2, 2, 1), (3, 2, 2, 1), (3,), (2,)),
+    "lantern_57": ((5,), (4, 3, 3, 2, 1), (4, 3, 3, 2, 2, 1, 0, 1), (4, 3, 2, 1, 2, 1, 0, 1), (3, 2, 0, 0, 2, 1, 0, 1)),
+}  # fmt: skip
+PUBLISHED = tuple(_PUBLISHED)
+
+
+def published(name: str) -> tuple[Path, ...]:
+    """The paths of a published static tree. Raises ValueError for another name."""
+    if name not in _PUBLISHED:
+        raise ValueError(f"tree is {name!r}; choose one of {', '.join(PUBLISHED)}, or give a list of paths.")
+    paths, above = [], [()]
+    for counts in _PUBLISHED[name]:
+        above = [(*path, rank) for path, count in zip(above, counts) for rank in range(count)]
+        paths += above
+    return tuple(paths)
+
+
+def smallest_ranks(depth: int, width: int) -> tuple[Path, ...]:
+    """On every level the ``width`` paths of smallest total rank, the likeliest to be accepted among sampled drafts.
+
+    The first w of them are the tree of width w, and no level depends on those below: trees of several depths and widths
+    are cut out of one.
+    """
+    paths, above = [], [()]
+    for _ in range(depth):
+        children = ((*path, rank) for path in above for rank in range(width))
+        above = sorted(children, key=lambda path: (sum(path), path))[:width]
+        paths += above
+    return tuple(paths)
+
+
+def shape_of(paths: tuple[Path, ...]) -> Shape:
+    """The shape of a list of paths. Raises ValueError unless they are a prefix-closed tree of distinct paths."""
+    given = set(paths)
+    if not given or len(given) < len(paths) or any(not path or min(path) < 0 for path in given):
+        raise ValueError("A tree is a list of distinct, non-empty paths of child numbers from 0, such as (0,), (0, 1).")
+    for path in given:
+        for needed in (path[:-1], (*path[:-1], path[-1] - 1)):
+            if needed and needed[-1] >= 0 and needed not in given:
+                raise ValueError(f"The tree has {path} but lacks {needed}: parents and earlier siblings must be in it.")
+    parents = {path[:-1] for path in given}
+    levels, above = [], [()]
+    for depth in range(1, max(map(len, given)) + 1):
+        here = sorted((p for p in given if len(p) == depth), key=lambda path: (path not in parents, sum(path), path))
+        levels.append(Level(
+            tuple(above.index(path[:-1]) for path in here), tuple(path[-1] for path in here),
+            sum(path in parents for path in here),
+        ))
+        above = here
+    return tuple(levels)

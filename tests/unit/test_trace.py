@@ -64,7 +64,7 @@ def test_hand_made_run_has_the_hand_made_numbers():
 
     def commit(first, count, passes, source, depth):
         place = torch.tensor(first)[:, None] + torch.arange(2)
-        recorder.tokens(place, torch.arange(2) < torch.tensor(count)[:, None], p, token, finalised_at=passes,
+        recorder.tokens(place, torch.arange(2) < torch.tensor(count)[:, None], token, p, finalised_at=passes,
                         source=torch.tensor(source), depth=torch.tensor(depth), q=0.5, ratio=0.5)
         recorder.round(accepted=torch.tensor([0, count[1] - 1]).clamp(min=0), committed=torch.tensor(count), width=2)
 

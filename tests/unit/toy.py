@@ -21,12 +21,17 @@ VOCAB = 3
 
 @dataclass
 class ToyState:
-    """Committed prefix of every row as its length and its number in base V+; and those after each fed token."""
+    """Committed prefix of every row as its length and its number in base V+; then what was fed since.
+
+    tokens, positions [B, n] and who of them sees whom [B, n, n]; prefill is the prompt's own prediction.
+    """
 
     length: Tensor
     code: Tensor
-    fed: Tensor
     prefill: StepOut
+    tokens: Tensor
+    positions: Tensor
+    seen: Tensor
 
 
 class ToyModel:
@@ -65,24 +70,48 @@ class ToyModel:
 
     def start(self, conditioning: Any, negative: Any, batch: int, layout: TokenLayout, slack: int, guided: bool) -> Any:
         zeros = torch.zeros((batch, 1), dtype=torch.int64)
-        out = StepOut(self.logits(zeros, zeros, 1 + guided), torch.empty(0))
-        return ToyState(zeros[:, 0], zeros[:, 0], zeros, out)
+        out = self.out(zeros, zeros, 1 + guided)
+        nothing = torch.zeros((batch, 0), dtype=torch.int64)
+        return ToyState(zeros[:, 0], zeros[:, 0], out, nothing, nothing, torch.zeros((batch, 0, 0), dtype=torch.bool))
+
+    def out(self, length: Tensor, code: Tensor, branches: int) -> StepOut:
+        """Prediction behind prefixes [B, T]; as hidden state [R, T, 1], the number of the prefix."""
+        return StepOut(self.logits(length, code, branches), code[..., None].repeat(branches, 1, 1).double())
 
     def step(
         self, state: ToyState, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None, behind: int = 0
     ) -> StepOut:
-        expected = state.length[:, None] + torch.arange(tokens.shape[1])
-        assert torch.equal(positions, expected), "a step must continue behind the committed tokens"
-        codes = [state.code]
-        for token in tokens.unbind(1):
-            codes.append(codes[-1] * self.vocab_total + token)
-        state.fed = torch.stack(codes, dim=1)
-        return StepOut(self.logits(expected + 1, state.fed[:, 1:], state.prefill.logits.shape[0] // len(tokens)),
-                       torch.empty(0))
+        count = tokens.shape[1]
+        if tree_mask is None:
+            tree_mask = torch.ones((count, behind + count), dtype=torch.bool).tril(behind).expand(len(tokens), -1, -1)
+            expected = state.length[:, None] + behind + torch.arange(count)
+            assert torch.equal(positions, expected), "a chain must continue behind the committed tokens"
+        state.tokens = torch.cat((state.tokens[:, :behind], tokens), dim=1)
+        state.positions = torch.cat((state.positions[:, :behind], positions), dim=1)
+        old = torch.nn.functional.pad(state.seen[:, :behind, :behind], (0, count))
+        state.seen = torch.cat((old, tree_mask), dim=1)
+        code = state.code[:, None].expand(-1, count)
+        for j, token in enumerate(state.tokens.unbind(1)):
+            code = torch.where(tree_mask[:, :, j], code * self.vocab_total + token[:, None], code)
+        length = state.length[:, None] + tree_mask.sum(-1)
+        return self.out(length, code, state.prefill.logits.shape[0] // len(tokens))
 
     def commit(self, state: ToyState, count: Tensor, path: Tensor | None = None) -> None:
-        state.length = state.length + count
-        state.code = state.fed.gather(1, count[:, None])[:, 0]
+        fed = state.tokens.shape[1]
+        if path is None:
+            path = torch.arange(fed).expand(len(count), -1)
+        rows, line, code = torch.arange(len(count)), torch.zeros((len(count), fed), dtype=torch.bool), state.code
+        for i, place in enumerate(path.unbind(1)):
+            kept = i < count
+            line = line | (torch.nn.functional.one_hot(place, fed).bool() & kept[:, None])
+            stands, sees = state.positions[rows, place], state.seen[rows, place]
+            assert (stands == state.length + i)[kept].all(), "a kept token stands elsewhere"
+            assert torch.equal(sees[kept], line[kept]), "a kept token saw others than those kept before it"
+            code = torch.where(kept, code * self.vocab_total + state.tokens[rows, place], code)
+        state.length, state.code = state.length + count, code
+
+    def neighbours(self, count: int) -> Tensor:
+        return torch.stack([torch.tensor([j for j in range(self.vocab) if j != i]) for i in range(self.vocab)])[:, :count]
 
     def law(self, layout: TokenLayout, params: SamplingParams) -> dict[tuple[int, ...], float]:
         """The probability of every image of a layout whose forced row is the first, in plain double arithmetic."""
@@ -175,3 +204,43 @@ def marginal(law: dict[tuple[int, ...], float], places: list[int]) -> dict[tuple
         key = tuple(image[i] for i in places)
         out[key] = out.get(key, 0.0) + probability
     return out
+
+
+class ToyDrafter:
+    """A drafter with tables of its own: the target's logits, with noise on them.
+
+    Strict about what it is told: unless ``stale`` hidden states are to be expected, that before a token must be the
+    number of the prefix before it.
+    """
+
+    kind = "toy"
+
+    def __init__(self, target: ToyModel, noise: float = 1.0, stale: bool = False, seed: int = 7):
+        self.model, self.stale = ToyModel(target._layout, target.vocab_total - target.vocab, seed=seed), stale
+        self.model.tables = [t + noise * n for t, n in zip(target.tables, self.model.tables)]
+
+    def start(self, target_state, conditioning, negative, batch, layout, slack, guided):
+        return self.model.start(conditioning, negative, batch, layout, slack, guided)
+
+    def observe(self, state, tokens, positions, hidden, count):
+        if not self.stale:
+            code, kept = state.code.clone(), torch.arange(tokens.shape[1]) < count[:, None]
+            for i, token in enumerate(tokens.unbind(1)):
+                told = hidden[: len(code), i, 0]
+                assert torch.equal(told[kept[:, i]], code[kept[:, i]].double()), "a hidden state of another prefix"
+                code = code * self.model.vocab_total + token
+        out = self.model.step(state, tokens, positions)
+        self.model.commit(state, count)
+        last = (count - 1).clamp(min=0)
+        state.expanded = 0
+        return StepOut(*(x[torch.arange(len(x)), last.repeat(len(x) // len(last))][:, None] for x in
+                         (out.logits, out.hidden)))
+
+    def expand(self, state, tokens, positions, hidden, tree_mask):
+        out = self.model.step(state, tokens, positions, tree_mask, behind=state.expanded)
+        state.expanded += tokens.shape[1]
+        return out
+
+    def rewind(self, state, count):
+        state.length = state.length - count
+        state.code = state.code // self.model.vocab_total**count

@@ -1,0 +1,203 @@
+"""Growing draft trees with a drafter: children drawn from its law, or its most likely tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.sampling import at
+from .logits import probabilities
+from .protocols import Drafter, SamplingParams, StepOut, TokenLayout
+from .rng import Purpose, Stream
+from .trees import Shape, Tree
+
+DRAWS = 4096  # random numbers of one purpose that a round may use at a position; more than any tree has drafts
+
+
+@dataclass
+class Drafting:
+    """A drafter at work on a batch. layout and stream are the run's; ``passes`` counts the drafter's forward passes."""
+
+    drafter: Drafter
+    state: Any
+    layout: TokenLayout
+    params: SamplingParams
+    vocab: int
+    stream: Stream
+    passes: int = 0
+
+    def laws(self, logits: Tensor, position: Tensor) -> Tensor:
+        """q [B, F, V+] at positions [B, F] from the drafter's logits [R, F, V+], processed exactly as the target's."""
+        return probabilities(logits, self.params, self.vocab, self.layout.forced_at(position))
+
+    def expand(self, tokens: Tensor, position: Tensor, hidden: Tensor, seen: Tensor) -> StepOut:
+        self.passes += 1
+        return self.drafter.expand(self.state, tokens, position, hidden, seen)
+
+
+@dataclass(frozen=True)
+class Root:
+    """Where trees start: the last decided token [B], how many are decided [B], and the drafter's StepOut behind it."""
+
+    token: Tensor
+    committed: Tensor
+    out: StepOut
+
+
+def grow_sampled(
+    work: Drafting, root: Root, shape: Shape, turn: Tensor, depth: Tensor | None = None, width: Tensor | None = None
+) -> Tree:
+    """A tree of the given shape whose siblings are drawn without replacement from q (EAGLE; Li et al., ICML 2024).
+
+    The largest entries of log q + Gumbel noise, in falling order, are such draws. depth, width [B] (int64) cut each
+    image's tree to its first levels and the first drafts of each level. A draft exists only where its parent does, q has
+    mass for it, and the image has not ended; so a forced token is an only child.
+    """
+    batch, device = len(root.token), root.token.device
+    law, hidden = work.laws(root.out.logits, root.committed[:, None]), root.out.hidden
+    above = torch.ones((batch, 1), dtype=torch.bool, device=device)  # do the drafts (first the root) exist
+    seen = torch.zeros((1, 0), dtype=torch.bool, device=device)  # which expanded drafts each of them sees
+    nodes, laws, law_of = [_root_node(root)], [law], [0]
+    slot, rows = 0, 1  # of the first draft of the level above; of laws so far
+    for number, level in enumerate(shape, 1):
+        parent, rank = (torch.tensor(x, device=device) for x in (level.parent, level.rank))
+        index = torch.arange(len(level.parent), device=device)
+        position = (root.committed + number - 1)[:, None].expand(-1, len(index))
+        places = torch.arange(law.shape[1], device=device)
+        noise = work.stream.gumbel(
+            position[:, :1].expand(-1, len(places)), law.shape[-1], Purpose.DRAFT, turn * DRAWS + places
+        )
+        most = min(max(level.rank) + 1, law.shape[-1])
+        token = (law.log() + noise).topk(most).indices[:, parent, rank.clamp(max=most - 1)]
+        probability = at(law[:, parent], token)
+        exists = above[:, parent] & (rank < most) & (probability > 0) & (position < work.layout.length)
+        if depth is not None:
+            exists = exists & (number <= depth[:, None])
+        if width is not None:
+            exists = exists & (index < width[:, None])
+        nodes.append(_Nodes(token, slot + parent, torch.full_like(rank, number), rank, exists, probability))
+        law_of += [rows + i if i < level.inner else 0 for i in range(len(index))]
+        slot += nodes[-2].token.shape[1]
+        if level.inner:
+            inner = slice(level.inner)
+            own = torch.eye(level.inner, dtype=torch.bool, device=device)
+            seen = torch.cat((seen[parent[inner]], own), dim=1)
+            out = work.expand(token[:, inner], position[:, inner], hidden[:, parent[inner]], seen.expand(batch, -1, -1))
+            law, hidden, above = work.laws(out.logits, position[:, inner] + 1), out.hidden, exists[:, inner]
+            laws.append(law)
+            rows += level.inner
+    width_most = max(max(level.rank) for level in shape) + 1
+    return _tree(nodes, len(shape), width_most, torch.cat(laws, dim=1), torch.tensor(law_of, device=device))
+
+
+def grow_top_k(
+    work: Drafting, root: Root, levels: int, most: int, nodes: int, depth: Tensor | None = None,
+    width: Tensor | None = None,
+) -> Tree:
+    """EAGLE-2's dynamic tree (Li et al., EMNLP 2024): the ``nodes`` best of all candidates by cumulative probability.
+
+    Every draft of the frontier offers its ``most`` likeliest tokens; the ``most`` best of a level by cumulative log q are
+    the next frontier, for ``levels`` levels. depth, width [B] (int64) lower levels and ``most`` for each image. Sorted
+    by score, ties by level: a parent never scores less than its child, so the tree is prefix-closed.
+    """
+    batch, device = len(root.token), root.token.device
+    most = min(most, root.out.logits.shape[-1])
+    index = torch.arange(most, device=device)
+    allowed = torch.ones((1, most), dtype=torch.bool, device=device) if width is None else index < width[:, None]
+    law, hidden = work.laws(root.out.logits, root.committed[:, None]), root.out.hidden
+    score = torch.zeros((batch, 1), device=device)
+    frontier = torch.full((batch, 1), -1, device=device)  # candidate number of each draft to expand; -1: the root
+    seen = torch.zeros((batch, 1, 0), dtype=torch.bool, device=device)
+    found: list[_Candidates] = []
+    count = 0
+    for number in range(1, levels + 1):
+        position = root.committed + number - 1
+        best = law.log().topk(most)
+        legal = allowed[:, None] & (position < work.layout.length)[:, None, None]
+        if depth is not None:
+            legal = legal & (number <= depth)[:, None, None]
+        scores = (score[..., None] + best.values).masked_fill(~legal, -torch.inf)  # [B, F, most]
+        found.append(_Candidates(
+            best.indices.flatten(1), frontier.repeat_interleave(most, 1), number,
+            index.repeat(frontier.shape[1]).expand(batch, -1), scores.flatten(1), best.values.exp().flatten(1),
+        ))
+        if number < levels:
+            score, chosen = scores.flatten(1).topk(most)
+            score = score.masked_fill(~allowed, -torch.inf)
+            parent = torch.div(chosen, most, rounding_mode="floor")  # place in the frontier that offered it
+            token = best.indices.flatten(1).gather(1, chosen)
+            branches = len(hidden) // batch
+            row = parent.repeat(branches, 1)[..., None].expand(-1, -1, hidden.shape[-1])
+            seen = seen.gather(1, parent[..., None].expand(-1, -1, seen.shape[2]))
+            seen = torch.cat((seen, torch.eye(most, dtype=torch.bool, device=device).expand(batch, -1, -1)), dim=2)
+            out = work.expand(token, position[:, None].expand(-1, most), hidden.gather(1, row), seen)
+            law, hidden = work.laws(out.logits, position[:, None].expand(-1, most) + 1), out.hidden
+            frontier = count + chosen
+            count += scores[0].numel()
+    return _keep_best(found, root, nodes, levels, most)
+
+
+@dataclass(frozen=True)
+class _Nodes:
+    """Drafts of one level: [B, w], or [w] where all images agree."""
+
+    token: Tensor
+    parent: Tensor
+    depth: Tensor
+    rank: Tensor
+    exists: Tensor
+    probability: Tensor
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    """Candidates of one level [B, c]; parent counts candidates from the first level on, -1 being the root."""
+
+    token: Tensor
+    parent: Tensor
+    level: int
+    rank: Tensor
+    score: Tensor
+    probability: Tensor
+
+
+def _root_node(root: Root) -> _Nodes:
+    zeros = torch.zeros_like(root.token)[:, None]
+    return _Nodes(root.token[:, None], zeros, zeros, zeros, zeros == 0, torch.ones_like(zeros, dtype=torch.float32))
+
+
+def _tree(nodes: list[_Nodes], levels: int, width: int, laws: Tensor | None, law_of: Tensor | None) -> Tree:
+    batch = len(nodes[0].token)
+
+    def joined(name: str) -> Tensor:
+        return torch.cat([getattr(n, name).expand(batch, -1) for n in nodes], dim=1)
+
+    return Tree(joined("token"), joined("parent"), joined("depth"), joined("rank"), joined("exists"),
+                joined("probability"), levels, width, laws, law_of)
+
+
+def _keep_best(found: list[_Candidates], root: Root, nodes: int, levels: int, width: int) -> Tree:
+    """The best ``nodes`` candidates in their old order (so parents first) behind the root."""
+    score = torch.cat([c.score for c in found], dim=1)
+    total = score.shape[1]
+    best = score.sort(dim=1, descending=True, stable=True)
+    kept = best.indices[:, :nodes]
+    alive = best.values[:, :nodes] > -torch.inf
+    place = torch.where(alive, kept, total + kept).sort(dim=1).values  # the dead go last
+    alive, place = place < total, place % total
+    slots = torch.arange(1, place.shape[1] + 1, device=place.device).expand_as(place)
+    # Slot of every candidate; the root's, 0, stands behind the last candidate, where the parent -1 points.
+    slot_of = torch.zeros((len(place), total + 1), dtype=torch.int64, device=place.device)
+    slot_of = slot_of.scatter(1, torch.where(alive, place, total), torch.where(alive, slots, 0))
+
+    def picked(values: list[Tensor]) -> Tensor:
+        return torch.cat(values, dim=1).gather(1, place)
+
+    level = [torch.full_like(c.token, c.level) for c in found]
+    parent = slot_of.gather(1, picked([c.parent for c in found]) % (total + 1))
+    drafts = _Nodes(picked([c.token for c in found]), parent, picked(level), picked([c.rank for c in found]), alive,
+                    picked([c.probability for c in found]))
+    return _tree([_root_node(root), drafts], levels, width, None, None)

@@ -1,0 +1,142 @@
+"""Draft structures with a fixed plan: a chain, a static sampled tree, EAGLE-2's dynamic tree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .drafting import DRAWS, Drafting, Root, grow_sampled, grow_top_k
+from .protocols import TokenLayout
+from .trees import Path, Shape, Tree, published, shape_of
+
+Plan = tuple[Tensor, Tensor] | None  # depth [B] and width [B] asked for, where a structure varies them
+
+
+class Structure(Protocol):
+    """What is drafted each round. ``block``: verify by blocks instead of token by token (chains only)."""
+
+    block: bool
+
+    def check(self) -> None:
+        """Raise ValueError naming the setting and its legal values."""
+        ...
+
+    def size(self) -> tuple[int, int]:
+        """The most drafts and the most levels a tree can have."""
+        ...
+
+    def start(self, batch: int, layout: TokenLayout, device: torch.device) -> Any:
+        """What the structure remembers of a run so far."""
+        ...
+
+    def grow(self, work: Drafting, root: Root, history: Any, turn: Tensor) -> tuple[Tree, Plan]:
+        """The next tree."""
+        ...
+
+    def learn(
+        self, history: Any, plan: Plan, tree: Tree, before: Tensor, after: Tensor, accepted: Tensor, update: Tensor
+    ) -> Any:
+        """The memory after a round: decided tokens before and after it, accepted drafts, and whom it concerns [B]."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Settings, JSON-ready."""
+        ...
+
+
+class _Fixed:
+    """Nothing to remember."""
+
+    block = False
+
+    def start(self, batch: int, layout: TokenLayout, device: torch.device) -> None:
+        return None
+
+    def learn(self, history: None, plan: Plan, tree: Tree, before: Tensor, after: Tensor, accepted: Tensor,
+              update: Tensor) -> None:
+        return None
+
+
+class _FixedShape(_Fixed):
+    def shape(self) -> Shape:
+        raise NotImplementedError
+
+    def check(self) -> None:
+        drafts, _ = self.size()
+        if drafts >= DRAWS:
+            raise ValueError(f"The tree has {drafts} drafts, but at most {DRAWS - 1} are possible. Use a smaller tree.")
+
+    def size(self) -> tuple[int, int]:
+        shape = self.shape()
+        return sum(len(level.parent) for level in shape), len(shape)
+
+    def grow(self, work: Drafting, root: Root, history: None, turn: Tensor) -> tuple[Tree, Plan]:
+        return grow_sampled(work, root, self.shape(), turn), None
+
+
+@dataclass(frozen=True)
+class Chain(_FixedShape):
+    """``length`` (1 .. 64) drafts in a row (Leviathan et al., ICML 2023).
+
+    verification: "token", or "block" (Sun et al., "Block verification accelerates speculative decoding", ICLR 2025),
+    which is exact too and accepts no less on average.
+    """
+
+    length: int = 5
+    verification: str = "token"
+
+    @property
+    def block(self) -> bool:
+        return self.verification == "block"
+
+    def shape(self) -> Shape:
+        return shape_of(tuple((0,) * n for n in range(1, self.length + 1)))
+
+    def check(self) -> None:
+        if not 1 <= self.length <= 64:
+            raise ValueError(f"length is {self.length}, but a chain has 1 to 64 drafts.")
+        if self.verification not in ("token", "block"):
+            raise ValueError(f"verification is {self.verification!r}; choose token or block.")
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "chain", "length": self.length, "verification": self.verification}
+
+
+@dataclass(frozen=True)
+class Static(_FixedShape):
+    """A tree of fixed shape over sampled children (EAGLE-1): a published one by name, or a list of paths."""
+
+    tree: str | tuple[Path, ...] = "lantern_57"
+
+    def shape(self) -> Shape:
+        return shape_of(published(self.tree) if isinstance(self.tree, str) else self.tree)
+
+    def describe(self) -> dict[str, Any]:
+        name = self.tree if isinstance(self.tree, str) else "own paths"
+        return {"kind": "static", "tree": name, "drafts": self.size()[0]}
+
+
+@dataclass(frozen=True)
+class Dynamic(_Fixed):
+    """EAGLE-2's tree over the likeliest children: ``depth`` levels (1 .. 32), ``width`` (1 .. 64), best ``nodes`` kept."""
+
+    depth: int = 5
+    width: int = 10
+    nodes: int = 58
+
+    def check(self) -> None:
+        for name, value, most in (("depth", self.depth, 32), ("width", self.width, 64), ("nodes", self.nodes, 1024)):
+            if not 1 <= value <= most:
+                raise ValueError(f"{name} is {value}, but must be 1 to {most}.")
+
+    def size(self) -> tuple[int, int]:
+        return self.nodes, self.depth
+
+    def grow(self, work: Drafting, root: Root, history: None, turn: Tensor) -> tuple[Tree, Plan]:
+        return grow_top_k(work, root, self.depth, self.width, self.nodes), None
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "dynamic", "depth": self.depth, "width": self.width, "nodes": self.nodes}

@@ -1,0 +1,138 @@
+"""Do draft trees leave the model's law alone? Toy models again, with a toy drafter: every image is enumerated.
+
+As in test_exact_laws, one large batch is many single runs, each at its own pace.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from comfyui_specar.samplers.acceptance import Exact
+from comfyui_specar.samplers.protocols import SamplingParams
+from comfyui_specar.samplers.speculative import DraftTree
+from comfyui_specar.samplers.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.trace import Source
+
+from .toy import ToyDrafter, ToyModel, chi_square, marginal, plain, request, with_kept_tokens, with_line_ends
+
+RUNS = 16_000
+LAYOUTS = {
+    "row": (plain(2, 3), 0),
+    "line_ends": (with_line_ends(2, 2), 2),
+    "kept": (with_kept_tokens(2, 3), 0),
+}
+MODELS = {name: ToyModel(layout, specials) for name, (layout, specials) in LAYOUTS.items()}
+DRAFTERS = {name: ToyDrafter(model) for name, model in MODELS.items()}
+TWO_LEVELS = Static(((0,), (1,), (0, 0), (0, 1), (1, 0)))
+STRUCTURES = {
+    "chain of one": Chain(1), "chain": Chain(3), "blocks": Chain(3, "block"), "long blocks": Chain(8, "block"),
+    "siblings": Static(((0,), (1,), (2,))), "two levels": TWO_LEVELS, "eagle_25": Static("eagle_25"),
+    "top-k lookup": Dynamic(1, 2, 2), "top-k": Dynamic(3, 2, 5), "top-k, wide": Dynamic(3, 10, 58),
+}
+
+
+def draw(structure, name, params=None, seed=0, batch=RUNS, **more):
+    method = DraftTree(DRAFTERS[name], structure, **more)
+    return method.sample(request(MODELS[name], LAYOUTS[name][0], params, seed, batch))
+
+
+def assert_exact(structure, name, params=None, runs=RUNS):
+    layout = LAYOUTS[name][0]
+    tokens = draw(structure, name, params, batch=runs).tokens
+    law = MODELS[name].law(layout, params or SamplingParams())
+    late = (layout.forced[0] < 0).nonzero()[-2:, 0].tolist()
+    whole, late = chi_square(tokens, law), chi_square(tokens[:, late], marginal(law, late))
+    assert whole.z < 4 and late.z < 4, (whole, late)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
+def test_every_structure_draws_from_the_law(structure, name):
+    assert_exact(structure, name)
+
+
+@pytest.mark.parametrize("structure", [Chain(2), Chain(3, "block"), TWO_LEVELS, Dynamic(2, 2, 4)], ids=str)
+def test_guidance_temperature_and_filters_are_part_of_the_law(structure):
+    assert_exact(structure, "line_ends", SamplingParams(cfg=2.5, temperature=1.3, top_p=0.85))
+    assert_exact(structure, "row", SamplingParams(cfg=1.5, temperature=0.9, top_k=2))
+
+
+@pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
+def test_rows_of_a_batch_are_single_runs(structure):
+    batch = draw(structure, "line_ends", seed=5, batch=4)
+    for i in range(4):
+        single = draw(structure, "line_ends", seed=5 + i, batch=1)
+        assert torch.equal(batch.tokens[i], single.tokens[0])
+        assert batch.trace.totals["passes_per_image"][i] == single.trace.totals["target_passes"]
+        for field, values in batch.trace.positions.items():
+            assert torch.allclose(values[i].double(), single.trace.positions[field][0].double(), atol=1e-6), field
+
+
+class SortedSiblings(Static):
+    """Tests siblings in the order of their probability instead of the order they were drawn: biased."""
+
+    def grow(self, work, root, history, turn):
+        tree, plan = super().grow(work, root, history, turn)
+        drafts = tree.probability[:, 1:] * tree.exists[:, 1:]
+        rank = (-drafts).argsort(1).argsort(1)  # all are children of the root
+        return replace(tree, rank=torch.cat((tree.rank[:, :1], rank), dim=1)), plan
+
+
+class LikeliestAsDrawn(Dynamic):
+    """Treats the likeliest tokens as draws from q: biased."""
+
+    def grow(self, work, root, history, turn):
+        tree, plan = super().grow(work, root, history, turn)
+        law = work.laws(root.out.logits, root.committed[:, None])
+        return replace(tree, laws=law, law_of=torch.zeros(tree.token.shape[1], dtype=torch.int64)), plan
+
+
+@pytest.mark.parametrize("broken", [SortedSiblings(((0,), (1,), (2,))), LikeliestAsDrawn(1, 2, 2)], ids=str)
+def test_broken_trees_are_caught(broken):
+    layout = LAYOUTS["row"][0]
+    tokens = draw(broken, "row").tokens
+    assert chi_square(tokens, MODELS["row"].law(layout, SamplingParams())).z > 8
+
+
+def test_a_residual_of_unnormalised_laws_is_caught():
+    """The classic mistake: after a rejection, Q without the rejected token but not renormalised."""
+
+    class Unnormalised(Exact):
+        def residual(self, p, q, token, depth, strength):
+            return super().residual(p, q * 0.7, token, depth, strength)
+
+    tokens = draw(Static(((0,), (1,), (2,))), "row", rule=Unnormalised()).tokens
+    assert chi_square(tokens, MODELS["row"].law(LAYOUTS["row"][0], SamplingParams())).z > 8
+
+
+def test_the_target_as_its_own_drafter_is_always_accepted():
+    perfect = ToyDrafter(MODELS["row"], noise=0)
+    for structure in (Chain(5), Chain(5, "block"), Static(((0,), (1,), (0, 0)))):
+        decoded = DraftTree(perfect, structure).sample(request(MODELS["row"], LAYOUTS["row"][0], batch=200))
+        sources = decoded.trace.positions["source"]
+        assert not (sources == Source.RESIDUAL).any() and (decoded.trace.positions["rank"] == 0).all()
+
+
+def test_blocks_accept_no_less_than_tokens():
+    """Sun et al., theorem 2: on average over many pictures."""
+    passes = {}
+    for verification in ("token", "block"):
+        trace = draw(Chain(4, verification), "row", batch=20_000).trace
+        passes[verification] = sum(trace.totals["passes_per_image"]) / 20_000
+    assert passes["block"] < passes["token"]
+
+
+def test_forced_tokens_stay_in_place_and_count_as_no_draft():
+    for structure in STRUCTURES.values():
+        decoded = draw(structure, "line_ends", batch=64)
+        forced = LAYOUTS["line_ends"][0].forced.expand(64, -1)
+        assert torch.equal(decoded.tokens[forced >= 0], forced[forced >= 0])
+        assert ((decoded.trace.positions["source"] == Source.FORCED) == (forced >= 0)).all()
+
+
+def test_a_round_never_commits_more_than_the_tree_allows():
+    for structure in STRUCTURES.values():
+        trace = draw(structure, "row", batch=500).trace
+        accepted, committed = trace.rounds["accepted"], trace.rounds["committed"]
+        assert (committed <= accepted + 1).all() and (accepted <= trace.rounds["depth"]).all()
+        assert (committed.sum(0) == 6).all()
