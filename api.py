@@ -10,17 +10,34 @@ import torch
 from torch import Tensor
 
 from .model_loaders.ar_model import DiscreteModel
-from .model_loaders.detect import bundled, load_image_decoder, load_model
+from .model_loaders.detect import bundled, load_drafter, load_image_decoder, load_model
+from .samplers import presets
 from .samplers.acceptance import Exact
+from .samplers.adt_tree import ADTTree
+from .samplers.cool_sd import CoolSD, UniformRSD
+from .samplers.grouped import Grouped
 from .samplers.jacobi import SJD, Jacobi
+from .samplers.lantern import Lantern, LanternPP
 from .samplers.next_token import NextToken
 from .samplers.protocols import Callback, Request, TokenLayout
+from .samplers.skipping import Skipping
+from .samplers.speculative import DraftTree
+from .samplers.structures import Chain, Dynamic, Static
 from .samplers.trace import Trace
+from .samplers.tv_metered import TVMetered
 
-__all__ = ["Output", "Trace", "bundled", "load_image_decoder", "load_model", "methods", "rules", "sample"]
+__all__ = ["Output", "Trace", "bundled", "load_drafter", "load_image_decoder", "load_model", "methods", "rules",
+           "sample", "structures"]
 
-methods = SimpleNamespace(NextToken=NextToken, Jacobi=Jacobi, SJD=SJD)
-rules = SimpleNamespace(Exact=Exact)
+methods = SimpleNamespace(
+    NextToken=NextToken, Jacobi=Jacobi, SJD=SJD, DraftTree=DraftTree, Lantern=presets.lantern,
+    LanternPP=presets.lantern_pp, CoolSD=presets.cool_sd, ADTTree=presets.adt_tree, VVS=presets.vvs, Skipping=Skipping,
+)
+structures = SimpleNamespace(Chain=Chain, Static=Static, Dynamic=Dynamic, ADTTree=ADTTree)
+rules = SimpleNamespace(
+    Exact=Exact, Lantern=Lantern, LanternPP=LanternPP, UniformRSD=UniformRSD, CoolSD=CoolSD, Grouped=Grouped,
+    TVMetered=TVMetered,
+)
 
 
 @dataclass(frozen=True)
@@ -45,16 +62,19 @@ def sample(
     batch_size: int = 1,
     layout: TokenLayout | None = None,
     callback: Callback | None = None,
+    strength: Tensor | None = None,
 ) -> Output:
     """Draw ``batch_size`` images (image i with seed + i); parameters left None are the model's own.
 
+    strength [rows, cols] (0..1): how far a relaxed rule may go at each token of the picture, 0 being exact.
     Raises ValueError where a parameter is outside its range (the message says which).
     """
     given = {"cfg": cfg, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     params = replace(model.defaults, **{name: value for name, value in given.items() if value is not None})
-    request = Request(
-        model, conditioning, layout or model.layout(), params, negative, seed, batch_size, callback
-    )
+    layout = layout or model.layout()
+    if strength is not None:
+        strength = layout.spread(strength[None].float(), fill=1.0)
+    request = Request(model, conditioning, layout, params, negative, seed, batch_size, callback, strength)
     with torch.inference_mode():
         decoded = method.sample(request)
         tokens = request.layout.to_grid(decoded.tokens)

@@ -48,6 +48,12 @@ class TokenLayout:
         body = values[..., : self.rows * self.stride]
         return body.unflatten(-1, (self.rows, self.stride))[..., : self.cols]
 
+    def spread(self, grid: Tensor, fill: float) -> Tensor:
+        """Values [B, rows, cols] of pictures -> [B, S] of sequences, with ``fill`` at the other positions."""
+        values = torch.full((len(grid), self.length), fill, dtype=grid.dtype, device=grid.device)
+        self.to_grid(values).copy_(grid)  # to_grid returns a view
+        return values
+
     def keeping(self, tokens: Tensor, keep: Tensor) -> TokenLayout:
         """The layout with ``tokens`` [B, rows, cols] forced wherever ``keep`` [B, rows, cols] (bool) is true."""
         forced = self.forced.to(tokens.device).expand(tokens.shape[0], -1).clone()
@@ -106,6 +112,8 @@ class Drafter(Protocol):
 
     Rows of logits and hidden states are those of the target (conditional ones first).
     """
+
+    kind: str  # what sort of drafter, for the trace
 
     def start(
         self, target_state: Any, conditioning: Any, negative: Any, batch: int, layout: TokenLayout, slack: int,

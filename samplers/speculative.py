@@ -160,6 +160,12 @@ class DraftTree:
     def lossless(self) -> bool:
         return self.rule.lossless and self.skipping is None
 
+    @property
+    def width(self) -> int:
+        """The most tokens a pass of the target is fed."""
+        drafts, levels = self.structure.size()
+        return 1 + drafts + (levels if self.skipping else 0)
+
     def check(self) -> None:
         """Raise ValueError naming the setting and its legal values."""
         self.structure.check()
@@ -205,9 +211,9 @@ class Run:
         self.stream = Stream.of(request.seed, batch, self.device)
         self.recorder = Recorder(self.layout, batch, self.device)
         self.tokens = torch.zeros((batch, self.layout.length + 1), dtype=torch.int64, device=self.device)
-        drafts, self.levels = method.structure.size()
+        self.levels = method.structure.size()[1]
         prompt = (request.conditioning, request.negative, batch, self.layout)
-        room = {"slack": drafts + self.levels + 1, "guided": params.cfg != 1}
+        room = {"slack": method.width, "guided": params.cfg != 1}
         self.target = model.start(*prompt, **room)
         state = method.drafter.start(self.target, *prompt, **room)
         self.work = Drafting(method.drafter, state, self.layout, params, model.vocab, self.stream)

@@ -42,7 +42,7 @@ class ToyModel:
     """
 
     device = torch.device("cpu")
-    codebook = torch.zeros(VOCAB, 2)
+    codebook = torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0]])
 
     def __init__(self, layout: TokenLayout, specials: int = 0, sharpness: float = 1.5,
                  memory: int | None = None, seed: int = 1):
