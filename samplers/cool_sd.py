@@ -69,8 +69,9 @@ class CoolSD(ScaledRatio):
     delta: the relaxation budget (>= 1, 1.1 costs almost nothing in quality, 2 a little); decay >= 0: the paper's nu (0
     is UniformRSD); steps: the paper's L, 1 to 64; schedule: see below; floor: keep every omega at 1 or above.
 
-    The published text lost the symbols of eq. (16) and (17) and the value of nu. They are read here as: exponential,
-    omega_i ~ exp(-nu i), normalised to the mean delta, as the text states; linear, omega_i = delta + nu ((L+1)/2 - i).
+    The symbols of eq. (16) and (17) and the value of nu are not legible in the paper's web text, and its code is not
+    published. From the words around them: exponential, omega_i ~ exp(-nu i) with mean delta; linear, omega_i = delta +
+    nu ((L + 1) / 2 - i).
     An omega below 1 tightens a test that was exact already and buys nothing. With ``floor`` it is 1 instead, and the
     others are scaled down by a common factor so that the mean stays delta.
     """

@@ -68,7 +68,7 @@ class Grouped(AcceptanceRule):
 
     def _kept(self, p: Tensor, q: Tensor, strength: Tensor) -> Tensor:
         """q f of every token [..., V+], from one sorting of p: members of a group stand near each other in it."""
-        sorted_p, order = p.sort(-1, descending=True, stable=True)
+        sorted_p, order = p.sort(dim=-1, descending=True, stable=True)
         sorted_q = q.gather(-1, order)
         group_p, group_q = sorted_p.clone(), sorted_q.clone()
         real = order < len(self.codes)  # special tokens have no code vector

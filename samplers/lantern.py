@@ -33,11 +33,11 @@ class NeighbourRule(AcceptanceRule):
     optimal: [p - q]+, the best there is for f >= min(1, p/q) (Li et al., "Annealed relaxation of speculative
         decoding", proposition 1). The default.
     paper: [p~ - q]+ where p~ has moved the mass of y_1 .. y_J onto x.
-    The others reproduce what the authors' code does; all three draw worse than "optimal":
-    official_dynamic (dynamic trees): p without x and without the k + 1 nearest tokens, whenever J > 0 and however small.
-    official_static_draft (static trees, LlamaGen and Anole): [p - q]+ with q set to zero on the k + 1 nearest tokens,
-        so that they are drawn again although the drafter has had its chance with them.
-    official_static_target (static trees, Lumina-mGPT): [p - q]+ with p set to zero on the k + 1 nearest tokens.
+    The others reproduce what the authors' code does, and all draw worse than "optimal". Whenever J > 0, however small,
+    they change the k + 1 nearest tokens, where the paper changes J:
+    official_dynamic (dynamic trees) and official_static_target (static trees, Lumina-mGPT): [p - q]+ with p set to zero
+        on them. With a certain child that is p without x and without them.
+    official_static_draft (static trees, LlamaGen and Anole): [p - q]+ with q set to zero on them.
     Where nothing is left the authors draw uniformly from the whole vocabulary, text included; here p stands in.
     """
 
@@ -87,14 +87,13 @@ class NeighbourRule(AcceptanceRule):
         if self.redraw == "optimal":
             return residual(p, q)
         absorbed, count = self.aggregate(p, token, strength)
-        near, x = self._near(token), token.unsqueeze(-1)
+        near = self._near(token)
         if self.redraw == "paper":
             places = torch.arange(near.shape[-1], device=p.device)
-            moved = _without(p, near, places < count.unsqueeze(-1)).scatter_add(-1, x, absorbed.unsqueeze(-1))
+            moved = _without(p, near, places < count.unsqueeze(-1))
+            moved = moved.scatter_add(-1, token.unsqueeze(-1), absorbed.unsqueeze(-1))
             return unless_empty((moved - q).clamp(min=0), p)
         some = (count > 0).unsqueeze(-1).expand_as(near)
-        if self.redraw == "official_dynamic":
-            return unless_empty(_without(p, near, some).scatter(-1, x, 0.0), p)
         if self.redraw == "official_static_draft":
             return unless_empty((p - _without(q, near, some)).clamp(min=0), p)
         return unless_empty((_without(p, near, some) - q).clamp(min=0), p)
