@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import nn
 
-from . import llamagen, vq
+from . import eagle, llamagen, vq
 from .ar_model import DiscreteModel, resolve_dtype
-from .checkpoint import PICKLES, SAFETENSORS, CheckpointError, open_checkpoint
+from .checkpoint import PICKLES, SAFETENSORS, Checkpoint, CheckpointError, open_checkpoint
+from .drafters import ModelDrafter, check_pair
+from .eagle import EagleDrafter
 from .image_decoder import ImageDecoder
 
 FAMILIES = (llamagen,)
@@ -26,13 +29,14 @@ def bundled(name: str = "default") -> Path:
     return folder
 
 
-def weight_file(path: Path) -> Path:
-    """The file itself, or a folder's ``model.safetensors``. Raises CheckpointError if there is none."""
-    if path.is_dir():
-        if not (path / "model.safetensors").is_file():
-            raise CheckpointError(f"The folder {path} holds no model.safetensors.")
-        return path / "model.safetensors"
-    return path
+def weight_file(path: Path, names: Sequence[str] = ("model.safetensors",)) -> Path:
+    """The file itself, or the first of ``names`` in a folder. Raises CheckpointError if there is none."""
+    if not path.is_dir():
+        return path
+    for name in names:
+        if (path / name).is_file():
+            return path / name
+    raise CheckpointError(f"The folder {path} holds no {' and no '.join(names)}.")
 
 
 def load_model(
@@ -47,7 +51,7 @@ def load_model(
     """
     device = torch.device(device)
     checkpoint = open_checkpoint(weight_file(Path(path)))
-    family = next((family for family in FAMILIES if family.recognise(checkpoint.tensors)), None)
+    family = family_of(checkpoint)
     if family is None:
         raise CheckpointError(unknown_model(checkpoint.path, checkpoint.tensors))
     model = family.load(checkpoint, resolve_dtype(dtype, device), grid, search_folders, operations)
@@ -63,10 +67,55 @@ def load_model(
     return model
 
 
+def family_of(checkpoint: Checkpoint) -> ModuleType | None:
+    """The module of the family that a checkpoint belongs to."""
+    return next((family for family in FAMILIES if family.recognise(checkpoint.tensors)), None)
+
+
+def load_drafter(
+    path: str | Path, model: DiscreteModel, device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None, operations=nn,
+) -> EagleDrafter | ModelDrafter:
+    """Load a drafter for ``model`` from a file or folder: an EAGLE drafter, or a smaller model of the same family.
+
+    Device and dtype None are the model's. Raises CheckpointError (a ValueError) for files that cannot be used, and for
+    drafters of other models.
+    """
+    checkpoint = open_checkpoint(weight_file(Path(path), ("model.safetensors", "pytorch_model.bin")))
+    dtype, family = dtype or model.dtype, family_of(checkpoint)
+    if eagle.recognise(checkpoint.tensors):
+        drafter = eagle.load(checkpoint, model, dtype, operations)
+    elif family is not None:
+        small = family.load(checkpoint, dtype, None, (), operations)
+        check_pair(small, model, checkpoint.path)
+        drafter = ModelDrafter(small)
+    else:
+        raise CheckpointError(unknown_drafter(checkpoint.path, checkpoint.tensors))
+    device = torch.device(device or model.device)
+    drafter.module.to(device)
+    drafter.module.device = device
+    return drafter
+
+
+def unknown_drafter(path: Path, tensors: dict[str, torch.Tensor]) -> str:
+    """Why a file is no drafter, in words."""
+    if any(name.startswith("midlayer.") for name in tensors):
+        return f"{path.name} is an EAGLE-3 drafter. Only EAGLE drafters with one hidden state per token are supported."
+    if vq.recognise(tensors):
+        return f"{path.name} is an image decoder (VQ), not a drafter. Load it with Load AR Image Decoder."
+    names = ", ".join(sorted(tensors)[:4])
+    return (
+        f"{path.name} is neither an EAGLE drafter nor a model of a family this pack knows (LlamaGen). Its first tensors "
+        f"are: {names}."
+    )
+
+
 def unknown_model(path: Path, tensors: dict[str, torch.Tensor]) -> str:
     """Why a file is not a model of a known family, in words."""
     if vq.recognise(tensors):
         return f"{path.name} is an image decoder (VQ), not a model. Load it with Load AR Image Decoder."
+    if eagle.recognise(tensors):
+        return f"{path.name} is an EAGLE drafter, not a model. Load it with Load AR Drafter, beside its model."
     names = ", ".join(sorted(tensors)[:4])
     return f"{path.name} is of no family this pack knows (LlamaGen). Its first tensors are: {names}."
 

@@ -20,7 +20,11 @@ from .cache import KVCache
 
 @dataclass(frozen=True)
 class BackboneConfig:
-    """Sizes of a backbone; ``vocab`` counts the rows of the token embedding and of the head."""
+    """Sizes of a backbone; ``vocab`` counts the rows of the token embedding and of the head.
+
+    attention_norm: does a block normalise what its attention reads. head_norms: rows of the LayerNorm that queries and
+    keys get per head before they are rotated, as in Chameleon: 0 (none), 1 (shared by all heads) or ``heads``.
+    """
 
     dim: int
     layers: int
@@ -28,6 +32,8 @@ class BackboneConfig:
     ffn_dim: int
     vocab: int
     norm_eps: float = 1e-5
+    attention_norm: bool = True
+    head_norms: int = 0
 
     @property
     def head_dim(self) -> int:
@@ -35,16 +41,21 @@ class BackboneConfig:
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines [rows or 1, T, head_dim / 2] (fp32) that rotate adjacent pairs of query and key channels."""
+    """Cosines and sines [rows or 1, T, head_dim / 2] (fp32) that rotate pairs of query and key channels.
+
+    A pair is two adjacent channels (LlamaGen), or with ``halves`` the i-th channel of either half (Chameleon).
+    """
 
     cos: Tensor
     sin: Tensor
+    halves: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate x [R, H, T, head_dim] in fp32 and return it in its own dtype."""
-        even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+        pair = -2 if self.halves else -1
+        a, b = x.float().unflatten(-1, (2, -1) if self.halves else (-1, 2)).unbind(pair)
         cos, sin = self.cos.unsqueeze(1), self.sin.unsqueeze(1)
-        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
+        return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=pair).flatten(-2).to(x.dtype)
 
 
 def grid_rotation(
@@ -62,16 +73,32 @@ def grid_rotation(
     return torch.cat((row[:, None] * frequencies, col[:, None] * frequencies), dim=-1)
 
 
+class HeadNorm(nn.Module):
+    """LayerNorm of every head of x [R, H, T, head_dim], with weights [rows, head_dim] (rows: H, or 1 for all heads)."""
+
+    def __init__(self, rows: int, head_dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(rows, head_dim))
+        self.bias = nn.Parameter(torch.zeros(rows, head_dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = (p.to(x)[:, None] for p in (self.weight, self.bias))
+        return F.layer_norm(x, x.shape[-1:], eps=1e-5) * weight + bias
+
+
 class Attention(nn.Module):
     def __init__(self, config: BackboneConfig, operations):
         super().__init__()
         self.heads = config.heads
+        self.q_norm, self.k_norm = (
+            HeadNorm(config.head_norms, config.head_dim) if config.head_norms else nn.Identity() for _ in range(2)
+        )
         self.wqkv = operations.Linear(config.dim, 3 * config.dim, bias=False)
         self.wo = operations.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, rotation: Rotation, layer: int, cache: KVCache | None, mask: Tensor | None) -> Tensor:
         q, k, v = rearrange(self.wqkv(x), "r t (three h d) -> three r h t d", three=3, h=self.heads)
-        q, k = rotation(q), rotation(k)
+        q, k = rotation(self.q_norm(q)), rotation(self.k_norm(k))
         if cache is not None:
             k, v = cache.write(layer, k, v)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
@@ -92,7 +119,8 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: BackboneConfig, operations):
         super().__init__()
-        self.attention_norm = operations.RMSNorm(config.dim, eps=config.norm_eps)
+        norm = operations.RMSNorm(config.dim, eps=config.norm_eps) if config.attention_norm else nn.Identity()
+        self.attention_norm = norm
         self.attention = Attention(config, operations)
         self.ffn_norm = operations.RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config, operations)

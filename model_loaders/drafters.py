@@ -1,0 +1,91 @@
+"""A small model of the target's own family as its drafter: it guesses tokens by sampling the picture itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..models.prefix import CaptionPrefix
+from ..samplers.protocols import StepOut, TokenLayout
+from .ar_model import Conditioning, DiscreteModel, State
+from .checkpoint import CheckpointError
+
+
+@dataclass
+class ModelState:
+    """The small model's own state; ``expanded``: drafts since the last observation."""
+
+    own: State
+    expanded: int = 0
+
+
+class ModelDrafter:
+    """See Drafter in samplers/protocols.py for the contract. Hidden states of the target are not used."""
+
+    kind = "model"
+
+    def __init__(self, module: DiscreteModel):
+        self.module = module
+        self.family, self.dtype = module.family, module.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.module.device
+
+    def kv_bytes(self, batch: int, layout: TokenLayout, slack: int, guided: bool) -> int:
+        """Bytes of the key/value caches of a run (the longest possible prompt included)."""
+        return self.module.kv_bytes(batch, layout, slack + 1, guided)
+
+    def start(
+        self, target_state: State, conditioning: Conditioning, negative: Conditioning | None, batch: int,
+        layout: TokenLayout, slack: int, guided: bool,
+    ) -> ModelState:
+        """Read the prompts as the target does."""
+        # Observations may carry one more token than was drafted: the one the target added.
+        return ModelState(self.module.start(conditioning, negative, batch, layout, slack + 1, guided))
+
+    def observe(self, state: ModelState, tokens: Tensor, positions: Tensor, hidden: Tensor, count: Tensor) -> StepOut:
+        """Feed the decided tokens and keep ``count``, 1 or more; see Drafter."""
+        state.expanded = 0
+        out = self.module.step(state.own, tokens, positions)
+        self.module.commit(state.own, count)
+        last = (count.repeat(state.own.branches) - 1).clamp(min=0)
+        row = torch.arange(len(last), device=self.device)
+        return StepOut(out.logits[row, last][:, None], out.hidden[row, last][:, None])
+
+    def expand(
+        self, state: ModelState, tokens: Tensor, positions: Tensor, hidden: Tensor, tree_mask: Tensor
+    ) -> StepOut:
+        """Feed drafts; see Drafter."""
+        behind = state.expanded
+        state.expanded += tokens.shape[1]
+        return self.module.step(state.own, tokens, positions, tree_mask, behind)
+
+    def rewind(self, state: ModelState, count: Tensor) -> None:
+        """Forget the last ``count`` [B] tokens observed, and what was expanded."""
+        state.expanded = 0
+        self.module.commit(state.own, -count)
+
+
+def check_pair(small: DiscreteModel, target: DiscreteModel, path: Path) -> None:
+    """Raise CheckpointError unless ``small`` draws the same tokens as ``target`` for the same prompts."""
+    for what, mine, its in (
+        ("family", small.family, target.family), ("number of image tokens", small.vocab, target.vocab),
+        ("token grid", small.grid, target.grid), ("kind of prompt", prompt_kind(small), prompt_kind(target)),
+    ):
+        if mine != its:
+            raise CheckpointError(
+                f"{path.name} cannot draft for this model: its {what} is {mine}, the model's is {its}. Choose a smaller "
+                "model of the same family that was trained with the same image tokens."
+            )
+
+
+def prompt_kind(model: DiscreteModel) -> str:
+    """What a model reads as its prompt, in words."""
+    prefix = model.prefix
+    if isinstance(prefix, CaptionPrefix):
+        return f"captions of {prefix.slots} x {prefix.uncond_embedding.shape[1]} numbers"
+    return f"one of {prefix.classes} classes"

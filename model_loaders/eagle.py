@@ -1,0 +1,263 @@
+"""EAGLE drafters: the layout that LANTERN's authors released (Jang et al., arXiv:2410.03355), and the pack's own.
+
+A folder with config.json and the weights, or the weights alone. Weights tell almost everything; the number of heads, the
+epsilon of the norms, and what the drafter was trained for come from config.json, or from our metadata, which holds the
+same entries.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..models.backbone import BackboneConfig, Rotation, grid_rotation
+from ..models.cache import KVCache
+from ..models.eagle import Eagle
+from ..samplers.protocols import StepOut, TokenLayout
+from .ar_model import Conditioning, DiscreteModel, State
+from .checkpoint import Checkpoint, CheckpointError, load_weights
+
+_NAMES = {  # released -> ours; the projections of queries, keys and values are stacked
+    "embed_tokens.weight": "tok_embeddings.weight", "fc.weight": "fc.weight", "fc.bias": "fc.bias",
+    "layers.0.self_attn.o_proj.weight": "layer.attention.wo.weight",
+    "layers.0.mlp.gate_proj.weight": "layer.feed_forward.w1.weight",
+    "layers.0.mlp.up_proj.weight": "layer.feed_forward.w3.weight",
+    "layers.0.mlp.down_proj.weight": "layer.feed_forward.w2.weight",
+    "layers.0.input_layernorm.weight": "layer.attention_norm.weight",
+    "layers.0.post_attention_layernorm.weight": "layer.ffn_norm.weight",
+} | {
+    f"layers.0.self_attn.{part}_norm.{kind}": f"layer.attention.{part}_norm.{kind}"
+    for part in "qk" for kind in ("weight", "bias")
+}  # fmt: skip
+_QKV = [f"layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
+_INPUT_TYPES = {  # LANTERN's config entry -> (family, grid) of the target
+    "c2i": ("llamagen-c2i", (24, 24)), "t2i": ("llamagen-t2i", (16, 16)), "t2i2": ("llamagen-t2i", (32, 32)),
+}  # fmt: skip
+
+
+def recognise(tensors: dict[str, Tensor]) -> bool:
+    """Is this a drafter of the first or second EAGLE generation?"""
+    return "fc.weight" in tensors and _QKV[0] in tensors
+
+
+def pair_rotation(model: DiscreteModel, prompt: int, length: int) -> Rotation:
+    """Rotation [1, length, ...] of ``prompt`` pairs of the prompt (zero, as in the target) and the first image tokens."""
+    angles = grid_rotation(*model.grid, model.backbone.config.head_dim, device=model.device)[: length - prompt]
+    cos, sin = (F.pad(table, (0, 0, prompt, 0))[None] for table in (angles.cos(), angles.sin()))
+    return Rotation(cos, sin)
+
+
+@dataclass
+class EagleState:
+    """Cache over the pairs of one batch, behind the target's state; ``expanded``: drafts since the last observation."""
+
+    target: State
+    cache: KVCache
+    expanded: int = 0
+
+
+class EagleDrafter:
+    """See Drafter in samplers/protocols.py for the contract. ``model`` is the target, whose head gives the logits.
+
+    padded: the drafter was trained behind a prompt padded to the target's full number of slots (LANTERN's are), so the
+    padding is put back before it.
+    """
+
+    kind = "eagle"
+
+    def __init__(self, module: Eagle, model: DiscreteModel, dtype: torch.dtype, padded: bool):
+        self.module, self.model, self.dtype, self.padded = module, model, dtype, padded
+        self.family = model.family
+
+    @property
+    def device(self) -> torch.device:
+        return self.module.device
+
+    def prompt_pairs(self, slots: int) -> int:
+        """Pairs that stand before the first image token, for a prompt of ``slots`` slots."""
+        return (max(slots, self.model.prefix.slots) if self.padded else slots) - 1
+
+    def kv_bytes(self, batch: int, layout: TokenLayout, slack: int, guided: bool) -> int:
+        """Bytes of the key/value caches of a run (the longest possible prompt included)."""
+        slots = self.prompt_pairs(getattr(self.model.prefix, "slots", 1)) + layout.length + slack + 1
+        return 2 * batch * (1 + guided) * slots * self.module.config.dim * self.dtype.itemsize
+
+    def start(
+        self, target_state: State, conditioning: Conditioning, negative: Conditioning | None, batch: int,
+        layout: TokenLayout, slack: int, guided: bool,
+    ) -> EagleState:
+        """Feed the pairs of the prompt: each slot's hidden state with id 0, which stands for every slot.
+
+        The last slot is left to the first observation, which brings its token.
+        """
+        own = guided and negative is None  # the second branch is the target's own unconditional one
+        branches = [
+            self._padding(hidden, learned=own and index == 1)
+            for index, hidden in enumerate(target_state.prefix_hidden)
+        ]
+        pairs = [branch.shape[1] - 1 for branch in branches]
+        longest = max(pairs)
+        hidden = torch.cat([
+            F.pad(b[:, :-1], (0, 0, 0, longest - n)) for b, n in zip(branches, pairs, strict=True)
+        ]).to(self.dtype)  # fmt: skip
+        config = self.module.config
+        # Observations may carry one more token than was drafted: the one the target added.
+        capacity = longest + layout.length + slack + 1
+        cache = KVCache(1, len(hidden), config.heads, capacity, config.head_dim, self.dtype, self.device)
+        if longest > 0:
+            ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=self.device)
+            mask = cache.open(longest)
+            self.module(hidden, ids, self._unrotated(longest), cache, mask)
+            cache.commit(torch.tensor(pairs, device=self.device).repeat_interleave(batch))
+        return EagleState(target_state, cache)
+
+    def _unrotated(self, length: int) -> Rotation:
+        nothing = torch.zeros((1, length, self.module.config.head_dim // 2), device=self.device)
+        return Rotation(nothing, nothing)
+
+    def _padding(self, hidden: Tensor, learned: bool) -> Tensor:
+        """Hidden states [B, n, D] of a prompt with those of its padding before them, if the drafter is used to it.
+
+        Padded slots of a caption are zero from the first layer to the last; those of the learned null caption see
+        nothing but themselves.
+        """
+        missing = self.prompt_pairs(hidden.shape[1]) + 1 - hidden.shape[1]
+        if missing == 0:
+            return hidden
+        if not learned:
+            return F.pad(hidden, (0, 0, missing, 0))
+        slots = self.model.prefix.unconditional(self.model.prefix.slots, self.device)[0, :missing]
+        alone = self.model.backbone(slots[:, None].to(self.model.dtype), self._unrotated(1))[:, 0]
+        return torch.cat((alone.expand(len(hidden), -1, -1), hidden), dim=1)
+
+    def observe(self, state: EagleState, tokens: Tensor, positions: Tensor, hidden: Tensor, count: Tensor) -> StepOut:
+        """One causal pass over the pairs (hidden, token) behind all earlier ones; see Drafter. ``count`` is 1 or more."""
+        state.expanded = 0
+        mask = state.cache.open(tokens.shape[1])
+        feature = self._pass(state, tokens, positions, hidden, mask)
+        count = count.repeat(state.target.branches)
+        state.cache.commit(count)
+        last = feature[torch.arange(len(feature), device=self.device), (count - 1).clamp(min=0)][:, None]
+        return self._output(last)
+
+    def expand(
+        self, state: EagleState, tokens: Tensor, positions: Tensor, hidden: Tensor, tree_mask: Tensor
+    ) -> StepOut:
+        """Pairs of drafts with what this drafter predicted at their parents; see Drafter."""
+        mask = state.cache.open(tokens.shape[1], tree_mask.repeat(state.target.branches, 1, 1), state.expanded)
+        state.expanded += tokens.shape[1]
+        return self._output(self._pass(state, tokens, positions, hidden, mask))
+
+    def _pass(self, state: EagleState, tokens: Tensor, positions: Tensor, hidden: Tensor, mask: Tensor) -> Tensor:
+        ids = tokens.repeat(state.target.branches, 1)
+        return self.module(hidden.to(self.dtype), ids, state.target.rotation(positions), state.cache, mask)
+
+    def _output(self, feature: Tensor) -> StepOut:
+        return StepOut(self.model.backbone.logits(feature.to(self.model.dtype)), feature)
+
+    def rewind(self, state: EagleState, count: Tensor) -> None:
+        """Forget the last ``count`` [B] tokens observed, and what was expanded."""
+        state.expanded = 0
+        state.cache.commit(-count.repeat(state.target.branches))
+
+    @torch.inference_mode()
+    def teacher_forced(self, hidden: Tensor, ids: Tensor, prompt: int = 0) -> Tensor:
+        """Features [R, T, D] predicted from hidden [R, T, D] and ids [R, T] in one causal pass.
+
+        hidden[:, t] is the target's hidden state one position before ids[:, t]; the feature predicts the one at it. The
+        first ``prompt`` pairs belong to the prompt (ids 0), the others to the image tokens from position 0 on.
+        """
+        rotation = pair_rotation(self.model, prompt, ids.shape[1])
+        return self.module(hidden.to(self.device, self.dtype), ids.to(self.device), rotation)
+
+
+def load(checkpoint: Checkpoint, model: DiscreteModel, dtype: torch.dtype, operations=nn) -> EagleDrafter:
+    """Build the drafter of ``model`` on the CPU. Raises CheckpointError if it is damaged or belongs to another model."""
+    path, tensors = checkpoint.path, checkpoint.tensors
+    settings = read_config(path) | checkpoint.metadata
+    tensors = {name: t for name, t in tensors.items() if not name.endswith(("rotary_emb.inv_freq", "freqs_cis"))}
+    config = block_config(tensors, settings, model, path)
+    check_target(settings, model, path)
+    weights = {_NAMES.get(name, name): tensor for name, tensor in tensors.items() if name not in _QKV}
+    if all(name in tensors for name in _QKV):
+        weights["layer.attention.wqkv.weight"] = torch.cat([tensors[name] for name in _QKV])
+    weights.setdefault("tok_embeddings.weight", model.backbone.tok_embeddings.weight.detach().cpu())
+    with torch.device("meta"):
+        module = Eagle(config, "fc.bias" in tensors, operations)
+    load_weights(module, weights, path, dtype)
+    padded = settings.get("prompt") != "cropped" and hasattr(model.prefix, "slots")
+    return EagleDrafter(module.eval().requires_grad_(False), model, dtype, padded)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of the folder that a released weight file lies in; empty for a file of its own.
+
+    Raises CheckpointError if it cannot be read.
+    """
+    file = path.parent / "config.json"
+    if path.name not in ("model.safetensors", "pytorch_model.bin") or not file.is_file():
+        return {}
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}. Download it again.") from error
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{file} is not a table of settings. Download it again.")
+    return settings
+
+
+def block_config(
+    tensors: dict[str, Tensor], settings: dict[str, Any], model: DiscreteModel, path: Path
+) -> BackboneConfig:
+    """Sizes of the drafter. Raises CheckpointError where they are not the target's."""
+    target = model.backbone.config
+    fc, gate = tensors["fc.weight"], tensors.get("layers.0.mlp.gate_proj.weight")
+    if gate is None:
+        raise CheckpointError(f"{path.name} lacks layers.0.mlp.gate_proj.weight. It is incomplete.")
+    dim = fc.shape[0]
+    if fc.ndim != 2 or fc.shape[1] != 2 * dim:
+        raise CheckpointError(
+            f"{path.name}: fc.weight has shape {list(fc.shape)}, but an EAGLE drafter joins a token and one hidden state "
+            "of the same width. EAGLE-3 drafters, which join three, are not supported."
+        )
+    if dim != target.dim:
+        raise CheckpointError(
+            f"{path.name} is {dim} wide but the model's hidden states are {target.dim}: it was trained for another "
+            "model. Choose the drafter that belongs to this model."
+        )
+    heads = settings.get("num_attention_heads", dim // target.head_dim)
+    if heads * target.head_dim != dim:
+        raise CheckpointError(
+            f"{path.name} has {heads} attention heads, but {dim // target.head_dim} are needed to share the positions of "
+            "this model. It was trained for another model."
+        )
+    rows = len(tensors["embed_tokens.weight"]) if "embed_tokens.weight" in tensors else target.vocab
+    if rows != target.vocab:
+        raise CheckpointError(
+            f"{path.name} knows {rows} tokens but the model has {target.vocab}: it was trained for another model. "
+            "Choose the drafter that belongs to this model."
+        )
+    q_norm = tensors.get("layers.0.self_attn.q_norm.weight")
+    return replace(
+        target, layers=1, ffn_dim=len(gate), norm_eps=settings.get("rms_norm_eps", target.norm_eps),
+        attention_norm="layers.0.input_layernorm.weight" in tensors, head_norms=0 if q_norm is None else len(q_norm),
+    )
+
+
+def check_target(settings: dict[str, Any], model: DiscreteModel, path: Path) -> None:
+    """Raise CheckpointError if the drafter says that it was trained for another family or grid."""
+    family, grid = _INPUT_TYPES.get(settings.get("input_type"), (None, None))
+    family, grid = settings.get("target", family), settings.get("grid", grid)
+    if family not in (None, model.family):
+        raise CheckpointError(f"{path.name} drafts for {family}, but the model is {model.family}. Choose its own drafter.")
+    if grid is not None and tuple(grid) != model.grid:
+        raise CheckpointError(
+            f"{path.name} drafts pictures of {grid[1]} x {grid[0]} tokens, but the model draws "
+            f"{model.grid[1]} x {model.grid[0]}. Choose the drafter that belongs to this model."
+        )

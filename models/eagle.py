@@ -1,0 +1,38 @@
+"""EAGLE's feature drafter (Li et al., arXiv:2401.15077): one transformer block that continues a target's hidden states.
+
+At every position it reads the target's last hidden state (behind the final norm) together with the token that was drawn
+from it, and predicts the hidden state of the next position. The target's own head turns that into logits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .backbone import BackboneConfig, Block, Rotation
+from .cache import KVCache
+
+
+class Eagle(nn.Module):
+    """``config`` describes the one block and the token table; ``bias`` is that of the layer joining token and feature.
+
+    ``device``: where it computes; whoever moves the module sets it.
+    """
+
+    def __init__(self, config: BackboneConfig, bias: bool = True, operations=nn):
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = operations.Embedding(config.vocab, config.dim)
+        self.fc = operations.Linear(2 * config.dim, config.dim, bias=bias)
+        self.layer = Block(config, operations)
+        self.device = torch.device("cpu")
+
+    def forward(
+        self, hidden: Tensor, ids: Tensor, rotation: Rotation, cache: KVCache | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """Predicted features [R, T, dim] one position further, for features [R, T, dim] and the ids [R, T] behind them.
+
+        rotation, cache and mask as in Backbone; a pair stands where its token stands. There is no final norm.
+        """
+        x = self.fc(torch.cat((self.tok_embeddings(ids).to(hidden.dtype), hidden), dim=-1))
+        return self.layer(x, rotation, 0, cache, mask)

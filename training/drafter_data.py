@@ -1,0 +1,175 @@
+"""What a drafter learns from: token grids, and the hidden states its target has while it draws them."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from ..model_loaders.ar_model import DiscreteModel
+from ..model_loaders.image_decoder import ImageDecoder
+from ..samplers.next_token import NextToken
+from ..samplers.protocols import Request
+from .autoregressive import Batches
+from .captions import Captions
+from .data import load_pictures
+from .settings import CPU
+
+log = logging.getLogger(__name__)
+
+PICTURES = (".png", ".jpg", ".jpeg", ".webp")
+
+
+class Example(NamedTuple):
+    """Features [n, F] of a prompt and the tokens [S] (int64) of a picture that belongs to it."""
+
+    features: Tensor
+    tokens: Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """features [B, n, F], tokens [B, S], hidden [2B, n + S - 1, D] (fp32): prompt slots, then all tokens but the last.
+
+    Conditional rows come first, as in every pass of a guided model.
+    """
+
+    features: Tensor
+    tokens: Tensor
+    hidden: Tensor
+
+    @property
+    def prompt(self) -> int:
+        return self.features.shape[1]
+
+
+class Pool:
+    """Examples by length of their prompt, with the target's hidden states in fp16 (all of them in memory)."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self.batches = batches
+        self.weights = [float(len(batch.tokens)) for batch in batches]
+
+    @classmethod
+    def build(cls, model: DiscreteModel, examples: Iterable[Example], rows: int = 16) -> Pool:
+        """Run the target over every example, under its prompt and without one."""
+        by_length: dict[int, list[Example]] = defaultdict(list)
+        for example in examples:
+            by_length[len(example.features)].append(example)
+        batches = []
+        for group in by_length.values():
+            features, tokens = (torch.stack(part) for part in zip(*group, strict=True))
+            parts = zip(features.split(rows), tokens.split(rows), strict=True)
+            hidden = torch.cat([hidden_states(model, f, t).half() for f, t in parts])
+            batches.append(Batch(features, tokens, hidden))
+        return cls(batches)
+
+    def draw(self, count: int, choice: random.Random) -> Batch:
+        """``count`` random examples (fewer where a group has no more) whose prompts are equally long."""
+        group = choice.choices(self.batches, self.weights)[0]
+        return self._take(group, choice.sample(range(len(group.tokens)), min(count, len(group.tokens))))
+
+    def all(self, count: int) -> Iterable[Batch]:
+        """Every example once, up to ``count`` at a time."""
+        for group in self.batches:
+            for index in torch.arange(len(group.tokens)).split(count):
+                yield self._take(group, index.tolist())
+
+    @staticmethod
+    def _take(group: Batch, index: list[int]) -> Batch:
+        hidden = group.hidden[index].float().transpose(0, 1).flatten(0, 1)  # [B, 2, ...] -> [2B, ...]
+        return Batch(group.features[index], group.tokens[index], hidden)
+
+    def save(self, file: Path) -> None:
+        torch.save([(b.features, b.tokens, b.hidden) for b in self.batches], file)
+
+    @classmethod
+    def load(cls, file: Path) -> Pool:
+        return cls([Batch(*parts) for parts in torch.load(file, weights_only=True)])
+
+
+@torch.inference_mode()
+def hidden_states(model: DiscreteModel, features: Tensor, tokens: Tensor) -> Tensor:
+    """Hidden states [B, 2, n + S - 1, D] of the target, conditional and unconditional, on the CPU.
+
+    features [B, n, F], tokens [B, S].
+    """
+    batch, length = tokens.shape
+    state = model.start(model.encode_features(features), None, batch, model.layout(), length, guided=True)
+    positions = torch.arange(length - 1, device=model.device).expand(batch, -1)
+    out = model.step(state, tokens[:, :-1].to(model.device), positions)
+    hidden = torch.cat((torch.cat(state.prefix_hidden), out.hidden), dim=1)
+    return hidden.unflatten(0, (2, batch)).transpose(0, 1).cpu()
+
+
+def own_samples(model: DiscreteModel, prompts: list[Tensor], seed: int = 0, rows: int = 64) -> list[Example]:
+    """What the model itself draws for prompt features [n, F]: in turn with its own settings and at temperature 1."""
+    by_length: dict[int, list[Tensor]] = defaultdict(list)
+    for features in prompts:
+        by_length[len(features)].append(features)
+    plain = replace(model.defaults, temperature=1.0, top_k=0, top_p=1.0)
+    examples = []
+    for group in by_length.values():
+        for at in range(0, len(group), rows):
+            features = torch.stack(group[at : at + rows])
+            params = (model.defaults, plain)[at // rows % 2]
+            conditioning = model.encode_features(features)
+            request = Request(model, conditioning, model.layout(), params, seed=seed + len(examples), batch=len(features))
+            with torch.inference_mode():
+                tokens = NextToken().sample(request).tokens.cpu()
+            examples += [Example(f, t) for f, t in zip(features, tokens, strict=True)]
+            log.info("drawn %d of %d samples", len(examples), len(prompts))
+    return examples
+
+
+def from_folder(model: DiscreteModel, decoder: ImageDecoder, folder: Path) -> list[Example]:
+    """Pictures of a folder, each with its prompt in a .txt file of the same name; cropped to the model's shape.
+
+    Raises ValueError for a folder without such pairs.
+    """
+    rows, cols = model.grid
+    examples = []
+    for file in sorted(p for p in folder.iterdir() if p.suffix.lower() in PICTURES):
+        caption = file.with_suffix(".txt")
+        if not caption.is_file():
+            log.warning("%s has no prompt (%s is missing): left out", file.name, caption.name)
+            continue
+        with Image.open(file) as picture:
+            picture = ImageOps.fit(picture.convert("RGB"), (cols * decoder.factor, rows * decoder.factor))
+        pixels = torch.from_numpy(np.asarray(picture).copy())[None] / 255.0
+        features = model.encode_prompt(caption.read_text(encoding="utf-8").strip())[0][0]
+        examples.append(Example(features[0], decoder.encode(pixels).flatten().cpu()))
+    if not examples:
+        raise ValueError(f"{folder} holds no picture with a .txt file of the same name. Put prompts beside the pictures.")
+    return examples
+
+
+def bundled_pictures(
+    model: DiscreteModel, decoder: ImageDecoder, cache: Path, count: int, seed: int = 0, held_out: bool = False
+) -> list[Example]:
+    """Freshly placed and coloured training pictures of the bundled model, with random captions.
+
+    held_out: the pairs of picture and background that the model was never shown together. Raises ValueError if the
+    model was trained with other words.
+    """
+    pictures = load_pictures(cache)
+    captions = Captions(CPU, pictures.words, seed)
+    if captions.words != model.prompt_encoder.words:
+        raise ValueError("The word table of the model is not that of the 'cpu' setting: these are not its pictures.")
+    table = model.prompt_encoder.table
+    batches = Batches(CPU, pictures.select(CPU.concepts), captions, decoder.module, seed)
+    examples = []
+    while len(examples) < count:
+        rows, _, tokens = batches.draw(32, held_out)
+        examples += [Example(table[row[row >= 0]], t) for row, t in zip(rows, tokens, strict=True)]
+    log.info("encoded %d pictures", len(examples))
+    return examples

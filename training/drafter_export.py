@@ -1,0 +1,68 @@
+"""Writes drafters in the published layouts: EAGLE as LANTERN's authors released it, small models as LlamaGen."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..model_loaders.ar_model import DiscreteModel
+from ..models.eagle import Eagle
+from ..models.prefix import CaptionPrefix
+
+
+def write_eagle(module: Eagle, model: DiscreteModel, out: Path) -> None:
+    """``out``/config.json and model.safetensors (fp16) of a drafter of ``model``; both hold the settings."""
+    block = module.layer
+    tensors = {"embed_tokens.weight": module.tok_embeddings.weight, "fc.weight": module.fc.weight}
+    if module.fc.bias is not None:
+        tensors["fc.bias"] = module.fc.bias
+    for part, weight in zip("qkv", block.attention.wqkv.weight.chunk(3), strict=True):
+        tensors[f"layers.0.self_attn.{part}_proj.weight"] = weight
+    tensors |= {
+        "layers.0.self_attn.o_proj.weight": block.attention.wo.weight,
+        "layers.0.mlp.gate_proj.weight": block.feed_forward.w1.weight,
+        "layers.0.mlp.up_proj.weight": block.feed_forward.w3.weight,
+        "layers.0.mlp.down_proj.weight": block.feed_forward.w2.weight,
+        "layers.0.post_attention_layernorm.weight": block.ffn_norm.weight,
+    }
+    config = module.config
+    settings = {
+        "family": "eagle",
+        "target": model.family,
+        "grid": list(model.grid),
+        "prompt": "cropped",
+        "num_hidden_layers": 1,
+        "hidden_size": config.dim,
+        "intermediate_size": config.ffn_dim,
+        "num_attention_heads": config.heads,
+        "vocab_size": config.vocab,
+        "rms_norm_eps": config.norm_eps,
+        "bias": module.fc.bias is not None,
+    }
+    _save(out, tensors, settings)
+    (out / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def write_small(module: DiscreteModel, out: Path) -> None:
+    """``out``/model.safetensors (fp16) of a small LlamaGen model, with the metadata that its size needs."""
+    tensors = dict(module.backbone.state_dict())
+    tensors |= {f"cls_embedding.{name}": tensor for name, tensor in module.prefix.state_dict().items()}
+    settings = {
+        "family": "llamagen",
+        "heads": module.backbone.config.heads,
+        "grid": list(module.grid),
+        "pixels_per_token": module.pixels_per_token,
+        "defaults": asdict(module.defaults),
+    }
+    if isinstance(module.prefix, CaptionPrefix):
+        settings["caption_slots"] = module.prefix.slots
+    _save(out, tensors, settings)
+
+
+def _save(out: Path, tensors: dict[str, Tensor], settings: dict) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    half = {name: tensor.detach().to(torch.float16).contiguous() for name, tensor in tensors.items()}
+    save_file(half, out / "model.safetensors", metadata={"specar": json.dumps(settings)})

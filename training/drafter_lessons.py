@@ -1,0 +1,205 @@
+"""What the two kinds of drafters learn, and the loop that teaches them.
+
+Both imitate the target's probabilities as guidance will use them: of every example both branches are drafted, and the
+soft cross-entropy compares them under a random guidance scale (0: the unconditional branch, 1: the conditional one).
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..model_loaders.ar_model import DiscreteModel
+from ..model_loaders.eagle import pair_rotation
+from ..models.backbone import Backbone, BackboneConfig
+from ..models.eagle import Eagle
+from ..models.prefix import CaptionPrefix, ClassPrefix
+from .drafter_data import Batch, Pool
+from .loop import Average, Budget, Checkpoint, rate, set_rate
+from .muon import Muon, split_parameters
+
+log = logging.getLogger(__name__)
+
+GUIDANCE = 3.0  # scales are drawn from 0 to here
+NOISE = 0.1  # half-width of the uniform noise on the target's features
+FIRST_STEP_ONLY = 0.5  # share of the time in which an EAGLE drafter learns only from the target's own features
+FEATURE_WEIGHT = 0.5  # of the smooth L1 distance between features
+
+
+def guide(logits: Tensor, scale: Tensor | float) -> Tensor:
+    """Guidance with one scale per example: logits [2B, T, V], scale [B, 1, 1] or a number -> [B, T, V]."""
+    conditional, unconditional = logits.chunk(2)
+    return unconditional + scale * (conditional - unconditional)
+
+
+class Lesson(Protocol):
+    """A drafter in training: ``module`` has the parameters."""
+
+    module: nn.Module
+
+    def loss(self, batch: Batch, fraction: float) -> Tensor:
+        """Scalar to descend, ``fraction`` (0 .. 1) of the training time being over."""
+        ...
+
+    def predict(self, module: nn.Module, batch: Batch) -> Tensor:
+        """Logits [2B, S - 1, V] for the tokens 1 .. S - 1, each drafted from what the target has decided before it."""
+        ...
+
+
+class EagleLesson:
+    """Features of an EAGLE drafter, compared with the target's own.
+
+    ``depth``: in the second half of its training the drafter also continues its own predictions, as it does inside a
+    draft. A pair that stands g drafts behind the last decided token sees the decided pairs and the g - 1 drafted ones
+    between. The predictions that are fed back are taken as given.
+    """
+
+    def __init__(self, model: DiscreteModel, depth: int) -> None:
+        config = model.backbone.config
+        self.model, self.depth = model, depth
+        self.module = Eagle(BackboneConfig(config.dim, 1, config.heads, config.ffn_dim, config.vocab, config.norm_eps,
+                                           attention_norm=False))
+        for parameter in self.module.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02)
+        nn.init.zeros_(self.module.fc.bias)
+        nn.init.zeros_(self.module.layer.attention.wo.weight)
+        nn.init.zeros_(self.module.layer.feed_forward.w2.weight)
+        self.module.tok_embeddings.weight.data.copy_(model.backbone.tok_embeddings.weight)
+
+    def features(self, module: Eagle, batch: Batch, depth: int, noise: float = 0.0) -> list[Tensor]:
+        """Predictions [2B, n + S - 2, D] of the slots 1 .. n + S - 2, one entry for every depth below the decided."""
+        hidden = batch.hidden[:, :-1]
+        hidden = hidden + noise * (2 * torch.rand_like(hidden) - 1)
+        prompt, length = batch.prompt - 1, hidden.shape[1]
+        ids = F.pad(batch.tokens[:, : length - prompt], (prompt, 0)).repeat(2, 1)
+        rotation = pair_rotation(self.model, prompt, length)
+        fed = [hidden]
+        for groups in range(1, depth + 1):
+            with torch.set_grad_enabled(torch.is_grad_enabled() and groups == depth):
+                turn = rotation._replace(cos=rotation.cos.repeat(1, groups, 1), sin=rotation.sin.repeat(1, groups, 1))
+                mask = draft_mask(length, groups)[None, None]
+                out = module(torch.cat(fed, dim=1), ids.repeat(1, groups), turn, mask=mask).chunk(groups, dim=1)
+            fed.append(F.pad(out[-1][:, :-1], (0, 0, 1, 0)))
+        return list(out)
+
+    def loss(self, batch: Batch, fraction: float) -> Tensor:
+        scale = GUIDANCE * torch.rand(len(batch.tokens), 1, 1)
+        depths = 1 if fraction < FIRST_STEP_ONLY else self.depth
+        total = torch.zeros(())
+        for depth, feature in enumerate(self.features(self.module, batch, depths, NOISE)):
+            first = batch.prompt - 1 + depth  # the first drafts hang from the first token, not from the prompt
+            wanted, feature = batch.hidden[:, first + 1 :], feature[:, first:]
+            p = guide(self.model.backbone.logits(wanted), scale).softmax(-1)
+            q = guide(self.model.backbone.logits(feature), scale).log_softmax(-1)
+            total = total - (p * q).sum(-1).mean() + FEATURE_WEIGHT * F.smooth_l1_loss(feature, wanted)
+        return total / depths
+
+    def predict(self, module: Eagle, batch: Batch) -> Tensor:
+        return self.model.backbone.logits(self.features(module, batch, 1)[0][:, batch.prompt - 1 :])
+
+
+def draft_mask(length: int, groups: int) -> Tensor:
+    """Who sees whom [groups * length, groups * length] (bool) among decided pairs (group 0) and g-th drafts (group g).
+
+    Entry i of group g hangs from entry i - 1 of group g - 1: it sees the decided pairs up to i - g, and one entry of
+    every group between.
+    """
+    group = torch.arange(groups).repeat_interleave(length)
+    root = torch.arange(length).repeat(groups) - group  # the last decided pair that an entry sees
+    same_draft = root[:, None] == root
+    return torch.where(group == 0, torch.arange(length).repeat(groups) <= root[:, None],
+                       same_draft & (group <= group[:, None]))
+
+
+class SmallLesson:
+    """Logits of a small model of the target's family, compared with the target's own."""
+
+    def __init__(self, model: DiscreteModel, dim: int, layers: int) -> None:
+        config, prefix = model.backbone.config, model.prefix
+        head_dim = config.head_dim
+        heads = max(1, dim // head_dim)
+        ffn_dim = -(-(8 * dim // 3) // 64) * 64
+        self.model = model
+        backbone = Backbone(BackboneConfig(heads * head_dim, layers, heads, ffn_dim, config.vocab, config.norm_eps))
+        if isinstance(prefix, CaptionPrefix):
+            small_prefix = CaptionPrefix(prefix.uncond_embedding.shape[1], prefix.slots, backbone.config.dim)
+            small_prefix.uncond_embedding.copy_(prefix.uncond_embedding)
+        else:
+            small_prefix = ClassPrefix(prefix.classes, backbone.config.dim)
+        self.module = DiscreteModel(backbone, small_prefix, model.family, model.grid, model.defaults,
+                                    model.prompt_encoder, model.pixels_per_token)
+        for parameter in self.module.parameters():
+            if parameter.ndim == 2:
+                nn.init.normal_(parameter, std=0.02)
+        for block in backbone.layers:
+            nn.init.zeros_(block.attention.wo.weight)
+            nn.init.zeros_(block.feed_forward.w2.weight)
+
+    def logits(self, module: DiscreteModel, batch: Batch) -> Tensor:
+        """Logits [2B, S, V] for every token."""
+        unconditional = module.prefix.unconditional(batch.prompt, batch.tokens.device)
+        prefix = torch.cat((module.prefix(batch.features), unconditional.expand(len(batch.tokens), -1, -1)))
+        return module(prefix, batch.tokens.repeat(2, 1))
+
+    def loss(self, batch: Batch, fraction: float) -> Tensor:
+        scale = GUIDANCE * torch.rand(len(batch.tokens), 1, 1)
+        p = guide(self.model.backbone.logits(batch.hidden[:, batch.prompt - 1 :]), scale).softmax(-1)
+        q = guide(self.logits(self.module, batch), scale).log_softmax(-1)
+        return -(p * q).sum(-1).mean()
+
+    def predict(self, module: DiscreteModel, batch: Batch) -> Tensor:
+        return self.logits(module, batch)[:, 1:]
+
+
+@torch.no_grad()
+def overlap(lesson: Lesson, module: nn.Module, pool: Pool, cfg: float) -> float:
+    """Mean over tokens 1 .. S - 1 of sum min(p, q) at temperature 1: the share of single drafts that are accepted."""
+    shares = []
+    for batch in pool.all(16):
+        p = guide(lesson.model.backbone.logits(batch.hidden[:, batch.prompt :]), cfg).softmax(-1)
+        q = guide(lesson.predict(module, batch), cfg).softmax(-1)
+        shares.append(torch.minimum(p, q).sum(-1).mean(-1))
+    return float(torch.cat(shares).mean())
+
+
+def train(
+    lesson: Lesson, pool: Pool, held_out: Pool, file: Path, minutes: float, batch: int = 8, learning_rate: float = 3e-3
+) -> nn.Module:
+    """Train for the budget, or go on from ``file``; returns the averaged module."""
+    module = lesson.module.train().requires_grad_(True)
+    average = Average(module, 0.995)
+    matrices, others = split_parameters(module, keep_out=("tok_embeddings", "output", "embedding_table"))
+    muon, adamw = Muon(matrices, lr=learning_rate), torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95),
+                                                                      weight_decay=0.0)
+    checkpoint = Checkpoint(file, 2.0, module=module, average=average.module, muon=muon, adamw=adamw)
+    counters = checkpoint.resume() or {"step": 0, "spent": 0.0}
+    step, budget = counters["step"], Budget(minutes, counters["spent"])
+    choice = random.Random(step)
+    torch.manual_seed(step)
+    log.info("%.2f M parameters", sum(p.numel() for p in module.parameters()) / 1e6)
+    begin, running, fraction = step, 0.0, budget.fraction
+    while fraction < 1.0:
+        set_rate([muon, adamw], learning_rate, rate(fraction, step))
+        loss = lesson.loss(pool.draw(batch, choice), fraction)
+        module.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        muon.step()
+        adamw.step()
+        average.update(module, step)
+        step += 1
+        running += (loss.item() - running) / min(step - begin, 50)
+        fraction = budget.fraction
+        if step % 50 == 0:
+            log.info("step %d, %.1f min, loss %.4f", step, budget.spent / 60, running)
+        if checkpoint.save(force=fraction >= 1.0, step=step, spent=budget.spent):
+            shares = [overlap(lesson, average.module, held_out, cfg) for cfg in (1.0, 2.0)]
+            log.info("step %d, loss %.4f, held-out overlap %.3f, guided %.3f", step, running, *shares)
+    return average.module
