@@ -1,0 +1,59 @@
+"""The questions a Tree answers, against the same asked node by node of random trees."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from .random_trees import alive, leaf_paths, path_to, random_tree, row
+
+seeds = st.integers(0, 10**6)
+
+
+@given(seeds)
+@settings(max_examples=60, deadline=None)
+def test_children_stand_in_the_order_they_were_drawn(seed):
+    tree = random_tree(seed)
+    table = tree.children()
+    assert table.shape == (*tree.token.shape, tree.width)
+    for b in range(len(table)):
+        for slot in range(table.shape[1]):
+            kids = {int(tree.rank[b, s]): s for s in alive(tree, b) if tree.parent[b, s] == slot}
+            assert table[b, slot].tolist() == [kids.get(r, -1) for r in range(tree.width)]
+
+
+@given(seeds)
+@settings(max_examples=60, deadline=None)
+def test_ancestors_and_paths_lead_to_the_root(seed):
+    tree = random_tree(seed)
+    seen, paths = tree.ancestors(), tree.paths()
+    for b in range(len(seen)):
+        assert seen[b, 0].tolist() == [True] + [False] * (seen.shape[1] - 1)
+        for slot in alive(tree, b):
+            path = path_to(tree, b, slot)
+            assert seen[b, slot].nonzero()[:, 0].tolist() == [0, *path]
+            assert paths[b, slot].tolist() == path + [0] * (tree.levels - len(path))
+
+
+@given(seeds)
+@settings(max_examples=60, deadline=None)
+def test_leaves_are_drafts_without_children_and_spread_counts_levels(seed):
+    tree = random_tree(seed)
+    leaves, (depth, width) = tree.leaves(), tree.spread()
+    for b in range(len(leaves)):
+        assert leaves[b].nonzero()[:, 0].tolist() == [path[-1] for path in leaf_paths(tree, b)]
+        levels = [int(tree.depth[b, s]) for s in alive(tree, b)]
+        assert int(depth[b]) == max(levels, default=0)
+        assert int(width[b]) == max((levels.count(n) for n in levels), default=0)
+
+
+@given(seeds)
+@settings(max_examples=30, deadline=None)
+def test_dead_slots_and_other_images_change_nothing(seed):
+    tree = random_tree(seed)
+    for b in range(len(tree.token)):
+        single = row(tree, b)
+        n = single.token.shape[1]
+        assert torch.equal(single.children()[0], tree.children()[b, :n])
+        assert torch.equal(single.ancestors()[0], tree.ancestors()[b, :n, :n])
+        assert torch.equal(single.paths()[0], tree.paths()[b, :n])
+        assert torch.equal(single.leaves()[0], tree.leaves()[b, :n]) and not tree.leaves()[b, n:].any()
