@@ -74,7 +74,8 @@ def check_pair(small: DiscreteModel, target: DiscreteModel, path: Path) -> None:
     """Raise CheckpointError unless ``small`` draws the same tokens as ``target`` for the same prompts."""
     for what, mine, its in (
         ("family", small.family, target.family), ("number of image tokens", small.vocab, target.vocab),
-        ("token grid", small.grid, target.grid), ("kind of prompt", prompt_kind(small), prompt_kind(target)),
+        ("token grid", "{1} x {0}".format(*small.grid), "{1} x {0}".format(*target.grid)),
+        ("kind of prompt", prompt_kind(small), prompt_kind(target)),
     ):
         if mine != its:
             raise CheckpointError(

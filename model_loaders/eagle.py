@@ -39,6 +39,7 @@ _QKV = [f"layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
 _INPUT_TYPES = {  # LANTERN's config entry -> (family, grid) of the target
     "c2i": ("llamagen-c2i", (24, 24)), "t2i": ("llamagen-t2i", (16, 16)), "t2i2": ("llamagen-t2i", (32, 32)),
 }  # fmt: skip
+_NORM_EPS = 1e-6  # where config.json does not say
 
 
 def recognise(tensors: dict[str, Tensor]) -> bool:
@@ -220,44 +221,45 @@ def block_config(
     fc, gate = tensors["fc.weight"], tensors.get("layers.0.mlp.gate_proj.weight")
     if gate is None:
         raise CheckpointError(f"{path.name} lacks layers.0.mlp.gate_proj.weight. It is incomplete.")
-    dim = fc.shape[0]
-    if fc.ndim != 2 or fc.shape[1] != 2 * dim:
+    dim = len(fc)
+    if fc.shape != (dim, 2 * dim):
         raise CheckpointError(
             f"{path.name}: fc.weight has shape {list(fc.shape)}, but an EAGLE drafter joins a token and one hidden state "
-            "of the same width. EAGLE-3 drafters, which join three, are not supported."
-        )
-    if dim != target.dim:
-        raise CheckpointError(
-            f"{path.name} is {dim} wide but the model's hidden states are {target.dim}: it was trained for another "
-            "model. Choose the drafter that belongs to this model."
-        )
-    heads = settings.get("num_attention_heads", dim // target.head_dim)
-    if heads * target.head_dim != dim:
-        raise CheckpointError(
-            f"{path.name} has {heads} attention heads, but {dim // target.head_dim} are needed to share the positions of "
-            "this model. It was trained for another model."
+            "of the same width."
         )
     rows = len(tensors["embed_tokens.weight"]) if "embed_tokens.weight" in tensors else target.vocab
-    if rows != target.vocab:
-        raise CheckpointError(
-            f"{path.name} knows {rows} tokens but the model has {target.vocab}: it was trained for another model. "
-            "Choose the drafter that belongs to this model."
-        )
     q_norm = tensors.get("layers.0.self_attn.q_norm.weight")
+    head_norms = 0 if q_norm is None else len(q_norm)
+    for what, mine, its in (
+        ("width", dim, target.dim), ("number of tokens", rows, target.vocab),
+        ("norm of queries and keys", bool(head_norms), bool(target.head_norms)),
+        ("number of attention heads (config.json)", settings.get("num_attention_heads", target.heads), target.heads),
+        ("width by config.json", settings.get("hidden_size", dim), target.dim),
+    ):
+        if mine != its:
+            raise CheckpointError(
+                f"{path.name} was trained for another model: its {what} is {mine}, this model's is {its}. Choose the "
+                "drafter that belongs to this model."
+            )
     return replace(
-        target, layers=1, ffn_dim=len(gate), norm_eps=settings.get("rms_norm_eps", target.norm_eps),
-        attention_norm="layers.0.input_layernorm.weight" in tensors, head_norms=0 if q_norm is None else len(q_norm),
+        target, layers=1, ffn_dim=len(gate), norm_eps=settings.get("rms_norm_eps", _NORM_EPS),
+        attention_norm="layers.0.input_layernorm.weight" in tensors, head_norms=head_norms,
     )
 
 
 def check_target(settings: dict[str, Any], model: DiscreteModel, path: Path) -> None:
     """Raise CheckpointError if the drafter says that it was trained for another family or grid."""
-    family, grid = _INPUT_TYPES.get(settings.get("input_type"), (None, None))
-    family, grid = settings.get("target", family), settings.get("grid", grid)
-    if family not in (None, model.family):
-        raise CheckpointError(f"{path.name} drafts for {family}, but the model is {model.family}. Choose its own drafter.")
-    if grid is not None and tuple(grid) != model.grid:
+    kind = settings.get("input_type")
+    if kind is not None and kind not in _INPUT_TYPES:
         raise CheckpointError(
-            f"{path.name} drafts pictures of {grid[1]} x {grid[0]} tokens, but the model draws "
-            f"{model.grid[1]} x {model.grid[0]}. Choose the drafter that belongs to this model."
+            f"{path.name}: config.json says input_type {kind!r}, which is none of {', '.join(_INPUT_TYPES)}. It is for a "
+            "family this pack does not know."
+        )
+    family, grid = _INPUT_TYPES.get(kind, (settings.get("target", model.family), settings.get("grid", model.grid)))
+    if (family, tuple(grid)) != (model.family, model.grid):
+        raise CheckpointError(
+            f"{path.name} drafts for {family} on {grid[1]} x {grid[0]} tokens"
+            + (f" (config.json: input_type {kind})" if kind else "")
+            + f", but the model is {model.family} on {model.grid[1]} x {model.grid[0]}. Choose the drafter that belongs "
+            "to this model."
         )
