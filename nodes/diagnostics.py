@@ -1,4 +1,4 @@
-"""Acceptance Map, Save Trace, Load Trace: what a run did, to look at, to compute with, and to keep."""
+"""Acceptance Map, Compare Runs, Save Trace, Load Trace: what runs did, to look at, to compute with, and to keep."""
 
 from __future__ import annotations
 
@@ -10,34 +10,12 @@ import torch
 from comfy_api.latest import io, ui
 
 from ..samplers.trace import Trace
-from . import host, maps
+from . import compare, host, maps
 from .sockets import ARTrace
+from .wording import describe
 
+MOST_RUNS = 8  # traces that Compare Runs takes
 TOKEN_PIXELS = 16  # side of a token in maps drawn without a picture
-
-
-def describe(trace: Trace) -> str:
-    """The report in a few lines, for the node."""
-    report = trace.report()
-    settings, totals = report["settings"], report["totals"]
-    passes = totals["passes_per_image"]
-    method = settings["method"].replace("_", " ")
-    if "window" in settings:
-        kind = "exact" if settings["lossless"] else "biased"
-        method = f"{method} ({settings['reuse']}, {kind}), window {settings['window']}, initial {settings['initial']}"
-    length = trace.positions["source"].shape[1]
-    lines = [
-        method,
-        f"{', '.join(map(str, passes))} passes for {length} tokens: {totals['step_compression']:.2f} tokens per pass "
-        f"(next token: {length} passes)",
-    ]
-    if kept := length - totals["tokens"] // totals["images"]:
-        lines.append(f"{kept} of the tokens were kept")
-    if totals["acceptance_rate"]:
-        lines.append(f"accepted guesses: {totals['accepted_drafts']} ({totals['acceptance_rate']:.0%} of those judged)")
-    lines.append(", ".join(f"{name} {settings[name]:g}" for name in ("cfg", "temperature", "top_k", "top_p")))
-    lines.append(f"seed {totals['seed']}, {totals['seconds']:.2f} s")
-    return "\n".join(lines)
 
 
 def shown(trace: Trace, **more: Any) -> dict[str, Any]:
@@ -63,7 +41,9 @@ class AcceptanceMap(io.ComfyNode):
                 io.Combo.Input("metric", options=list(maps.METRICS), default="source",
                                tooltip="source: how each token came about. pass: which pass fixed it. accepted "
                                "length: how many were fixed with it. ratio p/q: how well the guess fitted "
-                               "(blue: accepted for certain). entropy, top-1: how sure the model was."),
+                               "(blue: accepted for certain). entropy, top-1: how sure the model was. tree depth, tree "
+                               "width: the draft tree that the token came from. skipped, accepted by relaxation, TV "
+                               "leak: where and how much the run departed from the model."),
                 io.Float.Input("opacity", default=0.5, min=0, max=1, step=0.05, round=0.01,
                                tooltip="How much the map covers the picture; 1 hides it."),
                 io.Image.Input("image", optional=True, tooltip="Decoded pictures of this run, to lay the map over."),
@@ -97,6 +77,36 @@ class AcceptanceMap(io.ComfyNode):
         mask = torch.from_numpy(np.stack([maps.enlarge(m.strength, height, width) for m in drawn]))
         preview = ui.PreviewImage(overlay, cls=cls).as_dict()
         return io.NodeOutput(overlay, colours, mask, json.dumps(trace.report(), indent=1), ui=shown(trace, **preview))
+
+
+class CompareTraces(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpecARCompareTraces",
+            display_name="Compare Runs",
+            category="SpecAR/diagnostics",
+            description="Puts runs beside each other: passes of model and drafter, tokens per pass, drift, and, for "
+            "runs made by the same server, wall time.",
+            inputs=[
+                ARTrace.Input("trace_1", tooltip="The trace of an AR sampler, or of Load Trace."),
+                *(ARTrace.Input(f"trace_{number}", optional=True, tooltip="Another trace.")
+                  for number in range(2, MOST_RUNS + 1)),
+            ],
+            outputs=[
+                io.Image.Output("chart", display_name="chart", tooltip="A row per run, a column per measure."),
+                io.String.Output("table", display_name="table", tooltip="The same numbers as a Markdown table."),
+            ],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(cls, **traces: Trace) -> io.NodeOutput:
+        runs = [traces[name] for name in sorted(traces) if traces[name] is not None]  # one digit each
+        chart = as_pictures([compare.chart(runs)])
+        preview = ui.PreviewImage(chart, cls=cls).as_dict()
+        reports = {"specar": [trace.report() for trace in runs]}
+        return io.NodeOutput(chart, compare.table(runs), ui=preview | reports)
 
 
 class SaveTrace(io.ComfyNode):

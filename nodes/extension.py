@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
-from . import diagnostics, host, loaders, samplers
+from . import diagnostics, host, loaders, rules, samplers, tree_samplers
 
 host.register_folders()
 
@@ -13,11 +13,25 @@ def node_classes() -> list[type[io.ComfyNode]]:
     """Every node of the pack, in the order of the menu."""
     return [
         loaders.LoadCheckpoint,
+        loaders.LoadDrafter,
         loaders.LoadImageDecoder,
         loaders.EmptyLatent,
         samplers.NextTokenSampler,
         samplers.SJDSampler,
+        tree_samplers.DraftTreeSampler,
+        tree_samplers.LanternSampler,
+        tree_samplers.CoolSDSampler,
+        tree_samplers.ADTTreeSampler,
+        tree_samplers.VVSSampler,
+        rules.ExactRule,
+        rules.LanternRule,
+        rules.LanternPPRule,
+        rules.UniformRSDRule,
+        rules.CoolSDRule,
+        rules.GroupedRule,
+        rules.TVMeteredRule,
         diagnostics.AcceptanceMap,
+        diagnostics.CompareTraces,
         diagnostics.SaveTrace,
         diagnostics.LoadTrace,
     ]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import comfy.model_management as mm
 import comfy.ops
@@ -21,13 +23,20 @@ from torch import Tensor
 
 from ..model_loaders.ar_model import DiscreteModel
 from ..model_loaders.checkpoint import PICKLES, SAFETENSORS
-from ..model_loaders.detect import bundled, find_image_decoder, load_image_decoder, load_model
+from ..model_loaders.detect import bundled, find_image_decoder, load_drafter, load_image_decoder, load_model
 from ..model_loaders.image_decoder import ImageDecoder
 from ..samplers.protocols import Progress, TokenLayout
 
 MODELS = "ar_models"
 DRAFTERS = "ar_drafters"
 BUNDLED = "default (bundled)"
+BUNDLED_DRAFTER = "EAGLE drafter (bundled)"
+ASSETS = {  # choices that ship with the pack -> their folders
+    BUNDLED: "default",
+    BUNDLED_DRAFTER: "default/eagle",
+    "small model (bundled)": "default/small",
+}
+SERVER = uuid.uuid4().hex  # wall times of runs with the same one may be compared
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PREVIEW_SECONDS = 0.25  # at least this long between two previews ...
 PREVIEW_SHARE = 0.1  # ... and at most this share of the run spent on them
@@ -52,10 +61,20 @@ def search_folders() -> list[Path]:
 
 def model_choices() -> list[str]:
     """The bundled model, model folders (with a model.safetensors), then the other weight files of models/ar_models."""
-    files = folder_paths.get_filename_list(MODELS)
-    folders = sorted({os.path.dirname(f) for f in files if os.path.basename(f) == "model.safetensors"} - {""})
-    single = [f for f in files if os.path.dirname(f) not in folders]
-    return [BUNDLED, *folders, *single]
+    return [BUNDLED, *_folders_and_files(MODELS, "model.safetensors")]
+
+
+def drafter_choices() -> list[str]:
+    """The bundled drafters, drafter folders, then the other weight files of models/ar_drafters."""
+    shipped = [choice for choice in ASSETS if choice != BUNDLED]
+    return [*shipped, *_folders_and_files(DRAFTERS, "model.safetensors", "pytorch_model.bin")]
+
+
+def _folders_and_files(key: str, *weights: str) -> list[str]:
+    """Folders of a model folder that hold one of the files ``weights``, then the weight files in no such folder."""
+    files = folder_paths.get_filename_list(key)
+    folders = sorted({os.path.dirname(f) for f in files if os.path.basename(f) in weights} - {""})
+    return [*folders, *(f for f in files if os.path.dirname(f) not in folders)]
 
 
 def decoder_choices() -> list[str]:
@@ -66,8 +85,8 @@ def decoder_choices() -> list[str]:
 
 def resolve(choice: str, *keys: str) -> Path:
     """File or folder behind a choice of a loader. Raises FileNotFoundError if it is not in the folders ``keys``."""
-    if choice == BUNDLED:
-        return bundled("default")
+    if choice in ASSETS:
+        return bundled(ASSETS[choice])
     inside = os.path.relpath(os.path.join("/", choice), "/")  # "../" cannot leave the folder
     roots = [Path(root) for key in keys for root in folder_paths.get_folder_paths(key)]
     found = next((root / inside for root in roots if (root / inside).exists()), None)
@@ -164,6 +183,32 @@ def open_model(choice: str, dtype: str, grid: tuple[int, int] | None) -> LoadedM
     return LoadedModel(model, ModelPatcher(model, device, offload), decoder and open_decoder(decoder), choice)
 
 
+@dataclass(frozen=True)
+class LoadedDrafter:
+    """A drafter under ComfyUI's memory management, what it is called, and the model it was loaded for."""
+
+    drafter: Any
+    patcher: ModelPatcher
+    name: str
+    target: LoadedModel
+
+    def check(self, model: LoadedModel) -> None:
+        """Raise ValueError unless ``model`` is the one this drafter belongs to."""
+        if self.target is not model:
+            raise ValueError(
+                f"The drafter {self.name} was loaded for {self.target.name}, but the sampler's model is {model.name} "
+                "from another loader. Connect the same Load AR Checkpoint to the sampler and to Load AR Drafter."
+            )
+
+
+def open_drafter(choice: str, target: LoadedModel) -> LoadedDrafter:
+    """Load a drafter for a model, in its precision. Raises ValueError where the two do not fit."""
+    path = resolve(choice, DRAFTERS)
+    drafter = load_drafter(path, target.model, device="cpu", operations=comfy.ops.disable_weight_init)
+    patcher = ModelPatcher(drafter.module, mm.get_torch_device(), mm.unet_offload_device())
+    return LoadedDrafter(drafter, patcher, choice, target)
+
+
 def open_decoder(path: Path) -> LoadedDecoder:
     """Load an image decoder in fp32 (it is small, and rounding would change tokens). Raises ValueError."""
     decoder = load_image_decoder(path, dtype=torch.float32, operations=comfy.ops.disable_weight_init)
@@ -183,20 +228,26 @@ def output(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def sampling(loaded: LoadedModel, layout: TokenLayout, batch: int, width: int, guided: bool) -> Iterator[Report]:
-    """The model on the compute device with room for its caches, and a callback for the sampler; freed at the end.
+def sampling(
+    loaded: LoadedModel, layout: TokenLayout, batch: int, width: int, guided: bool, drafter: LoadedDrafter | None = None
+) -> Iterator[Report]:
+    """Model and drafter on the compute device with room for their caches, and a callback for the sampler.
 
     width: tokens fed per pass. The callback draws progress and previews and raises when the user interrupts.
     """
     model = loaded.model
     rows = batch * (1 + guided) * (width + 1)
     memory = model.kv_bytes(batch, layout, width, guided) + 8 * rows * model.vocab_total * 4  # eight rows of fp32 laws
+    together = [loaded.patcher]  # in one call, so that none evicts another
+    if drafter is not None:
+        memory += drafter.drafter.kv_bytes(batch, layout, width, guided)
+        together.append(drafter.patcher)
     shown = loaded.decoder if args.preview_method != LatentPreviewMethod.NoPreviews else None
-    together = [loaded.patcher, shown.patcher] if shown else [loaded.patcher]  # so that neither evicts the other
-    mm.load_models_gpu(together, memory_required=memory)
-    for module in model.modules():  # a partly loaded model leaves the buffers behind
-        for name, buffer in module.named_buffers(recurse=False):
-            module.register_buffer(name, buffer.to(model.device))
+    mm.load_models_gpu([*together, shown.patcher] if shown else together, memory_required=memory)
+    for patcher in together:
+        for module in patcher.model.modules():  # a partly loaded model leaves the buffers behind
+            for name, buffer in module.named_buffers(recurse=False):
+                module.register_buffer(name, buffer.to(model.device))
     try:
         yield Report(model, layout, shown and shown.decoder)
     finally:

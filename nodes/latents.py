@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..model_loaders.ar_model import DiscreteModel
+from ..samplers.protocols import TokenLayout
 
 Latent = dict[str, Any]
 
@@ -53,15 +54,30 @@ def tokens_of(latent: Latent, model: DiscreteModel) -> Tensor:
     return torch.einsum("bchw,vc->bhwv", unit, F.normalize(model.codebook, dim=-1)).argmax(-1)
 
 
-def kept(noise_mask: Tensor, batch: int, rows: int, cols: int) -> Tensor:
-    """Which tokens [B, rows, cols] (bool) stay: those with less than half of their area masked.
+def token_means(mask: Tensor, batch: int, rows: int, cols: int, name: str) -> Tensor:
+    """A mask [1 or B, (1,) H, W] of any size, averaged over each token: [1 or B, rows, cols] (fp32).
 
-    noise_mask [1 or B, 1, H, W] or [1 or B, H, W] of any size, 1 where to draw anew. Raises ValueError for another B.
+    Raises ValueError (naming the mask) for another number of masks.
     """
-    mask = noise_mask.reshape(-1, 1, *noise_mask.shape[-2:]).float()
+    mask = mask.reshape(-1, 1, *mask.shape[-2:]).float()
     if mask.shape[0] not in (1, batch):
-        raise ValueError(f"The noise mask holds {mask.shape[0]} masks for a batch of {batch}. Use 1 or {batch}.")
-    return (F.adaptive_avg_pool2d(mask, (rows, cols))[:, 0] < 0.5).expand(batch, -1, -1)
+        raise ValueError(f"The {name} holds {mask.shape[0]} masks for a batch of {batch}. Use 1 or {batch}.")
+    return F.adaptive_avg_pool2d(mask, (rows, cols))[:, 0]
+
+
+def kept(noise_mask: Tensor, batch: int, rows: int, cols: int) -> Tensor:
+    """Which tokens [B, rows, cols] (bool) stay: those with less than half of their area masked (1: draw anew)."""
+    return (token_means(noise_mask, batch, rows, cols, "noise mask") < 0.5).expand(batch, -1, -1)
+
+
+def strength(where: Tensor | None, layout: TokenLayout, batch: int) -> Tensor | None:
+    """How lenient a rule may be at each position [1 or B, S] (0..1), from a MASK of any size; None: fully everywhere.
+
+    Raises ValueError for another number of masks.
+    """
+    if where is None:
+        return None
+    return layout.spread(token_means(where, batch, layout.rows, layout.cols, "rule's mask").clamp(0, 1), fill=1.0)
 
 
 def first_image(latent: Latent) -> int:

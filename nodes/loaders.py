@@ -1,13 +1,15 @@
-"""Load AR Checkpoint, Load AR Image Decoder, Empty AR Latent."""
+"""Load AR Checkpoint, Load AR Drafter, Load AR Image Decoder, Empty AR Latent."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from comfy_api.latest import io
 
 from . import host
 from .clip import ARClip
 from .latents import empty_latent
-from .sockets import ARModel
+from .sockets import ARDrafter, ARModel
 from .vae import ARVae
 
 GRIDS = ("auto", "16", "24", "32")
@@ -62,6 +64,37 @@ class LoadCheckpoint(io.ComfyNode):
             "vq_ds16_t2i.pt or vq_ds16_c2i.pt) beside the model or into models/vae, or use Load AR Image Decoder."
         ))
         return io.NodeOutput(loaded, ARClip(loaded.model), vae)
+
+
+class LoadDrafter(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpecARLoadDrafter",
+            display_name="Load AR Drafter",
+            category="SpecAR/loaders",
+            description="Loads a small network that guesses what a model will draw. Your own drafters go into "
+            "models/ar_drafters.",
+            inputs=[
+                ARModel.Input("model", tooltip="The model to guess for, from Load AR Checkpoint. A drafter works only "
+                              "with the model it was trained for."),
+                io.Combo.Input(
+                    "drafter_name", options=host.drafter_choices(), default=host.BUNDLED_DRAFTER,
+                    tooltip="A drafter that ships with this pack, or a file or folder in models/ar_drafters: EAGLE "
+                    "drafters, or a smaller model with the same tokens.",
+                ),
+            ],
+            outputs=[ARDrafter.Output("drafter", display_name="AR_DRAFTER",
+                                      tooltip="For samplers with a drafter input, together with the same model.")],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, drafter_name: str, **_others: Any) -> str:
+        return host.fingerprint(drafter_name, host.DRAFTERS)
+
+    @classmethod
+    def execute(cls, model: host.LoadedModel, drafter_name: str) -> io.NodeOutput:
+        return io.NodeOutput(host.open_drafter(drafter_name, model))
 
 
 class LoadImageDecoder(io.ComfyNode):

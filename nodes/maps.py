@@ -25,7 +25,17 @@ SOURCES = {  # Source -> (name in the legend, colour)
     Source.SKIPPED: ("taken unverified", (0, 158, 115)),
     Source.FORCED: ("kept or fixed", GREY),
 }
-METRICS = ("source", "pass", "accepted length", "ratio p/q", "entropy", "top-1 probability")
+TREE = {  # metric -> (record of the trace, title)
+    "tree depth": ("tree_depth", "Levels of the token's draft tree"),
+    "tree width": ("tree_width", "Most drafts on one level of the token's tree"),
+}
+MARKS = {  # metric -> (Source that is marked, title)
+    "skipped": (Source.SKIPPED, "Tokens taken unverified"),
+    "accepted by relaxation": (Source.RELAXED, "Tokens that only the relaxed rule let pass"),
+}
+METRICS = (
+    "source", "pass", "accepted length", "ratio p/q", "entropy", "top-1 probability", *TREE, *MARKS, "TV leak",
+)
 MARGIN, LINE = 10, 22  # pixels of the legend
 
 
@@ -75,6 +85,14 @@ def token_map(trace: Trace, metric: str, image: int) -> TokenMap:
         return _amount(grids["entropy"], most, free, "Entropy of the prediction (nats)", "0, certain", f"{most:.1f}")
     if metric == "top-1 probability":
         return _amount(grids["top1"], 1, free, "Largest probability of the prediction", "0", "1, certain")
+    if metric in TREE:
+        return _tree(metric, grids[TREE[metric][0]], free)
+    if metric in MARKS:
+        return _marks(source == MARKS[metric][0], free, *MARKS[metric])
+    if metric == "TV leak":
+        most = max(float(grids["tv_leak"].max()), 1e-6)
+        total = f"Leak: drift added, {grids['tv_leak'].sum():.2f} in all"
+        return _amount(grids["tv_leak"], most, free, total, "0, exact", f"{most:.2g}")
     raise ValueError(f"metric is {metric!r}; choose one of: {', '.join(METRICS)}.")
 
 
@@ -95,10 +113,12 @@ def _sources(source: np.ndarray) -> TokenMap:
     return TokenMap(colours, accepted.astype(np.float32), "Source of each token", tuple(legend))
 
 
-def _amount(values: np.ndarray, most: float, free: np.ndarray, title: str, low: str, high: str) -> TokenMap:
+def _amount(
+    values: np.ndarray, most: float, free: np.ndarray, title: str, low: str, high: str, grey: str = "kept or fixed"
+) -> TokenMap:
     strength = np.where(free, np.clip(values / most, 0, 1), 0).astype(np.float32)
     colours = np.where(free[..., None], gradient(strength, AMOUNT), GREY).astype(np.uint8)
-    return TokenMap(colours, strength, title, (Scale(AMOUNT, low, high), *_grey(~free, "kept or fixed")))
+    return TokenMap(colours, strength, title, (Scale(AMOUNT, low, high), *_grey(~free, grey)))
 
 
 def _ratio(ratio: np.ndarray, verified: np.ndarray) -> TokenMap:
@@ -108,6 +128,24 @@ def _ratio(ratio: np.ndarray, verified: np.ndarray) -> TokenMap:
     strength = np.where(verified, np.minimum(ratio, 1), 0).astype(np.float32)
     legend = (Scale(RATIO, "1/8, rejected", "8, accepted"), *_grey(~verified, "no guess was verified"))
     return TokenMap(colours, strength, "Ratio p/q of the verified guess", legend)
+
+
+def _tree(metric: str, values: np.ndarray, free: np.ndarray) -> TokenMap:
+    """Raises ValueError for a run that drew no trees."""
+    most = int(values.max())
+    if not most:
+        raise ValueError(f"This run drafted no trees, so there is no {metric} to show. Choose another metric, or "
+                         "connect the trace of a sampler with a drafter.")
+    return _amount(values, most, free & (values > 0), TREE[metric][1], "0", str(most), "not from a tree")
+
+
+def _marks(marked: np.ndarray, free: np.ndarray, kind: Source, title: str) -> TokenMap:
+    """Marked tokens in their colour of the source map, on white."""
+    colour = SOURCES[kind][1]
+    colours = np.where(marked[..., None], colour, np.where(free[..., None], 255, GREY)).astype(np.uint8)
+    legend = (Swatch(colour, f"{SOURCES[kind][0]}: {marked.sum()} ({marked.mean():.0%})"),
+              Swatch((255, 255, 255), f"all others: {(free & ~marked).sum()}"), *_grey(~free, "kept or fixed"))
+    return TokenMap(colours, marked.astype(np.float32), title, legend)
 
 
 def _grey(where: np.ndarray, text: str) -> tuple[Swatch, ...]:

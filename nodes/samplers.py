@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from comfy_api.latest import io
+from torch import Tensor
 
 from ..model_loaders.ar_model import Conditioning
 from ..samplers.jacobi import SJD
@@ -13,10 +14,9 @@ from ..samplers.next_token import NextToken
 from ..samplers.protocols import Request, SamplingParams, TokenLayout
 from . import host
 from .clip import text_of
-from .latents import Latent, first_image, kept, tokens_of, with_tokens
-from .sockets import ARModel, ARTrace
-
-MODELS_OWN = -1  # value of cfg, temperature, top_k, top_p that stands for the model's own
+from .latents import Latent, first_image, kept, strength, tokens_of, with_tokens
+from .rules import EXACT, ChosenRule
+from .widgets import MODELS_OWN, choose, common_inputs, negative_input, rule_input, sampler_outputs
 
 REFINEMENTS = {  # shown -> SJD.reuse
     "coupled (exact)": "coupled",
@@ -32,49 +32,6 @@ INITIAL = {  # shown -> SJD.initial
     "uniform": "uniform",
     "repeat the last token": "repeat",
 }
-
-
-def common_inputs() -> list[io.Input]:
-    """Sockets and widgets of every sampler, first on the node."""
-    own = "-1: the model's own value."
-    return [
-        ARModel.Input("model", tooltip="The model from Load AR Checkpoint."),
-        io.Conditioning.Input("positive", tooltip="What to draw: CLIP Text Encode with the model's own CLIP."),
-        io.Latent.Input("latent_image", tooltip="Size and batch (Empty AR Latent), or an encoded picture with a noise "
-                        "mask: tokens outside the mask are kept."),
-        io.Int.Input("seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=True,
-                     tooltip="Picture i of a batch is drawn with seed + i and equals a single run with that seed."),
-        io.Float.Input("cfg", default=MODELS_OWN, min=-1, max=30, step=0.1, round=0.01,
-                       tooltip=f"Guidance: how strongly the prompt is followed. 1 is off and twice as cheap. {own}"),
-        io.Float.Input("temperature", default=MODELS_OWN, min=-1, max=5, step=0.05, round=0.01,
-                       tooltip="Below 1 is calmer, above 1 wilder; 0 always takes the most likely token. " + own),
-        io.Int.Input("top_k", default=MODELS_OWN, min=-1, max=65536,
-                     tooltip=f"Draw among this many most likely tokens only; 0 is off. {own}"),
-        io.Float.Input("top_p", default=MODELS_OWN, min=-1, max=1, step=0.01, round=0.001,
-                       tooltip=f"Draw among the most likely tokens with this joint probability; 1 is off. {own}"),
-    ]
-
-
-def choose(name: str, value: str, options: dict[str, str]) -> str:
-    """The meaning of a combo's value (ComfyUI does not check those). Raises ValueError for an unknown one."""
-    if value not in options:
-        raise ValueError(f"{name} is {value!r}; choose one of: {', '.join(options)}.")
-    return options[value]
-
-
-def negative_input() -> io.Input:
-    return io.Conditioning.Input(
-        "negative", optional=True,
-        tooltip="What to stay away from (needs cfg above 1). Open or empty: the model's own unconditional prediction.",
-    )
-
-
-def outputs() -> list[io.Output]:
-    return [
-        io.Latent.Output("latent", display_name="LATENT", tooltip="The drawn tokens, for VAE Decode."),
-        ARTrace.Output("trace", display_name="AR_TRACE",
-                       tooltip="What happened to every token, for Acceptance Map and Save Trace."),
-    ]
 
 
 @dataclass(frozen=True)
@@ -108,20 +65,28 @@ def layout_of(inputs: Inputs) -> TokenLayout:
     return layout.keeping(tokens_of(latent, model), kept(latent["noise_mask"], batch, rows, cols))
 
 
-def sample(method: Any, width: int, inputs: Inputs) -> io.NodeOutput:
-    """Run a method that feeds ``width`` tokens per pass. Raises ValueError where an input is illegal."""
+def sample(
+    method: Any, width: int, inputs: Inputs, where: Tensor | None = None, drafter: host.LoadedDrafter | None = None
+) -> io.NodeOutput:
+    """Run a method that feeds ``width`` tokens per pass; its rule is lenient in the MASK ``where`` (None: everywhere).
+
+    Raises ValueError where an input is illegal.
+    """
     loaded, latent = inputs.model, inputs.latent_image
     if text_of(inputs.positive) == "":
         raise ValueError("The positive prompt is empty. Type what to draw into its CLIP Text Encode.")
     negative = None if inputs.negative and text_of(inputs.negative) == "" else inputs.negative
     params, layout, batch = params_of(inputs), layout_of(inputs), latent["samples"].shape[0]
     seed = inputs.seed + first_image(latent)
-    with host.sampling(loaded, layout, batch, width, params.cfg != 1) as report:
+    lenient = strength(where, layout, batch)
+    with host.sampling(loaded, layout, batch, width, params.cfg != 1, drafter) as report:
         decoded = method.sample(
-            Request(loaded.model, inputs.positive, layout, params, negative, seed, batch, report)
+            Request(loaded.model, inputs.positive, layout, params, negative, seed, batch, report, lenient)
         )
     tokens = host.output(layout.to_grid(decoded.tokens))
-    decoded.trace.settings |= {"model": loaded.name, "prompt": text_of(inputs.positive)}
+    decoded.trace.settings |= {"model": loaded.name, "prompt": text_of(inputs.positive), "server": host.SERVER}
+    if drafter is not None:
+        decoded.trace.settings["drafter_name"] = drafter.name
     return io.NodeOutput(with_tokens(latent, tokens, loaded.model), decoded.trace)
 
 
@@ -134,7 +99,7 @@ class NextTokenSampler(io.ComfyNode):
             category="SpecAR/sampling",
             description="Draws one token per pass of the model: the plain method, and the baseline for all others.",
             inputs=[*common_inputs(), negative_input()],
-            outputs=outputs(),
+            outputs=sampler_outputs(),
         )
 
     @classmethod
@@ -167,15 +132,17 @@ class SJDSampler(io.ComfyNode):
                                tooltip="Where the first guess at a position comes from. The neighbours' predictions "
                                "save passes; uniform is the plain choice."),
                 negative_input(),
+                rule_input(),
             ],
-            outputs=outputs(),
+            outputs=sampler_outputs(),
         )
 
     @classmethod
     def execute(
-        cls, window: int, refinement: str, threshold: float, initialisation: str, **inputs: Any
+        cls, window: int, refinement: str, threshold: float, initialisation: str, rule: ChosenRule = EXACT,
+        **inputs: Any,
     ) -> io.NodeOutput:
         reuse = choose("refinement", refinement, REFINEMENTS)
         initial = choose("initialisation", initialisation, INITIAL)
-        method = SJD(window or None, reuse, initial, threshold)
-        return sample(method, window or 32, Inputs(**inputs))
+        method = SJD(window or None, reuse, initial, threshold, rule.rule)
+        return sample(method, window or 32, Inputs(**inputs), rule.where)

@@ -28,7 +28,7 @@ from comfyui_specar.models.prefix import CaptionPrefix, ClassPrefix  # noqa: E40
 from comfyui_specar.models.vq import VQConfig, VQModel  # noqa: E402
 from comfyui_specar.nodes import extension  # noqa: E402
 
-for _folder in ("input", "output", "temp", "models/ar_models", "models/vae"):
+for _folder in ("input", "output", "temp", "models/ar_models", "models/ar_drafters", "models/vae"):
     (Path(args.base_directory) / _folder).mkdir(parents=True, exist_ok=True)
 
 CODES, GRID, FACTOR = 64, 4, 8
@@ -72,6 +72,31 @@ def models() -> Path:
     return root
 
 
+def eagle_tensors() -> dict[str, torch.Tensor]:
+    """A random drafter of the text model, in the names of the released ones."""
+    dim, ffn = BACKBONE.dim, BACKBONE.ffn_dim
+    shapes = {"embed_tokens.weight": (CODES, dim), "fc.weight": (dim, 2 * dim), "fc.bias": (dim,),
+              "layers.0.mlp.gate_proj.weight": (ffn, dim), "layers.0.mlp.up_proj.weight": (ffn, dim),
+              "layers.0.mlp.down_proj.weight": (dim, ffn), "layers.0.post_attention_layernorm.weight": (dim,)}
+    shapes |= {f"layers.0.self_attn.{part}_proj.weight": (dim, dim) for part in "qkvo"}
+    generator = torch.Generator().manual_seed(5)
+    return {name: 0.3 * torch.randn(shape, generator=generator) + name.endswith("norm.weight")
+            for name, shape in shapes.items()}
+
+
+@pytest.fixture(scope="session")
+def drafters(models) -> Path:
+    """models/ar_drafters with an EAGLE drafter in a folder and a smaller model as a file, both of the text model."""
+    root = Path(folder_paths.get_folder_paths("ar_drafters")[0])
+    (root / "eagle").mkdir(exist_ok=True)
+    save_file(eagle_tensors(), root / "eagle/model.safetensors")
+    (root / "eagle/config.json").write_text(json.dumps({"num_attention_heads": 2, "rms_norm_eps": 1e-5}))
+    small = {name: tensor for name, tensor in model_tensors(CaptionPrefix(8, 4, 32)).items() if "layers.1." not in name}
+    save_file(small, root / "small.safetensors", metadata(heads=2, grid=[GRID, GRID], pixels_per_token=FACTOR,
+                                                          caption_slots=4))
+    return root
+
+
 @pytest.fixture(scope="session")
 def run():
     """run(node, **inputs) executes a node as ComfyUI does: on a locked clone of its class, in inference mode."""
@@ -81,6 +106,11 @@ def run():
             return node.PREPARE_CLASS_CLONE(None).EXECUTE_NORMALIZED(**inputs)
 
     return run
+
+
+def defaults(node: type) -> dict:
+    """The default of every widget of a node."""
+    return {i.id: i.default for i in node.GET_SCHEMA().inputs if getattr(i, "default", None) is not None}
 
 
 @pytest.fixture(scope="session")
@@ -100,16 +130,41 @@ def positive(tiny):
     return tiny[1].encode_from_tokens_scheduled(tiny[1].tokenize("red apple"))
 
 
+@pytest.fixture(scope="session")
+def drafter(tiny, drafters, nodes, run):
+    """AR_DRAFTER of the tiny text model."""
+    return run(nodes["SpecARLoadDrafter"], model=tiny[0], drafter_name="eagle").result[0]
+
+
+WITHOUT_DRAFTER = ("NextToken", "SJD")
+
+
 @pytest.fixture
-def sample(tiny, nodes, positive, run):
-    """sample("SJD" | "NextToken", **inputs) -> (latent, trace), with everything given that is not named."""
+def sample(tiny, drafter, nodes, positive, run):
+    """sample("SJD" | "NextToken" | "DraftTree" | ..., **inputs) -> (latent, trace), with its default for every widget
+    that is not named."""
 
     def sample(method: str, **inputs):
         latent = {"samples": torch.zeros(inputs.pop("batch", 1), 8, GRID, GRID)}
         common = {"model": tiny[0], "positive": positive, "latent_image": latent, "seed": 7, "cfg": -1.0,
                   "temperature": -1.0, "top_k": -1, "top_p": -1.0}
-        sjd = {"window": 4, "refinement": "coupled (exact)", "threshold": 0.5,
-               "initialisation": "left and upper neighbour"}
-        return run(nodes[f"SpecAR{method}Sampler"], **common | (sjd if method == "SJD" else {}) | inputs).result
+        if method == "SJD":
+            common["window"] = 4
+        if method not in WITHOUT_DRAFTER:
+            common["drafter"] = drafter
+        node = nodes[f"SpecAR{method}Sampler"]
+        return run(node, **defaults(node) | common | inputs).result
 
     return sample
+
+
+@pytest.fixture
+def rule(nodes, run):
+    """rule("CoolSD", **widgets) -> AR_RULE, with a number of neighbours that the tiny codebook has."""
+
+    def rule(name: str, **widgets):
+        node = nodes[f"SpecARRule{name}"]
+        near = {"neighbours": 5} if name.startswith("Lantern") else {}
+        return run(node, **defaults(node) | near | widgets).result[0]
+
+    return rule

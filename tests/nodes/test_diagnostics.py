@@ -1,4 +1,4 @@
-"""Acceptance Map, Save Trace, Load Trace, and the drawing of maps."""
+"""Acceptance Map, Compare Runs, Save Trace, Load Trace, and the drawing of maps."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,8 @@ def made_trace(**grids) -> Trace:
     default = {
         "source": [Source.ACCEPTED, Source.RESIDUAL, Source.BONUS, Source.FORCED], "finalised_at": [1, 1, 2, 2],
         "depth": [1, 2, 0, 0], "ratio": [2.0, 0.125, 0.0, 0.0], "entropy": [0.0, 1.0, 2.0, 0.0],
-        "top1": [1.0, 0.5, 0.25, 1.0],
+        "top1": [1.0, 0.5, 0.25, 1.0], "tree_depth": [3, 3, 0, 0], "tree_width": [2, 4, 0, 0],
+        "tv_leak": [0.0, 0.5, 0.25, 0.0],
     }  # fmt: skip
     positions = {name: torch.tensor([values]) for name, values in (default | grids).items()}
     return Trace(2, 2, 2, positions, {}, {}, {})
@@ -42,12 +43,24 @@ def test_sources_have_their_colours_and_a_counted_legend():
         ("ratio p/q", [[1, 0.125], [0, 0]]),
         ("entropy", [[0, 0.5], [1, 0]]),
         ("top-1 probability", [[1, 0.5], [0.25, 0]]),
+        ("tree depth", [[1, 1], [0, 0]]),
+        ("tree width", [[0.5, 1], [0, 0]]),
+        ("TV leak", [[0, 1], [0.5, 0]]),
     ],
 )
 def test_metrics(metric, strength):
     drawn = maps.token_map(made_trace(), metric, 0)
     assert drawn.strength.tolist() == strength
     assert tuple(drawn.colours[1, 1]) == maps.GREY  # a kept token has no value
+
+
+@pytest.mark.parametrize(("metric", "kind"), [("skipped", Source.SKIPPED), ("accepted by relaxation", Source.RELAXED)])
+def test_marked_tokens(metric, kind):
+    drawn = maps.token_map(made_trace(source=[kind, Source.ACCEPTED, kind, Source.FORCED]), metric, 0)
+    assert drawn.strength.tolist() == [[1, 0], [1, 0]]
+    assert tuple(drawn.colours[0, 0]) == maps.SOURCES[kind][1] and tuple(drawn.colours[0, 1]) == (255, 255, 255)
+    assert tuple(drawn.colours[1, 1]) == maps.GREY
+    assert drawn.legend[0].text.endswith(": 2 (50%)")
 
 
 def test_ratio_colours_diverge_around_one():
@@ -76,7 +89,7 @@ def test_overlay_blends_and_adds_the_legend():
 
 @pytest.mark.parametrize("metric", maps.METRICS)
 def test_acceptance_map_node(metric, run, nodes, sample, tiny):
-    latent, trace = sample("SJD", batch=2)
+    latent, trace = sample("DraftTree", batch=2)
     picture = tiny[2].decode(latent["samples"])
     out = run(nodes["SpecARAcceptanceMap"], trace=trace, metric=metric, opacity=0.5, image=picture)
     overlay, colours, mask, report = out.result
@@ -102,6 +115,8 @@ def test_acceptance_map_errors(run, nodes, sample):
     _, trace = sample("NextToken")
     with pytest.raises(ValueError, match="metric is 'magic'"):
         run(nodes["SpecARAcceptanceMap"], trace=trace, metric="magic", opacity=0.5)
+    with pytest.raises(ValueError, match="drafted no trees, so there is no tree depth"):
+        run(nodes["SpecARAcceptanceMap"], trace=trace, metric="tree depth", opacity=0.5)
     with pytest.raises(ValueError, match="1 pictures, but 2"):
         run(nodes["SpecARAcceptanceMap"], trace=trace, metric="source", opacity=0.5, image=torch.rand(2, 32, 32, 3))
 

@@ -9,10 +9,13 @@ from comfyui_specar.nodes import extension
 
 ROOT = Path(comfyui_specar.nodes.__file__).parent.parent
 IDS = {
-    "SpecARLoadCheckpoint", "SpecARLoadImageDecoder", "SpecAREmptyLatent", "SpecARNextTokenSampler", "SpecARSJDSampler",
-    "SpecARAcceptanceMap", "SpecARSaveTrace", "SpecARLoadTrace",
+    "SpecARLoadCheckpoint", "SpecARLoadDrafter", "SpecARLoadImageDecoder", "SpecAREmptyLatent",
+    "SpecARNextTokenSampler", "SpecARSJDSampler", "SpecARDraftTreeSampler", "SpecARLanternSampler",
+    "SpecARCoolSDSampler", "SpecARADTTreeSampler", "SpecARVVSSampler", "SpecARRuleExact", "SpecARRuleLantern",
+    "SpecARRuleLanternPP", "SpecARRuleUniformRSD", "SpecARRuleCoolSD", "SpecARRuleGrouped", "SpecARRuleTVMetered",
+    "SpecARAcceptanceMap", "SpecARCompareTraces", "SpecARSaveTrace", "SpecARLoadTrace",
 }  # fmt: skip
-OUTPUT_NODES = {"SpecARAcceptanceMap", "SpecARSaveTrace"}
+OUTPUT_NODES = {"SpecARAcceptanceMap", "SpecARCompareTraces", "SpecARSaveTrace"}
 
 
 def test_ids_are_the_released_ones(nodes):
@@ -59,6 +62,19 @@ def test_english_names_are_those_of_the_nodes(nodes):
             outputs = enumerate(schema.outputs)
             expected[name]["outputs"] = {str(i): {"name": o.display_name, "tooltip": o.tooltip} for i, o in outputs}
     assert json.loads((ROOT / "locales/en/nodeDefs.json").read_text(encoding="utf-8")) == expected
+
+
+def test_samplers_begin_alike(nodes):
+    """Their first inputs, so that one sampler can be swapped for another without rewiring the habits of users."""
+    first = ["model", "positive", "latent_image", "seed", "cfg", "temperature", "top_k", "top_p"]
+    for name, node in nodes.items():
+        if name.endswith("Sampler"):
+            assert [i.id for i in node.GET_SCHEMA().inputs][:8] == first, name
+
+
+def test_bundled_drafters_are_listed_first(nodes, drafters):
+    loader = nodes["SpecARLoadDrafter"].INPUT_TYPES()["required"]["drafter_name"]
+    assert loader[1]["options"] == ["EAGLE drafter (bundled)", "small model (bundled)", "eagle", "small.safetensors"]
 
 
 def test_bundled_model_is_listed_first(nodes, models):

@@ -1,0 +1,123 @@
+"""Several runs beside each other: a table in text and a chart of bars. Pure PIL, no ComfyUI.
+
+The two bar colours are Okabe and Ito's blue and vermilion, which stay apart with every common colour-vision deficiency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from ..samplers.trace import Trace
+from .wording import exact, labels
+
+EXACT, APPROXIMATE = (0, 114, 178), (213, 94, 0)
+INK, RULE = (20, 20, 20), (205, 205, 205)
+WIDTH, LABELS, ROW, HEAD, MARGIN, BAR = 1024, 315, 58, 78, 16, 16  # pixels
+
+
+@dataclass(frozen=True)
+class Column:
+    """One measure: its heading, its unit, a number per run (None: not known), how it is written, and a note."""
+
+    name: str
+    unit: str
+    values: list[float | None]
+    form: Callable[[float], str]
+
+
+def columns(traces: list[Trace]) -> list[Column]:
+    """The measures, per picture. Wall times only of runs that may be compared (see :func:`times_compare`)."""
+    totals = [t.summary() for t in traces]
+    images = [t["images"] for t in totals]
+    chosen = [
+        Column("model passes", "per picture", [sum(t["passes_per_image"]) / t["images"] for t in totals], _count),
+        Column("draft passes", "per run", [t["draft_passes"] for t in totals], _count),
+        Column("tokens", "per model pass", [t["accepted_length"] for t in totals], "{:.2f}".format),
+        Column("acceptance", "of guesses", [_acceptance(t) for t in totals], "{:.0%}".format),
+        Column("leak", "per picture", [t["tv_leak"] / n for t, n in zip(totals, images, strict=True)], "{:.2f}".format),
+    ]
+    if not times_compare(traces):
+        chosen.append(Column("wall time", "seconds per run", [t["seconds"] for t in totals], "{:.2f}".format))
+    return chosen
+
+
+def times_compare(traces: list[Trace]) -> str:
+    """Why the wall times of these runs do not compare, in a sentence; empty if they do."""
+    servers = {t.settings.get("server") for t in traces}
+    if None in servers or len(servers) > 1:
+        return "No wall times: these runs were not all made by the same running server, so their times do not compare."
+    if len({(t.totals["images"], t.totals["tokens"]) for t in traces}) > 1:
+        return "No wall times: these runs drew different numbers of pictures or tokens, so their times do not compare."
+    return ""
+
+
+def _acceptance(totals: dict) -> float | None:
+    return totals["acceptance_rate"] if totals["accepted_drafts"] or totals["acceptance_rate"] else None
+
+
+def _count(value: float) -> str:
+    return f"{value:.0f}" if value == int(value) else f"{value:.1f}"
+
+
+def _written(column: Column, run: int) -> str:
+    value = column.values[run]
+    return "-" if value is None else column.form(value)
+
+
+def table(traces: list[Trace]) -> str:
+    """The measures as a Markdown table, one run per line, and what is to be said about it."""
+    measures = columns(traces)
+    head = ["run", "distribution", *(f"{c.name} ({c.unit})" for c in measures)]
+    rows = [
+        [", ".join(label), "exact" if exact(trace) else "approximate", *(_written(c, i) for c in measures)]
+        for i, (trace, label) in enumerate(zip(traces, labels(traces), strict=True))
+    ]
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"
+             for row in [head, ["-" * w for w in widths], *rows]]
+    return "\n".join([*lines, *filter(None, ["", times_compare(traces)])]).rstrip()
+
+
+def chart(traces: list[Trace]) -> np.ndarray:
+    """The same as a picture [H, 1024, 3] (uint8): one row per run, one column of bars per measure."""
+    measures, names, reason = columns(traces), labels(traces), times_compare(traces)
+    height = HEAD + ROW * len(traces) + (84 if reason else 60)
+    image = Image.new("RGB", (WIDTH, height), "white")
+    draw, bold, font, small = ImageDraw.Draw(image), *(ImageFont.load_default(size) for size in (17, 15, 13))
+    step = (WIDTH - LABELS - MARGIN) / len(measures)
+    for number, column in enumerate(measures):
+        left = LABELS + number * step
+        draw.text((left, MARGIN), column.name, INK, bold)
+        draw.text((left, MARGIN + 24), column.unit, INK, small)
+    for run, (trace, label) in enumerate(zip(traces, names, strict=True)):
+        top = HEAD + run * ROW
+        draw.line((MARGIN, top - 6, WIDTH - MARGIN, top - 6), RULE)
+        draw.text((MARGIN, top), _fitted(draw, label[0], bold, LABELS - 2 * MARGIN), INK, bold)
+        draw.text((MARGIN, top + 25), _fitted(draw, label[1], small, LABELS - 2 * MARGIN), INK, small)
+        colour = EXACT if exact(trace) else APPROXIMATE
+        for number, column in enumerate(measures):
+            left, most = LABELS + number * step, max((v for v in column.values if v is not None), default=0)
+            draw.text((left, top), _written(column, run), INK, font)
+            length = (column.values[run] or 0) / most * (step - MARGIN) if most else 0
+            if length >= 1:
+                draw.rectangle((left, top + 24, left + length, top + 24 + BAR), colour)
+    foot = HEAD + ROW * len(traces) + 10
+    for colour, left, text in ((EXACT, MARGIN, "exact: the model's own distribution"),
+                               (APPROXIMATE, MARGIN + 330, "approximate: drifts from it")):
+        draw.rectangle((left, foot, left + 24, foot + 15), colour)
+        draw.text((left + 34, foot - 1), text, INK, font)
+    draw.text((MARGIN, foot + 32), reason, INK, small)
+    return np.asarray(image)
+
+
+def _fitted(draw: ImageDraw.ImageDraw, text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
+    """The text, cut with an ellipsis where it is wider than ``width`` pixels."""
+    if draw.textlength(text, font) <= width:
+        return text
+    while draw.textlength(text + " ...", font) > width:
+        text = text[:-1]
+    return text + " ..."

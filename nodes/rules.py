@@ -1,0 +1,239 @@
+"""One node per acceptance rule: when a sampler keeps a guessed token, and where in the picture it may be lenient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from comfy_api.latest import io
+from torch import Tensor
+
+from ..samplers.acceptance import AcceptanceRule, Exact
+from ..samplers.cool_sd import CoolSD, UniformRSD
+from ..samplers.grouped import Grouped
+from ..samplers.lantern import Lantern, LanternPP
+from ..samplers.tv_metered import TVMetered
+from .sockets import ARRule
+from .widgets import choose
+
+REDRAW = {  # shown -> Lantern.redraw
+    "optimal (recommended)": "optimal",
+    "as in the paper": "paper",
+    "official code, dynamic tree": "official_dynamic",
+    "official code, static tree (LlamaGen)": "official_static_draft",
+    "official code, static tree (Lumina)": "official_static_target",
+}
+SCHEDULES = ("exponential", "linear")
+
+
+@dataclass(frozen=True)
+class ChosenRule:
+    """An acceptance rule, and the MASK [1 or B, H, W] of where it counts (1: fully, 0: exact); None: everywhere."""
+
+    rule: AcceptanceRule
+    where: Tensor | None = None
+
+
+EXACT = ChosenRule(Exact())
+
+
+def redraw_input() -> io.Input:
+    return io.Combo.Input(
+        "redraw", options=list(REDRAW), default="optimal (recommended)",
+        tooltip="What is drawn after a rejection. Optimal drifts least; the others repeat what the paper prints or its "
+        "official code does.",
+    )
+
+
+def where_input() -> io.Input:
+    return io.Mask.Input(
+        "where", optional=True,
+        tooltip="Where the rule may be lenient: 1 fully, 0 exact, between: partly. Any size. Open: everywhere.",
+    )
+
+
+def outputs() -> list[io.Output]:
+    return [ARRule.Output("rule", display_name="AR_RULE", tooltip="For the rule input of an AR sampler.")]
+
+
+def chosen(rule: AcceptanceRule, where: Tensor | None = None) -> io.NodeOutput:
+    """Hand a rule on. Raises ValueError for illegal values, so that the error shows on the rule's own node."""
+    rule.check()
+    return io.NodeOutput(ChosenRule(rule, where))
+
+
+class ExactRule(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpecARRuleExact",
+            display_name="Exact Rule",
+            category="SpecAR/rules",
+            description="Keeps guesses so that pictures follow the model's own distribution. The same as no rule.",
+            inputs=[],
+            outputs=outputs(),
+        )
+
+    @classmethod
+    def execute(cls) -> io.NodeOutput:
+        return chosen(Exact())
+
+
+class LanternRule(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpecARRuleLantern",
+            display_name="LANTERN Rule",
+            category="SpecAR/rules",
+            description="A guess may count the probability of tokens that look alike as its own, up to a fixed amount.",
+            inputs=[
+                io.Int.Input("neighbours", default=1000, min=1, max=16384,
+                             tooltip="How many of the most similar tokens a guess may borrow from. LANTERN uses 1000 "
+                             "of 16384; a smaller codebook needs fewer."),
+                io.Float.Input("delta", default=0.1, min=0, max=1, step=0.01, round=0.001,
+                               tooltip="Most probability a guess may borrow. Higher is faster and drifts further; "
+                               "0 is exact. The paper uses 0.1 to 0.6."),
+                redraw_input(),
+                where_input(),
+            ],
+            outputs=outputs(),
+        )
+
+    @classmethod
+    def execute(cls, neighbours: int, delta: float, redraw: str, where: Tensor | None = None) -> io.NodeOutput:
+        return chosen(Lantern(neighbours, delta, choose("redraw", redraw, REDRAW)), where)
+
+
+class LanternPPRule(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpecARRuleLanternPP",
+            display_name="LANTERN++ Rule",
+            category="SpecAR/rules",
+            description="As LANTERN, but the borrowed probability is limited to a multiple of the guess's own.",
+            inputs=[
+                io.Int.Input("neighbours", default=10, min=1, max=16384,
+                             tooltip="How many of the most similar tokens a guess may borrow from. LANTERN++ uses 5 or "
+                             "10."),
+                io.Float.Input("ratio", default=2.0, min=1, max=1000, step=0.1, round=0.01,
+                               tooltip="The paper's lambda: a guess's probability may grow this many times. Higher is "
+                               "faster and drifts further; 1 is exact. The paper uses 2 to 20."),
+                redraw_input(),
+                where_input(),
+            ],
+            outputs=outputs(),
+        )
+
+    @classmethod
+    def execute(cls, neighbours: int, ratio: float, redraw: str, where: Tensor | None = None) -> io.NodeOutput:
+        return chosen(LanternPP(neighbours, ratio, choose("redraw", redraw, REDRAW)), where)
+
+
+class UniformRSDRule(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpecARRuleUniformRSD",
+            display_name="Uniform Relaxation Rule",
+            category="SpecAR/rules",
+            description="Keeps a guess more often by one factor for all (UniformRSD of the Cool-SD paper).",
+            inputs=[
+                io.Float.Input("delta", default=1.1, min=1, max=1000, step=0.05, round=0.01,
+                               tooltip="How many times likelier a guess is kept. 1 is exact, 1.1 hardly differs, 2 is "
+                               "faster and drifts further."),
+                where_input(),
+            ],
+            outputs=outputs(),
+        )
+
+    @classmethod
+    def execute(cls, delta: float, where: Tensor | None = None) -> io.NodeOutput:
+        return chosen(UniformRSD(delta), where)
+
+
+def cool_sd_inputs() -> list[io.Input]:
+    """The widgets of Cool-SD, for its rule and its sampler."""
+    return [
+        io.Float.Input("delta", default=1.1, min=1, max=1000, step=0.05, round=0.01,
+                       tooltip="How many times likelier a guess is kept, on average over a draft. 1.1 hardly differs "
+                       "from exact, 2 is faster and drifts further."),
+        io.Float.Input("decay", default=0.2, min=0, max=10, step=0.05, round=0.001,
+                       tooltip="How much more lenient the beginning of a draft is than its end; 0 treats all alike."),
+        io.Int.Input("steps", default=5, min=1, max=64,
+                     tooltip="Tokens over which the leniency is spread; behind them the rule is exact. The depth of "
+                     "the draft is a good value."),
+        io.Combo.Input("schedule", options=list(SCHEDULES), default="exponential",
+                       tooltip="How the leniency decreases along a draft. The paper finds exponential best."),
+        io.Boolean.Input("floor", default=True,
+                         tooltip="Never be stricter than exact. Off: as printed in the paper, where a small delta "
+                         "makes the end of a draft stricter than it need be."),
+    ]
+
+
+class CoolSDRule(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpecARRuleCoolSD",
+            display_name="Cool-SD Rule",
+            category="SpecAR/rules",
+            description="Keeps guesses more often, most at the beginning of a draft, where leniency buys most.",
+            inputs=[*cool_sd_inputs(), where_input()],
+            outputs=outputs(),
+        )
+
+    @classmethod
+    def execute(
+        cls, delta: float, decay: float, steps: int, schedule: str, floor: bool, where: Tensor | None = None
+    ) -> io.NodeOutput:
+        return chosen(CoolSD(delta, decay, steps, schedule, floor), where)
+
+
+class GroupedRule(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpecARRuleGrouped",
+            display_name="Grouped Rule",
+            category="SpecAR/rules",
+            description="Compares groups of similar, similarly likely tokens instead of single ones (GSD).",
+            inputs=[
+                io.Int.Input("window", default=14, min=1, max=64,
+                             tooltip="How many tokens of about the same probability a group is chosen from; 1 is "
+                             "exact. GSD's authors use 14."),
+                io.Float.Input("gap", default=0.15, min=0, max=1, step=0.01, round=0.001,
+                               tooltip="How far probabilities in a group may lie apart; 0 is exact."),
+                io.Float.Input("radius", default=0.5, min=0, max=1000, step=0.05, round=0.001,
+                               tooltip="How different the tokens of a group may look (squared distance of their code "
+                               "vectors, so it depends on the model); 0 is exact."),
+                where_input(),
+            ],
+            outputs=outputs(),
+        )
+
+    @classmethod
+    def execute(cls, window: int, gap: float, radius: float, where: Tensor | None = None) -> io.NodeOutput:
+        return chosen(Grouped(window, gap, radius), where)
+
+
+class TVMeteredRule(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpecARRuleTVMetered",
+            display_name="Metered Rule",
+            category="SpecAR/rules",
+            description="Keeps guesses as often as a given drift per token allows, and no more.",
+            inputs=[
+                io.Float.Input("epsilon", default=0.05, min=0, max=1, step=0.01, round=0.001,
+                               tooltip="Drift allowed per token (total variation, 0 to 1). 0 is exact; 0.05 lets one "
+                               "token in twenty differ from what the model would have drawn."),
+                where_input(),
+            ],
+            outputs=outputs(),
+        )
+
+    @classmethod
+    def execute(cls, epsilon: float, where: Tensor | None = None) -> io.NodeOutput:
+        return chosen(TVMetered(epsilon), where)

@@ -1,0 +1,295 @@
+"""The samplers with a drafter: one node for all draft structures, and one for each published method built on them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from comfy_api.latest import io
+from torch import Tensor
+
+from ..samplers import presets
+from ..samplers.adt_tree import ANOLE, INITIAL, ADTTree
+from ..samplers.skipping import SCHEDULES
+from ..samplers.speculative import DraftTree
+from ..samplers.structures import Chain, Dynamic, Static, Structure
+from ..samplers.trees import Path
+from .host import LoadedDrafter
+from .rules import EXACT, REDRAW, ChosenRule, cool_sd_inputs, redraw_input, where_input
+from .samplers import Inputs, sample
+from .widgets import choose, common_inputs, drafter_input, negative_input, rule_input, sampler_outputs
+
+STATIC = "static tree, 57 drafts (LANTERN++)"
+DYNAMIC = "dynamic tree (EAGLE-2)"
+OWN = "own tree"
+STRUCTURES = {  # shown -> what is drafted per pass, with the published sizes
+    "static tree, 25 drafts (EAGLE)": Static("eagle_25"),
+    STATIC: Static("lantern_57"),
+    DYNAMIC: Dynamic(),
+    "chain": Chain(),
+    "chain, block verification": Chain(verification="block"),
+}
+STRUCTURE_TIP = (
+    "What is guessed per pass. Static tree: children drawn at random, best at temperature 1. Dynamic tree: the "
+    "likeliest children, best at low temperature. Chain: one line of guesses, the cheapest pass."
+)
+CHILDREN = {"most likely (paper)": "top_k", "drawn at random": "sampled"}
+OWN_VALUES = "own values"
+PRESETS = {"LlamaGen": ADTTree(), "Anole": ANOLE}  # shown -> the paper's steps and bounds
+PATHS = {"at random (paper)": "uniform", "most confident": "confident", "first drawn": "first"}
+
+
+def own_tree(paths: str) -> tuple[Path, ...]:
+    """The paths of a text such as "0; 1; 0,0". Raises ValueError where it is not one."""
+    try:
+        return tuple(tuple(int(child) for child in path.split(",")) for path in paths.split(";") if path.strip())
+    except ValueError:
+        raise ValueError(
+            f"tree_paths is {paths!r}, but must be a list of paths of child numbers such as 0; 1; 0,0 (the first child "
+            "of the root, its second, and the first child of the first)."
+        ) from None
+
+
+def structure_of(structure: str, depth: int, width: int, nodes: int, tree_paths: str) -> Structure:
+    """The structure that the widgets of the Draft-Tree Sampler describe. Raises ValueError."""
+    if structure == OWN:
+        return Static(own_tree(tree_paths))
+    chosen = choose("structure", structure, STRUCTURES | {OWN: None})
+    if isinstance(chosen, Chain):
+        return replace(chosen, length=depth)
+    return Dynamic(depth, width, nodes) if isinstance(chosen, Dynamic) else chosen
+
+
+def decode(inputs: dict[str, Any], drafter: LoadedDrafter, method: DraftTree, where: Tensor | None) -> io.NodeOutput:
+    """Run a method with a drafter. Raises ValueError for illegal values and for a drafter of another model."""
+    common = Inputs(**inputs)
+    drafter.check(common.model)
+    method.check()
+    return sample(method, method.width, common, where, drafter)
+
+
+def structure_input(default: str, more: tuple[str, ...] = ()) -> io.Input:
+    return io.Combo.Input("structure", options=[*STRUCTURES, *more], default=default, tooltip=STRUCTURE_TIP)
+
+
+def tree_inputs() -> list[io.Input]:
+    """The measures of a structure."""
+    return [
+        io.Int.Input("depth", default=5, min=1, max=32,
+                     tooltip="Guesses in a row: the length of a chain, the levels of a dynamic tree."),
+        io.Int.Input("width", default=10, min=1, max=64,
+                     tooltip="Children per draft of a dynamic tree, and drafts that get children per level."),
+        io.Int.Input("nodes", default=58, min=1, max=1024,
+                     tooltip="Drafts of a dynamic tree that the model verifies per pass: its likeliest ones. More save "
+                     "passes, but each costs more."),
+    ]
+
+
+class DraftTreeSampler(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpecARDraftTreeSampler",
+            display_name="Draft-Tree Sampler (EAGLE)",
+            category="SpecAR/sampling",
+            description="A drafter guesses a tree of tokens, the model verifies all of them in one pass and keeps the "
+            "path that passes. Exact unless a relaxed rule is connected.",
+            inputs=[
+                *common_inputs(),
+                drafter_input(),
+                structure_input(STATIC, (OWN,)),
+                *tree_inputs(),
+                io.String.Input("tree_paths", default="0; 1; 2; 0,0; 0,1; 1,0; 0,0,0",
+                                tooltip="For an own tree: paths of child numbers from 0, separated by semicolons; "
+                                "parents and earlier siblings must be in the list."),
+                negative_input(),
+                rule_input(),
+            ],
+            outputs=sampler_outputs(),
+        )
+
+    @classmethod
+    def execute(
+        cls, drafter: LoadedDrafter, structure: str, depth: int, width: int, nodes: int, tree_paths: str,
+        rule: ChosenRule = EXACT, **inputs: Any,
+    ) -> io.NodeOutput:
+        structure = structure_of(structure, depth, width, nodes, tree_paths)
+        return decode(inputs, drafter, DraftTree(drafter.drafter, structure, rule.rule), rule.where)
+
+
+LANTERN, LANTERN_PP = "LANTERN (dynamic tree)", "LANTERN++ (static tree)"
+
+
+class LanternSampler(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpecARLanternSampler",
+            display_name="LANTERN Sampler",
+            category="SpecAR/sampling",
+            description="Draft trees with a relaxed rule: a guess may count the probability of tokens that look alike "
+            "as its own. Fewer passes; pictures drift from the model's own distribution.",
+            inputs=[
+                *common_inputs(),
+                drafter_input(),
+                io.Combo.Input("variant", options=[LANTERN, LANTERN_PP], default=LANTERN_PP,
+                               tooltip="LANTERN: limited by delta, over EAGLE-2's dynamic tree. LANTERN++: limited by "
+                               "ratio, over EAGLE's static tree; its successor."),
+                io.Int.Input("neighbours", default=0, min=0, max=16384,
+                             tooltip="How many of the most similar tokens a guess may borrow from. 0: the paper's, "
+                             "1000 for LANTERN and 10 for LANTERN++. A small codebook needs fewer."),
+                io.Float.Input("delta", default=0.1, min=0, max=1, step=0.01, round=0.001,
+                               tooltip="For LANTERN: most probability a guess may borrow. Higher is faster and drifts "
+                               "further; 0 is exact."),
+                io.Float.Input("ratio", default=2.0, min=1, max=1000, step=0.1, round=0.01,
+                               tooltip="For LANTERN++: the paper's lambda, how many times a guess's probability may "
+                               "grow. Higher is faster and drifts further; 1 is exact."),
+                redraw_input(),
+                negative_input(),
+                where_input(),
+            ],
+            outputs=sampler_outputs(),
+        )
+
+    @classmethod
+    def execute(
+        cls, drafter: LoadedDrafter, variant: str, neighbours: int, delta: float, ratio: float, redraw: str,
+        where: Tensor | None = None, **inputs: Any,
+    ) -> io.NodeOutput:
+        redraw = choose("redraw", redraw, REDRAW)
+        if choose("variant", variant, {LANTERN: True, LANTERN_PP: False}):
+            method = presets.lantern(drafter.drafter, neighbours=neighbours or 1000, delta=delta, redraw=redraw)
+        else:
+            method = presets.lantern_pp(drafter.drafter, neighbours=neighbours or 10, ratio=ratio, redraw=redraw)
+        return decode(inputs, drafter, method, where)
+
+
+class CoolSDSampler(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpecARCoolSDSampler",
+            display_name="Cool-SD Sampler",
+            category="SpecAR/sampling",
+            description="Draft trees with a rule that keeps guesses more often than exact, most at the beginning of a "
+            "draft. Fewer passes; pictures drift from the model's own distribution.",
+            inputs=[
+                *common_inputs(),
+                drafter_input(),
+                structure_input(STATIC),
+                *cool_sd_inputs(),
+                negative_input(),
+                where_input(),
+            ],
+            outputs=sampler_outputs(),
+        )
+
+    @classmethod
+    def execute(
+        cls, drafter: LoadedDrafter, structure: str, delta: float, decay: float, steps: int, schedule: str, floor: bool,
+        where: Tensor | None = None, **inputs: Any,
+    ) -> io.NodeOutput:
+        method = presets.cool_sd(drafter.drafter, choose("structure", structure, STRUCTURES), delta=delta, decay=decay,
+                                 steps=steps, schedule=schedule, floor=floor)
+        return decode(inputs, drafter, method, where)
+
+
+class ADTTreeSampler(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpecARADTTreeSampler",
+            display_name="ADT-Tree Sampler",
+            category="SpecAR/sampling",
+            description="A draft tree that adapts: deeper and narrower where guesses were accepted nearby, shallower "
+            "and wider where they were not. Exact unless a relaxed rule is connected.",
+            inputs=[
+                *common_inputs(),
+                drafter_input(),
+                io.Combo.Input("preset", options=[*PRESETS, OWN_VALUES], default="LlamaGen",
+                               tooltip="The paper's steps and bounds for two models, or the values of the widgets from "
+                               "beta to nodes, which count for own values only."),
+                io.Combo.Input("initialisation", options=list(INITIAL), default="horizontal",
+                               tooltip="Whose depth and width are adapted: the left neighbour's (best in the paper), "
+                               "the upper one's, random ones, or a weighted mean of the surroundings."),
+                io.Combo.Input("children", options=list(CHILDREN), default="most likely (paper)",
+                               tooltip="Which children a draft gets. Drawn at random is accepted more often at "
+                               "temperature 1."),
+                io.Float.Input("beta", default=1.0, min=0, max=1, step=0.05, round=0.001,
+                               tooltip="The tree grows deeper when at least this share of the last one's levels was "
+                               "accepted. 1: only after a full path."),
+                io.Int.Input("depth_step", default=1, min=0, max=32, tooltip="Levels added or taken away per pass."),
+                io.Int.Input("width_step", default=10, min=0, max=64,
+                             tooltip="Children per draft taken away or added at the same time."),
+                io.Int.Input("depth_min", default=1, min=1, max=32, tooltip="Fewest levels."),
+                io.Int.Input("depth_max", default=9, min=1, max=32, tooltip="Most levels."),
+                io.Int.Input("width_min", default=4, min=1, max=64, tooltip="Fewest children per draft."),
+                io.Int.Input("width_max", default=39, min=1, max=64, tooltip="Most children per draft."),
+                io.Int.Input("nodes", default=58, min=1, max=1024, tooltip="Most drafts verified per pass."),
+                negative_input(),
+                rule_input(),
+            ],
+            outputs=sampler_outputs(),
+        )
+
+    @classmethod
+    def execute(
+        cls, drafter: LoadedDrafter, preset: str, initialisation: str, children: str, beta: float, depth_step: int,
+        width_step: int, depth_min: int, depth_max: int, width_min: int, width_max: int, nodes: int,
+        rule: ChosenRule = EXACT, **inputs: Any,
+    ) -> io.NodeOutput:
+        own = ADTTree(beta=beta, depth_step=depth_step, width_step=width_step, nodes=nodes,
+                      depths=(depth_min, depth_max), widths=(width_min, width_max))
+        method = presets.adt_tree(
+            drafter.drafter, rule.rule, **vars(choose("preset", preset, PRESETS | {OWN_VALUES: own})) | {
+                "initial": choose("initialisation", initialisation, {name: name for name in INITIAL}),
+                "children": choose("children", children, CHILDREN),
+            },
+        )
+        return decode(inputs, drafter, method, rule.where)
+
+
+class VVSSampler(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpecARVVSSampler",
+            display_name="VVS Sampler",
+            category="SpecAR/sampling",
+            description="Takes some drafts without verifying them, which saves whole passes of the model. Approximate: "
+            "the pictures drift from the model's own distribution, and no bound is known.",
+            inputs=[
+                *common_inputs(),
+                drafter_input(),
+                structure_input(DYNAMIC),
+                io.Combo.Input("schedule", options=list(SCHEDULES), default="uniform",
+                               tooltip="When verification is skipped. uniform: every interval-th time. dynamic: when "
+                               "the paths of the tree look alike."),
+                io.Int.Input("interval", default=4, min=2, max=1024,
+                             tooltip="For uniform: one draft in this many is taken unverified. Lower is faster and "
+                             "drifts further; the paper uses 2 to 4."),
+                io.Float.Input("threshold", default=0.7, min=0, max=1.01, step=0.01, round=0.001,
+                               tooltip="For dynamic: skip when the paths are at least this similar (0 to 1). Lower "
+                               "skips more often; the paper uses 0.65 to 0.8. Above 1: never."),
+                io.Combo.Input("path", options=list(PATHS), default="at random (paper)",
+                               tooltip="Which path of the tree is taken unverified."),
+                io.Boolean.Input("truncate", default=True,
+                                 tooltip="Cut an unverified path to the mean length of the tree's paths."),
+                io.Boolean.Input("refresh", default=True,
+                                 tooltip="After a skip, repeat the drafter's steps with the model's true features. "
+                                 "Off: keep the outdated ones, as the official code does."),
+                negative_input(),
+                rule_input(),
+            ],
+            outputs=sampler_outputs(),
+        )
+
+    @classmethod
+    def execute(
+        cls, drafter: LoadedDrafter, structure: str, schedule: str, interval: int, threshold: float, path: str,
+        truncate: bool, refresh: bool, rule: ChosenRule = EXACT, **inputs: Any,
+    ) -> io.NodeOutput:
+        method = presets.vvs(drafter.drafter, choose("structure", structure, STRUCTURES), rule.rule, schedule=schedule,
+                             interval=interval, threshold=threshold, path=choose("path", path, PATHS),
+                             truncate=truncate, refresh=refresh)
+        return decode(inputs, drafter, method, rule.where)

@@ -1,0 +1,65 @@
+"""Sockets and widgets that several nodes share, and how the widgets' values are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from .sockets import ARDrafter, ARModel, ARRule, ARTrace
+
+MODELS_OWN = -1  # value of cfg, temperature, top_k, top_p that stands for the model's own
+
+
+def common_inputs() -> list[io.Input]:
+    """Sockets and widgets of every sampler, first on the node."""
+    own = "-1: the model's own value."
+    return [
+        ARModel.Input("model", tooltip="The model from Load AR Checkpoint."),
+        io.Conditioning.Input("positive", tooltip="What to draw: CLIP Text Encode with the model's own CLIP."),
+        io.Latent.Input("latent_image", tooltip="Size and batch (Empty AR Latent), or an encoded picture with a noise "
+                        "mask: tokens outside the mask are kept."),
+        io.Int.Input("seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=True,
+                     tooltip="Picture i of a batch is drawn with seed + i and equals a single run with that seed."),
+        io.Float.Input("cfg", default=MODELS_OWN, min=-1, max=30, step=0.1, round=0.01,
+                       tooltip=f"Guidance: how strongly the prompt is followed. 1 is off and twice as cheap. {own}"),
+        io.Float.Input("temperature", default=MODELS_OWN, min=-1, max=5, step=0.05, round=0.01,
+                       tooltip="Below 1 is calmer, above 1 wilder; 0 always takes the most likely token. " + own),
+        io.Int.Input("top_k", default=MODELS_OWN, min=-1, max=65536,
+                     tooltip=f"Draw among this many most likely tokens only; 0 is off. {own}"),
+        io.Float.Input("top_p", default=MODELS_OWN, min=-1, max=1, step=0.01, round=0.001,
+                       tooltip=f"Draw among the most likely tokens with this joint probability; 1 is off. {own}"),
+    ]
+
+
+def choose(name: str, value: str, options: dict[str, Any]) -> Any:
+    """The meaning of a combo's value (ComfyUI does not check those). Raises ValueError for an unknown one."""
+    if value not in options:
+        raise ValueError(f"{name} is {value!r}; choose one of: {', '.join(options)}.")
+    return options[value]
+
+
+def negative_input() -> io.Input:
+    return io.Conditioning.Input(
+        "negative", optional=True,
+        tooltip="What to stay away from (needs cfg above 1). Open or empty: the model's own unconditional prediction.",
+    )
+
+
+def drafter_input() -> io.Input:
+    return ARDrafter.Input("drafter", tooltip="The drafter from Load AR Drafter, loaded for the same model.")
+
+
+def rule_input() -> io.Input:
+    return ARRule.Input(
+        "rule", optional=True,
+        tooltip="When a guess is kept: an acceptance rule. Open: exact, the distribution of the next-token sampler.",
+    )
+
+
+def sampler_outputs() -> list[io.Output]:
+    return [
+        io.Latent.Output("latent", display_name="LATENT", tooltip="The drawn tokens, for VAE Decode."),
+        ARTrace.Output("trace", display_name="AR_TRACE",
+                       tooltip="What happened to every token, for Acceptance Map and Save Trace."),
+    ]

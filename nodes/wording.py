@@ -1,0 +1,113 @@
+"""Runs in words: the report under a node, and labels that tell several runs apart. Pure Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..samplers.trace import Trace
+
+DRAFTERS = {"eagle": "EAGLE", "model": "small model"}
+RULES = {
+    "exact": "exact", "lantern": "LANTERN", "lantern_pp": "LANTERN++", "uniform_rsd": "UniformRSD",
+    "cool_sd": "Cool-SD", "grouped": "grouped", "tv_metered": "metered",
+}
+SHOWN = ("neighbours", "delta", "ratio", "decay", "epsilon", "window", "gap", "radius")  # settings of rules
+TOLD_ELSEWHERE = ("method", "model", "prompt", "server", "lossless")
+
+
+def guesses(settings: dict[str, Any]) -> str:
+    """How a run guessed: "next token", "SJD, coupled", "EAGLE, chain of 5"."""
+    if "structure" not in settings:
+        name = settings["method"].replace("_", " ").replace("sjd", "SJD")
+        return f"{name}, {settings['reuse'].replace('_', ' ')}" if "reuse" in settings else name
+    shape = settings["structure"]
+    drafter = DRAFTERS.get(settings["drafter"], settings["drafter"])
+    if shape["kind"] == "chain":
+        form = f"chain of {shape['length']}" + (" by blocks" if shape["verification"] == "block" else "")
+    elif shape["kind"] == "static":
+        form = f"static tree of {shape['drafts']}"
+    elif shape["kind"] == "dynamic":
+        form = f"dynamic tree of {shape['nodes']}"
+    else:
+        form = f"adaptive tree, {shape['initial']}"
+    return f"{drafter}, {form}"
+
+
+def judgement(settings: dict[str, Any]) -> str:
+    """How a run judged its guesses: "exact", "LANTERN++ (neighbours 10, ratio 2)", with what it left unverified."""
+    rule = settings.get("rule", {"rule": "exact"})
+    details = [f"{name} {rule[name]:g}" for name in SHOWN if name in rule]
+    text = RULES.get(rule["rule"], rule["rule"]) + (f" ({', '.join(details)})" if details else "")
+    if skipping := settings.get("skipping"):
+        uniform = skipping["schedule"] == "uniform"
+        which = f"one in {skipping['interval']}" if uniform else f"similar ones (from {skipping['threshold']:g})"
+        text += f", drafts unverified: {which}"
+    return text
+
+
+def exact(trace: Trace) -> bool:
+    """Does a run follow the model's own distribution."""
+    return trace.settings.get("lossless", True)
+
+
+def fidelity(trace: Trace) -> str:
+    """The same in words, and how much drift was added."""
+    if exact(trace):
+        return "the model's own distribution"
+    leak = trace.summary()["tv_leak"] / trace.totals["images"]
+    return f"approximate, leak {leak:.2f} per picture" if leak else "approximate"
+
+
+def describe(trace: Trace) -> str:
+    """The report in a few lines, for the node."""
+    report = trace.report()
+    settings, totals = report["settings"], report["totals"]
+    passes = totals["passes_per_image"]
+    method = guesses(settings)
+    if "window" in settings:
+        method += f", window {settings['window']}, initial {settings['initial']}"
+    length = trace.positions["source"].shape[1]
+    lines = [
+        method,
+        f"acceptance: {judgement(settings)}; {fidelity(trace)}",
+        f"{', '.join(map(str, passes))} passes for {length} tokens: {totals['step_compression']:.2f} tokens per pass "
+        f"(next token: {length} passes)",
+    ]
+    if totals["draft_passes"]:
+        lines.append(f"{totals['draft_passes']} passes of the drafter")
+    if kept := length - totals["tokens"] // totals["images"]:
+        lines.append(f"{kept} of the tokens were kept")
+    if totals["acceptance_rate"]:
+        lines.append(f"accepted guesses: {totals['accepted_drafts']} ({totals['acceptance_rate']:.0%} of those judged)")
+    if skipped := totals["sources"].get("skipped"):
+        lines.append(f"taken unverified: {skipped}")
+    lines.append(", ".join(f"{name} {settings[name]:g}" for name in ("cfg", "temperature", "top_k", "top_p")))
+    lines.append(f"seed {totals['seed']}, {totals['seconds']:.2f} s")
+    return "\n".join(lines)
+
+
+def labels(traces: list[Trace]) -> list[tuple[str, str]]:
+    """Two short lines per run; runs that would read alike get what differs between them, or else their number."""
+    plain = [(guesses(t.settings), judgement(t.settings)) for t in traces]
+    extended = [(first, f"{second}; {_difference(i, plain, traces)}") if plain.count((first, second)) > 1
+                else (first, second) for i, (first, second) in enumerate(plain)]
+    return [(first, f"{second}; run {i}") if extended.count((first, second)) > 1 else (first, second)
+            for i, (first, second) in enumerate(extended, 1)]
+
+
+def _difference(number: int, plain: list[tuple[str, str]], traces: list[Trace]) -> str:
+    """The first two settings in which a run differs from those that read like it."""
+    alike = [_facts(t) for t, label in zip(traces, plain, strict=True) if label == plain[number]]
+    own = _facts(traces[number])
+    differing = [name for name in own if len({str(facts.get(name)) for facts in alike}) > 1]
+    return ", ".join(f"{name} {own[name]}" for name in differing[:2]) or "alike"
+
+
+def _facts(trace: Trace) -> dict[str, Any]:
+    """Everything that may differ between two runs, under short names."""
+    flat: dict[str, Any] = {}
+    for name, value in trace.settings.items():
+        if name not in TOLD_ELSEWHERE:
+            flat |= value if isinstance(value, dict) else {name: value}
+    return flat | {"seed": trace.totals["seed"], "images": trace.totals["images"],
+                   "prompt": trace.settings.get("prompt"), "model": trace.settings.get("model")}

@@ -1,0 +1,91 @@
+"""Compare Runs, and runs in words."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from comfyui_specar.nodes import compare
+from comfyui_specar.nodes.wording import describe, labels
+from comfyui_specar.samplers.trace import Trace
+
+
+def changed(trace: Trace, **settings) -> Trace:
+    return replace(trace, settings=trace.settings | settings)
+
+
+@pytest.fixture
+def runs(sample, rule) -> list[Trace]:
+    relaxed = sample("DraftTree", rule=rule("UniformRSD", delta=50.0))[1]
+    return [sample("NextToken")[1], sample("SJD")[1], sample("DraftTree")[1], relaxed]
+
+
+def test_node_draws_all_runs_and_hands_on_their_reports(run, nodes, runs):
+    out = run(nodes["SpecARCompareTraces"], **{f"trace_{i}": t for i, t in enumerate(runs, 1)})
+    chart, table = out.result
+    assert chart.shape[0] == 1 and chart.shape[2] == 1024 and chart.min() >= 0 and chart.max() <= 1
+    assert [r["settings"]["method"] for r in out.ui["specar"]] == ["next_token", "sjd", "draft_tree", "draft_tree"]
+    rows = [line.split("|")[1:-1] for line in table.splitlines()]
+    assert [len(row) for row in rows] == [8] * 6  # run, distribution, five measures and the time; head, rule, four runs
+    assert rows[2][0].strip() == "next token, exact" and float(rows[2][2]) == 16 and rows[2][5].strip() == "-"
+    assert [row[1].strip() for row in rows[2:]] == ["exact", "exact", "exact", "approximate"]
+    assert float(rows[5][6]) > 0  # leak
+    json.dumps(out.ui["specar"])
+
+
+def test_gaps_between_connected_traces_are_fine(run, nodes, runs):
+    chart, table = run(nodes["SpecARCompareTraces"], trace_1=runs[0], trace_5=runs[2]).result
+    assert len(table.splitlines()) == 4 and chart.shape[1] == len(compare.chart([runs[0], runs[2]]))
+
+
+def test_bars_are_as_long_as_the_numbers(runs):
+    picture, measures = compare.chart(runs), compare.columns(runs)
+    step = (compare.WIDTH - compare.LABELS - compare.MARGIN) / len(measures)
+    passes = measures[0]
+    for i, value in enumerate(passes.values):
+        row = picture[compare.HEAD + i * compare.ROW + 24 + compare.BAR // 2]
+        coloured = ~(row == 255).all(-1)
+        drawn = coloured[compare.LABELS : int(compare.LABELS + step)].sum()
+        assert drawn == pytest.approx(value / max(passes.values) * (step - compare.MARGIN), abs=2)
+
+
+def test_wall_times_only_of_one_server_and_equal_work(runs, sample):
+    names = [column.name for column in compare.columns(runs)]
+    assert "wall time" in names and not compare.times_compare(runs)
+    for strange in (changed(runs[1], server="another"), changed(runs[1], server=None)):
+        pair = [runs[0], strange]
+        assert "wall time" not in [column.name for column in compare.columns(pair)]
+        assert "same running server" in compare.table(pair).splitlines()[-1]
+        assert len(compare.chart(pair)) > len(compare.chart([runs[0], runs[1]]))  # room for the sentence
+    more = [runs[0], sample("NextToken", batch=2)[1]]
+    assert "different numbers of pictures" in compare.table(more)
+
+
+def test_runs_that_read_alike_are_told_apart(runs, sample):
+    tree = runs[2]
+    told = labels([tree, sample("DraftTree", seed=8)[1], runs[0]])
+    assert told[0][1] == "exact; seed 7" and told[1][1] == "exact; seed 8" and told[2][1] == "exact"
+    same = labels([tree, tree])
+    assert len(set(same)) == 2 and same[1][1].endswith("run 2")
+    widths = [changed(tree, structure={"kind": "dynamic", "depth": d, "width": 4, "nodes": 9}) for d in (2, 3)]
+    assert [second for _, second in labels(widths)] == ["exact; depth 2", "exact; depth 3"]
+
+
+def test_long_labels_are_cut(runs):
+    long = changed(runs[3], rule={"rule": "a rule with a name that is far too long for a column of labels in a chart"})
+    assert np.array_equal(compare.chart([long])[:, compare.LABELS - 12 : compare.LABELS - 2][80:110],
+                          np.full((30, 10, 3), 255))
+
+
+def test_descriptions_say_what_matters(runs, sample, rule):
+    plain, sjd, tree, relaxed = map(describe, runs)
+    assert plain.startswith("next token\n") and "the model's own distribution" in plain
+    assert sjd.startswith("SJD, coupled, window 4, initial mixed\n")
+    assert tree.startswith("EAGLE, static tree of 57\n") and "passes of the drafter" in tree
+    assert "UniformRSD (delta 50)" in relaxed and "approximate, leak " in relaxed
+    biased = describe(sample("SJD", refinement="SJD++ reuse (paper)")[1])
+    assert "approximate" in biased and "leak" not in biased
+    assert "LANTERN++ (neighbours 5, ratio 3)" in describe(sample("Lantern", neighbours=5, ratio=3.0)[1])
+    skipping = describe(sample("VVS", interval=2, structure="chain")[1])
+    assert "drafts unverified: one in 2" in skipping and "taken unverified: " in skipping
+    assert "adaptive tree, horizontal" in describe(sample("ADTTree")[1])
