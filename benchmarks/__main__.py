@@ -1,6 +1,7 @@
 """Measure every method on a model: forward passes, step compression, wall time against next-token and ``generate``.
 
     python -m benchmarks [--model default] [--cfg 1 3] [--windows 16 32] [--seeds 2] [--out benchmarks/results/X.json]
+                         [--eagle default/eagle --small default/small]
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import comfyui_specar as specar
 import torch
 
 from .generate import seconds_of_generate
-from .runs import PROMPTS, cases, compare
+from .runs import PROMPTS, cases, compare, drafter_cases
 
 
 def cpu_name() -> str:
@@ -45,16 +46,28 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--cfg", type=float, nargs="+", default=[1.0, 3.0])
     parser.add_argument("--windows", type=int, nargs="+", default=[16, 32])
+    parser.add_argument("--eagle", default="default/eagle", help="EAGLE drafter: bundled name, or a file or folder")
+    parser.add_argument("--small", default="default/small", help="small model as drafter, likewise")
+    parser.add_argument("--only", help="only methods whose name contains this (and next-token)")
     parser.add_argument("--seeds", type=int, default=2, help="pictures per prompt")
     parser.add_argument("--threads", type=int, help="CPU threads (torch's default otherwise)")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    path = Path(options.model)
-    model = specar.load_model(path if path.exists() else specar.bundled(options.model), device=options.device)
+
+    def find(name: str) -> Path:
+        return Path(name) if Path(name).exists() else specar.bundled(name)
+
+    model = specar.load_model(find(options.model), device=options.device)
+    vae = specar.load_image_decoder(find(options.model), device=options.device)
+    eagle, small = (specar.load_drafter(find(name), model) for name in (options.eagle, options.small))
+    listed = cases(options.windows) + drafter_cases(eagle, small)
+    if options.only:
+        listed = [listed[0], *(case for case in listed[1:] if options.only in case.name)]
     report = {
         "model": options.model,
+        "drafters": {"eagle": options.eagle, "small": options.small},
         "parameters": sum(p.numel() for p in model.parameters()),
         "machine": machine(model.device),
         "commit": commit(),
@@ -66,10 +79,10 @@ def main() -> None:
     for cfg in options.cfg:
         print(f"guidance {cfg:g}, temperature 1, no top-k, no top-p")
         rows = compare(
-            model, cases(options.windows), PROMPTS, options.seeds, print, cfg=cfg, temperature=1.0, top_k=0, top_p=1.0
+            model, vae, listed, PROMPTS, options.seeds, print, cfg=cfg, temperature=1.0, top_k=0, top_p=1.0
         )
         generate = seconds_of_generate(model, guided=cfg != 1)
-        print(f"{'transformers generate':34s} passes {model.layout().length:6.1f}          {generate:6.2f} s")
+        print(f"{'transformers generate':36s} passes {model.layout().length:6.1f}                  {generate:6.2f} s")
         report["runs"].append({"cfg": cfg, "transformers_generate_seconds": generate, "methods": rows})
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import comfyui_specar as specar
 import torch
+from comfyui_specar.training.settings import BACKGROUNDS
 
 PROMPTS = (
     "heart, 3d, on a blue background",
@@ -41,31 +42,78 @@ def cases(windows: Sequence[int]) -> list[Case]:
     return listed
 
 
-def measure(model, case: Case, prompts: Sequence[str], seeds: int, **parameters: Any) -> dict[str, Any]:
+def drafter_cases(eagle, small) -> list[Case]:
+    """Every method and rule that needs a drafter, each on the structure of its paper unless named otherwise."""
+    m, s, r = specar.methods, specar.structures, specar.rules
+    tree, top_k = s.Static(), s.Dynamic()
+    adt_sampled = {"children": "sampled", "widths": (1, 13), "width_step": 3, "first": (5, 7)}
+    return [
+        Case("chain of 5, small model", m.DraftTree(small, s.Chain(5))),
+        Case("chain of 5, small model, blocks", m.DraftTree(small, s.Chain(5, "block"))),
+        Case("static tree, small model", m.DraftTree(small, tree)),
+        Case("chain of 5", m.DraftTree(eagle, s.Chain(5))),
+        Case("chain of 5, blocks", m.DraftTree(eagle, s.Chain(5, "block"))),
+        Case("EAGLE-1, 25 drafts", m.DraftTree(eagle, s.Static("eagle_25"))),
+        Case("EAGLE-1, 57 drafts", m.DraftTree(eagle, tree)),
+        Case("EAGLE-2", m.DraftTree(eagle, top_k)),
+        Case("ADT-Tree", m.ADTTree(eagle)),
+        Case("ADT-Tree, sampled", m.ADTTree(eagle, **adt_sampled)),
+        Case("LANTERN delta 0.1", m.Lantern(eagle, delta=0.1)),
+        Case("LANTERN delta 0.3", m.Lantern(eagle, delta=0.3)),
+        Case("ADT-Tree, LANTERN delta 0.3", m.ADTTree(eagle, r.Lantern(delta=0.3))),
+        Case("LANTERN++ k 10, lambda 2", m.LanternPP(eagle)),
+        Case("UniformRSD delta 1.1", m.DraftTree(eagle, tree, r.UniformRSD(1.1))),
+        Case("UniformRSD delta 2", m.DraftTree(eagle, tree, r.UniformRSD(2.0))),
+        Case("Cool-SD delta 1.1", m.CoolSD(eagle, delta=1.1)),
+        Case("Cool-SD delta 2", m.CoolSD(eagle, delta=2.0)),
+        Case("grouped", m.DraftTree(eagle, tree, r.Grouped())),
+        Case("TV-metered 0.05", m.DraftTree(eagle, tree, r.TVMetered(0.05))),
+        Case("VVS every 4th, LANTERN delta 0.3", m.VVS(eagle, rule=r.Lantern(delta=0.3), interval=4)),
+        Case("VVS dynamic 0.7, LANTERN delta 0.3",
+             m.VVS(eagle, rule=r.Lantern(delta=0.3), schedule="dynamic", threshold=0.7)),
+        Case("VVS every 4th, EAGLE-1", m.VVS(eagle, tree, r.Exact(), interval=4, path="first")),
+        Case("VVS every 3rd, Cool-SD delta 1.1", m.VVS(eagle, tree, r.CoolSD(), interval=3, path="first")),
+        Case("SJD coupled, Cool-SD delta 2, w32", m.SJD(window=32, rule=r.CoolSD(2.0))),
+    ]
+
+
+def measure(model, vae, case: Case, prompts: Sequence[str], seeds: int, **parameters: Any) -> dict[str, Any]:
     """Means over prompts x seeds of passes and statistics, and the median seconds a picture takes."""
     length = model.layout().length
-    passes, seconds, log_p, accepted, tokens = [], [], [], [], []
+    seconds, tokens, summaries, backgrounds = [], [], [], []
     for number, prompt in enumerate(prompts):
         conditioning = model.encode_prompt(prompt)
         for seed in range(seeds):
             begun = time.perf_counter()
             out = specar.sample(model, conditioning, case.method, seed=1000 * number + seed, **parameters)
             seconds.append(time.perf_counter() - begun)
-            summary = out.trace.summary()
-            passes.append(summary["target_passes"])
-            log_p.append(summary["mean_log_p"])
-            accepted.append(summary["acceptance_rate"])
+            summaries.append(out.trace.summary())
             tokens.append(out.tokens.flatten())
+            backgrounds.append(right_background(vae.decode(out.latent)[0], prompt))
+    mean = {name: statistics.fmean(s[name] for s in summaries)
+            for name in ("draft_passes", "acceptance_rate", "accepted_length", "tv_leak", "mean_log_p")}
+    passes = [s["target_passes"] for s in summaries]
+    generated = sum(s["tokens"] for s in summaries)
     return {
         "name": case.name,
         "passes": statistics.fmean(passes),
         "passes_std_error": statistics.stdev(passes) / len(passes) ** 0.5 if len(passes) > 1 else 0.0,
         "step_compression": length / statistics.fmean(passes),
-        "acceptance_rate": statistics.fmean(accepted),
-        "mean_log_p": statistics.fmean(log_p),
+        "tokens_per_verification": generated / (sum(passes) - len(passes)),  # TPF: the prompt's pass is none
+        "skipped_tokens": statistics.fmean(s["sources"].get("skipped", 0) for s in summaries),
+        **mean,
+        "right_backgrounds": statistics.fmean(backgrounds),
         "seconds": statistics.median(seconds),
         "tokens": torch.stack(tokens),
     }
+
+
+def right_background(picture: torch.Tensor, prompt: str) -> bool:
+    """Is the median colour of the border of a picture [H, W, 3] (0..1) nearest to the prompt's background?"""
+    border = torch.cat((picture[0], picture[-1], picture[:, 0], picture[:, -1])) * 255
+    colour = border.median(0).values
+    nearest = min(BACKGROUNDS, key=lambda name: float((colour - torch.tensor(BACKGROUNDS[name])).norm()))
+    return f"{nearest} background" in prompt
 
 
 def histogram_distance(a: torch.Tensor, b: torch.Tensor, vocab: int) -> float:
@@ -74,13 +122,13 @@ def histogram_distance(a: torch.Tensor, b: torch.Tensor, vocab: int) -> float:
     return float((count[0] / count[0].sum() - count[1] / count[1].sum()).abs().sum() / 2)
 
 
-def compare(model, listed: Sequence[Case], prompts: Sequence[str], seeds: int, say: Callable[[str], None],
+def compare(model, vae, listed: Sequence[Case], prompts: Sequence[str], seeds: int, say: Callable[[str], None],
             **parameters: Any) -> list[dict[str, Any]]:
     """Rows of all cases, the first being the baseline of the ratios."""
-    measure(model, listed[0], prompts[:1], 1, **parameters)  # warm up
+    measure(model, vae, listed[0], prompts[:1], 1, **parameters)  # warm up
     rows = []
     for case in listed:
-        row = measure(model, case, prompts, seeds, **parameters)
+        row = measure(model, vae, case, prompts, seeds, **parameters)
         if rows:
             row["same_pictures"] = float((row["tokens"] == rows[0]["tokens"]).all(-1).double().mean())
             row["histogram_tv"] = histogram_distance(row["tokens"], rows[0]["tokens"], model.vocab)
@@ -88,7 +136,8 @@ def compare(model, listed: Sequence[Case], prompts: Sequence[str], seeds: int, s
         row["wall_ratio"] = (rows[0] if rows else row)["seconds"] / row["seconds"]
         rows.append(row)
         say(
-            f"{row['name']:34s} passes {row['passes']:6.1f} ({row['passes_ratio']:.2f}x)  "
-            f"{row['seconds']:6.2f} s ({row['wall_ratio']:.2f}x)  log p {row['mean_log_p']:.3f}"
+            f"{row['name']:36s} passes {row['passes']:6.1f} ({row['passes_ratio']:.2f}x) + {row['draft_passes']:5.0f}  "
+            f"{row['seconds']:6.2f} s ({row['wall_ratio']:.2f}x)  leak {row['tv_leak']:6.2f}  "
+            f"log p {row['mean_log_p']:.3f}  backgrounds {row['right_backgrounds']:.2f}"
         )
     return [{key: value for key, value in row.items() if key != "tokens"} for row in rows]

@@ -166,6 +166,11 @@ class DraftTree:
         drafts, levels = self.structure.size()
         return 1 + drafts + (levels if self.skipping else 0)
 
+    @property
+    def draft_width(self) -> int:
+        """The most tokens that stand in the drafter's cache behind what is decided."""
+        return max(self.structure.expansions(), 2 * self.structure.size()[1] + 1)
+
     def check(self) -> None:
         """Raise ValueError naming the setting and its legal values."""
         self.structure.check()
@@ -198,7 +203,7 @@ class Run:
 
     committed [B]: n, tokens decided so far; pending: see Pending; behind: the drafter's StepOut behind the root;
     features [R, G, D], known [B]: the target's newest hidden states and how many there are, for skipped rounds;
-    skipped [B]: was the last round skipped.
+    skipped [B]: was the last round skipped; own_passes [B]: passes that judged each image, ``passes`` those of the batch.
     """
 
     def __init__(self, method: DraftTree, request: Request):
@@ -213,10 +218,12 @@ class Run:
         self.tokens = torch.zeros((batch, self.layout.length + 1), dtype=torch.int64, device=self.device)
         self.levels = method.structure.size()[1]
         prompt = (request.conditioning, request.negative, batch, self.layout)
-        room = {"slack": method.width, "guided": params.cfg != 1}
-        self.target = model.start(*prompt, **room)
-        state = method.drafter.start(self.target, *prompt, **room)
+        guided = params.cfg != 1
+        self.target = model.start(*prompt, slack=method.width, guided=guided)
+        state = method.drafter.start(self.target, *prompt, slack=method.draft_width, guided=guided)
         self.work = Drafting(method.drafter, state, self.layout, params, model.vocab, self.stream)
+        if method.skipping:
+            vvs.check_codebook(method.skipping, model.codebook)
         self.history = method.structure.start(batch, self.layout, self.device)
         self.passes, self.rounds, self.done = 0, 0, False
         self.first_token()
@@ -233,7 +240,7 @@ class Run:
             accepted=0 * one, committed=one, width=1, nodes=0 * one, depth=0 * one, skipped=self.skipped,
             milliseconds=1000 * (time.perf_counter() - self.begun), draft_milliseconds=0.0,
         )
-        self.passes = 1
+        self.passes, self.own_passes = 1, one
         self.commit(Decided(token, one, token, 0 * one, one, out.hidden))
         self.pending = Pending(token, torch.zeros_like(p[..., 0]), one)
 
@@ -289,7 +296,7 @@ class Run:
         slots = torch.cat((self.pending.count[:, None] - 1,
                            waiting + torch.arange(tree.token.shape[1] - 1, device=self.device).expand(len(p), -1)), 1)
         p_tree = take(p, slots)
-        columns = self.committed[:, None] + torch.arange(self.levels + 1, device=self.device)
+        columns = self.committed[:, None] + torch.arange(tree.levels + 1, device=self.device)
         strength = self.strength.expand(len(p), -1).gather(1, columns.clamp(max=self.layout.length - 1))
         verified = self.judge(tree, p_tree, strength, Numbers(self.stream, turn, self.committed))
 
@@ -307,7 +314,7 @@ class Run:
             self.features = vvs.push_features(self.features, take(out.hidden, kept), true)
             self.known = self.known + true
             self.record_pending(p, judged)
-        self.passes += 1
+        self.passes, self.own_passes = self.passes + 1, self.own_passes + judged.long()
         return decided, torch.where(judged, verified.accepted, 0)
 
     def judge(self, tree: Tree, p: Tensor, strength: Tensor, numbers: Numbers) -> Verified:
@@ -339,7 +346,7 @@ class Run:
         hidden = vvs.stale_features(self.features, self.known, count, slots.shape[1])
         columns = self.committed[:, None] + torch.arange(slots.shape[1], device=self.device)
         self.recorder.tokens(
-            columns, columns < (self.committed + count)[:, None], token, None, finalised_at=self.passes - 1,
+            columns, columns < (self.committed + count)[:, None], token, None, finalised_at=self.own_passes[:, None] - 1,
             source=self.source(columns, Source.SKIPPED), depth=tree.depth.gather(1, slots), q=q,
             rank=tree.rank.gather(1, slots), tree_depth=depth[:, None], tree_width=width[:, None],
         )
@@ -371,9 +378,9 @@ class Run:
     ) -> None:
         """Write a verified round into the trace; p [B, M + 1, V+] are the laws behind every slot."""
         parents = torch.nn.functional.pad(verified.path, (1, 0))
-        number = torch.arange(1, self.levels + 2, device=self.device)
+        number = torch.arange(1, tree.levels + 2, device=self.device)
         self.recorder.tokens(
-            columns, number <= decided.count[:, None], verified.token, take(p, parents), finalised_at=self.passes,
+            columns, number <= decided.count[:, None], verified.token, take(p, parents), finalised_at=self.own_passes[:, None],
             source=self.source(columns, verified.source), depth=torch.where(verified.tested, number, 0),
             rank=verified.rank, q=verified.q, ratio=verified.ratio, tv_leak=verified.tv_leak,
             tree_depth=depth[:, None], tree_width=width[:, None],

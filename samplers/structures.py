@@ -28,6 +28,10 @@ class Structure(Protocol):
         """The most drafts and the most levels a tree can have."""
         ...
 
+    def expansions(self) -> int:
+        """The most drafts that a drafter is asked to expand in a round."""
+        ...
+
     def start(self, batch: int, layout: TokenLayout, device: torch.device) -> Any:
         """What the structure remembers of a run so far."""
         ...
@@ -72,6 +76,9 @@ class _FixedShape(_Fixed):
     def size(self) -> tuple[int, int]:
         shape = self.shape()
         return sum(len(level.parent) for level in shape), len(shape)
+
+    def expansions(self) -> int:
+        return sum(level.inner for level in self.shape())
 
     def grow(self, work: Drafting, root: Root, history: None, turn: Tensor) -> tuple[Tree, Plan]:
         return grow_sampled(work, root, self.shape(), turn), None
@@ -134,6 +141,9 @@ class Dynamic(_Fixed):
 
     def size(self) -> tuple[int, int]:
         return self.nodes, self.depth
+
+    def expansions(self) -> int:
+        return (self.depth - 1) * self.width
 
     def grow(self, work: Drafting, root: Root, history: None, turn: Tensor) -> tuple[Tree, Plan]:
         return grow_top_k(work, root, self.depth, self.width, self.nodes), None

@@ -104,20 +104,6 @@ def published(name: str) -> tuple[Path, ...]:
     return tuple(paths)
 
 
-def smallest_ranks(depth: int, width: int) -> tuple[Path, ...]:
-    """On every level the ``width`` paths of smallest total rank, the likeliest to be accepted among sampled drafts.
-
-    The first w of them are the tree of width w, and no level depends on those below: trees of several depths and widths
-    are cut out of one.
-    """
-    paths, above = [], [()]
-    for _ in range(depth):
-        children = ((*path, rank) for path in above for rank in range(width))
-        above = sorted(children, key=lambda path: (sum(path), path))[:width]
-        paths += above
-    return tuple(paths)
-
-
 def shape_of(paths: tuple[Path, ...]) -> Shape:
     """The shape of a list of paths. Raises ValueError unless they are a prefix-closed tree of distinct paths."""
     given = set(paths)

@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar.samplers.acceptance import Exact
+from comfyui_specar.samplers.adt_tree import ADTTree
 from comfyui_specar.samplers.cool_sd import CoolSD, UniformRSD
 from comfyui_specar.samplers.grouped import Grouped
 from comfyui_specar.samplers.lantern import Lantern, LanternPP
 from comfyui_specar.samplers.protocols import SamplingParams
+from comfyui_specar.samplers.skipping import Skipping
 from comfyui_specar.samplers.speculative import DraftTree
 from comfyui_specar.samplers.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.trace import Source
@@ -27,11 +29,14 @@ LAYOUTS = {
 }
 MODELS = {name: ToyModel(layout, specials) for name, (layout, specials) in LAYOUTS.items()}
 DRAFTERS = {name: ToyDrafter(model) for name, model in MODELS.items()}
+SMALL = {"depths": (1, 4), "widths": (1, 3), "width_step": 1, "first": (2, 2), "nodes": 12}
 TWO_LEVELS = Static(((0,), (1,), (0, 0), (0, 1), (1, 0)))
 STRUCTURES = {
     "chain of one": Chain(1), "chain": Chain(3), "blocks": Chain(3, "block"), "long blocks": Chain(8, "block"),
     "siblings": Static(((0,), (1,), (2,))), "two levels": TWO_LEVELS, "eagle_25": Static("eagle_25"),
     "top-k lookup": Dynamic(1, 2, 2), "top-k": Dynamic(3, 2, 5), "top-k, wide": Dynamic(3, 10, 58),
+    "adaptive": ADTTree(**SMALL), "adaptive, sampled": ADTTree(children="sampled", **SMALL),
+    "adaptive, any shape": ADTTree(initial="random", children="sampled", **SMALL),
 }
 
 
@@ -61,11 +66,20 @@ def test_guidance_temperature_and_filters_are_part_of_the_law(structure):
     assert_exact(structure, "row", SamplingParams(cfg=1.5, temperature=0.9, top_k=2))
 
 
+@pytest.mark.parametrize("skipping", [None, Skipping(interval=3, guard=1), Skipping("dynamic", threshold=0.1, guard=0)])
 @pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
-def test_rows_of_a_batch_are_single_runs(structure):
-    batch = draw(structure, "line_ends", seed=5, batch=4)
+def test_rows_of_a_batch_are_single_runs(structure, skipping):
+    if structure.block and skipping:
+        structure = Chain(2)
+    drafter = ToyDrafter(MODELS["line_ends"], stale=skipping is not None)
+    method = DraftTree(drafter, structure, skipping=skipping)
+
+    def draw(seed, batch):
+        return method.sample(request(MODELS["line_ends"], LAYOUTS["line_ends"][0], seed=seed, batch=batch))
+
+    batch = draw(5, 4)
     for i in range(4):
-        single = draw(structure, "line_ends", seed=5 + i, batch=1)
+        single = draw(5 + i, 1)
         assert torch.equal(batch.tokens[i], single.tokens[0])
         assert batch.trace.totals["passes_per_image"][i] == single.trace.totals["target_passes"]
         for field, values in batch.trace.positions.items():

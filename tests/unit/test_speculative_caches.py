@@ -1,0 +1,161 @@
+"""Caches and bookkeeping of the drafting loop on a tiny LlamaGen: after any round they are those of a fresh pass."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from comfyui_specar import api
+from comfyui_specar.model_loaders.detect import load_drafter
+from comfyui_specar.model_loaders.drafters import ModelDrafter
+from comfyui_specar.samplers.adt_tree import ADTTree
+from comfyui_specar.samplers.cool_sd import CoolSD
+from comfyui_specar.samplers.protocols import Request, SamplingParams
+from comfyui_specar.samplers.skipping import Skipping
+from comfyui_specar.samplers.speculative import DraftTree, Run
+from comfyui_specar.samplers.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.trace import Source
+
+from .tiny import CAPTION, caption_features, fill, llamagen, write_eagle
+
+STRUCTURES = {
+    "chain": Chain(3), "blocks": Chain(4, "block"), "static": Static("eagle_25"), "dynamic": Dynamic(3, 4, 12),
+    "adt": ADTTree(depths=(1, 4), widths=(1, 4), width_step=1, first=(2, 3), nodes=12),
+    "adt sampled": ADTTree(children="sampled", depths=(1, 4), widths=(1, 4), width_step=1, first=(2, 3), nodes=12),
+}
+SKIPS = {
+    "always": None, "uniform": Skipping(interval=2), "stale": Skipping(interval=3, refresh=False),
+    "dynamic": Skipping(schedule="dynamic", threshold=0.0, path="confident", truncate=False),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    model = llamagen(tmp_path_factory.mktemp("tiny"), text=True)
+    model.attach_codebook(fill("codebook embedding", (model.vocab, 4)), 16)
+    return model
+
+
+@pytest.fixture(scope="module")
+def drafters(model, tmp_path_factory):
+    path = write_eagle(tmp_path_factory.mktemp("eagle"), input_type=None)
+    return {"eagle": load_drafter(path, model), "model": ModelDrafter(model)}
+
+
+def begin(model, method, batch=3, seed=0, cfg=2.0, forced=False):
+    layout = model.layout()
+    if forced:
+        keep = torch.zeros((1, 4, 4), dtype=torch.bool)
+        keep.view(-1)[[2, 3, 9, 15]] = True
+        layout = layout.keeping(torch.full((1, 4, 4), 7), keep)
+    negative = model.encode_features(fill("negative embedding", (1, 3, CAPTION)))
+    params = SamplingParams(cfg=cfg, top_k=12)
+    prompt = model.encode_features(caption_features())
+    return Run(method, Request(model, prompt, layout, params, negative, seed, batch))
+
+
+def assert_cache_is_fresh(run, model):
+    """Keys, values and lengths of the target's cache against one pass over the prompt and the committed tokens."""
+    held = run.committed - run.pending.count
+    cache, batch = run.target.cache, len(held)
+    request = run.request
+    fresh = model.start(request.conditioning, request.negative, batch, request.layout, slack=0, guided=True)
+    prompt = fresh.cache.lengths.clone()
+    model.step(fresh, run.tokens[:, :-1], torch.arange(run.layout.length).expand(batch, -1))
+    assert torch.equal(cache.lengths, prompt + held.repeat(2))
+    for row, length in enumerate(cache.lengths.tolist()):
+        for buffer, expected in ((cache.keys, fresh.cache.keys), (cache.values, fresh.cache.values)):
+            assert torch.allclose(buffer[:, row, :, :length], expected[:, row, :, :length], atol=1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("skips", SKIPS)
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_the_cache_is_that_of_a_fresh_pass_after_every_round(model, drafters, structure, skips):
+    for kind, drafter in drafters.items():
+        if kind == "model" and skips == "stale":
+            continue  # the small model takes no hidden states
+        run = begin(model, DraftTree(drafter, STRUCTURES[structure], skipping=SKIPS[skips]), forced=True)
+        while not run.done:
+            run.round()
+            live = run.committed < run.layout.length
+            if live.all():
+                assert_cache_is_fresh(run, model)
+                pending = run.pending.token[torch.arange(3), run.pending.count - 1]
+                assert torch.equal(pending, run.tokens[torch.arange(3), run.committed - 1])
+        forced = run.layout.forced[0]
+        assert (run.tokens[:, :-1][:, forced >= 0] == 7).all()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_the_eagle_drafter_knows_the_true_pairs(model, drafters, structure):
+    """Its cache is that of one pass over all true pairs, after skipped rounds were verified as well (refresh)."""
+    for skipping in (None, Skipping(interval=2, guard=0)):
+        run = begin(model, DraftTree(drafters["eagle"], STRUCTURES[structure], skipping=skipping), batch=2)
+        checked = 0
+        while not run.done:
+            run.round()
+            if run.done or run.skipped.any() or not (run.committed < run.layout.length).all():
+                continue
+            request = run.request
+            fresh = model.start(request.conditioning, request.negative, 2, request.layout, slack=0, guided=True)
+            behind = drafters["eagle"].start(fresh, request.conditioning, request.negative, 2, request.layout, 9, True)
+            begun = behind.cache.lengths.clone()
+            before = fresh.prefill.hidden
+            out = model.step(fresh, run.tokens[:, :-1], torch.arange(run.layout.length).expand(2, -1))
+            hidden = torch.cat((before, out.hidden[:, :-1]), dim=1)
+            positions = torch.arange(run.layout.length).expand(2, -1)
+            drafters["eagle"].observe(behind, run.tokens[:, :-1], positions, hidden, run.committed)
+            cache = run.work.state.cache
+            assert torch.equal(cache.lengths, begun + run.committed.repeat(2))
+            for row, length in enumerate(cache.lengths.tolist()):
+                assert torch.allclose(cache.keys[:, row, :, :length], behind.cache.keys[:, row, :, :length], atol=1e-4)
+            checked += 1
+        assert checked > 0
+
+
+def test_the_small_model_needs_no_hidden_states(model, drafters):
+    """The target drafting for itself: accepted throughout, also where rounds were skipped before."""
+    for skipping in (None, Skipping(interval=2, guard=0)):
+        run = begin(model, DraftTree(drafters["model"], Chain(3), skipping=skipping))
+        while not run.done:
+            run.round()
+        sources = run.finish().positions["source"]
+        assert not (sources == Source.RESIDUAL).any()
+        assert (sources == Source.SKIPPED).any() == (skipping is not None)
+
+
+def test_skipping_never_is_the_host(model, drafters):
+    for structure in STRUCTURES.values():
+        host = DraftTree(drafters["eagle"], structure)
+        for never in (Skipping(interval=1000), Skipping(schedule="dynamic", threshold=1.01)):
+            a, b = (begin(model, m) for m in (host, replace(host, skipping=never)))
+            while not (a.done and b.done):
+                a.round()
+                b.round()
+            assert torch.equal(a.tokens, b.tokens)
+
+
+def test_rounds_are_never_skipped_twice_running(model, drafters):
+    greedy = Skipping(schedule="dynamic", threshold=0.0)
+    run = begin(model, DraftTree(drafters["eagle"], Static("eagle_25"), skipping=greedy), batch=4)
+    while not run.done:
+        run.round()
+    trace = run.finish()
+    skipped = trace.rounds["skipped"].bool()
+    assert skipped.any() and not (skipped[1:] & skipped[:-1]).any()
+    taken = trace.positions["source"] == Source.SKIPPED
+    assert (trace.positions["p"][taken] > 0).any() and (trace.positions["tv_leak"][taken] > 0).any()
+    totals = trace.totals
+    assert totals["passes_per_image"] == ((trace.rounds["committed"] > 0) & ~skipped).sum(0).tolist()
+
+
+def test_relaxation_means_fewer_passes_on_a_real_backbone(model, drafters):
+    """Through the headless interface, with a strength map that forbids it on the upper half."""
+    prompt = model.encode_features(caption_features())
+    strength = torch.ones(4, 4)
+    strength[:2] = 0
+    out = api.sample(model, prompt, DraftTree(drafters["eagle"], Static(), CoolSD(8.0)), top_k=0, batch_size=8,
+                     strength=strength)
+    leak = out.trace.grid("tv_leak")
+    assert not leak[:, :2].any() and leak[:, 2:].any()
