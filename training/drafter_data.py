@@ -49,7 +49,11 @@ class Batch:
 
     @property
     def prompt(self) -> int:
+        """Slots of the prompt."""
         return self.features.shape[1]
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(self.features.to(device), self.tokens.to(device), self.hidden.to(device))
 
 
 class Pool:

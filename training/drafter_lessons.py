@@ -38,9 +38,15 @@ def guide(logits: Tensor, scale: Tensor | float) -> Tensor:
     return unconditional + scale * (conditional - unconditional)
 
 
-class Lesson(Protocol):
-    """A drafter in training: ``module`` has the parameters."""
+def head(model: DiscreteModel, hidden: Tensor) -> Tensor:
+    """Logits of the target's head for hidden states that may be of another precision."""
+    return model.backbone.logits(hidden.to(model.dtype))
 
+
+class Lesson(Protocol):
+    """A drafter of ``model`` in training: ``module`` has the parameters, in fp32 on the model's device."""
+
+    model: DiscreteModel
     module: nn.Module
 
     def loss(self, batch: Batch, fraction: float) -> Tensor:
@@ -72,6 +78,7 @@ class EagleLesson:
         nn.init.zeros_(self.module.layer.attention.wo.weight)
         nn.init.zeros_(self.module.layer.feed_forward.w2.weight)
         self.module.tok_embeddings.weight.data.copy_(model.backbone.tok_embeddings.weight)
+        self.module.to(model.device)
 
     def features(self, module: Eagle, batch: Batch, depth: int, noise: float = 0.0) -> list[Tensor]:
         """Predictions [2B, n + S - 2, D] of the slots 1 .. n + S - 2, one entry for every depth below the decided."""
@@ -84,25 +91,25 @@ class EagleLesson:
         for groups in range(1, depth + 1):
             with torch.set_grad_enabled(torch.is_grad_enabled() and groups == depth):
                 turn = rotation._replace(cos=rotation.cos.repeat(1, groups, 1), sin=rotation.sin.repeat(1, groups, 1))
-                mask = draft_mask(length, groups)[None, None]
+                mask = draft_mask(length, groups).to(hidden.device)[None, None]
                 out = module(torch.cat(fed, dim=1), ids.repeat(1, groups), turn, mask=mask).chunk(groups, dim=1)
             fed.append(F.pad(out[-1][:, :-1], (0, 0, 1, 0)))
         return list(out)
 
     def loss(self, batch: Batch, fraction: float) -> Tensor:
-        scale = GUIDANCE * torch.rand(len(batch.tokens), 1, 1)
+        scale = GUIDANCE * torch.rand(len(batch.tokens), 1, 1, device=batch.tokens.device)
         depths = 1 if fraction < FIRST_STEP_ONLY else self.depth
-        total = torch.zeros(())
+        total = torch.zeros((), device=batch.tokens.device)
         for depth, feature in enumerate(self.features(self.module, batch, depths, NOISE)):
             first = batch.prompt - 1 + depth  # the first drafts hang from the first token, not from the prompt
             wanted, feature = batch.hidden[:, first + 1 :], feature[:, first:]
-            p = guide(self.model.backbone.logits(wanted), scale).softmax(-1)
-            q = guide(self.model.backbone.logits(feature), scale).log_softmax(-1)
+            p = guide(head(self.model, wanted), scale).softmax(-1)
+            q = guide(head(self.model, feature), scale).log_softmax(-1)
             total = total - (p * q).sum(-1).mean() + FEATURE_WEIGHT * F.smooth_l1_loss(feature, wanted)
         return total / depths
 
     def predict(self, module: Eagle, batch: Batch) -> Tensor:
-        return self.model.backbone.logits(self.features(module, batch, 1)[0][:, batch.prompt - 1 :])
+        return head(self.model, self.features(module, batch, 1)[0][:, batch.prompt - 1 :])
 
 
 def draft_mask(length: int, groups: int) -> Tensor:
@@ -141,6 +148,7 @@ class SmallLesson:
         for block in backbone.layers:
             nn.init.zeros_(block.attention.wo.weight)
             nn.init.zeros_(block.feed_forward.w2.weight)
+        self.module.to(model.device)
 
     def logits(self, module: DiscreteModel, batch: Batch) -> Tensor:
         """Logits [2B, S, V] for every token."""
@@ -149,8 +157,8 @@ class SmallLesson:
         return module(prefix, batch.tokens.repeat(2, 1))
 
     def loss(self, batch: Batch, fraction: float) -> Tensor:
-        scale = GUIDANCE * torch.rand(len(batch.tokens), 1, 1)
-        p = guide(self.model.backbone.logits(batch.hidden[:, batch.prompt - 1 :]), scale).softmax(-1)
+        scale = GUIDANCE * torch.rand(len(batch.tokens), 1, 1, device=batch.tokens.device)
+        p = guide(head(self.model, batch.hidden[:, batch.prompt - 1 :]), scale).softmax(-1)
         q = guide(self.logits(self.module, batch), scale).log_softmax(-1)
         return -(p * q).sum(-1).mean()
 
@@ -163,7 +171,8 @@ def overlap(lesson: Lesson, module: nn.Module, pool: Pool, cfg: float) -> float:
     """Mean over tokens 1 .. S - 1 of sum min(p, q) at temperature 1: the share of single drafts that are accepted."""
     shares = []
     for batch in pool.all(16):
-        p = guide(lesson.model.backbone.logits(batch.hidden[:, batch.prompt :]), cfg).softmax(-1)
+        batch = batch.to(lesson.model.device)
+        p = guide(head(lesson.model, batch.hidden[:, batch.prompt :]), cfg).softmax(-1)
         q = guide(lesson.predict(module, batch), cfg).softmax(-1)
         shares.append(torch.minimum(p, q).sum(-1).mean(-1))
     return float(torch.cat(shares).mean())
@@ -187,7 +196,7 @@ def train(
     begin, running, fraction = step, 0.0, budget.fraction
     while fraction < 1.0:
         set_rate([muon, adamw], learning_rate, rate(fraction, step))
-        loss = lesson.loss(pool.draw(batch, choice), fraction)
+        loss = lesson.loss(pool.draw(batch, choice).to(lesson.model.device), fraction)
         module.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)

@@ -1,0 +1,285 @@
+"""Drafters: what they predict step by step is what one pass over the same pairs gives, in training and in use."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from comfyui_specar.model_loaders.checkpoint import CheckpointError
+from comfyui_specar.model_loaders.detect import load_drafter, load_model
+from comfyui_specar.models.backbone import HeadNorm, Rotation
+from comfyui_specar.training import drafter_export
+from comfyui_specar.training.drafter_data import Example, Pool, hidden_states, own_samples
+from comfyui_specar.training.drafter_lessons import EagleLesson, SmallLesson, draft_mask, overlap, train
+from torch import Tensor
+
+from .tiny import CAPTION, HEADS, VOCAB, caption_features, fill, llamagen, write_eagle, write_llamagen
+
+IMAGE = torch.tensor([[(5 * i + 3 + 7 * b) % VOCAB for i in range(16)] for b in range(2)])
+NEGATIVE = fill("negative caption embedding", (1, 4, CAPTION))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return llamagen(tmp_path_factory.mktemp("target"), text=True)
+
+
+def load_kind(kind: str, target, folder):
+    """An EAGLE drafter used to a cropped or padded prompt, or the target once more as its own drafter."""
+    if kind == "twin":
+        return load_drafter(write_llamagen(folder / "model.safetensors", True), target)
+    return load_drafter(write_eagle(folder, input_type=None, prompt=kind), target)
+
+
+@pytest.fixture(scope="module", params=["cropped", "padded", "twin"])
+def drafter(request, target, tmp_path_factory):
+    return load_kind(request.param, target, tmp_path_factory.mktemp("drafter"))
+
+
+class Session:
+    """A target that has read the prompts and decided IMAGE, and a drafter that has only read the prompts."""
+
+    def __init__(self, target, drafter, guided=True, negative=None):
+        self.target, self.drafter, self.branches = target, drafter, 1 + guided
+        self.prompts = [None if p is None else target.encode_features(p) for p in (caption_features(), negative)]
+        layout = target.layout()
+        start = (*self.prompts, 2, layout)
+        state = target.start(*start, slack=16, guided=guided)
+        out = target.step(state, IMAGE, torch.arange(16).expand(2, -1))
+        self.hidden = torch.cat((state.prefill.hidden, out.hidden[:, :-1]), 1)  # one position before each token
+        self.prefix = state.prefix_hidden
+        self.state = drafter.start(state, *start, slack=8, guided=guided)
+
+    def observe(self, begin: Tensor, width: int, count: Tensor):
+        """``width`` tokens of either row from its own position ``begin`` [2] on, of which ``count`` [2] are decided."""
+        positions = (begin[:, None] + torch.arange(width)).clamp(max=15)
+        rows = positions.repeat(self.branches, 1)
+        hidden = self.hidden.gather(1, rows[..., None].expand(-1, -1, self.hidden.shape[-1]))
+        return self.drafter.observe(self.state, IMAGE.gather(1, positions), positions, hidden, count)
+
+    def eagle_reference(self, row: int, decided: int, drafts: list[int]) -> Tensor:
+        """The feature [D] behind ``decided`` tokens of a row and some drafts, by full passes over all pairs."""
+        prompt = self.prefix[row // 2][row % 2]
+        if self.drafter.padded:
+            prompt = self.drafter._padding(prompt[None], row >= 2 and self.prompts[1] is None)[0]
+        hidden = torch.cat((prompt[:-1], self.hidden[row, :decided]))
+        ids = torch.cat((torch.zeros(len(prompt) - 1, dtype=torch.int64), IMAGE[row % 2, :decided]))
+        feature = self.drafter.teacher_forced(hidden[None], ids[None], len(prompt) - 1)[0, -1]
+        for draft in drafts:
+            hidden, ids = torch.cat((hidden, feature[None])), torch.cat((ids, torch.tensor([draft])))
+            feature = self.drafter.teacher_forced(hidden[None], ids[None], len(prompt) - 1)[0, -1]
+        return feature
+
+    def model_reference(self, row: int, decided: int, drafts: list[int]) -> Tensor:
+        """The target's logits [V] behind the same tokens."""
+        tokens = torch.cat((IMAGE[row % 2, :decided], torch.tensor(drafts, dtype=torch.int64)))
+        prefix = self.target._prefix(self.prompts[0], 1, "positive")
+        if row >= 2:
+            negative = self.prompts[1]
+            prefix = (self.target.prefix.unconditional(prefix.shape[1], prefix.device) if negative is None
+                      else self.target._prefix(negative, 1, "negative"))
+        padded = torch.cat((tokens, torch.zeros(1, dtype=torch.int64)))  # the last token is never fed
+        return self.target(prefix, padded[None])[0, -1]
+
+    def matches(self, out, slot: int, decided: list[int], drafts: list[list[int]]) -> None:
+        for row in range(2 * self.branches):
+            behind = decided[row % 2], drafts[row % 2]
+            if self.drafter.kind == "eagle":
+                feature = self.eagle_reference(row, *behind)
+                assert torch.allclose(out.hidden[row, slot], feature, atol=1e-4), row
+                assert torch.allclose(out.logits[row, slot], self.target.backbone.logits(feature), atol=1e-3), row
+            else:
+                assert torch.allclose(out.logits[row, slot], self.model_reference(row, *behind), atol=1e-3), row
+
+
+@pytest.mark.parametrize(("guided", "negative"), [(False, None), (True, None), (True, NEGATIVE)])
+@torch.inference_mode()
+def test_steps_and_trees_agree_with_one_pass(target, drafter, guided, negative):
+    session = Session(target, drafter, guided, negative)
+    none = [[], []]
+    session.matches(session.observe(torch.tensor([0, 0]), 1, torch.tensor([1, 1])), 0, [1, 1], none)
+    session.matches(session.observe(torch.tensor([1, 1]), 3, torch.tensor([3, 1])), 0, [4, 2], none)
+    root = session.observe(torch.tensor([4, 2]), 2, torch.tensor([1, 2]))
+    decided = [5, 4]
+    session.matches(root, 0, decided, none)
+
+    # Two levels of drafts: two children of the root, then three grandchildren that hang differently in either row.
+    first = torch.tensor([[7, 11], [2, 9]])
+    place = torch.tensor(decided)[:, None]
+    seen = torch.eye(2, dtype=torch.bool).expand(2, -1, -1)
+    level = drafter.expand(session.state, first, place.expand(-1, 2), root.hidden.expand(-1, 2, -1), seen)
+    for slot in range(2):
+        session.matches(level, slot, decided, [[int(row[slot])] for row in first])
+    second, parent = torch.tensor([[1, 30, 5], [5, 6, 8]]), torch.tensor([[0, 1, 1], [1, 0, 0]])
+    seen = torch.cat((torch.nn.functional.one_hot(parent, 2).bool(), torch.eye(3, dtype=torch.bool).expand(2, -1, -1)), -1)
+    index = parent.repeat(session.branches, 1)[..., None].expand(-1, -1, level.hidden.shape[-1])
+    leaves = drafter.expand(session.state, second, place.expand(-1, 3) + 1, level.hidden.gather(1, index), seen)
+    for slot in range(3):
+        paths = [[int(first[b, parent[b, slot]]), int(second[b, slot])] for b in range(2)]
+        session.matches(leaves, slot, decided, paths)
+
+    # What was drafted leaves no trace, and what was observed can be taken back.
+    session.matches(session.observe(torch.tensor(decided), 4, torch.tensor([2, 4])), 0, [7, 8], none)
+    drafter.rewind(session.state, torch.tensor([3, 1]))
+    session.matches(session.observe(torch.tensor([4, 7]), 5, torch.tensor([5, 1])), 0, [9, 8], none)
+
+
+@torch.inference_mode()
+def test_a_draft_runs_to_the_end_of_the_image(target, drafter):
+    session = Session(target, drafter)
+    root = session.observe(torch.tensor([0, 0]), 16, torch.tensor([13, 15]))
+    session.matches(root, 0, [13, 15], [[], []])
+    tokens, mask = torch.tensor([[4, 5, 6], [7, 8, 9]]), torch.ones(2, 1, 1, dtype=torch.bool)
+    out = root
+    for n in range(3):  # the second row drafts past the end, where only finite numbers are asked for
+        out = drafter.expand(session.state, tokens[:, n : n + 1], torch.tensor([[13 + n], [15 + n]]), out.hidden,
+                             mask.expand(-1, -1, n + 1))
+        assert out.logits.isfinite().all()
+    for row in (0, 2):
+        if drafter.kind == "eagle":
+            assert torch.allclose(out.hidden[row, 0], session.eagle_reference(row, 13, [4, 5, 6]), atol=1e-4)
+        else:
+            assert torch.allclose(out.logits[row, 0], session.model_reference(row, 13, [4, 5, 6]), atol=1e-3)
+
+
+@torch.inference_mode()
+def test_a_hidden_state_goes_with_the_next_token(target, tmp_path):
+    """The wrong pairing, h_t with x_t, is not the same thing."""
+    eagle = load_kind("cropped", target, tmp_path)
+    session = Session(target, eagle)
+    right = eagle.teacher_forced(session.hidden, IMAGE.repeat(2, 1))
+    wrong = eagle.teacher_forced(session.hidden, IMAGE.roll(1, 1).repeat(2, 1))
+    assert (right - wrong).abs().max() > 0.1
+    tokens, hidden = IMAGE[:, :3], session.hidden[:, :3]
+    positions = torch.arange(3).expand(2, -1)
+    found = eagle.observe(session.state, tokens.roll(1, 1), positions, hidden, torch.tensor([3, 3])).hidden[0, 0]
+    assert (found - session.eagle_reference(0, 3, [])).abs().max() > 0.01
+
+
+@torch.inference_mode()
+def test_the_padding_of_a_prompt_is_what_the_uncropped_target_has(target, tmp_path):
+    drafter = load_drafter(write_eagle(tmp_path / "d", input_type=None), target)
+    features, slots, valid = caption_features(), target.prefix.slots, 7
+    captions = target.prefix(torch.nn.functional.pad(features, (0, 0, slots - valid, 0)))
+    x = torch.cat((captions, target.prefix.unconditional(slots, torch.device("cpu"))))
+    seen = torch.arange(slots) >= slots - valid
+    mask = torch.ones(slots, slots, dtype=torch.bool).tril() & seen | torch.eye(slots, dtype=torch.bool)
+    nothing = torch.zeros(1, slots, target.backbone.config.head_dim // 2)
+    wanted = target.backbone(x, Rotation(nothing, nothing), mask=mask)
+    state = target.start(target.encode_features(features), None, 1, target.layout(), 1, guided=True)
+    for index, hidden in enumerate(state.prefix_hidden):
+        assert torch.allclose(drafter._padding(hidden, learned=index == 1)[0], wanted[index], atol=1e-5)
+
+
+def test_a_drafter_does_not_own_its_target_and_reports_its_memory(target, drafter):
+    assert drafter.device == torch.device("cpu") and drafter.family == target.family
+    assert not {id(p) for p in drafter.module.parameters()} & {id(p) for p in target.parameters()}
+    state = drafter.start(*[target.start(target.encode_features(caption_features(120)), None, 2, target.layout(), 8, True)],
+                          target.encode_features(caption_features(120)), None, 2, target.layout(), 8, True)
+    cache = state.cache if drafter.kind == "eagle" else state.own.cache
+    needed = cache.keys.nbytes + cache.values.nbytes
+    assert drafter.kv_bytes(2, target.layout(), 8, True) == needed
+
+
+def test_a_model_of_other_tokens_is_no_drafter(target, tmp_path):
+    path = write_llamagen(tmp_path / "model.safetensors", True, grid=[2, 2])
+    with pytest.raises(CheckpointError, match="2 x 2"):
+        load_drafter(path, target)
+
+
+def test_halves_rotate_like_adjacent_pairs_in_another_order():
+    x = torch.randn(1, 2, 3, 8)
+    angles = torch.rand(1, 3, 4)
+    order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # halves -> adjacent pairs
+    adjacent = Rotation(angles.cos(), angles.sin())(x[..., order])
+    halves = Rotation(angles.cos(), angles.sin(), halves=True)(x)
+    assert torch.allclose(halves[..., order], adjacent, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, HEADS])
+def test_head_norm_is_a_layer_norm_of_every_head(rows):
+    norm = HeadNorm(rows, 16)
+    with torch.no_grad():
+        norm.weight.copy_(torch.rand(rows, 16))
+        norm.bias.copy_(torch.rand(rows, 16))
+    x = torch.randn(2, HEADS, 5, 16)
+    for h in range(HEADS):
+        row = h % rows
+        wanted = torch.nn.functional.layer_norm(x[:, h], (16,), norm.weight[row], norm.bias[row])
+        assert torch.allclose(norm(x)[:, h], wanted, atol=1e-6)
+
+
+# Training
+
+
+@pytest.fixture(scope="module")
+def pool(target):
+    prompts = [caption_features(n)[0] for n in (7, 7, 3, 7, 3, 7)]
+    return Pool.build(target, own_samples(target, prompts, rows=2))
+
+
+def test_a_pool_keeps_prompts_tokens_and_hidden_states_together(target, pool):
+    assert sorted(len(batch.tokens) for batch in pool.batches) == [2, 4]
+    seen = 0
+    for batch in pool.all(3):
+        again = hidden_states(target, batch.features, batch.tokens).transpose(0, 1).flatten(0, 1)
+        assert torch.allclose(batch.hidden, again, atol=2e-2)
+        assert batch.hidden.shape == (2 * len(batch.tokens), batch.prompt + 15, 64)
+        seen += len(batch.tokens)
+    assert seen == 6
+    drawn = pool.draw(2, random.Random(0))
+    assert len(drawn.tokens) == 2 and drawn.hidden.shape[0] == 4
+
+
+@torch.inference_mode()
+def test_training_sees_what_a_draft_will_see(target, tmp_path):
+    """The lesson's predictions at depth 1 .. 3 are those of observe and expand on the same tokens."""
+    lesson = EagleLesson(target, depth=3)
+    with torch.no_grad():
+        for name, parameter in lesson.module.named_parameters():
+            parameter.copy_(fill(f"drafter {name}", tuple(parameter.shape)).half())
+    drafter_export.write_eagle(lesson.module, target, tmp_path / "d")
+    session = Session(target, load_drafter(tmp_path / "d", target))
+    (batch,) = Pool.build(target, [Example(caption_features()[0], row) for row in IMAGE]).all(2)
+    exact = torch.cat((torch.cat(session.prefix), session.hidden[:, 1:]), 1)
+    batch = replace(batch, hidden=exact)
+    predicted = [feature[:, batch.prompt - 1 :] for feature in lesson.features(lesson.module, batch, depth=3)]
+    out = session.observe(torch.tensor([0, 0]), 5, torch.tensor([5, 5]))
+    for depth in range(3):
+        assert torch.allclose(out.hidden[:, 0], predicted[depth][:, 4 + depth], atol=1e-4), depth
+        place = torch.full((2, 1), 5 + depth)
+        out = session.drafter.expand(session.state, IMAGE.gather(1, place), place, out.hidden,
+                                     torch.ones(2, 1, depth + 1, dtype=torch.bool))
+
+
+def test_the_mask_of_drafts():
+    mask = draft_mask(4, 3)
+    who = lambda group, entry: [(int(i) // 4, int(i) % 4) for i in mask[4 * group + entry].nonzero()]  # noqa: E731
+    assert who(0, 2) == [(0, 0), (0, 1), (0, 2)]
+    assert who(1, 2) == [(0, 0), (0, 1), (1, 2)]
+    assert who(2, 3) == [(0, 0), (0, 1), (1, 2), (2, 3)]
+    assert mask.diagonal().all()
+
+
+@pytest.mark.parametrize("kind", ["eagle", "small"])
+def test_training_learns_resumes_and_exports(target, pool, tmp_path, kind):
+    torch.manual_seed(0)
+    make = lambda: EagleLesson(target, 2) if kind == "eagle" else SmallLesson(target, 32, 1)  # noqa: E731
+    lesson = make()
+    before = overlap(lesson, lesson.module, pool, 1.0)
+    module = train(lesson, pool, pool, tmp_path / "x.pt", minutes=0.02, batch=4)
+    after = overlap(lesson, module, pool, 1.0)
+    assert after > before + 0.02
+    steps = torch.load(tmp_path / "x.pt", weights_only=True)["counters"]["step"]
+    module = train(make(), pool, pool, tmp_path / "x.pt", minutes=0.03, batch=4)
+    assert torch.load(tmp_path / "x.pt", weights_only=True)["counters"]["step"] > steps
+    assert overlap(lesson, module, pool, 1.0) > before + 0.02, "the weights were resumed too"
+
+    if kind == "eagle":
+        drafter_export.write_eagle(module, target, tmp_path / "d")
+    else:
+        drafter_export.write_small(module, tmp_path / "d")
+        assert load_model(tmp_path / "d").grid == target.grid
+    drafter = load_drafter(tmp_path / "d", target)
+    assert drafter.kind == ("eagle" if kind == "eagle" else "model")
+    assert overlap(lesson, drafter.module, pool, 2.0) == pytest.approx(overlap(lesson, module, pool, 2.0), abs=0.01)
