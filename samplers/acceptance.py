@@ -1,8 +1,8 @@
 """Acceptance rules: with what probability a drafted token is kept, and what is drawn when it is not.
 
 Notation: p target law, q law the draft was drawn from (rows [..., V+], fp32), token [...] the draft (int64), depth
-[...] its place in the draft, from 1, strength [...] (fp32, 0..1) how far the rule may depart from the exact one, 0 being
-no departure at all. A draft proposed with certainty has the point mass on it as q.
+[...] its place in the draft, from 1, strength [...] (fp32, 0..1) how far the rule may depart from the exact one, 0
+being no departure at all. A draft proposed with certainty has the point mass on it as q.
 
 One position under acceptance f and residual law G follows K = q f + (1 - sum q f) G. Among all G the distance of K
 from p is least, sum [q f - p]+, for G ~ [p - q f]+ (Li et al., "Annealed relaxation of speculative decoding for faster
@@ -102,7 +102,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Decided tokens [B, T] (int64); which are accepted drafts, and which of those the exact rule would have refused."""
+    """Decided tokens [B, T] (int64); which of them are accepted drafts, and of these which the exact rule refuses."""
 
     token: Tensor
     accepted: Tensor

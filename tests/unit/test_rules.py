@@ -1,7 +1,7 @@
 """Every acceptance rule, enumerated: what a test of one draft, or of a group of siblings, really draws.
 
-One position under a rule follows K(y) = q(y) f(y) + sum over x of q(x) (1 - f(x)) G_x(y), which is written down here for
-all x and compared with p. In double precision, so that equal means equal.
+One position under a rule follows K(y) = q(y) f(y) + sum over x of q(x) (1 - f(x)) G_x(y), which is written down here
+for all x and compared with p. In double precision, so that equal means equal.
 """
 
 import itertools

@@ -26,7 +26,8 @@ RUNS = 12_000
 NOISE = 0.03  # how far 12,000 pictures of 81 kinds stray from their law by chance
 RULES = [
     UniformRSD(2), UniformRSD(20), CoolSD(2, 0.5, 3), Lantern(2, 0.3), Lantern(2, 0.6, "paper"),
-    Lantern(1, 0.6, "official_static_target"), LanternPP(2, 4), Grouped(gap=0.5, radius=3), TVMetered(0.05), TVMetered(0.5),
+    Lantern(1, 0.6, "official_static_target"), LanternPP(2, 4), Grouped(gap=0.5, radius=3), TVMetered(0.05),
+    TVMetered(0.5),
 ]
 LAYOUTS = {"plain": (plain(2, 2), 0), "line_ends": (with_line_ends(2, 2), 2), "kept": (with_kept_tokens(2, 3), 0)}
 MODELS = {name: ToyModel(layout, specials) for name, (layout, specials) in LAYOUTS.items()}
