@@ -17,6 +17,7 @@ from .acceptance import SMALLEST, AcceptanceRule
 from .protocols import ARModel
 
 WIDEST = 64
+_CHANNELS = 8  # of the code vectors at a time: a window of positions times the codebook fills a lot of memory
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,9 @@ class Grouped(AcceptanceRule):
         sorted_q = q.gather(-1, order)
         group_p, group_q = sorted_p.clone(), sorted_q.clone()
         real = order < len(self.codes)  # special tokens have no code vector
-        vectors = self.codes[order.clamp(max=len(self.codes) - 1)]
         weight = strength.unsqueeze(-1)
-        for step in range(1, self.window // 2 + 1):
+        for step, distance in enumerate(self._distances(order), start=1):
             upper, lower = (..., slice(None, -step)), (..., slice(step, None))
-            distance = (vectors[..., :-step, :] - vectors[..., step:, :]).square().sum(-1)
             alike = (distance < self.radius) & (sorted_p[upper] - sorted_p[lower] < self.gap)
             share = weight * (alike & real[upper] & real[lower])
             group_p[upper] += share * sorted_p[lower]
@@ -87,3 +86,13 @@ class Grouped(AcceptanceRule):
         # In this order of operations a group of one gives min(q, p) to the last bit.
         kept = torch.minimum(sorted_q, sorted_q / group_q.clamp(min=SMALLEST) * group_p)
         return torch.zeros_like(p).scatter(-1, order, kept)
+
+    def _distances(self, order: Tensor) -> list[Tensor]:
+        """Squared distances [..., V+ - s] of the codes s = 1, 2, .. places apart in ``order`` [..., V+]."""
+        order = order.clamp(max=len(self.codes) - 1)
+        total: list[Tensor | float] = [0.0] * (self.window // 2)
+        for channels in self.codes.split(_CHANNELS, dim=-1):
+            vectors = channels[order]
+            for i in range(len(total)):
+                total[i] += (vectors[..., : -i - 1, :] - vectors[..., i + 1 :, :]).square().sum(-1)
+        return total
