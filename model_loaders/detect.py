@@ -105,8 +105,8 @@ def unknown_drafter(path: Path, tensors: dict[str, torch.Tensor]) -> str:
         return f"{path.name} is an image decoder (VQ), not a drafter. Load it with Load AR Image Decoder."
     names = ", ".join(sorted(tensors)[:4])
     return (
-        f"{path.name} is neither an EAGLE drafter nor a model of a family this pack knows (LlamaGen). Its first tensors "
-        f"are: {names}."
+        f"{path.name} is neither an EAGLE drafter nor a model of a family this pack knows (LlamaGen). Its first "
+        f"tensors are: {names}."
     )
 
 

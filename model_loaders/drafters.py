@@ -48,7 +48,7 @@ class ModelDrafter:
         return ModelState(self.module.start(conditioning, negative, batch, layout, slack + 1, guided))
 
     def observe(self, state: ModelState, tokens: Tensor, positions: Tensor, hidden: Tensor, count: Tensor) -> StepOut:
-        """Feed the decided tokens and keep ``count``, 1 or more; see Drafter."""
+        """Feed the decided tokens and keep ``count``; where that is 0, a row's result means nothing."""
         state.expanded = 0
         out = self.module.step(state.own, tokens, positions)
         self.module.commit(state.own, count)
@@ -79,8 +79,8 @@ def check_pair(small: DiscreteModel, target: DiscreteModel, path: Path) -> None:
     ):
         if mine != its:
             raise CheckpointError(
-                f"{path.name} cannot draft for this model: its {what} is {mine}, the model's is {its}. Choose a smaller "
-                "model of the same family that was trained with the same image tokens."
+                f"{path.name} cannot draft for this model: its {what} is {mine}, the model's is {its}. Choose a "
+                "smaller model of the same family that was trained with the same image tokens."
             )
 
 

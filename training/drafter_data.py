@@ -125,9 +125,10 @@ def own_samples(model: DiscreteModel, prompts: list[Tensor], seed: int = 0, rows
     for group in by_length.values():
         for at in range(0, len(group), rows):
             features = torch.stack(group[at : at + rows])
-            params = (model.defaults, plain)[at // rows % 2]
-            conditioning = model.encode_features(features)
-            request = Request(model, conditioning, model.layout(), params, seed=seed + len(examples), batch=len(features))
+            request = Request(
+                model, model.encode_features(features), model.layout(), (model.defaults, plain)[at // rows % 2],
+                seed=seed + len(examples), batch=len(features),
+            )
             with torch.inference_mode():
                 tokens = NextToken().sample(request).tokens.cpu()
             examples += [Example(f, t) for f, t in zip(features, tokens, strict=True)]
@@ -153,7 +154,7 @@ def from_folder(model: DiscreteModel, decoder: ImageDecoder, folder: Path) -> li
         features = model.encode_prompt(caption.read_text(encoding="utf-8").strip())[0][0]
         examples.append(Example(features[0], decoder.encode(pixels).flatten().cpu()))
     if not examples:
-        raise ValueError(f"{folder} holds no picture with a .txt file of the same name. Put prompts beside the pictures.")
+        raise ValueError(f"{folder} holds no picture with a .txt file of the same name. Put prompts beside them.")
     return examples
 
 

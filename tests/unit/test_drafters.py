@@ -111,7 +111,8 @@ def test_steps_and_trees_agree_with_one_pass(target, drafter, guided, negative):
     for slot in range(2):
         session.matches(level, slot, decided, [[int(row[slot])] for row in first])
     second, parent = torch.tensor([[1, 30, 5], [5, 6, 8]]), torch.tensor([[0, 1, 1], [1, 0, 0]])
-    seen = torch.cat((torch.nn.functional.one_hot(parent, 2).bool(), torch.eye(3, dtype=torch.bool).expand(2, -1, -1)), -1)
+    own = torch.eye(3, dtype=torch.bool).expand(2, -1, -1)
+    seen = torch.cat((torch.nn.functional.one_hot(parent, 2).bool(), own), -1)
     index = parent.repeat(session.branches, 1)[..., None].expand(-1, -1, level.hidden.shape[-1])
     leaves = drafter.expand(session.state, second, place.expand(-1, 3) + 1, level.hidden.gather(1, index), seen)
     for slot in range(3):
@@ -174,8 +175,8 @@ def test_the_padding_of_a_prompt_is_what_the_uncropped_target_has(target, tmp_pa
 def test_a_drafter_does_not_own_its_target_and_reports_its_memory(target, drafter):
     assert drafter.device == torch.device("cpu") and drafter.family == target.family
     assert not {id(p) for p in drafter.module.parameters()} & {id(p) for p in target.parameters()}
-    state = drafter.start(*[target.start(target.encode_features(caption_features(120)), None, 2, target.layout(), 8, True)],
-                          target.encode_features(caption_features(120)), None, 2, target.layout(), 8, True)
+    run = target.encode_features(caption_features(120)), None, 2, target.layout(), 8, True
+    state = drafter.start(target.start(*run), *run)
     cache = state.cache if drafter.kind == "eagle" else state.own.cache
     needed = cache.keys.nbytes + cache.values.nbytes
     assert drafter.kv_bytes(2, target.layout(), 8, True) == needed
