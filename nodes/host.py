@@ -229,18 +229,20 @@ def output(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def sampling(
-    loaded: LoadedModel, layout: TokenLayout, batch: int, width: int, guided: bool, drafter: LoadedDrafter | None = None
+    loaded: LoadedModel, layout: TokenLayout, batch: int, width: int, guided: bool,
+    drafter: LoadedDrafter | None = None, draft_width: int = 0,
 ) -> Iterator[Report]:
     """Model and drafter on the compute device with room for their caches, and a callback for the sampler.
 
-    width: tokens fed per pass. The callback draws progress and previews and raises when the user interrupts.
+    width, draft_width: tokens that model and drafter work on in a round. The callback draws progress and previews and
+    raises when the user interrupts.
     """
     model = loaded.model
     rows = batch * (1 + guided) * (width + 1)
     memory = model.kv_bytes(batch, layout, width, guided) + 8 * rows * model.vocab_total * 4  # eight rows of fp32 laws
     together = [loaded.patcher]  # in one call, so that none evicts another
     if drafter is not None:
-        memory += drafter.drafter.kv_bytes(batch, layout, width, guided)
+        memory += drafter.drafter.kv_bytes(batch, layout, draft_width, guided)
         together.append(drafter.patcher)
     shown = loaded.decoder if args.preview_method != LatentPreviewMethod.NoPreviews else None
     mm.load_models_gpu([*together, shown.patcher] if shown else together, memory_required=memory)

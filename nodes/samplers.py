@@ -79,7 +79,8 @@ def sample(
     params, layout, batch = params_of(inputs), layout_of(inputs), latent["samples"].shape[0]
     seed = inputs.seed + first_image(latent)
     lenient = strength(where, layout, batch)
-    with host.sampling(loaded, layout, batch, width, params.cfg != 1, drafter) as report:
+    draft_width = method.draft_width if drafter else 0
+    with host.sampling(loaded, layout, batch, width, params.cfg != 1, drafter, draft_width) as report:
         decoded = method.sample(
             Request(loaded.model, inputs.positive, layout, params, negative, seed, batch, report, lenient)
         )

@@ -19,12 +19,12 @@ from .rules import EXACT, REDRAW, ChosenRule, cool_sd_inputs, redraw_input, wher
 from .samplers import Inputs, sample
 from .widgets import choose, common_inputs, drafter_input, negative_input, rule_input, sampler_outputs
 
-STATIC = "static tree, 57 drafts (LANTERN++)"
+STATIC = "static tree, 25 drafts (EAGLE)"
 DYNAMIC = "dynamic tree (EAGLE-2)"
 OWN = "own tree"
 STRUCTURES = {  # shown -> what is drafted per pass, with the published sizes
-    "static tree, 25 drafts (EAGLE)": Static("eagle_25"),
-    STATIC: Static("lantern_57"),
+    STATIC: Static("eagle_25"),
+    "static tree, 57 drafts (LANTERN++)": Static("lantern_57"),
     DYNAMIC: Dynamic(),
     "chain": Chain(),
     "chain, block verification": Chain(verification="block"),

@@ -81,7 +81,7 @@ def test_descriptions_say_what_matters(runs, sample, rule):
     plain, sjd, tree, relaxed = map(describe, runs)
     assert plain.startswith("next token\n") and "the model's own distribution" in plain
     assert sjd.startswith("SJD, coupled, window 4, initial mixed\n")
-    assert tree.startswith("EAGLE, static tree of 57\n") and "passes of the drafter" in tree
+    assert tree.startswith("EAGLE, static tree of 25\n") and "passes of the drafter" in tree
     assert "UniformRSD (delta 50)" in relaxed and "approximate, leak " in relaxed
     biased = describe(sample("SJD", refinement="SJD++ reuse (paper)")[1])
     assert "approximate" in biased and "leak" not in biased
