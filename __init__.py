@@ -6,7 +6,9 @@ of this package. Nothing heavy is imported before it is asked for.
 
 WEB_DIRECTORY = "./web"
 
-_HEADLESS = ("load_model", "load_image_decoder", "bundled", "sample", "methods", "rules", "Trace")
+_HEADLESS = (
+    "load_model", "load_image_decoder", "load_drafter", "bundled", "sample", "methods", "structures", "rules", "Trace",
+)
 
 
 async def comfy_entrypoint():
