@@ -62,16 +62,14 @@ def grow_sampled(
     seen = torch.zeros((1, 0), dtype=torch.bool, device=device)  # which expanded drafts each of them sees
     nodes, laws, law_of = [_root_node(root)], [law], [0]
     slot, rows = 0, 1  # of the first draft of the level above; of laws so far
+    noise = _noise(work, root, shape, law.shape[-1], turn)
     for number, level in enumerate(shape, 1):
         parent, rank = (torch.tensor(x, device=device) for x in (level.parent, level.rank))
         index = torch.arange(len(level.parent), device=device)
         position = (root.committed + number - 1)[:, None].expand(-1, len(index))
-        places = torch.arange(law.shape[1], device=device)
-        noise = work.stream.gumbel(
-            position[:, :1].expand(-1, len(places)), law.shape[-1], Purpose.DRAFT, turn * DRAWS + places
-        )
         most = min(max(level.rank) + 1, law.shape[-1])
-        token = (law.log() + noise).topk(most).indices[:, parent, rank.clamp(max=most - 1)]
+        scores = law.log() + noise[:, rows - law.shape[1] : rows]
+        token = scores.topk(most).indices[:, parent, rank.clamp(max=most - 1)]
         probability = at(law[:, parent], token)
         exists = above[:, parent] & (rank < most) & (probability > 0) & (position < work.layout.length)
         if depth is not None:
@@ -91,6 +89,14 @@ def grow_sampled(
             rows += level.inner
     width_most = max(max(level.rank) for level in shape) + 1
     return _tree(nodes, len(shape), width_most, torch.cat(laws, dim=1), torch.tensor(law_of, device=device))
+
+
+def _noise(work: Drafting, root: Root, shape: Shape, vocab: int, turn: Tensor) -> Tensor:
+    """Gumbel noise [B, E, V+] for the laws behind the root and all drafts that have children, in one go."""
+    counts = torch.tensor([1, *(level.inner for level in shape)], device=turn.device)
+    level = torch.arange(len(counts), device=turn.device).repeat_interleave(counts)
+    place = torch.cat([torch.arange(n, device=turn.device) for n in counts.tolist()])
+    return work.stream.gumbel(root.committed[:, None] + level, vocab, Purpose.DRAFT, turn * DRAWS + place)
 
 
 def grow_top_k(

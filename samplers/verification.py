@@ -48,7 +48,7 @@ class Numbers:
     committed: Tensor
 
     def uniform(self, purpose: Purpose, column: Tensor, draw: Tensor | int = 0) -> Tensor:
-        """Numbers [B, ...] for columns [B, n] and draws below DRAWS."""
+        """Numbers [B, n] for columns [n] or [B, n] and draws below DRAWS."""
         return self.stream.uniform(self.committed[:, None] + column, purpose, self.turn * DRAWS + draw)
 
 
@@ -74,7 +74,9 @@ def recursive_rejection(
     """
     batch, levels = len(p), tree.levels
     device, children = p.device, tree.children()
-    columns = torch.arange(levels + 1, device=device).expand(batch, -1)
+    columns = torch.arange(levels, device=device).repeat_interleave(tree.width)
+    ranks = torch.arange(tree.width, device=device).repeat(levels)
+    u = numbers.uniform(Purpose.ACCEPT, columns, ranks).unflatten(1, (levels, tree.width))
     node = torch.zeros(batch, dtype=torch.int64, device=device)
     alive = torch.ones(batch, dtype=torch.bool, device=device)
     law = p[:, 0]
@@ -94,12 +96,11 @@ def recursive_rejection(
                 break
             token = row_of(tree.token, child)
             q = point_mass(token, law.shape[-1]) if left is None else left
-            u = numbers.uniform(Purpose.ACCEPT, columns[:, level : level + 1], rank)[:, 0]
             f = rule.accept_probability(law, q, token, depth, strength[:, level])
-            passed = testing & (u < f)
+            passed = testing & (u[:, level, rank] < f)
             ratio = at(law, token) / at(q, token).clamp(min=1e-30)
             leak = rule.leak(law, q, token, depth, strength[:, level])
-            relaxed = passed & (u >= ratio)
+            relaxed = passed & (u[:, level, rank] >= ratio)
             record = record.then(testing, passed, relaxed, rank, at(q, token), ratio, leak)
             failed = (testing & ~passed)[:, None]
             residual = rule.residual(law, q, token, depth, strength[:, level])
@@ -167,8 +168,7 @@ def block_verification(tree: Tree, p: Tensor, numbers: Numbers) -> Verified:
     inner = torch.cat((mass[:, 1:], torch.zeros_like(mass[:, :1])), dim=1)
     pass_inner = inner / (inner + 1 - weight[:, 1:]).clamp(min=1e-30)
     h = torch.where(goes_on, pass_inner, weight[:, 1:])
-    columns = torch.arange(levels + 1, device=device).expand(batch, -1)
-    passes = exists & (numbers.uniform(Purpose.ACCEPT, columns[:, :-1]) < h)
+    passes = exists & (numbers.uniform(Purpose.ACCEPT, torch.arange(levels, device=device)) < h)
     number = torch.arange(1, levels + 1, device=device)
     accepted = torch.where(passes, number, 0).amax(1)
     taken = number <= accepted[:, None]

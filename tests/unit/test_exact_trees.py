@@ -21,7 +21,7 @@ from comfyui_specar.samplers.tv_metered import TVMetered
 
 from .toy import ToyDrafter, ToyModel, chi_square, marginal, plain, request, with_kept_tokens, with_line_ends
 
-RUNS = 16_000
+RUNS = 10_000
 LAYOUTS = {
     "row": (plain(2, 3), 0),
     "line_ends": (with_line_ends(2, 2), 2),
