@@ -5,8 +5,8 @@ skipping": when to skip (section 4.4), which path to take and how much of it (4.
 told meanwhile (4.3). Not lossless, and no bound is known.
 
 The two listings of the paper contradict each other on the flag that forbids skipping twice; here, as in its text, the
-round after a skipped one is always verified. A chain has one path: a skipped round takes all of it (never with the
-dynamic schedule, for which a single path is not similar to anything).
+round after a skipped one is always verified. A chain has one path: a skipped round takes all of it. A single path has
+similarity 0, so the dynamic schedule leaves chains, and trees of two leaves (every second leaf counts), to the target.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Skipping:
         if self.interval < 2:
             raise ValueError(f"interval is {self.interval}, but must be 2 or more: no two rounds in a row are skipped.")
         if not self.threshold >= 0:
-            raise ValueError(f"threshold is {self.threshold}, but must be 0 or more (above 1: never skip).")
+            raise ValueError(f"threshold is {self.threshold}, but must be 0 (always skip) or more (above 1: never).")
         if not 0 < self.decay <= 1:
             raise ValueError(f"decay is {self.decay}, but must be above 0 and at most 1.")
         if self.guard < 0:

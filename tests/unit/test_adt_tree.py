@@ -1,0 +1,370 @@
+"""ADT-Tree: the paper's numbers, and every way of choosing a shape against the same done cell by cell."""
+
+import math
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from comfyui_specar.samplers.adt_tree import (
+    ALPHA_OVER,
+    ANOLE,
+    FLOCK_DISTANCE,
+    INITIAL,
+    LLAMAGEN,
+    ROW_START,
+    ADTTree,
+    History,
+    Shaped,
+    nested,
+    remember,
+)
+from comfyui_specar.samplers.protocols import TokenLayout
+from comfyui_specar.samplers.speculative import DraftTree
+from comfyui_specar.samplers.trees import shape_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from .toy import ToyDrafter, ToyModel, chi_square, plain, request, with_line_ends
+
+GRID = TokenLayout.plain(8, 8)
+
+
+def tree_of(levels: torch.Tensor) -> SimpleNamespace:
+    """All that is learned from a tree: how many levels it really had."""
+    return SimpleNamespace(spread=lambda: (levels, None))
+
+
+def shapes(adt: ADTTree, accept, rounds: int, batch: int = 1, layout: TokenLayout = GRID) -> list[tuple[int, int]]:
+    """Shapes asked for in a run where accept(depth) drafts pass each round and the trees are whole."""
+    history, committed, seen = adt.start(batch, layout, "cpu"), torch.ones(batch, dtype=torch.int64), []
+    for _ in range(rounds):
+        plan = adt.shape(history, committed, layout, torch.zeros(batch, 2))
+        seen.append((int(plan[0][0]), int(plan[1][0])))
+        accepted = accept(plan[0])
+        after = committed + accepted + 1
+        history = adt.learn(history, plan, tree_of(plan[0]), committed, after, accepted, committed > 0)
+        committed = after
+    return seen
+
+
+def all_of(depth):
+    return depth
+
+
+def none_of(depth):
+    return torch.zeros_like(depth)
+
+
+def test_published_sequences():
+    assert shapes(ANOLE, all_of, 6) == [(5, 10), (6, 7), (7, 4), (8, 4), (9, 4), (9, 4)]
+    assert shapes(ANOLE, none_of, 6) == [(5, 10), (4, 13), (3, 13), (2, 13), (1, 16), (1, 19)]
+    assert shapes(LLAMAGEN, all_of, 5) == [(5, 10), (6, 4), (7, 4), (8, 4), (9, 4)]
+    assert shapes(LLAMAGEN, none_of, 7) == [(5, 10), (4, 20), (3, 30), (2, 39), (1, 49), (1, 58), (1, 58)]
+
+
+def test_without_steps_the_shape_stays():
+    still = ADTTree(depth_step=0, width_step=0)
+    assert set(shapes(still, all_of, 5) + shapes(still, none_of, 5)) == {(5, 10)}
+
+
+def test_one_level_back_to_two_restricts_the_width_again():
+    story = iter([0, 0, 0, 0, 0, 1, 0])
+    seen = shapes(ANOLE, lambda depth: torch.full_like(depth, next(story)), 7)
+    assert seen[4:] == [(1, 16), (1, 19), (2, 13)]
+
+
+def test_the_threshold_counts_as_reached():
+    """alpha >= beta, although neither 3/5 nor 0.6 is exact in binary."""
+    adt = ADTTree(beta=0.6)
+    assert shapes(adt, lambda depth: torch.full_like(depth, 3), 2)[1] == (6, 4)
+    assert shapes(adt, lambda depth: torch.full_like(depth, 2), 2)[1] == (4, 20)
+
+
+def test_a_pruned_tree_counts_its_real_levels():
+    one, plan = torch.ones(1, dtype=torch.int64), (torch.tensor([5]), torch.tensor([10]))
+    for over, then in (("effective", (6, 4)), ("requested", (4, 20))):
+        adt = ADTTree(alpha_over=over)
+        history = adt.learn(adt.start(1, GRID, "cpu"), plan, tree_of(3 * one), one, 4 * one, 3 * one, one > 0)
+        assert tuple(int(x) for x in adt.shape(history, 4 * one, GRID, torch.zeros(1, 2))) == then
+
+
+@pytest.mark.parametrize("levels, update", [(0, True), (3, False)])
+@pytest.mark.parametrize("over", ALPHA_OVER)
+def test_rounds_that_verify_nothing_teach_nothing(levels, update, over):
+    adt, one = ADTTree(alpha_over=over), torch.ones(1, dtype=torch.int64)
+    plan = (5 * one, 10 * one)
+    learned = adt.learn(adt.start(1, GRID, "cpu"), plan, tree_of(5 * one), one, 2 * one, 0 * one, one > 0)
+    same = adt.learn(learned, (4 * one, 20 * one), tree_of(levels * one), 2 * one, 5 * one, 2 * one,
+                     torch.tensor([update]))
+    for name in ("depth", "width", "alpha"):
+        assert torch.equal(getattr(same.last, name), getattr(learned.last, name))
+        assert (getattr(same.at, name)[0, 2:5] == getattr(learned.last, name)).all()  # what they decided inherits
+    assert tuple(int(x) for x in adt.shape(same, 5 * one, GRID, torch.zeros(1, 2))) == (4, 20)
+
+
+# The same, image by image and cell by cell.
+
+
+class ByHand:
+    """One image's memory as a dictionary of position -> (depth, width, alpha or None)."""
+
+    def __init__(self, adt: ADTTree, layout: TokenLayout):
+        self.adt, self.layout, self.forced = adt, layout, (layout.forced[0] >= 0).tolist()
+        self.opening = (*self.clamp(*adt.first), None)
+        self.last, self.at = self.opening, {}
+
+    def clamp(self, depth, width):
+        adt = self.adt
+        depth = min(max(depth, adt.depths[0]), adt.depths[1])
+        width = max(width, adt.widths[0])
+        return depth, min(width, adt.nodes) if depth == 1 else min(width, adt.widths[1], adt.nodes)
+
+    def above(self, position):
+        up = position - self.layout.stride
+        while up > 0 and self.forced[up]:
+            up -= 1
+        return self.at.get(up, self.last) if position >= self.layout.stride else self.last
+
+    def flock(self, position):
+        total, depth, width = 0.0, 0.0, 0.0
+        for other in range(position):
+            if self.forced[other] or other not in self.at:
+                continue
+            rows = position // self.layout.stride - other // self.layout.stride
+            columns = position % self.layout.stride - other % self.layout.stride
+            distance = math.hypot(rows, columns)
+            if distance <= self.adt.radius:
+                minus = distance if self.adt.flock_distance == "euclidean" else columns
+                weight = (self.adt.radius - minus + 1) / self.adt.radius
+                total += weight
+                depth += weight * self.at[other][0]
+                width += weight * self.at[other][1]
+        if not total:
+            return self.last
+        return math.floor(depth / total + 0.5 + 1e-6), math.floor(width / total + 0.5 + 1e-6), self.last[2]
+
+    def shape(self, position, u):
+        adt, base = self.adt, self.last
+        if adt.initial == "vertical":
+            base = self.above(position)
+        elif adt.initial == "tokenflock":
+            base = self.flock(position)
+        elif adt.initial == "random":
+            base = (*(low + int(x * (high - low + 1)) for x, (low, high) in zip(u, (adt.depths, adt.widths))),
+                    self.last[2])
+        elif position % self.layout.stride == 0 and adt.row_start != "previous":
+            base = self.above(position) if adt.row_start == "above" else self.opening
+        depth, width, alpha = base
+        if alpha is not None and alpha >= adt.beta:
+            depth, width = depth + adt.depth_step, width - adt.width_step
+        elif alpha is not None:
+            depth, width = depth - adt.depth_step, width + adt.width_step
+        return self.clamp(depth, width)
+
+    def learn(self, plan, levels, before, after, accepted, update):
+        if update and levels:
+            self.last = (*plan, accepted / (levels if self.adt.alpha_over == "effective" else plan[0]))
+        if self.last[2] is not None:
+            self.at |= {position: self.last for position in range(before, after)}
+
+
+@st.composite
+def adt_trees(draw):
+    depths = sorted(draw(st.tuples(st.integers(1, 9), st.integers(1, 9))))
+    widths = sorted(draw(st.tuples(st.integers(1, 20), st.integers(1, 20))))
+    return ADTTree(
+        initial=draw(st.sampled_from(INITIAL)), beta=draw(st.sampled_from((0.5, 1.0))), depths=tuple(depths),
+        widths=tuple(widths), depth_step=draw(st.integers(0, 2)), width_step=draw(st.integers(0, 5)),
+        nodes=draw(st.integers(9, 40)), first=(draw(st.integers(1, 9)), draw(st.integers(1, 20))),
+        radius=draw(st.sampled_from((1.0, 2.0, 3.0))), row_start=draw(st.sampled_from(ROW_START)),
+        alpha_over=draw(st.sampled_from(ALPHA_OVER)), flock_distance=draw(st.sampled_from(FLOCK_DISTANCE)),
+    )
+
+
+def kept(layout: TokenLayout, positions: list[int]) -> TokenLayout:
+    forced = layout.forced.clone()
+    forced[:, positions] = 0
+    return replace(layout, forced=forced)
+
+
+LAYOUTS = {"plain": TokenLayout.plain(5, 4), "line_ends": with_line_ends(5, 4),
+           "kept": kept(TokenLayout.plain(5, 4), [0, 1, 6, 9, 10, 11, 12, 18])}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@given(adt_trees(), st.integers(0, 10**6))
+@settings(max_examples=30, deadline=None)
+def test_every_choice_is_the_one_made_by_hand(name, adt, seed):
+    """Rows of a batch at their own pace, some rounds of which are skipped or have empty trees."""
+    adt.check()
+    layout, rng, batch = LAYOUTS[name], random.Random(seed), 3
+    history, hand = adt.start(batch, layout, "cpu"), [ByHand(adt, layout) for _ in range(batch)]
+    committed = torch.ones(batch, dtype=torch.int64)
+    while (committed < layout.length).any():
+        u = torch.tensor([[rng.random(), rng.random()] for _ in range(batch)])
+        plan = adt.shape(history, committed, layout, u)
+        going = committed < layout.length
+        for b in going.nonzero()[:, 0].tolist():
+            expected = hand[b].shape(int(committed[b]), u[b].tolist())
+            assert (int(plan[0][b]), int(plan[1][b])) == expected, (b, int(committed[b]))
+        levels = torch.tensor([rng.randint(0, int(d)) for d in plan[0]])
+        accepted = torch.tensor([rng.randint(0, int(n)) for n in levels])
+        after = torch.where(going, (committed + accepted + 1).clamp(max=layout.length), committed)
+        update = going & torch.tensor([rng.random() < 0.8 for _ in range(batch)])
+        history = adt.learn(history, plan, tree_of(levels), committed, after, accepted, update)
+        for b in range(batch):
+            hand[b].learn([int(x[b]) for x in plan], int(levels[b]), int(committed[b]), int(after[b]),
+                          int(accepted[b]), bool(update[b]))
+        committed = after
+
+
+def decided(adt: ADTTree, layout: TokenLayout, trees: dict[int, tuple[int, int, float]], last: int) -> History:
+    """A memory in which given positions were decided by given trees."""
+    history = adt.start(1, layout, "cpu")
+    for position in [p for p in trees if p != last] + [last]:
+        depth, width, alpha = trees[position]
+        tried = Shaped(torch.tensor([depth]), torch.tensor([width]), torch.tensor([float(alpha)]))
+        history = remember(history, torch.tensor([position]), torch.tensor([position + 1]), tried, torch.tensor([True]))
+    return history
+
+
+def ask(adt: ADTTree, history: History, position: int, layout: TokenLayout = GRID, u=(0.0, 0.0)) -> tuple[int, int]:
+    return tuple(int(x) for x in adt.shape(history, torch.tensor([position]), layout, torch.tensor([u])))
+
+
+def test_vertical_takes_shape_and_alpha_from_above():
+    adt = ADTTree(initial="vertical")
+    history = decided(adt, GRID, {8 + 3: (3, 30, 1.0), 16 + 2: (7, 14, 0.0)}, last=16 + 2)
+    assert ask(adt, history, 16 + 3) == (4, 20)  # above was fully accepted: deeper, narrower
+    assert ask(adt, history, 5) == (6, 24)  # nothing above the first row: the last tree, which failed
+
+
+def test_line_ends_share_the_tree_before_them():
+    layout, adt = with_line_ends(3, 4), ADTTree(initial="vertical")
+    history = decided(adt, layout, {3: (3, 30, 1.0), 4: (8, 8, 0.0), 8: (7, 14, 0.0)}, last=8)
+    assert ask(adt, history, 9, layout) == (4, 20)  # position 9 ends line 2; above it position 4 ends line 1
+
+
+@pytest.mark.parametrize("start, shape", [("previous", (6, 24)), ("above", (4, 20)), ("reset", (5, 10))])
+def test_what_starts_a_row(start, shape):
+    adt = ADTTree(row_start=start)
+    history = decided(adt, GRID, {8: (3, 30, 1.0), 15: (7, 14, 0.0)}, last=15)
+    assert ask(adt, history, 16) == shape
+    assert ask(adt, history, 17) == (6, 24)  # elsewhere the last tree
+
+
+def test_flock_by_hand():
+    """Around (2, 2): left (2, 1) and above (1, 2) at distance 1, (1, 1) at sqrt 2, (0, 2) at 2; (1, 5) is too far."""
+    trees = {8 + 5: (9, 39, 1.0), 8 + 1: (1, 8, 1.0), 2: (4, 38, 1.0), 8 + 2: (6, 10, 1.0), 16 + 1: (7, 20, 1.0)}
+    adt = ADTTree(initial="tokenflock", depth_step=0, width_step=0)
+    history = decided(adt, GRID, trees, last=16 + 1)
+    # weights 2, 2, 3 - 1.4142 = 1.5858, 1: depth (14 + 12 + 1.5858 + 4) / 6.5858 = 4.796, width (40 + 20 + 12.686 + 38)
+    # / 6.5858 = 16.807
+    assert ask(adt, history, 16 + 2) == (5, 17)
+    # column differences 1, 0, 1, 0: weights 2, 3, 2, 3, depth (14 + 18 + 2 + 12) / 10, width (40 + 30 + 16 + 114) / 10
+    assert ask(replace(adt, flock_distance="printed"), history, 16 + 2) == (5, 20)
+    # only left and above count: depth 6.5 rounds up, width 15
+    assert ask(replace(adt, radius=1), history, 16 + 2) == (7, 15)
+    assert ask(adt, history, 40) == (7, 20)  # nobody near: the last tree
+
+
+def test_random_shapes_fill_the_bounds_and_move_with_the_last_alpha():
+    adt = ADTTree(initial="random", depth_step=0, width_step=0, depths=(2, 4), widths=(5, 8))
+    batch = 4000
+    u = torch.rand(batch, 2, generator=torch.Generator().manual_seed(0))
+    depth, width = adt.shape(adt.start(batch, GRID, "cpu"), torch.ones(batch, dtype=torch.int64), GRID, u)
+    for values, low, high in ((depth, 2, 4), (width, 5, 8)):
+        counts = torch.bincount(values)[low:]
+        assert len(counts) == high - low + 1 and (counts > 0.8 * batch / len(counts)).all()
+    moving = ADTTree(initial="random")
+    history = decided(moving, GRID, {1: (3, 10, 1.0)}, last=1)
+    assert ask(moving, history, 2, u=(0.5, 0.99999)) == (6, 29)
+    assert ask(moving, history, 2, u=(1 - 2**-24, 1 - 2**-24)) == (9, 29)
+
+
+@pytest.mark.parametrize("bad, named", [
+    ({"initial": "diagonal"}, "initial"), ({"children": "both"}, "children"), ({"beta": 1.5}, "beta"),
+    ({"beta": math.nan}, "beta"), ({"depths": (0, 9)}, "depths"), ({"depths": (5, 4)}, "depths"),
+    ({"widths": (4, 65)}, "widths"), ({"nodes": 8}, "nodes"), ({"nodes": 2000}, "nodes"),
+    ({"depth_step": -1}, "depth_step"), ({"width_step": 99}, "width_step"),
+    ({"first": (0, 10)}, "first depth"), ({"first": (5, 0)}, "first width"),
+    ({"radius": 0.5}, "radius"), ({"row_start": "x"}, "row_start"), ({"alpha_over": "x"}, "alpha_over"),
+    ({"flock_distance": "x"}, "flock_distance"),
+])  # fmt: skip
+def test_illegal_settings_are_named(bad, named):
+    with pytest.raises(ValueError, match=f"^{named} "):
+        ADTTree(**bad).check()
+
+
+def test_presets_are_legal_and_described():
+    for adt in (LLAMAGEN, ANOLE):
+        adt.check()
+        assert adt.describe()["kind"] == "adt" and adt.describe()["depths"] == (1, 9)
+
+
+# Sampled trees are cut out of one.
+
+
+@given(st.lists(st.integers(1, 14), min_size=1, max_size=5).map(lambda w: tuple(sorted(w, reverse=True))))
+@settings(max_examples=30, deadline=None)
+def test_nested_trees_have_the_smallest_ranks(widths):
+    paths, above = [], [()]
+    for width in widths:
+        above = sorted(((*p, r) for p in above for r in range(width)), key=lambda p: (sum(p), p))[:width]
+        paths += above
+    assert nested(widths) == shape_of(tuple(paths))
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 4), st.integers(1, 4))
+@settings(max_examples=30, deadline=None)
+def test_smaller_trees_are_the_beginnings_of_larger_levels(w, more, depth, deeper):
+    small, large = nested((w,) * depth), nested((w + more,) * (depth + deeper))
+    for here, there in zip(small, large):
+        assert here.parent == there.parent[: len(here.parent)] and here.rank == there.rank[: len(here.rank)]
+
+
+# Whole runs.
+
+
+@pytest.mark.parametrize("children", ["top_k", "sampled"])
+@pytest.mark.parametrize("initial", INITIAL)
+def test_runs_follow_the_law_and_rows_are_single_runs(children, initial):
+    layout = with_line_ends(2, 2)
+    model = ToyModel(layout, 2)
+    adt = ADTTree(initial=initial, children=children, depths=(1, 3), widths=(1, 3), width_step=1, nodes=5, first=(2, 2))
+    method = DraftTree(ToyDrafter(model), adt)
+    many = method.sample(request(model, layout, seed=0, batch=8000))
+    assert chi_square(many.tokens, model.law(layout, request(model, layout).params)).z < 4
+    assert len(set(many.trace.rounds["depth"].flatten().tolist())) > 2, "the depth never changes"
+    for i in range(3):
+        single = method.sample(request(model, layout, seed=i, batch=1))
+        assert torch.equal(many.tokens[i], single.tokens[0])
+        for field, values in many.trace.positions.items():
+            assert torch.allclose(values[i].double(), single.trace.positions[field][0].double(), atol=1e-6), field
+
+
+class Measured(ADTTree):
+    """Notes the size of every tree."""
+
+    def grow(self, work, root, history, turn):
+        tree, plan = super().grow(work, root, history, turn)
+        depth, _ = tree.spread()
+        drafts = tree.exists[:, 1:].sum(1)
+        assert tree.token.shape[1] - 1 <= self.size()[0] and tree.levels <= self.size()[1]
+        assert (drafts <= self.nodes).all() and (depth <= plan[0]).all()
+        assert (depth <= work.layout.length - root.committed).all()
+        assert work.state.expanded <= self.expansions()
+        return tree, plan
+
+
+@pytest.mark.parametrize("children", ["top_k", "sampled"])
+@pytest.mark.parametrize("depths, widths, nodes", [((1, 4), (2, 6), 12), ((2, 6), (1, 4), 6), ((3, 3), (5, 5), 9)])
+def test_trees_stay_within_their_size(children, depths, widths, nodes):
+    """In a batch whose images want deep and wide trees at once."""
+    layout = plain(2, 4)
+    model = ToyModel(layout)
+    adt = Measured(initial="random", children=children, depths=depths, widths=widths, width_step=2, nodes=nodes)
+    out = DraftTree(ToyDrafter(model), adt).sample(request(model, layout, batch=64))
+    assert out.tokens.shape == (64, layout.length)

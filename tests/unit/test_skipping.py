@@ -1,0 +1,303 @@
+"""VVS: when drafts are taken unverified and which, against the same worked out path by path."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from comfyui_specar.samplers.skipping import (
+    PATHS,
+    Skipping,
+    check_codebook,
+    choose_path,
+    decide,
+    push_features,
+    similarity,
+    stale_features,
+)
+from comfyui_specar.samplers.speculative import DraftTree
+from comfyui_specar.samplers.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.trace import Source
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from .random_trees import leaf_paths, random_tree, row, tree_of_paths
+from .toy import ToyDrafter, ToyModel, request, with_line_ends
+
+seeds = st.integers(0, 10**6)
+VOCAB = 5  # random trees draw ids 0 .. 5: the last is a special token without a code vector
+
+
+def codes(seed: int, size: int = VOCAB) -> torch.Tensor:
+    return torch.randn(size, 3, generator=torch.Generator().manual_seed(seed))
+
+
+def taken(tree, b: int, slots: torch.Tensor, count: torch.Tensor) -> list[int]:
+    return slots[b, : int(count[b])].tolist()
+
+
+# Which path, and how much of it.
+
+
+def test_published_truncation():
+    """Paths of 3, 2, 2 and 1 tokens: 2 on average, so 2 of the first are taken and 1 of the last."""
+    tree = tree_of_paths(3, 2, 2, 1)
+    for u, path in ((0.0, [1, 2]), (0.3, [4, 5]), (0.6, [6, 7]), (0.99, [8])):
+        assert taken(tree, 0, *choose_path(Skipping(), tree, torch.tensor([u]))) == path
+    whole = choose_path(Skipping(truncate=False), tree, torch.tensor([0.0]))
+    assert taken(tree, 0, *whole) == [1, 2, 3]
+
+
+def test_the_mean_is_rounded_down():
+    tree = tree_of_paths(3, 3, 2)
+    assert choose_path(Skipping(), tree, torch.tensor([0.0]))[1].tolist() == [2]
+
+
+def test_a_chain_is_taken_whole():
+    chain = tree_of_paths(5)
+    assert taken(chain, 0, *choose_path(Skipping(), chain, torch.tensor([0.5]))) == [1, 2, 3, 4, 5]
+
+
+@given(seeds, st.sampled_from(PATHS), st.booleans())
+@settings(max_examples=50, deadline=None)
+def test_paths_by_hand(seed, path, truncate):
+    tree = random_tree(seed)
+    u = torch.rand(len(tree.token), generator=torch.Generator().manual_seed(seed))
+    slots, count = choose_path(Skipping(path=path, truncate=truncate), tree, u)
+    assert slots.shape == (len(u), tree.levels)
+    for b in range(len(u)):
+        leaves = leaf_paths(tree, b)
+        if not leaves:
+            assert count[b] == 0
+            continue
+        if path == "uniform":
+            expected = leaves[int(u[b].item() * len(leaves))]
+        elif path == "confident":
+            expected = max(leaves, key=lambda p: math.prod(tree.probability[b, s].item() for s in p))
+        else:
+            expected = next(p for p in leaves if all(tree.rank[b, s] == 0 for s in p))
+        mean = sum(map(len, leaves)) // len(leaves)
+        assert taken(tree, b, slots, count) == expected[: mean if truncate else None]
+        alone = choose_path(Skipping(path=path, truncate=truncate), row(tree, b), u[b : b + 1])
+        assert taken(tree, 0, *alone) == taken(tree, b, slots, count)
+
+
+def test_every_path_is_equally_likely():
+    tree = tree_of_paths(2, 1, 3)
+    ends = [taken(tree, 0, *choose_path(Skipping(truncate=False), tree, torch.tensor([(i + 0.5) / 300])))[-1]
+            for i in range(300)]
+    assert {end: ends.count(end) for end in ends} == {2: 100, 3: 100, 6: 100}
+    assert taken(tree, 0, *choose_path(Skipping(truncate=False), tree, torch.tensor([1 - 2**-24]))) == [4, 5, 6]
+
+
+# How alike the paths are.
+
+
+def similar_by_hand(tree, b: int, codebook: torch.Tensor, decay: float) -> float:
+    leaves = leaf_paths(tree, b)
+    compared = [[codebook[t] / codebook[t].norm() if t < len(codebook) else None
+                 for t in tree.token[b, path].tolist()] for path in leaves[::2]]
+    if len(compared) < 2:
+        return 0.0
+    levels = max(map(len, leaves))
+    weights = [decay**level / sum(decay**k for k in range(levels)) for level in range(levels)]
+    total = 0.0
+    pairs = list(itertools.combinations(compared, 2))
+    for one, other in pairs:
+        for weight, x, y in zip(weights, one, other):
+            if x is not None and y is not None:
+                total += weight * float(x @ y)
+    return total / len(pairs)
+
+
+@given(seeds, st.sampled_from((0.5, 0.9, 1.0)))
+@settings(max_examples=50, deadline=None)
+def test_similarity_by_hand(seed, decay):
+    tree, codebook = random_tree(seed, drafts=14), codes(seed)
+    found = similarity(tree, codebook, decay)
+    for b in range(len(found)):
+        assert found[b].item() == pytest.approx(similar_by_hand(tree, b, codebook, decay), abs=1e-5)
+        assert similarity(row(tree, b), codebook, decay).item() == pytest.approx(found[b].item(), abs=1e-6)
+
+
+def test_similarity_of_known_trees():
+    # Paths 0 and 2 of three are compared: tokens (1, 2) and (5, 6), first orthogonal, then equal.
+    tree = tree_of_paths(2, 2, 2)
+    codebook = torch.eye(4)[[0, 0, 2, 3, 3, 1, 2]] * torch.arange(1, 8)[:, None]
+    assert similarity(tree, codebook, 0.5).item() == pytest.approx(0.5 / 1.5)
+    assert similarity(tree_of_paths(2, 2), codebook, 0.5).item() == 0  # one path compared is similar to nothing
+    alike = torch.ones(7, 4)
+    assert similarity(tree, alike, 0.9).item() == pytest.approx(1)
+    # A path that has ended is similar to none: 1 of weights 1 and .5, and the longest path counts, compared or not.
+    assert similarity(tree_of_paths(2, 1, 1), alike, 0.5).item() == pytest.approx(1 / 1.5)
+    assert similarity(tree_of_paths(1, 2, 1), alike, 0.5).item() == pytest.approx(1 / 1.5)
+    assert similarity(tree, alike[:1], 0.9).item() == 0  # ids without a code vector
+
+
+# When.
+
+
+def run_of(skipping: Skipping, tree, rounds: int, codebook=None) -> list[list[bool]]:
+    """Decisions in a row for every image, each growing by two tokens a round."""
+    batch = len(tree.token)
+    committed, last, seen = torch.ones(batch, dtype=torch.int64), torch.zeros(batch, dtype=torch.bool), []
+    for number in range(1, rounds + 1):
+        last = decide(skipping, tree, codebook, number, committed, 10**6, last)
+        committed = committed + 2
+        seen.append(last.tolist())
+    return [list(image) for image in zip(*seen)]
+
+
+@pytest.mark.parametrize("interval", [2, 3, 4, 7])
+def test_uniform_skips_every_nth_round(interval):
+    decisions = run_of(Skipping(interval=interval, guard=0), tree_of_paths(2, 1), 30)[0]
+    assert decisions == [n % interval == 0 for n in range(1, 31)]
+
+
+@given(seeds, st.sampled_from(("uniform", "dynamic")), st.integers(2, 5), st.floats(0, 1.2))
+@settings(max_examples=40, deadline=None)
+def test_never_twice_in_a_row(seed, schedule, interval, threshold):
+    tree = random_tree(seed)
+    for image in run_of(Skipping(schedule, interval, threshold), tree, 12, codes(seed)):
+        assert not any(a and b for a, b in zip(image, image[1:]))
+
+
+def test_dynamic_skips_where_paths_are_alike_enough():
+    """S of the first image is 0.5 / 1.5, of the second 1; a skip, then a verified round."""
+    alone, codebook = tree_of_paths(2, 2, 2), torch.eye(4)[[0, 0, 2, 3, 3, 1, 2]]
+    fields = {name: getattr(alone, name).repeat(2, 1) for name in
+              ("token", "parent", "depth", "rank", "exists", "probability")}
+    fields["token"][1] = 2
+    tree = type(alone)(**fields, levels=2, width=3)
+    for threshold, expected in ((0.3, (True, True)), (0.5, (False, True)), (1.0001, (False, False))):
+        chosen = Skipping("dynamic", threshold=threshold, decay=0.5, guard=0)
+        for image, skips in zip(run_of(chosen, tree, 6, codebook), expected):
+            assert image == ([True, False] * 3 if skips else [False] * 6)
+
+
+@given(seeds)
+@settings(max_examples=30, deadline=None)
+def test_a_threshold_above_one_never_skips(seed):
+    tree = random_tree(seed)
+    tree.token.fill_(1)
+    assert not any(map(any, run_of(Skipping("dynamic", threshold=1.0001, guard=0), tree, 5, codes(seed))))
+
+
+@given(seeds, st.booleans(), st.integers(0, 9), st.integers(1, 12))
+@settings(max_examples=50, deadline=None)
+def test_limits_by_hand(seed, truncate, guard, length):
+    """The guard at the start, a token left at the end, no empty tree: image by image."""
+    tree, generator = random_tree(seed), torch.Generator().manual_seed(seed)
+    committed = torch.randint(1, length + 1, (len(tree.token),), generator=generator)
+    last = torch.rand(len(committed), generator=generator) < 0.3
+    skip = decide(Skipping(interval=2, truncate=truncate, guard=guard), tree, None, 4, committed, length, last)
+    for b in range(len(skip)):
+        lengths = [len(path) for path in leaf_paths(tree, b)]
+        most = (sum(lengths) // len(lengths) if truncate else max(lengths)) if lengths else 0
+        n = int(committed[b])
+        assert bool(skip[b]) == (most > 0 and not last[b] and n > guard and length - n >= most + 1)
+
+
+def test_rounds_may_be_counted_image_by_image():
+    tree = random_tree(3, batch=4)
+    tree.exists[:, 1] = True
+    decision = decide(Skipping(interval=3, guard=0), tree, None, torch.tensor([3, 4, 5, 6]),
+                      torch.full((4,), 9), 100, torch.zeros(4, dtype=torch.bool))
+    assert decision.tolist() == [True, False, False, True]
+
+
+@pytest.mark.parametrize("bad, named", [
+    ({"schedule": "sometimes"}, "schedule"), ({"path": "best"}, "path"), ({"interval": 1}, "interval"),
+    ({"threshold": -0.1}, "threshold"), ({"threshold": math.nan}, "threshold"), ({"decay": 0}, "decay"),
+    ({"decay": 1.1}, "decay"), ({"guard": -1}, "guard"),
+])  # fmt: skip
+def test_illegal_settings_are_named(bad, named):
+    Skipping().check()
+    with pytest.raises(ValueError, match=f"^{named} is"):
+        Skipping(**bad).check()
+
+
+def test_comparing_codes_needs_codes():
+    check_codebook(Skipping("uniform"), None)
+    check_codebook(Skipping("dynamic"), codes(0))
+    with pytest.raises(ValueError, match="codebook"):
+        check_codebook(Skipping("dynamic"), None)
+    with pytest.raises(ValueError, match="codebook"):
+        run_of(Skipping("dynamic"), tree_of_paths(1), 1)
+
+
+# What a feature drafter is told meanwhile.
+
+
+@given(seeds, st.integers(1, 5), st.integers(1, 6), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_features_by_hand(seed, kept, width, guided):
+    """Hidden states pushed in pieces; asked for the newest. Rows of both branches of guidance share the counts."""
+    generator, batch = torch.Generator().manual_seed(seed), 2
+
+    def drawn(most: int) -> torch.Tensor:
+        return torch.randint(most + 1, (batch,), generator=generator)
+
+    rows = batch * (1 + guided)
+    first = torch.randn(rows, 1, 2, generator=generator)
+    features, known, told = first.expand(-1, kept, -1), torch.ones(batch, dtype=torch.int64), [[x[0]] for x in first]
+    for _ in range(4):
+        new, count = torch.randn(rows, 3, 2, generator=generator), drawn(3)
+        features, known = push_features(features, new, count), known + count
+        for r in range(rows):
+            told[r] += list(new[r, : int(count[r % batch])])
+        assert features.shape == (rows, kept, 2)
+        asked = drawn(width)
+        hidden = stale_features(features, known, asked, width)
+        assert hidden.shape == (rows, width, 2)
+        for r in range(rows):
+            count = int(asked[r % batch])
+            newest = told[r][-min(count, kept):] if count else []
+            newest += [told[r][-1]] * (width - len(newest))
+            assert torch.equal(hidden[r], torch.stack(newest))
+
+
+# Whole runs.
+
+LAYOUT = with_line_ends(2, 2)
+MODEL = ToyModel(LAYOUT, 2)
+DRAFTER = ToyDrafter(MODEL, stale=True)
+STRUCTURES = {"static": Static(((0,), (1,), (2,), (0, 0))), "dynamic": Dynamic(2, 3, 5), "chain": Chain(2)}
+
+
+def draw(structure, skipping, seed=0, batch=1):
+    return DraftTree(DRAFTER, structure, skipping=skipping).sample(request(MODEL, LAYOUT, seed=seed, batch=batch))
+
+
+@pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
+def test_without_a_skip_nothing_changes(structure):
+    plain = draw(structure, None, batch=16)
+    never = Skipping(interval=1000), Skipping("dynamic", threshold=1.0001, guard=0), Skipping(interval=2, guard=99)
+    for skipping in never:
+        assert torch.equal(draw(structure, skipping, batch=16).tokens, plain.tokens)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("schedule", ["uniform", "dynamic"])
+@pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
+def test_skipping_runs_row_by_row(structure, schedule, path):
+    skipping = Skipping(schedule, interval=2, threshold=0.1, path=path, guard=1)
+    many = draw(structure, skipping, seed=3, batch=6)
+    skipped = many.trace.positions["source"] == Source.SKIPPED
+    if schedule == "uniform" or not isinstance(structure, Chain):
+        assert skipped.any()
+    else:
+        assert not skipped.any()  # one path is similar to nothing
+    rounds = many.trace.rounds["skipped"]
+    assert not (rounds[1:] & rounds[:-1]).any()
+    for i in range(6):
+        single = draw(structure, skipping, seed=3 + i)
+        assert torch.equal(single.tokens[0], many.tokens[i])
+        assert torch.equal(single.trace.positions["source"][0], many.trace.positions["source"][i])
+
+
+def test_skipping_saves_passes():
+    def passes(skipping):
+        return sum(draw(Chain(1), skipping, batch=64).trace.totals["passes_per_image"])
+
+    assert max(passes(Skipping(interval=interval, guard=1)) for interval in (2, 3)) < passes(None)
