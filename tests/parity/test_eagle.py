@@ -1,0 +1,291 @@
+"""Our EAGLE drafters against the official code, on the same random weights, in fp32.
+
+eagle.json holds what https://github.com/jadohu/LANTERN (which has a drafter class for each family of targets) gave at
+commit 3a56e45 on a CPU (torch 2.13, transformers 4.45.2). Its Model classes of cnets_llamagen, cnets_anole and
+cnets_lumina_mgpt were built with the entries of ``eagle_config`` in tests/unit/tiny.py (plus, for the latter two, no
+attention or MLP bias, rope_theta 10000, model_parallel_size 1) and filled, in evaluation mode, with the values that
+``fill`` derives from the names of the parameters; the head is fill("output.weight", (32, 64)). What they read:
+  hidden   fill("hidden embedding", (2, 375, 64)), both guidance branches, and the image tokens 3, 8, 13, ... (mod 32)
+  LlamaGen 119 prompt pairs with id 0, then the pairs of the image tokens ("c2i": no prompt pairs)
+  Anole,   7 prompt pairs and 12 image tokens (ids 4 + token mod 28); the unconditional branch stands 6 positions lower,
+  Lumina   not below 0, and its first 6 pairs are hidden; "plain": nothing hidden, both branches at positions 0 .. 18
+What came out:
+  *_features       features at the positions that the tests name; t2i_no_bias: behind image token 1
+  *_sums           features summed over their 64 channels, at every position (Anole, Lumina: from 6 on)
+  t2i2_*           with an epsilon of 0.01, which is large enough to be noticed
+  *_tree_features  three levels of drafts, as TREE says, behind 6 (LlamaGen) or 12 image tokens; a draft's hidden state
+                   is what the drafter gave for its parent
+  t2i_chain_features  behind 14 image tokens four drafts in a row, over the end of the grid's first row
+  t2i_logits       the head's logits behind image tokens 0, 1, 17 and 255, guided with 7.5
+  t2i_dynamic_*    topK_genrate(logits_processor=None): tokens and parents of the trees behind image token 0 and, three
+                   tokens later, token 3. No choice in them is closer than 0.005. (With exactly equal scores, as at a
+                   guidance of 7.5, the official code can keep a child without its parent.)
+The official code's own cached passes differ from its uncached one by up to 1.1e-6.
+"""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from comfyui_specar.model_loaders import eagle
+from comfyui_specar.model_loaders.checkpoint import open_checkpoint
+from comfyui_specar.model_loaders.detect import load_drafter, load_model
+from comfyui_specar.models.backbone import BackboneConfig, Rotation
+from comfyui_specar.models.cache import KVCache
+from comfyui_specar.samplers.drafting import Drafting, Root
+from comfyui_specar.samplers.logits import guide
+from comfyui_specar.samplers.protocols import SamplingParams
+from comfyui_specar.samplers.rng import Stream
+from comfyui_specar.samplers.structures import Dynamic
+
+from ..unit.tiny import HEADS, SLOTS, VOCAB, caption_features, eagle_weights, fill, write_eagle, write_llamagen
+
+OFFICIAL = json.loads((Path(__file__).parent / "eagle.json").read_text(encoding="utf-8"))
+IMAGE = torch.tensor([(5 * i + 3) % VOCAB for i in range(256)])
+HIDDEN = fill("hidden embedding", (2, 375, 64))
+PROMPT = SLOTS - 1  # pairs before the first image token
+TREE = [([7, 11, 2], [-1, -1, -1]), ([1, 30, 5, 5], [0, 0, 1, 2]), ([9, 20], [4, 6])]  # (tokens, parents) by level
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("eagle")
+
+
+@pytest.fixture(scope="module")
+def target(folder):
+    return load_model(write_llamagen(folder / "target.safetensors", True, grid=[16, 16]))
+
+
+@pytest.fixture(scope="module")
+def drafter(folder, target):
+    return load_drafter(write_eagle(folder / "t2i"), target)
+
+
+def close(found, name):
+    wanted = torch.tensor(OFFICIAL[name]).view(found.shape)
+    assert (found - wanted).abs().max() < 1e-5 * max(1, wanted.abs().max()), (found - wanted).abs().max()
+
+
+def row(*tokens):
+    return torch.tensor([tokens])
+
+
+def ids(prompt, image):
+    """Ids of a pass: ``prompt`` pairs of the prompt, then so many image tokens, in both branches."""
+    return torch.cat((torch.zeros(prompt, dtype=torch.int64), IMAGE[:image])).repeat(2, 1)
+
+
+# LlamaGen, one pass
+
+
+def test_features_of_a_whole_picture(drafter):
+    found = drafter.teacher_forced(HIDDEN, ids(PROMPT, 256), PROMPT)
+    close(found[:, [0, 1, 118, 119, 120, 134, 135, 136, 374]], "t2i_features")
+    close(found.sum(-1), "t2i_sums")
+    logits = drafter.model.backbone.logits(found[:, [119, 120, 136, 374]])
+    close(guide(logits, 7.5), "t2i_logits")
+
+
+def test_features_without_a_bias(folder, target):
+    drafter = load_drafter(write_eagle(folder / "no bias", eagle_weights(bias=False), bias=False), target)
+    close(drafter.teacher_forced(HIDDEN[:, :121], ids(PROMPT, 2), PROMPT)[:, -1], "t2i_no_bias")
+
+
+def test_features_of_the_large_grid(folder):
+    model = load_model(write_llamagen(folder / "large.safetensors", True, grid=[32, 32]))
+    drafter = load_drafter(write_eagle(folder / "t2i2", input_type="t2i2", rms_norm_eps=0.01), model)
+    found = drafter.teacher_forced(HIDDEN[:, :189], ids(PROMPT, 70), PROMPT)
+    close(found[:, [118, 119, 150, 151, 188]], "t2i2_features")
+    close(found.sum(-1), "t2i2_sums")
+
+
+def test_features_of_classes(folder):
+    model = load_model(write_llamagen(folder / "classes.safetensors", False, grid=[24, 24]))
+    drafter = load_drafter(write_eagle(folder / "c2i", input_type="c2i"), model)
+    found = drafter.teacher_forced(HIDDEN[:, :60], ids(0, 60))
+    close(found[:, [0, 1, 23, 24, 59]], "c2i_features")
+    close(found.sum(-1), "c2i_sums")
+
+
+def test_a_pair_is_a_token_and_the_hidden_state_before_it(drafter):
+    """Were the two shifted against each other, the features would be other ones."""
+    shifted = drafter.teacher_forced(HIDDEN[:, 1:121], ids(PROMPT, 1), PROMPT)[:, -1]
+    wanted = torch.tensor(OFFICIAL["t2i_features"]).view(2, 9, 64)[:, 3]
+    assert (shifted - wanted).abs().max() > 0.1
+
+
+# LlamaGen, as samplers use it: prompt, cached steps, drafts on drafts
+
+
+def started(drafter, slack=32):
+    """State behind a caption that fills all slots and whose hidden states are the recorded ones."""
+    target = drafter.model
+    prompt, layout = target.encode_features(caption_features(SLOTS)), target.layout()
+    state = target.start(prompt, None, 1, layout, slack, guided=True)
+    state.prefix_hidden = list(HIDDEN[:, :SLOTS].split(1))
+    return drafter.start(state, prompt, None, 1, layout, slack, guided=True)
+
+
+def observe(drafter, state, first, stop, spare=0):
+    """Take over image tokens first .. stop - 1, the target having fed ``spare`` rejected ones behind them."""
+    positions = torch.arange(first, stop + spare)[None]
+    tokens = IMAGE[None, first : stop + spare].clone()
+    tokens[:, stop - first :] = 0
+    hidden = HIDDEN[:, PROMPT + first : PROMPT + stop + spare]
+    return drafter.observe(state, tokens, positions, hidden, torch.tensor([stop - first]))
+
+
+def feature(index):
+    """The recorded feature behind the pair ``index`` of the whole picture, both branches."""
+    at = [0, 1, 118, 119, 120, 134, 135, 136, 374].index(index)
+    return torch.tensor(OFFICIAL["t2i_features"]).view(2, 9, 64)[:, at]
+
+
+def grow(root, expand):
+    """Features [2, 9, 64] of the drafts of TREE below the feature ``root`` [2, 1, 64].
+
+    expand(tokens, depth, hidden, seen [1, T, E + T], E) feeds one level behind the E drafts of those above it.
+    """
+    features, sees, start = root, [], 0
+    for depth, (tokens, parents) in enumerate(TREE):
+        end = start + len(tokens)
+        for node, parent in zip(range(start, end), parents, strict=True):
+            sees.append((sees[parent] if parent >= 0 else set()) | {node})
+        seen = torch.tensor([[[j in sees[i] for j in range(end)] for i in range(start, end)]])
+        hidden = features[:, [parent + 1 for parent in parents]]  # the root's stands first
+        features = torch.cat((features, expand(tokens, depth, hidden, seen, start)), dim=1)
+        start = end
+    return features[:, 1:]
+
+
+@torch.inference_mode()
+def test_cached_steps(drafter):
+    """One by one, several at once, and with rejected tokens behind those taken: always the pass over everything."""
+    state = started(drafter)
+    whole = drafter.teacher_forced(HIDDEN, ids(PROMPT, 256), PROMPT)
+    done = 0
+    for stop, spare in ((1, 0), (2, 0), (3, 4), (6, 0), (7, 9), (16, 0), (17, 1), (18, 0), (64, 0), (256, 0)):
+        out = observe(drafter, state, done, stop, spare)
+        assert torch.allclose(out.hidden[:, 0], whole[:, PROMPT + stop - 1], atol=1e-5)
+        assert torch.allclose(out.logits, drafter.model.backbone.logits(out.hidden))
+        done = stop
+        if PROMPT + stop - 1 in (119, 120, 134, 135, 136, 374):
+            assert torch.allclose(out.hidden[:, 0], feature(PROMPT + stop - 1), atol=4e-5)
+
+
+@torch.inference_mode()
+def test_drafts_on_drafts(drafter):
+    state = started(drafter)
+    out = observe(drafter, state, 0, 6)
+
+    def expand(tokens, depth, hidden, seen, behind):
+        positions = torch.full((1, len(tokens)), 6 + depth)
+        return drafter.expand(state, row(*tokens), positions, hidden, seen).hidden
+
+    for _ in range(2):  # expanding leaves no trace behind the next observation
+        close(grow(out.hidden, expand), "t2i_tree_features")
+        drafter.rewind(state, torch.tensor([1]))
+        out = observe(drafter, state, 5, 6)
+
+
+@torch.inference_mode()
+def test_a_chain_over_the_end_of_a_row(drafter):
+    state = started(drafter)
+    out = observe(drafter, state, 0, 14)
+    features = []
+    for i in range(4):
+        seen = torch.ones((1, 1, i + 1), dtype=torch.bool)
+        out = drafter.expand(state, IMAGE[None, 14 + i, None], row(14 + i), out.hidden, seen)
+        features.append(out.hidden)
+    close(torch.cat(features, dim=1), "t2i_chain_features")
+
+
+@pytest.mark.parametrize(("name", "tree", "cfg"), [
+    ("small", Dynamic(depth=4, width=4, nodes=12), 3.0), ("default", Dynamic(depth=5, width=10, nodes=58), 4.0),
+])
+@torch.inference_mode()
+def test_dynamic_trees(drafter, name, tree, cfg):
+    """Node for node the official tree, behind the first token and behind three more that were accepted."""
+    state, layout = started(drafter), drafter.model.layout()
+    work = Drafting(drafter, state, layout, SamplingParams(cfg=cfg), VOCAB, Stream.of(0, 1, "cpu"))
+    for (first, stop), wanted in zip(((0, 1), (1, 4)), OFFICIAL[f"t2i_dynamic_{name}"], strict=True):
+        root = Root(IMAGE[stop - 1 : stop], torch.tensor([stop]), observe(drafter, state, first, stop))
+        found, _ = tree.grow(work, root, None, torch.zeros((1, 1), dtype=torch.int64))
+        assert found.token[0].tolist() == wanted["tokens"]
+        assert found.parent[0].tolist() == [0, *wanted["parents"][1:]]
+        assert found.depth[0].tolist() == wanted["depth"] and bool(found.exists.all())
+
+
+# Anole and Lumina-mGPT: the module behind its loader, with positions and masks as their targets would give them
+
+LOWER = 6  # positions by which the unconditional branch stands lower, and its pairs that are hidden
+CHAMELEON_IDS = torch.tensor([3, 2, 0, 3, 1, 2, 3, *(IMAGE[:12] % 28 + 4)]).repeat(2, 1)
+CHAMELEON_HIDDEN = HIDDEN[:, :19]
+FAMILIES = [("anole", HEADS), ("lumina", 1)]  # and the rows of their q/k norms
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family[0])
+def chameleon(request, folder):
+    """(name, module)"""
+    name, rows = request.param
+    path = write_eagle(folder / name, eagle_weights(head_norms=rows), model_type="chameleon", input_type=None)
+    config = BackboneConfig(64, 1, HEADS, 256, VOCAB, head_norms=rows)
+    model = SimpleNamespace(backbone=SimpleNamespace(config=config), family=name, grid=(24, 24), prefix=None)
+    model.backbone.tok_embeddings = torch.nn.Embedding(VOCAB, 64)  # not used: the file has its own
+    return name, eagle.load(open_checkpoint(path / "model.safetensors"), model, torch.float32).module
+
+
+def half_rotation(positions):
+    angles = positions[..., None] * 10000.0 ** (-torch.arange(0, 16, 2) / 16)
+    return Rotation(angles.cos(), angles.sin(), halves=True)
+
+
+def lowered(positions):
+    """Positions [2, T] of both branches."""
+    return torch.stack((positions, (positions - LOWER).clamp(min=0)))
+
+
+def with_padding_hidden(mask):
+    """mask [2, 1, T, slots] without the unconditional branch's first pairs (which keep seeing each other)."""
+    mask = mask.clone()
+    mask[1, :, LOWER:, :LOWER] = False
+    return mask
+
+
+@torch.inference_mode()
+def test_chameleon_features(chameleon):
+    name, module = chameleon
+    rotation = half_rotation(lowered(torch.arange(19)))
+    mask = with_padding_hidden(torch.ones(19, 19, dtype=torch.bool).tril().expand(2, 1, -1, -1))
+    found = module(CHAMELEON_HIDDEN, CHAMELEON_IDS, rotation, mask=mask)
+    close(found[:, [6, 7, 8, 18]], f"{name}_features")
+    close(found[:, 6:].sum(-1), f"{name}_sums")
+    plain = module(CHAMELEON_HIDDEN, CHAMELEON_IDS, half_rotation(torch.arange(19)[None]))
+    close(plain[:, [0, 18]], f"{name}_plain")
+
+
+@torch.inference_mode()
+def test_chameleon_drafts_on_drafts(chameleon):
+    name, module = chameleon
+    cache = KVCache(1, 2, HEADS, 40, 16, torch.float32, "cpu")
+    mask = with_padding_hidden(cache.open(19))
+    root = module(CHAMELEON_HIDDEN, CHAMELEON_IDS, half_rotation(lowered(torch.arange(19))), cache, mask)[:, -1:]
+    cache.commit(torch.tensor([19, 19]))
+
+    def expand(tokens, depth, hidden, seen, behind):
+        mask = cache.open(len(tokens), seen.expand(2, -1, -1), behind)
+        mask[1, :, :, :LOWER] = False
+        rotation = half_rotation(lowered(torch.full((len(tokens),), 19 + depth)))
+        return module(hidden, row(*tokens).repeat(2, 1), rotation, cache, mask)
+
+    close(grow(root, expand), f"{name}_tree_features")
+
+
+def test_the_recipe_of_the_inputs_has_not_changed():
+    """Were the values other ones, every comparison above would be with a different drafter."""
+    recipe = OFFICIAL["source"]["recipe"]
+    for name, shape in (("layers.0.self_attn.q_proj.weight", (64, 64)), ("hidden embedding", (2, 375, 64))):
+        assert torch.allclose(fill(name, shape).flatten()[:4], torch.tensor(recipe[name]), atol=1e-6)
