@@ -21,6 +21,15 @@ CASES = {
         ("dtype", "fp4"),
         ("model_name", "not_there.safetensors"),
     ],
+    "draft_tree_eagle": [
+        ("structure", "nonsense"),
+        ("depth", 0),
+        ("nodes", 100_000),
+        ("drafter_name", "not_there.safetensors"),
+    ],
+    "lantern": [("neighbours", 5000), ("ratio", 0.0), ("variant", "nonsense"), ("redraw", "nonsense")],
+    "vvs": [("interval", 1), ("schedule", "nonsense"), ("path", "nonsense")],
+    "exact_on_the_face": [("delta", -1.0), ("delta", float("nan")), ("steps", 0), ("schedule", "nonsense")],
     "text_to_picture": [("top_k", 60000), ("cfg", 0.5), ("width", 7), ("batch_size", 0)],
 }
 

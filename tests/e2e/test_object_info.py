@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 CONTRACT = Path(__file__).with_name("object_info.json")
-FILE_CHOICES = ("model_name", "decoder_name", "trace_name")  # depend on what lies in the folders
+FILE_CHOICES = ("model_name", "drafter_name", "decoder_name", "trace_name")  # depend on what lies in the folders
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,8 @@ from PIL import Image
 
 from scripts.comfy_client import interrupt
 
-SAMPLERS = {"text_to_picture": "SpecARNextTokenSampler", "sjd_acceptance_map": "SpecARSJDSampler"}
+SAMPLERS = {"text_to_picture": "SpecARNextTokenSampler", "sjd_acceptance_map": "SpecARSJDSampler",
+            "draft_tree_eagle": "SpecARDraftTreeSampler"}
 
 
 def progress_of(run, node: str) -> list[tuple[float, float]]:
