@@ -6,14 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar.model_loaders.checkpoint import CheckpointError
-from comfyui_specar.model_loaders.detect import load_drafter, load_model
+from comfyui_specar.model_loaders.detect import load_drafter, load_image_decoder, load_model
 from comfyui_specar.models.backbone import HeadNorm, Rotation
 from comfyui_specar.training import drafter_export
-from comfyui_specar.training.drafter_data import Example, Pool, hidden_states, own_samples
+from comfyui_specar.training.drafter_data import Example, Pool, from_folder, hidden_states, own_samples
 from comfyui_specar.training.drafter_lessons import EagleLesson, SmallLesson, draft_mask, overlap, train
+from PIL import Image
+from safetensors.torch import save_file
 from torch import Tensor
 
-from .tiny import CAPTION, HEADS, VOCAB, caption_features, fill, llamagen, write_eagle, write_llamagen
+from .tiny import CAPTION, HEADS, VOCAB, caption_features, fill, llamagen, vq_weights, write_eagle, write_llamagen
 
 IMAGE = torch.tensor([[(5 * i + 3 + 7 * b) % VOCAB for i in range(16)] for b in range(2)])
 NEGATIVE = fill("negative caption embedding", (1, 4, CAPTION))
@@ -158,6 +160,19 @@ def test_a_hidden_state_goes_with_the_next_token(target, tmp_path):
 
 
 @torch.inference_mode()
+def test_behind_a_class_there_are_no_prompt_pairs(tmp_path):
+    target = llamagen(tmp_path, text=False)
+    eagle = load_kind("padded", target, tmp_path / "d")
+    run = target.encode_class(3), None, 2, target.layout(), 16, True
+    state = target.start(*run)
+    hidden = torch.cat((state.prefill.hidden, target.step(state, IMAGE, torch.arange(16).expand(2, -1)).hidden), 1)
+    out = eagle.observe(eagle.start(state, *run), IMAGE[:, :4], torch.arange(4).expand(2, -1), hidden[:, :4],
+                        torch.tensor([4, 4]))
+    wanted = eagle.teacher_forced(hidden[:, :4], IMAGE[:, :4].repeat(2, 1))[:, -1:]
+    assert torch.allclose(out.hidden, wanted, atol=1e-5)
+
+
+@torch.inference_mode()
 def test_the_padding_of_a_prompt_is_what_the_uncropped_target_has(target, tmp_path):
     drafter = load_drafter(write_eagle(tmp_path / "d", input_type=None), target)
     features, slots, valid = caption_features(), target.prefix.slots, 7
@@ -284,3 +299,28 @@ def test_training_learns_resumes_and_exports(target, pool, tmp_path, kind):
     drafter = load_drafter(tmp_path / "d", target)
     assert drafter.kind == ("eagle" if kind == "eagle" else "model")
     assert overlap(lesson, drafter.module, pool, 2.0) == pytest.approx(overlap(lesson, module, pool, 2.0), abs=0.01)
+
+
+def test_pictures_of_a_folder_with_their_prompts(tmp_path):
+    """A class-conditional model, too: its prompt has one slot, so that no pair stands before the image."""
+    target = llamagen(tmp_path, text=False)
+    save_file(vq_weights(), str(tmp_path / "vq.safetensors"))
+    decoder = load_image_decoder(tmp_path / "vq.safetensors")
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    pixels = torch.rand(2, 8, 8, 3, generator=torch.Generator().manual_seed(0)).mul(255).byte()
+    for name, picture in zip(("a.png", "b.png"), pixels):
+        Image.fromarray(picture.numpy()).save(folder / name)
+    with pytest.raises(ValueError, match="no picture with a .txt"):
+        from_folder(target, decoder, folder)
+    (folder / "b.txt").write_text("3\n")
+    (example,) = from_folder(target, decoder, folder)
+    assert torch.equal(example.tokens, decoder.encode(pixels[1:] / 255.0).flatten())
+    assert torch.equal(example.features, target.encode_class(3)[0][0][0])
+
+    pool = Pool.build(target, [example])
+    (batch,) = pool.all(1)
+    for lesson in (EagleLesson(target, 2), SmallLesson(target, 32, 1)):
+        lesson.loss(batch, 1.0).backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in lesson.module.parameters())
+        assert 0 < overlap(lesson, lesson.module, pool, 1.0) < 1
