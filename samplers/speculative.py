@@ -16,7 +16,7 @@ and the next pass feeds them in front of the tree.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -66,6 +66,11 @@ class Decided:
     begin: Tensor
     observed: Tensor
     hidden: Tensor
+
+
+    def where(self, condition: Tensor, other: Decided) -> Decided:
+        """These for the images where condition [B], else ``other``."""
+        return Decided(*(choose(condition, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
 
 
 def take(rows: Tensor, index: Tensor) -> Tensor:
@@ -263,9 +268,7 @@ class Run:
         skipping = self.method.skipping is not None and bool(skip.any())
         if skipping:
             taken, q = self.take_unverified(tree, skip, turn, depth, width)
-            decided = taken if decided is None else Decided(*(
-                choose(skip, yes, no) for yes, no in zip(astuple(taken), astuple(decided), strict=True)
-            ))
+            decided = taken if decided is None else decided.where(~skip, taken)
         self.commit(decided)
         self.pending = rejoin(self.pending, decided, q, skip, 1 + skipping * self.levels)
         self.skipped = skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -104,6 +105,7 @@ def published(name: str) -> tuple[Path, ...]:
     return tuple(paths)
 
 
+@lru_cache(maxsize=256)
 def shape_of(paths: tuple[Path, ...]) -> Shape:
     """The shape of a list of paths. Raises ValueError unless they are a prefix-closed tree of distinct paths."""
     given = set(paths)
