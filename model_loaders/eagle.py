@@ -1,8 +1,8 @@
 """EAGLE drafters: the layout that LANTERN's authors released (Jang et al., arXiv:2410.03355), and the pack's own.
 
-A folder with config.json and the weights, or the weights alone. Weights tell almost everything; the number of heads, the
-epsilon of the norms, and what the drafter was trained for come from config.json, or from our metadata, which holds the
-same entries.
+A folder with config.json and the weights, or the weights alone. Weights tell almost everything; the number of heads,
+the epsilon of the norms, and what the drafter was trained for come from config.json, or from our metadata, which holds
+the same entries.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NAMES = {  # released -> ours; the projections of queries, keys and values are 
 }  # fmt: skip
 _QKV = [f"layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
 _INPUT_TYPES = {  # LANTERN's config entry -> (family, grid) of the target
-    "c2i": ("llamagen-c2i", (24, 24)), "t2i": ("llamagen-t2i", (16, 16)), "t2i2": ("llamagen-t2i", (32, 32)),
+    "c2i": ("llamagen-c2i", [24, 24]), "t2i": ("llamagen-t2i", [16, 16]), "t2i2": ("llamagen-t2i", [32, 32]),
 }  # fmt: skip
 _NORM_EPS = 1e-6  # where config.json does not say
 
@@ -48,7 +48,7 @@ def recognise(tensors: dict[str, Tensor]) -> bool:
 
 
 def pair_rotation(model: DiscreteModel, prompt: int, length: int) -> Rotation:
-    """Rotation [1, length, ...] of ``prompt`` pairs of the prompt (zero, as in the target) and the first image tokens."""
+    """Rotation [1, length, ...] of ``prompt`` prompt pairs (zero, as in the target) and the first image tokens."""
     angles = grid_rotation(*model.grid, model.backbone.config.head_dim, device=model.device)[: length - prompt]
     cos, sin = (F.pad(table, (0, 0, prompt, 0))[None] for table in (angles.cos(), angles.sin()))
     return Rotation(cos, sin)
@@ -138,7 +138,7 @@ class EagleDrafter:
         return torch.cat((alone.expand(len(hidden), -1, -1), hidden), dim=1)
 
     def observe(self, state: EagleState, tokens: Tensor, positions: Tensor, hidden: Tensor, count: Tensor) -> StepOut:
-        """One causal pass over the pairs (hidden, token) behind all earlier ones; see Drafter. ``count`` is 1 or more."""
+        """One causal pass over pairs (hidden, token) behind all earlier ones; see Drafter. ``count`` is 1 or more."""
         state.expanded = 0
         mask = state.cache.open(tokens.shape[1])
         feature = self._pass(state, tokens, positions, hidden, mask)
@@ -179,15 +179,16 @@ class EagleDrafter:
 
 
 def load(checkpoint: Checkpoint, model: DiscreteModel, dtype: torch.dtype, operations=nn) -> EagleDrafter:
-    """Build the drafter of ``model`` on the CPU. Raises CheckpointError if it is damaged or belongs to another model."""
+    """Build the drafter of ``model`` on the CPU. Raises CheckpointError if damaged or of another model."""
     path, tensors = checkpoint.path, checkpoint.tensors
-    settings = read_config(path) | checkpoint.metadata
+    settings = {name: value for name, value in (read_config(path) | checkpoint.metadata).items() if value is not None}
     tensors = {name: t for name, t in tensors.items() if not name.endswith(("rotary_emb.inv_freq", "freqs_cis"))}
-    config = block_config(tensors, settings, model, path)
+    config = block_config(tensors, model, path)
     check_target(settings, model, path)
+    check_sizes(settings, config, path)
+    config = replace(config, norm_eps=norm_eps(settings, path))
     weights = {_NAMES.get(name, name): tensor for name, tensor in tensors.items() if name not in _QKV}
-    if all(name in tensors for name in _QKV):
-        weights["layer.attention.wqkv.weight"] = torch.cat([tensors[name] for name in _QKV])
+    weights["layer.attention.wqkv.weight"] = torch.cat([matrix(tensors, name, path, config.dim) for name in _QKV])
     weights.setdefault("tok_embeddings.weight", model.backbone.tok_embeddings.weight.detach().cpu())
     with torch.device("meta"):
         module = Eagle(config, "fc.bias" in tensors, operations)
@@ -206,35 +207,40 @@ def read_config(path: Path) -> dict[str, Any]:
         return {}
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}. Download it again.") from error
     if not isinstance(settings, dict):
         raise CheckpointError(f"{file} is not a table of settings. Download it again.")
     return settings
 
 
-def block_config(
-    tensors: dict[str, Tensor], settings: dict[str, Any], model: DiscreteModel, path: Path
-) -> BackboneConfig:
-    """Sizes of the drafter. Raises CheckpointError where they are not the target's."""
+def matrix(tensors: dict[str, Tensor], name: str, path: Path, columns: int | None = None) -> Tensor:
+    """The tensor of that name. Raises CheckpointError if it is missing or no matrix (of so many columns)."""
+    if name not in tensors:
+        raise CheckpointError(f"{path.name} lacks {name}. It is incomplete: download it again.")
+    shape = list(tensors[name].shape)
+    if len(shape) != 2 or columns not in (None, shape[1]):
+        raise CheckpointError(f"{path.name}: {name} has shape {shape}, expected a matrix" + (
+            "." if columns is None else f" with {columns} columns."))
+    return tensors[name]
+
+
+def block_config(tensors: dict[str, Tensor], model: DiscreteModel, path: Path) -> BackboneConfig:
+    """Sizes of the drafter, from its weights. Raises CheckpointError where they are not the target's."""
     target = model.backbone.config
-    fc, gate = tensors["fc.weight"], tensors.get("layers.0.mlp.gate_proj.weight")
-    if gate is None:
-        raise CheckpointError(f"{path.name} lacks layers.0.mlp.gate_proj.weight. It is incomplete.")
+    fc, gate = (matrix(tensors, name, path) for name in ("fc.weight", "layers.0.mlp.gate_proj.weight"))
     dim = len(fc)
     if fc.shape != (dim, 2 * dim):
         raise CheckpointError(
-            f"{path.name}: fc.weight has shape {list(fc.shape)}, but an EAGLE drafter joins a token and one hidden state "
-            "of the same width."
+            f"{path.name}: fc.weight has shape {list(fc.shape)}, but an EAGLE drafter joins a token and one hidden "
+            "state of the same width."
         )
-    rows = len(tensors["embed_tokens.weight"]) if "embed_tokens.weight" in tensors else target.vocab
-    q_norm = tensors.get("layers.0.self_attn.q_norm.weight")
-    head_norms = 0 if q_norm is None else len(q_norm)
+    table, q_norm = "embed_tokens.weight", "layers.0.self_attn.q_norm.weight"
+    rows = len(matrix(tensors, table, path)) if table in tensors else target.vocab
+    head_norms = len(matrix(tensors, q_norm, path)) if q_norm in tensors else 0
     for what, mine, its in (
         ("width", dim, target.dim), ("number of tokens", rows, target.vocab),
         ("norm of queries and keys", bool(head_norms), bool(target.head_norms)),
-        ("number of attention heads (config.json)", settings.get("num_attention_heads", target.heads), target.heads),
-        ("width by config.json", settings.get("hidden_size", dim), target.dim),
     ):
         if mine != its:
             raise CheckpointError(
@@ -242,24 +248,46 @@ def block_config(
                 "drafter that belongs to this model."
             )
     return replace(
-        target, layers=1, ffn_dim=len(gate), norm_eps=settings.get("rms_norm_eps", _NORM_EPS),
-        attention_norm="layers.0.input_layernorm.weight" in tensors, head_norms=head_norms,
+        target, layers=1, ffn_dim=len(gate), attention_norm="layers.0.input_layernorm.weight" in tensors,
+        head_norms=head_norms,
     )
+
+
+def check_sizes(settings: dict[str, Any], config: BackboneConfig, path: Path) -> None:
+    """Raise CheckpointError where config.json describes another block than the weights and the target do."""
+    for entry, its in {
+        "hidden_size": config.dim, "intermediate_size": config.ffn_dim, "vocab_size": config.vocab,
+        "num_attention_heads": config.heads, "num_key_value_heads": config.heads, "num_hidden_layers": 1,
+        "hidden_act": "silu",
+    }.items():  # fmt: skip
+        if settings.get(entry, its) != its:
+            raise CheckpointError(
+                f"{path.name}: config.json says {entry} {settings[entry]!r}, but {its!r} is what this model and the "
+                "weights need. Choose the drafter that belongs to this model, with its own config.json."
+            )
+
+
+def norm_eps(settings: dict[str, Any], path: Path) -> float:
+    """Epsilon of the norms. Raises CheckpointError for one that cannot be."""
+    eps = settings.get("rms_norm_eps", _NORM_EPS)
+    if not isinstance(eps, float) or not 0 < eps < 1:
+        raise CheckpointError(f"{path.name}: config.json says rms_norm_eps {eps!r}; it must lie between 0 and 1.")
+    return eps
 
 
 def check_target(settings: dict[str, Any], model: DiscreteModel, path: Path) -> None:
     """Raise CheckpointError if the drafter says that it was trained for another family or grid."""
     kind = settings.get("input_type")
-    if kind is not None and kind not in _INPUT_TYPES:
+    if kind is not None and kind not in tuple(_INPUT_TYPES):
         raise CheckpointError(
-            f"{path.name}: config.json says input_type {kind!r}, which is none of {', '.join(_INPUT_TYPES)}. It is for a "
-            "family this pack does not know."
+            f"{path.name}: config.json says input_type {kind!r}, which is none of {', '.join(_INPUT_TYPES)}. It is "
+            "for a family this pack does not know."
         )
-    family, grid = _INPUT_TYPES.get(kind, (settings.get("target", model.family), settings.get("grid", model.grid)))
-    if (family, tuple(grid)) != (model.family, model.grid):
+    own = settings.get("target", model.family), settings.get("grid", list(model.grid))
+    family, grid = own if kind is None else _INPUT_TYPES[kind]
+    if (family, grid) != (model.family, list(model.grid)):
         raise CheckpointError(
-            f"{path.name} drafts for {family} on {grid[1]} x {grid[0]} tokens"
+            f"{path.name} drafts for {family} on a token grid of {grid} (rows, columns)"
             + (f" (config.json: input_type {kind})" if kind else "")
-            + f", but the model is {model.family} on {model.grid[1]} x {model.grid[0]}. Choose the drafter that belongs "
-            "to this model."
+            + f", but the model is {model.family} on {list(model.grid)}. Choose the drafter that belongs to this model."
         )
