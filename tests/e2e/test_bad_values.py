@@ -40,7 +40,8 @@ def test_bad_value_is_refused_by_name(comfy, name, widget, value):
     bad = comfy.workflow(name, seed=400, **{widget: value})
     assert bad != comfy.workflow(name, seed=400), f"no node of {name} has a widget {widget}"
     run = comfy.run(bad)
-    assert run.outcome in ("rejected", "error")
+    # A workflow with another, sound output runs on for that one: what is refused then stands in the node errors.
+    assert run.outcome in ("rejected", "error") or run.node_errors
     assert widget in run.message() or value and str(value) in run.message() or "prompt is empty" in run.message()
 
 
