@@ -8,6 +8,7 @@ WEB_DIRECTORY = "./web"
 
 _HEADLESS = (
     "load_model", "load_image_decoder", "load_drafter", "bundled", "sample", "methods", "structures", "rules", "Trace",
+    "save_trace", "load_trace",
 )
 
 

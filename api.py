@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .model_loaders.ar_model import DiscreteModel
 from .model_loaders.detect import bundled, load_drafter, load_image_decoder, load_model
+from .model_loaders.trace_files import load_trace, save_trace
 from .samplers import presets
 from .samplers.acceptance import Exact
 from .samplers.adt_tree import ADTTree
@@ -26,8 +27,8 @@ from .samplers.structures import Chain, Dynamic, Static
 from .samplers.trace import Trace
 from .samplers.tv_metered import TVMetered
 
-__all__ = ["Output", "Trace", "bundled", "load_drafter", "load_image_decoder", "load_model", "methods", "rules",
-           "sample", "structures"]
+__all__ = ["Output", "Trace", "bundled", "load_drafter", "load_image_decoder", "load_model", "load_trace",
+           "methods", "rules", "sample", "save_trace", "structures"]
 
 methods = SimpleNamespace(
     NextToken=NextToken, Jacobi=Jacobi, SJD=SJD, DraftTree=DraftTree, Lantern=presets.lantern,

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from comfy_api.latest import io, ui
 
+from ..model_loaders.trace_files import load_trace, save_trace
 from ..samplers.trace import Trace
 from . import compare, host, maps
 from .sockets import ARTrace
@@ -129,7 +130,7 @@ class SaveTrace(io.ComfyNode):
     @classmethod
     def execute(cls, trace: Trace, filename_prefix: str) -> io.NodeOutput:
         path, subfolder = host.next_output(filename_prefix)
-        trace.save(path)
+        save_trace(trace, path)
         files = [{"filename": path.with_suffix(suffix).name, "subfolder": subfolder, "type": "output"}
                  for suffix in (".json", ".safetensors")]
         return io.NodeOutput(ui=shown(trace, files=files))
@@ -157,4 +158,4 @@ class LoadTrace(io.ComfyNode):
 
     @classmethod
     def execute(cls, trace_name: str) -> io.NodeOutput:
-        return io.NodeOutput(Trace.load(host.trace_path(trace_name)))
+        return io.NodeOutput(load_trace(host.trace_path(trace_name)))

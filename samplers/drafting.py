@@ -53,8 +53,8 @@ def grow_sampled(
     """A tree of the given shape whose siblings are drawn without replacement from q (EAGLE; Li et al., ICML 2024).
 
     The largest entries of log q + Gumbel noise, in falling order, are such draws. depth, width [B] (int64) cut each
-    image's tree to its first levels and the first drafts of each level. A draft exists only where its parent does, q has
-    mass for it, and the image has not ended; so a forced token is an only child.
+    image's tree to its first levels and the first drafts of each level. A draft exists only where its parent does, q
+    has mass for it, and the image has not ended; so a forced token is an only child.
     """
     batch, device = len(root.token), root.token.device
     law, hidden = work.laws(root.out.logits, root.committed[:, None]), root.out.hidden
@@ -105,8 +105,8 @@ def grow_top_k(
 ) -> Tree:
     """EAGLE-2's dynamic tree (Li et al., EMNLP 2024): the ``nodes`` best of all candidates by cumulative probability.
 
-    Every draft of the frontier offers its ``most`` likeliest tokens; the ``most`` best of a level by cumulative log q are
-    the next frontier, for ``levels`` levels. depth, width [B] (int64) lower levels and ``most`` for each image. Sorted
+    Every draft of the frontier offers its ``most`` likeliest tokens; the ``most`` best of a level by cumulative log q
+    are the next frontier, for ``levels`` levels. depth, width [B] (int64) lower levels and ``most`` for each image. Sorted
     by score, ties by level: a parent never scores less than its child, so the tree is prefix-closed.
     """
     batch, device = len(root.token), root.token.device

@@ -20,7 +20,7 @@ def lantern(drafter: Drafter, structure: Structure | None = None, **rule: Any) -
 
 
 def lantern_pp(drafter: Drafter, structure: Structure | None = None, **rule: Any) -> DraftTree:
-    """LANTERN++ (Park et al., 2025): multiplicative relaxation on a static sampled tree; settings of rules.LanternPP."""
+    """LANTERN++ (Park et al., 2025): multiplicative relaxation on a static sampled tree; settings: rules.LanternPP."""
     return DraftTree(drafter, structure or Static(), LanternPP(**rule), name="lantern_pp")
 
 
@@ -37,5 +37,5 @@ def adt_tree(drafter: Drafter, rule: AcceptanceRule | None = None, **structure: 
 def vvs(
     drafter: Drafter, structure: Structure | None = None, rule: AcceptanceRule | None = None, **skipping: Any
 ) -> DraftTree:
-    """VVS: some rounds are not verified; settings of methods.Skipping. The paper's host is LANTERN on EAGLE-2's tree."""
+    """VVS: some rounds are not verified; settings: methods.Skipping. The paper's host is LANTERN on EAGLE-2's tree."""
     return DraftTree(drafter, structure or Dynamic(), rule or Lantern(), Skipping(**skipping), name="vvs")

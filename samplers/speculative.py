@@ -208,7 +208,7 @@ class Run:
 
     committed [B]: n, tokens decided so far; pending: see Pending; behind: the drafter's StepOut behind the root;
     features [R, G, D], known [B]: the target's newest hidden states and how many there are, for skipped rounds;
-    skipped [B]: was the last round skipped; own_passes [B]: passes that judged each image, ``passes`` those of the batch.
+    skipped [B]: was the last round skipped; own_passes [B]: passes that judged each image; ``passes``: the batch's.
     """
 
     def __init__(self, method: DraftTree, request: Request):
@@ -349,8 +349,8 @@ class Run:
         hidden = vvs.stale_features(self.features, self.known, count, slots.shape[1])
         columns = self.committed[:, None] + torch.arange(slots.shape[1], device=self.device)
         self.recorder.tokens(
-            columns, columns < (self.committed + count)[:, None], token, None, finalised_at=self.own_passes[:, None] - 1,
-            source=self.source(columns, Source.SKIPPED), depth=tree.depth.gather(1, slots), q=q,
+            columns, columns < (self.committed + count)[:, None], token, None,
+            finalised_at=self.own_passes[:, None] - 1, source=self.source(columns, Source.SKIPPED), depth=tree.depth.gather(1, slots), q=q,
             rank=tree.rank.gather(1, slots), tree_depth=depth[:, None], tree_width=width[:, None],
         )
         return Decided(token, count, token, self.committed, count, hidden), q
@@ -383,8 +383,8 @@ class Run:
         parents = torch.nn.functional.pad(verified.path, (1, 0))
         number = torch.arange(1, tree.levels + 2, device=self.device)
         self.recorder.tokens(
-            columns, number <= decided.count[:, None], verified.token, take(p, parents), finalised_at=self.own_passes[:, None],
-            source=self.source(columns, verified.source), depth=torch.where(verified.tested, number, 0),
+            columns, number <= decided.count[:, None], verified.token, take(p, parents),
+            finalised_at=self.own_passes[:, None], source=self.source(columns, verified.source), depth=torch.where(verified.tested, number, 0),
             rank=verified.rank, q=verified.q, ratio=verified.ratio, tv_leak=verified.tv_leak,
             tree_depth=depth[:, None], tree_width=width[:, None],
         )
@@ -400,7 +400,8 @@ class Run:
         law, q = p[:, : token.shape[1]], self.pending.q[:, 1:]
         ratio = at(law, token) / q.clamp(min=1e-30)
         self.recorder.tokens(
-            self.committed[:, None] - count + 1 + index, meant, token, law, ratio=ratio, tv_leak=(1 - ratio).clamp(min=0)
+            self.committed[:, None] - count + 1 + index, meant, token, law, ratio=ratio,
+            tv_leak=(1 - ratio).clamp(min=0),
         )
 
     def finish(self) -> Trace:

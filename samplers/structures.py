@@ -128,7 +128,7 @@ class Static(_FixedShape):
 
 @dataclass(frozen=True)
 class Dynamic(_Fixed):
-    """EAGLE-2's tree over the likeliest children: ``depth`` levels (1 .. 32), ``width`` (1 .. 64), best ``nodes`` kept."""
+    """EAGLE-2's tree of likeliest children: ``depth`` (1 .. 32) levels, ``width`` (1 .. 64), best ``nodes`` kept."""
 
     depth: int = 5
     width: int = 10

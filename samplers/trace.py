@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from enum import IntEnum
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +27,7 @@ class Source(IntEnum):
     SKIPPED = 6  # taken without verification
 
 
-_POSITION_FIELDS = {  # name -> (dtype, meaning)
+POSITION_FIELDS = {  # name -> (dtype, meaning)
     "finalised_at": torch.int32,  # target pass that fixed the token (or was the last before); the prompt's pass is 0
     "source": torch.uint8,  # a Source
     "depth": torch.int32,  # place of the token in the draft that was verified, from 1; 0 without a draft
@@ -50,7 +48,7 @@ _POSITION_FIELDS = {  # name -> (dtype, meaning)
 class Trace:
     """The record of a run.
 
-    positions: name -> tensor [B, S] (see _POSITION_FIELDS); rounds: name -> tensor [passes] or [passes, B];
+    positions: name -> tensor [B, S] (see POSITION_FIELDS); rounds: name -> tensor [passes] or [passes, B];
     totals: JSON-ready numbers (target_passes, draft_passes, tokens, seed, ...); settings: JSON-ready method settings.
     """
 
@@ -98,45 +96,6 @@ class Trace:
             "totals": self.summary(),
         }
 
-    def save(self, path: Path) -> None:
-        """Write ``path``.json (report) and ``path``.safetensors (every array)."""
-        from safetensors.torch import save_file
-
-        tensors = {f"positions.{k}": v.contiguous() for k, v in self.positions.items()}
-        tensors |= {f"rounds.{k}": v.contiguous() for k, v in self.rounds.items()}
-        header = {"rows": self.rows, "cols": self.cols, "stride": self.stride, "totals": self.totals,
-                  "settings": self.settings, "schema": SCHEMA}
-        save_file(tensors, str(path.with_suffix(".safetensors")), metadata={"specar": json.dumps(header)})
-        path.with_suffix(".json").write_text(json.dumps(self.report(), indent=1), encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: Path) -> Trace:
-        """Read a trace written by :meth:`save` (the .safetensors file). Raises ValueError if it is something else."""
-        from safetensors import SafetensorError, safe_open
-
-        path = path.with_suffix(".safetensors")
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                header = json.loads((file.metadata() or {}).get("specar", "{}"))
-                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
-        except (SafetensorError, OSError, json.JSONDecodeError) as error:
-            message = f"{path.name} cannot be read as a trace ({error}). Save it again with Save Trace."
-            raise ValueError(message) from error
-        schema = header.get("schema") if isinstance(header, dict) else None
-        if schema != SCHEMA:
-            found = schema or "no schema"
-            raise ValueError(f"{path.name} is not a {SCHEMA} trace (found {found}). Save it again with Save Trace.")
-        absent = [f"positions.{name}" for name in _POSITION_FIELDS if f"positions.{name}" not in tensors]
-        absent += [name for name in ("rows", "cols", "stride", "totals", "settings") if name not in header]
-        if absent:
-            raise ValueError(f"{path.name} is incomplete ({', '.join(absent)}). Save it again with Save Trace.")
-        positions, rounds = (
-            {key.removeprefix(group): tensor for key, tensor in tensors.items() if key.startswith(group)}
-            for group in ("positions.", "rounds.")
-        )
-        return cls(header["rows"], header["cols"], header["stride"], positions, rounds, header["totals"],
-                   header["settings"])
-
 
 class Recorder:
     """Collects the trace during a run. One slot behind the last position swallows what is not committed."""
@@ -145,7 +104,7 @@ class Recorder:
         self.layout, self.batch = layout, batch
         shape = (batch, layout.length + 1)
         self.positions = {
-            name: torch.zeros(shape, dtype=dtype, device=device) for name, dtype in _POSITION_FIELDS.items()
+            name: torch.zeros(shape, dtype=dtype, device=device) for name, dtype in POSITION_FIELDS.items()
         }
         self.rounds: list[dict[str, Any]] = []
 
@@ -155,7 +114,7 @@ class Recorder:
         """Record final tokens [B, T] at positions [B, T] where ``committed`` [B, T].
 
         p [B, T, V+] is the target law, None where it is not known. ``values`` are per-token tensors [B, T] or scalars,
-        named as in _POSITION_FIELDS.
+        named as in POSITION_FIELDS.
         """
         slot = torch.where(committed, positions, self.layout.length)
         if p is not None:

@@ -225,7 +225,8 @@ def _outcome(
     accepted = (slots > 0).sum(1)
     if drawn is None:
         drawn = categorical(law, numbers.uniform(Purpose.REDRAW, accepted[:, None])[:, 0])
-    token = torch.cat((tree.token.gather(1, slots), drawn[:, None]), dim=1).scatter(1, accepted[:, None], drawn[:, None])
+    token = torch.cat((tree.token.gather(1, slots), drawn[:, None]), dim=1)
+    token = token.scatter(1, accepted[:, None], drawn[:, None])
 
     def column(name: str) -> Tensor:
         return torch.stack([getattr(test, name) for test in tests], dim=1)
@@ -234,4 +235,6 @@ def _outcome(
     source = torch.where(tested, Source.RESIDUAL, Source.BONUS)
     source = torch.where(column("passed"), Source.ACCEPTED, source)
     source = torch.where(column("relaxed"), Source.RELAXED, source)
-    return Verified(slots, accepted, token, source, column("rank"), column("q"), column("ratio"), column("leak"), tested)
+    return Verified(
+        slots, accepted, token, source, column("rank"), column("q"), column("ratio"), column("leak"), tested
+    )

@@ -14,14 +14,14 @@ OWN = {  # room -> modules of the pack it may import (a room, or one module of i
     "kernels": set(),
     "models": {"kernels"},
     "samplers": {"kernels"},
-    "model_loaders": {"models", "samplers.protocols"},
+    "model_loaders": {"models", "samplers.protocols", "samplers.trace"},
     "api": {"model_loaders", "samplers"},
     "nodes": {"model_loaders", "samplers", "kernels"},
 }
 FOREIGN = {  # room -> third-party packages; all of them come with ComfyUI
     "kernels": {"torch"},
     "models": {"torch", "einops"},
-    "samplers": {"torch", "safetensors"},
+    "samplers": {"torch"},
     "model_loaders": {"torch", "einops", "safetensors", "transformers", "torchvision"},
     "api": {"torch"},
     "nodes": {"torch", "numpy", "PIL", "aiohttp"} | HOST,

@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
+from comfyui_specar.model_loaders.trace_files import load_trace, save_trace
 from comfyui_specar.samplers.jacobi import REUSE, SJD
 from comfyui_specar.samplers.next_token import NextToken
 from comfyui_specar.samplers.protocols import SamplingParams
-from comfyui_specar.samplers.trace import Recorder, Source, Trace
+from comfyui_specar.samplers.trace import Recorder, Source
 from safetensors.torch import save_file
 
 from .toy import VOCAB, ToyModel, plain, request, with_kept_tokens, with_line_ends
@@ -100,8 +101,8 @@ def test_everything_forced_still_gives_numbers():
 def test_save_and_load_give_the_same_trace(tmp_path):
     method = SJD(window=3, reuse="threshold_exact", threshold=0.7)
     trace = trace_of(method, params=SamplingParams(top_k=2, temperature=0.9))
-    trace.save(tmp_path / "run")
-    loaded = Trace.load(tmp_path / "run.safetensors")
+    save_trace(trace, tmp_path / "run")
+    loaded = load_trace(tmp_path / "run.safetensors")
     for group in ("positions", "rounds"):
         saved, found = getattr(trace, group), getattr(loaded, group)
         assert saved.keys() == found.keys()
@@ -121,7 +122,7 @@ def test_the_report_says_what_is_not_lossless():
 
 def refused(path):
     with pytest.raises(ValueError) as error:
-        Trace.load(path)
+        load_trace(path)
     assert path.name in str(error.value) and "Save Trace" in str(error.value), error.value
     return str(error.value)
 
@@ -142,7 +143,7 @@ def test_other_files_are_refused_by_name(tmp_path):
 
 
 def test_damaged_and_missing_files_are_refused_by_name(tmp_path):
-    trace_of(SJD(window=3)).save(tmp_path / "run")
+    save_trace(trace_of(SJD(window=3)), tmp_path / "run")
     whole = (tmp_path / "run.safetensors").read_bytes()
     path = tmp_path / "damaged.safetensors"
     pickled = b"\x80\x04cos\nsystem\n(S'true'\ntR."

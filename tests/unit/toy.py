@@ -111,7 +111,7 @@ class ToyModel:
         state.length, state.code = state.length + count, code
 
     def neighbours(self, count: int) -> Tensor:
-        return torch.stack([torch.tensor([j for j in range(self.vocab) if j != i]) for i in range(self.vocab)])[:, :count]
+        return torch.tensor([[j for j in range(self.vocab) if j != i] for i in range(self.vocab)])[:, :count]
 
     def law(self, layout: TokenLayout, params: SamplingParams) -> dict[tuple[int, ...], float]:
         """The probability of every image of a layout whose forced row is the first, in plain double arithmetic."""
