@@ -106,8 +106,8 @@ def grow_top_k(
     """EAGLE-2's dynamic tree (Li et al., EMNLP 2024): the ``nodes`` best of all candidates by cumulative probability.
 
     Every draft of the frontier offers its ``most`` likeliest tokens; the ``most`` best of a level by cumulative log q
-    are the next frontier, for ``levels`` levels. depth, width [B] (int64) lower levels and ``most`` for each image. Sorted
-    by score, ties by level: a parent never scores less than its child, so the tree is prefix-closed.
+    are the next frontier, for ``levels`` levels. depth, width [B] (int64) lower levels and ``most`` for each image.
+    Sorted by score, ties by level: a parent never scores less than its child, so the tree is prefix-closed.
     """
     batch, device = len(root.token), root.token.device
     most = min(most, root.out.logits.shape[-1])

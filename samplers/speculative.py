@@ -350,8 +350,8 @@ class Run:
         columns = self.committed[:, None] + torch.arange(slots.shape[1], device=self.device)
         self.recorder.tokens(
             columns, columns < (self.committed + count)[:, None], token, None,
-            finalised_at=self.own_passes[:, None] - 1, source=self.source(columns, Source.SKIPPED), depth=tree.depth.gather(1, slots), q=q,
-            rank=tree.rank.gather(1, slots), tree_depth=depth[:, None], tree_width=width[:, None],
+            finalised_at=self.own_passes[:, None] - 1, source=self.source(columns, Source.SKIPPED),
+            depth=tree.depth.gather(1, slots), q=q, rank=tree.rank.gather(1, slots), tree_depth=depth[:, None], tree_width=width[:, None],
         )
         return Decided(token, count, token, self.committed, count, hidden), q
 
@@ -384,8 +384,8 @@ class Run:
         number = torch.arange(1, tree.levels + 2, device=self.device)
         self.recorder.tokens(
             columns, number <= decided.count[:, None], verified.token, take(p, parents),
-            finalised_at=self.own_passes[:, None], source=self.source(columns, verified.source), depth=torch.where(verified.tested, number, 0),
-            rank=verified.rank, q=verified.q, ratio=verified.ratio, tv_leak=verified.tv_leak,
+            finalised_at=self.own_passes[:, None], source=self.source(columns, verified.source),
+            depth=torch.where(verified.tested, number, 0), rank=verified.rank, q=verified.q, ratio=verified.ratio, tv_leak=verified.tv_leak,
             tree_depth=depth[:, None], tree_width=width[:, None],
         )
 

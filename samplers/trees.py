@@ -15,7 +15,7 @@ class Tree:
 
     All [B, M + 1]: token (int64); parent, the slot it hangs from (int64; the root's is 0); depth below the root
     (int64); rank among its siblings in the order they were drawn, from 0 (int64); exists (bool); probability under the
-    law it was drawn from (fp32; 1 for the root). levels: the deepest level; width: the most siblings (both on the host).
+    law it was drawn from (fp32; 1 for the root). levels: the deepest level; width: the most siblings (on the host).
     laws [B, E, V+] and law_of [M + 1] (int64): slot s's children were drawn without replacement from row law_of[s].
     laws is None where children are simply the drafter's most likely tokens.
     """

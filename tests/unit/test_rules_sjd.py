@@ -66,6 +66,15 @@ def test_a_relaxed_rule_does_drift():
     assert chi_square(many(Exact()).tokens, law).z < 4
 
 
+@pytest.mark.parametrize("rule", [rule for rule in RULES if getattr(rule, "redraw", "optimal") == "optimal"], ids=str)
+def test_as_many_tokens_are_relaxed_as_the_leaks_sum_up_to(rule):
+    """Where f >= min(1, p/q), the chance of a relaxed token is sum q (f - min(1, p/q)): the same as sum [q f - p]+."""
+    positions = many(rule).trace.positions
+    relaxed, leak = (positions["source"] == Source.RELAXED).sum(-1).float(), positions["tv_leak"].sum(-1)
+    difference = relaxed - leak
+    assert abs(difference.mean()) < 4 * difference.std() / RUNS**0.5
+
+
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_strength_zero_is_the_exact_picture(rule, name):
