@@ -351,7 +351,8 @@ class Run:
         self.recorder.tokens(
             columns, columns < (self.committed + count)[:, None], token, None,
             finalised_at=self.own_passes[:, None] - 1, source=self.source(columns, Source.SKIPPED),
-            depth=tree.depth.gather(1, slots), q=q, rank=tree.rank.gather(1, slots), tree_depth=depth[:, None], tree_width=width[:, None],
+            depth=tree.depth.gather(1, slots), q=q, rank=tree.rank.gather(1, slots),
+            tree_depth=depth[:, None], tree_width=width[:, None],
         )
         return Decided(token, count, token, self.committed, count, hidden), q
 
@@ -385,7 +386,8 @@ class Run:
         self.recorder.tokens(
             columns, number <= decided.count[:, None], verified.token, take(p, parents),
             finalised_at=self.own_passes[:, None], source=self.source(columns, verified.source),
-            depth=torch.where(verified.tested, number, 0), rank=verified.rank, q=verified.q, ratio=verified.ratio, tv_leak=verified.tv_leak,
+            depth=torch.where(verified.tested, number, 0), rank=verified.rank, q=verified.q,
+            ratio=verified.ratio, tv_leak=verified.tv_leak,
             tree_depth=depth[:, None], tree_width=width[:, None],
         )
 
