@@ -91,6 +91,14 @@ def test_golden_numbers_of_lantern(rule, count, surrogate):
     assert close(rule.accept_probability(LOOKALIKES, q, torch.tensor(2), DEPTH[0], ONE[0]), surrogate / 0.5)
 
 
+def test_a_budget_that_is_just_met_counts():
+    """In numbers that binary fractions hold: 1/8 and 1/8 fill a budget of 1/4, and p(x) = 1/4 one of lambda = 2."""
+    p, token = torch.tensor([0.25, 0.125, 0.125, 0.5]), torch.tensor(0)
+    table = torch.tensor([[1, 2, 3]] * 4, dtype=torch.int32)
+    for rule in (Lantern(3, 0.25, table=table), LanternPP(3, 2, table=table)):
+        assert [float(x) for x in rule.aggregate(p, token, ONE[0])] == [0.25, 2]
+
+
 def test_golden_numbers_of_certain_children():
     """Children 2 and 0 of P, proposed for certain: each has the point mass on itself as q."""
     law, total, seen = P, 0.0, []

@@ -207,6 +207,9 @@ def test_special_tokens_resemble_nothing(rule):
     for found, wanted in zip((f[:VOCAB], rest[:VOCAB, :VOCAB], kernel[:VOCAB]), enumerated(rule, p, q)):
         assert torch.allclose(found, wanted, atol=1e-12)
     assert (kernel[VOCAB:] == 0).all()
+    if isinstance(rule, Lantern | LanternPP | Grouped):  # with mass of its own, too, a special token stands alone
+        given = every(*(torch.cat((0.6 * law, torch.tensor(own))) for law, own in ((p, (0.1, 0.3)), (q, (0.3, 0.1)))))
+        assert torch.allclose(rule.accept_probability(*given)[VOCAB:], torch.tensor([1 / 3, 1]).double(), atol=1e-6)
 
 
 # Groups of siblings
