@@ -125,17 +125,18 @@ class EagleDrafter:
     def _padding(self, hidden: Tensor, learned: bool) -> Tensor:
         """Hidden states [B, n, D] of a prompt with those of its padding before them, if the drafter is used to it.
 
-        Padded slots of a caption are zero from the first layer to the last; those of the learned null caption see
-        nothing but themselves.
+        Padded slots of a caption are zero from the first layer to the last. Those of the learned null caption see each
+        other up to their own: LANTERN's drafters were trained without a mask there, and a row of its target whose keys
+        are all masked attends to them as if none were. (LlamaGen's own code lets such a slot see itself alone.)
         """
         missing = self.prompt_pairs(hidden.shape[1]) + 1 - hidden.shape[1]
         if missing == 0:
             return hidden
         if not learned:
             return F.pad(hidden, (0, 0, missing, 0))
-        slots = self.model.prefix.unconditional(self.model.prefix.slots, self.device)[0, :missing]
-        alone = self.model.backbone(slots[:, None].to(self.model.dtype), self._unrotated(1))[:, 0]
-        return torch.cat((alone.expand(len(hidden), -1, -1), hidden), dim=1)
+        slots = self.model.prefix.unconditional(self.model.prefix.slots, self.device)[:, :missing]
+        padding = self.model.backbone(slots.to(self.model.dtype), self._unrotated(missing))
+        return torch.cat((padding.expand(len(hidden), -1, -1), hidden), dim=1)
 
     def observe(self, state: EagleState, tokens: Tensor, positions: Tensor, hidden: Tensor, count: Tensor) -> StepOut:
         """One causal pass over pairs (hidden, token) behind all earlier ones; see Drafter. ``count`` is 1 or more."""

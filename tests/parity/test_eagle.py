@@ -17,6 +17,9 @@ What came out:
                    is what the drafter gave for its parent
   t2i_chain_features  behind 14 image tokens four drafts in a row, over the end of the grid's first row
   t2i_logits       the head's logits behind image tokens 0, 1, 17 and 255, guided with 7.5
+  t2i_caption_features  behind image tokens 0 .. 5 of a caption of 7 features: the official drafter under the official
+                   target (LlamaModel of modeling_llamagen_kv, as llamagen() of tiny.py but on 16 x 16 tokens, in fp32
+                   under the attention mask that its 16-bit runs have), which pads the caption to 120 slots
   t2i_dynamic_*    topK_genrate(logits_processor=None): tokens and parents of the trees behind image token 0 and, three
                    tokens later, token 3. No choice in them is closer than 0.005. (With exactly equal scores, as at a
                    guidance of 7.5, the official code can keep a child without its parent.)
@@ -201,6 +204,21 @@ def test_a_chain_over_the_end_of_a_row(drafter):
         out = drafter.expand(state, IMAGE[None, 14 + i, None], row(14 + i), out.hidden, seen)
         features.append(out.hidden)
     close(torch.cat(features, dim=1), "t2i_chain_features")
+
+
+@torch.inference_mode()
+def test_from_a_caption_to_features(drafter):
+    """The official code runs target and drafter over 120 slots, 113 of them padding; our target never sees those."""
+    target = drafter.model
+    run = target.encode_features(caption_features(7)), None, 1, target.layout(), 8, True
+    state = target.start(*run)
+    own, hidden, found = drafter.start(state, *run), state.prefill.hidden, []
+    for i in range(6):
+        token, position = IMAGE[None, i, None], row(i)
+        found.append(drafter.observe(own, token, position, hidden, torch.tensor([1])).hidden)
+        hidden = target.step(state, token, position).hidden
+        target.commit(state, torch.tensor([1]))
+    close(torch.cat(found, dim=1), "t2i_caption_features")
 
 
 @pytest.mark.parametrize(("name", "tree", "cfg"), [

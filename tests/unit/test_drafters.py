@@ -179,7 +179,7 @@ def test_the_padding_of_a_prompt_is_what_the_uncropped_target_has(target, tmp_pa
     captions = target.prefix(torch.nn.functional.pad(features, (0, 0, slots - valid, 0)))
     x = torch.cat((captions, target.prefix.unconditional(slots, torch.device("cpu"))))
     seen = torch.arange(slots) >= slots - valid
-    mask = torch.ones(slots, slots, dtype=torch.bool).tril() & seen | torch.eye(slots, dtype=torch.bool)
+    mask = torch.ones(slots, slots, dtype=torch.bool).tril() & (seen | ~seen[:, None])  # padding sees padding
     nothing = torch.zeros(1, slots, target.backbone.config.head_dim // 2)
     wanted = target.backbone(x, Rotation(nothing, nothing), mask=mask)
     state = target.start(target.encode_features(features), None, 1, target.layout(), 1, guided=True)
