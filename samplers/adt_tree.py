@@ -195,7 +195,8 @@ class ADTTree:
             place, layout.stride, rounding_mode="floor")
         columns = here % layout.stride - place % layout.stride
         distance = (rows**2 + columns**2).float().sqrt()
-        near = (place < here) & (distance <= self.radius) & (history.drawn == place) & ~at.alpha.isnan()
+        known = (history.drawn == place) & ~at.alpha.isnan()  # not forced; what is yet to come has no alpha
+        near = known & (distance <= self.radius)
         measured = distance if self.flock_distance == "euclidean" else columns
         weight = torch.where(near, self.radius + 1 - measured, 0)
         total = weight.sum(1)

@@ -354,7 +354,7 @@ class Measured(ADTTree):
         drafts = tree.exists[:, 1:].sum(1)
         assert tree.token.shape[1] - 1 <= self.size()[0] and tree.levels <= self.size()[1]
         assert (drafts <= self.nodes).all() and (depth <= plan[0]).all()
-        assert (depth <= work.layout.length - root.committed).all()
+        assert tree.levels <= (work.layout.length - root.committed).max(), "levels behind the end of every image"
         assert work.state.expanded <= self.expansions()
         return tree, plan
 
