@@ -129,7 +129,7 @@ def choose_path(settings: Skipping, tree: Tree, u: Tensor) -> tuple[Tensor, Tens
         ranks = tree.rank.unsqueeze(-1).expand(-1, -1, tree.levels).gather(1, paths).sum(-1)
         end = torch.where(tree.exists & (ranks == 0), tree.depth, 0).argmax(1)
     slots = paths.gather(1, end[:, None, None].expand(-1, -1, tree.levels))[:, 0]
-    length = tree.depth.gather(1, end[:, None])[:, 0] * leaves.any(1)
+    length = tree.depth.gather(1, end[:, None])[:, 0]  # 0 of the root, which stands for no leaf
     return slots, torch.minimum(length, _mean_length(tree)) if settings.truncate else length
 
 

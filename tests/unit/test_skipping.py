@@ -180,6 +180,7 @@ def test_dynamic_skips_where_paths_are_alike_enough():
 def test_a_threshold_above_one_never_skips(seed):
     tree = random_tree(seed)
     tree.token.fill_(1)
+    assert (similarity(tree, codes(seed), 0.9) <= 1).all()
     assert not any(map(any, run_of(Skipping("dynamic", threshold=1.0001, guard=0), tree, 5, codes(seed))))
 
 
