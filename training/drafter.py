@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="checkpoint, examples and the finished drafter go here")
     parser.add_argument("--minutes", type=float, default=25.0)
     parser.add_argument("--pictures", type=Path, help="folder of pictures, each with its prompt in a .txt of that name")
+    parser.add_argument("--decoder", type=Path, help="image decoder that encodes them, unless it lies beside the model")
     parser.add_argument("--prompts", type=Path, help="text file, one prompt (or class) per line, to draw samples for")
     parser.add_argument("--samples", type=int, default=1024, help="pictures to let the model draw")
     parser.add_argument("--cache", type=Path, default=Path(".cache/emoji"), help="pictures of the bundled model")
@@ -69,9 +70,12 @@ def examples(arguments: argparse.Namespace, model: DiscreteModel, path: Path) ->
     """Pictures and samples; without either, the bundled model's pictures, and samples for the same prompts."""
     pictures = []
     if arguments.pictures or not arguments.prompts:
-        decoder_path = find_image_decoder(path)
+        decoder_path = arguments.decoder or find_image_decoder(path)
         if decoder_path is None:
-            raise SystemExit(f"No image decoder lies beside {path}, and pictures need one. Put it there.")
+            raise SystemExit(
+                f"Pictures need an image decoder, and none lies beside {path}: give --decoder. Or give --prompts instead, "
+                "one per line, and the model draws what its drafter learns from."
+            )
         decoder = load_image_decoder(decoder_path, arguments.device)
         if arguments.pictures:
             pictures = from_folder(model, decoder, arguments.pictures)

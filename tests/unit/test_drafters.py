@@ -8,6 +8,7 @@ import torch
 from comfyui_specar.model_loaders.checkpoint import CheckpointError
 from comfyui_specar.model_loaders.detect import load_drafter, load_image_decoder, load_model
 from comfyui_specar.models.backbone import HeadNorm, Rotation
+from comfyui_specar.training import drafter as command_line
 from comfyui_specar.training import drafter_export
 from comfyui_specar.training.drafter_data import Example, Pool, from_folder, hidden_states, own_samples
 from comfyui_specar.training.drafter_lessons import EagleLesson, SmallLesson, draft_mask, overlap, train
@@ -324,3 +325,22 @@ def test_pictures_of_a_folder_with_their_prompts(tmp_path):
         lesson.loss(batch, 1.0).backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in lesson.module.parameters())
         assert 0 < overlap(lesson, lesson.module, pool, 1.0) < 1
+
+
+@pytest.mark.parametrize("kind", ["eagle", "small"])
+def test_the_command_line_trains_a_drafter_for_a_model_of_ones_own(tmp_path, monkeypatch, kind):
+    model, prompts = write_llamagen(tmp_path / "model.safetensors", False), tmp_path / "prompts.txt"
+    prompts.write_text("3\n\n5\n")
+    command = ["drafter", "--kind", kind, "--model", str(model), "--out", str(tmp_path / "out"), "--prompts",
+               str(prompts), "--samples", "22", "--minutes", "0.005", "--width", "32", "--layers", "1"]
+    monkeypatch.setattr("sys.argv", command)
+    command_line.main()
+    assert [sum(len(b.tokens) for b in Pool.load(tmp_path / "out" / f"{name}.pool").batches)
+            for name in ("examples", "held_out")] == [20, 2]
+    assert load_drafter(tmp_path / "out", load_model(model)).kind == ("eagle" if kind == "eagle" else "model")
+
+    for pool in tmp_path.glob("out/*.pool"):
+        pool.unlink()
+    monkeypatch.setattr("sys.argv", command[:7])  # neither prompts nor pictures
+    with pytest.raises(SystemExit, match="image decoder|--prompts"):
+        command_line.main()
