@@ -73,8 +73,8 @@ def examples(arguments: argparse.Namespace, model: DiscreteModel, path: Path) ->
         decoder_path = arguments.decoder or find_image_decoder(path)
         if decoder_path is None:
             raise SystemExit(
-                f"Pictures need an image decoder, and none lies beside {path}: give --decoder. Or give --prompts instead, "
-                "one per line, and the model draws what its drafter learns from."
+                f"Pictures need an image decoder, and none lies beside {path}: give --decoder. Or give --prompts "
+                "instead, one per line, and the model draws what its drafter learns from."
             )
         decoder = load_image_decoder(decoder_path, arguments.device)
         if arguments.pictures:
