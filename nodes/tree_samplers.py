@@ -257,7 +257,7 @@ class VVSSampler(io.ComfyNode):
             display_name="VVS Sampler",
             category="SpecAR/sampling",
             description="Takes some drafts without verifying them, which saves whole passes of the model. Approximate: "
-            "the pictures drift from the model's own distribution, and no bound is known.",
+            "the pictures drift from the model's own distribution, and nothing limits how far.",
             inputs=[
                 *common_inputs(),
                 drafter_input(),
