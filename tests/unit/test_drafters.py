@@ -1,7 +1,9 @@
 """Drafters: what they predict step by step is what one pass over the same pairs gives, in training and in use."""
 
+import itertools
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from comfyui_specar.model_loaders.checkpoint import CheckpointError
 from comfyui_specar.model_loaders.detect import load_drafter, load_image_decoder, load_model
 from comfyui_specar.models.backbone import HeadNorm, Rotation
 from comfyui_specar.training import drafter as command_line
-from comfyui_specar.training import drafter_export
+from comfyui_specar.training import drafter_export, loop
 from comfyui_specar.training.drafter_data import Example, Pool, from_folder, hidden_states, own_samples
 from comfyui_specar.training.drafter_lessons import EagleLesson, SmallLesson, draft_mask, overlap, train
 from PIL import Image
@@ -278,17 +280,24 @@ def test_the_mask_of_drafts():
     assert mask.diagonal().all()
 
 
+@pytest.fixture
+def steady_clock(monkeypatch):
+    """Every look at the clock takes 10 ms, so that a time budget buys the same steps on any machine: two looks each."""
+    ticks = itertools.count()
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(ticks) / 100))
+
+
 @pytest.mark.parametrize("kind", ["eagle", "small"])
-def test_training_learns_resumes_and_exports(target, pool, tmp_path, kind):
+def test_training_learns_resumes_and_exports(target, pool, tmp_path, kind, steady_clock):
     torch.manual_seed(0)
     make = lambda: EagleLesson(target, 2) if kind == "eagle" else SmallLesson(target, 32, 1)  # noqa: E731
     lesson = make()
     before = overlap(lesson, lesson.module, pool, 1.0)
-    module = train(lesson, pool, pool, tmp_path / "x.pt", minutes=0.02, batch=4)
+    module = train(lesson, pool, pool, tmp_path / "x.pt", minutes=80 * 0.02 / 60, batch=4)
     after = overlap(lesson, module, pool, 1.0)
     assert after > before + 0.02
     steps = torch.load(tmp_path / "x.pt", weights_only=True)["counters"]["step"]
-    module = train(make(), pool, pool, tmp_path / "x.pt", minutes=0.03, batch=4)
+    module = train(make(), pool, pool, tmp_path / "x.pt", minutes=100 * 0.02 / 60, batch=4)
     assert torch.load(tmp_path / "x.pt", weights_only=True)["counters"]["step"] > steps
     assert overlap(lesson, module, pool, 1.0) > before + 0.02, "the weights were resumed too"
 
