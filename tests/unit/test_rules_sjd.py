@@ -33,9 +33,10 @@ LAYOUTS = {"plain": (plain(2, 2), 0), "line_ends": (with_line_ends(2, 2), 2), "k
 MODELS = {name: ToyModel(layout, specials) for name, (layout, specials) in LAYOUTS.items()}
 
 
-def draw(rule, name="plain", strength=None, seed=0, batch=RUNS, **options):
+def draw(rule, name="plain", strength=None, seed=0, batch=RUNS, params=None, **options):
     method = SJD(**{"window": 4, "initial": "uniform", "rule": rule} | options)
-    return method.sample(replace(request(MODELS[name], LAYOUTS[name][0], seed=seed, batch=batch), strength=strength))
+    asked = request(MODELS[name], LAYOUTS[name][0], params, seed, batch)
+    return method.sample(replace(asked, strength=strength))
 
 
 @cache
@@ -116,6 +117,14 @@ def test_a_relaxed_token_is_one_the_exact_rule_refuses(rule):
     forced = LAYOUTS["line_ends"][0].forced.expand(RUNS, -1) >= 0
     assert (positions["source"][forced] == Source.FORCED).all() and (positions["tv_leak"][forced] == 0).all()
     assert (positions["tv_leak"][positions["depth"] == 0] == 0).all(), "no draft, no leak"
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_without_a_draft_nothing_leaks(rule):
+    """Also where the filters leave two tokens, so that what stands in for a draft may have probability zero."""
+    positions = draw(rule, batch=500, params=SamplingParams(top_k=2), window=2).trace.positions
+    bare = positions["depth"] == 0
+    assert bare[:, 1:].any() and (positions["tv_leak"][bare] == 0).all()
 
 
 def test_a_schedule_relaxes_the_first_offsets_only():
