@@ -1,0 +1,258 @@
+"""The corners of speculative decoding: tiny and forced images, absurd sizes, temperature 0, stops, random numbers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from comfyui_specar.models.cache import KVCache
+from comfyui_specar.samplers.acceptance import Exact
+from comfyui_specar.samplers.adt_tree import ADTTree
+from comfyui_specar.samplers.cool_sd import CoolSD, UniformRSD
+from comfyui_specar.samplers.grouped import Grouped
+from comfyui_specar.samplers.lantern import Lantern
+from comfyui_specar.samplers.next_token import NextToken
+from comfyui_specar.samplers.protocols import SamplingParams, TokenLayout
+from comfyui_specar.samplers.rng import Stream
+from comfyui_specar.samplers.skipping import Skipping
+from comfyui_specar.samplers.speculative import DraftTree
+from comfyui_specar.samplers.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.trace import Source
+from comfyui_specar.samplers.tv_metered import TVMetered
+
+from .test_speculative_caches import begin, drafters, model  # noqa: F401 (fixtures)
+from .toy import ToyDrafter, ToyModel, chi_square, plain, request, with_line_ends
+
+SMALL = {"depths": (1, 4), "widths": (1, 3), "width_step": 1, "first": (2, 2), "nodes": 12}
+STRUCTURES = {
+    "chain": Chain(3), "blocks": Chain(3, "block"), "static": Static("eagle_25"), "dynamic": Dynamic(3, 2, 5),
+    "adaptive": ADTTree(**SMALL), "adaptive, sampled": ADTTree(children="sampled", **SMALL),
+}
+ABSURD = {
+    "longest chain": Chain(64), "longest block": Chain(64, "block"), "one draft": Dynamic(32, 64, 1),
+    "everything": Dynamic(8, 64, 1024), "deep": Dynamic(32, 1, 1024),
+    "all siblings": Static(tuple((i,) for i in range(64))), "spine": Static(tuple((0,) * n for n in range(1, 30))),
+    "adaptive": ADTTree(depths=(1, 32), widths=(1, 64), first=(32, 64), nodes=1024),
+    "adaptive, sampled": ADTTree(children="sampled", depths=(1, 32), widths=(1, 64), first=(32, 64), nodes=1024),
+    "adaptive, any": ADTTree("random", depths=(1, 8), widths=(1, 64), depth_step=32, width_step=64, nodes=64),
+}
+SKIPS = {"always": None, "uniform": Skipping(interval=2, guard=0),
+         "stale": Skipping("dynamic", threshold=0.0, guard=0, truncate=False, refresh=False)}
+RULES = [Lantern(2, 0.9), UniformRSD(5.0), CoolSD(3.0, floor=False), Grouped(14, 0.9, 10.0), TVMetered(1.0)]
+
+
+def methods(toy, structures=STRUCTURES, rules=()):
+    """Every structure with every schedule, and with every relaxed rule."""
+    for structure in structures.values():
+        for skipping in SKIPS.values():
+            yield DraftTree(ToyDrafter(toy, stale=skipping is not None), structure, skipping=skipping)
+        for rule in () if structure.block else rules:
+            yield DraftTree(ToyDrafter(toy), structure, rule)
+
+
+@pytest.mark.parametrize("name", ABSURD)
+def test_absurd_sizes_draw_whole_images_from_the_law(name):
+    layout = plain(1, 3)
+    toy = ToyModel(layout)
+    method = DraftTree(ToyDrafter(toy), ABSURD[name])
+    decoded = method.sample(request(toy, layout, batch=500))
+    assert chi_square(decoded.tokens, toy.law(layout, SamplingParams())).z < 4
+    assert decoded.trace.rounds["depth"].max() <= 2
+
+
+def test_images_of_one_token_and_of_forced_tokens_alone():
+    one, forced = plain(1, 1), with_line_ends(2, 2)
+    whole = replace(forced, forced=torch.where(forced.forced < 0, 1, forced.forced))
+    for layout, specials in ((one, 0), (whole, 2)):
+        toy = ToyModel(layout, specials)
+        for method in methods(toy, rules=RULES):
+            decoded = method.sample(request(toy, layout, batch=3))
+            sources = decoded.trace.positions["source"]
+            if layout is one:
+                assert (sources == Source.PREFILL).all() and decoded.trace.totals["target_passes"] == 1
+            else:
+                assert torch.equal(decoded.tokens, whole.forced.expand(3, -1)) and (sources == Source.FORCED).all()
+            summary = decoded.trace.summary()
+            assert summary["accepted_drafts"] == summary["tv_leak"] == 0
+
+
+def test_images_that_keep_different_tokens_are_single_runs():
+    """Kept tokens differ from image to image; one image keeps its first, one its last, one all but one, one nothing."""
+    layout = with_line_ends(2, 2)
+    rows = layout.forced.repeat(4, 1)
+    rows[0, 0] = rows[1, 4] = 2
+    rows[2, [0, 1, 4]] = torch.tensor([0, 1, 2])
+    together = replace(layout, forced=rows)
+    toy = ToyModel(layout, 2)
+    for method in methods(toy, rules=[UniformRSD(5.0)]):
+        many = method.sample(request(toy, together, seed=3, batch=4))
+        assert torch.equal(many.tokens[rows >= 0], rows[rows >= 0])
+        for i in range(4):
+            single = method.sample(request(toy, replace(layout, forced=rows[i : i + 1]), seed=3 + i))
+            assert torch.equal(many.tokens[i], single.tokens[0])
+            for field, values in many.trace.positions.items():
+                assert torch.allclose(values[i].double(), single.trace.positions[field][0].double(), atol=1e-6), field
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(top_k=1),
+                                    SamplingParams(temperature=0, cfg=3.0)], ids=str)
+def test_greedy_drafting_is_greedy_decoding(params):
+    layout = plain(2, 3)
+    toy = ToyModel(layout)
+    greedy = NextToken().sample(request(toy, layout, params)).tokens
+    for structure in STRUCTURES.values():
+        for rule in (Exact(), *RULES) if not structure.block else (Exact(),):
+            decoded = DraftTree(ToyDrafter(toy), structure, rule).sample(request(toy, layout, params, batch=2))
+            assert torch.equal(decoded.tokens, greedy.expand(2, -1)), rule
+
+
+def test_greedy_trees_have_siblings():
+    """EAGLE's trees branch at temperature 0 as well: second-best guesses save passes there, too."""
+    layout, params = plain(2, 3), SamplingParams(temperature=0)
+    toy = ToyModel(layout)
+    for structure in (Static("eagle_25"), Dynamic(3, 2, 5)):
+        trace = DraftTree(ToyDrafter(toy), structure).sample(request(toy, layout, params)).trace
+        assert trace.positions["tree_width"].max() > 1, structure
+
+
+@pytest.mark.parametrize("children", ["sampled", "likeliest"])
+def test_no_random_number_is_used_twice(children, monkeypatch):
+    asked, layout = [], plain(3, 3)
+    uniform, gumbel = Stream.uniform, Stream.gumbel
+
+    def note(positions, purpose, draw):
+        for position, number in zip(positions[0].tolist(), (torch.zeros_like(positions[0]) + draw).flatten().tolist()):
+            asked.append((position, int(purpose), number))
+
+    def uniform_noted(self, positions, purpose, draw=0):
+        note(positions, purpose, draw)
+        return uniform(self, positions, purpose, draw)
+
+    def gumbel_noted(self, positions, vocab, purpose, draw=0):
+        note(positions, purpose, draw)
+        return gumbel(self, positions, vocab, purpose, draw)
+
+    monkeypatch.setattr(Stream, "uniform", uniform_noted)
+    monkeypatch.setattr(Stream, "gumbel", gumbel_noted)
+    toy = ToyModel(layout, memory=2)
+    sampled = [Chain(3), Chain(4, "block"), Static("lantern_57"), ADTTree("random", "sampled", **SMALL)]
+    likeliest = [Dynamic(3, 3, 9), ADTTree("random", **SMALL)]
+    structures = dict(enumerate(sampled if children == "sampled" else likeliest))
+    for method in methods(toy, structures, [UniformRSD(2.0)]):
+        asked.clear()
+        method.sample(request(toy, layout))
+        assert len(asked) == len(set(asked)) > 9
+        assert max(number for *_, number in asked) < 2**32
+
+
+def test_a_stopped_run_leaves_nothing_behind():
+    layout = plain(2, 3)
+    toy = ToyModel(layout)
+
+    def stopping(progress):
+        raise KeyboardInterrupt
+
+    for method in methods(toy, rules=[Lantern(2, 0.3)]):
+        asked = request(toy, layout, batch=2)
+        before = method.sample(asked)
+        with pytest.raises(KeyboardInterrupt):
+            method.sample(replace(asked, callback=stopping))
+        after = method.sample(asked)
+        assert torch.equal(before.tokens, after.tokens)
+        assert before.trace.totals["draft_passes"] == after.trace.totals["draft_passes"]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("skips", SKIPS)
+def test_caches_hold_whatever_is_fed(model, drafters, skips, monkeypatch):  # noqa: F811
+    """No slot of a pass lies behind the end of a cache: slots that did would be folded onto the last one."""
+    furthest, opened = [], KVCache.open
+
+    def measured(self, count, tree_mask=None, behind=0):
+        furthest.append(self.capacity - (int(self.lengths.max()) + behind + count))
+        return opened(self, count, tree_mask, behind)
+
+    monkeypatch.setattr(KVCache, "open", measured)
+    sizes = {"blocks": Chain(20, "block"), "static": Static("eagle_25"), "dynamic": Dynamic(5, 8, 12),
+             "adaptive": ADTTree("random", depths=(1, 5), widths=(1, 8), nodes=10),
+             "adaptive, sampled": ADTTree("random", "sampled", depths=(1, 5), widths=(1, 8), nodes=10)}
+    for name, structure in sizes.items():
+        for drafter in drafters.values():
+            run = begin(model, DraftTree(drafter, structure, skipping=SKIPS[skips]))
+            while not run.done:
+                run.round()
+            assert min(furthest) >= 0, name
+
+
+def test_siblings_of_a_certain_draft_are_judged_by_their_own_law():
+    """The drafter all but rules out what it draws second: exp(-80) is far above zero in fp32, and what it is."""
+    layout = plain(1, 2)
+    toy = ToyModel(layout)
+    drafter = ToyDrafter(toy)
+    for table in toy.tables:
+        table[:] = torch.tensor([0.2, 0.4, 0.4]).log()
+    for table in drafter.model.tables:
+        table[:] = torch.tensor([0.0, -80, -84])
+    for structure in (Static(((0,), (1,))), Static(((0,), (1,), (2,)))):
+        tokens = DraftTree(drafter, structure).sample(request(toy, layout, batch=3000)).tokens
+        assert chi_square(tokens, toy.law(layout, SamplingParams())).z < 4
+
+
+@pytest.mark.parametrize("rule", [*RULES, TVMetered(0.05)], ids=str)
+def test_rules_stand_the_smallest_probabilities(rule):
+    """A token whose p is denormal in fp32 (1e-42), as guidance and low temperatures make them."""
+    layout = plain(1, 2)
+    toy = ToyModel(layout)
+    p = torch.tensor([0.0, -0.5, -95]).softmax(-1).expand(3, -1)
+    q = torch.tensor([0.2, 0.3, 0.5]).expand(3, -1)
+    token, one = torch.arange(3), torch.ones(3)
+    rule, given = rule.bind(toy), (p, q, token, token * 0 + 1, one)
+    f, law = rule.accept_probability(*given), rule.residual(*given)[0]
+    assert ((f >= 0) & (f <= 1)).all()
+    kept = q[0] * f
+    drawn = kept + (1 - kept.sum()) * law / law.sum()
+    assert (drawn - p[0]).clamp(min=0).sum() <= (rule.leak(*given) * q[0]).sum() + 1e-6
+
+
+# What the trace says.
+
+
+def test_the_drift_of_skipping_is_not_understated():
+    """A perfect drafter, but not the first-drawn child is taken: the drift is not zero, nor may the leak be."""
+    layout = plain(2, 3)
+    toy = ToyModel(layout)
+    law = toy.law(layout, SamplingParams())
+    for path in ("uniform", "confident", "first"):
+        skipping = Skipping(interval=2, guard=0, path=path)
+        method = DraftTree(ToyDrafter(toy, noise=0, stale=True), Static(((0,), (1,), (2,))), skipping=skipping)
+        exact = replace(method, skipping=None)
+        skipped, noise = (m.sample(request(toy, layout, batch=3000)) for m in (method, exact))
+        leak = skipped.trace.positions["tv_leak"].sum(1).mean()
+        assert chi_square(skipped.tokens, law).tv <= leak + chi_square(noise.tokens, law).tv + 0.05, path
+
+
+def test_drafts_that_nobody_tested_were_not_refused():
+    layout = plain(2, 3)
+    toy = ToyModel(layout)
+    method = DraftTree(ToyDrafter(toy, noise=0, stale=True), Static(((0,), (1,), (2,))),
+                       skipping=Skipping(interval=2, guard=0))
+    summary = method.sample(request(toy, layout, batch=20)).trace.summary()
+    assert summary["sources"]["skipped"] and "residual" not in summary["sources"]
+    assert summary["acceptance_rate"] == 1
+
+
+def test_rounds_count_accepted_drafts_without_forced_tokens():
+    layout = with_line_ends(2, 2)
+    toy = ToyModel(layout, 2)
+    for structure in STRUCTURES.values():
+        trace = DraftTree(ToyDrafter(toy), structure).sample(request(toy, layout, batch=20)).trace
+        assert int(trace.rounds["accepted"].sum()) == trace.summary()["accepted_drafts"]
+
+
+def test_a_refused_likely_child_keeps_its_own_ratio():
+    """The ratio at a redrawn token is that of the draft tested there, not of the token drawn in its place."""
+    layout = TokenLayout.plain(1, 4)
+    toy = ToyModel(layout)
+    trace = DraftTree(ToyDrafter(toy), Dynamic(1, 1, 1)).sample(request(toy, layout, batch=200)).trace
+    redrawn = trace.positions["source"] == Source.RESIDUAL
+    p, ratio, q = (trace.positions[name][redrawn] for name in ("p", "ratio", "q"))
+    assert (q == 1).all() and not torch.equal(p, ratio)
