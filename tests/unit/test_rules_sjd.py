@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 from comfyui_specar.samplers import jacobi
-from comfyui_specar.samplers.acceptance import Exact
+from comfyui_specar.samplers.acceptance import Draft, Exact
 from comfyui_specar.samplers.cool_sd import CoolSD, UniformRSD
 from comfyui_specar.samplers.grouped import Grouped
 from comfyui_specar.samplers.jacobi import REUSE, SJD
@@ -125,6 +125,26 @@ def test_without_a_draft_nothing_leaks(rule):
     positions = draw(rule, batch=500, params=SamplingParams(top_k=2), window=2).trace.positions
     bare = positions["depth"] == 0
     assert bare[:, 1:].any() and (positions["tv_leak"][bare] == 0).all()
+
+
+@pytest.mark.parametrize("reuse", [r for r in REUSE if r != "gumbel"])
+def test_refinement_stays_exact(reuse):
+    """Behind the committed run, guesses are redrawn as if the rule were exact: their law is what q says it is."""
+    generator = torch.Generator().manual_seed(0)
+    p, q = torch.randn(2, 50, 4, 3, generator=generator).softmax(-1)
+    ones = torch.ones(50, 4, dtype=torch.int64)
+    token = q.flatten(0, 1).multinomial(1, generator=generator).view(50, 4)
+    zeros = torch.zeros(50, dtype=torch.int64)
+    window = jacobi.Window(zeros, zeros[:, None], Draft(token, q, ones, ones.bool()), ones, p, None, None)
+    stream, turn = Stream.of(0, 50, "cpu"), torch.zeros((), dtype=torch.int64)
+    seen, refined = [], []
+    for rule in (Exact(), UniformRSD(20)):
+        method = SJD(window=4, reuse=reuse, rule=rule)
+        verified = jacobi.verify(method, p, window, stream, turn, 10)
+        seen.append(verified.token)
+        refined.append(jacobi.refine(method, verified, window, stream, turn))
+    assert not torch.equal(*seen), "the rules must decide differently here"
+    assert all(torch.equal(exact, relaxed) for exact, relaxed in zip(*refined))
 
 
 def test_a_schedule_relaxes_the_first_offsets_only():
