@@ -127,7 +127,10 @@ def test_steps_and_trees_agree_with_one_pass(target, drafter, guided, negative):
     # What was drafted leaves no trace, and what was observed can be taken back.
     session.matches(session.observe(torch.tensor(decided), 4, torch.tensor([2, 4])), 0, [7, 8], none)
     drafter.rewind(session.state, torch.tensor([3, 1]))
-    session.matches(session.observe(torch.tensor([4, 7]), 5, torch.tensor([5, 1])), 0, [9, 8], none)
+    root = session.observe(torch.tensor([4, 7]), 5, torch.tensor([5, 1]))
+    session.matches(root, 0, [9, 8], none)
+    leaf = drafter.expand(session.state, first[:, :1], torch.tensor([[9], [8]]), root.hidden, seen.new_ones(2, 1, 1))
+    session.matches(leaf, 0, [9, 8], [[7], [2]])
 
 
 @torch.inference_mode()
