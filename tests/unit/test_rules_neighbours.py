@@ -41,6 +41,14 @@ def test_ties_stand_in_the_order_of_the_codes():
         assert row == sorted(row, key=lambda j: (steps[row.index(j)], j))
 
 
+def test_equal_vectors_are_nearest_in_the_order_of_the_codes():
+    """Five copies of vectors far from the origin, whose products do not round to zero differences by themselves."""
+    book = (codes(60, 37) + 100).repeat(5, 1)
+    table = neighbour_table(book, 4)
+    for i, row in enumerate(table.tolist()):
+        assert row == [j for j in range(i % 60, 300, 60) if j != i]
+
+
 def test_chunks_do_not_show(monkeypatch):
     book = codes(97)
     whole = nearest(book, 30)
@@ -82,9 +90,14 @@ def test_a_table_is_computed_once_and_cut_to_size(cache, monkeypatch):
 
 
 def test_another_codebook_has_another_file(cache):
-    assert not torch.equal(neighbour_table(codes(60), 5), neighbour_table(codes(60, seed=1), 5))
-    assert not torch.equal(neighbour_table(codes(60), 5), neighbour_table(codes(60)[:, :2], 5))
-    assert len(list(cache.iterdir())) == 3
+    """Even one that differs in the last number alone."""
+    book = codes(60)
+    other = book.clone()
+    other[-1, -1] += 9
+    books = (book, other, book[:, :2], codes(60, seed=1))
+    assert all(torch.equal(neighbour_table(b, 5), nearest(b, 5)) for b in books)
+    assert len(list(cache.iterdir())) == 4
+    assert not torch.equal(neighbour_table(book, 5), neighbour_table(other, 5))
 
 
 def test_small_tables_leave_no_file(cache):
