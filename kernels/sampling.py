@@ -11,6 +11,13 @@ def at(rows: Tensor, token: Tensor) -> Tensor:
     return rows.gather(-1, token.unsqueeze(-1)).squeeze(-1)
 
 
+def take(rows: Tensor, index: Tensor) -> Tensor:
+    """rows [R, n, ...] at index [B, m] (int64; R a multiple of B, in blocks of B) -> [R, m, ...]."""
+    index = index.repeat(len(rows) // len(index), 1)
+    shape = (*index.shape, *[1] * (rows.ndim - 2))
+    return rows.gather(1, index.reshape(shape).expand(*index.shape, *rows.shape[2:]))
+
+
 def point_mass(token: Tensor, vocab: int) -> Tensor:
     """Rows [..., vocab] (fp32) with all mass on ``token`` [...] (int64)."""
     return torch.zeros((*token.shape, vocab), device=token.device).scatter_(-1, token.unsqueeze(-1), 1.0)

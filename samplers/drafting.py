@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,8 +30,12 @@ class Drafting:
     passes: int = 0
 
     def laws(self, logits: Tensor, position: Tensor) -> Tensor:
-        """q [B, F, V+] at positions [B, F] from the drafter's logits [R, F, V+], processed exactly as the target's."""
-        return probabilities(logits, self.params, self.vocab, self.layout.forced_at(position))
+        """q [B, F, V+] at positions [B, F] from the drafter's logits [R, F, V+], processed exactly as the target's.
+
+        Greedy decoding (temperature 0) drafts from the law of temperature 1, which has more than one child to offer.
+        """
+        params = replace(self.params, temperature=self.params.temperature or 1.0)
+        return probabilities(logits, params, self.vocab, self.layout.forced_at(position))
 
     def expand(self, tokens: Tensor, position: Tensor, hidden: Tensor, seen: Tensor) -> StepOut:
         self.passes += 1
@@ -52,9 +56,10 @@ def grow_sampled(
 ) -> Tree:
     """A tree of the given shape whose siblings are drawn without replacement from q (EAGLE; Li et al., ICML 2024).
 
-    The largest entries of log q + Gumbel noise, in falling order, are such draws. depth, width [B] (int64) cut each
-    image's tree to its first levels and the first drafts of each level. A draft exists only where its parent does, q
-    has mass for it, and the image has not ended; so a forced token is an only child.
+    The largest entries of log q + Gumbel noise, in falling order, are such draws (at temperature 0 without noise).
+    depth, width [B] (int64) cut each image's tree to its first levels and the first drafts of each level. A draft
+    exists only where its parent does, q has mass for it, and the image has not ended; so a forced token is an only
+    child.
     """
     batch, device = len(root.token), root.token.device
     law, hidden = work.laws(root.out.logits, root.committed[:, None]), root.out.hidden
@@ -68,7 +73,7 @@ def grow_sampled(
         index = torch.arange(len(level.parent), device=device)
         position = (root.committed + number - 1)[:, None].expand(-1, len(index))
         most = min(max(level.rank) + 1, law.shape[-1])
-        scores = law.log() + noise[:, rows - law.shape[1] : rows]
+        scores = law.log() + noise[:, rows - law.shape[1] : rows] * (work.params.temperature > 0)
         token = scores.topk(most).indices[:, parent, rank.clamp(max=most - 1)]
         probability = at(law[:, parent], token)
         exists = above[:, parent] & (rank < most) & (probability > 0) & (position < work.layout.length)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from ..kernels.sampling import take
 from .trees import Tree
 
 SCHEDULES = ("uniform", "dynamic")
@@ -142,7 +143,7 @@ def stale_features(features: Tensor, available: Tensor, count: Tensor, width: in
     kept = features.shape[1]
     used = torch.minimum(available, count).clamp(max=kept)
     index = kept - used[:, None] + torch.arange(width, device=features.device)
-    return _take(features, index.clamp(max=kept - 1))
+    return take(features, index.clamp(max=kept - 1))
 
 
 def push_features(features: Tensor, new: Tensor, count: Tensor) -> Tensor:
@@ -151,13 +152,7 @@ def push_features(features: Tensor, new: Tensor, count: Tensor) -> Tensor:
     count: [R], or [B] with R a multiple of B; at most T.
     """
     index = count[:, None] + torch.arange(features.shape[1], device=features.device)
-    return _take(torch.cat((features, new), dim=1), index)
-
-
-def _take(rows: Tensor, index: Tensor) -> Tensor:
-    """rows [R, n, D] at index [B, m], R a multiple of B -> [R, m, D]."""
-    index = index.repeat(len(rows) // len(index), 1)
-    return rows.gather(1, index[..., None].expand(-1, -1, rows.shape[-1]))
+    return take(torch.cat((features, new), dim=1), index)
 
 
 def _lengths(tree: Tree, leaves: Tensor) -> Tensor:

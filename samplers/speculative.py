@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.sampling import at, categorical
+from ..kernels.sampling import at, categorical, take
 from . import skipping as vvs
 from .acceptance import AcceptanceRule, Exact, check_strength
 from .drafting import Drafting, Root
@@ -67,17 +67,9 @@ class Decided:
     observed: Tensor
     hidden: Tensor
 
-
     def where(self, condition: Tensor, other: Decided) -> Decided:
         """These for the images where condition [B], else ``other``."""
         return Decided(*(choose(condition, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
-
-
-def take(rows: Tensor, index: Tensor) -> Tensor:
-    """rows [R, n, ...] at index [B, m] (int64; R a multiple of B) -> [R, m, ...]."""
-    index = index.repeat(len(rows) // len(index), 1)
-    shape = (*index.shape, *[1] * (rows.ndim - 2))
-    return rows.gather(1, index.reshape(shape).expand(*index.shape, *rows.shape[2:]))
 
 
 def choose(condition: Tensor, yes: Tensor, no: Tensor) -> Tensor:
@@ -227,8 +219,10 @@ class Run:
         self.target = model.start(*prompt, slack=method.width, guided=guided)
         state = method.drafter.start(self.target, *prompt, slack=method.draft_width, guided=guided)
         self.work = Drafting(method.drafter, state, self.layout, params, model.vocab, self.stream)
+        self.codebook = None
         if method.skipping:
             vvs.check_codebook(method.skipping, model.codebook)
+            self.codebook = None if model.codebook is None else model.codebook.to(self.device)
         self.history = method.structure.start(batch, self.layout, self.device)
         self.passes, self.rounds, self.done = 0, 0, False
         self.first_token()
@@ -276,8 +270,10 @@ class Run:
             self.history, plan, tree, before, self.committed, accepted, active & ~skip
         )
         now = time.perf_counter()
+        position = before[:, None] + torch.arange(self.levels, device=self.device)
+        free = (position < (before + accepted)[:, None]) & (self.layout.forced_at(position) < 0)
         self.recorder.round(
-            accepted=accepted, committed=decided.count, width=fed, nodes=tree.exists[:, 1:].sum(1), depth=depth,
+            accepted=free.sum(1), committed=decided.count, width=fed, nodes=tree.exists[:, 1:].sum(1), depth=depth,
             skipped=skip, milliseconds=1000 * (now - begun), draft_milliseconds=1000 * (drafted - begun),
         )
 
@@ -332,8 +328,7 @@ class Run:
         """Whose drafts are taken unverified this round [B] (bool)."""
         if not self.method.skipping:
             return torch.zeros_like(active)
-        codebook = self.request.model.codebook
-        return active & vvs.decide(self.method.skipping, tree, codebook, self.rounds, self.committed,
+        return active & vvs.decide(self.method.skipping, tree, self.codebook, self.rounds, self.committed,
                                    self.layout.length, self.skipped)
 
     def take_unverified(
@@ -344,8 +339,9 @@ class Run:
         slots, count = vvs.choose_path(self.method.skipping, tree, u)
         count = torch.where(skip, count, 0)
         token, q = tree.token.gather(1, slots), tree.probability.gather(1, slots)
-        if tree.laws is None:
-            q = torch.ones_like(q)  # proposed for certain
+        drawn = tree.laws is not None and (tree.width == 1 or self.method.skipping.path == "first")
+        if not drawn:
+            q = torch.ones_like(q)  # chosen rather than drawn from q: as if proposed for certain
         hidden = vvs.stale_features(self.features, self.known, count, slots.shape[1])
         columns = self.committed[:, None] + torch.arange(slots.shape[1], device=self.device)
         self.recorder.tokens(
@@ -394,7 +390,7 @@ class Run:
     def record_pending(self, p: Tensor, judged: Tensor) -> None:
         """What the pass says of tokens taken unverified before it: their p, and the drift of not having tested them.
 
-        That is the leak of accepting for certain: [1 - p/q]+ for a draft drawn from q, 1 - p for a proposed one.
+        That is the leak of accepting for certain: [1 - p/q]+ for a draft drawn from q, 1 - p for another one.
         """
         count, token = self.pending.count[:, None], self.pending.token[:, 1:]
         index = torch.arange(token.shape[1], device=self.device)

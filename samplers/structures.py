@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -116,14 +117,13 @@ class Chain(_FixedShape):
 class Static(_FixedShape):
     """A tree of fixed shape over sampled children (EAGLE-1): a published one by name, or a list of paths."""
 
-    tree: str | tuple[Path, ...] = "lantern_57"
+    tree: str | Sequence[Path] = "lantern_57"
 
     def shape(self) -> Shape:
-        return shape_of(published(self.tree) if isinstance(self.tree, str) else self.tree)
+        return shape_of(published(self.tree) if isinstance(self.tree, str) else tuple(map(tuple, self.tree)))
 
     def describe(self) -> dict[str, Any]:
-        name = self.tree if isinstance(self.tree, str) else "own paths"
-        return {"kind": "static", "tree": name, "drafts": self.size()[0]}
+        return {"kind": "static", "tree": self.tree, "drafts": self.size()[0]}
 
 
 @dataclass(frozen=True)

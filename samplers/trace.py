@@ -73,7 +73,7 @@ class Trace:
         """Numbers of the whole run, forced tokens excluded from the counts."""
         source = self.positions["source"]
         free = source != Source.FORCED
-        verified = free & (self.positions["depth"] > 0)
+        verified = free & (self.positions["depth"] > 0) & (source != Source.SKIPPED)
         accepted = (source == Source.ACCEPTED) | (source == Source.RELAXED)
         passes = self.totals["passes_per_image"]
         return {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.sampling import at, categorical, point_mass
+from ..kernels.sampling import at, categorical, point_mass, unless_empty
 from .acceptance import AcceptanceRule
 from .drafting import DRAWS
 from .rng import Purpose, Stream
@@ -107,7 +107,8 @@ def recursive_rejection(
             law = torch.where(failed, residual / residual.sum(-1, keepdim=True), law)
             if left is not None:
                 without = left.scatter(-1, token[:, None], 0)
-                left = torch.where(failed, without / without.sum(-1, keepdim=True).clamp(min=1e-30), left)
+                without = unless_empty(without, left)  # its mass may be tiny, and must stay a law's all the same
+                left = torch.where(failed, without / without.sum(-1, keepdim=True), left)
             chosen = torch.where(passed, child, chosen)
             found = found | passed
         node, alive = chosen, found
@@ -133,8 +134,9 @@ def sample_and_match(tree: Tree, p: Tensor, numbers: Numbers) -> Verified:
         kids, token = row_of(children, node), row_of(drawn, node)
         child_token = tree.token.gather(1, kids.clamp(min=0))
         equal = alive[:, None] & (kids >= 0) & (child_token == token[:, None])
-        found, rank = equal.any(1), equal.long().argmax(1)
-        probability = at(row_of(p, node), token)
+        found = equal.any(1)
+        rank = torch.where(found, equal.long().argmax(1), (kids >= 0).sum(1) - 1).clamp(min=0)  # or the last, refused
+        probability = at(row_of(p, node), child_token.gather(1, rank[:, None])[:, 0])
         testing = alive & (kids >= 0).any(1)
         one, nothing = torch.ones_like(probability), torch.zeros_like(probability)
         tests.append(_Test.none(batch, p.device).then(

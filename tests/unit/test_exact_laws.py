@@ -117,7 +117,7 @@ def truncated_refine(method, verified, window, stream, turn, official):
 
 def assert_biased(reuse):
     whole, _ = judge(replace(SHARP, reuse=reuse), "plain", runs=MANY)
-    assert whole.z > 20, whole
+    assert whole.z > 10, whole
 
 
 def test_sjd_plus_plus_as_printed_is_biased():
