@@ -173,9 +173,9 @@ def request(model: ToyModel, layout: TokenLayout, params: SamplingParams | None 
 
 
 def chi_square(tokens: Tensor, law: dict[tuple[int, ...], float]) -> SimpleNamespace:
-    """How far images [M, S] are from a law: standard score of the chi-square statistic (cells expecting < 5 pooled) and TV distance.
+    """How far images [M, S] are from a law: TV distance, and z, the standard score of the chi-square statistic.
 
-    An image of probability zero gives z = inf.
+    Cells expecting fewer than 5 are pooled. An image of probability zero gives z = inf.
     """
     total = len(tokens)
     images, counts = tokens.unique(dim=0, return_counts=True)
@@ -193,7 +193,7 @@ def chi_square(tokens: Tensor, law: dict[tuple[int, ...], float]) -> SimpleNames
         cells.append(tuple(rare))
     statistic = sum((observed - expected) ** 2 / expected for expected, observed in cells)
     freedom = len(cells) - 1
-    spread = 2 / (9 * freedom)  # Wilson and Hilferty (1931): the cube root is normal to good accuracy, few cells or many
+    spread = 2 / (9 * freedom)  # Wilson and Hilferty (1931): the cube root is nearly normal, of few cells too
     distance = sum(abs(seen.get(image, 0) / total - probability) for image, probability in law.items()) / 2
     return SimpleNamespace(z=((statistic / freedom) ** (1 / 3) - 1 + spread) / math.sqrt(spread), tv=distance)
 
