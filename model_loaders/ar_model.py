@@ -53,6 +53,7 @@ class DiscreteModel(nn.Module):
         self.prompt_encoder, self.pixels_per_token = prompt_encoder, pixels_per_token
         self.vocab = self.vocab_total = backbone.config.vocab
         self.codebook: Tensor | None = None
+        self._neighbours: Tensor | None = None  # the widest table asked for so far
         self.device = torch.device("cpu")
         self.dtype = torch.float32
 
@@ -63,6 +64,7 @@ class DiscreteModel(nn.Module):
                 f"The image decoder has {codebook.shape[0]} codes but the model draws {self.vocab}: "
                 "they do not belong together. Load the VQ file that was released with the model."
             )
+        self._neighbours = None
         self.codebook, self.pixels_per_token = codebook.detach().float().cpu(), pixels_per_token
 
     def dequantize(self, tokens: Tensor) -> Tensor:
@@ -80,7 +82,9 @@ class DiscreteModel(nn.Module):
             raise ValueError(
                 "This rule compares code vectors, but no image decoder is attached to the model. Load the VQ file too."
             )
-        return neighbour_table(self.codebook, count)
+        if self._neighbours is None or self._neighbours.shape[1] < count:
+            self._neighbours = neighbour_table(self.codebook, count)
+        return self._neighbours[:, :count]
 
     def layout(self, rows: int | None = None, cols: int | None = None) -> TokenLayout:
         """The token layout; raises ValueError for a grid the model was not trained on."""
