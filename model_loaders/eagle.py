@@ -139,7 +139,7 @@ class EagleDrafter:
         return torch.cat((padding.expand(len(hidden), -1, -1), hidden), dim=1)
 
     def observe(self, state: EagleState, tokens: Tensor, positions: Tensor, hidden: Tensor, count: Tensor) -> StepOut:
-        """One causal pass over pairs (hidden, token) behind all earlier ones; see Drafter. ``count`` is 1 or more."""
+        """One causal pass over pairs (hidden, token) behind all earlier ones; see Drafter."""
         state.expanded = 0
         mask = state.cache.open(tokens.shape[1])
         feature = self._pass(state, tokens, positions, hidden, mask)

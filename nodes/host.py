@@ -238,7 +238,7 @@ def sampling(
     raises when the user interrupts.
     """
     model = loaded.model
-    rows = batch * (1 + guided) * (width + 1)
+    rows = batch * (1 + guided) * (max(width, draft_width) + 1)
     memory = model.kv_bytes(batch, layout, width, guided) + 8 * rows * model.vocab_total * 4  # eight rows of fp32 laws
     together = [loaded.patcher]  # in one call, so that none evicts another
     if drafter is not None:

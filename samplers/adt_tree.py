@@ -2,7 +2,7 @@
 
 Lei et al., "Fast inference of visual autoregressive model with adjacency-adaptive dynamical draft trees": take the
 shape of a neighbour's tree (section IV-A), then go deeper and narrower if its drafts were accepted, else shallower and
-wider (IV-B, eq. 2). Shapes depend on decided tokens alone, so an exact acceptance rule stays exact.
+wider (IV-B, eq. 2). Shapes depend on earlier rounds alone, so an exact acceptance rule stays exact.
 
 Where the paper is silent: a tree's acceptance rate alpha is its accepted drafts, without the token drawn behind them,
 over its levels, so that 1 means "every level was used"; the first tree is EAGLE-2's; a round that decided tokens

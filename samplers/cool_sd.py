@@ -125,6 +125,6 @@ class CoolSD(ScaledRatio):
 
 
 def check_budget(delta: float) -> None:
-    """Raise ValueError unless delta is a finite number of at least 1."""
-    if not 1 <= delta < math.inf:
-        raise ValueError(f"delta is {delta}, but must be 1 (exact) or more; 1.1 and 2 are the paper's values.")
+    """Raise ValueError unless delta is 1 to 1000."""
+    if not 1 <= delta <= 1000:
+        raise ValueError(f"delta is {delta}, but must be 1 (exact) to 1000; 1.1 and 2 are the paper's values.")

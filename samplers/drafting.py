@@ -19,7 +19,8 @@ DRAWS = 4096  # random numbers of one purpose that a round may use at a position
 
 @dataclass
 class Drafting:
-    """A drafter at work on a batch. layout and stream are the run's; ``passes`` counts the drafter's forward passes."""
+    """A drafter at work on a batch. layout and stream are the run's; ``passes`` counts the drafter's forward passes
+    behind the prompt."""
 
     drafter: Drafter
     state: Any
@@ -98,9 +99,9 @@ def grow_sampled(
 
 def _noise(work: Drafting, root: Root, shape: Shape, vocab: int, turn: Tensor) -> Tensor:
     """Gumbel noise [B, E, V+] for the laws behind the root and all drafts that have children, in one go."""
-    counts = torch.tensor([1, *(level.inner for level in shape)], device=turn.device)
-    level = torch.arange(len(counts), device=turn.device).repeat_interleave(counts)
-    place = torch.cat([torch.arange(n, device=turn.device) for n in counts.tolist()])
+    counts = [1, *(level.inner for level in shape)]
+    level = torch.tensor([number for number, n in enumerate(counts) for _ in range(n)], device=turn.device)
+    place = torch.tensor([i for n in counts for i in range(n)], device=turn.device)
     return work.stream.gumbel(root.committed[:, None] + level, vocab, Purpose.DRAFT, turn * DRAWS + place)
 
 

@@ -7,7 +7,8 @@ visual auto-regressive models", 2025 (arXiv:2502.06352).
 For a draft x and its neighbours y_1, y_2, .. by distance of their code vectors, c_j = p(y_1) + .. + p(y_j) and J is the
 largest j <= k whose c_j stays within a budget: delta for LANTERN, (lambda - 1) p(x) for LANTERN++. Then
 p~(x) = p(x) + c_J and f = min(1, p~(x) / q(x)). It is a prefix: the first neighbour beyond the budget ends it.
-The budget limits what x alone may absorb; the law of the output can drift further than delta.
+The budget limits what x alone may absorb; the law of the output can drift further than delta. At temperature 0 p is a
+point mass and nothing is relaxed (the authors' code compares unprocessed probabilities there).
 """
 
 from __future__ import annotations

@@ -119,7 +119,8 @@ class Drafter(Protocol):
         self, target_state: Any, conditioning: Any, negative: Any, batch: int, layout: TokenLayout, slack: int,
         guided: bool,
     ) -> Any:
-        """State behind the prompt; target_state is the target's, freshly started. ``slack``: drafts per round."""
+        """State behind the prompt; target_state is the target's, freshly started. ``slack``: tokens and drafts
+        that may stand behind the decided ones."""
         ...
 
     def observe(self, state: Any, tokens: Tensor, positions: Tensor, hidden: Tensor, count: Tensor) -> StepOut:

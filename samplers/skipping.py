@@ -51,13 +51,13 @@ class Skipping:
         for name, options in (("schedule", SCHEDULES), ("path", PATHS)):
             if getattr(self, name) not in options:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(options)}.")
-        if self.interval < 2:
+        if not self.interval >= 2:
             raise ValueError(f"interval is {self.interval}, but must be 2 or more: no two rounds in a row are skipped.")
         if not self.threshold >= 0:
             raise ValueError(f"threshold is {self.threshold}, but must be 0 (always skip) or more (above 1: never).")
         if not 0 < self.decay <= 1:
             raise ValueError(f"decay is {self.decay}, but must be above 0 and at most 1.")
-        if self.guard < 0:
+        if not self.guard >= 0:
             raise ValueError(f"guard is {self.guard}, but must be 0 or more.")
 
 

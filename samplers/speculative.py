@@ -82,10 +82,12 @@ class DraftTree:
         request.params.check(request.model.vocab)
         self.check()
         run = Run(self, request)
-        while not run.done:
-            run.round()
+        while True:
             if request.callback:
                 request.callback(Progress(run.tokens[:, :-1], run.committed, run.layout.length, run.passes))
+            if run.done:
+                break
+            run.round()
         return Decoded(run.tokens[:, :-1], run.finish())
 
 
@@ -102,6 +104,9 @@ class Run:
         model, params, batch = request.model, request.params, request.batch
         self.begun = time.perf_counter()
         self.layout, self.device = request.layout.to(model.device), model.device
+        self.codebook = None if model.codebook is None else model.codebook.to(self.device)
+        if method.skipping:
+            vvs.check_codebook(method.skipping, self.codebook)
         strength = check_strength(request.strength, batch, self.layout.length, self.device)
         self.strength = torch.ones((1, self.layout.length), device=self.device) if strength is None else strength
         self.stream = Stream.of(request.seed, batch, self.device)
@@ -113,10 +118,6 @@ class Run:
         self.target = model.start(*prompt, slack=method.width, guided=guided)
         state = method.drafter.start(self.target, *prompt, slack=method.draft_width, guided=guided)
         self.work = Drafting(method.drafter, state, self.layout, params, model.vocab, self.stream)
-        self.codebook = None
-        if method.skipping:
-            vvs.check_codebook(method.skipping, model.codebook)
-            self.codebook = None if model.codebook is None else model.codebook.to(self.device)
         self.history = method.structure.start(batch, self.layout, self.device)
         self.passes, self.rounds, self.done = 0, 0, False
         self.first_token()

@@ -305,7 +305,7 @@ def test_relaxed_siblings_drift_no_further_than_their_leaks(rule):
     (Lantern(-5), "neighbours is -5"), (Lantern(redraw="magic"), "redraw is 'magic'; choose one of optimal, paper"),
     (LanternPP(ratio=0.5), "ratio is 0.5, but must be 1 (exact) or more"), (LanternPP(ratio=math.nan), "ratio is nan"),
     (LanternPP(ratio=math.inf), "ratio is inf"), (LanternPP(0), "neighbours is 0"),
-    (UniformRSD(-1), "delta is -1, but must be 1 (exact) or more"), (UniformRSD(math.nan), "delta is nan"),
+    (UniformRSD(-1), "delta is -1, but must be 1 (exact) to 1000"), (UniformRSD(math.nan), "delta is nan"),
     (UniformRSD(math.inf), "delta is inf"), (CoolSD(0.9), "delta is 0.9"), (CoolSD(decay=-0.1), "decay is -0.1"),
     (CoolSD(decay=math.nan), "decay is nan"), (CoolSD(steps=0), "steps is 0, but must be 1 to 64"),
     (CoolSD(steps=65), "steps is 65"), (CoolSD(schedule="magic"), "choose one of exponential, linear"),
