@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comfyui_specar.model_loaders.checkpoint import CheckpointError
-from comfyui_specar.model_loaders.detect import load_drafter, load_image_decoder, load_model
+from comfyui_specar.model_loaders.detect import bundled, load_drafter, load_image_decoder, load_model
 from comfyui_specar.models.backbone import HeadNorm, Rotation
 from comfyui_specar.training import drafter as command_line
 from comfyui_specar.training import drafter_export, loop
@@ -125,12 +125,15 @@ def test_steps_and_trees_agree_with_one_pass(target, drafter, guided, negative):
         session.matches(leaves, slot, decided, paths)
 
     # What was drafted leaves no trace, and what was observed can be taken back.
-    session.matches(session.observe(torch.tensor(decided), 4, torch.tensor([2, 4])), 0, [7, 8], none)
+    root = session.observe(torch.tensor(decided), 4, torch.tensor([2, 4]))
+    session.matches(root, 0, [7, 8], none)
+    alone = seen.new_ones(2, 1, 1)
+    leaf = drafter.expand(session.state, first[:, :1], torch.tensor([[7], [8]]), root.hidden, alone)
+    session.matches(leaf, 0, [7, 8], [[7], [2]])
     drafter.rewind(session.state, torch.tensor([3, 1]))
-    root = session.observe(torch.tensor([4, 7]), 5, torch.tensor([5, 1]))
-    session.matches(root, 0, [9, 8], none)
-    leaf = drafter.expand(session.state, first[:, :1], torch.tensor([[9], [8]]), root.hidden, seen.new_ones(2, 1, 1))
-    session.matches(leaf, 0, [9, 8], [[7], [2]])
+    leaf = drafter.expand(session.state, first[:, 1:], torch.tensor([[4], [7]]), root.hidden, alone)
+    assert leaf.logits.isfinite().all(), "drafts start anew"
+    session.matches(session.observe(torch.tensor([4, 7]), 5, torch.tensor([5, 1])), 0, [9, 8], none)
 
 
 @torch.inference_mode()
@@ -356,3 +359,19 @@ def test_the_command_line_trains_a_drafter_for_a_model_of_ones_own(tmp_path, mon
     monkeypatch.setattr("sys.argv", command[:7])  # neither prompts nor pictures
     with pytest.raises(SystemExit, match="image decoder|--prompts"):
         command_line.main()
+
+
+def test_the_bundled_drafters_guess_what_the_bundled_model_draws():
+    """Far above chance (0.001), and worse where hidden states are paired with the tokens before theirs."""
+    model = load_model(bundled("default"))
+    prompts = [model.encode_prompt(f"{thing}, 3d, on a blue background")[0][0][0] for thing in ("cat", "car", "heart")]
+    pool = Pool.build(model, own_samples(model, prompts))
+    for name, lesson, least in (("eagle", EagleLesson(model, 1), 0.55), ("small", SmallLesson(model, 128, 2), 0.45)):
+        drafter = load_drafter(bundled(f"default/{name}"), model)
+        share = overlap(lesson, drafter.module, pool, 2.0)
+        assert share > least
+        if name == "eagle":
+            shifted = [replace(batch, tokens=batch.tokens.roll(1, 1)) for batch in pool.batches]
+            assert not drafter.padded and overlap(lesson, drafter.module, Pool(shifted), 2.0) < share - 0.05
+    files = [bundled(f"default/{name}") / "model.safetensors" for name in ("eagle", "small")]
+    assert sum(file.stat().st_size for file in files) < 5e6
