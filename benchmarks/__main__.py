@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, nargs="+", default=[16, 32])
     parser.add_argument("--eagle", default="default/eagle", help="EAGLE drafter: bundled name, or a file or folder")
     parser.add_argument("--small", default="default/small", help="small model as drafter, likewise")
-    parser.add_argument("--only", help="only methods whose name contains this (and next-token)")
+    parser.add_argument("--only", nargs="+", help="only the methods of these names (and next-token)")
     parser.add_argument("--seeds", type=int, default=2, help="pictures per prompt")
     parser.add_argument("--threads", type=int, help="CPU threads (torch's default otherwise)")
     parser.add_argument("--out", type=Path)
@@ -64,7 +64,7 @@ def main() -> None:
     eagle, small = (specar.load_drafter(find(name), model) for name in (options.eagle, options.small))
     listed = cases(options.windows) + drafter_cases(eagle, small)
     if options.only:
-        listed = [listed[0], *(case for case in listed[1:] if options.only in case.name)]
+        listed = [listed[0], *(case for case in listed[1:] if case.name in options.only)]
     report = {
         "model": options.model,
         "drafters": {"eagle": options.eagle, "small": options.small},

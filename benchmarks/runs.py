@@ -97,6 +97,7 @@ def measure(model, vae, case: Case, prompts: Sequence[str], seeds: int, **parame
     return {
         "name": case.name,
         "passes": statistics.fmean(passes),
+        "passes_each": passes,  # prompt by prompt, seed by seed: methods can be compared in pairs
         "passes_std_error": statistics.stdev(passes) / len(passes) ** 0.5 if len(passes) > 1 else 0.0,
         "step_compression": length / statistics.fmean(passes),
         "tokens_per_verification": generated / (sum(passes) - len(passes)),  # TPF: the prompt's pass is none
