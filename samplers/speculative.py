@@ -234,9 +234,10 @@ class Run:
         slots, count = vvs.choose_path(self.method.skipping, tree, u)
         count = torch.where(skip, count, 0)
         token, q = tree.token.gather(1, slots), tree.probability.gather(1, slots)
-        drawn = tree.laws is not None and (tree.width == 1 or self.method.skipping.path == "first")
-        if not drawn:
-            q = torch.ones_like(q)  # chosen rather than drawn from q: as if proposed for certain
+        if tree.laws is None:
+            q = torch.ones_like(q)  # proposed for certain
+        elif self.method.skipping.path != "first":  # picked among siblings, which is not drawing from q either
+            q = torch.where((tree.rank * tree.exists).amax(1, keepdim=True) > 0, 1.0, q)
         hidden = vvs.stale_features(self.features, self.known, count, slots.shape[1])
         columns = self.committed[:, None] + torch.arange(slots.shape[1], device=self.device)
         self.recorder.tokens(

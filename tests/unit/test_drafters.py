@@ -349,6 +349,7 @@ def test_the_command_line_trains_a_drafter_for_a_model_of_ones_own(tmp_path, mon
     command = ["drafter", "--kind", kind, "--model", str(model), "--out", str(tmp_path / "out"), "--prompts",
                str(prompts), "--samples", "22", "--minutes", "0.005", "--width", "32", "--layers", "1"]
     monkeypatch.setattr("sys.argv", command)
+    monkeypatch.setattr(torch, "set_flush_denormal", lambda on: True)  # would stay on for all later tests
     command_line.main()
     assert [sum(len(b.tokens) for b in Pool.load(tmp_path / "out" / f"{name}.pool").batches)
             for name in ("examples", "held_out")] == [20, 2]
