@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kernels.sampling import at
+from ..kernels.sampling import at, take
 from .logits import probabilities
 from .protocols import Drafter, SamplingParams, StepOut, TokenLayout
 from .rng import Purpose, Stream
@@ -141,20 +141,17 @@ def grow_top_k(
             score = score.masked_fill(~allowed, -torch.inf)
             parent = torch.div(chosen, most, rounding_mode="floor")  # place in the frontier that offered it
             token = best.indices.flatten(1).gather(1, chosen)
-            branches = len(hidden) // batch
-            row = parent.repeat(branches, 1)[..., None].expand(-1, -1, hidden.shape[-1])
-            seen = seen.gather(1, parent[..., None].expand(-1, -1, seen.shape[2]))
-            seen = torch.cat((seen, torch.eye(most, dtype=torch.bool, device=device).expand(batch, -1, -1)), dim=2)
-            out = work.expand(token, position[:, None].expand(-1, most), hidden.gather(1, row), seen)
+            own = torch.eye(most, dtype=torch.bool, device=device).expand(batch, -1, -1)
+            seen = torch.cat((take(seen, parent), own), dim=2)
+            out = work.expand(token, position[:, None].expand(-1, most), take(hidden, parent), seen)
             law, hidden = work.laws(out.logits, position[:, None].expand(-1, most) + 1), out.hidden
             frontier = count + chosen
             count += scores[0].numel()
     return _keep_best(found, root, nodes, levels, most)
 
 
-@dataclass(frozen=True)
-class _Nodes:
-    """Drafts of one level: [B, w], or [w] where all images agree."""
+class _Nodes(NamedTuple):
+    """Drafts of one level, in the order of Tree's fields: [B, w], or [w] where all images agree."""
 
     token: Tensor
     parent: Tensor
@@ -183,12 +180,8 @@ def _root_node(root: Root) -> _Nodes:
 
 def _tree(nodes: list[_Nodes], levels: int, width: int, laws: Tensor | None, law_of: Tensor | None) -> Tree:
     batch = len(nodes[0].token)
-
-    def joined(name: str) -> Tensor:
-        return torch.cat([getattr(n, name).expand(batch, -1) for n in nodes], dim=1)
-
-    return Tree(joined("token"), joined("parent"), joined("depth"), joined("rank"), joined("exists"),
-                joined("probability"), levels, width, laws, law_of)
+    joined = (torch.cat([part.expand(batch, -1) for part in parts], dim=1) for parts in zip(*nodes, strict=True))
+    return Tree(*joined, levels, width, laws, law_of)
 
 
 def _keep_best(found: list[_Candidates], root: Root, nodes: int, levels: int, width: int) -> Tree:

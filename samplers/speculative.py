@@ -195,7 +195,8 @@ class Run:
         verified = self.judge(tree, p_tree, strength, Numbers(self.stream, turn, self.committed))
 
         kept = kept_slots(self.pending, verified)
-        model.commit(state, torch.where(judged, self.pending.count + verified.accepted, 0), kept)
+        count = torch.where(judged, self.pending.count + verified.accepted, 0)
+        model.commit(state, count, kept)
         refresh = self.method.skipping is not None and self.method.skipping.refresh and waiting > 1
         if refresh:
             self.work.drafter.rewind(self.work.state, torch.where(judged, self.pending.count - 1, 0))
@@ -204,9 +205,8 @@ class Run:
         )
         self.record(tree, verified, decided, p_tree, columns, depth, width)
         if self.method.skipping:
-            true = torch.where(judged, self.pending.count + verified.accepted, 0)
-            self.features = vvs.push_features(self.features, take(out.hidden, kept), true)
-            self.known = self.known + true
+            self.features = vvs.push_features(self.features, take(out.hidden, kept), count)
+            self.known = self.known + count
             self.record_pending(p, judged)
         self.passes, self.own_passes = self.passes + 1, self.own_passes + judged.long()
         return decided, torch.where(judged, verified.accepted, 0)

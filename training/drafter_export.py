@@ -4,13 +4,10 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
-
 from ..model_loaders.ar_model import DiscreteModel
 from ..models.eagle import Eagle
 from ..models.prefix import CaptionPrefix
+from .export import half, save
 
 
 def write_eagle(module: Eagle, model: DiscreteModel, out: Path) -> None:
@@ -42,7 +39,8 @@ def write_eagle(module: Eagle, model: DiscreteModel, out: Path) -> None:
         "rms_norm_eps": config.norm_eps,
         "bias": module.fc.bias is not None,
     }
-    _save(out, tensors, settings)
+    out.mkdir(parents=True, exist_ok=True)
+    save(out / "model.safetensors", half(tensors), settings)
     (out / "config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
@@ -59,10 +57,5 @@ def write_small(module: DiscreteModel, out: Path) -> None:
     }
     if isinstance(module.prefix, CaptionPrefix):
         settings["caption_slots"] = module.prefix.slots
-    _save(out, tensors, settings)
-
-
-def _save(out: Path, tensors: dict[str, Tensor], settings: dict) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    half = {name: tensor.detach().to(torch.float16).contiguous() for name, tensor in tensors.items()}
-    save_file(half, out / "model.safetensors", metadata={"specar": json.dumps(settings)})
+    save(out / "model.safetensors", half(tensors), settings)

@@ -19,7 +19,7 @@ def write(setting: Setting, captions: Captions, trained: Path, out: Path) -> Non
     vq = tokenizer.restore(setting, trained)
     model = autoregressive.restore(setting, len(captions.words), trained)
     side = IMAGE_SIZE // vq.config.factor
-    _save(out / "vq.safetensors", _half(vq.state_dict()), {
+    save(out / "vq.safetensors", half(vq.state_dict()), {
         "family": "vq",
         "config": asdict(vq.config),
         "margin": setting.tokenizer.margin,
@@ -27,7 +27,7 @@ def write(setting: Setting, captions: Captions, trained: Path, out: Path) -> Non
     tensors = {**model.backbone.state_dict()}
     tensors |= {f"cls_embedding.{name}": tensor for name, tensor in model.prefix.state_dict().items()}
     tensors["cls_embedding.uncond_embedding"] = model.null_caption.detach()
-    _save(out / "model.safetensors", _half(tensors), {
+    save(out / "model.safetensors", half(tensors), {
         "family": "llamagen",
         "heads": setting.model.heads,
         "grid": [side, side],
@@ -36,7 +36,7 @@ def write(setting: Setting, captions: Captions, trained: Path, out: Path) -> Non
         "defaults": asdict(setting.sampling),
         "trained_on": setting.name,
     })  # fmt: skip
-    _save(out / "text_encoder.safetensors", {"word_embeddings.weight": model.words.weight.detach().contiguous()}, {
+    save(out / "text_encoder.safetensors", {"word_embeddings.weight": model.words.weight.detach().contiguous()}, {
         "words": captions.words,
         "stop_words": STOP_WORDS,
         "synonyms": captions.synonyms(),
@@ -44,9 +44,11 @@ def write(setting: Setting, captions: Captions, trained: Path, out: Path) -> Non
     })  # fmt: skip
 
 
-def _half(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def half(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors in fp16, ready to be written."""
     return {name: tensor.detach().to(torch.float16).contiguous() for name, tensor in tensors.items()}
 
 
-def _save(file: Path, tensors: dict[str, Tensor], metadata: dict) -> None:
+def save(file: Path, tensors: dict[str, Tensor], metadata: dict) -> None:
+    """A safetensors file with what shapes do not tell as JSON metadata."""
     save_file(tensors, file, metadata={"specar": json.dumps(metadata)})
