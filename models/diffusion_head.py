@@ -1,0 +1,224 @@
+"""The diffusion head of MAR (Li et al., "Autoregressive image generation without vector quantization", NeurIPS 2024,
+arXiv:2406.11838, section 3.2): a small MLP that denoises one token under the backbone's vector z.
+
+Parameter names follow the published files (``diffloss.net.*``).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+TRAINING_STEPS = 1000
+KINDS = ("ddpm", "ddim")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A cosine noise schedule (Nichol & Dhariwal, 2021, eq. 17), respaced to T of its 1000 steps.
+
+    Every table is [T], index 0 being the last denoising step. kind: "ddpm" draws from the learned variance, "ddim"
+    (Song et al., 2021, eta = 0) adds no noise. timesteps (int64): the original step numbers the network was trained on.
+    """
+
+    kind: str
+    timesteps: Tensor
+    alpha_bar: Tensor  # cumulative signal share before the step
+    alpha_bar_next: Tensor  # and after it
+    log_beta: Tensor  # log of the largest plausible variance of a step ...
+    log_posterior: Tensor  # ... and of the smallest
+    from_clean: Tensor  # posterior mean = from_clean * x_0 + from_noisy * x_t
+    from_noisy: Tensor
+
+    @classmethod
+    def cosine(cls, steps: int = 100, kind: str = "ddpm", device: torch.device | str = "cpu") -> Schedule:
+        """``steps`` of the 1000, evenly spread. Raises ValueError for an illegal number or kind."""
+        if not 2 <= steps <= TRAINING_STEPS:
+            raise ValueError(f"The diffusion head can take 2 to {TRAINING_STEPS} steps a token; {steps} were asked for.")
+        if kind not in KINDS:
+            raise ValueError(f"The diffusion head samples by {' or '.join(KINDS)}; {kind!r} was asked for.")
+        t = torch.arange(TRAINING_STEPS + 1, dtype=torch.float64) / TRAINING_STEPS
+        signal = torch.cos((t + 0.008) / 1.008 * math.pi / 2).square()
+        betas = (1 - signal[1:] / signal[:-1]).clamp(max=0.999)
+        stride = (TRAINING_STEPS - 1) / (steps - 1)
+        timesteps = torch.tensor([round(i * stride) for i in range(steps)])
+        alpha_bar = torch.cumprod(1 - betas, 0)[timesteps]
+        after = torch.cat((torch.ones(1, dtype=torch.float64), alpha_bar[:-1]))
+        beta = 1 - alpha_bar / after
+        posterior = beta * (1 - after) / (1 - alpha_bar)
+        posterior[0] = posterior[1]  # the last step's would be 0
+        tables = (
+            alpha_bar, after, beta.log(), posterior.log(), beta * after.sqrt() / (1 - alpha_bar),
+            (1 - after) * (1 - beta).sqrt() / (1 - alpha_bar),
+        )
+        return cls(kind, timesteps.to(device), *(table.float().to(device) for table in tables))
+
+    @property
+    def steps(self) -> int:
+        return len(self.timesteps)
+
+    @property
+    def last_width(self) -> float:
+        """Nominal standard deviation of the last denoising step, in latent units (about 0.0062 at any T)."""
+        return math.exp(0.5 * float(self.log_posterior[0]))
+
+    def mean_log_variance(self, x: Tensor, output: Tensor, index: Tensor | int) -> tuple[Tensor, Tensor]:
+        """Mean and log variance of x_{t-1} given x_t [..., C] and the network's output [..., 2C] (noise, variance).
+
+        The variance is interpolated in log space between its bounds (Nichol & Dhariwal, eq. 15).
+        """
+        noise, share = output.chunk(2, dim=-1)
+
+        def at(table: Tensor) -> Tensor:
+            return table[index].unsqueeze(-1) if isinstance(index, Tensor) and index.ndim else table[index]
+
+        alpha_bar = at(self.alpha_bar)
+        clean = x / alpha_bar.sqrt() - (1 / alpha_bar - 1).sqrt() * noise
+        share = (share + 1) / 2
+        log_variance = share * at(self.log_beta) + (1 - share) * at(self.log_posterior)
+        if self.kind == "ddim":
+            after = at(self.alpha_bar_next)
+            return after.sqrt() * clean + (1 - after).sqrt() * noise, log_variance
+        return at(self.from_clean) * clean + at(self.from_noisy) * x, log_variance
+
+
+class Endpoint(NamedTuple):
+    """How a denoising ended: the law N(mean, exp(log_std)^2) of its last step, whose mean is the sample itself.
+
+    mean, log_std [..., C] (fp32, temperature included); path [...]: sum of log std over dimensions and all earlier
+    steps (without the temperature, which cancels wherever it is compared).
+    """
+
+    mean: Tensor
+    log_std: Tensor
+    path: Tensor
+
+
+class TimeEmbedding(nn.Module):
+    def __init__(self, width: int, operations):
+        super().__init__()
+        self.mlp = nn.Sequential(operations.Linear(256, width), nn.SiLU(), operations.Linear(width, width))
+
+    def forward(self, t: Tensor, dtype: torch.dtype) -> Tensor:
+        """Timesteps [N] (any real numbers) -> [N, width]."""
+        frequencies = torch.exp(-math.log(10000) * torch.arange(128, device=t.device, dtype=torch.float32) / 128)
+        angles = t.float()[:, None] * frequencies
+        return self.mlp(torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype))
+
+
+class ResBlock(nn.Module):
+    """LayerNorm, shift and scale from the condition, MLP, gated residual (adaLN)."""
+
+    def __init__(self, width: int, operations):
+        super().__init__()
+        self.in_ln = operations.LayerNorm(width, eps=1e-6)
+        self.mlp = nn.Sequential(operations.Linear(width, width), nn.SiLU(), operations.Linear(width, width))
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), operations.Linear(width, 3 * width))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        shift, scale, gate = self.adaLN_modulation(y).chunk(3, dim=-1)
+        return x + gate * self.mlp(self.in_ln(x) * (1 + scale) + shift)
+
+
+class FinalLayer(nn.Module):
+    def __init__(self, width: int, channels: int, operations):
+        super().__init__()
+        self.norm_final = operations.LayerNorm(width, eps=1e-6, elementwise_affine=False)
+        self.linear = operations.Linear(width, channels)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), operations.Linear(width, 2 * width))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        shift, scale = self.adaLN_modulation(y).chunk(2, dim=-1)
+        return self.linear(self.norm_final(x) * (1 + scale) + shift)
+
+
+class DenoisingMLP(nn.Module):
+    """x_t [N, C], time and condition vectors [N, width] -> noise and variance logits [N, 2C]."""
+
+    def __init__(self, channels: int, condition_dim: int, width: int, depth: int, operations=nn):
+        super().__init__()
+        self.time_embed = TimeEmbedding(width, operations)
+        self.cond_embed = operations.Linear(condition_dim, width)
+        self.input_proj = operations.Linear(channels, width)
+        self.res_blocks = nn.ModuleList(ResBlock(width, operations) for _ in range(depth))
+        self.final_layer = FinalLayer(width, 2 * channels, operations)
+
+    def forward(self, x: Tensor, time: Tensor, condition: Tensor) -> Tensor:
+        """``time`` = time_embed(t), ``condition`` = cond_embed(z); either may be [1, width]."""
+        y = time + condition
+        x = self.input_proj(x)
+        for block in self.res_blocks:
+            x = block(x, y)
+        return self.final_layer(x, y)
+
+
+class DiffusionHead(nn.Module):
+    """The denoising MLP with its schedule. ``schedule`` is the model's own; others may be given per call."""
+
+    def __init__(self, channels: int, condition_dim: int, width: int, depth: int, steps: int = 100, operations=nn):
+        super().__init__()
+        self.net = DenoisingMLP(channels, condition_dim, width, depth, operations)
+        self.schedule = Schedule.cosine(steps)
+        self.dtype = torch.float32
+
+    def embed(self, z: Tensor) -> Tensor:
+        """Condition vectors of backbone vectors z [N, D], computed once per denoising."""
+        return self.net.cond_embed(z.to(self.dtype))
+
+    def mean_log_variance(
+        self, x: Tensor, t: Tensor | int, z: Tensor, schedule: Schedule | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Mean and log variance [N, C] (fp32) of x_{t-1} given x_t [N, C], backbone vectors z [N, D].
+
+        t: index into the respaced schedule, int64 [N] or one number, T-1 (noise) to 0 (last step).
+        """
+        schedule = schedule or self.schedule
+        index = torch.as_tensor(t, device=x.device).expand(len(x))
+        time = self.net.time_embed(schedule.timesteps.to(x.device)[index], self.dtype)
+        output = self.net(x.to(self.dtype), time, self.embed(z)).float()
+        return schedule.mean_log_variance(x.float(), output, index)
+
+    def denoise(
+        self, z: Tensor, z_uncond: Tensor | None, cfg: Tensor | float, temperature: float, noise0: Tensor,
+        noise_t: Tensor, schedule: Schedule | None = None,
+    ) -> Endpoint:
+        """One token per row, from noise0 [N, C] along noise_t [T, N, C] (entry 0 is used at t = T-1; the last is not).
+
+        z, z_uncond [N, D]: the backbone's vectors; without z_uncond there is no guidance, and cfg is not used. cfg: one
+        scale or one per row [N]. Noise is predicted as u + cfg (c - u); the variance is that of the conditional row.
+        Raises ValueError unless noise_t has one entry per step.
+        """
+        schedule = schedule or self.schedule
+        if len(noise_t) != schedule.steps:
+            raise ValueError(f"noise_t has {len(noise_t)} entries for a schedule of {schedule.steps} steps.")
+        x = noise0.float()
+        path = x.new_zeros(len(x))
+        times = self.net.time_embed(schedule.timesteps.to(x.device), self.dtype)
+        condition = self.embed(z if z_uncond is None else torch.cat((z, z_uncond)))
+        scale = cfg[:, None] if isinstance(cfg, Tensor) else cfg
+        for index in range(schedule.steps - 1, -1, -1):
+            rows = x.to(self.dtype) if z_uncond is None else x.to(self.dtype).repeat(2, 1)
+            output = self.net(rows, times[index : index + 1], condition).float()
+            if z_uncond is not None:
+                output, other = output.chunk(2)
+                noise, variance = output.chunk(2, dim=-1)
+                unguided = other.chunk(2, dim=-1)[0]
+                output = torch.cat((unguided + scale * (noise - unguided), variance), dim=-1)
+            x, log_variance = schedule.mean_log_variance(x, output, index)
+            if index > 0:
+                path = path + 0.5 * log_variance.sum(-1)
+                if schedule.kind == "ddpm":
+                    x = x + (0.5 * log_variance).exp() * noise_t[schedule.steps - 1 - index].float() * temperature
+        log_std = 0.5 * log_variance + (math.log(temperature) if temperature > 0 else -math.inf)
+        return Endpoint(x, log_std, path)
+
+    def sample(
+        self, z_cond: Tensor, z_uncond: Tensor | None, cfg: Tensor | float, temperature: float, noise0: Tensor,
+        noise_t: Tensor,
+    ) -> Tensor:
+        """Tokens [N, C] (fp32): the end of :meth:`denoise`."""
+        return self.denoise(z_cond, z_uncond, cfg, temperature, noise0, noise_t).mean

@@ -1,0 +1,180 @@
+"""The masked autoregressive transformer of MAR (arXiv:2406.11838): an encoder over the known tokens, a decoder over all.
+
+Attention is bidirectional, so nothing can be cached: every pass reads all known tokens again. Parameter names follow the
+published files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class MARConfig:
+    """Sizes of a model; the defaults are MAR-B. ``slots`` vectors of the prompt stand before the image.
+
+    conditions: number of classes, or the width of caption features where ``captions`` is set.
+    """
+
+    dim: int = 768
+    encoder_layers: int = 12
+    decoder_layers: int = 12
+    heads: int = 12
+    rows: int = 16
+    cols: int = 16
+    channels: int = 16
+    slots: int = 64
+    conditions: int = 1000
+    captions: bool = False
+
+
+class Positions(NamedTuple):
+    """Learned positions: encoder and decoder [1, slots + S, D], condition vectors of the head [1, S, D]."""
+
+    encoder: Tensor
+    decoder: Tensor
+    head: Tensor
+
+
+class Encoded(NamedTuple):
+    """Hidden states [R, slots + K, D] of the prompt and of K tokens at positions index [R, K]; valid [R, K] (bool)."""
+
+    hidden: Tensor
+    index: Tensor
+    valid: Tensor
+
+
+class Attention(nn.Module):
+    """Full self-attention; ``seen`` [R, n] (bool) hides keys, None hides none."""
+
+    def __init__(self, dim: int, heads: int, operations):
+        super().__init__()
+        self.heads = heads
+        self.qkv = operations.Linear(dim, 3 * dim)
+        self.proj = operations.Linear(dim, dim)
+
+    def forward(self, x: Tensor, seen: Tensor | None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mask = None if seen is None else seen[:, None, None]
+        return self.proj(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, dim: int, operations):
+        super().__init__()
+        self.fc1 = operations.Linear(dim, 4 * dim)
+        self.fc2 = operations.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class Block(nn.Module):
+    """A pre-norm vision-transformer block."""
+
+    def __init__(self, dim: int, heads: int, operations):
+        super().__init__()
+        self.norm1 = operations.LayerNorm(dim, eps=1e-6)
+        self.attn = Attention(dim, heads, operations)
+        self.norm2 = operations.LayerNorm(dim, eps=1e-6)
+        self.mlp = MLP(dim, operations)
+
+    def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
+        x = x + self.attn(self.norm1(x), seen)
+        return x + self.mlp(self.norm2(x))
+
+
+class MAR(nn.Module):
+    """Prompt vectors and known tokens -> one vector z per position, for the diffusion head.
+
+    A class fills every slot with its embedding. A caption of n words (features [n, F], our own extension for the
+    bundled model) fills the first n, and the unconditional vector the rest.
+    """
+
+    def __init__(self, config: MARConfig, operations=nn):
+        super().__init__()
+        self.config = config
+        dim, length = config.dim, config.rows * config.cols
+        if config.captions:
+            self.caption_proj = operations.Linear(config.conditions, dim, bias=False)
+        elif config.conditions:
+            self.class_emb = operations.Embedding(config.conditions, dim)
+        self.fake_latent = nn.Parameter(torch.zeros(1, dim))
+        self.z_proj = operations.Linear(config.channels, dim)
+        self.z_proj_ln = operations.LayerNorm(dim, eps=1e-6)
+        self.encoder_pos_embed_learned = nn.Parameter(torch.zeros(1, config.slots + length, dim))
+        self.encoder_blocks = nn.ModuleList(Block(dim, config.heads, operations) for _ in range(config.encoder_layers))
+        self.encoder_norm = operations.LayerNorm(dim, eps=1e-6)
+        self.decoder_embed = operations.Linear(dim, dim)
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, dim))
+        self.decoder_pos_embed_learned = nn.Parameter(torch.zeros(1, config.slots + length, dim))
+        self.decoder_blocks = nn.ModuleList(Block(dim, config.heads, operations) for _ in range(config.decoder_layers))
+        self.decoder_norm = operations.LayerNorm(dim, eps=1e-6)
+        self.diffusion_pos_embed_learned = nn.Parameter(torch.zeros(1, length, dim))
+
+    def prompt(self, features: Tensor) -> Tensor:
+        """Slot vectors [B, slots, D] of prompt features: caption words [B, n, F], or class numbers [B, 1, 1]."""
+        if not self.config.captions:
+            return self.class_emb(features[:, 0, 0].long())[:, None].expand(-1, self.config.slots, -1)
+        words = self.caption_proj(features.to(self.fake_latent.dtype))[:, : self.config.slots]
+        return torch.cat((words, self.unconditional(len(words))[:, words.shape[1] :]), dim=1)
+
+    def unconditional(self, rows: int) -> Tensor:
+        """Slot vectors [rows, slots, D] of no prompt at all."""
+        return self.fake_latent[:, None].expand(rows, self.config.slots, -1)
+
+    def positions(self, rows: int, cols: int) -> Positions:
+        """The position tables for a grid; for another than the model's own, its part is resized bilinearly."""
+        tables = self.encoder_pos_embed_learned, self.decoder_pos_embed_learned, self.diffusion_pos_embed_learned
+        own = self.config.rows, self.config.cols
+        if (rows, cols) == own:
+            return Positions(*tables)
+
+        def resized(table: Tensor) -> Tensor:
+            slots, grid = table[:, : -own[0] * own[1]], table[:, -own[0] * own[1] :]
+            grid = F.interpolate(grid.mT.unflatten(-1, own), (rows, cols), mode="bilinear", align_corners=False)
+            return torch.cat((slots, grid.flatten(2).mT), dim=1)
+
+        return Positions(*map(resized, tables))
+
+    def encode(self, prompt: Tensor, tokens: Tensor, known: Tensor, seen: int, positions: Positions) -> Encoded:
+        """Read the prompt [R, slots, D] and the known ones (known [R, S], bool) of tokens [R, S, C].
+
+        ``seen``: at least as many as any row knows; rows that know fewer are padded with hidden tokens.
+        """
+        index = (~known).to(torch.uint8).argsort(dim=1, stable=True)[:, :seen]  # known ones first, in raster order
+        valid = known.gather(1, index)
+        chosen = tokens.to(prompt.dtype).gather(1, index[..., None].expand(-1, -1, tokens.shape[-1]))
+        slots = prompt.shape[1]
+        places = positions.encoder.expand(len(tokens), -1, -1)
+        place = places[:, slots:].gather(1, index[..., None].expand(-1, -1, places.shape[-1]))
+        x = torch.cat((prompt + places[:, :slots], self.z_proj(chosen) + place), dim=1)
+        x = self.z_proj_ln(x)
+        keys = F.pad(valid, (slots, 0), value=True)
+        for block in self.encoder_blocks:
+            x = block(x, keys)
+        return Encoded(self.encoder_norm(x), index, valid)
+
+    def decode(self, encoded: Encoded, positions: Positions) -> Tensor:
+        """z [R, S, D] for every position."""
+        slots, length = self.config.slots, positions.head.shape[1]
+        x = self.decoder_embed(encoded.hidden)
+        grid = self.mask_token.to(x.dtype).expand(len(x), length + 1, -1)  # one place more swallows the padding
+        place = torch.where(encoded.valid, encoded.index, length)[..., None].expand(-1, -1, x.shape[-1])
+        grid = grid.scatter(1, place, x[:, slots:])[:, :length]
+        x = torch.cat((x[:, :slots], grid), dim=1) + positions.decoder
+        for block in self.decoder_blocks:
+            x = block(x)
+        return self.decoder_norm(x)[:, slots:] + positions.head
+
+    def forward(
+        self, prompt: Tensor, tokens: Tensor, known: Tensor, seen: int, positions: Positions | None = None
+    ) -> Tensor:
+        """z [R, S, D] under slot vectors [R, slots, D], tokens [R, S, C] of which ``known`` [R, S] (bool) count."""
+        positions = positions or self.positions(self.config.rows, self.config.cols)
+        return self.decode(self.encode(prompt, tokens, known, seen, positions), positions)
