@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ..samplers.trace import POSITION_FIELDS, SCHEMA, Trace
+from ..samplers.trace import CONTINUOUS_FIELDS, POSITION_FIELDS, SCHEMA, Trace
 
 
 def save_trace(trace: Trace, path: str | Path) -> None:
@@ -17,7 +17,7 @@ def save_trace(trace: Trace, path: str | Path) -> None:
     tensors = {f"positions.{k}": v.contiguous() for k, v in trace.positions.items()}
     tensors |= {f"rounds.{k}": v.contiguous() for k, v in trace.rounds.items()}
     header = {"rows": trace.rows, "cols": trace.cols, "stride": trace.stride, "totals": trace.totals,
-              "settings": trace.settings, "schema": SCHEMA}
+              "settings": trace.settings, "schema": SCHEMA, "continuous": trace.continuous}
     save_file(tensors, str(path.with_suffix(".safetensors")), metadata={"specar": json.dumps(header)})
     path.with_suffix(".json").write_text(json.dumps(trace.report(), indent=1), encoding="utf-8")
 
@@ -36,7 +36,8 @@ def load_trace(path: str | Path) -> Trace:
     if schema != SCHEMA:
         found = schema or "no schema"
         raise ValueError(f"{path.name} is not a {SCHEMA} trace (found {found}). Save it again with Save Trace.")
-    absent = [f"positions.{name}" for name in POSITION_FIELDS if f"positions.{name}" not in tensors]
+    wanted = CONTINUOUS_FIELDS if header.get("continuous") else POSITION_FIELDS
+    absent = [f"positions.{name}" for name in wanted if f"positions.{name}" not in tensors]
     absent += [name for name in ("rows", "cols", "stride", "totals", "settings") if name not in header]
     if absent:
         raise ValueError(f"{path.name} is incomplete ({', '.join(absent)}). Save it again with Save Trace.")

@@ -38,7 +38,7 @@ class Schedule:
     def cosine(cls, steps: int = 100, kind: str = "ddpm", device: torch.device | str = "cpu") -> Schedule:
         """``steps`` of the 1000, evenly spread. Raises ValueError for an illegal number or kind."""
         if not 2 <= steps <= TRAINING_STEPS:
-            raise ValueError(f"The diffusion head can take 2 to {TRAINING_STEPS} steps a token; {steps} were asked for.")
+            raise ValueError(f"The diffusion head takes 2 to {TRAINING_STEPS} steps a token; {steps} were asked for.")
         if kind not in KINDS:
             raise ValueError(f"The diffusion head samples by {' or '.join(KINDS)}; {kind!r} was asked for.")
         t = torch.arange(TRAINING_STEPS + 1, dtype=torch.float64) / TRAINING_STEPS

@@ -1,7 +1,7 @@
-"""The masked autoregressive transformer of MAR (arXiv:2406.11838): an encoder over the known tokens, a decoder over all.
+"""The masked autoregressive transformer of MAR (arXiv:2406.11838): an encoder over the known tokens, then a decoder.
 
-Attention is bidirectional, so nothing can be cached: every pass reads all known tokens again. Parameter names follow the
-published files.
+Attention is bidirectional, so nothing can be cached: every pass reads all known tokens again. Parameter names follow
+the published files.
 """
 
 from __future__ import annotations

@@ -28,6 +28,9 @@ class Purpose(IntEnum):
     DRAFT = 4
     SKIP = 5
     SHAPE = 6
+    ORDER = 7
+    NOISE = 8
+    DRAFT_NOISE = 9
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -85,3 +88,19 @@ class Stream:
         # noise would turn a token of probability zero into NaN, which arg-max takes for the largest.
         v = ((words.float() + 0.5) * 2**-32).clamp(2**-33, 1 - 2**-24)
         return -torch.log(-torch.log1p(-v))
+
+    def normal(self, positions: Tensor, count: int, purpose: Purpose, draw: int | Tensor = 0) -> Tensor:
+        """Standard normal numbers [B, T, count] (fp32) for positions [B, T], by Box and Muller's transform.
+
+        The first ones do not depend on ``count``. ``draw`` numbers repeated uses.
+        """
+        lanes = torch.arange((count + 3) // 4, device=positions.device)
+        position = positions.unsqueeze(-1)
+        draws = (torch.zeros_like(positions) + draw).unsqueeze(-1)
+        counter = torch.broadcast_tensors(position, torch.full_like(position, purpose), draws, lanes)
+        key = (self.keys[:, :1, None], self.keys[:, 1:, None])
+        words = torch.stack(philox(counter, key), dim=-1).flatten(-2)
+        radius, angle = ((words.float() + 0.5) * 2**-32).unflatten(-1, (-1, 2)).unbind(-1)
+        radius = (-2 * radius.clamp(2**-33, 1).log()).sqrt()
+        angle = angle * (2 * torch.pi)
+        return torch.stack((radius * angle.cos(), radius * angle.sin()), dim=-1).flatten(-2)[..., :count]

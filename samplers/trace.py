@@ -18,7 +18,7 @@ SCHEMA = "specar.trace/1"
 class Source(IntEnum):
     """Where a final token came from."""
 
-    PREFILL = 0  # drawn from the prompt's own prediction
+    PREFILL = 0  # drawn from the prompt's own prediction, or by the model alone before any drafting
     ACCEPTED = 1  # a draft that passed the exact test
     RELAXED = 2  # a draft that only a relaxed rule let pass
     RESIDUAL = 3  # redrawn after a rejected draft
@@ -43,13 +43,25 @@ POSITION_FIELDS = {  # name -> (dtype, meaning)
     "tree_width": torch.int32,  # most drafts on one level of that tree
 }
 
+CONTINUOUS_FIELDS = {  # the same for models that draw vectors
+    "finalised_at": torch.int32,
+    "source": torch.uint8,
+    "depth": torch.int32,
+    "log_ratio": torch.float32,  # log of target over draft density of the draft verified there (0 without a draft)
+    "distance": torch.float32,  # between the two models' own samples there, in latent units (0 without a draft)
+    "block": torch.int32,  # the round that drafted it, from 1 (0: no draft)
+    "tries": torch.int32,  # proposals of the residual's acceptance-rejection (0: none; negative: none was accepted)
+    "order": torch.int32,  # place in the order of drawing, kept tokens first
+}
+
 
 @dataclass
 class Trace:
     """The record of a run.
 
-    positions: name -> tensor [B, S] (see POSITION_FIELDS); rounds: name -> tensor [passes] or [passes, B];
-    totals: JSON-ready numbers (target_passes, draft_passes, tokens, seed, ...); settings: JSON-ready method settings.
+    positions: name -> tensor [B, S] (see POSITION_FIELDS, CONTINUOUS_FIELDS); rounds: name -> tensor [passes] or
+    [passes, B]; totals: JSON-ready numbers (target_passes, draft_passes, tokens, seed, ...); settings: JSON-ready
+    method settings.
     """
 
     rows: int
@@ -59,6 +71,11 @@ class Trace:
     rounds: dict[str, Tensor]
     totals: dict[str, Any]
     settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def continuous(self) -> bool:
+        """Is this the record of a model that draws vectors?"""
+        return "log_ratio" in self.positions
 
     @property
     def layout(self) -> TokenLayout:
@@ -76,15 +93,29 @@ class Trace:
         verified = free & (self.positions["depth"] > 0) & (source != Source.SKIPPED)
         accepted = (source == Source.ACCEPTED) | (source == Source.RELAXED)
         passes = self.totals["passes_per_image"]
+        numbers = self._continuous_numbers(verified) if self.continuous else self._discrete_numbers(free)
         return {
             **self.totals,
             "accepted_drafts": int(accepted.sum()),
             "acceptance_rate": float(accepted.sum() / verified.sum()) if verified.any() else 0.0,
             "accepted_length": float(self.totals["tokens"] / max(sum(passes), 1)),
             "step_compression": float(source.shape[0] * source.shape[1] / max(sum(passes), 1)),
+            **numbers,
+            "sources": {s.name.lower(): int((source == s).sum()) for s in Source if (source == s).any()},
+        }
+
+    def _discrete_numbers(self, free: Tensor) -> dict[str, float]:
+        return {
             "tv_leak": float(self.positions["tv_leak"].sum()),
             "mean_log_p": float(self.positions["p"][free].clamp(min=1e-30).log().mean()) if free.any() else 0.0,
-            "sources": {s.name.lower(): int((source == s).sum()) for s in Source if (source == s).any()},
+        }
+
+    def _continuous_numbers(self, verified: Tensor) -> dict[str, float]:
+        """The paper's E||x^q - x^p||^2 (its table 4), and how often the residual gave up."""
+        squares = self.positions["distance"][verified].square()
+        return {
+            "mean_square_distance": float(squares.mean()) if len(squares) else 0.0,
+            "last_resorts": int((self.positions["tries"] < 0).sum()),
         }
 
     def report(self) -> dict[str, Any]:
@@ -100,21 +131,22 @@ class Trace:
 class Recorder:
     """Collects the trace during a run. One slot behind the last position swallows what is not committed."""
 
-    def __init__(self, layout: TokenLayout, batch: int, device: torch.device):
+    def __init__(
+        self, layout: TokenLayout, batch: int, device: torch.device, fields: dict[str, torch.dtype] = POSITION_FIELDS
+    ):
         self.layout, self.batch = layout, batch
         shape = (batch, layout.length + 1)
-        self.positions = {
-            name: torch.zeros(shape, dtype=dtype, device=device) for name, dtype in POSITION_FIELDS.items()
-        }
+        self.positions = {name: torch.zeros(shape, dtype=dtype, device=device) for name, dtype in fields.items()}
         self.rounds: list[dict[str, Any]] = []
 
     def tokens(
-        self, positions: Tensor, committed: Tensor, token: Tensor, p: Tensor | None, **values: Tensor | int | float
+        self, positions: Tensor, committed: Tensor, token: Tensor | None = None, p: Tensor | None = None,
+        **values: Tensor | int | float,
     ) -> None:
         """Record final tokens [B, T] at positions [B, T] where ``committed`` [B, T].
 
-        p [B, T, V+] is the target law, None where it is not known. ``values`` are per-token tensors [B, T] or scalars,
-        named as in POSITION_FIELDS.
+        p [B, T, V+] is the target law, None where it is not known or not discrete. ``values`` are per-token tensors
+        [B, T] or scalars, named as the recorder's fields.
         """
         slot = torch.where(committed, positions, self.layout.length)
         if p is not None:

@@ -14,7 +14,7 @@ OWN = {  # room -> modules of the pack it may import (a room, or one module of i
     "kernels": set(),
     "models": {"kernels"},
     "samplers": {"kernels"},
-    "model_loaders": {"models", "samplers.protocols", "samplers.trace"},
+    "model_loaders": {"models", "samplers.protocols", "samplers.trace", "samplers.continuous_model", "samplers.laws"},
     "api": {"model_loaders", "samplers"},
     "nodes": {"model_loaders", "samplers", "kernels"},
 }

@@ -1,0 +1,173 @@
+"""A masked model of continuous tokens as samplers see it: prompt features and known tokens in, laws of others out.
+
+It joins a transformer, a diffusion head and a prompt encoder; families differ in what they pass here and in ``start``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from ..models.diffusion_head import DiffusionHead, Schedule
+from ..models.mar import MAR, Positions
+from ..samplers.continuous_model import ContinuousParams, masked_guidance
+from ..samplers.laws import Normal
+from .ar_model import Conditioning
+from .prompt_encoders import PromptEncoder
+
+
+@dataclass
+class MaskedState:
+    """Slot vectors of each guidance branch [branches, B, slots, D], conditional first, and the position tables."""
+
+    prompts: Tensor
+    positions: Positions
+
+
+class ContinuousBase(nn.Module):
+    """What continuous models of all families share: prompts, units, and the names samplers and nodes ask for.
+
+    grid: the (rows, cols) the model was trained on. scale: what latents of its VAE are multiplied by to have unit
+    variance. ``device`` is where the model computes (ComfyUI's model management sets it).
+    """
+
+    group = 1
+    order: Tensor | None = None
+
+    def __init__(
+        self, family: str, grid: tuple[int, int], channels: int, scale: float, defaults: ContinuousParams,
+        prompt_encoder: PromptEncoder, pixels_per_token: int = 16,
+    ):
+        super().__init__()
+        self.family, self.grid, self.channels, self.scale = family, grid, channels, scale
+        self.defaults, self.prompt_encoder, self.pixels_per_token = defaults, prompt_encoder, pixels_per_token
+        self.device = torch.device("cpu")
+        self.dtype = torch.float32
+
+    # Prompts
+
+    def encode_prompt(self, text: str) -> Conditioning:
+        """CONDITIONING of a prompt (or of a class name or number). Raises ValueError with a remedy."""
+        return self.encode_features(self.prompt_encoder.encode(text), text=text)
+
+    def encode_class(self, number: int) -> Conditioning:
+        """CONDITIONING of a class number, for class-conditional models."""
+        return self.encode_prompt(str(number))
+
+    def encode_features(self, features: Tensor, mask: Tensor | None = None, text: str = "") -> Conditioning:
+        """CONDITIONING of ready features [1, n, F]; mask [1, n] (bool) marks the valid slots, which alone are kept."""
+        if mask is not None:
+            features = features[:, mask[0].bool()]
+        return [[features, {"ar": {"family": self.family, "text": text}}]]
+
+    def features(self, conditioning: Conditioning, batch: int, name: str) -> Tensor:
+        """Features [batch, n, F] of a CONDITIONING. Raises ValueError if it is not one of this model's."""
+        if len(conditioning) != 1:
+            raise ValueError(f"{name} combines {len(conditioning)} prompts; AR models take one. Use a single prompt.")
+        features, extra = conditioning[0]
+        family = extra.get("ar", {}).get("family")
+        if family != self.family:
+            origin = f"was encoded for {family}" if family else "does not come from this pack's CLIP"
+            raise ValueError(f"{name} {origin}, but the model is {self.family}. Encode it with this model's own CLIP.")
+        if features.shape[0] not in (1, batch):
+            raise ValueError(f"{name} holds {features.shape[0]} prompts for a batch of {batch}. Use 1 or {batch}.")
+        return features.to(self.device).expand(batch, -1, -1)
+
+    # Units
+
+    def check_grid(self, rows: int | None = None, cols: int | None = None) -> tuple[int, int]:
+        """The grid to draw on; raises ValueError for one the model was not trained on."""
+        rows, cols = rows or self.grid[0], cols or self.grid[1]
+        if (rows, cols) != self.grid:
+            height, width = (side * self.pixels_per_token for side in self.grid)
+            raise ValueError(
+                f"This model draws {self.grid[1]} x {self.grid[0]} tokens ({width} x {height} pixels) and nothing "
+                f"else; {cols} x {rows} tokens were asked for."
+            )
+        return rows, cols
+
+    def to_latent(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Latents [B, C, h, w] of the VAE (fp32) for tokens [B, S, C]."""
+        return rearrange(tokens.float(), "b (h w) c -> b c h w", h=grid[0]) / self.scale
+
+    def from_latent(self, latent: Tensor) -> Tensor:
+        """Tokens [B, S, C] for latents [B, C, h, w] of the VAE."""
+        return rearrange(latent.float(), "b c h w -> b (h w) c") * self.scale
+
+
+class MaskedModel(ContinuousBase):
+    """MAR behind the ContinuousModel protocol of samplers/continuous_model.py."""
+
+    def __init__(self, backbone: MAR, head: DiffusionHead, family: str, scale: float, defaults: ContinuousParams,
+                 prompt_encoder: PromptEncoder, pixels_per_token: int = 16):
+        config = backbone.config
+        super().__init__(family, (config.rows, config.cols), config.channels, scale, defaults, prompt_encoder,
+                         pixels_per_token)
+        self.backbone, self.head = backbone, head
+
+    def schedule(self, params: ContinuousParams) -> Schedule:
+        """The denoising steps. Raises ValueError for an illegal number or kind."""
+        return Schedule.cosine(params.steps, params.kind, self.device)
+
+    def guidance(self, params: ContinuousParams, before: Tensor, after: Tensor, length: int) -> Tensor:
+        """See masked_guidance."""
+        return masked_guidance(params, before, after, length)
+
+    def start(
+        self, conditioning: Conditioning, negative: Conditioning | None, batch: int, grid: tuple[int, int], guided: bool
+    ) -> MaskedState:
+        """Slot vectors of both guidance branches; without ``negative`` the second is the unconditional one."""
+        prompts = [self.backbone.prompt(self.features(conditioning, batch, "positive"))]
+        if guided and negative is not None:
+            prompts.append(self.backbone.prompt(self.features(negative, batch, "negative")))
+        elif guided:
+            prompts.append(self.backbone.unconditional(batch))
+        return MaskedState(torch.stack([p.to(self.dtype) for p in prompts]), self.backbone.positions(*grid))
+
+    def condition_vectors(self, state: MaskedState, tokens: Tensor, known: Tensor, seen: int) -> Tensor:
+        """z [branches, B, V, S, D] of tokens [B, S, C] under known [B, V, S] (bool)."""
+        branches, batch = state.prompts.shape[:2]
+        variants = known.shape[1]
+        prompts = state.prompts[:, :, None].expand(-1, -1, variants, -1, -1).flatten(0, 2)
+        rows = tokens[None, :, None].expand(branches, -1, variants, -1, -1).flatten(0, 2)
+        z = self.transform(state, prompts, rows, known[None].expand(branches, -1, -1, -1).flatten(0, 2), seen)
+        return z.unflatten(0, (branches, batch, variants))
+
+    def transform(self, state: MaskedState, prompts: Tensor, tokens: Tensor, known: Tensor, seen: int) -> Tensor:
+        """z [R, S, D] of all rows: R = branches * B * V."""
+        return self.backbone(prompts, tokens, known, seen, state.positions)
+
+    def predict(
+        self, state: MaskedState, tokens: Tensor, known: Tensor, query: Tensor, seen: int, cfg: Tensor,
+        temperature: float, noise0: Tensor, noise_t: Tensor, schedule: Schedule,
+    ) -> Normal:
+        """See ContinuousModel."""
+        z = self.condition_vectors(state, tokens, known, seen)
+        index = query[None, ..., None].expand(len(z), *query.shape, z.shape[-1])
+        z = z.gather(3, index).flatten(1, 3)
+        end = self.head.denoise(
+            z[0], z[1] if len(z) > 1 else None, cfg.flatten(), temperature, noise0.flatten(0, 2),
+            noise_t.flatten(1, 3), schedule,
+        )
+        if schedule.kind == "ddim":  # no noise, no widths: the kernel of the acceptance test has the nominal one
+            end = end._replace(log_std=torch.full_like(end.mean, math.log(schedule.last_width)),
+                               path=torch.zeros_like(end.path))
+        return Normal(*end).map(lambda t: t.unflatten(0, query.shape))
+
+    @torch.inference_mode()
+    def condition(self, conditioning: Conditioning, tokens: Tensor, known: Tensor) -> Tensor:
+        """z [B, S, D] (for the head) of tokens [B, S, C] in model units, of which ``known`` [B, S] (bool) are seen."""
+        tokens, known = tokens.to(self.device).flatten(1, -2), known.to(self.device).flatten(1)
+        state = self.start(conditioning, None, len(tokens), self.grid, guided=False)
+        return self.condition_vectors(state, tokens, known[:, None], int(known.sum(1).max()))[0, :, 0]
+
+    def run_bytes(self, rows: int, tokens: int, draws: int) -> int:
+        """Rough bytes of activations of a pass over rows of ``tokens`` tokens that draws ``draws`` of each."""
+        config = self.backbone.config
+        transformer = rows * (tokens + config.slots) * config.dim * 12
+        head = rows * draws * self.head.net.input_proj.out_features * 8
+        return (transformer + head) * self.dtype.itemsize
