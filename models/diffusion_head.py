@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate, repeat
 from typing import NamedTuple
 
 import torch
@@ -27,8 +28,10 @@ class Schedule:
 
     kind: str
     timesteps: Tensor
-    alpha_bar: Tensor  # cumulative signal share before the step
-    alpha_bar_next: Tensor  # and after it
+    signal: Tensor  # x_t = signal * x_0 + noise * epsilon before the step ...
+    noise: Tensor
+    signal_next: Tensor  # ... and after it
+    noise_next: Tensor
     log_beta: Tensor  # log of the largest plausible variance of a step ...
     log_posterior: Tensor  # ... and of the smallest
     from_clean: Tensor  # posterior mean = from_clean * x_0 + from_noisy * x_t
@@ -45,15 +48,16 @@ class Schedule:
         signal = torch.cos((t + 0.008) / 1.008 * math.pi / 2).square()
         betas = (1 - signal[1:] / signal[:-1]).clamp(max=0.999)
         stride = (TRAINING_STEPS - 1) / (steps - 1)
-        timesteps = torch.tensor([round(i * stride) for i in range(steps)])
+        # Added up, not multiplied: the published code breaks ties between two timesteps by its rounding errors.
+        timesteps = torch.tensor([round(t) for t in accumulate(repeat(stride, steps - 1), initial=0.0)])
         alpha_bar = torch.cumprod(1 - betas, 0)[timesteps]
         after = torch.cat((torch.ones(1, dtype=torch.float64), alpha_bar[:-1]))
         beta = 1 - alpha_bar / after
         posterior = beta * (1 - after) / (1 - alpha_bar)
         posterior[0] = posterior[1]  # the last step's would be 0
         tables = (
-            alpha_bar, after, beta.log(), posterior.log(), beta * after.sqrt() / (1 - alpha_bar),
-            (1 - after) * (1 - beta).sqrt() / (1 - alpha_bar),
+            alpha_bar.sqrt(), (1 - alpha_bar).sqrt(), after.sqrt(), (1 - after).sqrt(), beta.log(), posterior.log(),
+            beta * after.sqrt() / (1 - alpha_bar), (1 - after) * (1 - beta).sqrt() / (1 - alpha_bar),
         )
         return cls(kind, timesteps.to(device), *(table.float().to(device) for table in tables))
 
@@ -76,13 +80,11 @@ class Schedule:
         def at(table: Tensor) -> Tensor:
             return table[index].unsqueeze(-1) if isinstance(index, Tensor) and index.ndim else table[index]
 
-        alpha_bar = at(self.alpha_bar)
-        clean = x / alpha_bar.sqrt() - (1 / alpha_bar - 1).sqrt() * noise
+        clean = (x - at(self.noise) * noise) / at(self.signal)
         share = (share + 1) / 2
         log_variance = share * at(self.log_beta) + (1 - share) * at(self.log_posterior)
         if self.kind == "ddim":
-            after = at(self.alpha_bar_next)
-            return after.sqrt() * clean + (1 - after).sqrt() * noise, log_variance
+            return at(self.signal_next) * clean + at(self.noise_next) * noise, log_variance
         return at(self.from_clean) * clean + at(self.from_noisy) * x, log_variance
 
 
