@@ -1,14 +1,12 @@
 """Harmon (arXiv:2503.21979): MAR whose encoder output passes through a language model that has read the prompt.
 
-The language model is Qwen2.5's trunk, through transformers. Attention between the picture's tokens is bidirectional in
-MAR, so only the prompt's keys and values can be kept: every pass reads all known tokens again.
+Attention between the picture's tokens is bidirectional in MAR, so only the prompt's keys and values can be kept: every
+pass reads all known tokens again. Parameter names follow the published files, but for the diffusion head's.
 """
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,45 +14,53 @@ from torch import Tensor, nn
 
 from .mar import MAR, Encoded, MARConfig, Positions
 
+KeysAndValues = tuple[tuple[Tensor, Tensor], ...]  # of every layer, each [R, heads, n, d]
 
-@dataclass(frozen=True)
-class LanguageConfig:
-    """Sizes of the Qwen2.5 trunk; the defaults are those of the 0.5B model."""
 
-    dim: int = 896
-    layers: int = 24
-    heads: int = 14
-    kv_heads: int = 2
-    hidden: int = 4864
-    vocab: int = 151936
+class LanguageModel(Protocol):
+    """A module; ``width`` is that of its hidden states."""
+
+    width: int
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings [R, n, width] of token ids [R, n]."""
+        ...
+
+    def read(
+        self, x: Tensor, mask: Tensor, places: Tensor, before: KeysAndValues = ()
+    ) -> tuple[Tensor, KeysAndValues]:
+        """Hidden states [R, n, width] of embeddings x at places [R, n] behind T earlier ones, and their own keys.
+
+        mask [R, 1, n, T + n] is added to the attention scores. ``before`` may have R / k rows, each standing for k.
+        """
+        ...
 
 
 class Prompt(NamedTuple):
-    """Keys and values [R, kv_heads, n, d] of R prompts in every layer; valid [R, n] (bool): not padding."""
+    """What the language model keeps of R prompts of n tokens; valid [R, n] (bool): not padding."""
 
-    layers: tuple[tuple[Tensor, Tensor], ...]
+    layers: KeysAndValues
     valid: Tensor
 
 
 class Harmon(nn.Module):
-    """Prompts and known tokens -> one vector z per position. Has MAR's interface, but its prompt is a :class:`Prompt`.
+    """Prompts and known tokens -> one vector z per position: MAR's interface, but for what a prompt is.
 
-    ``operations`` makes the layers of MAR and of the projections; the language model's are transformers' own.
+    ``operations`` makes the layers of MAR and of the projections.
     """
 
-    def __init__(self, config: MARConfig, language: LanguageConfig, operations=nn):
+    def __init__(self, config: MARConfig, llm: LanguageModel, operations=nn):
         super().__init__()
         self.config = config
         self.mar = MAR(config, operations)
-        self.llm = language_model(language)
-        self.proj_in = _projection(config.dim, language.dim, language.dim, operations)
-        self.proj_out = _projection(language.dim, language.dim, config.dim, operations)
+        self.llm = llm
+        self.proj_in = _projection(config.dim, llm.width, llm.width, operations)
+        self.proj_out = _projection(llm.width, llm.width, config.dim, operations)
 
     def prompt(self, ids: Tensor, valid: Tensor) -> Prompt:
         """Read prompts, ids [R, n] (int64), padded behind their end where not valid [R, n] (bool)."""
-        cache = _prompt_cache()()
-        self._read(self.llm.embed_tokens(ids), valid, cache, valid[:, :0])
-        return Prompt(tuple(cache.kept), valid)
+        x = self.llm.embed(ids)
+        return Prompt(self.llm.read(x, *_attention(valid[:, :0], valid, x.dtype))[1], valid)
 
     def positions(self, rows: int, cols: int) -> Positions:
         """The position tables for a grid."""
@@ -67,11 +73,11 @@ class Harmon(nn.Module):
         slots = self.config.slots
         encoded = self.mar.encode(self.mar.unconditional(len(tokens)), tokens, known, seen, positions)
         # In the language model the tokens come first and the slots, which sum up what is known, last. Padding stands
-        # between them: it is seen by nobody and takes no position.
+        # between them: it is seen by nobody and takes no place.
         x = self.proj_in(encoded.hidden).roll(-slots, dims=1)
-        repeats = len(tokens) // len(prompt.valid)
-        before = prompt.valid.repeat_interleave(repeats, dim=0)
-        read = self._read(x, F.pad(encoded.valid, (0, slots), value=True), _prompt_cache()(prompt.layers), before)
+        before = prompt.valid.repeat_interleave(len(tokens) // len(prompt.valid), dim=0)
+        mask, places = _attention(before, F.pad(encoded.valid, (0, slots), value=True), x.dtype)
+        read, _ = self.llm.read(x, mask, places, prompt.layers)
         return encoded._replace(hidden=encoded.hidden + self.proj_out(read.roll(slots, dims=1)))
 
     def decode(self, encoded: Encoded, positions: Positions) -> Tensor:
@@ -85,57 +91,18 @@ class Harmon(nn.Module):
         positions = positions or self.positions(self.config.rows, self.config.cols)
         return self.decode(self.encode(prompt, tokens, known, seen, positions), positions)
 
-    def _read(self, x: Tensor, valid: Tensor, cache, before: Tensor) -> Tensor:
-        """Hidden states [R, n, D] of x [R, n, D] behind cached keys; valid [R, n] and before [R, T] mark both (bool)."""
-        keys, length = torch.cat((before, valid), dim=1), x.shape[1]
-        causal = torch.ones((length, keys.shape[1]), dtype=torch.bool, device=x.device).tril(before.shape[1])
-        hidden_keys = ~(keys[:, None, None] & causal)
-        mask = torch.zeros(hidden_keys.shape, dtype=x.dtype, device=x.device)
-        mask.masked_fill_(hidden_keys, torch.finfo(x.dtype).min)
-        places = (keys.cumsum(1) - 1).clamp(min=0)[:, -length:]
-        out = self.llm(inputs_embeds=x, attention_mask=mask, position_ids=places, past_key_values=cache, use_cache=True)
-        return out.last_hidden_state
-
-
-def language_model(config: LanguageConfig) -> nn.Module:
-    """Qwen2.5's trunk without its head (Qwen2Model), untrained."""
-    from transformers import Qwen2Config, Qwen2Model
-
-    model = Qwen2Model(Qwen2Config(
-        vocab_size=config.vocab, hidden_size=config.dim, intermediate_size=config.hidden,
-        num_hidden_layers=config.layers, num_attention_heads=config.heads, num_key_value_heads=config.kv_heads,
-        rope_theta=1e6, rms_norm_eps=1e-6,
-    ))  # fmt: skip
-    with torch.device("cpu"):  # its table of frequencies is in no file, so it must be real even in a model on meta
-        model.rotary_emb = type(model.rotary_emb)(model.config)
-    return model
-
 
 def _projection(inner: int, hidden: int, outer: int, operations) -> nn.Sequential:
     return nn.Sequential(operations.Linear(inner, hidden), nn.SiLU(), operations.Linear(hidden, outer))
 
 
-@functools.cache
-def _prompt_cache() -> type:
-    """The class of cache that we hand to transformers, which is imported when first needed."""
-    from transformers import DynamicCache
+def _attention(before: Tensor, valid: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Additive causal mask [R, 1, n, T + n] and places [R, n] of n tokens behind T others.
 
-    class PromptCache(DynamicCache):
-        """Keeps the keys and values of the first thing it sees; everything later is put behind them and forgotten."""
-
-        def __init__(self, layers: tuple[tuple[Tensor, Tensor], ...] = ()):
-            super().__init__()
-            self.kept, self.filled = list(layers), bool(layers)
-
-        def update(self, key: Tensor, value: Tensor, layer: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
-            if not self.filled:
-                self.kept.append((key, value))
-                return key, value
-            repeats = len(key) // len(self.kept[layer][0])  # only the layer at work is ever spread over the variants
-            before = (part.repeat_interleave(repeats, dim=0) for part in self.kept[layer])
-            return tuple(torch.cat(pair, dim=2) for pair in zip(before, (key, value), strict=True))
-
-        def get_seq_length(self, *args, **kwargs) -> int:
-            return self.kept[0][0].shape[2] if self.filled else 0
-
-    return PromptCache
+    Those not valid (before [R, T], valid [R, n], bool) are hidden and not counted.
+    """
+    length, keys = valid.shape[1], torch.cat((before, valid), dim=1)
+    causal = torch.ones((length, keys.shape[1]), dtype=torch.bool, device=keys.device).tril(before.shape[1])
+    hidden = ~(keys[:, None, None] & causal)
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=keys.device).masked_fill_(hidden, torch.finfo(dtype).min)
+    return mask, (keys.cumsum(1) - 1)[:, -length:].clamp(min=0)
