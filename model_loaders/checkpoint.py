@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 SAFETENSORS = (".safetensors", ".sft")
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
-_CONTAINERS = ("model", "module", "state_dict")  # DDP, DeepSpeed, Lightning
+# Averaged weights go before those of the last step; the others are of DDP, DeepSpeed and Lightning.
+_CONTAINERS = ("model_ema", "model", "module", "state_dict")
 
 
 class CheckpointError(ValueError):
@@ -79,7 +80,7 @@ def _open_pickle(path: Path) -> Any:
         unsafe = _unsafe_globals(path)
         if unsafe == {"argparse.Namespace"}:
             with torch.serialization.safe_globals([(_InertNamespace, "argparse.Namespace")]):
-                return torch.load(path, **options)
+                return torch.load(path, mmap=True, **options)
         raise CheckpointError(
             f"{path.name} ({path.stat().st_size} bytes) cannot be read as plain weights: it is damaged or contains "
             "code, which is never run. Convert it to .safetensors where you trust it."
@@ -96,10 +97,8 @@ def _unsafe_globals(path: Path) -> set[str]:
 
 def _unwrap(content: Any, path: Path) -> dict[str, Tensor]:
     for _ in range(2):
-        inner = next((content[key] for key in _CONTAINERS if isinstance(content, dict) and key in content), None)
-        if not isinstance(inner, dict):
-            break
-        content = inner
+        if isinstance(content, dict):
+            content = next((content[key] for key in _CONTAINERS if isinstance(content.get(key), dict)), content)
     tensors = {k: v for k, v in content.items() if isinstance(v, Tensor)} if isinstance(content, dict) else {}
     if not tensors:
         raise CheckpointError(f"{path.name} holds no named tensors.")

@@ -44,14 +44,16 @@ class Schedule:
             raise ValueError(f"The diffusion head takes 2 to {TRAINING_STEPS} steps a token; {steps} were asked for.")
         if kind not in KINDS:
             raise ValueError(f"The diffusion head samples by {' or '.join(KINDS)}; {kind!r} was asked for.")
-        t = torch.arange(TRAINING_STEPS + 1, dtype=torch.float64) / TRAINING_STEPS
+        on = {"dtype": torch.float64, "device": "cpu"}  # whatever device models are being built on
+        t = torch.arange(TRAINING_STEPS + 1, **on) / TRAINING_STEPS
         signal = torch.cos((t + 0.008) / 1.008 * math.pi / 2).square()
         betas = (1 - signal[1:] / signal[:-1]).clamp(max=0.999)
         stride = (TRAINING_STEPS - 1) / (steps - 1)
         # Added up, not multiplied: the published code breaks ties between two timesteps by its rounding errors.
-        timesteps = torch.tensor([round(t) for t in accumulate(repeat(stride, steps - 1), initial=0.0)])
+        spaced = [round(t) for t in accumulate(repeat(stride, steps - 1), initial=0.0)]
+        timesteps = torch.tensor(spaced, device="cpu")
         alpha_bar = torch.cumprod(1 - betas, 0)[timesteps]
-        after = torch.cat((torch.ones(1, dtype=torch.float64), alpha_bar[:-1]))
+        after = torch.cat((torch.ones(1, **on), alpha_bar[:-1]))
         beta = 1 - alpha_bar / after
         posterior = beta * (1 - after) / (1 - alpha_bar)
         posterior[0] = posterior[1]  # the last step's would be 0
