@@ -1,0 +1,108 @@
+"""Our xAR against the official code, on the same random weights, in fp32.
+
+xar.safetensors holds what https://github.com/OliverRensu/xAR gave at commit 121e9c9 on a CPU (torch 2.13, timm 0.9.12).
+Its xAR(encoder_embed_dim=32, encoder_depth=2, encoder_num_heads=4, decoder_* alike) was filled, in evaluation mode,
+with the values that ``xar_weight`` in tests/unit/tiny_xar.py derives from the names of the parameters; classes 3 and 8.
+  velocity_s_1.0   sample_inference(previous cell ``clean``, cell s ``noisy``; times 0 and 1; update_cache, mask), every
+                   fourth token; the calls for s = 0 .. 3 follow one another, so that the cache holds the clean cells
+  velocity_s_0.37  the next call, on the noisy cell alone at time 0.37
+  sample_*         sample_tokens(6, cfg) with ``noise`` in place of torch.randn and randn_like; every third channel
+  flow_*           the same with the official euler_sampler in place of euler_maruyama_sampler
+  metadata         tensors, numbers, and a SHA-256 of all names and shapes of the released sizes (buffers left out)
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from comfyui_specar.models.xar import CELL, CELLS, XAR, XARConfig
+from comfyui_specar.samplers import continuous_next_token
+from comfyui_specar.samplers.continuous_model import ContinuousParams, ContinuousRequest
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from ..unit.tiny import fill
+from ..unit.tiny_xar import tiny_xar, xar_weight
+
+FILE = Path(__file__).parent / "xar.safetensors"
+OFFICIAL = load_file(FILE)
+STEPS = 6
+LABELS = torch.tensor([3.0, 8.0]).view(2, 1, 1)
+
+
+def metadata(name):
+    with safe_open(str(FILE), framework="pt") as file:
+        return json.loads(file.metadata()[name])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_xar(tmp_path_factory.mktemp("model"))
+
+
+def cells(name):
+    return fill(f"{name} embedding", (2, CELLS * CELL, 16)).unflatten(1, (CELLS, CELL))
+
+
+def close(found, wanted):
+    assert found.shape == wanted.shape
+    assert (found - wanted).abs().max() < 1e-5 * max(1, wanted.abs().max()), (found - wanted).abs().max()
+
+
+@pytest.mark.parametrize("cell", range(CELLS))
+@pytest.mark.parametrize("time", [1.0, 0.37])
+def test_velocity_of_a_cell_behind_clean_cells(model, cell, time):
+    """The official code reads one clean cell more per stage, together with the first noise; we read all at once."""
+    net = model.backbone
+    classes = net.class_emb(LABELS[:, 0, 0].long())
+    past = net.read(cells("clean")[:, :cell], classes) if cell else None
+    condition = (classes + net.times([time], "cpu"))[:, None]
+    velocity = net(cells("noisy")[:, cell : cell + 1], condition, net.places(torch.full((2, 1), cell)), past)[0][:, 0]
+    close(velocity[:, ::4], OFFICIAL[f"velocity_{cell}_{time}"])
+
+
+@pytest.mark.parametrize(("name", "kind", "cfg"), [
+    ("sample_3.0", "ddpm", 3.0), ("sample_1.0", "ddpm", 1.0), ("flow_3.0", "ddim", 3.0),
+])
+def test_guided_picture(model, monkeypatch, name, kind, cfg):
+    """A whole picture through our own sampler, whose noise is replaced by the injected one."""
+    injected = fill("noise embedding", (STEPS + 1, 2, CELLS * CELL, 16))
+    rank = model.order.argsort()
+
+    def noises(stream, positions, channels, steps, *purpose):
+        place = rank[positions][None, ..., None].expand(STEPS + 1, -1, -1, channels)
+        drawn = injected.gather(2, place)
+        return drawn[0], drawn[1:]
+
+    monkeypatch.setattr(continuous_next_token, "noises", noises)
+    params = ContinuousParams(cfg=cfg, steps=STEPS, kind=kind)
+    request = ContinuousRequest(model, model.encode_features(LABELS), model.grid, params, batch=2)
+    with torch.inference_mode():
+        out = continuous_next_token.ContinuousNextToken().sample(request)
+    assert out.trace.totals["target_passes"] == CELLS
+    latent = model.to_latent(out.tokens, model.grid) * model.scale
+    close(latent[:, ::3], OFFICIAL[name])
+
+
+RELEASED = {
+    "base": XARConfig(), "large": XARConfig(1024, 16, 16, 16, 2730), "huge": XARConfig(1280, 20, 20, 16, 3413),
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_sizes_have_the_official_names_and_shapes(name):
+    with torch.device("meta"):
+        shapes = {key: list(t.shape) for key, t in XAR(RELEASED[name]).state_dict().items()}
+    wanted = metadata("released")[name]
+    assert len(shapes) == wanted["tensors"]
+    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == wanted["numbers"]
+    lines = sorted(f"{key} {shape}" for key, shape in shapes.items())
+    assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == wanted["sha256"]
+
+
+def test_the_recipe_of_the_weights_has_not_changed():
+    """Were the values other ones, every comparison above would be with a different model."""
+    values = xar_weight("encoder_blocks.0.attn.qkv.weight", (96, 32))[0, :8]
+    assert torch.allclose(values, torch.tensor(metadata("recipe")), atol=1e-7)
