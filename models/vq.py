@@ -31,14 +31,19 @@ class VQConfig:
         return 2 ** (len(self.ch_mult) - 1)
 
 
+def normalisation(channels: int, operations) -> nn.Module:
+    """The group norm that every block of these autoencoders uses."""
+    return operations.GroupNorm(32, channels, eps=1e-6, affine=True)
+
+
 class ResBlock(nn.Module):
     """Two normalised 3x3 convolutions with a residual connection."""
 
     def __init__(self, channels_in: int, channels_out: int, operations) -> None:
         super().__init__()
-        self.norm1 = _norm(channels_in, operations)
+        self.norm1 = normalisation(channels_in, operations)
         self.conv1 = operations.Conv2d(channels_in, channels_out, 3, padding=1)
-        self.norm2 = _norm(channels_out, operations)
+        self.norm2 = normalisation(channels_out, operations)
         self.conv2 = operations.Conv2d(channels_out, channels_out, 3, padding=1)
         self.nin_shortcut = operations.Conv2d(channels_in, channels_out, 1) if channels_in != channels_out else None
 
@@ -53,7 +58,7 @@ class AttentionBlock(nn.Module):
 
     def __init__(self, channels: int, operations) -> None:
         super().__init__()
-        self.norm = _norm(channels, operations)
+        self.norm = normalisation(channels, operations)
         self.q, self.k, self.v, self.proj_out = (operations.Conv2d(channels, channels, 1) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -121,7 +126,7 @@ class Encoder(nn.Module):
                 level.downsample = Downsample(after, operations)
             self.conv_blocks.append(level)
         self.mid = _mid(widths[-1], operations)
-        self.norm_out = _norm(widths[-1], operations)
+        self.norm_out = normalisation(widths[-1], operations)
         self.conv_out = operations.Conv2d(widths[-1], config.z_channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,7 +148,7 @@ class Decoder(nn.Module):
             if i < len(widths) - 1:
                 level.upsample = Upsample(after, operations)
             self.conv_blocks.append(level)
-        self.norm_out = _norm(widths[-1], operations)
+        self.norm_out = normalisation(widths[-1], operations)
         self.conv_out = operations.Conv2d(widths[-1], 3, 3, padding=1)
 
     def forward(self, z: Tensor) -> Tensor:
@@ -200,10 +205,6 @@ class VQModel(nn.Module):
     def decode(self, latent: Tensor) -> Tensor:
         """[B, C, h, w] in the dtype of the weights -> [B, 3, H, W], about [-1, 1], not clamped."""
         return self.decoder(self.post_quant_conv(latent))
-
-
-def _norm(channels: int, operations) -> nn.Module:
-    return operations.GroupNorm(32, channels, eps=1e-6, affine=True)
 
 
 def _mid(channels: int, operations) -> nn.ModuleList:
