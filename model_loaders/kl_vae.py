@@ -1,0 +1,53 @@
+"""KL autoencoders in the naming of latent diffusion (KL-16 of MAR, xAR and Harmon, and the pack's own)."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor, nn
+
+from ..models.kl_vae import KLConfig, KLModel
+from .checkpoint import Checkpoint, CheckpointError, load_weights
+from .image_decoder import LatentDecoder
+
+
+def recognise(tensors: dict[str, Tensor]) -> bool:
+    """Is this a KL autoencoder in the naming of latent diffusion?"""
+    return "decoder.mid.block_1.norm1.weight" in tensors and "quantize.embedding.weight" not in tensors
+
+
+def config_of(tensors: dict[str, Tensor]) -> KLConfig:
+    """Sizes of an autoencoder from its tensor names and shapes."""
+    base = tensors["encoder.conv_in.weight"].shape[0]
+    levels = 1 + max(int(m[1]) for n in tensors if (m := re.match(r"encoder\.down\.(\d+)\.", n)))
+    blocks = 1 + max(int(m[1]) for n in tensors if (m := re.match(r"encoder\.down\.0\.block\.(\d+)\.", n)))
+    widths = [tensors[f"encoder.down.{i}.block.0.conv1.weight"].shape[0] for i in range(levels)]
+    return KLConfig(
+        channels=tensors["post_quant_conv.weight"].shape[0],
+        ch_mult=tuple(w // base for w in widths),
+        base_channels=base,
+        num_res_blocks=blocks,
+        encoder_attention=f"encoder.down.{levels - 1}.attn.0.q.weight" in tensors,
+        decoder_attention=f"decoder.up.{levels - 1}.attn.0.q.weight" in tensors,
+    )
+
+
+def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> LatentDecoder:
+    """Build the autoencoder on the CPU.
+
+    Raises CheckpointError for missing, unknown, misshapen or non-finite tensors.
+    """
+    try:
+        config = config_of(checkpoint.tensors)
+    except (KeyError, ValueError) as error:  # a tensor that tells a size, or a whole group of them, is not there
+        raise CheckpointError(
+            f"{checkpoint.path.name} is incomplete ({error}): encoder and decoder are needed. Download it again."
+        ) from error
+    with torch.device("meta"):
+        module = KLModel(config, operations)
+    training_only = [name for name in checkpoint.tensors if name.startswith("loss.")]
+    load_weights(module, checkpoint.tensors, checkpoint.path, dtype, ignore=training_only)
+    module.eval().requires_grad_(False)
+    margin = int(checkpoint.metadata.get("margin", 0))
+    return LatentDecoder(module, config.factor, config.channels, checkpoint.path.name, margin)
