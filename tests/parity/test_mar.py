@@ -1,0 +1,206 @@
+"""Our MAR against the official code, on the same random weights, in fp32.
+
+mar.json holds what https://github.com/LTH14/mar gave at commit fe470ac on a CPU (torch 2.13, timm 0.9.12). Its modules
+were filled, in evaluation mode, with the values that ``mar_fill`` in tests/unit/tiny_mar.py derives from the names of
+the parameters: MAR(img_size=64, encoder_embed_dim=32, encoder_depth=2, encoder_num_heads=4, decoder_embed_dim=32,
+decoder_depth=1, decoder_num_heads=4, norm_layer=LayerNorm with eps 1e-6, class_num=10, buffer_size=4, diffloss_d=2,
+diffloss_w=24). ``numbers`` below gives the tokens and noises. n known tokens are the last n of ``order``.
+  encoder_n, z_n   forward_mae_encoder and forward_mae_decoder with n known tokens, for classes 3 and 8 (n = 7: class 3
+                   and the unconditional vector)
+  net, net_cfg     the denoising network at timesteps 0, 1, 250, 500, 749, 999, and forward_with_cfg with scale 2.5
+  mean_T, log_variance_T   p_mean_variance of T respaced steps at indices INDICES[T]
+  timesteps, respacing_sha256, tables_T   the kept steps (all of T = 2 .. 1000: one line each, hashed), and tables at
+                   indices 0, 1, T // 2, T - 1
+  loop_T_k_cfg_temperature, ddim_T_k_cfg   p_sample_loop and ddim_sample_loop (eta 0) over the last k of T steps (None:
+                   all of them; a random network then ends at values of 1e5, because nothing cancels the first noise)
+  sample_*, counts_*   sample_tokens with SAMPLES' settings, and how many tokens each pass drew
+  released         tensors, numbers, and a SHA-256 of all names and shapes of the official models
+"""
+
+import hashlib
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from comfyui_specar.model_loaders import mar
+from comfyui_specar.model_loaders.checkpoint import open_checkpoint
+from comfyui_specar.models.diffusion_head import DiffusionHead, Schedule
+from comfyui_specar.models.mar import MAR, MARConfig
+from comfyui_specar.samplers import continuous_next_token
+from comfyui_specar.samplers.continuous_model import ContinuousParams, ContinuousRequest
+from comfyui_specar.samplers.continuous_next_token import ContinuousNextToken, mask_schedule
+
+from ..unit.tiny import fill
+from ..unit.tiny_mar import mar_fill, write_mar
+
+OFFICIAL = json.loads((Path(__file__).parent / "mar.json").read_text(encoding="utf-8"))
+ORDER = torch.tensor(OFFICIAL["order"])  # the official code unmasks it from its end
+INDICES = {100: [0, 1, 13, 50, 88, 99], 5: [0, 1, 2, 3, 4, 0]}
+TIMESTEPS = torch.tensor([0, 1, 250, 500, 749, 999])
+
+
+def numbers(name, *shape):
+    return fill(f"{name} embedding", shape)
+
+
+TOKENS = numbers("tokens", 2, 16, 16)
+NOISY, Z, Z_UNCOND = numbers("noisy", 6, 16), numbers("z", 6, 32), numbers("z of no prompt", 6, 32)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = write_mar(tmp_path_factory.mktemp("model") / "model.safetensors")
+    return mar.load(open_checkpoint(path), torch.float32, None, ())
+
+
+def official(name, *shape):
+    return torch.tensor(OFFICIAL[name]).view(shape)
+
+
+def close(found, name, tolerance=3e-6):
+    wanted = official(name, *found.shape)
+    assert (found - wanted).abs().max() < tolerance * max(1, wanted.abs().max()), (found - wanted).abs().max()
+
+
+def schedule(steps, last=None, kind="ddpm"):
+    """The ``last`` denoising steps of ``steps``."""
+    whole = Schedule.cosine(steps, kind)
+    return Schedule(kind, *(getattr(whole, field.name)[:last] for field in fields(Schedule)[1:]))
+
+
+# Backbone
+
+
+@pytest.mark.parametrize("more", [0, 3, 16], ids=lambda n: f"padded by {n}")
+@pytest.mark.parametrize("count", [0, 1, 7, 15])
+@torch.inference_mode()
+def test_hidden_states_and_condition_vectors(model, count, more):
+    """Also when there is room for more known tokens than there are, as in batches of unequal progress."""
+    backbone, positions = model.backbone, model.backbone.positions(4, 4)
+    known = torch.zeros(2, 16, dtype=torch.bool).scatter(1, ORDER[:, 16 - count :], True)
+    prompt = backbone.prompt(torch.tensor([3.0, 8.0]).view(2, 1, 1))
+    if count == 7:
+        prompt = torch.cat((prompt[:1], backbone.unconditional(1)))
+    encoded = backbone.encode(prompt, TOKENS, known, min(count + more, 16), positions)
+    close(encoded.hidden[:, : 4 + count], f"encoder_{count}")
+    close(backbone.decode(encoded, positions), f"z_{count}")
+
+
+# Head
+
+
+@torch.inference_mode()
+def test_denoising_network(model):
+    head = model.head
+    outputs = [head.net(NOISY, head.net.time_embed(TIMESTEPS, torch.float32), head.embed(z)) for z in (Z, Z_UNCOND)]
+    close(outputs[0], "net")
+    noise, unguided = (output[:, :16] for output in outputs)
+    close(torch.cat((unguided + 2.5 * (noise - unguided), outputs[0][:, 16:]), dim=1), "net_cfg")
+
+
+@pytest.mark.parametrize("steps", INDICES)
+@torch.inference_mode()
+def test_mean_and_log_variance(model, steps):
+    mean, log_variance = model.head.mean_log_variance(NOISY, torch.tensor(INDICES[steps]), Z, Schedule.cosine(steps))
+    wanted = official(f"mean_{steps}", 6, 16)  # of very different sizes, row by row
+    assert ((mean - wanted).abs() < 2e-6 * (1 + wanted.abs())).all()
+    close(log_variance, f"log_variance_{steps}")
+
+
+def test_respacing():
+    lines = [" ".join(map(str, Schedule.cosine(n).timesteps.tolist())) for n in range(2, 1001)]
+    assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == OFFICIAL["respacing_sha256"]
+    for steps, wanted in OFFICIAL["timesteps"].items():
+        assert Schedule.cosine(int(steps)).timesteps.tolist() == wanted
+
+
+@pytest.mark.parametrize("steps", [5, 100, 1000])
+def test_tables(steps):
+    """To fp32 precision in every entry, the tiny ones at both ends included."""
+    ours, wanted = Schedule.cosine(steps), OFFICIAL[f"tables_{steps}"]
+    for name, found in {
+        "sqrt_alphas_cumprod": ours.signal, "sqrt_one_minus_alphas_cumprod": ours.noise, "betas": ours.log_beta.exp(),
+        "alphas_cumprod_prev": ours.signal_next.square(), "posterior_log_variance_clipped": ours.log_posterior,
+        "posterior_mean_coef1": ours.from_clean, "posterior_mean_coef2": ours.from_noisy,
+    }.items():
+        expected = torch.tensor(wanted[name])
+        assert torch.allclose(found[[0, 1, steps // 2, steps - 1]], expected, rtol=1e-6, atol=0), name
+    assert torch.allclose(ours.signal_next.square() + ours.noise_next.square(), torch.ones(steps), atol=1e-6)
+
+
+LOOPS = [name for name in OFFICIAL if name.startswith(("loop_", "ddim_"))]
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@torch.inference_mode()
+def test_denoising_loops(model, name):
+    kind, steps, last, cfg, *temperature = name.split("_")
+    steps = schedule(int(steps), None if last == "None" else int(last), "ddim" if kind == "ddim" else "ddpm")
+    guided = cfg != "None"
+    end = model.head.denoise(
+        Z, Z_UNCOND if guided else None, float(cfg) if guided else 1.0, float(*temperature or [1.0]),
+        numbers("first noise", 6, 16), numbers("later noise", steps.steps, 6, 16), steps,
+    )
+    close(end.mean, name)
+
+
+def test_there_are_loops_of_every_kind():
+    assert len(LOOPS) == 18 and sum("2.5" in name for name in LOOPS) == sum("2.5" not in name for name in LOOPS)
+
+
+# Whole pictures
+
+SAMPLES = {  # iterations, guidance, its schedule, temperature, denoising steps, the last of them
+    "single_linear": (16, 2.9, "linear", 1.0, 25, 12), "cosine_constant": (6, 4.0, "constant", 0.95, 25, 12),
+    "cosine_linear": (6, 3.0, "linear", 1.0, 25, 12), "unguided": (9, 1.0, "linear", 0.95, 25, 12),
+    "all_at_once": (1, 2.0, "linear", 1.0, 25, 12), "whole_range": (16, 2.9, "linear", 1.0, 100, None),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_whole_pictures(model, monkeypatch, name):
+    """The baseline sampler, given the official order and noises, draws the official pictures of classes 3 and 8."""
+    iterations, cfg, guidance, temperature, steps, last = SAMPLES[name]
+    steps = schedule(steps, last)
+    noise0 = numbers("first noise of the picture", 2, 16, 16)
+    noise_t = numbers("later noise of the picture", steps.steps, 2, 16, 16)
+
+    def noises(stream, positions, channels, count):
+        index = positions[..., None].expand(-1, -1, channels)
+        return noise0.gather(1, index), noise_t.gather(2, index.expand(count, -1, -1, -1))
+
+    monkeypatch.setattr(continuous_next_token, "noises", noises)
+    monkeypatch.setattr(model, "schedule", lambda params: steps)
+    monkeypatch.setattr(model, "order", ORDER.flip(1))
+    classes = model.encode_features(torch.tensor([3.0, 8.0]).view(2, 1, 1))
+    params = ContinuousParams(cfg, guidance, temperature)
+    out = ContinuousNextToken(iterations).sample(ContinuousRequest(model, classes, (4, 4), params, batch=2))
+    close(model.to_latent(out.tokens, (4, 4)) * model.scale, f"sample_{name}", 1e-5)
+    assert mask_schedule(iterations, 16) == OFFICIAL[f"counts_{name}"]
+
+
+# Files
+
+RELEASED = {"B": (768, 12, 12, 1024, 6), "L": (1024, 16, 16, 1280, 8), "H": (1280, 20, 16, 1536, 12)}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_sizes_have_the_official_names_and_shapes(name):
+    dim, layers, heads, width, depth = RELEASED[name]
+    with torch.device("meta"):
+        parts = {"": MAR(MARConfig(dim, layers, layers, heads)), "diffloss.": DiffusionHead(16, dim, width, depth)}
+    shapes = {prefix + key: list(t.shape) for prefix, part in parts.items() for key, t in part.state_dict().items()}
+    wanted = OFFICIAL["released"][name]
+    assert len(shapes) == wanted["tensors"]
+    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == wanted["numbers"]
+    lines = sorted(f"{key} {shape}" for key, shape in shapes.items())
+    assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == wanted["sha256"]
+
+
+def test_the_recipe_of_the_weights_has_not_changed():
+    """Were the values other ones, every comparison above would be with a different model."""
+    values = torch.cat((mar_fill("encoder_blocks.0.attn.qkv.weight", (96, 32))[0, :4],
+                        mar_fill("fake_latent", (1, 32))[0, :4]))
+    assert torch.allclose(values, torch.tensor(OFFICIAL["source"]["recipe"]), atol=1e-7)
