@@ -1,0 +1,145 @@
+"""Our Harmon against the official code, on the same random weights, in fp32.
+
+harmon.json holds what https://github.com/wusize/Harmon gave at commit 4eb6087 on a CPU (torch 2.12, transformers
+4.45.2, timm 0.9.12). Its class Harmon was run as it is (its BUILDER replaced by one that passes ready modules through,
+its VAE by one whose decode returns the latent), in evaluation mode, around MAR(img_size=64, encoder/decoder_embed_dim=32,
+encoder/decoder_depth=2, encoder/decoder_num_heads=4, norm_layer=LayerNorm(eps=1e-6), class_num=10, buffer_size=4,
+diffloss_d=2, diffloss_w=32, num_sampling_steps="5") and Qwen2ForCausalLM(vocab_size=300, hidden_size=64,
+intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, rope_theta=1e6), all filled
+with the values that ``harmon_fill`` in tests/unit/tiny_harmon.py derives from the names of the parameters.
+  positions_*  the three position tables for a grid of 3 x 5, every fifth number
+  z_*          forward_mae_encoder and forward_mae_decoder behind a prompt of 9 tokens and one of 4 (padded to 9), with 0,
+               1 or 9 tokens known; every fourth number
+  sample_*     sample(): a guided batch of two with orders of their own; a smaller grid with linear guidance and
+               temperature 0.9; one without guidance. Orders and noises are those of ``ORDER`` and ``noises`` below
+  released     tensors, numbers, and a SHA-256 of all names and shapes of the official models of both released sizes
+"""
+
+import hashlib
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from comfyui_specar.model_loaders.detect import load_model
+from comfyui_specar.model_loaders.qwen2 import HEADS, Qwen2
+from comfyui_specar.models.diffusion_head import DiffusionHead
+from comfyui_specar.models.harmon import Harmon
+from comfyui_specar.models.mar import MARConfig
+from comfyui_specar.samplers.continuous_model import ContinuousParams
+
+from ..unit.tiny_harmon import STEPS, VOCAB, fill, harmon_fill, write_harmon
+
+OFFICIAL = json.loads((Path(__file__).parent / "harmon.json").read_text(encoding="utf-8"))
+PROMPT = [(7 * i + 3) % VOCAB for i in range(9)]
+NULL = [(11 * i + 5) % VOCAB for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return load_model(write_harmon(tmp_path_factory.mktemp("model") / "harmon.safetensors"))
+
+
+def prompt(model, ids):
+    return model.encode_features(torch.tensor(ids, dtype=torch.float32)[None, :, None])
+
+
+def close(found, name, tolerance=1e-5):
+    wanted = torch.tensor(OFFICIAL[name]).view(found.shape)
+    assert (found - wanted).abs().max() < tolerance * max(1, wanted.abs().max()), (found - wanted).abs().max()
+
+
+@pytest.mark.parametrize("table", ["encoder", "decoder", "head"])
+def test_positions_of_another_grid(model, table):
+    close(getattr(model.backbone.positions(3, 5), table)[0, :, ::5], f"positions_{table}")
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("count", [0, 1, 9])
+@pytest.mark.parametrize("grid", [(4, 4), (3, 5)])
+def test_condition_vectors_of_both_guidance_branches(model, grid, count, padding):
+    """``padding``: places for tokens that other rows of the batch may know and this one does not."""
+    length = math.prod(grid)
+    known = torch.zeros(1, 1, length, dtype=torch.bool)
+    known[0, 0, np.random.RandomState(count).permutation(length)[:count]] = True
+    with torch.inference_mode():
+        state = model.start(prompt(model, PROMPT), prompt(model, NULL), 1, grid, guided=True)
+        z = model.condition_vectors(state, fill("tokens embedding", (1, length, 16)), known, count + padding)
+    close(z[:, 0, 0, :, ::4], f"z_{grid[0]}x{grid[1]}_{count}")
+
+
+def noises(images, length):
+    """The noise each token starts from (small, as ``harmon_fill`` explains) and that of its steps."""
+    return (fill("first noise embedding", (images, length, 16)) * 1e-4,
+            fill("step noise embedding", (STEPS, images, length, 16)))
+
+
+def official_counts(length, iterations):
+    """How many tokens are unknown after each pass."""
+    unknown = length
+    for i in range(iterations - 1):
+        unknown = max(1, min(unknown - 1, math.floor(length * math.cos(math.pi / 2 * (i + 1) / iterations))))
+        yield unknown
+    yield 0
+
+
+@torch.inference_mode()
+def draw(model, grid, images, iterations, params):
+    length = math.prod(grid)
+    order = torch.stack([torch.from_numpy(np.random.RandomState(100 + i).permutation(length)) for i in range(images)])
+    first, steps = noises(images, length)
+    schedule = model.schedule(params)
+    state = model.start(prompt(model, PROMPT), prompt(model, NULL), images, grid, params.cfg > 1)
+    tokens, known = torch.zeros(images, length, 16), torch.zeros(images, length, dtype=torch.bool)
+    for unknown in official_counts(length, iterations):
+        before = int(known[0].sum())
+        query = order[:, unknown : length - before]  # its first ones stay unknown longest
+        index = query[..., None].expand(-1, -1, 16)
+        scale = model.guidance(params, torch.tensor(before), torch.tensor(length - unknown), length)
+        law = model.predict(
+            state, tokens, known[:, None], query[:, None], before, scale.expand(images, 1, query.shape[1]),
+            params.temperature, first.gather(1, index)[:, None],
+            steps.gather(2, index.expand(len(steps), -1, -1, -1))[:, :, None], schedule,
+        )
+        tokens.scatter_(1, index, law.mean[:, 0])
+        known.scatter_(1, query, True)
+    return model.to_latent(tokens, grid)
+
+
+@pytest.mark.parametrize(("name", "grid", "images", "iterations", "params"), [
+    ("sample_4x4", (4, 4), 2, 5, {"cfg": 3.0, "cfg_schedule": "constant"}),
+    ("sample_3x5", (3, 5), 1, 4, {"cfg": 2.0, "cfg_schedule": "linear", "temperature": 0.9}),
+    ("sample_unguided", (4, 4), 1, 4, {"cfg": 1.0, "cfg_schedule": "constant"}),
+])
+def test_whole_pictures(model, name, grid, images, iterations, params):
+    close(draw(model, grid, images, iterations, ContinuousParams(steps=STEPS, **params)), name, 1e-4)
+
+
+RELEASED = {
+    "0.5B": (MARConfig(conditions=0), (6, 1024), (896, 24, 2, 4864)),
+    "1.5B": (MARConfig(1280, 20, 20, 16, conditions=0), (12, 1536), (1536, 28, 2, 8960)),
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_sizes_have_the_official_names_and_shapes(name):
+    config, (depth, width), (dim, layers, kv_heads, hidden) = RELEASED[name]
+    with torch.device("meta"):
+        backbone = Harmon(config, Qwen2(dim, layers, HEADS[dim], kv_heads, hidden, 151936))
+        head = DiffusionHead(config.channels, config.dim, width, depth)
+    shapes = {key: list(t.shape) for key, t in backbone.state_dict().items()}
+    shapes |= {f"mar.diffloss.{key}": list(t.shape) for key, t in head.state_dict().items()}
+    shapes |= {"mar.class_emb.weight": [1000, config.dim], "llm.lm_head.weight": [151936, dim]}  # which we leave out
+    wanted = OFFICIAL["released"][name]
+    assert len(shapes) == wanted["tensors"]
+    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == wanted["numbers"]
+    lines = sorted(f"{key} {shape}" for key, shape in shapes.items())
+    assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == wanted["sha256"]
+
+
+def test_the_recipe_of_the_weights_has_not_changed():
+    """Were the values other ones, every comparison above would be with a different model."""
+    values = harmon_fill("llm.model.layers.0.self_attn.q_proj.weight", (64, 64))[0, :8]
+    assert torch.allclose(values, torch.tensor(OFFICIAL["source"]["recipe"]), atol=1e-7)

@@ -1,0 +1,79 @@
+"""A Harmon-shaped model small enough for a test, with weights that any program can rebuild from a tensor's name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from comfyui_specar.models.mar import MARConfig
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .tiny import fill
+from .tiny_mar import mar_fill, mar_shapes
+
+MAR = MARConfig(dim=32, encoder_layers=2, decoder_layers=2, heads=4, rows=4, cols=4, slots=4, conditions=10)
+WIDTH, LAYERS, HEADS, KV_HEADS, HIDDEN, VOCAB = 64, 2, 4, 2, 128, 300  # of the language model
+STEPS = 5  # of the diffusion head
+SPECIAL = {"<|endoftext|>": 256, "<|im_start|>": 257, "<|im_end|>": 258}
+
+
+def harmon_shapes() -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a released Harmon file, the text head and the class table that nobody reads included."""
+    shapes = {f"mar.{name}": shape for name, shape in mar_shapes(MAR, width=32, depth=2).items()}
+    for name, (outer, inner) in (("proj_in", (WIDTH, MAR.dim)), ("proj_out", (MAR.dim, WIDTH))):
+        shapes |= {f"{name}.0.weight": (WIDTH, inner), f"{name}.0.bias": (WIDTH,)}
+        shapes |= {f"{name}.2.weight": (outer, WIDTH), f"{name}.2.bias": (outer,)}
+    shapes |= {"llm.model.embed_tokens.weight": (VOCAB, WIDTH), "llm.lm_head.weight": (VOCAB, WIDTH),
+               "llm.model.norm.weight": (WIDTH,)}
+    for layer in (f"llm.model.layers.{i}" for i in range(LAYERS)):
+        for part, outputs in (("q", WIDTH), ("k", WIDTH * KV_HEADS // HEADS), ("v", WIDTH * KV_HEADS // HEADS)):
+            shapes |= {f"{layer}.self_attn.{part}_proj.weight": (outputs, WIDTH),
+                       f"{layer}.self_attn.{part}_proj.bias": (outputs,)}
+        shapes |= {f"{layer}.{name}.weight": shape for name, shape in (
+            ("self_attn.o_proj", (WIDTH, WIDTH)), ("mlp.gate_proj", (HIDDEN, WIDTH)), ("mlp.up_proj", (HIDDEN, WIDTH)),
+            ("mlp.down_proj", (WIDTH, HIDDEN)), ("input_layernorm", (WIDTH,)), ("post_attention_layernorm", (WIDTH,)),
+        )}
+    return shapes
+
+
+def harmon_fill(name: str, shape: tuple[int, ...]) -> Tensor:
+    """As mar_fill; embeddings have unit variance. The head predicts hardly any noise (x 0.0001) and small variances
+    (x 0.2): its first step divides by 0.00005, so that an untrained one would leave all sensible numbers behind.
+    """
+    if name == "llm.model.embed_tokens.weight":
+        return fill(f"{name} embedding", shape)
+    values = mar_fill(name, shape)
+    if ".final_layer.linear." in name:
+        values[: MAR.channels] *= 1e-4
+        values[MAR.channels :] *= 0.2
+    return values
+
+
+def harmon_weights() -> dict[str, Tensor]:
+    return {name: harmon_fill(name, shape) for name, shape in harmon_shapes().items()}
+
+
+def write_harmon(path: Path, weights: dict[str, Tensor] | None = None, **metadata) -> Path:
+    """A safetensors file of the tiny model, with the metadata that its size needs."""
+    header = {"heads": MAR.heads, "llm_heads": HEADS, "grid": (MAR.rows, MAR.cols), "defaults": {"steps": STEPS}}
+    weights = harmon_weights() if weights is None else weights
+    save_file(weights, str(path), metadata={"specar": json.dumps(header | metadata)})
+    return path
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """A tokenizer in the files Qwen2.5's comes in: token = byte, and the special ones."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # the bytes that stand for themselves in such files
+    others = [byte for byte in range(256) if byte not in plain]
+    symbols = {byte: chr(byte) for byte in plain} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab = {symbol: byte for byte, symbol in symbols.items()}
+    (folder / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
+    (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    added = {str(number): {"content": text, "special": True, "lstrip": False, "rstrip": False, "normalized": False,
+                           "single_word": False} for text, number in SPECIAL.items()}
+    config = {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": added, "pad_token": "<|endoftext|>",
+              "eos_token": "<|im_end|>", "add_prefix_space": False, "bos_token": None, "unk_token": None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
