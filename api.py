@@ -10,11 +10,15 @@ import torch
 from torch import Tensor
 
 from .model_loaders.ar_model import DiscreteModel
+from .model_loaders.continuous_model import ContinuousBase
 from .model_loaders.detect import bundled, load_drafter, load_image_decoder, load_model
 from .model_loaders.trace_files import load_trace, save_trace
 from .samplers import presets
 from .samplers.acceptance import Exact
 from .samplers.adt_tree import ADTTree
+from .samplers.continuous import ContinuousSpeculative
+from .samplers.continuous_model import ContinuousRequest
+from .samplers.continuous_next_token import ContinuousNextToken
 from .samplers.cool_sd import CoolSD, UniformRSD
 from .samplers.grouped import Grouped
 from .samplers.jacobi import SJD, Jacobi
@@ -33,7 +37,9 @@ __all__ = ["Output", "Trace", "bundled", "load_drafter", "load_image_decoder", "
 methods = SimpleNamespace(
     NextToken=NextToken, Jacobi=Jacobi, SJD=SJD, DraftTree=DraftTree, Lantern=presets.lantern,
     LanternPP=presets.lantern_pp, CoolSD=presets.cool_sd, ADTTree=presets.adt_tree, VVS=presets.vvs, Skipping=Skipping,
+    ContinuousNextToken=ContinuousNextToken, ContinuousSpeculative=ContinuousSpeculative,
 )
+CONTINUOUS = (ContinuousNextToken, ContinuousSpeculative)
 structures = SimpleNamespace(Chain=Chain, Static=Static, Dynamic=Dynamic, ADTTree=ADTTree)
 rules = SimpleNamespace(
     Exact=Exact, Lantern=Lantern, LanternPP=LanternPP, UniformRSD=UniformRSD, CoolSD=CoolSD, Grouped=Grouped,
@@ -43,7 +49,8 @@ rules = SimpleNamespace(
 
 @dataclass(frozen=True)
 class Output:
-    """tokens [B, rows, cols] (int64), latent [B, C, rows, cols] (None if the model has no codebook yet), trace."""
+    """tokens [B, rows, cols] (int64; of continuous models [B, rows, cols, C], fp32), latent [B, C, rows, cols] for the
+    image decoder (None while a discrete model has no codebook), trace."""
 
     tokens: Tensor
     latent: Tensor | None
@@ -51,9 +58,9 @@ class Output:
 
 
 def sample(
-    model: DiscreteModel,
+    model: DiscreteModel | ContinuousBase,
     conditioning: Any,
-    method: Any = SJD(),  # noqa: B008 (frozen)
+    method: Any = None,
     negative: Any = None,
     cfg: float | None = None,
     temperature: float | None = None,
@@ -64,13 +71,30 @@ def sample(
     layout: TokenLayout | None = None,
     callback: Callback | None = None,
     strength: Tensor | None = None,
+    **head: Any,
 ) -> Output:
     """Draw ``batch_size`` images (image i with seed + i); parameters left None are the model's own.
 
-    strength [rows, cols] (0..1): how far a relaxed rule may go at each token of the picture, 0 being exact.
-    Raises ValueError where a parameter is outside its range (the message says which).
+    method: one of ``methods`` (None: SJD, for continuous models ContinuousNextToken). strength [rows, cols] (0..1): how
+    far a relaxed rule may go at each token of the picture, 0 being exact. Continuous models take no top_k, top_p,
+    layout and strength, but grid (rows, cols), tokens and kept (see ContinuousRequest), and of ContinuousParams
+    cfg_schedule, steps and kind. Raises ValueError where a parameter is outside its range (the message says which).
     """
-    given = {"cfg": cfg, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    continuous = isinstance(model, ContinuousBase)
+    if method is None:
+        method = ContinuousNextToken() if continuous else SJD()
+    if isinstance(method, CONTINUOUS) != continuous:
+        kind, remedy = ("vectors", "ContinuousNextToken") if continuous else ("token ids", "SJD")
+        raise ValueError(f"{type(method).__name__} cannot sample a model that draws {kind}; methods.{remedy} can.")
+    given = {"cfg": cfg, "temperature": temperature}
+    if continuous:
+        of_discrete = {"top_k": top_k, "top_p": top_p, "layout": layout, "strength": strength}
+        if unfit := [name for name, value in of_discrete.items() if value is not None]:
+            raise ValueError(f"{', '.join(unfit)}: this model draws vectors, for which there is no such parameter.")
+        return _sample_vectors(model, conditioning, method, negative, seed, batch_size, callback, given | head)
+    if head:
+        raise ValueError(f"{', '.join(head)}: this model draws token ids, for which there is no such parameter.")
+    given |= {"top_k": top_k, "top_p": top_p}
     params = replace(model.defaults, **{name: value for name, value in given.items() if value is not None})
     layout = layout or model.layout()
     if strength is not None:
@@ -81,3 +105,16 @@ def sample(
         tokens = request.layout.to_grid(decoded.tokens)
         latent = model.dequantize(tokens) if model.codebook is not None else None
     return Output(tokens, latent, decoded.trace)
+
+
+def _sample_vectors(
+    model: ContinuousBase, conditioning: Any, method: Any, negative: Any, seed: int, batch: int, callback: Any,
+    given: dict[str, Any],
+) -> Output:
+    grid = model.check_grid(*(given.pop("grid", None) or (None, None)))
+    keep = {name: given.pop(name, None) for name in ("tokens", "kept")}
+    params = replace(model.defaults, **{name: value for name, value in given.items() if value is not None})
+    request = ContinuousRequest(model, conditioning, grid, params, negative, seed, batch, callback, **keep)
+    with torch.inference_mode():
+        decoded = method.sample(request)
+        return Output(decoded.tokens.unflatten(1, grid), model.to_latent(decoded.tokens, grid), decoded.trace)

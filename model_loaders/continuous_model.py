@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -17,14 +19,19 @@ from ..models.mar import MAR, Positions
 from ..samplers.continuous_model import ContinuousParams, masked_guidance
 from ..samplers.laws import Normal
 from .ar_model import Conditioning
+from .checkpoint import CheckpointError
 from .prompt_encoders import PromptEncoder
 
 
 @dataclass
 class MaskedState:
-    """Slot vectors of each guidance branch [branches, B, slots, D], conditional first, and the position tables."""
+    """What the transformer reads of the prompts of all rows (branches * B, conditional first), and position tables.
 
-    prompts: Tensor
+    prompts: for MAR slot vectors [branches * B, slots, D].
+    """
+
+    prompts: Any
+    branches: int
     positions: Positions
 
 
@@ -32,9 +39,11 @@ class ContinuousBase(nn.Module):
     """What continuous models of all families share: prompts, units, and the names samplers and nodes ask for.
 
     grid: the (rows, cols) the model was trained on. scale: what latents of its VAE are multiplied by to have unit
-    variance. ``device`` is where the model computes (ComfyUI's model management sets it).
+    variance. ``device`` is where the model computes (ComfyUI's model management sets it). A smaller model of the family
+    is the drafter of a larger one.
     """
 
+    kind = "model"  # as a drafter, for the trace
     group = 1
     order: Tensor | None = None
 
@@ -47,6 +56,16 @@ class ContinuousBase(nn.Module):
         self.defaults, self.prompt_encoder, self.pixels_per_token = defaults, prompt_encoder, pixels_per_token
         self.device = torch.device("cpu")
         self.dtype = torch.float32
+
+    @property
+    def module(self) -> nn.Module:
+        """What model management moves, as of every drafter."""
+        return self
+
+    @property
+    def prompt_kind(self) -> str:
+        """What the model reads as its prompt, in words."""
+        return "text"
 
     # Prompts
 
@@ -109,6 +128,11 @@ class MaskedModel(ContinuousBase):
                          pixels_per_token)
         self.backbone, self.head = backbone, head
 
+    @property
+    def prompt_kind(self) -> str:
+        config = self.backbone.config
+        return f"captions of {config.conditions} numbers a word" if config.captions else f"{config.conditions} classes"
+
     def schedule(self, params: ContinuousParams) -> Schedule:
         """The denoising steps. Raises ValueError for an illegal number or kind."""
         return Schedule.cosine(params.steps, params.kind, self.device)
@@ -126,19 +150,19 @@ class MaskedModel(ContinuousBase):
             prompts.append(self.backbone.prompt(self.features(negative, batch, "negative")))
         elif guided:
             prompts.append(self.backbone.unconditional(batch))
-        return MaskedState(torch.stack([p.to(self.dtype) for p in prompts]), self.backbone.positions(*grid))
+        prompts = torch.cat([p.to(self.dtype) for p in prompts])
+        return MaskedState(prompts, len(prompts) // batch, self.backbone.positions(*grid))
 
     def condition_vectors(self, state: MaskedState, tokens: Tensor, known: Tensor, seen: int) -> Tensor:
         """z [branches, B, V, S, D] of tokens [B, S, C] under known [B, V, S] (bool)."""
-        branches, batch = state.prompts.shape[:2]
-        variants = known.shape[1]
-        prompts = state.prompts[:, :, None].expand(-1, -1, variants, -1, -1).flatten(0, 2)
-        rows = tokens[None, :, None].expand(branches, -1, variants, -1, -1).flatten(0, 2)
-        z = self.transform(state, prompts, rows, known[None].expand(branches, -1, -1, -1).flatten(0, 2), seen)
-        return z.unflatten(0, (branches, batch, variants))
+        batch, variants = known.shape[:2]
+        rows = tokens[None, :, None].expand(state.branches, -1, variants, -1, -1).flatten(0, 2)
+        z = self.transform(state, rows, known[None].expand(state.branches, -1, -1, -1).flatten(0, 2), seen)
+        return z.unflatten(0, (state.branches, batch, variants))
 
-    def transform(self, state: MaskedState, prompts: Tensor, tokens: Tensor, known: Tensor, seen: int) -> Tensor:
-        """z [R, S, D] of all rows: R = branches * B * V."""
+    def transform(self, state: MaskedState, tokens: Tensor, known: Tensor, seen: int) -> Tensor:
+        """z [R, S, D] of rows of tokens [R, S, C], R = branches * B * V."""
+        prompts = state.prompts.repeat_interleave(len(tokens) // len(state.prompts), dim=0)
         return self.backbone(prompts, tokens, known, seen, state.positions)
 
     def predict(
@@ -160,9 +184,10 @@ class MaskedModel(ContinuousBase):
 
     @torch.inference_mode()
     def condition(self, conditioning: Conditioning, tokens: Tensor, known: Tensor) -> Tensor:
-        """z [B, S, D] (for the head) of tokens [B, S, C] in model units, of which ``known`` [B, S] (bool) are seen."""
+        """z [B, S, D] (for the head) of tokens [B, S or h, w, C] in model units, seen where ``known`` (bool) says."""
+        grid = tuple(tokens.shape[1:3]) if tokens.ndim == 4 else self.grid
         tokens, known = tokens.to(self.device).flatten(1, -2), known.to(self.device).flatten(1)
-        state = self.start(conditioning, None, len(tokens), self.grid, guided=False)
+        state = self.start(conditioning, None, len(tokens), grid, guided=False)
         return self.condition_vectors(state, tokens, known[:, None], int(known.sum(1).max()))[0, :, 0]
 
     def run_bytes(self, rows: int, tokens: int, draws: int) -> int:
@@ -171,3 +196,23 @@ class MaskedModel(ContinuousBase):
         transformer = rows * (tokens + config.slots) * config.dim * 12
         head = rows * draws * self.head.net.input_proj.out_features * 8
         return (transformer + head) * self.dtype.itemsize
+
+
+def check_continuous_pair(small: ContinuousBase, target: ContinuousBase, path: Path) -> None:
+    """Raise CheckpointError unless ``small`` draws the same vectors as ``target``, in the same order."""
+    for what, mine, its in (
+        ("family", small.family, target.family),
+        ("token grid", "{1} x {0}".format(*small.grid), "{1} x {0}".format(*target.grid)),
+        ("numbers per token", small.channels, target.channels),
+        ("scale of latents (that of its VAE)", f"{small.scale:.5g}", f"{target.scale:.5g}"),
+        ("order of drawing", _order(small), _order(target)), ("kind of prompt", small.prompt_kind, target.prompt_kind),
+    ):
+        if mine != its:
+            raise CheckpointError(
+                f"{path.name} cannot draft for this model: its {what} is {mine}, the model's is {its}. Choose a "
+                "smaller model of the same family that was trained with the same VAE."
+            )
+
+
+def _order(model: ContinuousBase) -> str:
+    return "any" if model.order is None else f"cells of {model.group} tokens"

@@ -9,14 +9,20 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from . import eagle, llamagen, vq
+from . import eagle, kl_vae, llamagen, mar, vq
 from .ar_model import DiscreteModel, resolve_dtype
 from .checkpoint import PICKLES, SAFETENSORS, Checkpoint, CheckpointError, open_checkpoint
+from .continuous_model import ContinuousBase, check_continuous_pair
 from .drafters import ModelDrafter, check_pair
 from .eagle import EagleDrafter
-from .image_decoder import ImageDecoder
+from .image_decoder import ImageDecoder, LatentDecoder
 
-FAMILIES = (llamagen,)
+FAMILIES = (llamagen, mar)
+NAMES = "LlamaGen, MAR, xAR, Harmon"
+DECODERS = {  # family -> names its image decoder was released under
+    "llamagen-t2i": ("vq_ds16_t2i", "vq-ds16-t2i/model"), "llamagen-c2i": ("vq_ds16_c2i", "vq-ds16-c2i/model"),
+    "mar": ("kl16",), "xar": ("kl16",), "harmon": ("kl16",),
+}
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
 
 
@@ -42,8 +48,8 @@ def weight_file(path: Path, names: Sequence[str] = ("model.safetensors",)) -> Pa
 def load_model(
     path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None,
     grid: tuple[int, int] | None = None, operations=nn, search_folders: Sequence[Path] = (),
-) -> DiscreteModel:
-    """Load an AR image model from a file or folder; the family is recognised.
+) -> DiscreteModel | ContinuousBase:
+    """Load an AR image model, of discrete or of continuous tokens, from a file or folder; the family is recognised.
 
     dtype None: fp32 on a CPU, bf16 elsewhere. grid: (rows, cols) where neither metadata nor file name tell. Text
     encoder and image decoder are looked for beside the file and in ``search_folders``; what is missing is reported when
@@ -55,8 +61,8 @@ def load_model(
     if family is None:
         raise CheckpointError(unknown_model(checkpoint.path, checkpoint.tensors))
     model = family.load(checkpoint, resolve_dtype(dtype, device), grid, search_folders, operations)
-    decoder_path = find_image_decoder(checkpoint.path, search_folders)
-    if decoder_path is not None:
+    decoder_path = find_image_decoder(checkpoint.path, model.family, search_folders)
+    if isinstance(model, DiscreteModel) and decoder_path is not None:
         decoder = load_image_decoder(decoder_path)
         try:
             model.attach_codebook(decoder.codebook, decoder.factor)
@@ -73,9 +79,9 @@ def family_of(checkpoint: Checkpoint) -> ModuleType | None:
 
 
 def load_drafter(
-    path: str | Path, model: DiscreteModel, device: str | torch.device | None = None,
+    path: str | Path, model: DiscreteModel | ContinuousBase, device: str | torch.device | None = None,
     dtype: torch.dtype | None = None, operations=nn,
-) -> EagleDrafter | ModelDrafter:
+) -> EagleDrafter | ModelDrafter | ContinuousBase:
     """Load a drafter for ``model`` from a file or folder: an EAGLE drafter, or a smaller model of the same family.
 
     Device and dtype None are the model's. Raises CheckpointError (a ValueError) for files that cannot be used, and for
@@ -84,11 +90,15 @@ def load_drafter(
     checkpoint = open_checkpoint(weight_file(Path(path), ("model.safetensors", "pytorch_model.bin")))
     dtype, family = dtype or model.dtype, family_of(checkpoint)
     if eagle.recognise(checkpoint.tensors):
+        if not isinstance(model, DiscreteModel):
+            raise CheckpointError(
+                f"{checkpoint.path.name} is an EAGLE drafter, which guesses token ids, but the model draws vectors. "
+                "Its drafter is a smaller model of its own family."
+            )
         drafter = eagle.load(checkpoint, model, dtype, operations)
     elif family is not None:
         small = family.load(checkpoint, dtype, None, (), operations)
-        check_pair(small, model, checkpoint.path)
-        drafter = ModelDrafter(small)
+        drafter = as_drafter(small, model, checkpoint.path)
     else:
         raise CheckpointError(unknown_drafter(checkpoint.path, checkpoint.tensors))
     device = torch.device(device or model.device)
@@ -97,54 +107,71 @@ def load_drafter(
     return drafter
 
 
+def as_drafter(
+    small: DiscreteModel | ContinuousBase, target: DiscreteModel | ContinuousBase, path: Path
+) -> ModelDrafter | ContinuousBase:
+    """A smaller model in its role as drafter. Raises CheckpointError unless it draws what the target draws."""
+    if isinstance(small, DiscreteModel) != isinstance(target, DiscreteModel):
+        kinds = ("vectors", "token ids") if isinstance(target, DiscreteModel) else ("token ids", "vectors")
+        raise CheckpointError(f"{path.name} draws {kinds[0]}, but the model draws {kinds[1]}: it cannot draft for it.")
+    if isinstance(small, DiscreteModel):
+        check_pair(small, target, path)
+        return ModelDrafter(small)
+    check_continuous_pair(small, target, path)
+    return small
+
+
 def unknown_drafter(path: Path, tensors: dict[str, torch.Tensor]) -> str:
     """Why a file is no drafter, in words."""
     if any(name.startswith("midlayer.") for name in tensors):
         return f"{path.name} is an EAGLE-3 drafter. Only EAGLE drafters with one hidden state per token are supported."
-    if vq.recognise(tensors):
-        return f"{path.name} is an image decoder (VQ), not a drafter. Load it with Load AR Image Decoder."
+    if vq.recognise(tensors) or kl_vae.recognise(tensors):
+        return f"{path.name} is an image decoder, not a drafter. Load it with Load AR Image Decoder."
     names = ", ".join(sorted(tensors)[:4])
     return (
-        f"{path.name} is neither an EAGLE drafter nor a model of a family this pack knows (LlamaGen). Its first "
+        f"{path.name} is neither an EAGLE drafter nor a model of a family this pack knows ({NAMES}). Its first "
         f"tensors are: {names}."
     )
 
 
 def unknown_model(path: Path, tensors: dict[str, torch.Tensor]) -> str:
     """Why a file is not a model of a known family, in words."""
-    if vq.recognise(tensors):
-        return f"{path.name} is an image decoder (VQ), not a model. Load it with Load AR Image Decoder."
+    if vq.recognise(tensors) or kl_vae.recognise(tensors):
+        return f"{path.name} is an image decoder, not a model. Load it with Load AR Image Decoder."
     if eagle.recognise(tensors):
         return f"{path.name} is an EAGLE drafter, not a model. Load it with Load AR Drafter, beside its model."
     names = ", ".join(sorted(tensors)[:4])
-    return f"{path.name} is of no family this pack knows (LlamaGen). Its first tensors are: {names}."
+    return f"{path.name} is of no family this pack knows ({NAMES}). Its first tensors are: {names}."
 
 
 def load_image_decoder(
     path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, operations=nn
-) -> ImageDecoder:
-    """Load a VQ image tokenizer from a file, or from a folder (``vq.safetensors`` or ``model.safetensors`` in it).
+) -> ImageDecoder | LatentDecoder:
+    """Load a VQ tokenizer or a KL VAE from a file, or from a folder (``vq``, ``vae`` or ``model.safetensors`` in it).
 
     dtype None is fp32. Raises CheckpointError for files that cannot be used.
     """
     path = Path(path)
-    if (path / "vq.safetensors").is_file():
-        path = path / "vq.safetensors"
-    checkpoint = open_checkpoint(weight_file(path))
-    if not vq.recognise(checkpoint.tensors):
+    beside = own_decoder(path) if path.is_dir() else None
+    checkpoint = open_checkpoint(beside or weight_file(path))
+    family = next((kind for kind in (vq, kl_vae) if kind.recognise(checkpoint.tensors)), None)
+    if family is None:
         names = ", ".join(sorted(checkpoint.tensors)[:4])
-        raise CheckpointError(f"{checkpoint.path.name} is not a VQ image decoder. Its first tensors are: {names}.")
-    decoder = vq.load(checkpoint, dtype or torch.float32, operations)
+        raise CheckpointError(f"{checkpoint.path.name} is not an image decoder (VQ or KL VAE). Its first tensors are: "
+                              f"{names}.")
+    decoder = family.load(checkpoint, dtype or torch.float32, operations)
     decoder.module.to(device)
     return decoder
 
 
-def find_image_decoder(model_path: str | Path, search_folders: Sequence[Path] = ()) -> Path | None:
-    """The image decoder that belongs to a model, by the released names, beside it or in the search folders."""
+def own_decoder(folder: Path) -> Path | None:
+    """The image decoder of a model folder of ours."""
+    return next((folder / name for name in ("vq.safetensors", "vae.safetensors") if (folder / name).is_file()), None)
+
+
+def find_image_decoder(model_path: str | Path, family: str, search_folders: Sequence[Path] = ()) -> Path | None:
+    """The image decoder of a model of ``family``, by the released names, beside it or in the search folders."""
     path = weight_file(Path(model_path))
-    if (path.parent / "vq.safetensors").is_file():
-        return path.parent / "vq.safetensors"
-    kind = "t2i" if "t2i" in str(path).lower() else "c2i"
     folders = [path.parent, *map(Path, search_folders)]
-    names = [f"vq_ds16_{kind}{suffix}" for suffix in SAFETENSORS + PICKLES] + [f"vq-ds16-{kind}/model.safetensors"]
-    return next((folder / name for folder in folders for name in names if (folder / name).is_file()), None)
+    names = [f"{name}{suffix}" for name in DECODERS[family] for suffix in SAFETENSORS + PICKLES]
+    return own_decoder(path.parent) or next((f / name for f in folders for name in names if (f / name).is_file()), None)

@@ -1,27 +1,27 @@
-"""Codes <-> pixels: a VQ tokenizer with the conventions of the pack (pixels [B, H, W, 3] in 0..1, like ComfyUI)."""
+"""Latents <-> pixels with the conventions of the pack (pixels [B, H, W, 3] in 0..1, like ComfyUI)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from ..models.vq import VQModel
-
 
 @dataclass(frozen=True)
-class ImageDecoder:
-    """A VQ tokenizer; ``factor`` is pixels per token and side, ``name`` its file.
+class Autoencoder:
+    """``factor`` is pixels per token and side, ``channels`` numbers per token, ``name`` its file.
 
     margin: tokens repeated around a picture before decoding, and cut off behind. Some decoders leave a bright spike in
     a corner of what they decode, which steers their group norms; a file asks for a margin in its metadata.
     """
 
-    module: VQModel
+    module: Any
     factor: int
+    channels: int
     name: str
     margin: int = 0
 
@@ -33,19 +33,36 @@ class ImageDecoder:
     def dtype(self) -> torch.dtype:
         return next(self.module.parameters()).dtype
 
-    @property
-    def codebook(self) -> Tensor:
-        """Code vectors [V, C], normalised as the decoder expects them."""
-        return self.module.codebook()
-
     @torch.inference_mode()
     def decode(self, latent: Tensor) -> Tensor:
-        """Code vectors [B, C, h, w] -> pixels [B, H, W, 3] (fp32) in 0..1."""
+        """Latents [B, C, h, w] -> pixels [B, H, W, 3] (fp32) in 0..1."""
         latent = F.pad(latent.to(self.device, self.dtype), (self.margin,) * 4, mode="replicate")
         pixels = self.module.decode(latent)
         cut = self.margin * self.factor
         pixels = pixels[..., cut : pixels.shape[-2] - cut, cut : pixels.shape[-1] - cut]
         return rearrange(pixels.float() / 2 + 0.5, "b c h w -> b h w c").clamp(0, 1)
+
+    def planes(self, pixels: Tensor) -> Tensor:
+        """Pixels [B, H, W, 3] in 0..1 -> [B, 3, H, W] in [-1, 1], where the module computes.
+
+        Raises ValueError unless H and W are multiples of factor.
+        """
+        height, width = pixels.shape[1:3]
+        if height % self.factor or width % self.factor:
+            raise ValueError(
+                f"The picture is {width} x {height}, but both sides must be multiples of {self.factor} pixels. "
+                "Resize it."
+            )
+        return (rearrange(pixels[..., :3], "b h w c -> b c h w") * 2 - 1).to(self.device, self.dtype)
+
+
+class ImageDecoder(Autoencoder):
+    """A VQ tokenizer: latents are code vectors."""
+
+    @property
+    def codebook(self) -> Tensor:
+        """Code vectors [V, C], normalised as the decoder expects them."""
+        return self.module.codebook()
 
     @torch.inference_mode()
     def dequantize(self, tokens: Tensor) -> Tensor:
@@ -59,11 +76,20 @@ class ImageDecoder:
     @torch.inference_mode()
     def encode(self, pixels: Tensor) -> Tensor:
         """Pixels [B, H, W, 3] in 0..1 -> tokens [B, h, w]. Raises ValueError unless H and W are multiples of factor."""
-        height, width = pixels.shape[1:3]
-        if height % self.factor or width % self.factor:
-            raise ValueError(
-                f"The picture is {width} x {height}, but both sides must be multiples of {self.factor} pixels. "
-                "Resize it."
-            )
-        planes = rearrange(pixels[..., :3], "b h w c -> b c h w") * 2 - 1
-        return self.module.encode(planes.to(self.device, self.dtype))
+        return self.module.encode(self.planes(pixels))
+
+    def encode_latent(self, pixels: Tensor) -> Tensor:
+        """Pixels [B, H, W, 3] in 0..1 -> code vectors [B, C, h, w] of the tokens they stand for."""
+        return self.dequantize(self.encode(pixels))
+
+
+class LatentDecoder(Autoencoder):
+    """A KL autoencoder. Latents are in its own units; a model's tokens are these times the model's scale."""
+
+    @torch.inference_mode()
+    def encode_latent(self, pixels: Tensor) -> Tensor:
+        """Pixels [B, H, W, 3] in 0..1 -> the mean latent [B, C, h, w] (fp32).
+
+        Raises ValueError unless H and W are multiples of factor.
+        """
+        return self.module.encode_moments(self.planes(pixels))[0].float()

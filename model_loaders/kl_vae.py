@@ -12,9 +12,17 @@ from .checkpoint import Checkpoint, CheckpointError, load_weights
 from .image_decoder import LatentDecoder
 
 
+def own_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of the autoencoder alone: Harmon's own files hold one behind ``vae.``, training leaves ``loss.*``."""
+    if "vae.quant_conv.weight" in tensors:
+        return {n.removeprefix("vae."): tensor for n, tensor in tensors.items() if n.startswith("vae.")}
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("loss.")}
+
+
 def recognise(tensors: dict[str, Tensor]) -> bool:
-    """Is this a KL autoencoder in the naming of latent diffusion?"""
-    return "decoder.mid.block_1.norm1.weight" in tensors and "quantize.embedding.weight" not in tensors
+    """Is this (or does it contain) a KL autoencoder in the naming of latent diffusion?"""
+    names = own_names(tensors)
+    return "decoder.mid.block_1.norm1.weight" in names and "quantize.embedding.weight" not in names
 
 
 def config_of(tensors: dict[str, Tensor]) -> KLConfig:
@@ -38,16 +46,16 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> LatentDec
 
     Raises CheckpointError for missing, unknown, misshapen or non-finite tensors.
     """
+    tensors = own_names(checkpoint.tensors)
     try:
-        config = config_of(checkpoint.tensors)
+        config = config_of(tensors)
     except (KeyError, ValueError) as error:  # a tensor that tells a size, or a whole group of them, is not there
         raise CheckpointError(
             f"{checkpoint.path.name} is incomplete ({error}): encoder and decoder are needed. Download it again."
         ) from error
     with torch.device("meta"):
         module = KLModel(config, operations)
-    training_only = [name for name in checkpoint.tensors if name.startswith("loss.")]
-    load_weights(module, checkpoint.tensors, checkpoint.path, dtype, ignore=training_only)
+    load_weights(module, tensors, checkpoint.path, dtype)
     module.eval().requires_grad_(False)
     margin = int(checkpoint.metadata.get("margin", 0))
     return LatentDecoder(module, config.factor, config.channels, checkpoint.path.name, margin)

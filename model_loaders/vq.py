@@ -43,4 +43,5 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> ImageDeco
         module = VQModel(config, operations)
     load_weights(module, checkpoint.tensors, checkpoint.path, dtype, ignore=("quantize.codebook_used",))
     module.eval().requires_grad_(False)
-    return ImageDecoder(module, config.factor, checkpoint.path.name, int(checkpoint.metadata.get("margin", 0)))
+    margin = int(checkpoint.metadata.get("margin", 0))
+    return ImageDecoder(module, config.factor, config.codebook_dim, checkpoint.path.name, margin)

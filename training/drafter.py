@@ -70,7 +70,7 @@ def examples(arguments: argparse.Namespace, model: DiscreteModel, path: Path) ->
     """Pictures and samples; without either, the bundled model's pictures, and samples for the same prompts."""
     pictures = []
     if arguments.pictures or not arguments.prompts:
-        decoder_path = arguments.decoder or find_image_decoder(path)
+        decoder_path = arguments.decoder or find_image_decoder(path, model.family)
         if decoder_path is None:
             raise SystemExit(
                 f"Pictures need an image decoder, and none lies beside {path}: give --decoder. Or give --prompts "

@@ -34,13 +34,13 @@ def test_image_decoder_names(tmp_path):
         file.touch()
     elsewhere = tmp_path / "vae"
     elsewhere.mkdir()
-    assert find_image_decoder(classes, [elsewhere]) is None
+    assert find_image_decoder(classes, "llamagen-c2i", [elsewhere]) is None
     for name in ("vq_ds16_t2i.pt", "vq_ds16_c2i.pt"):
         (elsewhere / name).touch()
-    assert find_image_decoder(text, [elsewhere]).name == "vq_ds16_t2i.pt"
-    assert find_image_decoder(classes, [elsewhere]).name == "vq_ds16_c2i.pt"
+    assert find_image_decoder(text, "llamagen-t2i", [elsewhere]).name == "vq_ds16_t2i.pt"
+    assert find_image_decoder(classes, "llamagen-c2i", [elsewhere]).name == "vq_ds16_c2i.pt"
     (tmp_path / "vq_ds16_c2i.safetensors").touch()
-    assert find_image_decoder(classes, [elsewhere]) == tmp_path / "vq_ds16_c2i.safetensors"
+    assert find_image_decoder(classes, "llamagen-c2i", [elsewhere]) == tmp_path / "vq_ds16_c2i.safetensors"
 
 
 @pytest.mark.parametrize("container", [

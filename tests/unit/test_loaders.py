@@ -250,12 +250,12 @@ def test_files_without_tensors(tmp_path):
 
 def test_wrong_families(tmp_path):
     save_file({"model.diffusion_model.input_blocks.0.0.weight": torch.zeros(1)}, str(tmp_path / "sd15.safetensors"))
-    refused(tmp_path / "sd15.safetensors", "sd15.safetensors", "no family this pack knows (LlamaGen)", "input_blocks")
-    refused(tmp_path / "sd15.safetensors", "sd15.safetensors", "not a VQ image decoder", loader=load_image_decoder)
+    refused(tmp_path / "sd15.safetensors", "sd15.safetensors", "no family this pack knows (LlamaGen", "input_blocks")
+    refused(tmp_path / "sd15.safetensors", "sd15.safetensors", "not an image decoder", loader=load_image_decoder)
     save_file(vq_weights(), str(tmp_path / "vq_ds16_c2i.safetensors"))
-    refused(tmp_path / "vq_ds16_c2i.safetensors", "is an image decoder (VQ), not a model", "Load AR Image Decoder")
+    refused(tmp_path / "vq_ds16_c2i.safetensors", "is an image decoder, not a model", "Load AR Image Decoder")
     write_llamagen(tmp_path / "c2i.safetensors", False)
-    refused(tmp_path / "c2i.safetensors", "c2i.safetensors", "not a VQ image decoder", loader=load_image_decoder)
+    refused(tmp_path / "c2i.safetensors", "c2i.safetensors", "not an image decoder", loader=load_image_decoder)
 
 
 @pytest.mark.parametrize("text", [True, False])
