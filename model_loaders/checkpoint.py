@@ -62,6 +62,14 @@ def _open_safetensors(path: Path) -> Checkpoint:
     return Checkpoint(tensors, metadata if isinstance(metadata, dict) else {}, path)
 
 
+def tensor_names(path: Path) -> set[str]:
+    """Names of the tensors in a safetensors file, without reading them; none for other files."""
+    if path.suffix.lower() not in SAFETENSORS:
+        return set()
+    with safe_open(str(path), framework="pt", device="cpu") as file:
+        return set(file.keys())
+
+
 class _InertNamespace:
     """Stands in for argparse.Namespace, which training scripts save beside the weights; ignores its content."""
 

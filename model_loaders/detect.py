@@ -9,15 +9,15 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from . import eagle, kl_vae, llamagen, mar, vq
+from . import eagle, harmon, kl_vae, llamagen, mar, vq, xar
 from .ar_model import DiscreteModel, resolve_dtype
-from .checkpoint import PICKLES, SAFETENSORS, Checkpoint, CheckpointError, open_checkpoint
+from .checkpoint import PICKLES, SAFETENSORS, Checkpoint, CheckpointError, open_checkpoint, tensor_names
 from .continuous_model import ContinuousBase, check_continuous_pair
 from .drafters import ModelDrafter, check_pair
 from .eagle import EagleDrafter
 from .image_decoder import ImageDecoder, LatentDecoder
 
-FAMILIES = (llamagen, mar)
+FAMILIES = (llamagen, mar, xar, harmon)
 NAMES = "LlamaGen, MAR, xAR, Harmon"
 DECODERS = {  # family -> names its image decoder was released under
     "llamagen-t2i": ("vq_ds16_t2i", "vq-ds16-t2i/model"), "llamagen-c2i": ("vq_ds16_c2i", "vq-ds16-c2i/model"),
@@ -170,8 +170,13 @@ def own_decoder(folder: Path) -> Path | None:
 
 
 def find_image_decoder(model_path: str | Path, family: str, search_folders: Sequence[Path] = ()) -> Path | None:
-    """The image decoder of a model of ``family``, by the released names, beside it or in the search folders."""
+    """The image decoder of a model of ``family``: beside it or in the search folders, by the released names.
+
+    Some of Harmon's files contain theirs.
+    """
     path = weight_file(Path(model_path))
     folders = [path.parent, *map(Path, search_folders)]
     names = [f"{name}{suffix}" for name in DECODERS[family] for suffix in SAFETENSORS + PICKLES]
-    return own_decoder(path.parent) or next((f / name for f in folders for name in names if (f / name).is_file()), None)
+    named = next((folder / name for folder in folders for name in names if (folder / name).is_file()), None)
+    embedded = family == "harmon" and "vae.quant_conv.weight" in tensor_names(path)
+    return own_decoder(path.parent) or named or (path if embedded else None)

@@ -138,14 +138,13 @@ class ContinuousSpeculative:
         run.prefill()
         while run.lowest < run.canvas.length:
             run.round()
-        kappa = self.tolerance / run.schedule.last_width
         settings: dict[str, Any] = {
             "method": "continuous_speculative", "length": self.length, "prefill": self.prefill, "mode": self.mode,
             "condition": "drafts" if self.sees_drafts else "prefix", "path": self.path, "aligned": self.aligned,
             "lossless": self.mode == "exact",
         }
         if self.mode != "exact":
-            settings |= {"tolerance": self.tolerance, "kappa": kappa}
+            settings |= {"tolerance": self.tolerance, "kappa": run.kappa}
         seconds = time.perf_counter() - started
         trace = run.recorder.finish(
             request.seed, settings | asdict(request.params), seconds, draft_passes=run.draft_passes
@@ -161,6 +160,7 @@ class Run:
         self.method, self.request, self.model, self.params = method, request, model, request.params
         self.group = model.group
         self.schedule = model.schedule(self.params)
+        self.kappa = 1.0 if method.mode == "exact" else method.tolerance / self.schedule.last_width
         self.stream = Stream.of(request.seed, batch, model.device)
         self.canvas = Canvas(request, self.stream)
         layout = TokenLayout.plain(*request.grid)
@@ -244,9 +244,7 @@ class Run:
 
     def judge(self, p: Law, q: Law, x: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Any]]:
         """Which drafts [B, n] pass the test log u < log ratio, and what is recorded of the test."""
-        method = self.method
-        kappa = 1.0 if method.mode == "exact" else method.tolerance / self.schedule.last_width
-        ratio = log_ratio(x, p, q, kappa, PATHS[method.path])
+        ratio = log_ratio(x, p, q, self.kappa, PATHS[self.method.path])
         accept = self.stream.uniform(positions, Purpose.ACCEPT).log() < ratio
         record = {"log_ratio": ratio, "block": self.rounds,
                   "depth": torch.arange(x.shape[1], device=x.device) // self.group + 1}
