@@ -1,0 +1,68 @@
+"""Our KL autoencoder against the official code of MAR, on the same random weights, in fp32.
+
+kl_vae.json holds what https://github.com/LTH14/mar gave at commit fe470ac on a CPU (torch 2.13): AutoencoderKL with
+embed_dim=4 and Encoder and Decoder(ch=32, ch_mult=(1, 1, 2), resolution=64, z_channels=4), filled with the values that
+``fill`` in tests/unit/tiny.py derives from the names of the parameters. Attention at the deepest level is in the
+encoder, as in KL-16; under *_decoder_attention in the decoder instead.
+  mean, log_variance   encode of two pictures of 24 x 16 pixels
+  decode               decode of two latents of 3 x 2
+  released             tensors, numbers, and a SHA-256 of all names and shapes of AutoencoderKL(16, (1, 1, 2, 2, 4))
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from comfyui_specar.model_loaders import kl_vae
+from comfyui_specar.models.kl_vae import KLConfig, KLModel
+
+from ..unit.tiny import fill
+
+OFFICIAL = json.loads((Path(__file__).parent / "kl_vae.json").read_text(encoding="utf-8"))
+TINY = {"channels": 4, "ch_mult": (1, 1, 2), "base_channels": 32, "num_res_blocks": 2}
+
+
+@pytest.fixture(scope="module", params=["", "_decoder_attention"], ids=["released", "decoder attention"])
+def variant(request):
+    config = KLConfig(**TINY, encoder_attention=not request.param, decoder_attention=bool(request.param))
+    with torch.device("meta"):
+        model = KLModel(config)
+    weights = {name: fill(name, tuple(tensor.shape)) for name, tensor in model.state_dict().items()}
+    assert kl_vae.recognise(weights) and kl_vae.config_of(weights) == config
+    model.load_state_dict(weights, assign=True)
+    return model.eval().requires_grad_(False), request.param
+
+
+def close(found, name):
+    wanted = torch.tensor(OFFICIAL[name]).view(found.shape)
+    assert (found - wanted).abs().max() < 1e-5 * max(1, wanted.abs().max()), (found - wanted).abs().max()
+
+
+def test_moments(variant):
+    model, name = variant
+    mean, log_variance = model.encode_moments(fill("picture embedding", (2, 3, 24, 16)) / 2)
+    close(mean, f"mean{name}")
+    close(log_variance, f"log_variance{name}")
+
+
+def test_decoded_pixels(variant):
+    model, name = variant
+    close(model.decode(fill("latent embedding", (2, 4, 3, 2))), f"decode{name}")
+
+
+def test_the_released_file_has_the_official_names_and_shapes():
+    with torch.device("meta"):
+        shapes = {name: list(tensor.shape) for name, tensor in KLModel(KLConfig()).state_dict().items()}
+    wanted = OFFICIAL["released"]
+    assert len(shapes) == wanted["tensors"]
+    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == wanted["numbers"]
+    lines = sorted(f"{name} {shape}" for name, shape in shapes.items())
+    assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == wanted["sha256"]
+
+
+def test_the_recipe_of_the_weights_has_not_changed():
+    """Were the values other ones, every comparison above would be with a different model."""
+    values = fill("decoder.mid.attn_1.q.weight", (64, 64, 1, 1)).flatten()[:8]
+    assert torch.allclose(values, torch.tensor(OFFICIAL["source"]["recipe"]), atol=1e-7)
