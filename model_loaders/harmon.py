@@ -16,7 +16,6 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ..models.harmon import Harmon
-from ..samplers.continuous_model import ContinuousParams
 from . import mar
 from .ar_model import Conditioning, legal_grid
 from .checkpoint import Checkpoint, CheckpointError, load_weights
@@ -162,6 +161,6 @@ def tokenizer(path: Path, vocab: int, search: Sequence[Path]) -> PromptEncoder:
         if (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file():
             return ChatTokenizer(folder, vocab)
     return MissingEncoder(
-        f"{path.name} reads prompts through Qwen2.5's tokenizer, which was not found. Put a folder {_TOKENIZERS[1]} with "
-        "its tokenizer.json and tokenizer_config.json into models/text_encoders."
+        f"{path.name} reads prompts through Qwen2.5's tokenizer, which was not found. Put a folder {_TOKENIZERS[1]} "
+        "with its tokenizer.json and tokenizer_config.json into models/text_encoders."
     )

@@ -1,17 +1,18 @@
 """Our Harmon against the official code, on the same random weights, in fp32.
 
 harmon.json holds what https://github.com/wusize/Harmon gave at commit 4eb6087 on a CPU (torch 2.12, transformers
-4.45.2, timm 0.9.12). Its class Harmon was run as it is (its BUILDER replaced by one that passes ready modules through,
-its VAE by one whose decode returns the latent), in evaluation mode, around MAR(img_size=64, encoder/decoder_embed_dim=32,
-encoder/decoder_depth=2, encoder/decoder_num_heads=4, norm_layer=LayerNorm(eps=1e-6), class_num=10, buffer_size=4,
-diffloss_d=2, diffloss_w=32, num_sampling_steps="5") and Qwen2ForCausalLM(vocab_size=300, hidden_size=64,
-intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, rope_theta=1e6), all filled
-with the values that ``harmon_fill`` in tests/unit/tiny_harmon.py derives from the names of the parameters.
+4.45.2, timm 0.9.12). Its class Harmon was run as it is, in evaluation mode; its BUILDER was replaced by one that passes
+ready modules through, its VAE by one whose decode returns the latent. The modules were
+  MAR(img_size=64, encoder_embed_dim=32, encoder_depth=2, encoder_num_heads=4, decoder_* the same, buffer_size=4,
+      norm_layer=LayerNorm(eps=1e-6), class_num=10, diffloss_d=2, diffloss_w=32, num_sampling_steps="5")
+  Qwen2ForCausalLM(vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+      num_key_value_heads=2, rope_theta=1e6)
+filled with the values that ``harmon_fill`` in tests/unit/tiny_harmon.py derives from the names of the parameters.
   positions_*  the three position tables for a grid of 3 x 5, every fifth number
-  z_*          forward_mae_encoder and forward_mae_decoder behind a prompt of 9 tokens and one of 4 (padded to 9), with 0,
-               1 or 9 tokens known; every fourth number
+  z_*          forward_mae_encoder and forward_mae_decoder behind a prompt of 9 tokens and one of 4 (padded to 9), with
+               0, 1 or 9 tokens known; every fourth number
   sample_*     sample(): a guided batch of two with orders of their own; a smaller grid with linear guidance and
-               temperature 0.9; one without guidance. Orders and noises are those of ``ORDER`` and ``noises`` below
+               temperature 0.9; one without guidance. ``draw`` has their orders and noises
   released     tensors, numbers, and a SHA-256 of all names and shapes of the official models of both released sizes
 """
 
