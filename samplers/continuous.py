@@ -170,6 +170,7 @@ class Run:
         self.state, self.draft_state = model.start(*prompts), method.drafter.start(*prompts)
         self.lowest, self.highest = self.canvas.extent()
         self.passes = self.rounds = self.draft_passes = 0
+        self.turn = torch.zeros_like(self.canvas.done)[:, None]  # passes a picture took part in: kept ones may idle
 
     def predict(
         self, model: ContinuousModel, state: Any, ahead: Tensor | int, positions: Tensor, first: int, seen: int,
@@ -209,7 +210,7 @@ class Run:
             law = self.predict(self.model, self.state, 0, positions, 0, self.highest, self.noise(positions))
             canvas.write(positions, self.take(law, positions, Purpose.TARGET), behind.expand_as(positions))
             self.recorder.tokens(
-                positions, behind.expand_as(positions), finalised_at=self.passes, source=Source.PREFILL
+                positions, behind.expand_as(positions), finalised_at=self.turn, source=Source.PREFILL
             )
             self.finish_pass(behind[:, 0] * group, accepted=torch.zeros_like(canvas.done), width=group)
 
@@ -243,9 +244,10 @@ class Run:
         (self.decide_block if method.mode == "block" else self.decide_prefix)(p, q, x, positions, exist)
 
     def judge(self, p: Law, q: Law, x: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """Which drafts [B, n] pass the test log u < log ratio, and what is recorded of the test."""
+        """Which drafts [B, n] pass the test log u <= log ratio, and what is recorded of the test."""
         ratio = log_ratio(x, p, q, self.kappa, PATHS[self.method.path])
-        accept = self.stream.uniform(positions, Purpose.ACCEPT).log() < ratio
+        # 1 - u is never 0, whose log would let anything pass.
+        accept = (1 - self.stream.uniform(positions, Purpose.ACCEPT)).log() <= ratio
         record = {"log_ratio": ratio, "block": self.rounds,
                   "depth": torch.arange(x.shape[1], device=x.device) // self.group + 1}
         if isinstance(p, Normal):
@@ -257,7 +259,7 @@ class Run:
         accept, record = self.judge(p, q, x, positions)
         token = torch.where(accept[..., None], x, self.take(p, positions, Purpose.TARGET))
         self.canvas.write(positions, token, exist)
-        self.recorder.tokens(positions, exist, finalised_at=self.passes,
+        self.recorder.tokens(positions, exist, finalised_at=self.turn,
                              source=torch.where(accept, Source.RELAXED, Source.RESIDUAL), **record)
         self.finish_pass(exist.sum(1), (accept & exist).sum(1), x.shape[1])
 
@@ -283,9 +285,9 @@ class Run:
         kept = torch.arange(n, device=x.device) < last
         source = torch.where(kept, Source.ACCEPTED if exact else Source.RELAXED, Source.RESIDUAL)
         until = kept | (torch.arange(n, device=x.device) == last)
-        self.recorder.tokens(positions[:, :n], until & exist[:, :n], finalised_at=self.passes, source=source, **record)
+        self.recorder.tokens(positions[:, :n], until & exist[:, :n], finalised_at=self.turn, source=source, **record)
         self.recorder.tokens(at, there & rejected, tries=tries)
-        self.recorder.tokens(at, there & ~rejected, finalised_at=self.passes, source=Source.BONUS, block=self.rounds)
+        self.recorder.tokens(at, there & ~rejected, finalised_at=self.turn, source=Source.BONUS, block=self.rounds)
         self.finish_pass(accepted + there[:, 0], accepted, n + 1)
 
     def proposals(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -303,6 +305,7 @@ class Run:
     def finish_pass(self, committed: Tensor, accepted: Tensor, width: int) -> None:
         """Commit tokens, note the round, tell the callback."""
         self.canvas.done = self.canvas.done + committed
+        self.turn = self.turn + (committed > 0)[:, None]
         self.recorder.round(accepted=accepted, committed=committed, width=width)
         self.passes += 1
         self.lowest, self.highest = self.canvas.extent()

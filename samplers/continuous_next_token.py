@@ -39,6 +39,8 @@ class ContinuousNextToken:
         """Draw ``request.batch`` images. Raises ValueError on illegal parameters."""
         model, params, batch = request.model, request.params, request.batch
         params.check()
+        if self.iterations is not None and self.iterations < 1:
+            raise ValueError(f"iterations is {self.iterations}, but must be 1 or more.")
         started = time.perf_counter()
         schedule = model.schedule(params)
         stream = Stream.of(request.seed, batch, model.device)
