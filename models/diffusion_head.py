@@ -7,7 +7,7 @@ Parameter names follow the published files (``diffloss.net.*``).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, repeat
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ class Schedule:
     """
 
     kind: str
+    last_width: float  # nominal standard deviation of the last step, in latent units (about 0.0063 at any T)
     timesteps: Tensor
     signal: Tensor  # x_t = signal * x_0 + noise * epsilon before the step ...
     noise: Tensor
@@ -61,16 +62,16 @@ class Schedule:
             alpha_bar.sqrt(), (1 - alpha_bar).sqrt(), after.sqrt(), (1 - after).sqrt(), beta.log(), posterior.log(),
             beta * after.sqrt() / (1 - alpha_bar), (1 - after) * (1 - beta).sqrt() / (1 - alpha_bar),
         )
-        return cls(kind, timesteps.to(device), *(table.float().to(device) for table in tables))
+        last_width = math.sqrt(float(posterior[0]))
+        return cls(kind, last_width, timesteps, *(table.float() for table in tables)).to(device)
 
     @property
     def steps(self) -> int:
         return len(self.timesteps)
 
-    @property
-    def last_width(self) -> float:
-        """Nominal standard deviation of the last denoising step, in latent units (about 0.0062 at any T)."""
-        return math.exp(0.5 * float(self.log_posterior[0]))
+    def to(self, device: torch.device | str) -> Schedule:
+        tables = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: t.to(device) for name, t in tables.items() if isinstance(t, Tensor)})
 
     def mean_log_variance(self, x: Tensor, output: Tensor, index: Tensor | int) -> tuple[Tensor, Tensor]:
         """Mean and log variance of x_{t-1} given x_t [..., C] and the network's output [..., 2C] (noise, variance).
@@ -180,9 +181,9 @@ class DiffusionHead(nn.Module):
 
         t: index into the respaced schedule, int64 [N] or one number, T-1 (noise) to 0 (last step).
         """
-        schedule = schedule or self.schedule
+        schedule = (schedule or self.schedule).to(x.device)
         index = torch.as_tensor(t, device=x.device).expand(len(x))
-        time = self.net.time_embed(schedule.timesteps.to(x.device)[index], self.dtype)
+        time = self.net.time_embed(schedule.timesteps[index], self.dtype)
         output = self.net(x.to(self.dtype), time, self.embed(z)).float()
         return schedule.mean_log_variance(x.float(), output, index)
 
@@ -196,12 +197,12 @@ class DiffusionHead(nn.Module):
         scale or one per row [N]. Noise is predicted as u + cfg (c - u); the variance is that of the conditional row.
         Raises ValueError unless noise_t has one entry per step.
         """
-        schedule = schedule or self.schedule
+        schedule = (schedule or self.schedule).to(noise0.device)
         if len(noise_t) != schedule.steps:
             raise ValueError(f"noise_t has {len(noise_t)} entries for a schedule of {schedule.steps} steps.")
         x = noise0.float()
         path = x.new_zeros(len(x))
-        times = self.net.time_embed(schedule.timesteps.to(x.device), self.dtype)
+        times = self.net.time_embed(schedule.timesteps, self.dtype)
         condition = self.embed(z if z_uncond is None else torch.cat((z, z_uncond)))
         scale = cfg[:, None] if isinstance(cfg, Tensor) else cfg
         for index in range(schedule.steps - 1, -1, -1):
