@@ -1,0 +1,286 @@
+"""Harmon's files, prompts and grids, and what rows of a batch may not do to each other."""
+
+import json
+import math
+
+import pytest
+import torch
+from comfyui_specar.model_loaders import harmon, mar, qwen2
+from comfyui_specar.model_loaders.checkpoint import CheckpointError
+from comfyui_specar.model_loaders.detect import load_model
+from comfyui_specar.samplers.continuous_model import ContinuousParams, ContinuousRequest
+from comfyui_specar.samplers.continuous_next_token import ContinuousNextToken
+from safetensors.torch import save_file
+
+from .tiny_harmon import HEADS, MAR, SPECIAL, STEPS, VOCAB, fill, harmon_weights, write_harmon, write_tokenizer
+from .tiny_mar import write_mar
+
+GRID = (3, 5)
+LENGTH = math.prod(GRID)
+TOKENS = fill("tokens embedding", (2, LENGTH, MAR.channels))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    write_tokenizer(folder)
+    return load_model(write_harmon(folder / "harmon.safetensors"))
+
+
+@pytest.fixture
+def known_size(monkeypatch):
+    """Make the tiny sizes released ones, so that files without metadata can be read."""
+    monkeypatch.setitem(mar._HEADS, MAR.dim, MAR.heads)
+    monkeypatch.setitem(qwen2.HEADS, 64, HEADS)
+
+
+def ids(model, *numbers):
+    return model.encode_features(torch.tensor(numbers, dtype=torch.float32).view(1, -1, 1))
+
+
+@torch.inference_mode()
+def vectors(model, known, prompt=(3, 1, 4), negative=(1, 5), seen=None, grid=GRID, tokens=TOKENS):
+    """z [2, B, V, S, D] under known [B, V, S]."""
+    state = model.start(ids(model, *prompt), ids(model, *negative), len(known), grid, guided=True)
+    return model.condition_vectors(state, tokens[: len(known)], known, seen or int(known.sum(-1).max()))
+
+
+def some_known(*counts):
+    """[B, V, S] from counts [B][V], other ones in every row."""
+    order = torch.arange(LENGTH)
+    rows = [[(order + 4 * i + 7 * j) % LENGTH < n for j, n in enumerate(row)] for i, row in enumerate(counts)]
+    return torch.stack([torch.stack(row) for row in rows])
+
+
+KNOWN = some_known((0, 5, 2), (9, 1, 15))
+
+
+# Files
+
+
+def test_what_the_file_tells(model):
+    assert (model.family, model.grid, model.channels, model.scale) == ("harmon", (4, 4), 16, 0.2325)
+    assert model.defaults == ContinuousParams(3.0, "constant", 1.0, STEPS, "ddpm", iterations=64)
+    assert model.backbone.config.conditions == 0 and model.pixels_per_token == 16
+
+
+def test_the_released_defaults(tmp_path, known_size):
+    save_file(harmon_weights(), str(tmp_path / "model.safetensors"))
+    model = load_model(tmp_path)
+    assert model.grid == (32, 32) and model.defaults.steps == 100
+    assert load_model(tmp_path, grid=(16, 16)).grid == (16, 16)
+
+
+CONTAINERS = {
+    "flat half precision": lambda w: {name: tensor.half() for name, tensor in w.items()},
+    "with an image decoder": lambda w: w | {f"vae.{half}.conv_in.bias": torch.ones(2) for half in ("encoder", "decoder")},
+    "tied text head": lambda w: {name: tensor for name, tensor in w.items() if "lm_head" not in name},
+    "no class table": lambda w: {name: tensor for name, tensor in w.items() if "class_emb" not in name},
+}
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_every_container_gives_the_same_model(tmp_path, known_size, model, container):
+    torch.save(CONTAINERS[container](harmon_weights()), tmp_path / "harmon_tiny.pth")
+    found = load_model(tmp_path / "harmon_tiny.pth")
+    assert {p.dtype for p in found.parameters()} == {torch.float32} and not any(p.is_meta for p in found.buffers())
+    close = 1e-6 if container != "flat half precision" else 0.02
+    assert (vectors(found, KNOWN) - vectors(model, KNOWN)).abs().max() < close
+
+
+def test_half_precision_keeps_the_places_exact(tmp_path, model):
+    """The rotation's frequencies are in no file; rounded to bf16 they would mistake one place for another."""
+    write_harmon(tmp_path / "model.safetensors")
+    found = load_model(tmp_path, dtype=torch.bfloat16)
+    assert {p.dtype for p in found.parameters()} == {torch.bfloat16}
+    assert {b.dtype for b in found.backbone.buffers()} == {torch.float32}
+    wanted = vectors(model, KNOWN)
+    assert (vectors(found, KNOWN).float() - wanted).abs().mean() < 0.02 * wanted.abs().mean()
+
+
+def broken(name, change):
+    weights = harmon_weights()
+    tensor = weights.pop(name)
+    return weights if change is None else weights | {name: change(tensor)}
+
+
+@pytest.mark.parametrize(("name", "change", "words"), [
+    ("mar.encoder_blocks.1.attn.qkv.weight", None, "1 tensors missing .*encoder_blocks.1.attn.qkv"),
+    ("mar.z_proj.weight", None, "incomplete or damaged"),
+    ("mar.diffloss.net.input_proj.weight", None, "incomplete or damaged"),
+    ("mar.diffusion_pos_embed_learned", None, "incomplete or damaged"),
+    ("llm.model.layers.1.mlp.up_proj.weight", None, "1 tensors missing .*layers.1.mlp.up_proj"),
+    ("llm.model.layers.0.self_attn.k_proj.weight", None, "incomplete or damaged"),
+    ("llm.model.embed_tokens.weight", lambda t: t[0], "incomplete or damaged"),
+    ("proj_out.2.bias", None, "1 tensors missing .*proj_out.2.bias"),
+    ("proj_in.0.weight", lambda t: t.T.contiguous(), r"proj_in.0.weight has shape \[32, 64\], expected \[64, 32\]"),
+    ("llm.model.norm.weight", lambda t: t / 0, "llm.model.norm.weight contains NaN or infinite"),
+])
+def test_broken_files_are_refused_in_words(tmp_path, name, change, words):
+    path = write_harmon(tmp_path / "harmon.safetensors", broken(name, change))
+    with pytest.raises(CheckpointError, match=words):
+        load_model(path)
+
+
+def test_sizes_that_hide_their_heads_are_refused(tmp_path):
+    path = write_harmon(tmp_path / "harmon.safetensors", llm_heads=None)
+    with pytest.raises(CheckpointError, match="language model of width 64.*llm_heads"):
+        load_model(path)
+    write_harmon(path, llm_heads=3)
+    with pytest.raises(CheckpointError, match="language model of width 64"):
+        load_model(path)
+    write_harmon(path, heads=None)
+    with pytest.raises(CheckpointError, match="width 32.*heads"):
+        load_model(path)
+
+
+def test_it_is_not_mistaken_for_mar_nor_mar_for_it(tmp_path):
+    assert harmon.recognise(harmon_weights()) and not mar.recognise(harmon_weights())
+    assert load_model(write_mar(tmp_path / "mar.safetensors")).family == "mar"
+    path = write_harmon(tmp_path / "half.safetensors", broken("llm.model.embed_tokens.weight", None))
+    with pytest.raises(CheckpointError, match="no family"):
+        load_model(path)
+
+
+# Prompts
+
+
+@pytest.mark.parametrize(("text", "request_"), [
+    ("a dog", "Generate an image: a dog"), ("  ein Hündchen\n", "Generate an image: ein Hündchen"),
+    ("", "Generate an image."), (" \n", "Generate an image."),
+])
+def test_prompts_are_asked_for_in_the_words_of_training(model, text, request_):
+    [[features, extra]] = model.encode_prompt(text)
+    start, end = SPECIAL["<|im_start|>"], SPECIAL["<|im_end|>"]
+    wanted = [start, *f"user\n{request_}".encode(), end, *b"\n", start, *b"assistant\n"]
+    assert features.shape == (1, len(wanted), 1) and features.flatten().tolist() == wanted
+    assert extra["ar"] == {"family": "harmon", "text": text}
+
+
+def test_the_tokenizer_is_found_in_every_place_it_may_have(tmp_path):
+    (tmp_path / "models").mkdir()
+    path = write_harmon(tmp_path / "models" / "harmon.safetensors")
+    with pytest.raises(FileNotFoundError, match=r"Qwen2.5's tokenizer.*Qwen2.5-0.5B-Instruct.*models/text_encoders"):
+        load_model(path).encode_prompt("a dog")
+    write_tokenizer(tmp_path / "encoders" / "Qwen2.5-1.5B-Instruct")
+    found = load_model(path, search_folders=[tmp_path / "elsewhere", tmp_path / "encoders"])
+    assert found.prompt_encoder.folder == tmp_path / "encoders" / "Qwen2.5-1.5B-Instruct"
+    write_tokenizer(tmp_path / "models" / "qwen25_tokenizer")
+    found = load_model(path, search_folders=[tmp_path / "encoders"])
+    assert found.prompt_encoder.folder == tmp_path / "models" / "qwen25_tokenizer"
+    write_tokenizer(tmp_path / "models")
+    found = load_model(path, search_folders=[tmp_path / "encoders"])
+    assert found.prompt_encoder.folder == tmp_path / "models"
+    assert found.encode_prompt("a dog")[0][0].shape[1] > 20
+
+
+@pytest.mark.parametrize("damage", ["no json", "no merges", "other special tokens", "too many tokens"])
+def test_a_wrong_tokenizer_is_refused_in_words(tmp_path, damage):
+    write_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    if damage == "no json":
+        (tmp_path / "vocab.json").write_text("not json")
+    elif damage == "no merges":
+        (tmp_path / "merges.txt").unlink()
+    elif damage == "other special tokens":
+        config["added_tokens_decoder"]["257"]["content"] = "<s>"
+    else:
+        extra = {"special": False, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+        config["added_tokens_decoder"] |= {str(i): {"content": f"<{i}>"} | extra for i in range(259, VOCAB + 1)}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    model = load_model(write_harmon(tmp_path / "harmon.safetensors"))
+    words = "tokenizer of another model" if damage in ("other special tokens", "too many tokens") else "tokenizer"
+    with pytest.raises(CheckpointError, match=words):
+        model.encode_prompt("a dog")
+
+
+def test_conditioning_of_other_models_is_refused(model):
+    other = [[torch.ones(1, 3, 1), {"ar": {"family": "mar", "text": ""}}]]
+    with pytest.raises(ValueError, match="encoded for mar, but the model is harmon"):
+        model.start(other, None, 1, GRID, guided=False)
+    with pytest.raises(ValueError, match="negative.*encoded for mar"):
+        model.start(ids(model, 1), other, 1, GRID, guided=True)
+
+
+def test_without_a_negative_prompt_guidance_leads_away_from_any_picture(model):
+    with torch.inference_mode():
+        states = [model.start(ids(model, 3, 1), negative, 1, GRID, guided=True)
+                  for negative in (None, model.encode_prompt(""), model.encode_prompt("noise"))]
+        own, empty, other = (model.condition_vectors(s, TOKENS[:1], KNOWN[:1, :1], 0) for s in states)
+    assert torch.equal(own, empty)
+    assert torch.equal(own[0], other[0]) or (own[0] - other[0]).abs().max() < 1e-5
+    assert (own[1] - other[1]).abs().max() > 1e-3
+    assert len(model.start(ids(model, 3, 1), None, 1, GRID, guided=False).prompts.valid) == 1
+
+
+# Passes
+
+
+def test_rows_and_variants_do_not_see_each_other(model):
+    """One batch of six rows that know different tokens, and each row alone."""
+    together = vectors(model, KNOWN)
+    for i in range(2):
+        for j in range(3):
+            alone = vectors(model, KNOWN[i : i + 1, j : j + 1], tokens=TOKENS[i : i + 1])
+            assert (together[:, i, j] - alone[:, 0, 0]).abs().max() < 1e-5
+
+
+def test_what_is_not_known_is_not_read(model):
+    known = KNOWN[:, 1:2]
+    hidden = torch.where(known[:, 0, :, None], TOKENS, 100 * TOKENS)
+    assert torch.equal(vectors(model, known, seen=LENGTH), vectors(model, known, seen=LENGTH, tokens=hidden))
+
+
+def test_prompts_and_known_tokens_matter(model):
+    base = vectors(model, KNOWN)
+    assert (vectors(model, KNOWN, prompt=(3, 4, 1)) - base)[0].abs().amax(-1).min() > 1e-3
+    assert (vectors(model, KNOWN, prompt=(3, 4, 1)) - base)[1].abs().max() < 1e-5
+    other = vectors(model, KNOWN, tokens=TOKENS.roll(1, dims=1))
+    assert torch.equal(base[:, 0, 0], other[:, 0, 0])  # it knows none
+    assert (base - other).abs().amax((0, -1, -2))[KNOWN.any(-1)].min() > 1e-3
+
+
+def test_every_picture_of_a_batch_may_have_its_own_prompt(model):
+    both = model.encode_features(torch.tensor([[3.0, 1, 4], [2, 7, 1]])[..., None])
+    with torch.inference_mode():
+        z = model.condition_vectors(model.start(both, None, 2, GRID, guided=False), TOKENS, KNOWN, LENGTH)
+    for i, prompt in enumerate([(3, 1, 4), (2, 7, 1)]):
+        alone = vectors(model, KNOWN[i : i + 1], prompt=prompt, tokens=TOKENS[i : i + 1])
+        assert (z[0, i] - alone[0, 0]).abs().max() < 1e-5
+
+
+def test_the_prompt_is_kept_once_and_unchanged(model):
+    with torch.inference_mode():
+        state = model.start(ids(model, 3, 1, 4), ids(model, 1, 5), 2, GRID, guided=True)
+        before = [(key.clone(), value.clone()) for key, value in state.prompts.layers]
+        first = model.condition_vectors(state, TOKENS, KNOWN, LENGTH)
+        assert torch.equal(model.condition_vectors(state, TOKENS, KNOWN, LENGTH), first)
+    assert state.prompts.layers[0][0].shape == (4, 2, 3, 16)  # branches * images, kv heads, prompt, head
+    assert state.prompts.valid.tolist() == [[True] * 3] * 2 + [[True, True, False]] * 2
+    for pair, kept in zip(before, state.prompts.layers, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(pair, kept, strict=True))
+
+
+def test_any_grid(model):
+    assert model.check_grid() == (4, 4) and model.check_grid(3, 5) == (3, 5) and model.check_grid(cols=7) == (4, 7)
+    with pytest.raises(ValueError, match="positive"):
+        model.check_grid(-1, 4)
+    known = torch.zeros(1, 1, 70, dtype=torch.bool)
+    z = vectors(model, known, grid=(7, 10), tokens=fill("large embedding", (1, 70, 16)), seen=1)
+    assert z.shape == (2, 1, 1, 70, MAR.dim) and z.isfinite().all()
+
+
+def test_a_picture_from_a_prompt(model):
+    params = model.defaults
+    request = ContinuousRequest(model, model.encode_prompt("a dog"), GRID, params, seed=3, batch=2)
+    with torch.inference_mode():
+        first, second = (ContinuousNextToken(iterations=6).sample(request) for _ in range(2))
+    assert first.tokens.shape == (2, LENGTH, 16) and first.tokens.isfinite().all()
+    assert torch.equal(first.tokens, second.tokens) and (first.tokens[0] - first.tokens[1]).abs().max() > 0.1
+    assert model.to_latent(first.tokens, GRID).shape == (2, 16, *GRID)
+
+
+def test_memory_estimates_count_both_networks(model):
+    rows, more, wide = model.run_bytes(2, 16, 4), model.run_bytes(4, 16, 4), model.run_bytes(2, 64, 4)
+    assert more == 2 * rows and wide > 3 * rows
+    assert rows > super(harmon.HarmonModel, model).run_bytes(2, 16, 4)
