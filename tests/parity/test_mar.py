@@ -19,7 +19,6 @@ diffloss_w=24). ``numbers`` below gives the tokens and noises. n known tokens ar
 
 import hashlib
 import json
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,7 @@ from comfyui_specar.samplers.continuous_model import ContinuousParams, Continuou
 from comfyui_specar.samplers.continuous_next_token import ContinuousNextToken, mask_schedule
 
 from ..unit.tiny import fill
-from ..unit.tiny_mar import mar_fill, write_mar
+from ..unit.tiny_mar import last_steps, mar_fill, write_mar
 
 OFFICIAL = json.loads((Path(__file__).parent / "mar.json").read_text(encoding="utf-8"))
 ORDER = torch.tensor(OFFICIAL["order"])  # the official code unmasks it from its end
@@ -65,9 +64,9 @@ def close(found, name, tolerance=3e-6):
 
 
 def schedule(steps, last=None, kind="ddpm"):
-    """The ``last`` denoising steps of ``steps``."""
+    """All of ``steps`` denoising steps, or the ``last`` of them."""
     whole = Schedule.cosine(steps, kind)
-    return Schedule(kind, *(getattr(whole, field.name)[:last] for field in fields(Schedule)[1:]))
+    return whole if last is None else last_steps(whole, last)
 
 
 # Backbone

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
 from pathlib import Path
 
+from comfyui_specar.models.diffusion_head import Schedule
 from comfyui_specar.models.mar import MARConfig
 from safetensors.torch import save_file
 from torch import Tensor
@@ -76,3 +78,12 @@ def write_mar(path: Path, config: MARConfig = MAR, **metadata) -> Path:
     header = {"family": "mar", "heads": config.heads, "grid": (config.rows, config.cols)} | metadata
     save_file(mar_weights(config), str(path), metadata={"specar": json.dumps(header)})
     return path
+
+
+def last_steps(schedule: Schedule, count: int) -> Schedule:
+    """The ``count`` last denoising steps of a schedule, from moderate noise.
+
+    With all steps a random network ends at values of 1e5, because nothing cancels the first noise.
+    """
+    tables = {field.name: getattr(schedule, field.name) for field in fields(schedule)}
+    return replace(schedule, **{name: t[:count] for name, t in tables.items() if isinstance(t, Tensor)})

@@ -1,0 +1,117 @@
+"""Continuous speculative decoding as its authors published it, against our ``path="official"`` at a tolerance of 42
+widths, given the same numbers.
+
+cspd.json holds what https://github.com/MarkXCloud/CSpD gave at commit d91f721 on a CPU (torch 2.13). ``laws`` below
+gives 12 pairs of Gaussians of 16 dimensions each: as a released model ends ("released": width 0.0063, means 0.25 apart
+in every dimension), overlapping ones of that width ("close"), and wide ones that overlap ("wide").
+  log_accept_*      log of DistributionProcessor.judge_accept at the draft's mean ("wide": at a draw), in fp64;
+                    *_unwidened: with inner temperature 1, at the target's mean ("wide": at the same draw)
+  residual_*        subtracted_distribution_unormalize, the probability that a proposal is taken
+  picture_*, accepted_*   SpecDecodeRunner(ratio=0).run, for classes 3 and 8, of the target of mar.json and a drafter
+                    with 0.2 % of other weights mixed in: one token per step, blocks and settings as in PICTURES, the
+                    last 12 of 25 denoising steps. Its acceptance numbers were all 0.5, its residual's proposals all
+                    the target's mean: the same choices as ours. Some drafts are accepted, some are not.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from comfyui_specar.model_loaders import mar
+from comfyui_specar.model_loaders.checkpoint import Checkpoint
+from comfyui_specar.models.diffusion_head import Schedule
+from comfyui_specar.samplers.continuous import ContinuousSpeculative, Run, log_ratio, residual
+from comfyui_specar.samplers.continuous_model import ContinuousParams, ContinuousRequest
+from comfyui_specar.samplers.laws import Normal
+from comfyui_specar.samplers.rng import Purpose, Stream
+
+from ..unit.tiny import fill
+from ..unit.tiny_mar import MAR, last_steps, mar_fill, mar_shapes
+
+OFFICIAL = json.loads((Path(__file__).parent / "cspd.json").read_text(encoding="utf-8"))
+KINDS = {"released": (0.0063, 0.25, 0.5), "close": (0.0063, 0.004, 0.1), "wide": (1.0, 0.5, 0.1)}
+KAPPA, INVERTED = 42.0, -1.0
+
+
+def numbers(name, *shape):
+    return fill(f"{name} embedding", shape)
+
+
+def laws(kind):
+    """Target and draft law, a draw of the draft's, proposals for the residual."""
+    width, distance, sums = KINDS[kind]
+    mean = numbers(f"{kind} draft mean", 12, 16)
+    widths = {who: math.log(width) + 0.05 * numbers(f"{kind} {who} width", 12, 16) for who in ("draft", "target")}
+    paths = {who: (-3 + sums * numbers(f"{kind} {who} sums", 12, 16)).sum(-1) for who in ("draft", "target")}
+    q = Normal(mean, widths["draft"], paths["draft"])
+    p = Normal(mean + distance * numbers(f"{kind} distance", 12, 16), widths["target"], paths["target"])
+    x = mean + q.log_std.exp() * numbers("wide x", 12, 16) if kind == "wide" else mean
+    return p, q, x, numbers(f"{kind} proposals", 12, 16)
+
+
+def close(found, name, tolerance):
+    wanted = torch.tensor(OFFICIAL[name]).view(found.shape)
+    assert (found - wanted).abs().max() < tolerance, (found - wanted).abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_acceptance(kind):
+    p, q, x, _ = laws(kind)
+    close(log_ratio(x, p, q, KAPPA, INVERTED), f"log_accept_{kind}", 1e-4)
+
+
+@pytest.mark.parametrize("kind", ["close", "wide"])
+def test_acceptance_without_widening(kind):
+    p, q, x, _ = laws(kind)
+    close(log_ratio(x if kind == "wide" else p.mean, p, q, 1.0, INVERTED), f"log_accept_{kind}_unwidened", 1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_residual(kind):
+    """A proposal is taken just below the official probability, and not just above."""
+    p, q, _, normal = laws(kind)
+    wanted = torch.tensor(OFFICIAL[f"residual_{kind}"])
+    for shift, taken in ((-1e-4, wanted > 0), (1e-4, torch.zeros_like(wanted, dtype=torch.bool))):
+        accept = (wanted + shift).clamp(min=0)
+        y, tries = residual(p, q, normal[None], torch.zeros(1, 12), accept[None], INVERTED)
+        assert (tries > 0).tolist() == (taken & (accept < wanted)).tolist()
+        assert torch.equal(y, p.draw(normal, torch.zeros(12)))
+    assert kind == "released" or (wanted.min() < 0.2 and wanted.max() > 0.9)  # all of it was tried
+
+
+def tiny(mix):
+    """The target of mar.json (mix 0), or a drafter that has a share ``mix`` of other weights."""
+    weights = {name: (1 - mix) * mar_fill(name, shape) + mix * mar_fill(f"draft {name}", shape)
+               for name, shape in mar_shapes().items()}
+    return mar.load(Checkpoint(weights, {"heads": MAR.heads}, Path("tiny")), torch.float32, None, ())
+
+
+PICTURES = {"guided": (4.0, 1.0, 4), "unguided": (1.0, 0.95, 3)}  # guidance, temperature, draft length
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_whole_pictures(monkeypatch, name):
+    cfg, temperature, length = PICTURES[name]
+    steps = last_steps(Schedule.cosine(25), 12)
+    noise0 = numbers("first noise of the picture", 2, 16, 16)
+    noise_t = numbers("later noise of the picture", 12, 2, 16, 16)
+
+    def noise(run, positions, purpose=Purpose.NOISE):
+        index = positions[..., None].expand(-1, -1, 16)
+        return noise0.gather(1, index), noise_t.gather(2, index.expand(12, -1, -1, -1))
+
+    monkeypatch.setattr(Run, "noise", noise)
+    monkeypatch.setattr(Stream, "uniform", lambda stream, positions, *_, **__: torch.full(positions.shape, 0.5))
+    target, drafter = tiny(0.0), tiny(0.002)
+    target.order = torch.tensor(OFFICIAL["order"]).flip(1)
+    target.schedule = drafter.schedule = lambda params: steps
+    classes = target.encode_features(torch.tensor([3.0, 8.0]).view(2, 1, 1))
+    method = ContinuousSpeculative(
+        drafter, length, prefill=1 / 16, path="official", tolerance=KAPPA * steps.last_width
+    )
+    params = ContinuousParams(cfg, "constant", temperature)
+    out = method.sample(ContinuousRequest(target, classes, (4, 4), params, batch=2))
+    close(target.to_latent(out.tokens, (4, 4)) * target.scale, f"picture_{name}", 1e-4)
+    assert 0 < OFFICIAL[f"accepted_{name}"] < 30
