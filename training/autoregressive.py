@@ -11,14 +11,13 @@ from ..models.backbone import Backbone, BackboneConfig, Rotation, grid_rotation
 from ..models.prefix import CaptionPrefix
 from ..models.vq import VQModel
 from .captions import Captions
-from .data import Pictures, augment
+from .data import Pictures
 from .loop import Average, Budget, Checkpoint, Team, autocast, rate, set_rate
 from .muon import Muon, split_parameters
-from .settings import BACKGROUNDS, IMAGE_SIZE, Setting
+from .settings import IMAGE_SIZE, Setting
+from .views import Views
 
 log = logging.getLogger(__name__)
-
-HELD_OUT_EVERY = 20  # one of so many (picture, background) pairs is never shown
 
 
 class TextToImage(nn.Module):
@@ -68,40 +67,22 @@ class TextToImage(nn.Module):
         return Rotation(cos, sin)
 
 
-class Batches:
+class Batches(Views):
     """Random (caption, tokens) pairs: every picture is placed, coloured and encoded anew."""
 
     def __init__(self, setting: Setting, pictures: Pictures, captions: Captions, vq: VQModel, seed: int) -> None:
-        self.setting, self.pictures, self.captions, self.vq = setting, pictures, captions, vq
-        self.device = next(vq.parameters()).device
-        self.rgba = pictures.rgba.to(self.device)
-        self.generator = torch.Generator(self.device).manual_seed(seed)
-        self.mixed = autocast(setting)
+        super().__init__(setting, setting.model.augmentation, pictures, captions, next(vq.parameters()).device, seed)
+        self.vq = vq
 
     @torch.no_grad()
     def draw(self, count: int, held_out: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """(captions [count, n], dropped [count], tokens [count, S]); held-out batches keep whole captions."""
-        picture, colour = self._pairs(count, held_out)
-        pixels = augment(self.rgba[picture], colour, self.setting.model.augmentation, self.generator)
+        picture, colour = self.pairs(count, held_out)
         with self.mixed():
-            latent = self.vq.encode_latent(pixels)
+            latent = self.vq.encode_latent(self.pixels(picture, colour))
         tokens = self.vq.quantize_latent(latent).flatten(1)  # distances in fp32, as at inference
-        drop = 0.0 if held_out else self.setting.drop_part
-        rows = [
-            self.captions.sample(self.pictures.code[p], self.pictures.style[p], c, drop)
-            for p, c in zip(picture.tolist(), colour.tolist())
-        ]
-        captions = torch.tensor(self.captions.padded(rows), device=self.device)
-        share = 0.0 if held_out else self.setting.drop_caption
-        dropped = torch.rand(count, generator=self.generator, device=self.device) < share
-        return captions, dropped, tokens
-
-    def _pairs(self, count: int, held_out: bool) -> tuple[Tensor, Tensor]:
-        total = len(self.rgba) * len(BACKGROUNDS)
-        draws = torch.randint(total, (64 * count,), generator=self.generator, device=self.device)
-        picture, colour = draws // len(BACKGROUNDS), draws % len(BACKGROUNDS)
-        kept = (((7 * picture + 3 * colour) % HELD_OUT_EVERY == 0) == held_out).nonzero().flatten()[:count]
-        return picture[kept], colour[kept]
+        captions = torch.tensor(self.captions.padded(self.words(picture, colour, held_out)), device=self.device)
+        return captions, self.dropped(count, held_out), tokens
 
 
 @torch.no_grad()

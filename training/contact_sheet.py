@@ -9,6 +9,7 @@ from PIL import Image
 from torch import Tensor
 
 from .. import api
+from ..model_loaders.continuous_model import ContinuousBase
 from .settings import BACKGROUNDS, COMMON_CONCEPTS, STYLES
 
 log = logging.getLogger(__name__)
@@ -37,16 +38,23 @@ def border_colour(pixels: Tensor) -> str:
     return list(BACKGROUNDS)[int((palette - median).norm(dim=1).argmin())]
 
 
-def draw(folder: Path, file: Path, method=api.methods.NextToken(), **sampling) -> float:
-    """Samples all prompts (seed = position in the sheet) and writes the sheet; returns the background accuracy."""
-    model = api.load_model(folder / "model.safetensors")
-    decoder = api.load_image_decoder(folder / "vq.safetensors")
+def draw(folder: Path, file: Path, method=None, **sampling) -> float:
+    """Samples all prompts (seed = position in the sheet) and writes the sheet; returns the background accuracy.
+
+    method: the one that draws token by token, unless given.
+    """
+    model, decoder = api.load_model(folder), api.load_image_decoder(folder)
+    continuous = isinstance(model, ContinuousBase)
+    method = method or (api.methods.ContinuousNextToken() if continuous else api.methods.NextToken())
     tiles, right = [], 0
-    for seed, (prompt, colour) in enumerate(prompts()):
-        tokens = api.sample(model, model.encode_prompt(prompt), method, seed=seed, **sampling).tokens
-        pixels = decoder.decode_tokens(tokens)[0].cpu()
-        right += border_colour(pixels) == colour
-        tiles.append((pixels * 255.0).round().byte().numpy())
+    for first in range(0, COUNT, COLUMNS):  # every prompt is three words long, so a row of them is a batch
+        row = prompts()[first : first + COLUMNS]
+        features = torch.cat([model.encode_prompt(prompt)[0][0] for prompt, _ in row])
+        conditioning = model.encode_features(features)
+        out = api.sample(model, conditioning, method, seed=first, batch_size=len(row), **sampling)
+        for pixels, (_, colour) in zip(decoder.decode(out.latent).cpu(), row):
+            right += border_colour(pixels) == colour
+            tiles.append((pixels * 255.0).round().byte().numpy())
     rows = [np.concatenate(tiles[i : i + COLUMNS], axis=1) for i in range(0, COUNT, COLUMNS)]
     Image.fromarray(np.concatenate(rows)).save(file, quality=92)
     log.info("%s: background as asked in %d of %d pictures", file, right, COUNT)

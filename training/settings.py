@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+from ..models.kl_vae import KLConfig
 from ..models.vq import VQConfig
+from ..samplers.continuous_model import ContinuousParams
 
 IMAGE_SIZE = 128
 STYLES = ("3d", "noto", "flat")
@@ -36,18 +38,34 @@ class Augmentation:
     flip: bool = False
 
 
+MILD = Augmentation(scale=(0.98, 1.02), shift=0.012, colour_jitter=4.0)
+
+
 @dataclass(frozen=True)
-class TokenizerSetting:
+class AutoencoderSetting:
+    """What both tokenizers have in common."""
+
     minutes: float
-    config: VQConfig
+    config: VQConfig | KLConfig
     crop_batch: int
     whole_batch: int
     learning_rate: float = 2e-3
     augmentation: Augmentation = Augmentation()
     crop: int = 64
-    warm_start_steps: int = 200
     margin: int = 1  # tokens to repeat around a picture before decoding it: a corner is where decoders leave a spike
     other_pictures: float = 0.15  # share of pictures outside the concepts, so that foreign pictures can be encoded too
+
+
+@dataclass(frozen=True)
+class TokenizerSetting(AutoencoderSetting):
+    warm_start_steps: int = 200
+
+
+@dataclass(frozen=True)
+class KLSetting(AutoencoderSetting):
+    margin: int = 0
+    kl_weight: float = 6e-3  # of the mean divergence per number of a latent, against the mean loss per pixel
+    start_from_vq: bool = False  # begin with the layers that the trained VQ tokenizer has, too
 
 
 @dataclass(frozen=True)
@@ -58,6 +76,28 @@ class ModelSetting:
     heads: int
     batch: int
     augmentation: Augmentation
+    learning_rate: float = 3e-3
+    ema: float = 0.998
+    weight_decay: float = 0.02
+
+
+@dataclass(frozen=True)
+class MaskedSetting:
+    """MAR and its diffusion head: ``layers`` blocks in the encoder and as many in the decoder."""
+
+    minutes: float
+    dim: int
+    layers: int
+    heads: int
+    head_width: int
+    head_depth: int
+    batch: int
+    ring: int = 8192  # encoded pictures kept to draw from
+    ring_start: int = 1024  # of them encoded before the first step
+    fresh: int = 4  # and encoded anew at every step
+    augmentation: Augmentation = MILD
+    repeats: int = 4  # denoising steps learnt per token and pass
+    known_power: float = 1.5  # above 1: pictures of which little is known are learnt more often
     learning_rate: float = 3e-3
     ema: float = 0.998
     weight_decay: float = 0.02
@@ -81,8 +121,13 @@ class Setting:
     concepts: tuple[str, ...] | None  # code points; None = every one
     tokenizer: TokenizerSetting
     model: ModelSetting
+    kl_vae: KLSetting
+    masked: MaskedSetting
+    masked_drafter: MaskedSetting
     sampling: Sampling = Sampling()
+    masked_sampling: ContinuousParams = ContinuousParams(2.5, "constant", 1.0, steps=25)
     caption_slots: int = 10
+    masked_slots: int = 6  # of the continuous model; unfilled ones hold its vector for no prompt
     caption_dim: int = 128
     learn_tags: bool = False  # give tags word vectors of their own; otherwise they become synonyms of the name
     drop_part: float = 0.10
@@ -107,7 +152,22 @@ CPU = Setting(
         heads=3,
         batch=16,
         ema=0.995,
-        augmentation=Augmentation(scale=(0.98, 1.02), shift=0.012, colour_jitter=4.0),
+        augmentation=MILD,
+    ),
+    kl_vae=KLSetting(
+        minutes=25,
+        config=KLConfig(16, (1, 1, 2, 4, 4), base_channels=32, num_res_blocks=1),
+        crop_batch=16,
+        whole_batch=4,
+        augmentation=Augmentation(scale=(0.96, 1.04), shift=0.03),
+        other_pictures=0.1,
+        start_from_vq=True,
+    ),
+    masked=MaskedSetting(
+        minutes=65, dim=192, layers=4, heads=3, head_width=256, head_depth=3, batch=32, fresh=8, repeats=2
+    ),
+    masked_drafter=MaskedSetting(
+        minutes=45, dim=128, layers=2, heads=2, head_width=192, head_depth=2, batch=32, fresh=8, repeats=2
     ),
 )
 
@@ -133,6 +193,44 @@ GPU = Setting(
         augmentation=Augmentation(scale=(0.9, 1.05), colour_jitter=8.0, flip=True),
         ema=0.999,
     ),
+    kl_vae=KLSetting(
+        minutes=6,
+        config=KLConfig(16, (1, 1, 2, 2, 4), base_channels=64, num_res_blocks=2),
+        crop_batch=256,
+        whole_batch=128,
+        other_pictures=0.0,
+        augmentation=Augmentation(scale=(0.9, 1.05), colour_jitter=8.0, flip=True),
+    ),
+    masked=MaskedSetting(
+        minutes=9,
+        dim=384,
+        layers=8,
+        heads=6,
+        head_width=512,
+        head_depth=4,
+        batch=256,
+        ring=65536,
+        ring_start=8192,
+        fresh=256,
+        augmentation=Augmentation(scale=(0.95, 1.05), shift=0.03),
+        learning_rate=2e-3,
+        ema=0.999,
+    ),
+    masked_drafter=MaskedSetting(
+        minutes=4,
+        dim=192,
+        layers=4,
+        heads=3,
+        head_width=256,
+        head_depth=3,
+        batch=256,
+        ring=65536,
+        ring_start=8192,
+        fresh=256,
+        augmentation=Augmentation(scale=(0.95, 1.05), shift=0.03),
+        ema=0.999,
+    ),
+    masked_slots=12,
     learn_tags=True,
 )
 

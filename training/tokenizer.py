@@ -12,7 +12,7 @@ from ..models.vq import VQModel
 from .data import Pictures, augment, sheet
 from .loop import Average, Budget, Checkpoint, autocast, rate, set_rate
 from .muon import Muon, split_parameters
-from .settings import BACKGROUNDS, Setting
+from .settings import BACKGROUNDS, AutoencoderSetting, Setting
 
 log = logging.getLogger(__name__)
 
@@ -44,28 +44,28 @@ def spherical_kmeans(points: Tensor, clusters: int, generator: torch.Generator, 
 class Sampler:
     """Fresh augmented batches, mostly of the chosen concepts."""
 
-    def __init__(self, setting: Setting, pictures: Pictures, device: torch.device, seed: int) -> None:
-        self.setting, self.device = setting, device
-        self.chosen = pictures.select(setting.concepts).rgba.to(device)
-        self.all = pictures.rgba.to(device) if setting.tokenizer.other_pictures else self.chosen
-        self.generator = torch.Generator(device).manual_seed(seed)
+    def __init__(self, setting: Setting, cfg: AutoencoderSetting, pictures: Pictures, seed: int) -> None:
+        self.cfg, self.device = cfg, torch.device(setting.device)
+        self.chosen = pictures.select(setting.concepts).rgba.to(self.device)
+        self.all = pictures.rgba.to(self.device) if cfg.other_pictures else self.chosen
+        self.generator = torch.Generator(self.device).manual_seed(seed)
 
     def _integers(self, high: int, count: int) -> Tensor:
         return torch.randint(high, (count,), generator=self.generator, device=self.device)
 
     def whole(self, count: int, only_chosen: bool = False) -> Tensor:
         """Pixels [count, 3, 128, 128] in [-1, 1]."""
-        others = 0 if only_chosen else round(count * self.setting.tokenizer.other_pictures)
+        others = 0 if only_chosen else round(count * self.cfg.other_pictures)
         rgba = torch.cat([
             self.all[self._integers(len(self.all), others)],
             self.chosen[self._integers(len(self.chosen), count - others)],
         ])
         colours = self._integers(len(BACKGROUNDS), count)
-        return augment(rgba, colours, self.setting.tokenizer.augmentation, self.generator)
+        return augment(rgba, colours, self.cfg.augmentation, self.generator)
 
     def crops(self, count: int) -> Tensor:
         """Pixels [count, 3, crop, crop] in [-1, 1]; the corner is aligned to the token grid."""
-        side, factor = self.setting.tokenizer.crop, self.setting.tokenizer.config.factor
+        side, factor = self.cfg.crop, self.cfg.config.factor
         pixels = self.whole(count)
         corners = self._integers((pixels.shape[-1] - side) // factor + 1, 2 * count).view(count, 2) * factor
         return torch.stack([p[:, y : y + side, x : x + side] for p, (y, x) in zip(pixels, corners.tolist())])
@@ -120,8 +120,8 @@ def train(setting: Setting, pictures: Pictures, out: Path, minutes: float | None
     checkpoint = Checkpoint(out / "tokenizer.pt", model=model, average=average.module, muon=muon, adamw=adamw)
     counters = checkpoint.resume() or {"step": 0, "spent": 0.0}
     step, budget = counters["step"], Budget(minutes or cfg.minutes, counters["spent"])
-    sampler, codes, mixed = Sampler(setting, pictures, device, seed=step), Codes(model), autocast(setting)
-    held_out = Sampler(setting, pictures, device, seed=10**6).whole(48, only_chosen=True)
+    sampler, codes, mixed = Sampler(setting, cfg, pictures, seed=step), Codes(model), autocast(setting)
+    held_out = Sampler(setting, cfg, pictures, seed=10**6).whole(48, only_chosen=True)
     while budget.fraction < 1.0:
         set_rate([muon, adamw], cfg.learning_rate, rate(budget.fraction, step))
         whole = budget.fraction > WHOLE_PICTURES_FROM

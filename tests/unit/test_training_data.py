@@ -123,7 +123,7 @@ def test_batches_are_determined_by_their_seed():
 def test_held_out_pairs_are_never_trained_on():
     source = batches(0)
     trained, unseen = (
-        {tuple(pair) for _ in range(20) for pair in torch.stack(source._pairs(32, held_out), 1).tolist()}
+        {tuple(pair) for _ in range(20) for pair in torch.stack(source.pairs(32, held_out), 1).tolist()}
         for held_out in (False, True)
     )
     assert unseen and trained and not (trained & unseen)

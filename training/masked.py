@@ -1,0 +1,261 @@
+"""Trains MAR: a masked transformer over continuous tokens, and the diffusion head that draws one token at a time.
+
+The loss is the paper's (Li et al., 2024, arXiv:2406.11838, sections 3.2 and 3.4): the head's, at unknown positions.
+"""
+
+import logging
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..model_loaders.checkpoint import open_checkpoint
+from ..models.diffusion_head import TRAINING_STEPS, DiffusionHead, Schedule
+from ..models.kl_vae import KLModel
+from ..models.mar import MAR, MARConfig
+from .captions import Captions
+from .data import Pictures
+from .kl_vae import noisy
+from .loop import Average, Budget, Checkpoint, autocast, rate, set_rate
+from .muon import Muon, split_parameters
+from .settings import IMAGE_SIZE, MaskedSetting, Setting
+from .views import Views
+
+log = logging.getLogger(__name__)
+
+GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+def known_count(length: int, power: float, step: int) -> int:
+    """How many of ``length`` tokens a batch may see: length * u^power, from none to all but one.
+
+    u runs through a golden-ratio sequence, so that every stretch of steps covers all counts evenly. The paper leaves 70
+    to 100 % unknown; a sampler that adds one token at a time visits every count, and a small model has to learn each.
+    """
+    u = (0.5 + step * GOLDEN) % 1.0
+    return min(int(length * u**power), length - 1)
+
+
+def random_known(count: int, length: int, known: int, generator: torch.Generator) -> Tensor:
+    """Masks bool [count, length] with ``known`` random positions set in each row."""
+    ranks = torch.rand(count, length, generator=generator, device=generator.device).argsort(1).argsort(1)
+    return ranks < known
+
+
+def word_vectors(file: Path, captions: Captions) -> Tensor:
+    """The word table [N, F] of a trained discrete model. Raises ValueError if it knows other words."""
+    checkpoint = open_checkpoint(file)
+    if checkpoint.metadata["words"] != captions.words:
+        raise ValueError(f"{file} knows other words than this setting: train the discrete model with the same setting.")
+    return checkpoint.tensors["word_embeddings.weight"].float()
+
+
+class MaskedTextToImage(nn.Module):
+    """MAR with its diffusion head and a fixed table of word vectors."""
+
+    def __init__(self, setting: Setting, cfg: MaskedSetting, words: Tensor) -> None:
+        """words [N, F]: one vector per known word."""
+        super().__init__()
+        channels, side = setting.kl_vae.config.channels, IMAGE_SIZE // setting.kl_vae.config.factor
+        self.backbone = MAR(MARConfig(
+            dim=cfg.dim, encoder_layers=cfg.layers, decoder_layers=cfg.layers, heads=cfg.heads, rows=side, cols=side,
+            channels=channels, slots=setting.masked_slots, conditions=words.shape[1], captions=True,
+        ))  # fmt: skip
+        self.head = DiffusionHead(channels, cfg.dim, cfg.head_width, cfg.head_depth)
+        self.register_buffer("words", words.clone(), persistent=False)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        for name, parameter in self.named_parameters():
+            if name.endswith(".bias"):
+                nn.init.zeros_(parameter)
+            elif "time_embed" in name or parameter.ndim == 3 or name.endswith("fake_latent"):
+                nn.init.normal_(parameter, std=0.02)
+            elif parameter.ndim == 2:
+                nn.init.xavier_uniform_(parameter)
+        final = self.head.net.final_layer
+        modulations = [block.adaLN_modulation[-1] for block in (*self.head.net.res_blocks, final)]
+        for layer in (final.linear, *modulations):
+            nn.init.zeros_(layer.weight)  # residual blocks start as the identity, the prediction at 0
+
+    def prompt(self, captions: Tensor, dropped: Tensor) -> Tensor:
+        """Slot vectors [B, slots, D]: ``MAR.prompt`` and ``MAR.unconditional`` for captions of several lengths.
+
+        captions int64 [B, n], -1 = no word (on the right); dropped bool [B]: no caption at all.
+        """
+        seen = (captions >= 0) & ~dropped[:, None]
+        slots = self.backbone.prompt(self.words[captions.clamp_min(0)])
+        filled = nn.functional.pad(seen, (0, slots.shape[1] - seen.shape[1]))
+        return torch.where(filled[..., None], slots, self.backbone.unconditional(len(slots)))
+
+    def vectors(self, captions: Tensor, dropped: Tensor, tokens: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+        """The head's vectors z [N, D] and the tokens [N, C] of all unknown positions.
+
+        tokens fp32 [B, S, C]; known bool [B, S], the same number in every row.
+        """
+        seen = int(known[0].sum())
+        z = self.backbone(self.prompt(captions, dropped), tokens, known, seen)
+        return z[~known], tokens[~known]
+
+
+@dataclass(frozen=True)
+class DiffusionLoss:
+    """Mean squared error of the noise, and the bound that teaches the variance (both per number of a token)."""
+
+    error: Tensor
+    bound: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        return self.error + self.bound
+
+
+def diffusion_loss(
+    head: DiffusionHead, schedule: Schedule, z: Tensor, tokens: Tensor, generator: torch.Generator
+) -> DiffusionLoss:
+    """The loss of improved DDPM (Nichol & Dhariwal, 2021, section 3.1), one random step per row.
+
+    z [N, D], tokens [N, C]. The mean is trained by the error of the noise alone; the bound (in bits, as published) sees
+    it without gradient. At the very last step the true posterior is a point; here it has the schedule's clipped width,
+    so that the same divergence applies at every step.
+    """
+    t = torch.randint(schedule.steps, (len(z),), generator=generator, device=z.device)
+    noise = torch.randn(tokens.shape, generator=generator, device=z.device)
+    noised = schedule.signal[t][:, None] * tokens + schedule.noise[t][:, None] * noise
+    time = head.net.time_embed(schedule.timesteps[t], z.dtype)
+    predicted, share = head.net(noised.to(z.dtype), time, head.embed(z)).float().chunk(2, dim=-1)
+    fixed = torch.cat((predicted.detach(), share), dim=-1)
+    mean, log_variance = schedule.mean_log_variance(noised, fixed, t)
+    true_mean = schedule.from_clean[t][:, None] * tokens + schedule.from_noisy[t][:, None] * noised
+    true_log_variance = schedule.log_posterior[t][:, None]
+    distance = (true_mean - mean).square() * (-log_variance).exp()
+    divergence = 0.5 * (log_variance - true_log_variance + (true_log_variance - log_variance).exp() + distance - 1)
+    return DiffusionLoss((predicted - noise).square().mean(), divergence.mean() / math.log(2))
+
+
+class Latents(Views):
+    """Captions and latent tokens. A ring of encoded pictures is drawn from, and some of it renewed at every step.
+
+    Encoding costs a fifth of a small model's step, so each picture is shown a few times, every time with other noise of
+    its own posterior and other words.
+    """
+
+    def __init__(
+        self, setting: Setting, cfg: MaskedSetting, pictures: Pictures, captions: Captions, vae: KLModel, scale: float,
+        seed: int,
+    ) -> None:
+        """scale: model units per unit of the autoencoder."""
+        super().__init__(setting, cfg.augmentation, pictures, captions, next(vae.parameters()).device, seed)
+        self.vae, self.scale, self.fresh = vae, scale, cfg.fresh
+        self.ring = [torch.zeros(cfg.ring, *part.shape[1:], dtype=part.dtype, device=self.device)
+                     for part in self.encoded(1)]
+        self.written = 0
+        self._write(self.encoded(min(cfg.ring, cfg.ring_start)))
+
+    @torch.no_grad()
+    def encoded(self, count: int, held_out: bool = False) -> list[Tensor]:
+        """Numbers of pictures and backgrounds [count], means and log variances [count, C, h, w] of new views."""
+        picture, colour = self.pairs(count, held_out)
+        moments = []
+        for p, c in zip(picture.split(64), colour.split(64)):
+            with self.mixed():
+                moments.append(self.vae.encode_moments(self.pixels(p, c)))
+        return [picture, colour, *(torch.cat(part).float() for part in zip(*moments))]
+
+    def _write(self, views: list[Tensor]) -> None:
+        capacity, count = len(self.ring[0]), len(views[0])
+        places = (self.written + torch.arange(count, device=self.device)) % capacity
+        for ring, new in zip(self.ring, views):
+            ring[places] = new
+        self.written += count
+
+    def draw(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """captions int64 [count, n] (-1 = no word, on the right), dropped bool [count], tokens fp32 [count, S, C]."""
+        self._write(self.encoded(self.fresh))
+        filled = min(self.written, len(self.ring[0]))
+        chosen = torch.randint(filled, (count,), generator=self.generator, device=self.device)
+        return self.batch([ring[chosen] for ring in self.ring], held_out=False)
+
+    def batch(self, views: list[Tensor], held_out: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Words and noise for encoded views, as :meth:`draw` returns them."""
+        picture, colour, mean, log_variance = views
+        rows = self.words(picture, colour, held_out)
+        captions = torch.tensor([row + [-1] * (self.captions.slots - len(row)) for row in rows], device=self.device)
+        tokens = noisy(mean, log_variance, self.generator).flatten(2).mT * self.scale
+        return captions, self.dropped(len(rows), held_out), tokens
+
+
+@torch.no_grad()
+def held_out_error(model: MaskedTextToImage, schedule: Schedule, batch: tuple[Tensor, Tensor, Tensor]) -> list[float]:
+    """Error of the noise with 0, 1/4, 1/2 and 3/4 of the tokens known, each time with the same randomness."""
+    captions, dropped, tokens = batch
+    count, length = tokens.shape[:2]
+    errors = []
+    for quarter in range(4):
+        generator = torch.Generator(tokens.device).manual_seed(quarter)
+        known = random_known(count, length, length * quarter // 4, generator)
+        z, wanted = model.vectors(captions, dropped, tokens, known)
+        errors.append(round(float(diffusion_loss(model.head, schedule, z, wanted, generator).error), 4))
+    return errors
+
+
+def train(
+    setting: Setting, cfg: MaskedSetting, pictures: Pictures, captions: Captions, words: Tensor, vae: KLModel,
+    scale: float, file: Path, minutes: float | None = None,
+) -> None:
+    """Trains for the budget (or goes on from ``file``); the averaged model is in that file at the end."""
+    device = torch.device(setting.device)
+    pictures = pictures.select(setting.concepts)
+    torch.manual_seed(2)
+    model = MaskedTextToImage(setting, cfg, words).to(device)
+    average = Average(model, cfg.ema)
+    outer = ("pos_embed", "mask_token", "fake_latent", "z_proj", "input_proj", "final_layer.linear")
+    matrices, others = split_parameters(model, keep_out=outer)
+    muon = Muon(matrices, lr=cfg.learning_rate, weight_decay=cfg.weight_decay)
+    adamw = torch.optim.AdamW(others, lr=cfg.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    checkpoint = Checkpoint(file, model=model, average=average.module, muon=muon, adamw=adamw)
+    counters = checkpoint.resume() or {"step": 0, "spent": 0.0}
+    step, budget, mixed = counters["step"], Budget(minutes or cfg.minutes, counters["spent"]), autocast(setting)
+    captions.random.seed(step)
+    vae = vae.to(device)
+    latents = Latents(setting, cfg, pictures, captions, vae, scale, seed=step)
+    unseen = Latents(setting, cfg, pictures, captions, vae, scale, seed=10**6)
+    unseen = unseen.batch(unseen.encoded(64, held_out=True), held_out=True)
+    schedule = Schedule.cosine(TRAINING_STEPS, device=device)
+    generator = torch.Generator(device).manual_seed(step)
+    log.info("%.2f M parameters, %d pictures", sum(p.numel() for p in model.parameters()) / 1e6, len(pictures.code))
+    begin, running = step, torch.zeros(2)
+    while budget.fraction < 1.0:
+        set_rate([muon, adamw], cfg.learning_rate, rate(budget.fraction, step))
+        caption, dropped, tokens = latents.draw(cfg.batch)
+        length = tokens.shape[1]
+        known = random_known(cfg.batch, length, known_count(length, cfg.known_power, step), generator)
+        with mixed():
+            z, wanted = model.vectors(caption, dropped, tokens, known)
+            loss = diffusion_loss(
+                model.head, schedule, z.repeat(cfg.repeats, 1), wanted.repeat(cfg.repeats, 1), generator
+            )
+        model.zero_grad()
+        loss.total.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        muon.step()
+        adamw.step()
+        average.update(model, step)
+        step += 1
+        both = torch.stack((loss.error, loss.bound)).detach().cpu()
+        running += (both - running) / min(step - begin, 100)
+        if step % 100 == 0:
+            views = step * cfg.batch / len(pictures.code)
+            log.info("step %d, %.1f min, error %.4f, bound %.4f, %.0f views", step, budget.spent / 60, *running, views)
+        if checkpoint.save(force=budget.fraction >= 1.0, step=step, spent=budget.spent):
+            log.info("step %d, held-out error at 0, 1/4, 1/2, 3/4 known: %s",
+                     step, held_out_error(average.module, schedule, unseen))
+
+
+def restore(setting: Setting, cfg: MaskedSetting, words: Tensor, file: Path) -> MaskedTextToImage:
+    """The averaged model of ``file``, on the CPU, for inference."""
+    model = MaskedTextToImage(setting, cfg, words)
+    model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True)["average"])
+    return model.eval().requires_grad_(False)
