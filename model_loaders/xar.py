@@ -20,6 +20,7 @@ from .ar_model import Conditioning
 from .checkpoint import Checkpoint, CheckpointError, load_weights
 from .continuous_model import ContinuousBase
 from .llamagen import class_names
+from .mar import count, defaults_of
 from .prompt_encoders import ClassEncoder, PromptEncoder
 
 SCALE = 0.2325  # of KL-16's latents
@@ -92,7 +93,6 @@ class CellModel(ContinuousBase):
             past = self.backbone.read(clean.repeat(branches, 1, 1, 1), state.classes)
             past = [tuple(t.repeat_interleave(each, dim=0) for t in pair) for pair in past]
             sees = known[..., order[: readable * CELL : CELL]].repeat_interleave(count // CELL, dim=1).flatten(0, 1)
-            sees = sees & (torch.arange(readable, device=tokens.device) < cells[:, None])
             mask = nn.functional.pad(sees.repeat_interleave(CELL, dim=1), (0, CELL), value=True)
             mask = mask[:, None, None].repeat(branches, 1, 1, 1)
         end = self.backbone.denoise(
@@ -116,24 +116,23 @@ def recognise(tensors: dict[str, Tensor]) -> bool:
 
 def config_of(tensors: dict[str, Tensor], heads: int | None, path: Path) -> XARConfig:
     """Sizes from shapes. Raises CheckpointError if it cannot tell them."""
-
-    def blocks(part: str) -> int:
-        return len({name.split(".")[1] for name in tensors if name.startswith(f"{part}_blocks.")})
-
-    gate = tensors.get("encoder_blocks.0.mlp.fc1_g.weight")
-    if gate is None:
+    encoder, decoder = (count(tensors, f"{part}_blocks.") for part in ("encoder", "decoder"))
+    if not encoder or not decoder:
         raise CheckpointError(f"{path.name} has no transformer blocks. It is incomplete.")
-    (rows, dim), channels = tensors["class_emb.weight"].shape, len(tensors["pred.weight"])
+    hidden, dim = tensors["encoder_blocks.0.mlp.fc1_g.weight"].shape[:2]
     places = tensors["encoder_pos_embed_learned"].shape[1]
     if places != CELLS * CELL:
         raise CheckpointError(f"{path.name} draws {places} tokens; xAR models of {CELLS * CELL} are supported.")
-    heads = heads or _SIZES.get((dim, blocks("encoder")), (None,))[0]
-    if heads is None or dim % (4 * heads):
+    heads = heads or _SIZES.get((dim, encoder), (None,))[0]
+    if heads is None:
         raise CheckpointError(
-            f"{path.name} has width {dim} and {blocks('encoder')} encoder blocks, which is no released xAR size, so "
-            "its number of attention heads is unknown. Add safetensors metadata specar = {\"heads\": ...}."
+            f"{path.name} has width {dim} and {encoder} encoder blocks, which is no released xAR size, so its number "
+            "of attention heads is unknown. Add safetensors metadata specar = {\"heads\": ...}."
         )
-    return XARConfig(dim, blocks("encoder"), blocks("decoder"), heads, len(gate), channels, rows - 1)
+    if dim % (4 * heads):
+        raise CheckpointError(f"{path.name}: {heads} heads do not fit its width {dim}.")
+    classes, channels = tensors["class_emb.weight"].shape[0] - 1, tensors["pred.weight"].shape[0]
+    return XARConfig(dim, encoder, decoder, heads, hidden, channels, classes)
 
 
 def load(
@@ -145,9 +144,12 @@ def load(
     path, meta = checkpoint.path, checkpoint.metadata
     if grid is not None and tuple(grid) != (GRID, GRID):
         raise CheckpointError(f"{path.name} is an xAR model: its grid is {GRID} x {GRID}, not {grid[0]} x {grid[1]}.")
-    config = config_of(checkpoint.tensors, meta.get("heads"), path)
+    try:
+        config = config_of(checkpoint.tensors, meta.get("heads"), path)
+    except (KeyError, IndexError) as error:  # a tensor that tells a size is not there, or has too few dimensions
+        raise CheckpointError(f"{path.name} is incomplete or damaged ({error}). Download it again.") from error
     _, cfg, steps = _SIZES.get((config.dim, config.encoder_layers), (None, 2.2, 50))
-    defaults = ContinuousParams(**({"cfg": cfg, "steps": steps} | meta.get("defaults", {})))
+    defaults = defaults_of({"defaults": {"cfg": cfg, "steps": steps} | meta.get("defaults", {})}, config.dim, path)
     with torch.device("meta"):
         backbone = XAR(config, operations)
     model = CellModel(backbone, defaults, ClassEncoder(config.classes, class_names(config.classes)))

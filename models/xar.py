@@ -224,7 +224,7 @@ class XAR(nn.Module):
 
         classes [R, D]: class embeddings; [2R, D], conditional rows first, with guidance, whose scales are cfg
         [R, 64, 1]: the velocity is u + cfg (c - u). past, mask: of as many rows as classes. The path of the endpoint
-        is 0, for the widths of the steps are the same under any model.
+        is 0, for the widths of the steps are the same under any model; a flow without noise has nominal widths.
         """
         branches = len(classes) // len(cells)
         places = self.places(cells.repeat(branches)[:, None])
@@ -239,7 +239,7 @@ class XAR(nn.Module):
             x = schedule.mean(x, velocity, index)
             if index < schedule.steps - 1 and schedule.kind == "ddpm":
                 x = x + schedule.width(index) * temperature * noise_t[index].float()
-        width = schedule.last_width * temperature
+        width = schedule.last_width * (temperature if schedule.kind == "ddpm" else 1)
         return Endpoint(x, torch.full_like(x, math.log(width) if width > 0 else -math.inf), x.new_zeros(x.shape[:-1]))
 
 

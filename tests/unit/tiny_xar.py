@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
 from comfyui_specar.model_loaders import xar
 from comfyui_specar.model_loaders.checkpoint import open_checkpoint
 from safetensors.torch import save_file
-from torch import Tensor, float32
+from torch import Tensor
 
 from .tiny import fill
 
@@ -47,7 +48,7 @@ def xar_weights(**sizes: int) -> dict[str, Tensor]:
     return {name: xar_weight(name, shape) for name, shape in xar_shapes(**sizes).items()}
 
 
-def tiny_xar(folder: Path, **sizes: int) -> xar.CellModel:
+def tiny_xar(folder: Path, dtype: torch.dtype = torch.float32, **sizes: int) -> xar.CellModel:
     """The tiny model, written to ``folder`` and loaded from there."""
     save_file(xar_weights(**sizes), folder / "xar.safetensors", metadata={"specar": json.dumps({"heads": HEADS})})
-    return xar.load(open_checkpoint(folder / "xar.safetensors"), float32, None, ())
+    return xar.load(open_checkpoint(folder / "xar.safetensors"), dtype, None, ())

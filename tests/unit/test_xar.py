@@ -1,0 +1,277 @@
+"""xAR: files, cells, and what a sampler may rely on. Agreement with the official code is tests/parity/test_xar.py."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from comfyui_specar.model_loaders import xar
+from comfyui_specar.model_loaders.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from comfyui_specar.models.xar import CELL, CELLS, Flow, cell_order
+from comfyui_specar.samplers.continuous import ContinuousSpeculative
+from comfyui_specar.samplers.continuous_model import ContinuousParams, ContinuousRequest
+from comfyui_specar.samplers.continuous_next_token import ContinuousNextToken
+from safetensors.torch import save_file
+
+from .tiny import fill, llamagen_weights
+from .tiny_xar import HEADS, tiny_xar, xar_shapes, xar_weights
+
+PARAMS = ContinuousParams(cfg=3.0, steps=3)
+RELEASED = {  # width, blocks in either half, heads, hidden, millions of parameters, guidance, steps
+    "xAR-B.pth": (768, 8, 12, 2048, 172.6, 2.7, 40), "xAR-L.pth": (1024, 16, 16, 2730, 608.4, 2.3, 50),
+    "xAR-H.pth": (1280, 20, 16, 3413, 1186.0, 2.2, 50),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_xar(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def smaller(tmp_path_factory):
+    return tiny_xar(tmp_path_factory.mktemp("drafter"), dim=16, blocks=1, hidden=24)
+
+
+def request(model, batch=1, **settings):
+    prompt = model.encode_features(torch.tensor([3.0, 8.0]).view(2, 1, 1)[:batch])
+    return ContinuousRequest(model, prompt, model.grid, PARAMS, batch=batch, **settings)
+
+
+@torch.inference_mode()
+def predict(model, known, cells, cfg=3.0, temperature=1.0, kind="ddpm", tokens=None):
+    """The law of cells [B, V, n] where every variant knows its first known [B, V] cells."""
+    known, cells = torch.tensor(known), torch.tensor(cells)
+    batch, variants = known.shape
+    order = cell_order()
+    query = order.view(CELLS, CELL)[cells].flatten(2)
+    tokens = fill("tokens embedding", (2, 256, 16))[:batch] if tokens is None else tokens
+    noise = fill("noise embedding", (4, 2, 256, 16))[:, :batch]  # by position, as the samplers' noise is
+    noise = torch.stack([noise[:, i][:, query[i]] for i in range(batch)], dim=1)
+    state = model.start(request(model, batch).conditioning, None, batch, model.grid, guided=cfg != 1)
+    return model.predict(
+        state, tokens, order.argsort() < CELL * known[..., None], query, CELL * int(known.max()),
+        torch.full(query.shape, cfg), temperature, noise[0], noise[1:], model.schedule(ContinuousParams(
+            steps=3, kind=kind)),
+    )
+
+
+# Files
+
+
+def load_meta(monkeypatch, name, dim, blocks, hidden):
+    shapes = xar_shapes(dim, blocks, hidden, buffers=True)
+    tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+    monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.ones(()))  # nothing to look at on the meta device
+    assert xar.recognise(tensors)
+    return xar.load(Checkpoint(tensors, {}, Path(name)), torch.float32, None, ())
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_files_fit(monkeypatch, name):
+    dim, blocks, heads, hidden, millions, cfg, steps = RELEASED[name]
+    model = load_meta(monkeypatch, name, dim, blocks, hidden)
+    config = model.backbone.config
+    assert (config.dim, config.encoder_layers, config.decoder_layers) == (dim, blocks, blocks)
+    assert (config.heads, config.hidden, config.channels, config.classes) == (heads, hidden, 16, 1000)
+    assert (model.family, model.grid, model.group, model.scale) == ("xar", (16, 16), 64, 0.2325)
+    assert (model.defaults.cfg, model.defaults.steps, model.defaults.cfg_schedule) == (cfg, steps, "linear")
+    assert abs(sum(t.numel() for t in model.state_dict().values()) / 1e6 - millions) < 0.05
+
+
+def test_only_xar_is_recognised():
+    assert xar.recognise(xar_weights()) and not xar.recognise(llamagen_weights(text=False))
+
+
+def spoilt(change):
+    weights = xar_weights()
+    change(weights)
+    return weights
+
+
+@pytest.mark.parametrize(("weights", "metadata", "words"), [
+    (lambda w: w.pop("decoder_blocks.1.attn.proj.bias"), {}, "incomplete"),
+    (lambda w: [w.pop(name) for name in list(w) if "_blocks." in name], {}, "no transformer blocks"),
+    (lambda w: w["pred.weight"].view(-1)[0].fill_(math.nan), {}, "NaN"),
+    (lambda w: w.update({"decoder_norm.weight": torch.ones(7)}), {}, r"has shape \[7\], expected \[32\]"),
+    (lambda w: w.update({"diffloss.net.x": torch.ones(7)}), {}, "1 unknown"),
+    (lambda w: w.update(encoder_pos_embed_learned=torch.ones(1, 64, 32)), {}, "draws 64 tokens"),
+    (lambda w: w.update(encoder_pos_embed_learned=torch.ones(64)), {}, "incomplete or damaged"),
+    (lambda w: None, {"heads": None}, "width 32 and 2 encoder blocks, which is no released xAR size"),
+    (lambda w: None, {"heads": 5}, "5 heads do not fit its width 32"),
+    (lambda w: None, {"defaults": {"steps": 10, "top_k": 3}}, "top_k"),
+    (lambda w: None, {"defaults": {"cfg": 0.5}}, "cfg is 0.5"),
+])
+def test_spoilt_files_are_refused_in_words(weights, metadata, words):
+    checkpoint = Checkpoint(spoilt(weights), {"heads": HEADS} | metadata, Path("model.pth"))
+    with pytest.raises(CheckpointError, match=words):
+        xar.load(checkpoint, torch.float32, None, ())
+
+
+def test_a_truncated_file_is_refused(tmp_path):
+    path = tmp_path / "xAR-B.safetensors"
+    save_file(xar_weights(), path, metadata={"specar": json.dumps({"heads": HEADS})})
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(CheckpointError, match="damaged"):
+        xar.load(open_checkpoint(path), torch.float32, None, ())
+
+
+def test_another_grid_is_refused(model):
+    checkpoint = Checkpoint(xar_weights(), {"heads": HEADS}, Path("model.pth"))
+    with pytest.raises(CheckpointError, match="16 x 16, not 32 x 32"):
+        xar.load(checkpoint, torch.float32, (32, 32), ())
+    assert xar.load(checkpoint, torch.float32, (16, 16), ()).grid == (16, 16)
+    with pytest.raises(ValueError, match="nothing else"):
+        model.start(model.encode_class(3), None, 1, (8, 16), guided=True)
+
+
+# Prompts, units, order
+
+
+def test_classes_by_name_and_number(model):
+    assert model.encode_prompt("goldfish")[0][0].item() == 1 and model.encode_class(207)[0][0].item() == 207
+    with pytest.raises(ValueError, match="not a class"):
+        model.encode_class(1000)  # the null class is for guidance only
+
+
+def test_cells_are_quarters_of_the_picture(model):
+    order = model.order.view(CELLS, 8, 8)
+    grid = torch.arange(256).view(16, 16)
+    quarters = grid[:8, :8], grid[:8, 8:], grid[8:, :8], grid[8:, 8:]
+    assert all(torch.equal(cell, quarter) for cell, quarter in zip(order, quarters, strict=True))
+    tokens = fill("tokens embedding", (2, 256, 16))
+    assert torch.allclose(model.from_latent(model.to_latent(tokens, model.grid)), tokens, atol=1e-6)
+
+
+def test_guidance_rises_from_cell_to_cell(model):
+    before = torch.arange(0, 256, CELL)
+    params = ContinuousParams(cfg=4.0)
+    assert model.guidance(params, before, before + CELL, 256).tolist() == [1.0, 2.0, 3.0, 4.0]
+    constant = ContinuousParams(cfg=4.0, cfg_schedule="constant")
+    assert model.guidance(constant, before, before + CELL, 256).tolist() == [4.0] * 4
+
+
+# Prediction
+
+
+def test_variants_that_know_different_cells_do_not_mix(model):
+    """Five variants of two images in one pass, against each of them alone without any padding."""
+    known, cells = [[0, 1, 2, 3, 1], [3, 0, 1, 2, 1]], [[[0], [1], [2], [3], [3]], [[3], [0], [2], [2], [2]]]
+    law = predict(model, known, cells)
+    assert law.mean.shape == law.log_std.shape == (2, 5, CELL, 16) and law.path.shape == (2, 5, CELL)
+    for v in range(5):
+        for b in range(2):
+            row = [[known[i][v]] if i == b else [0] for i in range(2)]
+            alone = predict(model, row, [[cells[0][v]], [cells[1][v]]])
+            assert torch.allclose(law.mean[b, v], alone.mean[b, 0], atol=1e-5)
+
+
+def test_several_cells_of_a_variant(model):
+    """Two variants of two images, each asked for two cells."""
+    known, cells = [[1, 0], [0, 2]], [[[1, 2], [0, 1]], [[2, 0], [3, 2]]]
+    together = predict(model, known, cells)
+    for v in range(2):
+        for i in range(2):
+            alone = predict(model, [[row[v]] for row in known], [[[row[v][i]]] for row in cells])
+            assert torch.allclose(together.mean[:, v, i * CELL : (i + 1) * CELL], alone.mean[:, 0], atol=1e-5)
+
+
+def test_what_is_not_known_is_not_seen(model):
+    """Whatever stands in the cells that are not known."""
+    tokens = fill("tokens embedding", (2, 256, 16))
+    changed = tokens.clone()
+    changed[:, model.order[CELL:]] += 100
+    law, other = (predict(model, [[1], [1]], [[[2]], [[1]]], tokens=t) for t in (tokens, changed))
+    assert torch.equal(law.mean, other.mean)
+    changed[:, model.order[0]] += 1
+    other = predict(model, [[1], [1]], [[[2]], [[1]]], tokens=changed)
+    assert ((law.mean - other.mean).abs().amax((1, 2, 3)) > 1e-4).all()
+
+
+def test_the_width_is_that_of_the_last_step(model):
+    width = 0.04 * math.sqrt(2)
+    for temperature in (1.0, 0.7):
+        law = predict(model, [[0], [0]], [[[0]], [[0]]], temperature=temperature)
+        assert torch.allclose(law.log_std.exp(), torch.tensor(width * temperature)) and not law.path.any()
+    flow = predict(model, [[0], [0]], [[[0]], [[0]]], temperature=0.7, kind="ddim")
+    assert torch.allclose(flow.log_std.exp(), torch.tensor(math.sqrt(2) / 3))  # nominal: there is no noise to scale
+
+
+def test_cells_must_be_asked_for_whole(model):
+    state = model.start(model.encode_class(3), None, 1, model.grid, guided=False)
+    with pytest.raises(ValueError, match="cells of 64 tokens; 8 tokens were asked for"):
+        model.predict(state, torch.zeros(1, 256, 16), torch.zeros(1, 1, 256, dtype=torch.bool),
+                      torch.arange(8)[None, None], 0, torch.ones(1, 1, 8), 1.0, torch.zeros(1, 1, 8, 16),
+                      torch.zeros(3, 1, 1, 8, 16), Flow.of(3))
+
+
+def test_half_precision_computes_the_flow_in_fp32(tmp_path):
+    model = tiny_xar(tmp_path, dtype=torch.bfloat16)
+    law, exact = predict(model, [[1], [0]], [[[1]], [[0]]]), predict(tiny_xar(tmp_path), [[1], [0]], [[[1]], [[0]]])
+    assert law.mean.dtype == torch.float32
+    assert 0 < (law.mean - exact.mean).abs().mean() < 0.1 * exact.mean.abs().mean()
+
+
+# The flow
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("ddpm", 500), ("ddim", 100)])
+def test_the_flow_of_gaussian_data_ends_in_its_law(kind, steps):
+    """For data N(m, s^2) the best velocity is known: E[noise - x | x_t] = (t - (1 - t) s^2)/var (x_t - (1-t) m) - m."""
+    m, s, flow = 1.5, 0.5, Flow.of(steps, kind)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(20000, generator=generator)
+    for index, t in enumerate(flow.times[:-1]):
+        gain = (t - (1 - t) * s**2) / ((1 - t) ** 2 * s**2 + t**2)
+        x = flow.mean(x, gain * (x - (1 - t) * m) - m, index)
+        if kind == "ddpm" and index < flow.steps - 1:
+            x = x + flow.width(index) * torch.randn(x.shape, generator=generator)
+    assert abs(x.mean() - m) < 0.02 and abs(x.std() - s) < 0.02
+
+
+def test_illegal_steps():
+    for steps in (1, 1001):
+        with pytest.raises(ValueError, match=f"2 to 1000 steps; {steps} were asked for"):
+            Flow.of(steps)
+    with pytest.raises(ValueError, match="ddpm or ddim; 'heun'"):
+        Flow.of(10, "heun")
+
+
+# Samplers
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    return ContinuousNextToken().sample(request(model, 2))
+
+
+def test_pictures_do_not_depend_on_the_batch(model, plain):
+    one = ContinuousNextToken().sample(request(model))
+    assert one.trace.totals["target_passes"] == CELLS
+    assert torch.allclose(plain.tokens[:1], one.tokens, atol=1e-4)
+
+
+@pytest.mark.parametrize(("length", "passes"), [(1, 4), (2, 3), (3, 2)])
+def test_a_target_that_drafts_for_itself_draws_its_own_picture(model, plain, length, passes):
+    """One cell alone, then blocks of up to ``length`` cells, each judged by a variant that knows the drafts before."""
+    method = ContinuousSpeculative(model, length=length, prefill=0.25, condition="drafts")
+    out = method.sample(request(model, 2))
+    assert torch.allclose(out.tokens, plain.tokens, atol=1e-4)
+    assert out.trace.totals["target_passes"] == passes and out.trace.totals["draft_passes"] == CELLS - 1
+    assert out.trace.positions["log_ratio"].abs().max() < 1e-2
+
+
+def test_a_smaller_model_drafts_and_the_target_judges(model, smaller, plain):
+    """An infinite tolerance keeps every draft, none at all gives the target's own cells."""
+    loose, strict = (
+        ContinuousSpeculative(smaller, length=3, prefill=0.25, condition=condition, tolerance=tolerance)
+        .sample(request(model, 2)) for tolerance, condition in ((math.inf, "prefix"), (0.0, "drafts"))
+    )
+    first = model.order[:CELL]
+    rest = model.order[CELL : 2 * CELL]
+    for out in (loose, strict):
+        assert torch.allclose(out.tokens[:, first], plain.tokens[:, first], atol=1e-4)
+        assert out.trace.totals["target_passes"] == 2 and out.tokens.isfinite().all()
+    assert torch.allclose(strict.tokens[:, rest], plain.tokens[:, rest], atol=1e-4)
+    assert (loose.tokens[:, rest] - plain.tokens[:, rest]).abs().mean() > 0.1
