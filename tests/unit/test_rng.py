@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from comfyui_specar.samplers import rng
 from comfyui_specar.samplers.rng import Purpose, Stream, philox
+
+from .toy_heads import correlation, ks, normal_cdf
 
 ONES = 0xFFFFFFFF
 KNOWN = [  # Random123's kat_vectors, philox4x32 with 10 rounds: counter, key, result
@@ -57,12 +60,52 @@ def test_gumbel_noise_is_finite_where_the_word_is_largest():
     assert stream.gumbel(torch.tensor([[787]]), 16384).isfinite().all()
 
 
+def test_normal_numbers_are_normal():
+    """Moments, Kolmogorov's test over all lanes and lane by lane, and no correlation between lanes."""
+    z = Stream.of(3, 200, "cpu").normal(positions(200, 200), 6, Purpose.NOISE).double()
+    n = z.numel()
+    for power, moment, spread in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        assert abs(float((z**power).mean()) - moment) < 4 * (spread / n) ** 0.5
+    u = normal_cdf(z).flatten(0, 1)
+    assert ks(u.flatten()) < 2.3 and max(map(ks, u.unbind(1))) < 2.3
+    assert correlation(u) < 5
+    assert ks(normal_cdf(1.03 * z.flatten())) > 3 and ks(normal_cdf(z.flatten() + 0.02)) > 3  # what the test can see
+
+
+def test_normal_numbers_of_purposes_draws_and_positions_are_independent():
+    stream, at = Stream.of(9, 1, "cpu"), positions(1, 20_000)
+    columns = [stream.normal(at + shift, 2, purpose, draw)[0] for shift, purpose, draw in (
+        (0, Purpose.NOISE, 0), (1, Purpose.NOISE, 0), (0, Purpose.DRAFT_NOISE, 0), (0, Purpose.NOISE, 1),
+        (0, Purpose.REDRAW, 3))]
+    columns.append(Stream.of(10, 1, "cpu").normal(at, 2, Purpose.NOISE)[0])
+    assert correlation(normal_cdf(torch.cat(columns, dim=1))) < 5
+
+
+def test_the_first_normal_numbers_do_not_depend_on_how_many_are_asked_for():
+    stream, at = Stream.of(1, 2, "cpu"), positions(2, 3)
+    longest = stream.normal(at, 13, Purpose.NOISE)
+    for count in (1, 2, 3, 4, 5, 12):
+        assert torch.equal(stream.normal(at, count, Purpose.NOISE), longest[..., :count])
+
+
+@pytest.mark.parametrize("word", [0, 1, 2**31, ONES - 1, ONES])
+@pytest.mark.parametrize("other", [0, 2**30, ONES])
+def test_normal_numbers_of_extreme_words_are_finite(word, other, monkeypatch):
+    def constant(counter, key):
+        return tuple(torch.full_like(counter[0], w) for w in (word, other, other, word))
+
+    monkeypatch.setattr(rng, "philox", constant)
+    z = Stream.of(0, 1, "cpu").normal(positions(1, 2), 4, Purpose.NOISE)
+    assert z.isfinite().all() and z.abs().max() < 7
+
+
 def test_numbers_do_not_depend_on_the_batch():
     batch = Stream.of(2**40 + 3, 6, "cpu")
     for i in range(6):
         alone = Stream.of(2**40 + 3 + i, 1, "cpu")
         at = torch.tensor([[4, 9, 2]])
-        for draw in (lambda s, at: s.uniform(at, Purpose.REDRAW, 5), lambda s, at: s.gumbel(at, 10)):
+        for draw in (lambda s, at: s.uniform(at, Purpose.REDRAW, 5), lambda s, at: s.gumbel(at, 10),
+                     lambda s, at: s.normal(at, 7, Purpose.NOISE, torch.tensor([3, 0, 8]))):
             assert torch.equal(draw(batch, at.expand(6, -1))[i], draw(alone, at)[0])
 
 
