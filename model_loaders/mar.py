@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models.diffusion_head import DiffusionHead
+from ..models.diffusion_head import DiffusionHead, Schedule
 from ..models.mar import MAR, MARConfig
 from ..samplers.continuous_model import ContinuousParams
 from .ar_model import legal_grid
@@ -38,9 +38,10 @@ def recognise(tensors: dict[str, Tensor]) -> bool:
 
 def config_of(tensors: dict[str, Tensor], heads: int | None, grid: tuple[int, int] | None, path: Path) -> MARConfig:
     """Sizes from shapes. Raises CheckpointError if heads or grid cannot be known, or do not fit."""
-    captions = "caption_proj.weight" in tensors
-    conditions = tensors["caption_proj.weight"].shape[1] if captions else tensors["class_emb.weight"].shape[0]
-    length, dim = tensors["diffusion_pos_embed_learned"].shape[1:]
+    captions, classes = tensors.get("caption_proj.weight"), tensors.get("class_emb.weight")
+    conditions = captions.shape[1] if captions is not None else 0 if classes is None else len(classes)
+    places = tensors["diffusion_pos_embed_learned"].shape
+    length, dim = places[1], places[2]
     heads = heads or _HEADS.get(dim)
     if heads is None or dim % heads:
         raise CheckpointError(
@@ -55,7 +56,8 @@ def config_of(tensors: dict[str, Tensor], heads: int | None, grid: tuple[int, in
         raise CheckpointError(f"{path.name} has positions for {length} tokens; {asked}.")
     return MARConfig(
         dim, count(tensors, "encoder_blocks."), count(tensors, "decoder_blocks."), heads, rows, cols,
-        tensors["z_proj.weight"].shape[1], tensors["encoder_pos_embed_learned"].shape[1] - length, conditions, captions,
+        tensors["z_proj.weight"].shape[1], tensors["encoder_pos_embed_learned"].shape[1] - length, conditions,
+        captions is not None,
     )
 
 
@@ -85,6 +87,8 @@ def load(
     grid = grid or meta.get("grid")
     try:
         config = config_of(tensors, meta.get("heads"), legal_grid(grid) if grid else None, path)
+        if not config.conditions:
+            raise KeyError("class_emb.weight")
         defaults = defaults_of(meta, config.dim, path)
         with torch.device("meta"):
             backbone = MAR(config, operations)
@@ -110,6 +114,7 @@ def defaults_of(meta: dict[str, Any], dim: int, path: Path) -> ContinuousParams:
     try:
         params = ContinuousParams(**given)
         params.check()
+        Schedule.cosine(params.steps, params.kind)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{path.name}: the default settings in its metadata are wrong: {error}.") from error
     return params

@@ -1,0 +1,323 @@
+"""Files of MAR and of its KL autoencoder: every released size, every container, every way to be wrong."""
+
+import argparse
+import json
+from collections import OrderedDict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from comfyui_specar.model_loaders import kl_vae, mar
+from comfyui_specar.model_loaders.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from comfyui_specar.model_loaders.detect import load_image_decoder, load_model
+from comfyui_specar.models.kl_vae import KLConfig, KLModel
+from comfyui_specar.models.mar import MARConfig
+from comfyui_specar.samplers.continuous_model import ContinuousParams
+from safetensors.torch import save_file
+
+from .tiny import fill, vq_weights, write_llamagen
+from .tiny_mar import MAR, mar_shapes, mar_weights, write_mar
+
+WORDS = ["apple", "pear", "bg_blue"]
+
+
+@pytest.fixture
+def known_size(monkeypatch):
+    """Make the tiny size one of the released ones, so that a .pth file, which has no metadata, can be read."""
+    monkeypatch.setitem(mar._HEADS, MAR.dim, MAR.heads)
+
+
+def vectors(model):
+    """Condition vectors of a picture half of which is known."""
+    if model.backbone.config.captions:
+        prompt = model.encode_features(fill("caption embedding", (1, 2, MAR.conditions)))
+    else:
+        prompt = model.encode_class(3)
+    known = torch.arange(16)[None] % 2 == 0
+    return model.condition(prompt, fill("tokens embedding", (1, 16, 16)), known)
+
+
+# Released sizes, built on the meta device so that no memory is needed
+
+RELEASED = {  # name -> dim, layers of each half, heads, width and depth of the diffusion head, cfg, millions in all, in it
+    "B": (768, 12, 12, 1024, 6, 2.9, 207.9, 35.7), "L": (1024, 16, 16, 1280, 8, 3.0, 478.3, 72.2),
+    "H": (1280, 20, 16, 1536, 12, 3.2, 942.4, 151.2),
+}
+
+
+def millions(module):
+    return sum(tensor.numel() for tensor in module.state_dict().values()) / 1e6
+
+
+@pytest.mark.parametrize("size", RELEASED)
+def test_released_models_fit(monkeypatch, size):
+    dim, layers, heads, width, depth, cfg, count, of_head = RELEASED[size]
+    shapes = mar_shapes(MARConfig(dim, layers, layers, heads), width, depth)
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.ones(()))  # nothing to look at on the meta device
+    assert mar.recognise(tensors)
+    model = mar.load(Checkpoint(tensors, {}, Path("checkpoint-last.pth")), torch.bfloat16, None, ())
+    assert model.backbone.config == MARConfig(dim, layers, layers, heads)
+    assert (model.family, model.grid, model.channels, model.scale, model.pixels_per_token) == (
+        "mar", (16, 16), 16, 0.2325, 16)
+    assert model.defaults == ContinuousParams(cfg, "linear", 1.0, 100, "ddpm")
+    assert model.head.schedule.steps == 100 and model.dtype == model.head.dtype == torch.bfloat16
+    assert abs(millions(model) - count) < 0.06 and abs(millions(model.head) - of_head) < 0.06
+
+
+def test_released_models_know_imagenet(tmp_path):
+    path = write_mar(tmp_path / "model.safetensors", replace(MAR, conditions=1000))
+    model = load_model(path)
+    assert model.encode_class(979)[0][0].tolist() == [[[979.0]]]
+    with pytest.raises(ValueError, match="draws classes, not prompts"):
+        model.encode_prompt("1000")
+
+
+def test_class_names(tmp_path, monkeypatch):
+    monkeypatch.setattr(mar, "class_names", lambda count: [f"thing {i}, object {i}" for i in range(count)])
+    model = load_model(write_mar(tmp_path / "model.safetensors"))
+    assert model.encode_prompt("Object 7")[0][0].tolist() == [[[7.0]]]
+
+
+# Containers
+
+
+def other(weights):
+    return {name: tensor + 1 for name, tensor in weights.items()}
+
+
+OPTIMIZER = {"state": {0: {"step": torch.ones(())}}}
+ARGS = argparse.Namespace(lr=1e-4, model="mar_base", sizes=[1, 2])
+CONTAINERS = {
+    "flat": lambda w: w,
+    "released": lambda w: {"model": other(w), "model_ema": OrderedDict(w)},
+    "training run": lambda w: {"model": other(w), "model_ema": w, "optimizer": OPTIMIZER, "epoch": 3, "scaler": {},
+                               "args": ARGS},
+    "no average": lambda w: {"model": w, "model_ema": None, "args": ARGS},
+    "model only": lambda w: {"model": w},
+    "half precision": lambda w: {"model_ema": {name: tensor.half() for name, tensor in w.items()}},
+}
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_every_container_gives_the_same_model(tmp_path, known_size, container):
+    """Of a file that holds both, the averaged weights: the official evaluation uses nothing else."""
+    wanted = load_model(write_mar(tmp_path / "model.safetensors"))
+    torch.save(CONTAINERS[container](mar_weights()), tmp_path / "checkpoint-last.pth")
+    found = load_model(tmp_path / "checkpoint-last.pth")
+    assert found.family == wanted.family == "mar" and found.grid == wanted.grid == (4, 4)
+    assert torch.allclose(vectors(found), vectors(wanted), atol=5e-3 if container == "half precision" else 0)
+    assert {p.dtype for p in found.parameters()} == {torch.float32}
+    assert not any(p.requires_grad for p in found.parameters())
+
+
+def test_safetensors_without_metadata_and_old_pickles(tmp_path, known_size):
+    weights = mar_weights()
+    save_file(weights, str(tmp_path / "mar-base.safetensors"))
+    torch.save({"model_ema": weights}, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    first, second = (vectors(load_model(tmp_path / name)) for name in ("mar-base.safetensors", "old.pth"))
+    assert torch.equal(first, second)
+
+
+# Models of our own
+
+
+def write_words(folder, width=MAR.conditions):
+    """A word table beside a caption model."""
+    meta = {"words": WORDS, "stop_words": ["a"], "synonyms": {}, "backgrounds": ["blue"]}
+    table = fill("word_embeddings.weight embedding", (len(WORDS), width))
+    save_file({"word_embeddings.weight": table}, str(folder / "text_encoder.safetensors"),
+              metadata={"specar": json.dumps(meta)})
+    return table
+
+
+CAPTIONS = replace(MAR, captions=True, rows=2, cols=8)
+
+
+def test_metadata_describes_models_of_our_own(tmp_path):
+    table = write_words(tmp_path)
+    path = write_mar(
+        tmp_path / "model.safetensors", CAPTIONS, scale=0.5, pixels_per_token=8, caption_slots=2, head_steps=25,
+        defaults={"cfg": 2.0, "cfg_schedule": "constant", "temperature": 0.9, "kind": "ddim"},
+    )
+    model = load_model(path)
+    assert model.grid == (2, 8) and model.pixels_per_token == 8
+    assert model.defaults == ContinuousParams(2.0, "constant", 0.9, 25, "ddim")
+    assert model.schedule(model.defaults).steps == model.head.schedule.steps == 25
+    assert torch.equal(model.encode_prompt("a pear, an apple on a blue background")[0][0], table[[1, 0]][None])
+    latent = fill("latent embedding", (1, 16, 2, 8))
+    assert torch.equal(model.from_latent(latent)[0, 11], latent[0, :, 1, 3] * 0.5)
+    assert torch.allclose(model.to_latent(model.from_latent(latent), (2, 8)), latent)
+    assert vectors(model).shape == (1, 16, MAR.dim)
+
+
+def test_the_steps_of_the_default_settings_are_the_heads_own(tmp_path):
+    model = load_model(write_mar(tmp_path / "model.safetensors", head_steps=25, defaults={"steps": 10}))
+    assert model.defaults.steps == 10 and model.defaults.cfg == 3.0
+
+
+def test_half_precision(tmp_path):
+    path = write_mar(tmp_path / "model.safetensors")
+    half = load_model(path, dtype=torch.bfloat16)
+    assert half.dtype == torch.bfloat16 and {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    assert torch.allclose(vectors(half).float(), vectors(load_model(path)), atol=0.2)
+
+
+# Files that cannot be used
+
+
+def refused(path, *words, loader=load_model, error=CheckpointError, **options):
+    with pytest.raises(error) as caught:
+        loader(path, **options)
+    for word in words:
+        assert word in str(caught.value), caught.value
+
+
+def test_missing_misshapen_and_unknown_tensors(tmp_path):
+    path, weights = tmp_path / "model.safetensors", mar_weights()
+    header = {"specar": json.dumps({"heads": MAR.heads})}
+
+    def write(changes):
+        merged = {name: tensor for name, tensor in (weights | changes).items() if tensor is not None}
+        save_file(merged, str(path), metadata=header)
+
+    for name in ("class_emb.weight", "fake_latent", "encoder_pos_embed_learned", "diffusion_pos_embed_learned",
+                 "encoder_norm.bias", "diffloss.net.input_proj.weight", "diffloss.net.final_layer.linear.weight"):
+        write({name: None})
+        refused(path, path.name)
+    write({"decoder_blocks.0.attn.proj.weight": None})
+    refused(path, path.name, "1 tensors missing", "decoder_blocks.0.attn.proj.weight", "incomplete")
+    write({"z_proj.weight": None})
+    refused(path, path.name, "z_proj.weight", "incomplete")
+    write({"mask_token": torch.zeros(1, 1, 31)})
+    refused(path, path.name, "mask_token", "[1, 1, 31], expected [1, 1, 32]")
+    write({"diffusion_pos_embed_learned": torch.zeros(16)})
+    refused(path, path.name, "damaged")
+    write({"extra.weight": torch.zeros(1)})
+    refused(path, path.name, "1 unknown", "extra.weight")
+    for bad in (float("nan"), float("inf")):
+        tensor = weights["diffloss.net.input_proj.weight"].clone()
+        tensor[3, 5] = bad
+        write({"diffloss.net.input_proj.weight": tensor})
+        refused(path, path.name, "input_proj.weight", "NaN or infinite", "damaged")
+
+
+def test_other_diffusion_heads(tmp_path):
+    path, weights = tmp_path / "model.safetensors", mar_weights()
+    header = {"specar": json.dumps({"heads": MAR.heads})}
+    final, first = "diffloss.net.final_layer.linear", "diffloss.net.input_proj.weight"
+    fixed_variance = {f"{final}.weight": torch.zeros(16, 24), f"{final}.bias": torch.zeros(16)}
+    save_file(weights | fixed_variance, str(path), metadata=header)
+    refused(path, path.name, "predicts 16", "32 (noise and variance) are needed", "not supported")
+    save_file(weights | {first: torch.zeros(24, 8)}, str(path), metadata=header)
+    refused(path, path.name, "reads tokens of 8 numbers", "have 16")
+
+
+def test_unknown_sizes_and_grids(tmp_path):
+    save_file(mar_weights(), str(tmp_path / "mine.safetensors"))
+    refused(tmp_path / "mine.safetensors", "mine.safetensors", "width 32", "no released MAR size", "metadata")
+    path = write_mar(tmp_path / "model.safetensors", heads=5)
+    refused(path, path.name, "5 does not divide")
+    path = write_mar(tmp_path / "model.safetensors")
+    refused(path, path.name, "positions for 16 tokens", "8 x 4 was asked for", grid=(4, 8))
+    refused(path, "two positive numbers", grid=(-4, -4), error=ValueError)
+    assert load_model(path, grid=(2, 8)).grid == (2, 8)
+    save_file(mar_weights(replace(MAR, rows=2, cols=3)), str(path), metadata={"specar": json.dumps({"heads": 4})})
+    refused(path, path.name, "positions for 6 tokens", "no square")
+    assert load_model(path, grid=(2, 3)).grid == (2, 3)
+
+
+@pytest.mark.parametrize(("defaults", "word"), [
+    ({"cfg": 0.5}, "cfg is 0.5"), ({"cfg_schedule": "cubic"}, "cubic"), ({"guidance": 2.0}, "guidance"),
+    ({"steps": 1}, "2 to 1000 steps"), ({"kind": "euler"}, "ddpm or ddim"),
+])
+def test_wrong_default_settings(tmp_path, defaults, word):
+    path = write_mar(tmp_path / "model.safetensors", defaults=defaults)
+    refused(path, path.name, "default settings", word)
+
+
+def test_text_encoders(tmp_path):
+    path = write_mar(tmp_path / "model.safetensors", CAPTIONS)
+    with pytest.raises(FileNotFoundError, match=r"text_encoder\.safetensors.*beside the model"):
+        load_model(path).encode_prompt("an apple")
+    write_words(tmp_path, width=7)
+    refused(path, "text_encoder.safetensors", "words of 7 numbers", "reads 10", "do not belong together")
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+def test_damaged_files(tmp_path, known_size, suffix):
+    path = tmp_path / f"checkpoint-last{suffix}"
+    if suffix == ".pth":
+        torch.save({"model": mar_weights(), "model_ema": mar_weights()}, path)
+    else:
+        write_mar(path)
+    whole = path.read_bytes()
+    for content in (whole[:-1000], whole[: len(whole) // 2], whole[:100], b""):
+        path.write_bytes(content)
+        refused(path, path.name, f"({len(content)} bytes)", "damaged")
+
+
+def test_other_families(tmp_path):
+    """Each file is of one family only."""
+    assert not mar.recognise(vq_weights())
+    assert not kl_vae.recognise(vq_weights()) and not kl_vae.recognise(mar_weights())
+    discrete = load_model(write_llamagen(tmp_path / "discrete.safetensors", False))
+    assert discrete.family == "llamagen-c2i"
+    write_mar(tmp_path / "mar.safetensors")
+    refused(tmp_path / "mar.safetensors", "mar.safetensors", "not", "image decoder", loader=load_image_decoder)
+
+
+# KL autoencoder
+
+KL = KLConfig(channels=4, ch_mult=(1, 2), base_channels=32, num_res_blocks=1)
+
+
+def kl_weights(config=KL):
+    with torch.device("meta"):
+        shapes = {name: tuple(tensor.shape) for name, tensor in KLModel(config).state_dict().items()}
+    return {name: fill(name, shape) for name, shape in shapes.items()}
+
+
+def test_the_released_autoencoder_fits(monkeypatch):
+    """kl16.ckpt may carry what its training left behind."""
+    with torch.device("meta"):
+        tensors = KLModel(KLConfig()).state_dict() | {"loss.logvar": torch.empty(())}
+    monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.ones(()))
+    assert kl_vae.recognise(tensors)
+    decoder = kl_vae.load(Checkpoint(tensors, {}, Path("kl16.ckpt")), torch.float32)
+    assert decoder.factor == 16 and decoder.module.config == KLConfig()
+    assert abs(millions(decoder.module) - 66.46) < 0.01 and abs(millions(decoder.module.decoder) - 38.19) < 0.01
+
+
+def test_an_autoencoder_in_a_container(tmp_path):
+    torch.save({"model": kl_weights() | {"loss.discriminator.main.0.weight": torch.zeros(1)}}, tmp_path / "kl16.ckpt")
+    save_file(kl_weights(), str(tmp_path / "kl16.safetensors"))
+    found, wanted = (load_image_decoder(tmp_path / f"kl16.{suffix}") for suffix in ("ckpt", "safetensors"))
+    latent = fill("latent embedding", (1, 4, 3, 2))
+    pixels = found.decode(latent)
+    assert pixels.shape == (1, 6, 4, 3) and 0 <= pixels.min() < pixels.max() <= 1
+    assert torch.equal(pixels, wanted.decode(latent))
+    assert found.encode_latent(pixels).shape == latent.shape
+    with pytest.raises(ValueError, match="multiples of 2"):
+        found.encode_latent(torch.zeros(1, 6, 5, 3))
+
+
+def test_autoencoders_that_cannot_be_used(tmp_path):
+    path, weights = tmp_path / "kl16.safetensors", kl_weights()
+    for name in ("encoder.conv_in.weight", "post_quant_conv.weight", "encoder.down.1.block.0.conv1.weight"):
+        save_file({key: tensor for key, tensor in weights.items() if key != name}, str(path))
+        refused(path, path.name, "incomplete", loader=load_image_decoder)
+    bad = weights["decoder.conv_out.weight"] * torch.nan
+    save_file(weights | {"decoder.conv_out.weight": bad}, str(path))
+    refused(path, path.name, "decoder.conv_out.weight", "NaN", loader=load_image_decoder)
+    save_file(weights, str(path))
+    refused(path, path.name, "image decoder", "Load AR Image Decoder")
+
+
+def test_a_mar_model_and_its_autoencoder_side_by_side(tmp_path):
+    """As released: open_checkpoint reads either by itself."""
+    write_mar(tmp_path / "mar.safetensors")
+    save_file(kl_weights(), str(tmp_path / "kl16.safetensors"))
+    assert mar.recognise(open_checkpoint(tmp_path / "mar.safetensors").tensors)
+    assert kl_vae.recognise(open_checkpoint(tmp_path / "kl16.safetensors").tensors)
