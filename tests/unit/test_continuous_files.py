@@ -40,7 +40,7 @@ def vectors(model):
 
 # Released sizes, built on the meta device so that no memory is needed
 
-RELEASED = {  # name -> dim, layers of each half, heads, width and depth of the diffusion head, cfg, millions in all, in it
+RELEASED = {  # name -> dim, layers of each half, heads, width and depth of the head, cfg, millions in all, in the head
     "B": (768, 12, 12, 1024, 6, 2.9, 207.9, 35.7), "L": (1024, 16, 16, 1280, 8, 3.0, 478.3, 72.2),
     "H": (1280, 20, 16, 1536, 12, 3.2, 942.4, 151.2),
 }

@@ -1,0 +1,216 @@
+"""MAR's transformer and its diffusion head, by their properties; tests/parity compares them with the official code."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from comfyui_specar.models import mar
+from comfyui_specar.models.diffusion_head import DiffusionHead, Schedule
+
+from .tiny import fill
+from .tiny_mar import DEPTH, MAR, WIDTH, last_steps, mar_weights
+
+
+def numbers(name, *shape):
+    return fill(f"{name} embedding", shape)
+
+
+def transformer(**changes):
+    config = replace(MAR, **changes)
+    weights = mar_weights(config)
+    model = mar.MAR(config)
+    model.load_state_dict({name: tensor for name, tensor in weights.items() if not name.startswith("diffloss.")})
+    return model.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return transformer()
+
+
+@pytest.fixture(scope="module")
+def head():
+    head = DiffusionHead(MAR.channels, MAR.dim, WIDTH, DEPTH)
+    weights = mar_weights()
+    names = [name for name in weights if name.startswith("diffloss.")]
+    head.load_state_dict({name.removeprefix("diffloss."): weights[name] for name in names})
+    return head.eval().requires_grad_(False)
+
+
+def classes(*numbers):
+    return torch.tensor(numbers, dtype=torch.float32).view(-1, 1, 1)
+
+
+# Transformer
+
+
+def test_only_known_tokens_are_seen(model):
+    known = torch.zeros(2, 16, dtype=torch.bool)
+    known[0, [1, 5, 6]] = known[1, [0]] = True
+    tokens = numbers("tokens", 2, 16, 16)
+    prompt = model.prompt(classes(3, 8))
+    wanted = model(prompt, tokens, known, 3)
+    assert torch.equal(model(prompt, torch.where(known[..., None], tokens, 1e3), known, 3), wanted)
+    changed = tokens.clone()
+    changed[0, 6] += 1
+    moved = (model(prompt, changed, known, 3) - wanted).abs().amax(dim=(1, 2))
+    assert moved[0] > 1e-2 and moved[1] == 0
+
+
+def test_rows_that_know_different_numbers_do_not_disturb_each_other(model):
+    """A batch of rows with 0, 2, 5 and 16 known tokens equals the rows one by one."""
+    known = torch.arange(16) < torch.tensor([0, 2, 5, 16])[:, None]
+    tokens, prompt = numbers("tokens", 4, 16, 16), model.prompt(classes(0, 3, 3, 9))
+    together = model(prompt, tokens, known, 16)
+    for row in range(4):
+        one = slice(row, row + 1)
+        alone = model(prompt[one], tokens[one], known[one], int(known[row].sum()))
+        assert torch.allclose(together[one], alone, atol=1e-5)
+
+
+def test_a_class_fills_every_slot(model):
+    prompt = model.prompt(classes(3, 8))
+    assert prompt.shape == (2, MAR.slots, MAR.dim)
+    assert torch.equal(prompt[1], model.class_emb.weight[8].expand(MAR.slots, -1))
+    assert torch.equal(model.unconditional(3), model.fake_latent.expand(3, MAR.slots, -1))
+
+
+def test_a_caption_fills_as_many_slots_as_it_has_words():
+    model = transformer(captions=True)
+    words = numbers("words", 1, 6, MAR.conditions)
+    for count in (1, 3, 4, 6):
+        prompt, used = model.prompt(words[:, :count]), min(count, MAR.slots)
+        assert torch.equal(prompt[:, :used], model.caption_proj(words[:, :used]))
+        assert torch.equal(prompt[:, used:], model.unconditional(1)[:, used:])
+
+
+def test_positions_of_other_grids(model):
+    """Slots keep theirs; those of the picture are resized as a picture is."""
+    own, wide = model.positions(4, 4), model.positions(4, 8)
+    assert own.encoder is model.encoder_pos_embed_learned and own.head is model.diffusion_pos_embed_learned
+    for table, resized, slots in zip(own, wide, (4, 4, 0)):
+        assert resized.shape == (1, slots + 32, MAR.dim)
+        assert torch.equal(resized[:, :slots], table[:, :slots])
+        before, after = (t[0, slots:].view(4, -1, MAR.dim) for t in (table, resized))
+        assert torch.allclose(after[:, 0], before[:, 0], atol=1e-6)  # the edges stand still
+        assert torch.allclose(after[:, 1], 0.75 * before[:, 0] + 0.25 * before[:, 1], atol=1e-6)
+    known = torch.zeros(1, 32, dtype=torch.bool)
+    known[0, 7] = True
+    z = model(model.prompt(classes(3)), numbers("wide tokens", 1, 32, 16), known, 1, wide)
+    assert z.shape == (1, 32, MAR.dim) and z.isfinite().all()
+
+
+# Head
+
+
+@pytest.mark.parametrize("steps", [0, 1, 1001])
+def test_illegal_numbers_of_steps(steps):
+    with pytest.raises(ValueError, match=rf"2 to 1000 steps a token; {steps} were asked for"):
+        Schedule.cosine(steps)
+
+
+def test_unknown_kinds_of_sampling():
+    with pytest.raises(ValueError, match="ddpm or ddim; 'euler' was asked for"):
+        Schedule.cosine(10, "euler")
+
+
+@pytest.mark.parametrize("steps", [2, 5, 21, 100, 1000])
+def test_a_schedule_goes_from_noise_to_the_picture(steps):
+    schedule = Schedule.cosine(steps)
+    assert schedule.steps == steps and schedule.timesteps[0] == 0 and schedule.timesteps[-1] == 999
+    assert (schedule.timesteps.diff() > 0).all() and (schedule.signal.diff() < 0).all()
+    assert torch.allclose(schedule.signal.square() + schedule.noise.square(), torch.ones(steps))
+    assert torch.equal(schedule.signal_next[1:], schedule.signal[:-1])
+    assert schedule.signal_next[0] == schedule.from_clean[0] == 1 and schedule.noise_next[0] == 0
+    assert (schedule.log_posterior[1:] <= schedule.log_beta[1:]).all()
+    assert schedule.last_width == pytest.approx(math.exp(0.5 * float(schedule.log_posterior[0])))
+    assert 0.004 < schedule.last_width < 0.0065
+
+
+def test_tables_are_built_on_the_cpu_while_models_are_built_elsewhere():
+    with torch.device("meta"):
+        assert Schedule.cosine(5).signal.device.type == "cpu"
+
+
+Z, OTHER = numbers("z", 6, 32), numbers("z of no prompt", 6, 32)
+NOISE0 = numbers("first noise", 6, 16)
+
+
+def run(head, cfg=1.0, temperature=1.0, kind="ddpm", uncond=None, noise="later noise", noise0=NOISE0, z=Z):
+    schedule = last_steps(Schedule.cosine(25, kind), 8)
+    return head.denoise(z, uncond, cfg, temperature, noise0, numbers(noise, 8, 6, 16), schedule)
+
+
+def test_noise_is_used_where_it_should_be(head):
+    end, other = run(head), run(head, noise="quite other noise")
+    assert (end.mean - other.mean).abs().max() > 0.1
+    cold = [run(head, temperature=0.0, noise=name) for name in ("later noise", "quite other noise")]
+    assert torch.equal(cold[0].mean, cold[1].mean) and (cold[0].log_std == -math.inf).all()
+    ddim = [run(head, kind="ddim", noise=name).mean for name in ("later noise", "quite other noise")]
+    assert torch.equal(*ddim) and not torch.allclose(ddim[0], cold[0].mean, atol=1e-2)
+    schedule, noise = last_steps(Schedule.cosine(25), 8), numbers("later noise", 8, 6, 16)
+    noise[-1] = 1e3  # the last step adds none
+    assert torch.equal(head.denoise(Z, None, 1.0, 1.0, NOISE0, noise, schedule).mean, end.mean)
+    with pytest.raises(ValueError, match="8 entries for a schedule of 100 steps"):
+        head.denoise(Z, None, 1.0, 1.0, NOISE0, noise)
+
+
+def test_temperature_scales_the_width_but_not_the_path_of_widths(head):
+    schedule = last_steps(Schedule.cosine(25), 2)  # one step with noise, then the last
+    x, noise = NOISE0, torch.zeros(2, 6, 16)  # no noise: both temperatures take the same way
+    warm, cool = (head.denoise(Z, None, 1.0, t, x, noise, schedule) for t in (1.0, 0.5))
+    assert torch.equal(warm.mean, cool.mean) and torch.equal(warm.path, cool.path)
+    assert torch.allclose(warm.log_std - cool.log_std, torch.tensor(math.log(2.0)))
+    mean, log_variance = head.mean_log_variance(x, 1, Z, schedule)
+    assert torch.allclose(warm.path, 0.5 * log_variance.sum(-1), atol=1e-5)
+    end, log_variance = head.mean_log_variance(mean, 0, Z, schedule)
+    assert torch.allclose(warm.mean, end, atol=1e-5) and torch.allclose(warm.log_std, 0.5 * log_variance, atol=1e-5)
+
+
+def test_guidance(head):
+    plain, guided = run(head), run(head, 3.0, uncond=OTHER)
+    assert torch.allclose(run(head, 1.0, uncond=OTHER).mean, plain.mean, atol=1e-4)
+    assert torch.allclose(run(head, 3.0, uncond=Z).mean, plain.mean, atol=1e-4)  # nothing to be guided away from
+    away = run(head, 0.0, uncond=OTHER, kind="ddim").mean
+    assert torch.allclose(away, run(head, z=OTHER, kind="ddim").mean, atol=1e-4)
+    assert (guided.mean - plain.mean).abs().max() > 0.1
+    scales = torch.tensor([1.0, 1.5, 2.0, 2.5, 3.0, 4.0])
+    rows = run(head, scales, uncond=OTHER)
+    for i, scale in enumerate(scales.tolist()):
+        whole = run(head, scale, uncond=OTHER)
+        assert torch.allclose(rows.mean[i], whole.mean[i], atol=1e-4) and torch.allclose(rows.path[i], whole.path[i])
+
+
+def test_the_variance_is_that_of_the_prompt(head):
+    """Of the first step, where both branches read the same noise: guided or not, the widths are the same."""
+    schedule = last_steps(Schedule.cosine(25), 1)
+    nothing = torch.zeros(1, 6, 16)
+    plain = head.denoise(Z, None, 1.0, 1.0, NOISE0, nothing, schedule)
+    guided = head.denoise(Z, OTHER, 4.0, 1.0, NOISE0, nothing, schedule)
+    assert torch.allclose(plain.log_std, guided.log_std, atol=1e-5)
+    assert (plain.mean - guided.mean).abs().max() > 1e-3
+
+
+def test_rows_are_denoised_independently(head):
+    order = torch.tensor([4, 0, 5, 2, 1, 3])
+    schedule, noise = last_steps(Schedule.cosine(25), 8), numbers("later noise", 8, 6, 16)
+    moved = head.denoise(Z[order], OTHER[order], 2.0, 1.0, NOISE0[order], noise[:, order], schedule)
+    assert torch.allclose(moved.mean, run(head, 2.0, uncond=OTHER).mean[order], atol=1e-4)
+
+
+def test_the_last_step_leaves_the_clean_token(head):
+    """A head that knows the noise finds the token, whatever the schedule."""
+    clean, noise = numbers("clean token", 4, 16), numbers("its noise", 4, 16)
+    for kind in ("ddpm", "ddim"):
+        schedule = Schedule.cosine(25, kind)
+        for index in (0, 3, 12):
+            x = schedule.signal[index] * clean + schedule.noise[index] * noise
+            mean, log_variance = schedule.mean_log_variance(x, torch.cat((noise, noise), dim=-1), index)
+            if index == 0:
+                assert torch.allclose(mean, clean, atol=1e-5)
+            elif kind == "ddim":
+                wanted = schedule.signal[index - 1] * clean + schedule.noise[index - 1] * noise
+                assert torch.allclose(mean, wanted, atol=1e-5)
+    ends = [schedule.mean_log_variance(x, torch.cat((noise, torch.full_like(noise, v)), dim=-1), 3)[1] for v in (-1, 1)]
+    assert torch.allclose(ends[0], schedule.log_posterior[3]) and torch.allclose(ends[1], schedule.log_beta[3])
