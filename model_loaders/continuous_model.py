@@ -135,7 +135,7 @@ class MaskedModel(ContinuousBase):
 
     def schedule(self, params: ContinuousParams) -> Schedule:
         """The denoising steps. Raises ValueError for an illegal number or kind."""
-        return Schedule.cosine(params.steps, params.kind, self.device)
+        return Schedule.cosine(params.steps, params.kind, self.device, self.head.first)
 
     def guidance(self, params: ContinuousParams, before: Tensor, after: Tensor, length: int) -> Tensor:
         """See masked_guidance."""

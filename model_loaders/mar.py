@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..models.diffusion_head import DiffusionHead, Schedule
+from ..models.diffusion_head import TRAINING_STEPS, DiffusionHead, Schedule
 from ..models.mar import MAR, MARConfig
 from ..samplers.continuous_model import ContinuousParams
 from .ar_model import legal_grid
@@ -66,8 +66,14 @@ def count(tensors: dict[str, Tensor], prefix: str) -> int:
     return len({name.removeprefix(prefix).split(".")[0] for name in tensors if name.startswith(prefix)})
 
 
-def head_of(tensors: dict[str, Tensor], config: MARConfig, steps: int, path: Path, operations=nn) -> DiffusionHead:
-    """The diffusion head by its shapes. Raises CheckpointError for one that does not predict noise and variance."""
+def head_of(
+    tensors: dict[str, Tensor], config: MARConfig, steps: int, path: Path, operations=nn,
+    first: int = TRAINING_STEPS - 1,
+) -> DiffusionHead:
+    """The diffusion head by its shapes, to denoise from step ``first`` on.
+
+    Raises CheckpointError for one that does not predict noise and variance.
+    """
     width, channels = tensors[f"{_NET}input_proj.weight"].shape
     outputs = tensors[f"{_NET}final_layer.linear.weight"].shape[0]
     if channels != config.channels or outputs != 2 * channels:
@@ -76,7 +82,7 @@ def head_of(tensors: dict[str, Tensor], config: MARConfig, steps: int, path: Pat
             f"tokens of this model have {config.channels}, so {2 * config.channels} (noise and variance) are needed. "
             "Such a head is not supported."
         )
-    return DiffusionHead(channels, config.dim, width, count(tensors, f"{_NET}res_blocks."), steps, operations)
+    return DiffusionHead(channels, config.dim, width, count(tensors, f"{_NET}res_blocks."), steps, operations, first)
 
 
 def load(
@@ -92,7 +98,7 @@ def load(
         defaults = defaults_of(meta, config.dim, path)
         with torch.device("meta"):
             backbone = MAR(config, operations)
-            head = head_of(tensors, config, defaults.steps, path, operations)
+            head = head_of(tensors, config, defaults.steps, path, operations, first_step(meta))
     except (KeyError, IndexError) as error:  # a tensor that tells a size is not there, or has too few dimensions
         raise CheckpointError(f"{path.name} is incomplete or damaged ({error}). Download it again.") from error
     encoder = prompt_encoder(config, meta, path)
@@ -108,13 +114,18 @@ def load(
     return model.eval().requires_grad_(False)
 
 
+def first_step(meta: dict[str, Any]) -> int:
+    """The step that denoising begins at: our small models leave out the most delicate ones."""
+    return meta.get("first_step", TRAINING_STEPS - 1)
+
+
 def defaults_of(meta: dict[str, Any], dim: int, path: Path) -> ContinuousParams:
     """How the model draws unless told otherwise: its metadata, or the authors' evaluation settings for its size."""
     given = {"cfg": _CFG.get(dim, 3.0), "steps": meta.get("head_steps", 100)} | meta.get("defaults", {})
     try:
         params = ContinuousParams(**given)
         params.check()
-        Schedule.cosine(params.steps, params.kind)
+        Schedule.cosine(params.steps, params.kind, first=first_step(meta))
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{path.name}: the default settings in its metadata are wrong: {error}.") from error
     return params

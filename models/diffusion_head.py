@@ -39,17 +39,23 @@ class Schedule:
     from_noisy: Tensor
 
     @classmethod
-    def cosine(cls, steps: int = 100, kind: str = "ddpm", device: torch.device | str = "cpu") -> Schedule:
-        """``steps`` of the 1000, evenly spread. Raises ValueError for an illegal number or kind."""
-        if not 2 <= steps <= TRAINING_STEPS:
-            raise ValueError(f"The diffusion head takes 2 to {TRAINING_STEPS} steps a token; {steps} were asked for.")
+    def cosine(
+        cls, steps: int = 100, kind: str = "ddpm", device: torch.device | str = "cpu", first: int = TRAINING_STEPS - 1
+    ) -> Schedule:
+        """``steps`` of the original ones, evenly spread from ``first`` to 0.
+
+        The very first step of published models multiplies errors of the network by over 300; small models, which cannot
+        be that precise, begin a little later. Raises ValueError for an illegal number or kind.
+        """
+        if not 2 <= steps <= first + 1:
+            raise ValueError(f"The diffusion head takes 2 to {first + 1} steps a token; {steps} were asked for.")
         if kind not in KINDS:
             raise ValueError(f"The diffusion head samples by {' or '.join(KINDS)}; {kind!r} was asked for.")
         on = {"dtype": torch.float64, "device": "cpu"}  # whatever device models are being built on
         t = torch.arange(TRAINING_STEPS + 1, **on) / TRAINING_STEPS
         signal = torch.cos((t + 0.008) / 1.008 * math.pi / 2).square()
         betas = (1 - signal[1:] / signal[:-1]).clamp(max=0.999)
-        stride = (TRAINING_STEPS - 1) / (steps - 1)
+        stride = first / (steps - 1)
         # Added up, not multiplied: the published code breaks ties between two timesteps by its rounding errors.
         spaced = [round(t) for t in accumulate(repeat(stride, steps - 1), initial=0.0)]
         timesteps = torch.tensor(spaced, device="cpu")
@@ -164,10 +170,14 @@ class DenoisingMLP(nn.Module):
 class DiffusionHead(nn.Module):
     """The denoising MLP with its schedule. ``schedule`` is the model's own; others may be given per call."""
 
-    def __init__(self, channels: int, condition_dim: int, width: int, depth: int, steps: int = 100, operations=nn):
+    def __init__(
+        self, channels: int, condition_dim: int, width: int, depth: int, steps: int = 100, operations=nn,
+        first: int = TRAINING_STEPS - 1,
+    ):
         super().__init__()
         self.net = DenoisingMLP(channels, condition_dim, width, depth, operations)
-        self.schedule = Schedule.cosine(steps)
+        self.first = first  # the original step that denoising begins at
+        self.schedule = Schedule.cosine(steps, first=first)
         self.dtype = torch.float32
 
     def embed(self, z: Tensor) -> Tensor:
