@@ -48,6 +48,7 @@ def metadata(setting: Setting, cfg: MaskedSetting, model: masked.MaskedTextToIma
         "scale": scale,
         "caption_slots": config.slots,
         "head_steps": setting.masked_sampling.steps,
+        "first_step": setting.masked_first_step,
         "defaults": asdict(setting.masked_sampling),
         "trained_on": setting.name,
     }

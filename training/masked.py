@@ -148,11 +148,10 @@ class Latents(Views):
     ) -> None:
         """scale: model units per unit of the autoencoder."""
         super().__init__(setting, cfg.augmentation, pictures, captions, next(vae.parameters()).device, seed)
-        self.vae, self.scale, self.fresh = vae, scale, cfg.fresh
+        self.vae, self.scale, self.cfg = vae, scale, cfg
         self.ring = [torch.zeros(cfg.ring, *part.shape[1:], dtype=part.dtype, device=self.device)
                      for part in self.encoded(1)]
         self.written = 0
-        self._write(self.encoded(min(cfg.ring, cfg.ring_start)))
 
     @torch.no_grad()
     def encoded(self, count: int, held_out: bool = False) -> list[Tensor]:
@@ -173,7 +172,7 @@ class Latents(Views):
 
     def draw(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """captions int64 [count, n] (-1 = no word, on the right), dropped bool [count], tokens fp32 [count, S, C]."""
-        self._write(self.encoded(self.fresh))
+        self._write(self.encoded(self.cfg.fresh if self.written else self.cfg.ring_start))
         filled = min(self.written, len(self.ring[0]))
         chosen = torch.randint(filled, (count,), generator=self.generator, device=self.device)
         return self.batch([ring[chosen] for ring in self.ring], held_out=False)

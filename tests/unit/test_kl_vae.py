@@ -1,0 +1,101 @@
+"""The KL autoencoder: published names, sizes from shapes, latents and pixels, and the bundled file."""
+
+import pytest
+import torch
+from comfyui_specar import api
+from comfyui_specar.model_loaders import kl_vae
+from comfyui_specar.model_loaders.checkpoint import CheckpointError
+from comfyui_specar.models.kl_vae import KLConfig, KLModel
+from comfyui_specar.training.contact_sheet import border_colour
+from safetensors.torch import save_file
+
+TINY = KLConfig(channels=4, ch_mult=(1, 2), base_channels=32, num_res_blocks=1)
+
+
+def tiny(config: KLConfig = TINY) -> KLModel:
+    torch.manual_seed(0)
+    return KLModel(config).eval()
+
+
+def shapes(config: KLConfig) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in KLModel(config).state_dict().items()}
+
+
+def test_names_and_sizes_are_those_of_kl16():
+    """Facts about the released KL-16 file: some names and shapes of every part, and the number of weights."""
+    found = shapes(KLConfig())
+    for name, shape in {
+        "encoder.conv_in.weight": (128, 3, 3, 3),
+        "encoder.down.2.block.0.nin_shortcut.weight": (256, 128, 1, 1),
+        "encoder.down.3.downsample.conv.weight": (256, 256, 3, 3),
+        "encoder.down.4.attn.1.proj_out.weight": (512, 512, 1, 1),
+        "encoder.mid.attn_1.norm.weight": (512,),
+        "encoder.conv_out.weight": (32, 512, 3, 3),
+        "decoder.mid.block_2.conv2.weight": (512, 512, 3, 3),
+        "decoder.up.4.block.2.norm1.weight": (512,),
+        "decoder.up.3.block.0.nin_shortcut.weight": (256, 512, 1, 1),
+        "decoder.up.1.upsample.conv.weight": (128, 128, 3, 3),
+        "decoder.norm_out.bias": (128,),
+        "decoder.conv_out.weight": (3, 128, 3, 3),
+        "quant_conv.weight": (32, 32, 1, 1),
+        "post_quant_conv.weight": (16, 16, 1, 1),
+    }.items():
+        assert found[name] == shape
+    for name in ("encoder.down.4.downsample.conv.weight", "decoder.up.0.upsample.conv.weight",
+                 "encoder.down.3.attn.0.q.weight", "decoder.up.4.attn.0.q.weight"):  # fmt: skip
+        assert name not in found
+    assert sum(torch.Size(shape).numel() for shape in found.values()) == pytest.approx(66.46e6, rel=1e-3)
+
+
+@pytest.mark.parametrize("config", [
+    KLConfig(), TINY, KLConfig(8, (1, 1, 2), 64, 2, False, True), KLConfig(16, (1, 1, 2, 4, 4), 32, 1),
+])
+def test_sizes_are_read_from_names_and_shapes(config):
+    with torch.device("meta"):
+        assert kl_vae.config_of(KLModel(config).state_dict()) == config
+
+
+def test_moments_and_pixels_have_their_shapes():
+    model = tiny()
+    mean, log_variance = model.encode_moments(torch.rand(2, 3, 8, 12) * 2 - 1)
+    assert mean.shape == log_variance.shape == (2, 4, 4, 6)
+    assert model.decode(mean).shape == (2, 3, 8, 12)
+    with pytest.raises(ValueError, match="12 x 7 pixels: both sides must be multiples of 2"):
+        model.encode_moments(torch.zeros(1, 3, 7, 12))
+
+
+def test_log_variance_is_clamped():
+    model = tiny()
+    torch.nn.init.constant_(model.quant_conv.bias, 50.0)
+    assert model.encode_moments(torch.zeros(1, 3, 4, 4))[1].unique().tolist() == [20.0]
+
+
+def test_files_load_with_the_conventions_of_the_pack(tmp_path):
+    model = tiny()
+    weights = model.state_dict()
+    torch.save({"model": weights | {"loss.logvar": torch.zeros(())}}, tmp_path / "kl16.ckpt")
+    decoder = api.load_image_decoder(tmp_path / "kl16.ckpt")
+    assert (decoder.factor, decoder.channels, decoder.name, decoder.margin) == (2, 4, "kl16.ckpt", 0)
+    pixels = torch.rand(1, 8, 8, 3)
+    latent = decoder.encode_latent(pixels)
+    with torch.inference_mode():
+        planes = pixels.permute(0, 3, 1, 2) * 2 - 1
+        assert torch.allclose(latent, model.encode_moments(planes)[0], atol=1e-6)
+        expected = (model.decode(latent) / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1)
+    assert torch.allclose(decoder.decode(latent), expected, atol=1e-6)
+    save_file({n: t for n, t in weights.items() if not n.startswith("encoder")}, str(tmp_path / "half.safetensors"))
+    with pytest.raises(CheckpointError, match="half.safetensors is incomplete .* encoder and decoder are needed"):
+        api.load_image_decoder(tmp_path / "half.safetensors")
+
+
+def test_the_bundled_file_brings_pictures_back():
+    """A disc on a plain background, which the file was not trained on."""
+    decoder = api.load_image_decoder(api.bundled("continuous"))
+    y, x = torch.meshgrid(torch.arange(128.0), torch.arange(128.0), indexing="ij")
+    disc = torch.sigmoid(40 - ((x - 64).square() + (y - 64).square()).sqrt())[..., None]
+    pixels = disc * torch.tensor([0.9, 0.15, 0.15]) + (1 - disc) * torch.tensor([52.0, 112.0, 216.0]) / 255
+    back = decoder.decode(decoder.encode_latent(pixels[None]))
+    assert back.shape == (1, 128, 128, 3)
+    assert -10 * (back - pixels).square().mean().log10() > 24.0
+    assert border_colour(back[0]) == "blue"

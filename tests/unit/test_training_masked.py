@@ -1,0 +1,209 @@
+"""The training of the continuous pair: masks, captions, losses, and what is exported."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from comfyui_specar import api
+from comfyui_specar.model_loaders.checkpoint import open_checkpoint
+from comfyui_specar.models.diffusion_head import DiffusionHead, Schedule
+from comfyui_specar.models.kl_vae import KLConfig, KLModel
+from comfyui_specar.models.vq import VQConfig, VQModel
+from comfyui_specar.training import continuous_export, masked
+from comfyui_specar.training.captions import Captions
+from comfyui_specar.training.export import save
+from comfyui_specar.training.kl_vae import copy_shared_layers, divergence
+from comfyui_specar.training.settings import CPU, MaskedSetting
+
+from .test_training_data import CONCEPTS, SETTING, pictures
+
+TINY = MaskedSetting(1, dim=32, layers=1, heads=2, head_width=32, head_depth=1, batch=4, ring=8, ring_start=6, fresh=4)
+CONTINUOUS = replace(
+    SETTING,
+    kl_vae=replace(CPU.kl_vae, config=KLConfig(4, (1, 1, 1, 1, 1), 32, 1)),
+    masked=TINY,
+    masked_drafter=replace(TINY, dim=16, head_width=16),
+)
+
+
+@pytest.fixture
+def captions() -> Captions:
+    return Captions(CONTINUOUS, CONCEPTS, seed=1)
+
+
+@pytest.fixture
+def model(captions) -> masked.MaskedTextToImage:
+    torch.manual_seed(0)
+    return masked.MaskedTextToImage(CONTINUOUS, TINY, torch.randn(len(captions.words), 16)).requires_grad_(False)
+
+
+def test_every_count_is_visited_and_low_ones_more_often():
+    counts = torch.tensor([masked.known_count(64, 1.5, step) for step in range(6400)])
+    assert counts.min() == 0 and counts.max() == 63 and len(counts.unique()) == 64
+    for share in (0.25, 0.5, 0.75):  # the law of u^1.5
+        assert (counts < 64 * share).float().mean() == pytest.approx(share ** (1 / 1.5), abs=0.01)
+
+
+def test_masks_have_the_same_number_in_every_row_at_random_places():
+    known = masked.random_known(500, 16, 4, torch.Generator().manual_seed(0))
+    assert known.sum(1).eq(4).all()
+    assert known.float().mean(0).sub(0.25).abs().max() < 0.08
+
+
+def test_padded_captions_are_prompts_of_the_model(model):
+    backbone, slots = model.backbone, CONTINUOUS.masked_slots
+    rows = torch.tensor([[3, 7, -1], [5, 2, 1], [4, -1, -1]])
+    found = model.prompt(rows, torch.tensor([False, False, True]))
+    assert found.shape == (3, slots, TINY.dim)
+    assert torch.allclose(found[:1], backbone.prompt(model.words[[3, 7]][None]))
+    assert torch.allclose(found[1:2], backbone.prompt(model.words[[5, 2, 1]][None]))
+    assert torch.equal(found[2:], backbone.unconditional(1))
+
+
+def test_only_unknown_tokens_are_learnt_from_known_ones(model):
+    rows, keep, tokens = torch.tensor([[3, 7]]), torch.tensor([False]), torch.randn(1, 64, 4)
+    known = torch.zeros(1, 64, dtype=torch.bool)
+    known[0, [5, 9]] = True
+    z, wanted = model.vectors(rows, keep, tokens, known)
+    assert z.shape == (62, TINY.dim) and torch.equal(wanted, tokens[0][~known[0]])
+    other = torch.where(known[..., None], tokens, torch.randn_like(tokens))
+    assert torch.equal(model.vectors(rows, keep, other, known)[0], z), "the wanted tokens are not seen"
+    changed = torch.where(known[..., None], tokens + 1, tokens)
+    assert not torch.allclose(model.vectors(rows, keep, changed, known)[0], z, atol=1e-4), "the known ones are"
+
+
+def test_bound_is_zero_for_the_true_noise_and_width():
+    """A head that knows the noise, and predicts the narrowest width, matches the true posterior."""
+    schedule, tokens = Schedule.cosine(1000), torch.randn(500, 4)
+    head = DiffusionHead(4, 8, 8, 1)
+
+    class Oracle(torch.nn.Module):
+        time_embed, cond_embed = head.net.time_embed, head.net.cond_embed
+
+        def forward(self, noised, time, condition):
+            generator = torch.Generator().manual_seed(7)
+            torch.randint(1000, (500,), generator=generator)  # the loss draws the steps first
+            return torch.cat((torch.randn(500, 4, generator=generator), -torch.ones(500, 4)), dim=-1)
+
+    head.net = Oracle()
+    with torch.no_grad():
+        loss = masked.diffusion_loss(head, schedule, torch.zeros(500, 8), tokens, torch.Generator().manual_seed(7))
+    assert loss.error == 0 and loss.bound == pytest.approx(0.0, abs=1e-3)
+
+
+def test_bound_does_not_move_the_mean():
+    head, tokens = DiffusionHead(4, 8, 8, 1), torch.randn(64, 4)
+    loss = masked.diffusion_loss(head, Schedule.cosine(1000), torch.randn(64, 8), tokens, torch.Generator())
+    loss.bound.backward()
+    gradient = head.net.final_layer.linear.weight.grad
+    assert gradient[:4].abs().max() == 0 and gradient[4:].abs().max() > 0
+
+
+def test_loss_falls_on_few_pictures(model):
+    model.requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3)
+    generator = torch.Generator().manual_seed(0)
+    schedule, tokens = Schedule.cosine(1000), torch.randn(2, 64, 4, generator=generator)
+    rows, keep, history = torch.tensor([[0], [1]]), torch.zeros(2, dtype=torch.bool), []
+    for step in range(70):
+        known = masked.random_known(2, 64, masked.known_count(64, 1.5, step), generator)
+        z, wanted = model.vectors(rows, keep, tokens, known)
+        loss = masked.diffusion_loss(model.head, schedule, z.repeat(4, 1), wanted.repeat(4, 1), generator)
+        optimizer.zero_grad()
+        loss.total.backward()
+        optimizer.step()
+        history.append(float(loss.error.detach()))
+    assert history[0] > 0.9, "it starts by predicting no noise at all"
+    assert sum(history[-20:]) / 20 < 0.75 * history[0]
+
+
+def test_latents_are_scaled_shuffled_and_renewed(captions):
+    torch.manual_seed(0)
+    vae = KLModel(CONTINUOUS.kl_vae.config).eval()
+    shown = pictures()
+    latents = masked.Latents(CONTINUOUS, TINY, shown, captions, vae, 2.0, seed=3)
+    rows, dropped, tokens = latents.draw(4)
+    assert rows.shape == (4, captions.slots) and dropped.shape == (4,) and tokens.shape == (4, 64, 4)
+    assert (rows[:, 0] >= 0).all(), "words first, padding on the right"
+    before = [part.clone() for part in latents.ring]
+    latents.draw(4)  # writes four: two new ones, and the two oldest again
+    changed = [bool((old != new).any()) for old, new in zip(before[2], latents.ring[2])]
+    assert changed == [True, True, False, False, False, False, True, True]
+    views = [part[:1].expand(200, *part.shape[1:]) for part in latents.ring]
+    drawn = latents.batch(views, held_out=True)[2]
+    mean, log_variance = views[2][0].flatten(1).T, views[3][0].flatten(1).T
+    assert torch.allclose(drawn.mean(0), 2 * mean, atol=1.0) and not drawn[0].equal(drawn[1])
+    assert (drawn.var(0) / (4 * log_variance.exp())).mean() == pytest.approx(1.0, abs=0.05)
+
+
+def test_divergence_is_that_of_torch():
+    mean, log_variance = torch.randn(2, 4, 3, 3), torch.randn(2, 4, 3, 3)
+    law = torch.distributions.Normal(mean, (0.5 * log_variance).exp())
+    expected = torch.distributions.kl_divergence(law, torch.distributions.Normal(0.0, 1.0)).mean()
+    assert torch.allclose(divergence(mean, log_variance), expected, atol=1e-6)
+
+
+def test_shallow_layers_come_from_the_vq_tokenizer():
+    vq = VQModel(VQConfig(16, 4, (1, 1, 2, 4), 32, 32, 1))
+    model = KLModel(CPU.kl_vae.config)
+    assert copy_shared_layers(model, vq) > 100
+    mine, theirs = model.state_dict(), vq.state_dict()
+    for new, old in {
+        "encoder.down.1.block.0.conv1.weight": "encoder.conv_blocks.1.res.0.conv1.weight",
+        "encoder.down.2.downsample.conv.bias": "encoder.conv_blocks.2.downsample.conv.bias",
+        "decoder.up.0.block.1.conv2.weight": "decoder.conv_blocks.3.res.1.conv2.weight",
+        "decoder.up.2.upsample.conv.weight": "decoder.conv_blocks.1.upsample.conv.weight",
+        "decoder.conv_out.weight": "decoder.conv_out.weight",
+    }.items():
+        assert torch.equal(mine[new], theirs[old])
+
+
+def test_exported_files_are_the_model_that_was_trained(tmp_path, captions):
+    words = torch.randn(len(captions.words), 16)
+    table = {"words": captions.words, "stop_words": [], "synonyms": {}, "backgrounds": []}
+    discrete = tmp_path / "discrete"
+    discrete.mkdir()
+    save(discrete / "text_encoder.safetensors", {"word_embeddings.weight": words}, table)
+    assert torch.equal(masked.word_vectors(discrete / "text_encoder.safetensors", captions), words)
+    torch.manual_seed(0)
+    for cfg, name in ((CONTINUOUS.masked, "model"), (CONTINUOUS.masked_drafter, "drafter")):
+        model = masked.MaskedTextToImage(CONTINUOUS, cfg, words)
+        torch.save({"average": model.state_dict()}, tmp_path / f"masked_{name}.pt")
+    vae, out = KLModel(CONTINUOUS.kl_vae.config), tmp_path / "continuous"
+    continuous_export.write(CONTINUOUS, vae, 0.5, words, tmp_path, discrete, out)
+
+    target = api.load_model(out)
+    small = api.load_drafter(out / "small", target)
+    assert (target.grid, target.channels, target.scale, target.pixels_per_token) == ((8, 8), 4, 0.5, 16)
+    steps = target.schedule(target.defaults).timesteps
+    assert len(steps) == 25 and steps[-1] == 970 and steps[0] == 0 and torch.equal(target.head.schedule.timesteps, steps)
+    assert target.defaults == CONTINUOUS.masked_sampling and small.backbone.config.dim == 16
+    assert api.load_image_decoder(out).factor == 16
+    trained = masked.restore(CONTINUOUS, CONTINUOUS.masked, words, tmp_path / "masked_model.pt")
+    tokens, known = torch.randn(1, 64, 4), torch.rand(1, 64, generator=torch.Generator().manual_seed(0)) < 0.3
+    conditioning = target.encode_prompt("dog bg_red")
+    with torch.no_grad():
+        numbers = torch.tensor([[captions.number["dog"], captions.number["bg_red"]]])
+        expected, _ = trained.vectors(numbers, torch.tensor([False]), tokens, known)
+    found = target.condition(conditioning, tokens, known)[0][~known[0]]
+    assert torch.allclose(found, expected, atol=0.02, rtol=0.02), "fp16 weights"
+
+
+def test_words_of_another_model_are_refused(tmp_path, captions):
+    table = {"words": ["other"], "stop_words": [], "synonyms": {}, "backgrounds": []}
+    save(tmp_path / "t.safetensors", {"word_embeddings.weight": torch.zeros(1, 4)}, table)
+    with pytest.raises(ValueError, match="knows other words than this setting"):
+        masked.word_vectors(tmp_path / "t.safetensors", captions)
+
+
+def test_the_bundled_pair_says_what_it_is():
+    folder = api.bundled("continuous")
+    meta = {name: open_checkpoint(folder / name).metadata
+            for name in ("model.safetensors", "vae.safetensors", "small/model.safetensors")}
+    assert meta["model.safetensors"]["family"] == meta["small/model.safetensors"]["family"] == "mar"
+    assert len({json.dumps(m["scale"]) for m in meta.values()}) == 1, "one unit for all three"
+    default = open_checkpoint(api.bundled("default") / "text_encoder.safetensors")
+    words = open_checkpoint(folder / "text_encoder.safetensors")
+    assert words.metadata["words"] == default.metadata["words"]
+    assert torch.equal(words.tensors["word_embeddings.weight"], default.tensors["word_embeddings.weight"])
