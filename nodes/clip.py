@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from ..model_loaders.ar_model import Conditioning, DiscreteModel
+from ..model_loaders.continuous_model import ContinuousBase
 
 
 class ARClip:
     """What CLIP Text Encode calls. An empty text stands for the model's own unconditional branch."""
 
-    def __init__(self, model: DiscreteModel):
+    def __init__(self, model: DiscreteModel | ContinuousBase):
         self._model = model
 
     def tokenize(self, text: str, **_options: Any) -> str:
@@ -31,3 +32,12 @@ class ARClip:
 def text_of(conditioning: Conditioning) -> str | None:
     """The prompt a conditioning was made from; None if it does not come from an ARClip."""
     return conditioning[0][1].get("ar", {}).get("text") if conditioning else None
+
+
+def prompts_of(
+    positive: Conditioning, negative: Conditioning | None
+) -> tuple[Conditioning, Conditioning | None]:
+    """Both prompts of a sampler, the negative one None where it is empty. Raises ValueError for an empty positive."""
+    if text_of(positive) == "":
+        raise ValueError("The positive prompt is empty. Type what to draw into its CLIP Text Encode.")
+    return positive, None if negative and text_of(negative) == "" else negative

@@ -32,14 +32,17 @@ class Column:
 def columns(traces: list[Trace]) -> list[Column]:
     """The measures, per picture. Wall times only of runs that may be compared (see :func:`times_compare`)."""
     totals = [t.summary() for t in traces]
-    images = [t["images"] for t in totals]
     chosen = [
         Column("model passes", "per picture", [sum(t["passes_per_image"]) / t["images"] for t in totals], _count),
         Column("draft passes", "per run", [t["draft_passes"] for t in totals], _count),
         Column("tokens", "per model pass", [t["accepted_length"] for t in totals], "{:.2f}".format),
         Column("acceptance", "of guesses", [_acceptance(t) for t in totals], "{:.0%}".format),
-        Column("leak", "per picture", [t["tv_leak"] / n for t, n in zip(totals, images, strict=True)], "{:.2f}".format),
     ]
+    if not all(t.continuous for t in traces):
+        leaks = [t["tv_leak"] / t["images"] if "tv_leak" in t else None for t in totals]
+        chosen.append(Column("leak", "per picture", leaks, "{:.2f}".format))
+    if any(t.continuous for t in traces):
+        chosen.append(Column("distance", "mean square", [_distance(t) for t in totals], "{:.2f}".format))
     if not times_compare(traces):
         chosen.append(Column("wall time", "seconds per run", [t["seconds"] for t in totals], "{:.2f}".format))
     return chosen
@@ -57,6 +60,11 @@ def times_compare(traces: list[Trace]) -> str:
 
 def _acceptance(totals: dict) -> float | None:
     return totals["acceptance_rate"] if totals["accepted_drafts"] or totals["acceptance_rate"] else None
+
+
+def _distance(totals: dict) -> float | None:
+    """Between the draws of both models, where there were two."""
+    return totals.get("mean_square_distance") if totals["draft_passes"] else None
 
 
 def _count(value: float) -> str:

@@ -11,7 +11,7 @@ from comfy_api.latest import io, ui
 
 from ..model_loaders.trace_files import load_trace, save_trace
 from ..samplers.trace import Trace
-from . import compare, host, maps
+from . import compare, folders, maps
 from .sockets import ARTrace
 from .wording import describe
 
@@ -44,7 +44,9 @@ class AcceptanceMap(io.ComfyNode):
                                "length: how many were fixed with it. ratio p/q: how well the guess fitted "
                                "(blue: accepted for certain). entropy, top-1: how sure the model was. tree depth, tree "
                                "width: the draft tree that the token came from. skipped, accepted by relaxation, TV "
-                               "leak: where and how much the run departed from the model."),
+                               "leak: where and how much the run departed from the model. For continuous models: "
+                               "distance between the draws of both models, log ratio of the test, order of drawing, "
+                               "block (the round that guessed it), tries to redraw."),
                 io.Float.Input("opacity", default=0.5, min=0, max=1, step=0.05, round=0.01,
                                tooltip="How much the map covers the picture; 1 hides it."),
                 io.Image.Input("image", optional=True, tooltip="Decoded pictures of this run, to lay the map over."),
@@ -53,7 +55,7 @@ class AcceptanceMap(io.ComfyNode):
                 io.Image.Output("overlay", display_name="overlay", tooltip="Map over picture, enlarged, with legend."),
                 io.Image.Output("map", display_name="map", tooltip="The map alone, as large as the picture."),
                 io.Mask.Output("mask", display_name="mask", tooltip="The metric from 0 to 1, at picture size. "
-                               "For source: 1 where a guess was accepted; for the ratio: min(1, p/q)."),
+                               "For source: 1 where a guess was accepted; for the ratios: the probability of it."),
                 io.String.Output("report", display_name="report", tooltip="Settings and totals (JSON specar.trace/1)."),
             ],
             is_output_node=True,
@@ -129,7 +131,7 @@ class SaveTrace(io.ComfyNode):
 
     @classmethod
     def execute(cls, trace: Trace, filename_prefix: str) -> io.NodeOutput:
-        path, subfolder = host.next_output(filename_prefix)
+        path, subfolder = folders.next_output(filename_prefix)
         save_trace(trace, path)
         files = [{"filename": path.with_suffix(suffix).name, "subfolder": subfolder, "type": "output"}
                  for suffix in (".json", ".safetensors")]
@@ -145,7 +147,7 @@ class LoadTrace(io.ComfyNode):
             category="SpecAR/diagnostics",
             description="Reads a trace written by Save Trace, from the output or the input folder.",
             inputs=[
-                io.Combo.Input("trace_name", options=host.trace_choices(),
+                io.Combo.Input("trace_name", options=folders.trace_choices(),
                                tooltip="A trace in the output or input folder (.safetensors beside its .json). "
                                "Press R to refresh the list."),
             ],
@@ -154,8 +156,8 @@ class LoadTrace(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, trace_name: str) -> str:
-        return host.stamp([host.trace_path(trace_name)])
+        return folders.stamp([folders.trace_path(trace_name)])
 
     @classmethod
     def execute(cls, trace_name: str) -> io.NodeOutput:
-        return io.NodeOutput(load_trace(host.trace_path(trace_name)))
+        return io.NodeOutput(load_trace(folders.trace_path(trace_name)))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
-from . import diagnostics, host, loaders, rules, samplers, tree_samplers
+from . import continuous, diagnostics, folders, loaders, rules, samplers, tree_samplers
 
-host.register_folders()
+folders.register_folders()
 
 
 def node_classes() -> list[type[io.ComfyNode]]:
@@ -23,6 +23,8 @@ def node_classes() -> list[type[io.ComfyNode]]:
         tree_samplers.CoolSDSampler,
         tree_samplers.ADTTreeSampler,
         tree_samplers.VVSSampler,
+        continuous.ContinuousNextTokenSampler,
+        continuous.ContinuousSampler,
         rules.ExactRule,
         rules.LanternRule,
         rules.LanternPPRule,

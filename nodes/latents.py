@@ -1,4 +1,4 @@
-"""LATENT dictionaries <-> token grids. Pure torch."""
+"""LATENT dictionaries <-> tokens on a grid. Pure torch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,46 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..model_loaders.ar_model import DiscreteModel
+from ..model_loaders.continuous_model import ContinuousBase
 from ..samplers.protocols import TokenLayout
 
 Latent = dict[str, Any]
+Model = DiscreteModel | ContinuousBase
 
 
-def empty_latent(model: DiscreteModel, rows: int, cols: int, batch: int) -> Latent:
+def empty_latent(model: Model, rows: int, cols: int, batch: int) -> Latent:
     """A LATENT that only says how many pictures of which size: zeros [B, C, rows, cols]."""
     return {"samples": torch.zeros(batch, channels(model), rows, cols)}
 
 
-def channels(model: DiscreteModel) -> int:
-    """Channels of the model's latents: code vectors, or one of token ids while it knows no image decoder."""
+def grid_of(model: Model, rows: int, cols: int) -> tuple[int, int]:
+    """The token grid to draw on. Raises ValueError for one that the model does not draw."""
+    if isinstance(model, ContinuousBase):
+        return model.check_grid(rows, cols)
+    layout = model.layout(rows, cols)
+    return layout.rows, layout.cols
+
+
+def channels(model: Model) -> int:
+    """Channels of the model's latents: its tokens' own, code vectors, or one of token ids while it knows no decoder."""
+    if isinstance(model, ContinuousBase):
+        return model.channels
     return 1 if model.codebook is None else model.codebook.shape[1]
+
+
+def picture_of(latent: Latent, model: Model) -> Tensor:
+    """The samples [B, C, h, w] of a LATENT that holds a picture of this model. Raises ValueError if it does not."""
+    samples = latent["samples"]
+    if samples.shape[1] != channels(model):
+        raise ValueError(
+            f"latent_image has {samples.shape[1]} channels, but this model's latents have {channels(model)}. "
+            "Encode the picture with the VAE of Load AR Checkpoint (a model without its image decoder cannot inpaint)."
+        )
+    if not samples.any():
+        raise ValueError(
+            "latent_image has a noise mask but no picture to keep. Encode one with VAE Encode, or remove the mask."
+        )
+    return samples
 
 
 def with_tokens(latent: Latent, tokens: Tensor, model: DiscreteModel) -> Latent:
@@ -36,16 +63,7 @@ def tokens_of(latent: Latent, model: DiscreteModel) -> Tensor:
     ``ar_tokens`` counts while it still fits the samples (core nodes that crop, flip or mix change only those);
     otherwise the code nearest to each vector. Raises ValueError if the latent holds no picture of this model.
     """
-    samples, tokens = latent["samples"], latent.get("ar_tokens")
-    if samples.shape[1] != channels(model):
-        raise ValueError(
-            f"latent_image has {samples.shape[1]} channels, but this model's latents have {channels(model)}. "
-            "Encode the picture with the VAE of Load AR Checkpoint (a model without its image decoder cannot inpaint)."
-        )
-    if not samples.any():
-        raise ValueError(
-            "latent_image has a noise mask but no picture to keep. Encode one with VAE Encode, or remove the mask."
-        )
+    samples, tokens = picture_of(latent, model), latent.get("ar_tokens")
     if model.codebook is None:
         return samples.round().long()[:, 0]
     if tokens is not None and tokens.shape == samples[:, 0].shape and torch.equal(model.dequantize(tokens), samples):

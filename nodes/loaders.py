@@ -6,9 +6,9 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from . import host
+from . import folders, host
 from .clip import ARClip
-from .latents import empty_latent
+from .latents import empty_latent, grid_of
 from .sockets import ARDrafter, ARModel
 from .vae import ARVae
 
@@ -26,9 +26,9 @@ class LoadCheckpoint(io.ComfyNode):
             "Your own models go into models/ar_models.",
             inputs=[
                 io.Combo.Input(
-                    "model_name", options=host.model_choices(), default=host.BUNDLED,
-                    tooltip="The model that ships with this pack, or a file or folder in models/ar_models. "
-                    "Its VQ image decoder is looked for beside it and in models/vae.",
+                    "model_name", options=folders.model_choices(), default=folders.BUNDLED,
+                    tooltip="A model that ships with this pack (default: of token ids; continuous: of vectors), or a "
+                    "file or folder in models/ar_models. Its image decoder is looked for beside it and in models/vae.",
                 ),
                 io.Combo.Input(
                     "dtype", options=list(host.DTYPES), default="auto",
@@ -42,7 +42,8 @@ class LoadCheckpoint(io.ComfyNode):
                 ),
             ],
             outputs=[
-                ARModel.Output("ar_model", display_name="AR_MODEL", tooltip="The model, for an AR sampler."),
+                ARModel.Output("ar_model", display_name="AR_MODEL", tooltip="The model, for an AR sampler. Continuous "
+                               "models (MAR, xAR, Harmon) have samplers of their own."),
                 io.Clip.Output("clip", display_name="CLIP", tooltip="Its text encoder, for CLIP Text Encode. "
                                "Class-conditional models take a class name or number as text."),
                 io.Vae.Output("vae", display_name="VAE", tooltip="Its image decoder, for VAE Decode and VAE Encode."),
@@ -51,7 +52,7 @@ class LoadCheckpoint(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, model_name: str, **_others: str) -> str:
-        return host.fingerprint(model_name, host.MODELS)
+        return folders.fingerprint(model_name, folders.MODELS)
 
     @classmethod
     def execute(cls, model_name: str, dtype: str, grid: str) -> io.NodeOutput:
@@ -60,8 +61,9 @@ class LoadCheckpoint(io.ComfyNode):
         side = None if grid == "auto" else (int(grid), int(grid))
         loaded = host.open_model(model_name, dtype, side)
         vae = ARVae(loaded.decoder, missing=(
-            f"No image decoder was found for {model_name}. Put the VQ file that was released with it (for LlamaGen "
-            "vq_ds16_t2i.pt or vq_ds16_c2i.pt) beside the model or into models/vae, or use Load AR Image Decoder."
+            f"No image decoder was found for {model_name}. Put the file that was released with it (for LlamaGen "
+            "vq_ds16_t2i.pt or vq_ds16_c2i.pt, for MAR, xAR and Harmon kl16.ckpt) beside the model or into models/vae, "
+            "or use Load AR Image Decoder."
         ))
         return io.NodeOutput(loaded, ARClip(loaded.model), vae)
 
@@ -79,9 +81,9 @@ class LoadDrafter(io.ComfyNode):
                 ARModel.Input("model", tooltip="The model to guess for, from Load AR Checkpoint. A drafter works only "
                               "with the model it was trained for."),
                 io.Combo.Input(
-                    "drafter_name", options=host.drafter_choices(), default=host.BUNDLED_DRAFTER,
+                    "drafter_name", options=folders.drafter_choices(), default=folders.BUNDLED_DRAFTER,
                     tooltip="A drafter that ships with this pack, or a file or folder in models/ar_drafters: EAGLE "
-                    "drafters, or a smaller model with the same tokens.",
+                    "drafters, or a smaller model with the same tokens. A continuous model needs a continuous one.",
                 ),
             ],
             outputs=[ARDrafter.Output("drafter", display_name="AR_DRAFTER",
@@ -90,7 +92,7 @@ class LoadDrafter(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, drafter_name: str, **_others: Any) -> str:
-        return host.fingerprint(drafter_name, host.DRAFTERS)
+        return folders.fingerprint(drafter_name, folders.DRAFTERS)
 
     @classmethod
     def execute(cls, model: host.LoadedModel, drafter_name: str) -> io.NodeOutput:
@@ -104,12 +106,13 @@ class LoadImageDecoder(io.ComfyNode):
             node_id="SpecARLoadImageDecoder",
             display_name="Load AR Image Decoder",
             category="SpecAR/loaders",
-            description="Loads the VQ tokenizer that turns a model's tokens into pixels and back. "
+            description="Loads the VQ tokenizer or KL autoencoder that turns a model's tokens into pixels and back. "
             "Needed only where Load AR Checkpoint did not find it.",
             inputs=[
                 io.Combo.Input(
-                    "decoder_name", options=host.decoder_choices(), default=host.BUNDLED,
-                    tooltip="A VQ file in models/vae or models/ar_models; it must be the one released with the model.",
+                    "decoder_name", options=folders.decoder_choices(), default=folders.BUNDLED,
+                    tooltip="A VQ or KL file in models/vae or models/ar_models; it must be the one released with the "
+                    "model.",
                 ),
             ],
             outputs=[io.Vae.Output("vae", display_name="VAE", tooltip="For VAE Decode and VAE Encode.")],
@@ -117,11 +120,11 @@ class LoadImageDecoder(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, decoder_name: str) -> str:
-        return host.fingerprint(decoder_name, "vae", host.MODELS)
+        return folders.fingerprint(decoder_name, "vae", folders.MODELS)
 
     @classmethod
     def execute(cls, decoder_name: str) -> io.NodeOutput:
-        return io.NodeOutput(ARVae(host.open_decoder(host.resolve(decoder_name, "vae", host.MODELS))))
+        return io.NodeOutput(ARVae(host.open_decoder(folders.resolve(decoder_name, "vae", folders.MODELS))))
 
 
 class EmptyLatent(io.ComfyNode):
@@ -135,7 +138,7 @@ class EmptyLatent(io.ComfyNode):
             inputs=[
                 ARModel.Input("model", tooltip="The model that will draw; it knows which sizes are possible."),
                 io.Int.Input("width", default=128, min=0, max=4096, step=8,
-                             tooltip="Width in pixels. 0: the model's own. The bundled model draws 128 x 128."),
+                             tooltip="Width in pixels. 0: the model's own. The bundled models draw 128 x 128."),
                 io.Int.Input("height", default=128, min=0, max=4096, step=8,
                              tooltip="Height in pixels. 0: the model's own."),
                 io.Int.Input("batch_size", default=1, min=1, max=64,
@@ -146,13 +149,13 @@ class EmptyLatent(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: host.LoadedModel, width: int, height: int, batch_size: int) -> io.NodeOutput:
-        ar, side = model.model, model.model.pixels_per_token
-        own_rows, own_cols = ar.grid
+        side = model.model.pixels_per_token
+        own_rows, own_cols = model.model.grid
         width, height = width or own_cols * side, height or own_rows * side
         if width % side or height % side:
             raise ValueError(
                 f"{width} x {height} pixels cannot be cut into tokens of {side} x {side} pixels. "
                 f"This model draws {own_cols * side} x {own_rows * side} pixels."
             )
-        layout = ar.layout(height // side, width // side)
-        return io.NodeOutput(empty_latent(ar, layout.rows, layout.cols, batch_size))
+        grid = grid_of(model.model, height // side, width // side)
+        return io.NodeOutput(empty_latent(model.model, *grid, batch_size))

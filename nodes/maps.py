@@ -25,6 +25,10 @@ SOURCES = {  # Source -> (name in the legend, colour)
     Source.SKIPPED: ("taken unverified", (0, 158, 115)),
     Source.FORCED: ("kept or fixed", GREY),
 }
+CONTINUOUS_NAMES = {  # the same for runs that drew vectors, where the names differ
+    Source.RELAXED: "accepted within the tolerance",
+    Source.PREFILL: "drawn by the model alone, first",
+}
 TREE = {  # metric -> (record of the trace, title)
     "tree depth": ("tree_depth", "Levels of the token's draft tree"),
     "tree width": ("tree_width", "Most drafts on one level of the token's tree"),
@@ -33,9 +37,14 @@ MARKS = {  # metric -> (Source that is marked, title)
     "skipped": (Source.SKIPPED, "Tokens taken unverified"),
     "accepted by relaxation": (Source.RELAXED, "Tokens that only the relaxed rule let pass"),
 }
+DISCRETE = ("ratio p/q", "entropy", "top-1 probability", *TREE, "skipped", "TV leak")  # metrics of token ids ...
+CONTINUOUS = ("distance", "log ratio", "order", "block", "tries")  # ... and of vectors; the others suit both
 METRICS = (
     "source", "pass", "accepted length", "ratio p/q", "entropy", "top-1 probability", *TREE, *MARKS, "TV leak",
+    *CONTINUOUS,
 )
+LOG_RATIOS = 10  # the log ratio's colours reach from minus this to this
+NOT_JUDGED = "no guess was verified"
 MARGIN, LINE = 10, 22  # pixels of the legend
 
 
@@ -65,12 +74,14 @@ class TokenMap:
 
 
 def token_map(trace: Trace, metric: str, image: int) -> TokenMap:
-    """The map of one of METRICS for image number ``image``. Raises ValueError for another metric."""
+    """The map of one of METRICS for image number ``image``. Raises ValueError for another metric, and for one that
+    this run has no record of."""
+    check(trace, metric)
     grids = {name: trace.grid(name)[image].numpy() for name in trace.positions}
     source = grids["source"]
     free = source != Source.FORCED
     if metric == "source":
-        return _sources(source)
+        return _sources(source, CONTINUOUS_NAMES if trace.continuous else {})
     if metric == "pass":
         last = max(int(grids["finalised_at"].max()), 1)
         return _amount(grids["finalised_at"], last, free, "Pass that fixed the token", "0", str(last))
@@ -93,7 +104,39 @@ def token_map(trace: Trace, metric: str, image: int) -> TokenMap:
         most = max(float(grids["tv_leak"].max()), 1e-6)
         total = f"Leak: drift added, {grids['tv_leak'].sum():.2f} in all"
         return _amount(grids["tv_leak"], most, free, total, "0, exact", f"{most:.2g}")
-    raise ValueError(f"metric is {metric!r}; choose one of: {', '.join(METRICS)}.")
+    return _continuous(metric, grids, free)
+
+
+def check(trace: Trace, metric: str) -> None:
+    """Raise ValueError, naming the metrics there are, unless ``metric`` is one of this run's."""
+    others = DISCRETE if trace.continuous else CONTINUOUS
+    there = ", ".join(name for name in METRICS if name not in others)
+    if metric not in METRICS:
+        raise ValueError(f"metric is {metric!r}; choose one of: {there}.")
+    if metric in others:
+        kind = "vectors" if trace.continuous else "token ids"
+        raise ValueError(f"metric is {metric!r}, but this run drew {kind}, which have none. Choose one of: {there}.")
+
+
+def _continuous(metric: str, grids: dict[str, np.ndarray], free: np.ndarray) -> TokenMap:
+    judged = free & (grids["depth"] > 0)
+    if metric == "distance":
+        most = max(float(grids["distance"][judged].max(initial=0)), 1e-6)
+        return _amount(grids["distance"], most, judged, "Distance between the two models' draws (latent units)", "0",
+                       f"{most:.2f}", NOT_JUDGED)
+    if metric == "log ratio":
+        return _log_ratio(grids["log_ratio"], judged)
+    if metric == "order":
+        last = grids["order"].size - 1
+        return _amount(grids["order"], max(last, 1), free, "Place in the order of drawing", "0, first", str(last))
+    if metric == "block":
+        last = max(int(grids["block"].max()), 1)
+        return _amount(grids["block"], last, free & (grids["block"] > 0), "Round that guessed the token", "0",
+                       str(last), NOT_JUDGED)
+    tries, redrawn = np.abs(grids["tries"]), grids["tries"] != 0
+    most, vain = max(int(tries.max()), 1), int((grids["tries"] < 0).sum())
+    title = "Tries to redraw after a rejection" + (f"; {vain} in vain" if vain else "")
+    return _amount(tries, most, redrawn, title, "0", str(most), "not redrawn by tries")
 
 
 def _tokens_per_pass(finalised_at: np.ndarray, free: np.ndarray) -> np.ndarray:
@@ -101,14 +144,15 @@ def _tokens_per_pass(finalised_at: np.ndarray, free: np.ndarray) -> np.ndarray:
     return count[finalised_at]
 
 
-def _sources(source: np.ndarray) -> TokenMap:
+def _sources(source: np.ndarray, names: dict[Source, str]) -> TokenMap:
+    """``names`` replace those of SOURCES."""
     colours = np.zeros((*source.shape, 3), np.uint8)
     legend = []
     for kind, (name, colour) in SOURCES.items():
         where = source == kind
         colours[where] = colour
         if where.any():
-            legend.append(Swatch(colour, f"{name}: {where.sum()} ({where.mean():.0%})"))
+            legend.append(Swatch(colour, f"{names.get(kind, name)}: {where.sum()} ({where.mean():.0%})"))
     accepted = (source == Source.ACCEPTED) | (source == Source.RELAXED)
     return TokenMap(colours, accepted.astype(np.float32), "Source of each token", tuple(legend))
 
@@ -126,8 +170,18 @@ def _ratio(ratio: np.ndarray, verified: np.ndarray) -> TokenMap:
     position = (np.log2(np.clip(ratio, 1 / 8, 8)) + 3) / 6
     colours = np.where(verified[..., None], gradient(position, RATIO), GREY).astype(np.uint8)
     strength = np.where(verified, np.minimum(ratio, 1), 0).astype(np.float32)
-    legend = (Scale(RATIO, "1/8, rejected", "8, accepted"), *_grey(~verified, "no guess was verified"))
+    legend = (Scale(RATIO, "1/8, rejected", "8, accepted"), *_grey(~verified, NOT_JUDGED))
     return TokenMap(colours, strength, "Ratio p/q of the verified guess", legend)
+
+
+def _log_ratio(ratio: np.ndarray, judged: np.ndarray) -> TokenMap:
+    """Colours from -LOG_RATIOS to LOG_RATIOS; strength is the probability of acceptance min(1, exp(log ratio))."""
+    position = (np.clip(ratio, -LOG_RATIOS, LOG_RATIOS) / LOG_RATIOS + 1) / 2
+    colours = np.where(judged[..., None], gradient(position, RATIO), GREY).astype(np.uint8)
+    strength = np.where(judged, np.exp(np.minimum(ratio, 0)), 0).astype(np.float32)
+    legend = (Scale(RATIO, f"-{LOG_RATIOS} or less, rejected", f"{LOG_RATIOS} or more, accepted"),
+              *_grey(~judged, NOT_JUDGED))
+    return TokenMap(colours, strength, "Log ratio of the test", legend)
 
 
 def _tree(metric: str, values: np.ndarray, free: np.ndarray) -> TokenMap:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from comfy_api.latest import io
 from torch import Tensor
 
-from ..model_loaders.ar_model import Conditioning
+from ..model_loaders.ar_model import Conditioning, DiscreteModel
 from ..samplers.jacobi import SJD
 from ..samplers.next_token import NextToken
-from ..samplers.protocols import Request, SamplingParams, TokenLayout
+from ..samplers.protocols import Progress, Request, SamplingParams, TokenLayout
 from . import host
-from .clip import text_of
+from .clip import prompts_of, text_of
 from .latents import Latent, first_image, kept, strength, tokens_of, with_tokens
 from .rules import EXACT, ChosenRule
-from .widgets import MODELS_OWN, choose, common_inputs, negative_input, rule_input, sampler_outputs
+from .widgets import choose, common_inputs, given, negative_input, rule_input, sampler_outputs
 
 REFINEMENTS = {  # shown -> SJD.reuse
     "coupled (exact)": "coupled",
@@ -51,8 +52,7 @@ class Inputs:
 
 def params_of(inputs: Inputs) -> SamplingParams:
     """Sampling parameters, with the model's own where a widget says -1."""
-    given = {name: getattr(inputs, name) for name in ("cfg", "temperature", "top_k", "top_p")}
-    return replace(inputs.model.model.defaults, **{n: v for n, v in given.items() if v != MODELS_OWN})
+    return replace(inputs.model.model.defaults, **given(inputs, "cfg", "temperature", "top_k", "top_p"))
 
 
 def layout_of(inputs: Inputs) -> TokenLayout:
@@ -72,23 +72,50 @@ def sample(
 
     Raises ValueError where an input is illegal.
     """
-    loaded, latent = inputs.model, inputs.latent_image
-    if text_of(inputs.positive) == "":
-        raise ValueError("The positive prompt is empty. Type what to draw into its CLIP Text Encode.")
-    negative = None if inputs.negative and text_of(inputs.negative) == "" else inputs.negative
+    loaded, model, latent = inputs.model, inputs.model.discrete(), inputs.latent_image
+    positive, negative = prompts_of(inputs.positive, inputs.negative)
     params, layout, batch = params_of(inputs), layout_of(inputs), latent["samples"].shape[0]
     seed = inputs.seed + first_image(latent)
     lenient = strength(where, layout, batch)
-    draft_width = method.draft_width if drafter else 0
-    with host.sampling(loaded, layout, batch, width, params.cfg != 1, drafter, draft_width) as report:
+    memory = memory_of(model, layout, batch, params.cfg != 1, width, drafter, method.draft_width if drafter else 0)
+
+    def sketch(progress: Progress) -> tuple[Tensor, Tensor]:
+        return sketched(model, layout, progress)
+
+    with host.sampling(loaded, memory, layout.length, sketch, drafter) as report:
         decoded = method.sample(
-            Request(loaded.model, inputs.positive, layout, params, negative, seed, batch, report, lenient)
+            Request(model, positive, layout, params, negative, seed, batch, report, lenient)
         )
     tokens = host.output(layout.to_grid(decoded.tokens))
-    decoded.trace.settings |= {"model": loaded.name, "prompt": text_of(inputs.positive), "server": host.SERVER}
-    if drafter is not None:
-        decoded.trace.settings["drafter_name"] = drafter.name
-    return io.NodeOutput(with_tokens(latent, tokens, loaded.model), decoded.trace)
+    decoded.trace.settings |= told(inputs, drafter)
+    return io.NodeOutput(with_tokens(latent, tokens, model), decoded.trace)
+
+
+def memory_of(
+    model: DiscreteModel, layout: TokenLayout, batch: int, guided: bool, width: int,
+    drafter: host.LoadedDrafter | None, draft_width: int,
+) -> int:
+    """Bytes of the caches and laws of a run in which model and drafter work on so many tokens in a round."""
+    rows = batch * (1 + guided) * (max(width, draft_width) + 1)
+    memory = model.kv_bytes(batch, layout, width, guided) + 8 * rows * model.vocab_total * 4  # eight rows of fp32 laws
+    return memory + (drafter.drafter.kv_bytes(batch, layout, draft_width, guided) if drafter else 0)
+
+
+def sketched(model: DiscreteModel, layout: TokenLayout, progress: Progress) -> tuple[Tensor, Tensor]:
+    """The latent [1, C, h, w] of the first image as far as it is drawn, and where that is [h, w] (bool).
+
+    Kept tokens are there from the start.
+    """
+    forced = layout.forced[0].cpu()
+    known = (torch.arange(layout.length) < progress.committed[0].cpu()) | (forced >= 0)
+    tokens = torch.where(forced >= 0, forced, progress.tokens[0].cpu())
+    return model.dequantize(layout.to_grid(tokens)[None]), layout.to_grid(known)
+
+
+def told(inputs: Any, drafter: host.LoadedDrafter | None) -> dict[str, Any]:
+    """What a trace is to tell of where it came from."""
+    told = {"model": inputs.model.name, "prompt": text_of(inputs.positive), "server": host.SERVER}
+    return told if drafter is None else told | {"drafter_name": drafter.name}
 
 
 class NextTokenSampler(io.ComfyNode):

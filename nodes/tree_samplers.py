@@ -63,6 +63,7 @@ def structure_of(structure: str, depth: int, width: int, nodes: int, tree_paths:
 def decode(inputs: dict[str, Any], drafter: LoadedDrafter, method: DraftTree, where: Tensor | None) -> io.NodeOutput:
     """Run a method with a drafter. Raises ValueError for illegal values and for a drafter of another model."""
     common = Inputs(**inputs)
+    common.model.discrete()
     drafter.check(common.model)
     method.check()
     return sample(method, method.width, common, where, drafter)

@@ -1,4 +1,4 @@
-"""A VQ image decoder behind core's VAE socket: VAE Decode, VAE Encode and their tiled twins work with it."""
+"""An image decoder behind core's VAE socket: VAE Decode, VAE Encode and their tiled twins work with it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
+from ..model_loaders.image_decoder import ImageDecoder
 from . import host
 
 
 class ARVae:
-    """What core's VAE nodes call. Latents are code vectors [B, C, h, w], or token ids [B, 1, h, w] from a model that
-    was loaded without its decoder."""
+    """What core's VAE nodes call. Latents [B, C, h, w] are a KL autoencoder's, or code vectors of a VQ tokenizer, which
+    also reads token ids [B, 1, h, w] from a model that was loaded without it."""
 
     def __init__(self, loaded: host.LoadedDecoder | None, missing: str = ""):
         self._loaded, self._missing = loaded, missing
@@ -20,7 +21,7 @@ class ARVae:
         """Latent -> pixels [B, H, W, 3] in 0..1. Raises FileNotFoundError if no decoder was found."""
         batch, channels, rows, cols = latent.shape
         decoder = self._found.load(batch * rows * cols * self.downscale_ratio**2)
-        if channels == 1:
+        if channels == 1 and isinstance(decoder, ImageDecoder):
             latent = decoder.dequantize(self._checked(latent.round().long()[:, 0]))
         elif channels != self.latent_channels:
             raise ValueError(
@@ -30,9 +31,11 @@ class ARVae:
         return host.output(decoder.decode(latent))
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Pixels [B, H, W, 3] in 0..1 -> code vectors [B, C, h, w] of the tokens they stand for."""
+        """Pixels [B, H, W, 3] in 0..1 -> latents [B, C, h, w]: the mean latent, or the nearest code vectors."""
         decoder = self._found.load(pixels.shape[0] * pixels.shape[1] * pixels.shape[2])
-        return host.output(decoder.dequantize(decoder.encode(pixels)))
+        if isinstance(decoder, ImageDecoder):
+            return host.output(decoder.dequantize(decoder.encode(pixels)))
+        return host.output(decoder.encode_latent(pixels))
 
     def decode_tiled(self, latent: Tensor, **_options: Any) -> Tensor:
         """As :meth:`decode`: the decoder attends to the whole picture, so tiles would change it, and it fits."""
@@ -53,7 +56,7 @@ class ARVae:
 
     @property
     def latent_channels(self) -> int:
-        return self._found.decoder.module.config.codebook_dim
+        return self._found.decoder.channels
 
     @property
     def _found(self) -> host.LoadedDecoder:

@@ -9,11 +9,11 @@ from comfy_api.latest import io
 from .sockets import ARDrafter, ARModel, ARRule, ARTrace
 
 MODELS_OWN = -1  # value of cfg, temperature, top_k, top_p that stands for the model's own
+OWN = "-1: the model's own value."
 
 
-def common_inputs() -> list[io.Input]:
+def prompt_inputs() -> list[io.Input]:
     """Sockets and widgets of every sampler, first on the node."""
-    own = "-1: the model's own value."
     return [
         ARModel.Input("model", tooltip="The model from Load AR Checkpoint."),
         io.Conditioning.Input("positive", tooltip="What to draw: CLIP Text Encode with the model's own CLIP."),
@@ -22,14 +22,32 @@ def common_inputs() -> list[io.Input]:
         io.Int.Input("seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=True,
                      tooltip="Picture i of a batch is drawn with seed + i and equals a single run with that seed."),
         io.Float.Input("cfg", default=MODELS_OWN, min=-1, max=30, step=0.1, round=0.01,
-                       tooltip=f"Guidance: how strongly the prompt is followed. 1 is off and twice as cheap. {own}"),
-        io.Float.Input("temperature", default=MODELS_OWN, min=-1, max=5, step=0.05, round=0.01,
-                       tooltip="Below 1 is calmer, above 1 wilder; 0 always takes the most likely token. " + own),
-        io.Int.Input("top_k", default=MODELS_OWN, min=-1, max=65536,
-                     tooltip=f"Draw among this many most likely tokens only; 0 is off. {own}"),
-        io.Float.Input("top_p", default=MODELS_OWN, min=-1, max=1, step=0.01, round=0.001,
-                       tooltip=f"Draw among the most likely tokens with this joint probability; 1 is off. {own}"),
+                       tooltip=f"Guidance: how strongly the prompt is followed. 1 is off and twice as cheap. {OWN}"),
     ]
+
+
+def temperature_input(zero: str) -> io.Input:
+    """``zero``: what a temperature of 0 means."""
+    return io.Float.Input("temperature", default=MODELS_OWN, min=-1, max=5, step=0.05, round=0.01,
+                          tooltip=f"Below 1 is calmer, above 1 wilder; {zero}. {OWN}")
+
+
+def common_inputs() -> list[io.Input]:
+    """Sockets and widgets of every sampler of token ids, first on the node."""
+    return [
+        *prompt_inputs(),
+        temperature_input("0 always takes the most likely token"),
+        io.Int.Input("top_k", default=MODELS_OWN, min=-1, max=65536,
+                     tooltip=f"Draw among this many most likely tokens only; 0 is off. {OWN}"),
+        io.Float.Input("top_p", default=MODELS_OWN, min=-1, max=1, step=0.01, round=0.001,
+                       tooltip=f"Draw among the most likely tokens with this joint probability; 1 is off. {OWN}"),
+    ]
+
+
+def given(inputs: Any, *names: str) -> dict[str, Any]:
+    """The widgets that do not stand for the model's own value."""
+    values = {name: getattr(inputs, name) for name in names}
+    return {name: value for name, value in values.items() if value != MODELS_OWN}
 
 
 def choose(name: str, value: str, options: dict[str, Any]) -> Any:

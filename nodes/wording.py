@@ -13,10 +13,18 @@ RULES = {
 }
 SHOWN = ("neighbours", "delta", "ratio", "decay", "epsilon", "window", "gap", "radius")  # settings of rules
 TOLD_ELSEWHERE = ("method", "model", "prompt", "server", "lossless")
+DRAFTED = {"block": "blocks", "prefix": "prefixes", "exact": "prefixes"}  # mode of a continuous run -> what it guesses
+SIGMA = {"off": "", "paper": ", Sigma as in the paper", "official": ", Sigma as in the official code"}
 
 
 def guesses(settings: dict[str, Any]) -> str:
-    """How a run guessed: "next token", "SJD, coupled", "EAGLE, chain of 5"."""
+    """How a run guessed: "next token", "SJD, coupled", "EAGLE, chain of 5", "small model, blocks of 8"."""
+    if settings["method"] == "continuous_next_token":
+        passes = settings["iterations"]
+        return f"continuous, {passes} iterations" if passes else "continuous, one token a pass"
+    if settings["method"] == "continuous_speculative":
+        seen = ", seen by the model" if settings["mode"] == "block" and settings["condition"] == "drafts" else ""
+        return f"small model, {DRAFTED[settings['mode']]} of {settings['length']}{seen}"
     if "structure" not in settings:
         name = settings["method"].replace("_", " ").replace("sjd", "SJD")
         return f"{name}, {settings['reuse'].replace('_', ' ')}" if "reuse" in settings else name
@@ -34,7 +42,12 @@ def guesses(settings: dict[str, Any]) -> str:
 
 
 def judgement(settings: dict[str, Any]) -> str:
-    """How a run judged its guesses: "exact", "LANTERN++ (neighbours 10, ratio 2)", with what it left unverified."""
+    """How a run judged its guesses: "exact", "LANTERN++ (neighbours 10, ratio 2)", "approximate within 0.26"; with what
+    it left unverified."""
+    if settings["method"] == "continuous_next_token":
+        return "the model alone"
+    if settings["method"] == "continuous_speculative":
+        return _tolerance(settings)
     rule = settings.get("rule", {"rule": "exact"})
     details = [f"{name} {rule[name]:g}" for name in SHOWN if name in rule]
     text = RULES.get(rule["rule"], rule["rule"]) + (f" ({', '.join(details)})" if details else "")
@@ -45,6 +58,14 @@ def judgement(settings: dict[str, Any]) -> str:
     return text
 
 
+def _tolerance(settings: dict[str, Any]) -> str:
+    unaligned = "" if settings["aligned"] else ", noise not shared"
+    if settings["mode"] == "exact":
+        return f"exact, last step with noise{unaligned}"
+    within = f"approximate within {settings['tolerance']:g} (kappa {settings['kappa']:.0f})"
+    return within + SIGMA[settings["path"]] + unaligned
+
+
 def exact(trace: Trace) -> bool:
     """Does a run follow the model's own distribution."""
     return trace.settings.get("lossless", True)
@@ -52,8 +73,13 @@ def exact(trace: Trace) -> bool:
 
 def fidelity(trace: Trace) -> str:
     """The same in words, and how much drift was added."""
+    if trace.settings.get("mode") == "exact":
+        return "the distribution of the model with noise in its last step"
     if exact(trace):
         return "the model's own distribution"
+    if trace.continuous:
+        apart = trace.summary()["mean_square_distance"]
+        return f"the two models' draws are {apart:.2f} apart (mean squared distance)"
     leak = trace.summary()["tv_leak"] / trace.totals["images"]
     return f"approximate, leak {leak:.2f} per picture" if leak else "approximate"
 
@@ -71,7 +97,7 @@ def describe(trace: Trace) -> str:
         method,
         f"acceptance: {judgement(settings)}; {fidelity(trace)}",
         f"{', '.join(map(str, passes))} passes for {length} tokens: {totals['step_compression']:.2f} tokens per pass "
-        f"(next token: {length} passes)",
+        f"({'one token a pass' if trace.continuous else 'next token'}: {length} passes)",
     ]
     if totals["draft_passes"]:
         lines.append(f"{totals['draft_passes']} passes of the drafter")
@@ -81,9 +107,19 @@ def describe(trace: Trace) -> str:
         lines.append(f"accepted guesses: {totals['accepted_drafts']} ({totals['acceptance_rate']:.0%} of those judged)")
     if skipped := totals["sources"].get("skipped"):
         lines.append(f"taken unverified: {skipped}")
-    lines.append(", ".join(f"{name} {settings[name]:g}" for name in ("cfg", "temperature", "top_k", "top_p")))
+    if vain := totals.get("last_resorts"):
+        lines.append(f"redrawn in vain: {vain} (the last try was taken)")
+    lines.append(drawing(settings))
     lines.append(f"seed {totals['seed']}, {totals['seconds']:.2f} s")
     return "\n".join(lines)
+
+
+def drawing(settings: dict[str, Any]) -> str:
+    """With which parameters the model drew."""
+    if "kind" not in settings:
+        return ", ".join(f"{name} {settings[name]:g}" for name in ("cfg", "temperature", "top_k", "top_p"))
+    cfg = f"cfg {settings['cfg']:g}" + (f" ({settings['cfg_schedule']})" if settings["cfg"] != 1 else "")
+    return f"{cfg}, temperature {settings['temperature']:g}, {settings['kind']} with {settings['steps']} steps a token"
 
 
 def labels(traces: list[Trace]) -> list[tuple[str, str]]:

@@ -24,6 +24,9 @@ args.base_directory = tempfile.mkdtemp(prefix="specar-nodes-")
 
 import folder_paths  # noqa: E402
 from comfyui_specar.models.backbone import Backbone, BackboneConfig  # noqa: E402
+from comfyui_specar.models.diffusion_head import DiffusionHead  # noqa: E402
+from comfyui_specar.models.kl_vae import KLConfig, KLModel  # noqa: E402
+from comfyui_specar.models.mar import MAR, MARConfig  # noqa: E402
 from comfyui_specar.models.prefix import CaptionPrefix, ClassPrefix  # noqa: E402
 from comfyui_specar.models.vq import VQConfig, VQModel  # noqa: E402
 from comfyui_specar.nodes import extension  # noqa: E402
@@ -34,6 +37,9 @@ for _folder in ("input", "output", "temp", "models/ar_models", "models/ar_drafte
 CODES, GRID, FACTOR = 64, 4, 8
 BACKBONE = BackboneConfig(dim=32, layers=2, heads=2, ffn_dim=48, vocab=CODES)
 VQ = VQConfig(CODES, 8, (1, 1, 1, 1), base_channels=32, z_channels=32, num_res_blocks=1)
+MASKED = MARConfig(dim=32, encoder_layers=2, decoder_layers=1, heads=2, rows=GRID, cols=GRID, channels=6, slots=4,
+                   conditions=8, captions=True)
+KL = KLConfig(channels=6, ch_mult=(1, 1, 1, 1), base_channels=32, num_res_blocks=1)
 
 
 def random_weights(module: torch.nn.Module, seed: int) -> dict[str, torch.Tensor]:
@@ -61,15 +67,68 @@ def models() -> Path:
     defaults = {"cfg": 2.0, "temperature": 0.9, "top_k": 0, "top_p": 1.0}
     save_file(model_tensors(CaptionPrefix(8, 4, 32)), tiny / "model.safetensors", metadata(**about, defaults=defaults))
     save_file(random_weights(VQModel(VQ), 3), tiny / "vq.safetensors")
-    save_file(
-        {"word_embeddings.weight": torch.randn(3, 8, generator=torch.Generator().manual_seed(4))},
-        tiny / "text_encoder.safetensors",
-        metadata(words=["red", "apple", "bg_blue"], stop_words=["a"], synonyms={}, backgrounds=["blue"]),
-    )
+    write_words(tiny)
     classes = model_tensors(ClassPrefix(10, 32))
     save_file(classes, root / "classes.safetensors", metadata(heads=2, grid=[GRID, GRID], pixels_per_token=FACTOR))
     save_file(classes, root / "nogrid.safetensors", metadata(heads=2))
     return root
+
+
+def write_words(folder: Path) -> None:
+    save_file(
+        {"word_embeddings.weight": torch.randn(3, 8, generator=torch.Generator().manual_seed(4))},
+        folder / "text_encoder.safetensors",
+        metadata(words=["red", "apple", "bg_blue"], stop_words=["a"], synonyms={}, backgrounds=["blue"]),
+    )
+
+
+def masked_tensors() -> dict[str, torch.Tensor]:
+    """A random MAR, in the names of the released ones. (Only a trained head draws tokens near 1.)"""
+    head = random_weights(DiffusionHead(MASKED.channels, MASKED.dim, 16, 1), 6)
+    return random_weights(MAR(MASKED), 5) | {f"diffloss.{name}": tensor / 4 for name, tensor in head.items()}
+
+
+@pytest.fixture(scope="session")
+def vectors(models) -> Path:
+    """models/ar_models/vectors, a continuous text model, and models/ar_drafters/vectors.safetensors, a smaller one."""
+    folder, drafters = models / "vectors", Path(folder_paths.get_folder_paths("ar_drafters")[0])
+    folder.mkdir(exist_ok=True)
+    about = {"heads": 2, "grid": [GRID, GRID], "pixels_per_token": FACTOR, "scale": 0.5, "head_steps": 5}
+    defaults = {"cfg": 2.0, "temperature": 0.9}
+    save_file(masked_tensors(), folder / "model.safetensors", metadata(**about, defaults=defaults))
+    save_file(random_weights(KLModel(KL), 7), folder / "vae.safetensors")
+    write_words(folder)
+    small = {name: tensor for name, tensor in masked_tensors().items() if "encoder_blocks.1." not in name}
+    save_file(small, drafters / "vectors.safetensors", metadata(**about, defaults=defaults))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def continuous(vectors, nodes, run):
+    """(AR_MODEL, CLIP, VAE) of the continuous model."""
+    return run(nodes["SpecARLoadCheckpoint"], model_name="vectors", dtype="auto", grid="auto").result
+
+
+@pytest.fixture(scope="session")
+def small_vectors(continuous, nodes, run):
+    """AR_DRAFTER of the continuous model."""
+    return run(nodes["SpecARLoadDrafter"], model=continuous[0], drafter_name="vectors.safetensors").result[0]
+
+
+@pytest.fixture
+def draw_vectors(continuous, small_vectors, nodes, run):
+    """draw_vectors("" | "NextToken", **inputs) -> (latent, trace) of a continuous sampler, as ``sample``."""
+
+    def draw(method: str, **inputs):
+        latent = {"samples": torch.zeros(inputs.pop("batch", 1), MASKED.channels, GRID, GRID)}
+        common = {"model": continuous[0], "positive": continuous[1].encode_from_tokens_scheduled("red apple"),
+                  "latent_image": latent, "seed": 7}
+        if not method:
+            common |= {"drafter": small_vectors, "draft_length": 4}
+        node = nodes[f"SpecARContinuous{method}Sampler"]
+        return run(node, **defaults(node) | common | inputs).result
+
+    return draw
 
 
 def eagle_tensors() -> dict[str, torch.Tensor]:

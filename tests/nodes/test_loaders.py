@@ -96,7 +96,7 @@ def test_image_decoder_alone(run, nodes, models, tiny):
 
 
 def test_image_decoder_refuses_a_model(run, nodes, models):
-    with pytest.raises(ValueError, match="classes.safetensors is not a VQ image decoder"):
+    with pytest.raises(ValueError, match="classes.safetensors is not an image decoder"):
         run(nodes["SpecARLoadImageDecoder"], decoder_name="classes.safetensors")
 
 

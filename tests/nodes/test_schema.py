@@ -11,7 +11,8 @@ ROOT = Path(comfyui_specar.nodes.__file__).parent.parent
 IDS = {
     "SpecARLoadCheckpoint", "SpecARLoadDrafter", "SpecARLoadImageDecoder", "SpecAREmptyLatent",
     "SpecARNextTokenSampler", "SpecARSJDSampler", "SpecARDraftTreeSampler", "SpecARLanternSampler",
-    "SpecARCoolSDSampler", "SpecARADTTreeSampler", "SpecARVVSSampler", "SpecARRuleExact", "SpecARRuleLantern",
+    "SpecARCoolSDSampler", "SpecARADTTreeSampler", "SpecARVVSSampler", "SpecARContinuousNextTokenSampler",
+    "SpecARContinuousSampler", "SpecARRuleExact", "SpecARRuleLantern",
     "SpecARRuleLanternPP", "SpecARRuleUniformRSD", "SpecARRuleCoolSD", "SpecARRuleGrouped", "SpecARRuleTVMetered",
     "SpecARAcceptanceMap", "SpecARCompareTraces", "SpecARSaveTrace", "SpecARLoadTrace",
 }  # fmt: skip
@@ -66,27 +67,31 @@ def test_english_names_are_those_of_the_nodes(nodes):
 
 def test_samplers_begin_alike(nodes):
     """Their first inputs, so that one sampler can be swapped for another without rewiring the habits of users."""
-    first = ["model", "positive", "latent_image", "seed", "cfg", "temperature", "top_k", "top_p"]
+    every = ["model", "positive", "latent_image", "seed", "cfg", "temperature"]
+    discrete, continuous = [*every, "top_k", "top_p"], [*every, "guidance", "head_sampler", "head_steps"]
     for name, node in nodes.items():
         if name.endswith("Sampler"):
-            assert [i.id for i in node.GET_SCHEMA().inputs][:8] == first, name
+            first = continuous if "Continuous" in name else discrete
+            assert [i.id for i in node.GET_SCHEMA().inputs][: len(first)] == first, name
 
 
-def test_bundled_drafters_are_listed_first(nodes, drafters):
+def test_bundled_drafters_are_listed_first(nodes, drafters, vectors):
     loader = nodes["SpecARLoadDrafter"].INPUT_TYPES()["required"]["drafter_name"]
-    assert loader[1]["options"] == ["EAGLE drafter (bundled)", "small model (bundled)", "eagle", "small.safetensors"]
+    shipped = ["EAGLE drafter (bundled)", "small model (bundled)", "small continuous MAR (bundled)"]
+    assert loader[1]["options"] == [*shipped, "eagle", "small.safetensors", "vectors.safetensors"]
 
 
-def test_bundled_model_is_listed_first(nodes, models):
+def test_bundled_models_are_listed_first(nodes, vectors):
     loader = nodes["SpecARLoadCheckpoint"].INPUT_TYPES()["required"]["model_name"]
-    assert loader[1]["options"] == ["default (bundled)", "tiny", "classes.safetensors", "nogrid.safetensors"]
+    shipped = ["default (bundled)", "continuous MAR (bundled)"]
+    assert loader[1]["options"] == [*shipped, "tiny", "vectors", "classes.safetensors", "nogrid.safetensors"]
 
 
 def test_folders_are_registered_once_with_their_extensions():
     import folder_paths
 
     before = {key: list(folder_paths.get_folder_paths(key)) for key in ("ar_models", "ar_drafters")}
-    extension.host.register_folders()
+    extension.folders.register_folders()
     for key, paths in before.items():
         assert folder_paths.get_folder_paths(key) == paths
         assert ".safetensors" in folder_paths.folder_names_and_paths[key][1]

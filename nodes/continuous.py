@@ -1,0 +1,218 @@
+"""The samplers of continuous models, whose tokens are vectors: plain, and with a drafter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from comfy_api.latest import io
+from torch import Tensor
+
+from ..model_loaders.ar_model import Conditioning
+from ..model_loaders.continuous_model import ContinuousBase
+from ..samplers.continuous import ContinuousSpeculative
+from ..samplers.continuous_model import ContinuousParams, ContinuousProgress, ContinuousRequest
+from ..samplers.continuous_next_token import ContinuousNextToken, mask_schedule
+from . import host
+from .clip import prompts_of
+from .latents import Latent, first_image, kept, picture_of
+from .samplers import told
+from .widgets import choose, drafter_input, given, negative_input, prompt_inputs, sampler_outputs, temperature_input
+
+MODELS_OWN = "model's own"
+GUIDANCE = {MODELS_OWN: None, "linear": "linear", "constant": "constant"}
+HEADS = {MODELS_OWN: None, "ddpm": "ddpm", "ddim": "ddim"}
+MODES = {  # shown -> ContinuousSpeculative.mode
+    "each guess by itself (fast, approximate)": "block",
+    "until the first rejection (paper, approximate)": "prefix",
+    "exact (slow)": "exact",
+}
+SEES = {  # shown -> ContinuousSpeculative.condition
+    "automatic": None,
+    "what is decided": "prefix",
+    "what is decided, and earlier guesses": "drafts",
+}
+SIGMA = {"off": "off", "as in the paper": "paper", "as in the official code": "official"}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The common inputs of the samplers of continuous models, named like their sockets and widgets."""
+
+    model: host.LoadedModel
+    positive: Conditioning
+    latent_image: Latent
+    seed: int
+    cfg: float
+    temperature: float
+    guidance: str
+    head_sampler: str
+    head_steps: int
+    negative: Conditioning | None = None
+
+
+def continuous_inputs() -> list[io.Input]:
+    """Sockets and widgets of every sampler of continuous models, first on the node."""
+    return [
+        *prompt_inputs(),
+        temperature_input("it scales the noise in every step of the head"),
+        io.Combo.Input("guidance", options=list(GUIDANCE), default=MODELS_OWN,
+                       tooltip="How cfg is spread over the picture. linear: it grows with the share that is drawn, as "
+                       "MAR's authors do. constant: the same for every token."),
+        io.Combo.Input("head_sampler", options=list(HEADS), default=MODELS_OWN,
+                       tooltip="How the diffusion head draws a token. ddpm: with noise in every step. ddim: without, "
+                       "which needs fewer steps."),
+        io.Int.Input("head_steps", default=0, min=0, max=1000,
+                     tooltip="Denoising steps of the diffusion head per token. Fewer are faster and coarser. 0: the "
+                     "model's own number."),
+    ]
+
+
+def params_of(inputs: Inputs, iterations: int | None) -> ContinuousParams:
+    """How the head is to draw, with the model's own values where a widget says so. Raises ValueError."""
+    chosen = given(inputs, "cfg", "temperature") | {
+        "cfg_schedule": choose("guidance", inputs.guidance, GUIDANCE), "steps": inputs.head_steps or None,
+        "kind": choose("head_sampler", inputs.head_sampler, HEADS), "iterations": iterations or None,
+    }
+    params = replace(inputs.model.model.defaults, **{name: v for name, v in chosen.items() if v is not None})
+    params.check()
+    return params
+
+
+def sample(
+    method: Any, inputs: Inputs, iterations: int | None = None, drafter: host.LoadedDrafter | None = None
+) -> io.NodeOutput:
+    """Run a method. Raises ValueError where an input is illegal, or if the model's numbers overflow."""
+    model, latent = inputs.model.continuous(), inputs.latent_image
+    positive, negative = prompts_of(inputs.positive, inputs.negative)
+    samples = latent["samples"]
+    batch, grid = samples.shape[0], model.check_grid(*samples.shape[-2:])
+    keep = None
+    if "noise_mask" in latent:
+        keep = kept(latent["noise_mask"], batch, *grid)
+        samples = picture_of(latent, model)
+    params = params_of(inputs, iterations)
+
+    def sketch(progress: ContinuousProgress) -> tuple[Tensor, Tensor]:
+        known = progress.known[0]
+        return model.to_latent(torch.where(known[:, None], progress.tokens[0], 0)[None], grid), known.unflatten(0, grid)
+
+    memory = memory_of(model, method, params, batch, grid[0] * grid[1], drafter)
+    with host.sampling(inputs.model, memory, grid[0] * grid[1], sketch, drafter) as report:
+        decoded = method.sample(ContinuousRequest(
+            model, positive, grid, params, negative, inputs.seed + first_image(latent), batch, report,
+            None if keep is None else model.from_latent(samples), None if keep is None else keep.flatten(1),
+        ))
+    if not decoded.tokens.isfinite().all():
+        raise ValueError(
+            f"{inputs.model.name} drew tokens that are no numbers (NaN or infinite) at cfg {params.cfg:g}, temperature "
+            f"{params.temperature:g}, in {str(model.dtype).removeprefix('torch.')}. Choose dtype fp32 or bf16 in Load "
+            "AR Checkpoint, or a lower cfg."
+        )
+    drawn = host.output(model.to_latent(decoded.tokens, grid))
+    if keep is not None:  # to the last bit
+        drawn = torch.where(keep[:, None].to(drawn.device), samples.to(drawn), drawn)
+    decoded.trace.settings |= told(inputs, drafter)
+    return io.NodeOutput({**latent, "samples": drawn}, decoded.trace)
+
+
+def memory_of(
+    model: ContinuousBase, method: Any, params: ContinuousParams, batch: int, length: int,
+    drafter: host.LoadedDrafter | None,
+) -> int:
+    """Bytes of the activations of a run's widest passes, and of the noise of a pass."""
+    rows = batch * (1 + (params.cfg != 1))
+    if drafter is None:
+        variants, draws = 1, max(mask_schedule(params.iterations or length, length))
+    else:
+        variants, draws = method.variants, method.length
+    draws = max(draws, model.group)
+    noise = 40 * batch * draws * (params.steps + 1) * model.channels  # fp32 and the integers they are made from
+    memory = noise + model.run_bytes(rows * variants, length, draws)
+    return memory + (drafter.drafter.run_bytes(rows, length, model.group) if drafter else 0)
+
+
+class ContinuousNextTokenSampler(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpecARContinuousNextTokenSampler",
+            display_name="AR Sampler (continuous)",
+            category="SpecAR/sampling",
+            description="For models whose tokens are vectors (MAR, xAR, Harmon): the plain method, one token per pass "
+            "or as many as the model's authors draw, and the baseline for the speculative sampler.",
+            inputs=[
+                *continuous_inputs(),
+                io.Int.Input("iterations", default=0, min=0, max=4096,
+                             tooltip="Passes of the model. 0: the model's own number, for MAR one per token. With "
+                             "fewer, several tokens are drawn at once: faster, but they do not see each other."),
+                negative_input(),
+            ],
+            outputs=sampler_outputs(),
+        )
+
+    @classmethod
+    def execute(cls, iterations: int, **inputs: Any) -> io.NodeOutput:
+        return sample(ContinuousNextToken(), Inputs(**inputs), iterations)
+
+
+class ContinuousSampler(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpecARContinuousSampler",
+            display_name="Continuous Speculative Sampler",
+            category="SpecAR/sampling",
+            description="For models whose tokens are vectors (MAR, xAR, Harmon): a small model guesses tokens, the "
+            "model judges several in one pass. NOT lossless: a guess passes if it is within a tolerance of what the "
+            "model would draw. Only mode exact follows a distribution exactly, that of the model with noise in its "
+            "last denoising step, and it saves next to nothing.",
+            inputs=[
+                *continuous_inputs(),
+                drafter_input(),
+                io.Int.Input("draft_length", default=8, min=1, max=256,
+                             tooltip="Tokens guessed and judged per pass of the model. Longer saves passes; in the "
+                             "fast mode more of the picture is then drawn without seeing its latest tokens."),
+                io.Float.Input("prefill", default=0.05, min=0, max=1, step=0.01, round=0.001,
+                               tooltip="Share of the picture that the model draws alone before any guess. The paper "
+                               "uses 0.05: the first tokens decide what the picture becomes."),
+                io.Combo.Input("mode", options=list(MODES), default=next(iter(MODES)),
+                               tooltip="each guess by itself: what is rejected is replaced by the model's own draw, "
+                               "nothing is lost. until the first rejection: the paper's algorithm, later guesses are "
+                               "dropped. exact: no tolerance; with a true MAR, which adds no noise in its last step, "
+                               "nothing would ever pass, so this adds it. All but the last are approximate."),
+                io.Combo.Input("target_sees", options=list(SEES), default="automatic",
+                               tooltip="What the model sees when it judges a guess. what is decided: one picture per "
+                               "pass, cheap, but the guesses of a round do not see each other. and earlier guesses: "
+                               "one variant of the picture per guess, as dear as that many pictures. automatic: the "
+                               "first for each guess by itself, the second for the other modes, which need it."),
+                io.Float.Input("tolerance", default=0.26, min=0, max=10, step=0.01, round=0.0001,
+                               tooltip="How far a guess may be from the model's own draw, in units of the latent "
+                               "(whose spread is about 1). 0.26 is the published value (kappa 42). 0 rejects every "
+                               "guess, higher keeps more of the small model's picture. Not used in mode exact."),
+                io.Combo.Input("sigma", options=list(SIGMA), default="off",
+                               tooltip="The paper's factor for the paths of both models in the test. Off is right: "
+                               "any other value biases the pictures. The official code uses its inverse. Must be off "
+                               "in mode exact."),
+                io.Boolean.Input("alignment", default=True,
+                                 tooltip="Both models denoise from the same noise, so that their draws come close. "
+                                 "Off: hardly any guess passes."),
+                negative_input(),
+            ],
+            outputs=sampler_outputs(),
+        )
+
+    @classmethod
+    def execute(
+        cls, drafter: host.LoadedDrafter, draft_length: int, prefill: float, mode: str, target_sees: str,
+        tolerance: float, sigma: str, alignment: bool, **inputs: Any,
+    ) -> io.NodeOutput:
+        common = Inputs(**inputs)
+        common.model.continuous()
+        drafter.check(common.model)
+        method = ContinuousSpeculative(
+            drafter.drafter, draft_length, prefill, choose("mode", mode, MODES),
+            choose("target_sees", target_sees, SEES), tolerance, choose("sigma", sigma, SIGMA), alignment,
+        )
+        return sample(method, common, drafter=drafter)

@@ -1,0 +1,121 @@
+"""Files in ComfyUI's folders: choices of the loaders, the paths behind them, traces. (host.py does the rest.)"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import comfy.ops
+import folder_paths
+
+from ..model_loaders.checkpoint import PICKLES, SAFETENSORS
+from ..model_loaders.detect import bundled
+
+MODELS = "ar_models"
+DRAFTERS = "ar_drafters"
+BUNDLED = "default (bundled)"
+BUNDLED_DRAFTER = "EAGLE drafter (bundled)"
+BUNDLED_MODELS = {BUNDLED: "default", "continuous MAR (bundled)": "continuous"}  # choice -> its folder in the pack
+BUNDLED_DRAFTERS = {
+    BUNDLED_DRAFTER: "default/eagle",
+    "small model (bundled)": "default/small",
+    "small continuous MAR (bundled)": "continuous/small",
+}
+
+
+def register_folders() -> None:
+    """Give the pack its model folders, next to those that extra_model_paths.yaml may have named."""
+    for key in (MODELS, DRAFTERS):
+        folder_paths.add_model_folder_path(key, os.path.join(folder_paths.models_dir, key))
+        paths, extensions = folder_paths.folder_names_and_paths[key]
+        folder_paths.folder_names_and_paths[key] = (paths, set(extensions) | set(SAFETENSORS + PICKLES))
+
+
+def search_folders() -> list[Path]:
+    """Where image decoders and text encoders are looked for, beside the model's own folder.
+
+    ComfyUI's own folder of tokenizers is among them: it holds the one that Harmon's language model reads with.
+    """
+    own = Path(comfy.ops.__file__).parent / "text_encoders"
+    return [Path(p) for key in (MODELS, "vae", "text_encoders") for p in folder_paths.get_folder_paths(key)] + [own]
+
+
+def model_choices() -> list[str]:
+    """The bundled models, model folders (with a model.safetensors), then the other weight files of models/ar_models."""
+    return [*BUNDLED_MODELS, *_folders_and_files(MODELS, "model.safetensors")]
+
+
+def drafter_choices() -> list[str]:
+    """The bundled drafters, drafter folders, then the other weight files of models/ar_drafters."""
+    return [*BUNDLED_DRAFTERS, *_folders_and_files(DRAFTERS, "model.safetensors", "pytorch_model.bin")]
+
+
+def _folders_and_files(key: str, *weights: str) -> list[str]:
+    """Folders of a model folder that hold one of the files ``weights``, then the weight files in no such folder."""
+    files = folder_paths.get_filename_list(key)
+    folders = sorted({os.path.dirname(f) for f in files if os.path.basename(f) in weights} - {""})
+    return [*folders, *(f for f in files if os.path.dirname(f) not in folders)]
+
+
+def decoder_choices() -> list[str]:
+    """The decoders of the bundled models, then the weight files of models/vae and models/ar_models."""
+    files = {*folder_paths.get_filename_list("vae"), *folder_paths.get_filename_list(MODELS)}
+    return [*BUNDLED_MODELS, *sorted(f for f in files if f.endswith(SAFETENSORS + PICKLES))]
+
+
+def resolve(choice: str, *keys: str) -> Path:
+    """File or folder behind a choice of a loader. Raises FileNotFoundError if it is not in the folders ``keys``."""
+    if choice in (shipped := BUNDLED_MODELS | BUNDLED_DRAFTERS):
+        return bundled(shipped[choice])
+    inside = os.path.relpath(os.path.join("/", choice), "/")  # "../" cannot leave the folder
+    roots = [Path(root) for key in keys for root in folder_paths.get_folder_paths(key)]
+    found = next((root / inside for root in roots if (root / inside).exists()), None)
+    if found is None:
+        looked = ", ".join(map(str, roots))
+        raise FileNotFoundError(f"{choice} is not in {looked}. Choose another file, or press R to refresh the list.")
+    return found
+
+
+def fingerprint(choice: str, *keys: str) -> str:
+    """Changes when a file behind a choice is replaced."""
+    path = resolve(choice, *keys)
+    files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
+    return stamp(files)
+
+
+def stamp(files: list[Path]) -> str:
+    """Path, modification time and size of files."""
+    return str([(str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in files])
+
+
+# Traces
+
+
+def next_output(prefix: str) -> tuple[Path, str]:
+    """The next free numbered file name (without suffix) for a prefix, as Save Image counts, and its subfolder."""
+    folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(prefix, folder_paths.get_output_directory())
+    return Path(folder) / f"{name}_{counter:05}_", subfolder
+
+
+def trace_choices() -> list[str]:
+    """Traces of the output and the input folder: .safetensors files beside a .json of the same name."""
+    roots = {"output": folder_paths.get_output_directory(), "input": folder_paths.get_input_directory()}
+    choices = []
+    for kind, root in roots.items():
+        files, _ = folder_paths.recursive_search(root)
+        reports = {os.path.splitext(f)[0] for f in files if f.endswith(".json")}
+        names = (os.path.splitext(f) for f in files)
+        choices += sorted(f"{stem}{end} [{kind}]" for stem, end in names if end == ".safetensors" and stem in reports)
+    return choices
+
+
+def trace_path(choice: str) -> Path:
+    """File behind a choice of Load Trace. Raises FileNotFoundError if it is gone, ValueError if it is elsewhere."""
+    name, root = folder_paths.annotated_filepath(choice)
+    root = Path(root or folder_paths.get_output_directory()).resolve()
+    path = (root / name).resolve()
+    if not path.is_relative_to(root):
+        raise ValueError(f"{choice} lies outside ComfyUI's folders. Choose a trace from the output or input folder.")
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no trace {choice}. Write one with Save Trace, or press R to refresh.")
+    return path

@@ -1,0 +1,349 @@
+"""Continuous models: loading, the two samplers, inpainting, their VAE, what does not go together."""
+
+import comfy.model_management as mm
+import comfy.utils
+import numpy as np
+import pytest
+import torch
+from comfy.cli_args import LatentPreviewMethod, args
+from comfyui_specar.nodes import continuous as samplers
+from comfyui_specar.nodes import host
+from comfyui_specar.samplers.trace import Source
+from safetensors.torch import load_file, save_file
+
+import nodes as core
+
+BOTH = pytest.mark.parametrize("method", ["NextToken", ""])
+BLOCK, PREFIX, EXACT = samplers.MODES
+LOWER = torch.zeros(1, 1, 32, 32)
+LOWER[..., 16:, :] = 1
+
+
+# Loading
+
+
+def test_checkpoint_brings_model_text_encoder_and_decoder(continuous):
+    loaded, clip, vae = continuous
+    assert loaded.model.family == "mar" and loaded.model.grid == (4, 4) and loaded.model.dtype == torch.float32
+    assert clip.encode_from_tokens_scheduled("red apple")[0][0].shape == (1, 2, 8)
+    assert vae.downscale_ratio == 8 and vae.latent_channels == 6
+    assert hasattr(loaded.model.backbone.z_proj, "comfy_cast_weights")  # may be loaded in part
+
+
+@pytest.mark.parametrize("side", [0, 32])
+def test_empty_latent_has_the_model_s_shape(side, run, nodes, continuous):
+    inputs = {"model": continuous[0], "width": side, "height": side, "batch_size": 2}
+    assert run(nodes["SpecAREmptyLatent"], **inputs).result[0]["samples"].shape == (2, 6, 4, 4)
+    with pytest.raises(ValueError, match="32 x 32 pixels"):
+        run(nodes["SpecAREmptyLatent"], **inputs | {"width": 64})
+
+
+def test_vae_decodes_and_encodes_with_core_s_nodes(continuous):
+    vae, latent = continuous[2], {"samples": torch.randn(2, 6, 4, 4)}
+    (pixels,) = core.VAEDecode().decode(vae, latent)
+    assert pixels.shape == (2, 32, 32, 3) and 0 <= pixels.min() and pixels.max() <= 1
+    assert torch.equal(pixels, core.VAEDecodeTiled().decode(vae, latent, 512)[0])
+    (encoded,) = core.VAEEncode().encode(vae, pixels)
+    assert encoded["samples"].shape == (2, 6, 4, 4) and encoded["samples"].dtype == torch.float32
+    assert torch.equal(encoded["samples"], core.VAEEncodeTiled().encode(vae, pixels, 512, 64)[0]["samples"])
+
+
+def test_image_decoder_alone_reads_a_kl_file(run, nodes, continuous):
+    (vae,) = run(nodes["SpecARLoadImageDecoder"], decoder_name="vectors/vae.safetensors").result
+    latent = torch.randn(1, 6, 4, 4)
+    assert torch.equal(vae.decode(latent), continuous[2].decode(latent))
+
+
+def test_latents_of_the_two_kinds_are_not_mixed_up(tiny, continuous):
+    with pytest.raises(ValueError, match="6 channels.*reads 8"):
+        core.VAEDecode().decode(tiny[2], {"samples": torch.zeros(1, 6, 4, 4)})
+    with pytest.raises(ValueError, match="1 channels.*reads 6"):
+        core.VAEDecode().decode(continuous[2], {"samples": torch.zeros(1, 1, 4, 4)})
+
+
+# Sampling
+
+
+@BOTH
+def test_samplers_draw_and_say_how(method, draw_vectors):
+    latent, trace = draw_vectors(method, batch=2)
+    assert latent["samples"].shape == (2, 6, 4, 4) and latent["samples"].isfinite().all()
+    assert (latent["samples"].abs().amax(1) > 0).all()
+    assert trace.continuous and trace.settings["model"] == "vectors" and trace.settings["prompt"] == "red apple"
+    assert trace.settings["server"] == host.SERVER and trace.settings.get("lossless", True) == (method != "")
+    if not method:
+        assert trace.settings["drafter_name"] == "vectors.safetensors"
+        assert trace.totals["draft_passes"] > 0 and trace.totals["target_passes"] < 16
+
+
+@BOTH
+def test_a_batch_equals_single_runs_with_the_following_seeds(method, draw_vectors):
+    together, _ = draw_vectors(method, batch=2, seed=11)
+    alone = torch.cat([draw_vectors(method, seed=11 + i)[0]["samples"] for i in range(2)])
+    assert torch.allclose(together["samples"], alone, rtol=1e-3)
+    second = {"samples": torch.zeros(1, 6, 4, 4), "batch_index": [1]}
+    latent, _ = draw_vectors(method, latent_image=second, seed=11)
+    assert torch.allclose(latent["samples"], alone[1:], rtol=1e-3) and latent["batch_index"] == [1]
+
+
+def test_widgets_reach_the_model(draw_vectors):
+    own, trace = draw_vectors("NextToken")
+    told = ("cfg", "temperature", "cfg_schedule", "kind", "steps", "iterations")
+    assert [trace.settings[name] for name in told] == [2.0, 0.9, "linear", "ddpm", 5, None]
+    assert trace.totals["target_passes"] == 16
+    given, trace = draw_vectors("NextToken", cfg=3.0, temperature=0.5, guidance="constant", head_sampler="ddim",
+                                head_steps=3, iterations=4)
+    assert [trace.settings[name] for name in told] == [3.0, 0.5, "constant", "ddim", 3, 4]
+    assert trace.totals["target_passes"] == 4 and not torch.equal(own["samples"], given["samples"])
+
+
+def test_widgets_reach_the_method(draw_vectors):
+    _, trace = draw_vectors("", draft_length=3, prefill=0.25, mode=PREFIX, tolerance=0.5, sigma="as in the paper",
+                            alignment=False)
+    wanted = {"length": 3, "prefill": 0.25, "mode": "prefix", "condition": "drafts", "tolerance": 0.5, "path": "paper",
+              "aligned": False, "lossless": False}
+    assert {name: trace.settings[name] for name in wanted} == wanted
+    assert (trace.positions["source"] == Source.PREFILL).sum() == 4
+    _, trace = draw_vectors("", mode=EXACT)
+    assert trace.settings["mode"] == "exact" and trace.settings["lossless"] and "tolerance" not in trace.settings
+    _, trace = draw_vectors("", target_sees="what is decided, and earlier guesses")
+    assert trace.settings["mode"] == "block" and trace.settings["condition"] == "drafts"
+
+
+def test_a_model_accepts_its_own_guesses_unless_there_is_no_tolerance(draw_vectors, continuous):
+    itself = host.LoadedDrafter(continuous[0].model, continuous[0].patcher, "itself", continuous[0])
+    seen = {"drafter": itself, "target_sees": "what is decided, and earlier guesses"}
+    assert draw_vectors("", tolerance=10.0, **seen)[1].summary()["acceptance_rate"] == 1
+    assert draw_vectors("", tolerance=0.0)[1].summary()["accepted_drafts"] == 0
+
+
+def test_negative_prompt_counts_and_an_empty_one_does_not(draw_vectors, continuous):
+    clip = continuous[1]
+    plain, empty, against = (
+        draw_vectors("NextToken", **more)[0]["samples"] for more in (
+            {}, {"negative": clip.encode_from_tokens_scheduled(" ")},
+            {"negative": clip.encode_from_tokens_scheduled("apple")}))
+    assert torch.equal(plain, empty) and not torch.equal(plain, against)
+
+
+# Inpainting
+
+
+@BOTH
+def test_mask_keeps_the_tokens_outside_it(method, draw_vectors):
+    first, _ = draw_vectors(method, batch=2)
+    again, trace = draw_vectors(method, seed=99, latent_image={**first, "noise_mask": LOWER})
+    assert torch.equal(again["samples"][..., :2, :], first["samples"][..., :2, :])
+    assert (again["samples"] != first["samples"])[..., 2:, :].any(1).all()
+    assert torch.equal(again["noise_mask"], LOWER) and trace.totals["tokens"] == 2 * 8
+    assert (trace.grid("source")[:, :2] == Source.FORCED).all()
+
+
+def test_what_is_kept_below_is_seen_above(draw_vectors):
+    """Real inpainting: what is drawn depends on all that is kept."""
+    first, _ = draw_vectors("NextToken")
+    changed = first["samples"].clone()
+    changed[..., 3, 3] += 1
+    drawn = [draw_vectors("NextToken", latent_image={"samples": picture, "noise_mask": 1 - LOWER})[0]["samples"]
+             for picture in (first["samples"], changed)]
+    assert (drawn[0] != drawn[1])[..., :2, :].any()
+
+
+def test_an_encoded_picture_is_kept(draw_vectors, continuous):
+    (encoded,) = core.VAEEncode().encode(continuous[2], torch.rand(1, 32, 32, 3))
+    (masked,) = core.SetLatentNoiseMask().set_mask(encoded, LOWER[0])
+    latent, _ = draw_vectors("", latent_image=masked)
+    assert torch.equal(latent["samples"][..., :2, :], encoded["samples"][..., :2, :])
+
+
+def test_mask_errors(draw_vectors):
+    picture = torch.ones(1, 6, 4, 4)
+    for latent, message in (({"samples": 0 * picture, "noise_mask": LOWER}, "no picture to keep"),
+                            ({"samples": picture, "noise_mask": 0 * LOWER}, "nothing to draw"),
+                            ({"samples": picture, "noise_mask": LOWER.repeat(3, 1, 1, 1)}, "3 masks for a batch of 1"),
+                            ({"samples": picture[:, :4], "noise_mask": LOWER}, "4 channels.*latents have 6")):
+        with pytest.raises(ValueError, match=message):
+            draw_vectors("", latent_image=latent)
+
+
+# What cannot work
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"cfg": 0.5}, "cfg is 0.5"),
+        ({"cfg": float("nan")}, "cfg is nan"),
+        ({"temperature": -0.5}, "temperature is -0.5"),
+        ({"temperature": 0.0}, "temperature is 0"),
+        ({"guidance": "magic"}, "guidance is 'magic'"),
+        ({"head_sampler": "magic"}, "head_sampler is 'magic'"),
+        ({"head_steps": 1}, "2 to 1000 steps"),
+        ({"head_steps": 5000}, "2 to 1000 steps"),
+        ({"draft_length": 0}, "draft length is 0"),
+        ({"prefill": 1.5}, "prefill is 1.5"),
+        ({"mode": "magic"}, "mode is 'magic'"),
+        ({"target_sees": "magic"}, "target_sees is 'magic'"),
+        ({"sigma": "magic"}, "sigma is 'magic'"),
+        ({"tolerance": -0.1}, "tolerance is -0.1"),
+        ({"mode": EXACT, "sigma": "as in the paper"}, "Sigma must be off"),
+        ({"mode": EXACT, "head_sampler": "ddim"}, "use ddpm"),
+        ({"mode": PREFIX, "target_sees": "what is decided"}, "sees the earlier drafts"),
+        ({"latent_image": {"samples": torch.zeros(1, 6, 8, 8)}}, "4 x 4 tokens .32 x 32 pixels"),
+        ({"positive": [[torch.zeros(1, 77, 768), {"pooled_output": None}]]}, "does not come from this pack's CLIP"),
+    ],
+)
+def test_illegal_inputs_are_named(inputs, message, draw_vectors):
+    with pytest.raises(ValueError, match=message):
+        draw_vectors("", **inputs)
+
+
+@BOTH
+def test_empty_prompt_and_negative_iterations_are_refused(method, draw_vectors, continuous):
+    with pytest.raises(ValueError, match="positive prompt is empty"):
+        draw_vectors(method, positive=continuous[1].encode_from_tokens_scheduled(""))
+    if method:
+        with pytest.raises(ValueError, match="iterations is -3"):
+            draw_vectors(method, iterations=-3)
+
+
+@pytest.mark.parametrize("method", ["NextToken", "SJD", "DraftTree", "Lantern", "CoolSD", "ADTTree", "VVS"])
+def test_samplers_of_token_ids_name_the_right_node(method, sample, continuous, small_vectors):
+    with_drafter = {} if method in ("NextToken", "SJD") else {"drafter": small_vectors}
+    with pytest.raises(ValueError, match="vectors is a continuous model.*Continuous Speculative Sampler"):
+        sample(method, model=continuous[0], **with_drafter)
+
+
+@BOTH
+def test_samplers_of_vectors_name_the_right_node(method, draw_vectors, tiny, drafter):
+    with pytest.raises(ValueError, match="tiny draws token ids.*SJD"):
+        draw_vectors(method, model=tiny[0], **({} if method else {"drafter": drafter}))
+
+
+def test_drafters_of_the_other_kind_are_refused(run, nodes, tiny, continuous, drafters, vectors, drafter, draw_vectors):
+    loader = nodes["SpecARLoadDrafter"]
+    for model, name, message in ((continuous[0], "eagle", "guesses token ids, but the model draws vectors"),
+                                 (continuous[0], "small.safetensors", "draws token ids, but the model draws vectors"),
+                                 (tiny[0], "vectors.safetensors", "draws vectors, but the model draws token ids")):
+        with pytest.raises(ValueError, match=message):
+            run(loader, model=model, drafter_name=name)
+    with pytest.raises(ValueError, match="Connect the same Load AR Checkpoint"):
+        draw_vectors("", drafter=drafter)
+
+
+def test_a_drafter_of_another_vae_is_refused(run, nodes, continuous, small_vectors, drafters):
+    tensors = load_file(drafters / "vectors.safetensors")
+    path = drafters / "other_scale.safetensors"
+    save_file(tensors, path, {"specar": '{"heads": 2, "grid": [4, 4], "pixels_per_token": 8, "scale": 0.7}'})
+    try:
+        with pytest.raises(ValueError, match="other_scale.safetensors cannot draft.*scale"):
+            run(nodes["SpecARLoadDrafter"], model=continuous[0], drafter_name=path.name)
+    finally:
+        path.unlink()
+
+
+@BOTH
+def test_tokens_that_are_no_numbers_are_reported(method, draw_vectors, continuous):
+    weights = continuous[0].model.head.net.final_layer.linear.weight
+    before = weights.detach().clone()
+    try:
+        weights.data.fill_(1e38)  # overflows, as fp16 does in a large model
+        with pytest.raises(ValueError, match="vectors drew tokens that are no numbers.*fp32 or bf16"):
+            draw_vectors(method)
+    finally:
+        weights.data.copy_(before)
+    draw_vectors(method)
+
+
+# Memory, progress, interruption
+
+
+@pytest.fixture
+def progress(monkeypatch):
+    """Every (value, total, preview) that reaches ComfyUI's progress hook."""
+    seen = []
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", lambda *event, **_: seen.append(event))
+    return seen
+
+
+@BOTH
+def test_progress_counts_tokens_once_per_pass(method, draw_vectors, progress):
+    _, trace = draw_vectors(method)
+    values = [value for value, _, _ in progress]
+    assert len(values) == trace.totals["target_passes"]
+    assert values == sorted(values) and values[-1] == 16 and {total for _, total, _ in progress} == {16}
+
+
+def test_previews_show_known_tokens_and_grey(draw_vectors, progress, monkeypatch):
+    monkeypatch.setattr(args, "preview_method", LatentPreviewMethod.Auto)
+    monkeypatch.setattr(host, "PREVIEW_SECONDS", 0.0)
+    monkeypatch.setattr(host, "PREVIEW_SHARE", 1e9)
+    first, trace = draw_vectors("NextToken")
+    kind, picture, _ = progress[3][2]  # after four tokens, wherever they are
+    drawn = trace.grid("order")[0] < 4
+    pixels = torch.from_numpy(np.array(picture)).unflatten(0, (4, 8)).unflatten(2, (4, 8))
+    grey = (pixels == 128).flatten(-1).all(-1).all(3).all(1)
+    assert kind == "JPEG" and picture.size == (32, 32) and torch.equal(grey, ~drawn)
+    progress.clear()
+    draw_vectors("", latent_image={**first, "noise_mask": LOWER})
+    pixels = np.array(progress[0][2][1])
+    assert not (pixels[:16] == 128).all()  # what is kept is there from the start
+
+
+@BOTH
+def test_interruption_stops_within_a_pass_and_the_next_run_works(method, draw_vectors, progress):
+    before, _ = draw_vectors(method)
+    progress.clear()
+    mm.interrupt_current_processing()
+    with pytest.raises(mm.InterruptProcessingException):
+        draw_vectors(method)
+    assert not progress
+    assert torch.equal(draw_vectors(method)[0]["samples"], before["samples"])
+
+
+def test_model_and_drafter_are_loaded_together_with_room_for_the_widest_pass(
+    draw_vectors, continuous, small_vectors, monkeypatch
+):
+    asked, load_models = [], mm.load_models_gpu
+    monkeypatch.setattr(mm, "load_models_gpu", lambda models, memory_required=0, **options: asked.append(
+        (models, memory_required)) or load_models(models, memory_required, **options))
+    draw_vectors("", batch=2)
+    draw_vectors("", batch=2, target_sees="what is decided, and earlier guesses")
+    assert all(continuous[0].patcher in models and small_vectors.patcher in models for models, _ in asked)
+    assert asked[0][1] > continuous[0].model.run_bytes(4, 16, 4) and asked[1][1] > 2 * asked[0][1] > 0
+
+
+def test_what_comfyui_leaves_behind_is_brought_along(continuous):
+    model = continuous[0].model
+    left = {name for name, parameter in model.named_parameters()
+            if not hasattr(model.get_submodule(name.rpartition(".")[0]), "comfy_cast_weights")}
+    assert {"backbone.mask_token", "backbone.fake_latent", "backbone.encoder_pos_embed_learned"} <= left
+    moved = torch.nn.Module()
+    moved.table = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+    moved.inner = type(model.backbone.z_proj)(2, 2)
+    moved.register_buffer("numbers", torch.zeros(2))
+    host.bring_the_rest(moved, torch.device("meta"))
+    assert moved.table.is_meta and moved.numbers.is_meta and not moved.inner.weight.is_meta
+
+
+@BOTH
+def test_layers_that_stay_behind_are_cast_on_use(method, draw_vectors, continuous, small_vectors):
+    whole, _ = draw_vectors(method)
+    layers = [m for owner in (continuous[0], small_vectors) for m in owner.patcher.model.modules()
+              if hasattr(m, "comfy_cast_weights")]
+    for layer in layers:
+        layer.comfy_cast_weights = True
+    try:
+        assert torch.equal(draw_vectors(method)[0]["samples"], whole["samples"])
+    finally:
+        for layer in layers:
+            layer.comfy_cast_weights = False
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_lower_precision(dtype, run, nodes, continuous, vectors, draw_vectors):
+    loaded = run(nodes["SpecARLoadCheckpoint"], model_name="vectors", dtype=dtype, grid="auto").result[0]
+    assert {p.dtype for p in loaded.model.parameters()} == {loaded.model.dtype} != {torch.float32}
+    small = run(nodes["SpecARLoadDrafter"], model=loaded, drafter_name="vectors.safetensors").result[0]
+    latent, _ = draw_vectors("", model=loaded, drafter=small)
+    assert latent["samples"].dtype == torch.float32 and latent["samples"].isfinite().all()
