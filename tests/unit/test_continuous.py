@@ -1,0 +1,365 @@
+"""Identities of continuous speculative decoding: what must hold bit for bit, counts, records and error messages."""
+
+import math
+
+import pytest
+import torch
+from comfyui_specar.samplers.continuous import ContinuousSpeculative
+from comfyui_specar.samplers.continuous_model import noises
+from comfyui_specar.samplers.continuous_next_token import ContinuousNextToken, mask_schedule
+from comfyui_specar.samplers.rng import Stream
+from comfyui_specar.samplers.trace import Source
+
+from .toy_heads import ToyHead, ToyMixture, drawing_order, request
+
+GRID = (3, 3)
+LENGTH = 9
+TARGET = ToyHead(2, GRID, bend=0.3)
+DRAFTER = ToyHead(2, GRID, noise=0.3, bend=0.2, widths=(0.4, 0.35, 0.5))
+MIXTURE, MIXTURE_DRAFTER = ToyMixture(2, GRID), ToyMixture(2, GRID, noise=0.3)
+MODES = [("block", "prefix"), ("block", "drafts"), ("prefix", "drafts"), ("exact", "drafts")]
+
+
+def method(mode="block", condition=None, drafter=DRAFTER, **settings):
+    return ContinuousSpeculative(drafter, **{"length": 4, "prefill": 0.2, "mode": mode, "condition": condition,
+                                             "tolerance": 0.5} | settings)
+
+
+def ragged_kept(batch):
+    """Tokens, and which are kept: none, some, and all, row by row."""
+    g = torch.Generator().manual_seed(3)
+    kept = torch.rand(batch, LENGTH, generator=g).argsort(dim=1) < torch.linspace(0, LENGTH, batch)[:, None]
+    return torch.randn(batch, LENGTH, 2, generator=g), kept
+
+
+def assert_whole(decoded, batch):
+    """Every token is drawn, and recorded once, in an order that is a permutation."""
+    trace, tokens = decoded.trace, decoded.tokens
+    assert tokens.shape == (batch, LENGTH, 2) and tokens.dtype == torch.float32
+    assert tokens.isfinite().all() and (tokens != 0).all()
+    assert torch.equal(drawing_order(decoded).sort(dim=1).values, torch.arange(LENGTH).expand(batch, -1))
+    source, order = trace.positions["source"], trace.positions["order"]
+    assert torch.equal(trace.rounds["committed"].sum(0), (source != Source.FORCED).sum(1))
+    turn = trace.positions["finalised_at"].gather(1, drawing_order(decoded))
+    forced = (source == Source.FORCED).gather(1, drawing_order(decoded))
+    assert (turn.masked_fill(forced, 0).diff(dim=1) >= 0).all()  # passes follow the order
+    assert (order[source == Source.FORCED] < (source == Source.FORCED).sum(1).repeat_interleave(
+        (source == Source.FORCED).sum(1))).all()  # kept tokens come first
+    accepted = (source == Source.ACCEPTED) | (source == Source.RELAXED)
+    assert torch.equal(trace.rounds["accepted"].sum(0), accepted.sum(1))
+    drafted = trace.positions["depth"] > 0
+    assert torch.equal(drafted, accepted | (source == Source.RESIDUAL))
+    assert (trace.positions["log_ratio"][~drafted] == 0).all() and (trace.positions["distance"][~drafted] == 0).all()
+    assert torch.equal(trace.positions["block"] > 0, drafted | ((source == Source.BONUS) & (
+        trace.settings["method"] == "continuous_speculative")))
+    assert (trace.positions["tries"][source != Source.RESIDUAL] == 0).all()
+
+
+# Rows
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("keeping", [False, True])
+@pytest.mark.parametrize(("mode", "condition"), MODES)
+def test_batch_rows_equal_single_runs(mode, condition, keeping, aligned):
+    """Image i of a batch is that of a run of its own with seed + i, in every number that is recorded."""
+    batch, seed = 6, 2**33
+    tokens, kept = ragged_kept(batch)
+    run = method(mode, condition, aligned=aligned)
+    keep = {"tokens": tokens, "kept": kept} if keeping else {}
+    together = run.sample(request(TARGET, batch, seed, cfg=1.7, **keep))
+    assert_whole(together, batch)
+    for i in range(batch - keeping):  # the last row keeps everything, which is refused alone
+        alone = run.sample(request(TARGET, 1, seed + i, cfg=1.7, **{k: v[i : i + 1] for k, v in keep.items()}))
+        assert torch.equal(together.tokens[i], alone.tokens[0])
+        for name, values in alone.trace.positions.items():
+            assert torch.equal(together.trace.positions[name][i], values[0]), name
+        assert together.trace.totals["passes_per_image"][i] == alone.trace.totals["target_passes"]
+    if keeping:
+        assert torch.equal(together.tokens[kept], tokens[kept])
+        assert torch.equal(together.trace.positions["source"] == Source.FORCED, kept)
+
+
+@pytest.mark.parametrize("iterations", [None, 1, 4])
+@pytest.mark.parametrize("keeping", [False, True])
+def test_batch_rows_of_the_plain_sampler_equal_single_runs(keeping, iterations):
+    batch, seed = 6, 5
+    tokens, kept = ragged_kept(batch)
+    keep = {"tokens": tokens, "kept": kept} if keeping else {}
+    together = ContinuousNextToken(iterations).sample(request(TARGET, batch, seed, cfg=1.7, **keep))
+    assert_whole(together, batch)
+    for i in range(batch - keeping):
+        alone = ContinuousNextToken(iterations).sample(
+            request(TARGET, 1, seed + i, cfg=1.7, **{k: v[i : i + 1] for k, v in keep.items()}))
+        assert torch.equal(together.tokens[i], alone.tokens[0])
+        for name, values in alone.trace.positions.items():
+            assert torch.equal(together.trace.positions[name][i], values[0]), name
+    if keeping:
+        assert torch.equal(together.tokens[kept], tokens[kept])
+
+
+@pytest.mark.parametrize("mode", ["block", "exact"])
+def test_mixtures_go_through_every_mode(mode):
+    decoded = method(mode, "drafts", MIXTURE_DRAFTER).sample(request(MIXTURE, 20))
+    assert_whole(decoded, 20)
+    assert 0 < decoded.trace.summary()["acceptance_rate"] < 1
+
+
+def test_kept_tokens_are_seen():
+    """A kept token changes what is drawn around it."""
+    kept = torch.zeros(1, LENGTH, dtype=torch.bool)
+    kept[:, 4] = True
+    pictures = [method().sample(request(TARGET, 1, kept=kept, tokens=torch.full((1, LENGTH, 2), value))).tokens
+                for value in (1.0, -1.0)]
+    assert ((pictures[0] != pictures[1]).any(-1)).all()
+
+
+# The drafter is the target
+
+
+@pytest.mark.parametrize(("mode", "condition"), [m for m in MODES if m[1] == "drafts"])
+def test_a_drafter_that_is_the_target_is_always_right(mode, condition):
+    decoded = method(mode, condition, TARGET, tolerance=1e-3).sample(request(TARGET, 50, cfg=1.7))
+    trace = decoded.trace
+    drafted = trace.positions["depth"] > 0
+    assert (trace.positions["log_ratio"] == 0).all() and (trace.positions["distance"] == 0).all()
+    assert (trace.positions["source"][drafted] == (Source.ACCEPTED if mode == "exact" else Source.RELAXED)).all()
+    assert trace.summary()["acceptance_rate"] == 1
+    # After the prefill of 2: blocks of 4, and with a first rejection that never comes, one token more.
+    assert trace.totals["target_passes"] == 2 + math.ceil(7 / (4 if mode == "block" else 5))
+    if mode != "exact":  # whose tokens have noise of their own
+        assert torch.equal(decoded.tokens, ContinuousNextToken().sample(request(TARGET, 50, cfg=1.7)).tokens)
+
+
+def test_a_target_that_does_not_see_the_drafts_rejects_its_own():
+    """The published code's shortcut: the same model, but it judges the block without its beginning."""
+    trace = method("block", "prefix", TARGET).sample(request(TARGET, 50)).trace
+    assert 0.2 < trace.summary()["acceptance_rate"] < 0.98
+    first = trace.positions["depth"] == 1
+    assert (trace.positions["log_ratio"][first] == 0).all()  # nothing is hidden from it there
+    assert (trace.positions["source"][first] == Source.RELAXED).all()
+
+
+# The two ends of the tolerance
+
+
+@pytest.mark.parametrize(("mode", "condition"), MODES[:3])
+@pytest.mark.parametrize("prefill", [0, 0.5])
+def test_an_infinite_tolerance_gives_the_drafters_picture(mode, condition, prefill):
+    run = method(mode, condition, tolerance=math.inf, prefill=prefill, length=LENGTH)
+    decoded = run.sample(request(TARGET, 20, cfg=1.7))
+    drawn = drawing_order(decoded).argsort(dim=1)
+    begun = drawn < round(prefill * LENGTH)
+    whole = ContinuousNextToken().sample(request(TARGET, 20, cfg=1.7)).tokens
+    assert torch.equal(decoded.tokens[begun], whole[begun])
+    rest = ContinuousNextToken().sample(request(DRAFTER, 20, cfg=1.7, tokens=decoded.tokens, kept=begun))
+    assert torch.equal(decoded.tokens, rest.tokens)
+    assert decoded.trace.summary()["acceptance_rate"] == 1
+
+
+@pytest.mark.parametrize("condition", ["prefix", "drafts"])
+def test_a_tolerance_of_zero_gives_the_targets_own_predictions(condition):
+    """Parallel ones: those of a block see nothing of it, or the drafts of it, which are then thrown away."""
+    prefill, length, batch = 2, 4, 20
+    decoded = method("block", condition, tolerance=0, length=length, prefill=prefill / LENGTH).sample(
+        request(TARGET, batch))
+    assert decoded.trace.summary()["acceptance_rate"] == 0
+    if condition == "drafts":
+        first = decoded.trace.positions["order"] <= prefill  # and what follows it: the first of the first block
+        other = method("block", "prefix", tolerance=0, length=length, prefill=prefill / LENGTH)
+        assert torch.equal(decoded.tokens[first], other.sample(request(TARGET, batch)).tokens[first])
+        return
+    rank = decoded.trace.positions["order"].long()
+    begin = torch.where(rank < prefill, rank, (rank - prefill) // length * length + prefill)
+    seen = rank[:, None] < begin[:, :, None]  # [B, position, S]: each position as a variant of its own
+    assert torch.equal(own_prediction(decoded.tokens, seen), decoded.tokens)
+
+
+def own_prediction(tokens, seen, seed=0):
+    """What the target takes at every position if it sees what ``seen`` [B, S, S] says, with the run's own noise."""
+    batch, query = len(tokens), torch.arange(LENGTH).expand(len(tokens), -1)
+    noise0, noise_t = noises(Stream.of(seed, batch, "cpu"), query, 2, 3)
+    schedule = TARGET.schedule(TARGET.defaults)
+    law = TARGET.predict(False, tokens, seen, query[..., None], LENGTH, torch.ones(batch, LENGTH, 1), 1.0,
+                         noise0[:, :, None], noise_t[:, :, :, None], schedule)
+    return law.mean[:, :, 0]
+
+
+@pytest.mark.parametrize("mode", ["block", "prefix"])
+def test_more_tolerance_accepts_more(mode):
+    """Of the same first block, every draft that passes at some tolerance passes at a larger one."""
+    accepted = []
+    for tolerance in (0, 0.05, 0.15, 0.4, 1.0):
+        run = method(mode, "drafts", tolerance=tolerance, prefill=0, length=LENGTH)
+        accepted.append(run.sample(request(TARGET, 80)).trace.rounds["accepted"][0])
+    for fewer, more in zip(accepted, accepted[1:]):
+        assert (fewer <= more).all() and (fewer < more).any()
+
+
+# Counts
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (2, 3), (2, 5)])
+def test_passes_of_block_mode_follow_their_formula(grid):
+    length = grid[0] * grid[1]
+    target, drafter = ToyHead(1, grid), ToyHead(1, grid, noise=0.3)
+    for drafts in (1, 3, 4, 100):
+        for prefill in (0, 0.05, 0.4, 1):
+            for condition in ("prefix", "drafts")[: 1 + (drafts == 3)]:
+                run = ContinuousSpeculative(drafter, drafts, prefill, condition=condition)
+                totals = run.sample(request(target, 2)).trace.totals
+                begun = round(prefill * length)
+                assert totals["target_passes"] == begun + math.ceil((length - begun) / drafts)
+                assert totals["draft_passes"] == length - begun
+                assert totals["passes_per_image"] == [totals["target_passes"]] * 2
+
+
+def test_prefill_of_a_released_model_is_13_tokens():
+    assert round(ContinuousSpeculative(DRAFTER).prefill * 256) == 13
+
+
+def test_the_target_runs_once_a_block_over_as_many_variants_as_it_says():
+    for mode, condition in MODES:
+        model = ToyHead(2, GRID)
+        run = method(mode, condition, prefill=0)
+        trace = run.sample(request(model, 3)).trace
+        assert len(model.calls) == trace.totals["target_passes"]
+        assert max(shape[1] for shape in model.calls) == run.variants
+        assert {shape[1] * shape[2] for shape in model.calls[:1]} == {4 if mode == "block" else 5}
+
+
+@pytest.mark.parametrize("mode", ["prefix", "exact"])
+def test_every_pass_of_the_others_decides_at_least_one_token_of_every_picture(mode):
+    trace = method(mode, prefill=0).sample(request(TARGET, 100)).trace
+    assert max(trace.totals["passes_per_image"]) <= LENGTH
+    assert min(trace.totals["passes_per_image"]) >= math.ceil(LENGTH / 5)
+    depth = trace.positions["depth"]
+    assert (trace.positions["tries"][trace.positions["source"] == Source.RESIDUAL] != 0).all()
+    assert int(depth.max()) <= 4
+
+
+def test_progress_counts_up_to_the_whole_picture():
+    for sampler in (method("prefix"), ContinuousNextToken(4)):
+        seen = []
+        sampler.sample(request(TARGET, 3, callback=lambda p: seen.append((p.passes, p.committed.tolist(), p.length,
+                                                                          p.known.sum(1).tolist()))))
+        assert [passes for passes, *_ in seen] == list(range(1, len(seen) + 1))
+        assert all(committed == known and length == LENGTH for _, committed, length, known in seen)
+        assert seen[-1][1] == [LENGTH] * 3
+
+
+# The plain sampler's schedule
+
+
+def test_mask_schedule_of_mar():
+    assert mask_schedule(256, 256) == [1] * 256
+    counts = mask_schedule(64, 256)
+    assert counts[:20] == [1] * 13 + [2, 3, 2, 2, 3, 3, 3] and counts[-5:] == [6, 7, 6, 6, 6]
+    assert sum(counts) == 256 and len(counts) == 64 and min(counts) == 1
+
+
+def test_mask_schedule_draws_every_token_once():
+    for length in (*range(1, 40), 64, 100, 256, 1024):
+        for iterations in {*range(1, min(length, 20) + 1), length // 2 or 1, length - 1 or 1, length, length + 5}:
+            counts = mask_schedule(iterations, length)
+            assert sum(counts) == length and min(counts) >= 1 and len(counts) == min(iterations, length)
+
+
+def test_iterations_come_from_the_sampler_then_the_model_then_the_tokens():
+    def passes(own, model):
+        params = {"iterations": model}
+        return ContinuousNextToken(own).sample(request(TARGET, 1, **params)).trace.totals["target_passes"]
+
+    assert (passes(None, None), passes(None, 4), passes(3, 4), passes(100, None)) == (LENGTH, 4, 3, LENGTH)
+
+
+# Cells
+
+
+class Cells(ToyHead):
+    """A model that draws cells of three tokens, row by row."""
+
+    group, order = 3, torch.arange(LENGTH)
+
+
+def test_cells_are_drafted_judged_and_counted_together():
+    target, drafter = Cells(2, GRID), Cells(2, GRID, noise=0.3)
+    for length, prefill in ((1, 0), (2, 0), (8, 0), (1, 0.34)):
+        for condition in ("prefix", "drafts"):
+            run = ContinuousSpeculative(drafter, length, prefill, condition=condition)
+            decoded = run.sample(request(target, 4))
+            assert_whole(decoded, 4)
+            begun = round(prefill * 3)
+            assert decoded.trace.totals["target_passes"] == begun + math.ceil((3 - begun) / length)
+            assert decoded.trace.totals["draft_passes"] == 3 - begun
+            depth = decoded.trace.positions["depth"].unflatten(1, (3, 3))
+            assert (depth == depth[..., :1]).all()
+    same = ContinuousSpeculative(target, 2, 0, condition="drafts").sample(request(target, 4, cfg=1.7))
+    plain = ContinuousNextToken().sample(request(target, 4, cfg=1.7))
+    assert torch.equal(same.tokens, plain.tokens) and plain.trace.totals["target_passes"] == 3
+
+
+# Errors
+
+
+def refuse(text, run=None, model=TARGET, **options):
+    with pytest.raises(ValueError, match=text):
+        (run or method()).sample(request(model, 1, **options))
+
+
+@pytest.mark.parametrize(("text", "settings"), [
+    ("draft length is 0", {"length": 0}),
+    ("prefill is -0.1", {"prefill": -0.1}), ("prefill is 1.1", {"prefill": 1.1}),
+    ("prefill is nan", {"prefill": math.nan}),
+    ("mode is 'fast'; choose one of: block, prefix, exact", {"mode": "fast"}),
+    ("path is 'on'; choose one of: off, paper, official", {"path": "on"}),
+    ("condition is 'all'; choose one of: prefix, drafts", {"condition": "all"}),
+    ("tolerance is -1", {"tolerance": -1}), ("tolerance is nan", {"tolerance": math.nan}),
+    ("Mode 'prefix' needs a target that sees the earlier drafts", {"mode": "prefix", "condition": "prefix"}),
+    ("Mode 'exact' needs a target that sees the earlier drafts", {"mode": "exact", "condition": "prefix"}),
+    ("In mode 'exact' Sigma must be off", {"mode": "exact", "path": "paper"}),
+])
+def test_illegal_settings_are_refused(text, settings):
+    refuse(text, method(**settings))
+
+
+@pytest.mark.parametrize(("text", "options"), [
+    ("cfg is 0.5", {"cfg": 0.5}), ("cfg is nan", {"cfg": math.nan}),
+    ("guidance schedule is 'cosine'; choose one of: linear, constant", {"cfg_schedule": "cosine"}),
+    ("temperature is -1", {"temperature": -1.0}), ("temperature is nan", {"temperature": math.nan}),
+    ("iterations is 0", {"iterations": 0}),
+])
+def test_illegal_parameters_are_refused(text, options):
+    refuse(text, **options)
+    refuse(text, ContinuousNextToken(), **options)
+
+
+def test_settings_that_do_not_go_together_are_refused():
+    refuse("temperature is 0: acceptance compares widths", temperature=0.0)
+    refuse("Mode 'exact' needs the noise of the last denoising step", method("exact"), kind="ddim")
+    for mode in ("prefix", "exact"):
+        refuse("draws cells of 3 tokens: use mode 'block'", method(mode), Cells(2, GRID))
+    kept = torch.zeros(1, LENGTH, dtype=torch.bool)
+    kept[:, 0] = True
+    keep = {"tokens": torch.zeros(1, LENGTH, 2), "kept": kept}
+    for sampler in (method(drafter=Cells(2, GRID)), ContinuousNextToken()):
+        refuse("draws 3 tokens at once: it cannot keep parts", sampler, Cells(2, GRID), **keep)
+        refuse("keeps every token of every picture", sampler, **keep | {"kept": torch.ones_like(kept)})
+    for iterations in (0, -3):
+        refuse(f"iterations is {iterations}", ContinuousNextToken(iterations))
+
+
+def test_without_noise_ddim_goes_through_block_and_prefix():
+    for mode, condition in MODES[:3]:
+        decoded = method(mode, condition).sample(request(TARGET, 10, kind="ddim"))
+        assert_whole(decoded, 10)
+        assert (decoded.trace.positions["log_ratio"] <= 0).all()  # the draft is the middle of its own kernel
+
+
+def test_settings_and_parameters_are_recorded():
+    settings = method().sample(request(TARGET, 1, cfg=2.0, temperature=0.9)).trace.settings
+    assert settings["kappa"] == pytest.approx(0.5 / 0.35) and not settings["lossless"]
+    assert settings["cfg"] == 2.0 and settings["temperature"] == 0.9 and settings["condition"] == "prefix"
+    exact = method("exact").sample(request(TARGET, 1)).trace.settings
+    assert exact["lossless"] and "kappa" not in exact and exact["condition"] == "drafts"
+
