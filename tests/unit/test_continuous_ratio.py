@@ -1,0 +1,193 @@
+"""The acceptance ratio on numbers worked out by hand, and the residual against numerical integration."""
+
+import math
+
+import pytest
+import torch
+from comfyui_specar.samplers.continuous import log_ratio, residual
+from comfyui_specar.samplers.laws import Mixture, Normal
+
+from .toy_heads import ks
+
+RUNS = 40_000
+
+
+def law(mean, std, path=0.0):
+    mean = torch.as_tensor(mean, dtype=torch.float32)
+    return Normal(mean, torch.as_tensor(std, dtype=torch.float32).log().expand(mean.shape), torch.tensor(float(path)))
+
+
+# The ratio
+
+P, Q = law([0.0, 1.0], [1.0, 0.5], path=-2.0), law([0.5, 1.0], [2.0, 0.5], path=-1.5)
+X = torch.tensor([1.0, 2.0])
+# p: exponents 1/2 and 1/(2/4) = 2; q: 0.25/8 and 2; widths: ln 2 - ln 1; log Sigma = -1.5 + 2.
+BY_HAND = -0.5 + 0.03125 + math.log(2)
+
+
+def test_log_ratio_by_hand():
+    assert float(log_ratio(X, P, Q)) == pytest.approx(BY_HAND, abs=1e-6)
+    assert float(P.log_density(X) - Q.log_density(X)) == pytest.approx(BY_HAND, abs=1e-6)
+
+
+def test_log_ratio_of_a_single_number_far_away():
+    """MAR's own size: sixteen numbers, widths of 0.0062, models a quarter apart: about -10^4, and -15 at kappa = 42."""
+    p, q = law(torch.zeros(16), torch.full((16,), 0.0062)), law(torch.full((16,), 0.25), torch.full((16,), 0.0062))
+    wanted = -16 * 0.25**2 / (2 * 0.0062**2)
+    assert float(log_ratio(q.mean, p, q)) == pytest.approx(wanted, rel=1e-5) and -14_000 < wanted < -12_000
+    assert float(log_ratio(q.mean, p, q, kappa=42)) == pytest.approx(wanted / 42**2, rel=1e-5)
+
+
+@pytest.mark.parametrize(("sign", "added"), [(0.0, 0.0), (1.0, 0.5), (-1.0, -0.5)])
+def test_sigma_is_the_drafters_path_over_the_targets(sign, added):
+    """Eq. 8, and its inverse as the published code has it."""
+    assert float(log_ratio(X, P, Q, sign=sign)) == pytest.approx(BY_HAND + added, abs=1e-6)
+
+
+@pytest.mark.parametrize(("path", "sign", "clamped"), [(49, 1, 49), (51, 1, 50), (1e30, 1, 50), (-1e4, 1, -50),
+                                                       (1e4, -1, -50), (math.inf, 1, 50)])
+def test_sigma_is_clamped(path, sign, clamped):
+    p, q = law([0.0], [1.0], path=0.0), law([0.0], [1.0], path=path)
+    assert float(log_ratio(torch.zeros(1), p, q, sign=float(sign))) == pytest.approx(clamped)
+
+
+@pytest.mark.parametrize("kappa", [0.5, 1.0, 42.0])
+def test_kappa_widens_the_exponents_alone(kappa):
+    """Both Gaussians widened alike keep the ratio of their heights."""
+    wanted = (BY_HAND - math.log(2)) / kappa**2 + math.log(2)
+    assert float(log_ratio(X, P, Q, kappa=kappa)) == pytest.approx(wanted, abs=1e-5)
+    wide_p, wide_q = (law(one.mean, kappa * one.log_std.exp()) for one in (P, Q))
+    assert float(log_ratio(X, wide_p, wide_q)) == pytest.approx(wanted, abs=1e-5)
+
+
+def test_the_ends_of_kappa():
+    assert float(log_ratio(X, P, Q, kappa=math.inf)) == math.inf
+    none = log_ratio(X, P, Q, kappa=0.0)
+    assert none.isfinite() and none < -1e6
+    same = law([0.3, 0.7], [0.1, 0.2])
+    assert float(log_ratio(same.mean, same, same, kappa=0.0)) == 0
+
+
+def test_ddim_has_the_kernel_of_its_nominal_width():
+    """Equal widths h, and the draft is its own mean: - ||x_p - x_q||^2 / (2 h^2)."""
+    h, kappa = 0.0062, 42.0
+    p, q = law([0.1, -0.2, 0.4], [h] * 3), law([0.3, -0.1, 0.4], [h] * 3)
+    wanted = -(0.2**2 + 0.1**2) / (2 * (kappa * h) ** 2)
+    assert float(log_ratio(q.mean, p, q, kappa)) == pytest.approx(wanted, rel=1e-4)
+    assert float(log_ratio(p.mean, p, p, kappa)) == 0
+
+
+def test_mixtures_have_neither_widening_nor_sigma():
+    g = torch.Generator().manual_seed(1)
+    p, q = (Mixture(torch.randn(3, generator=g), torch.randn(3, 2, generator=g), torch.zeros(3, 2)) for _ in range(2))
+    wanted = p.log_density(X) - q.log_density(X)
+    assert torch.equal(log_ratio(X, p, q), wanted) and torch.equal(log_ratio(X, p, q, 42.0, 1.0), wanted)
+
+
+# The residual
+
+
+def mixture(weights, means, stds):
+    column = [torch.tensor(t, dtype=torch.float32) for t in (weights, means, stds)]
+    return Mixture(column[0].log(), column[1][:, None], column[2].log()[:, None])
+
+
+PAIRS = {
+    "shifted": (law([0.0], [1.0]), law([0.7], [0.8]), 0.0),
+    "narrow": (law([0.0], [0.5]), law([0.1], [1.5]), 0.0),
+    "wide": (law([0.0], [1.5]), law([0.1], [0.5]), 0.0),
+    "close": (law([0.0], [1.0]), law([0.2], [1.05]), 0.0),
+    "sigma above 1": (law([0.0], [1.0], path=0.0), law([0.7], [0.8], path=0.4), 1.0),
+    "sigma below 1": (law([0.0], [1.0], path=0.0), law([0.7], [0.8], path=-0.4), 1.0),
+    "sigma inverted": (law([0.0], [1.0], path=0.0), law([0.7], [0.8], path=0.4), -1.0),
+    "mixtures": (mixture([0.3, 0.7], [-1.0, 1.0], [0.4, 0.7]), mixture([0.6, 0.4], [-0.8, 1.2], [0.5, 0.5]), 0.0),
+}
+
+
+def numbers(tries, runs, channels=1, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    return (torch.randn(tries, runs, channels, generator=g), torch.rand(tries, runs, generator=g),
+            torch.rand(tries, runs, generator=g))
+
+
+def wide(one, runs):
+    return one.map(lambda t: t.expand(runs, *t.shape))
+
+
+def integrated(p, q, sign):
+    """Grid [n], the distribution function of norm([Sigma p - q]+) on it, and its mass as a share of Sigma."""
+    grid = torch.linspace(-9, 9, 40_001, dtype=torch.float64)
+    sigma = math.exp(sign * float(q.path - p.path)) if isinstance(p, Normal) else 1.0
+    density = [one.map(lambda t: t.double()).log_density(grid[:, None]).exp() for one in (p, q)]
+    rest = (sigma * density[0] - density[1]).clamp(min=0)
+    total = rest.cumsum(0)
+    return grid, total / total[-1], float(total[-1] * (grid[1] - grid[0])) / sigma
+
+
+def at(grid, function, x):
+    """Linear interpolation."""
+    place = (x.double() - grid[0]) / (grid[1] - grid[0])
+    low = place.floor().long().clamp(0, len(grid) - 2)
+    return torch.lerp(function[low], function[low + 1], place - low)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_residual_has_its_law(name):
+    p, q, sign = PAIRS[name]
+    normal, uniform, accept = numbers(60, RUNS)
+    y, tries = residual(wide(p, RUNS), wide(q, RUNS), normal, uniform, accept, sign)
+    grid, function, mass = integrated(p, q, sign)
+    assert ks(at(grid, function, y[tries > 0, 0])) < 2.3
+    unlucky = (1 - mass) ** 60
+    assert abs(float((tries < 0).double().mean()) - unlucky) < 4 * (unlucky / RUNS) ** 0.5 + 1e-4
+    assert ks(at(grid, function, wide(p, RUNS).draw(normal[0], uniform[0])[:, 0])) > 10  # p itself: what the test sees
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_residual_takes_one_over_its_mass_proposals(name):
+    """1 / TV on average (for Sigma = 1), geometrically distributed."""
+    p, q, sign = PAIRS[name]
+    _, _, mass = integrated(p, q, sign)
+    _, tries = residual(wide(p, RUNS), wide(q, RUNS), *numbers(60, RUNS, seed=2), sign)
+    for n in (1, 2, 5):
+        wanted = mass * (1 - mass) ** (n - 1)
+        assert abs(float((tries == n).double().mean()) - wanted) < 4 * (wanted * (1 - wanted) / RUNS) ** 0.5
+    if (1 - mass) ** 60 < 1e-7:
+        error = ((1 - mass) / mass**2 / RUNS) ** 0.5
+        assert abs(float(tries.double().mean()) - 1 / mass) < 4 * error
+
+
+def test_total_variation_of_the_shifted_pair_is_what_its_formula_says():
+    """The integration itself: equal widths a apart have TV = 2 Phi(a/2) - 1."""
+    _, _, mass = integrated(law([0.0], [1.0]), law([0.6], [1.0]), 0.0)
+    assert mass == pytest.approx(2 * 0.5 * (1 + math.erf(0.3 / 2**0.5)) - 1, abs=1e-5)
+
+
+def test_the_residual_of_two_dimensions():
+    """Laws that differ in one dimension alone: there the residual of one dimension, and p in the other."""
+    p, q = law([0.0, 0.5], [1.0, 0.3]), law([0.7, 0.5], [0.8, 0.3])
+    y, tries = residual(wide(p, RUNS), wide(q, RUNS), *numbers(60, RUNS, 2))
+    grid, function, _ = integrated(law([0.0], [1.0]), law([0.7], [0.8]), 0.0)
+    assert (tries > 0).all()
+    assert ks(at(grid, function, y[:, 0])) < 2.3
+    assert ks(torch.special.ndtr((y[:, 1].double() - 0.5) / 0.3)) < 2.3
+    assert abs(float(torch.corrcoef(y.T)[0, 1])) < 4 / RUNS**0.5
+
+
+def test_an_empty_residual_ends_with_its_last_proposal():
+    """Sigma p < q everywhere: no proposal can pass."""
+    p, q = law([0.3, 0.3], [0.5, 0.5], path=0.0), law([0.3, 0.3], [0.5, 0.5], path=-0.7)
+    normal, uniform, accept = numbers(100, 50, 2)
+    y, tries = residual(wide(p, 50), wide(q, 50), normal, uniform, 0 * accept, 1.0)
+    assert (tries == -100).all()
+    assert torch.equal(y, 0.3 + 0.5 * normal[-1])
+    assert y.isfinite().all() and (y != 0).all()
+
+
+@pytest.mark.parametrize("gap", [0.25, 1e3, 1e18])
+def test_a_residual_far_from_the_draft_is_the_target(gap):
+    """q is nothing where p is: the first proposal passes, however large the numbers."""
+    p, q = law([0.0], [0.006]), law([gap], [0.006])
+    normal, uniform, accept = numbers(5, 50)
+    y, tries = residual(wide(p, 50), wide(q, 50), normal, uniform, accept)
+    assert (tries == 1).all() and torch.allclose(y, 0.006 * normal[0])
