@@ -114,8 +114,8 @@ def _unwrap(content: Any, path: Path) -> dict[str, Tensor]:
 
 
 def load_weights(module: nn.Module, tensors: dict[str, Tensor], path: Path, dtype: torch.dtype,
-                 ignore: Iterable[str] = ()) -> None:
-    """Put tensors into a module built on the meta device, all of them cast to ``dtype``.
+                 ignore: Iterable[str] = (), precise: tuple[str, ...] = ()) -> None:
+    """Put tensors into a module built on the meta device, cast to ``dtype``, but to fp32 under prefixes ``precise``.
 
     Raises CheckpointError for missing, unknown, misshapen or non-finite tensors (names in ``ignore`` are left out).
     """
@@ -133,4 +133,5 @@ def load_weights(module: nn.Module, tensors: dict[str, Tensor], path: Path, dtyp
             raise CheckpointError(f"{path.name}: {name} has shape {list(found[name].shape)}, expected {list(shape)}.")
         if not torch.isfinite(found[name]).all():
             raise CheckpointError(f"{path.name}: {name} contains NaN or infinite values. The file is damaged.")
-    module.load_state_dict({name: found[name].to(dtype) for name in wanted}, strict=True, assign=True)
+    cast = {name: found[name].to(torch.float32 if name.startswith(precise) else dtype) for name in wanted}
+    module.load_state_dict(cast, strict=True, assign=True)
