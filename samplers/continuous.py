@@ -274,12 +274,11 @@ class Run:
         last = accepted[:, None]  # place of the token behind the accepted ones
         at = positions.gather(1, last)
         rejected = last < n
-        behind = last.clamp(max=n - 1)
+        behind, there = last.clamp(max=n - 1), exist.gather(1, last)
         redrawn, tries = self.redraw(
-            judged.map(lambda t: t[row, behind]), q.map(lambda t: t[row, behind]), at, rejected
+            judged.map(lambda t: t[row, behind]), q.map(lambda t: t[row, behind]), at, there & rejected
         )
         bonus = self.take(p.map(lambda t: t[row, last]), at, Purpose.TARGET)
-        there = exist.gather(1, last)
         self.canvas.write(at, torch.where(rejected[..., None], redrawn, bonus), there)
 
         kept = torch.arange(n, device=x.device) < last

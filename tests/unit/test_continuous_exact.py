@@ -30,6 +30,7 @@ PAIRS = sorted(TARGETS)
 @pytest.fixture(autouse=True)
 def few_tries(monkeypatch):
     monkeypatch.setattr(continuous, "TRIES", TRIES)
+    monkeypatch.setattr(continuous, "PATIENCE", 1)
 
 
 def draw(pair, seed=0, batch=RUNS, options=None, **method):
@@ -184,22 +185,59 @@ def test_shared_noise_lets_more_drafts_pass():
     assert rates[0] > 1.5 * rates[1]
 
 
-# A residual without mass
+# A residual with little mass, or none
 
 
-def test_no_token_is_ever_lost_where_the_residual_is_empty(monkeypatch):
-    """The same law for both, but Sigma = 1/2: all of Sigma p lies below q. The published code leaves zeros there."""
-    target = ToyHead(1)
-    drafter = ToyHead(1)
+@pytest.mark.parametrize(("patience", "exact"), [(100, True), (1, False)])
+def test_exactness_takes_patience(patience, exact, monkeypatch):
+    """A token that is redrawn is looked for until it is found, set after set of proposals."""
+    monkeypatch.setattr(continuous, "TRIES", 2)
+    monkeypatch.setattr(continuous, "PATIENCE", patience)
+    target, drafter = ToyMixture(1), ToyMixture(1, noise=0.3)
+    decoded = ContinuousSpeculative(drafter, 3, 0, "exact").sample(request(target, RUNS))
+    tries = decoded.trace.positions["tries"]
+    assert (decoded.trace.summary()["last_resorts"] == 0) == exact
+    assert (int(tries.max()) > 10) == exact and (int(tries.min()) == -2) == (not exact)
+    found = score(target, decoded)
+    assert found.worst < 1 if exact else found.worst > 1.5, found
+
+
+def half_sigma(drafter):
+    """The same widths but Sigma = 1/e: where both models agree, all of Sigma p lies below q."""
     law = drafter.law
     drafter.law = lambda *inputs: replace(out := law(*inputs), path=out.path - 1.0)
-    method = ContinuousSpeculative(drafter, length=3, prefill=0, mode="prefix", tolerance=ToySchedule(3).last_width,
-                                   path="paper")
-    decoded = method.sample(request(target, 500))
+    return drafter
+
+
+def assert_nothing_lost(decoded, tries):
+    """Every residual ended with its last proposal, and says so. The published code leaves zeros there."""
     trace = decoded.trace
-    tries = trace.positions["tries"]
     assert decoded.tokens.isfinite().all() and (decoded.tokens != 0).all()
-    assert set(tries.unique().tolist()) == {-TRIES, 0}
-    assert torch.equal(tries == -TRIES, trace.positions["source"] == Source.RESIDUAL)
-    assert trace.summary()["last_resorts"] == int((tries < 0).sum()) > 0
+    assert set(trace.positions["tries"].unique().tolist()) == {-tries, 0}
+    assert torch.equal(trace.positions["tries"] == -tries, trace.positions["source"] == Source.RESIDUAL)
+    assert trace.summary()["last_resorts"] == int((trace.positions["tries"] < 0).sum()) > 0
     assert trace.positions["log_ratio"][trace.positions["depth"] > 0].sub(-1).abs().max() < 1e-5
+
+
+def test_no_token_is_ever_lost_where_the_residual_is_empty():
+    method = ContinuousSpeculative(half_sigma(ToyHead(1)), length=3, prefill=0, mode="prefix", path="paper",
+                                   tolerance=ToySchedule(3).last_width)
+    assert_nothing_lost(method.sample(request(ToyHead(1), 500)), TRIES)
+
+
+def test_even_patience_ends(monkeypatch):
+    """With the real numbers of proposals: 100 sets of 100."""
+    monkeypatch.undo()
+    monkeypatch.setitem(continuous.PATHS, "off", 1.0)
+    method = ContinuousSpeculative(half_sigma(ToyHead(1)), length=3, prefill=0, mode="exact")
+    assert_nothing_lost(method.sample(request(ToyHead(1), 2)), 10_000)
+
+
+def test_no_proposals_are_made_for_pictures_that_are_complete(monkeypatch):
+    """Where drafter and target agree nothing is ever redrawn, and no patience spent on rows without a token left."""
+    calls = []
+    real = continuous.residual
+    monkeypatch.setattr(continuous, "PATIENCE", 100)
+    monkeypatch.setattr(continuous, "residual", lambda *inputs: calls.append(1) or real(*inputs))
+    trace = ContinuousSpeculative(ToyHead(1), length=3, prefill=0, mode="exact").sample(request(ToyHead(1), 8)).trace
+    assert trace.summary()["acceptance_rate"] == 1 and len(calls) <= trace.totals["target_passes"]
