@@ -24,8 +24,8 @@ MODELS_OWN = "model's own"
 GUIDANCE = {MODELS_OWN: None, "linear": "linear", "constant": "constant"}
 HEADS = {MODELS_OWN: None, "ddpm": "ddpm", "ddim": "ddim"}
 MODES = {  # shown -> ContinuousSpeculative.mode
-    "each guess by itself (fast, approximate)": "block",
-    "until the first rejection (paper, approximate)": "prefix",
+    "each guess alone (approximate)": "block",
+    "stop at a rejection (approximate)": "prefix",
     "exact (slow)": "exact",
 }
 SEES = {  # shown -> ContinuousSpeculative.condition
@@ -178,15 +178,15 @@ class ContinuousSampler(io.ComfyNode):
                                tooltip="Share of the picture that the model draws alone before any guess. The paper "
                                "uses 0.05: the first tokens decide what the picture becomes."),
                 io.Combo.Input("mode", options=list(MODES), default=next(iter(MODES)),
-                               tooltip="each guess by itself: what is rejected is replaced by the model's own draw, "
-                               "nothing is lost. until the first rejection: the paper's algorithm, later guesses are "
+                               tooltip="each guess alone: what is rejected is replaced by the model's own draw, "
+                               "nothing is lost. stop at a rejection: the paper's algorithm, later guesses are "
                                "dropped. exact: no tolerance; with a true MAR, which adds no noise in its last step, "
                                "nothing would ever pass, so this adds it. All but the last are approximate."),
                 io.Combo.Input("target_sees", options=list(SEES), default="automatic",
                                tooltip="What the model sees when it judges a guess. what is decided: one picture per "
                                "pass, cheap, but the guesses of a round do not see each other. and earlier guesses: "
                                "one variant of the picture per guess, as dear as that many pictures. automatic: the "
-                               "first for each guess by itself, the second for the other modes, which need it."),
+                               "first for each guess alone, the second for the other modes, which need it."),
                 io.Float.Input("tolerance", default=0.26, min=0, max=10, step=0.01, round=0.0001,
                                tooltip="How far a guess may be from the model's own draw, in units of the latent "
                                "(whose spread is about 1). 0.26 is the published value (kappa 42). 0 rejects every "

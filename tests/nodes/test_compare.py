@@ -89,3 +89,31 @@ def test_descriptions_say_what_matters(runs, sample, rule):
     skipping = describe(sample("VVS", interval=2, structure="chain")[1])
     assert "drafts unverified: one in 2" in skipping and "taken unverified: " in skipping
     assert "adaptive tree, horizontal" in describe(sample("ADTTree")[1])
+
+
+def test_continuous_runs_tell_their_tolerance_and_their_distance(run, nodes, draw_vectors, runs):
+    plain, block, few = draw_vectors("NextToken")[1], draw_vectors("")[1], draw_vectors("NextToken", iterations=4)[1]
+    first, second = zip(*labels([plain, block, few]), strict=True)
+    assert first == ("continuous, one token a pass", "small model, blocks of 4", "continuous, 4 iterations")
+    assert second[:2] == ("the model alone", "approximate within 0.26 (kappa 40)")
+    _, table = run(nodes["SpecARCompareTraces"], trace_1=plain, trace_2=block).result
+    head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
+    assert "distance (mean square)" in head and not any("leak" in name for name in head)
+    where = head.index("distance (mean square)")
+    assert rows[0][where] == "-" and float(rows[1][where]) > 0
+    assert [row[1] for row in rows] == ["exact", "approximate"]
+    mixed = [column.name for column in compare.columns([plain, runs[0]])]
+    assert "leak" in mixed and "distance" in mixed
+    assert compare.table([plain, block, runs[0]]).count("-") > 3 and compare.chart([plain, runs[0]]).shape[1] == 1024
+
+
+def test_continuous_descriptions_say_what_matters(draw_vectors):
+    plain = describe(draw_vectors("NextToken")[1])
+    assert plain.startswith("continuous, one token a pass\n") and "16 passes for 16 tokens" in plain
+    assert "cfg 2 (linear), temperature 0.9, ddpm with 5 steps a token" in plain and "top_k" not in plain
+    block = describe(draw_vectors("", sigma="as in the official code", alignment=False)[1])
+    assert block.startswith("small model, blocks of 4\n") and "(mean squared distance)" in block
+    assert "approximate within 0.26 (kappa 40), Sigma as in the official code, noise not shared" in block
+    assert "passes of the drafter" in block
+    exact = describe(draw_vectors("", mode="exact (slow)")[1])
+    assert "exact, last step with noise; the distribution of the model with noise in its last step" in exact

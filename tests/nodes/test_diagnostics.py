@@ -87,7 +87,74 @@ def test_overlay_blends_and_adds_the_legend():
     assert (clear[64:] < 255).any()  # something is written there
 
 
-@pytest.mark.parametrize("metric", maps.METRICS)
+def vector_trace(**grids) -> Trace:
+    """A 2 x 2 trace of a continuous model: accepted, replaced / drawn alone, kept."""
+    default = {
+        "source": [Source.RELAXED, Source.RESIDUAL, Source.PREFILL, Source.FORCED], "finalised_at": [2, 2, 1, 0],
+        "depth": [1, 2, 0, 0], "log_ratio": [1.0, -1.0, 0.0, 0.0], "distance": [0.5, 1.0, 0.0, 0.0],
+        "block": [2, 1, 0, 0], "tries": [0, -4, 0, 0], "order": [2, 3, 1, 0],
+    }  # fmt: skip
+    positions = {name: torch.tensor([values]) for name, values in (default | grids).items()}
+    return Trace(2, 2, 2, positions, {}, {}, {})
+
+
+@pytest.mark.parametrize(
+    ("metric", "strength", "grey"),
+    [
+        ("source", [[1, 0], [0, 0]], "kept or fixed: 1 (25%)"),
+        ("pass", [[1, 1], [0.5, 0]], "kept or fixed: 1"),
+        ("accepted by relaxation", [[1, 0], [0, 0]], "kept or fixed: 1"),
+        ("distance", [[0.5, 1], [0, 0]], "no guess was verified: 2"),
+        ("log ratio", [[1, np.exp(-1, dtype=np.float32)], [0, 0]], "no guess was verified: 2"),
+        ("order", [[2 / 3, 1], [1 / 3, 0]], "kept or fixed: 1"),
+        ("block", [[1, 0.5], [0, 0]], "no guess was verified: 2"),
+        ("tries", [[0, 1], [0, 0]], "not redrawn by tries: 3"),
+    ],
+)
+def test_metrics_of_continuous_models(metric, strength, grey):
+    drawn = maps.token_map(vector_trace(), metric, 0)
+    assert np.array_equal(drawn.strength, np.array(strength, np.float32))
+    assert tuple(drawn.colours[1, 1]) == maps.GREY and drawn.legend[-1].text == grey
+
+
+def test_continuous_words_in_legends():
+    legend = [item.text for item in maps.token_map(vector_trace(), "source", 0).legend]
+    assert "accepted within the tolerance: 1 (25%)" in legend and "drawn by the model alone, first: 1 (25%)" in legend
+    assert maps.token_map(vector_trace(), "tries", 0).title.endswith("1 in vain")
+    infinite = maps.token_map(vector_trace(log_ratio=[np.inf, -np.inf, 0.0, 0.0]), "log ratio", 0)
+    assert tuple(infinite.colours[0, 0]) == maps.RATIO[-1] and tuple(infinite.colours[0, 1]) == maps.RATIO[0]
+
+
+@pytest.mark.parametrize(("trace", "others", "kind"), [(vector_trace(), maps.DISCRETE, "vectors"),
+                                                       (made_trace(), maps.CONTINUOUS, "token ids")])
+def test_metrics_of_the_other_kind_are_refused_with_those_there_are(trace, others, kind):
+    for metric in others:
+        with pytest.raises(ValueError, match=f"metric is '{metric}', but this run drew {kind}") as error:
+            maps.token_map(trace, metric, 0)
+        offered = str(error.value).split("one of: ")[1].rstrip(".").split(", ")
+        assert not set(offered) & set(others) and set(offered) | set(others) == set(maps.METRICS)
+
+
+@pytest.mark.parametrize("metric", [m for m in maps.METRICS if m not in maps.DISCRETE])
+def test_acceptance_map_of_a_continuous_run(metric, run, nodes, draw_vectors, continuous):
+    latent, trace = draw_vectors("", batch=2, head_steps=2)
+    picture = continuous[2].decode(latent["samples"])
+    out = run(nodes["SpecARAcceptanceMap"], trace=trace, metric=metric, opacity=0.5, image=picture)
+    overlay, colours, mask, report = out.result
+    assert overlay.shape[0] == 2 and overlay.shape[2] == 512 and colours.shape == (2, 32, 32, 3)
+    assert 0 <= mask.min() and mask.max() <= 1 and json.loads(report) == as_json(trace)
+
+
+def test_traces_of_continuous_runs_survive_saving_and_loading(run, nodes, draw_vectors):
+    _, trace = draw_vectors("")
+    [file, _] = run(nodes["SpecARSaveTrace"], trace=trace, filename_prefix="specar/v").ui["files"]
+    choice = f"specar/{Path(file['filename']).with_suffix('.safetensors')} [output]"
+    (loaded,) = run(nodes["SpecARLoadTrace"], trace_name=choice).result
+    assert loaded.continuous and as_json(loaded) == as_json(trace)
+    assert all(torch.equal(values, loaded.positions[name]) for name, values in trace.positions.items())
+
+
+@pytest.mark.parametrize("metric", [m for m in maps.METRICS if m not in maps.CONTINUOUS])
 def test_acceptance_map_node(metric, run, nodes, sample, tiny):
     latent, trace = sample("DraftTree", batch=2)
     picture = tiny[2].decode(latent["samples"])
