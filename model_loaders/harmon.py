@@ -36,6 +36,10 @@ class HarmonModel(MaskedModel):
 
     backbone: Harmon
 
+    @property
+    def prompt_kind(self) -> str:
+        return f"ids of {self.backbone.llm.vocab} tokens"
+
     def check_grid(self, rows: int | None = None, cols: int | None = None) -> tuple[int, int]:
         """The grid to draw on. Any is possible, for positions are resized; the released models were trained on
         16 x 16 and 32 x 32 tokens (256 and 512 pixels). Raises ValueError for sides below 1.
@@ -141,15 +145,15 @@ def load(
         raise
     except (KeyError, IndexError, ValueError) as error:  # a tensor that tells a size is missing, or of another shape
         raise CheckpointError(f"{path.name} is incomplete or damaged ({error}). Download it again.") from error
-    vocab = len(tensors[f"{_LLM}embed_tokens.weight"])
-    model = HarmonModel(backbone, head, FAMILY, meta.get("scale", mar.SCALE), defaults, tokenizer(path, vocab, search))
+    encoder = tokenizer(path, backbone.llm.vocab, search)
+    model = HarmonModel(backbone, head, FAMILY, meta.get("scale", mar.SCALE), defaults, encoder)
     model.grid = legal_grid(grid or meta.get("grid", _GRID))
     renamed = {
         name.replace("mar.diffloss.", "head.") if name.startswith("mar.diffloss.") else f"backbone.{name}": tensor
         for name, tensor in tensors.items()
     }
-    load_weights(model, renamed, path, dtype)
-    model.dtype = model.head.dtype = dtype
+    load_weights(model, renamed, path, dtype, precise=mar.PRECISE)
+    model.dtype = dtype
     return model.eval().requires_grad_(False)
 
 

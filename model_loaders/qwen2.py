@@ -19,7 +19,7 @@ class Qwen2(nn.Module):
         super().__init__()
         from transformers import Qwen2Config, Qwen2Model
 
-        self.width, self.hidden = width, hidden
+        self.width, self.hidden, self.vocab = width, hidden, vocab
         self.model = Qwen2Model(Qwen2Config(
             vocab_size=vocab, hidden_size=width, intermediate_size=hidden, num_hidden_layers=layers,
             num_attention_heads=heads, num_key_value_heads=kv_heads, rope_theta=1e6, rms_norm_eps=1e-6,

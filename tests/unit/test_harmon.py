@@ -7,7 +7,7 @@ import pytest
 import torch
 from comfyui_specar.model_loaders import harmon, mar, qwen2
 from comfyui_specar.model_loaders.checkpoint import CheckpointError
-from comfyui_specar.model_loaders.detect import load_model
+from comfyui_specar.model_loaders.detect import load_drafter, load_model
 from comfyui_specar.samplers.continuous_model import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.continuous_next_token import ContinuousNextToken
 from safetensors.torch import save_file
@@ -43,6 +43,13 @@ def vectors(model, known, prompt=(3, 1, 4), negative=(1, 5), seen=None, grid=GRI
     """z [2, B, V, S, D] under known [B, V, S]."""
     state = model.start(ids(model, *prompt), ids(model, *negative), len(known), grid, guided=True)
     return model.condition_vectors(state, tokens[: len(known)], known, seen or int(known.sum(-1).max()))
+
+
+@torch.inference_mode()
+def picture(model, iterations):
+    prompts = ids(model, 3, 1, 4), ids(model, 1, 5)
+    request = ContinuousRequest(model, prompts[0], GRID, model.defaults, prompts[1], seed=3, batch=2)
+    return ContinuousNextToken(iterations).sample(request)
 
 
 def some_known(*counts):
@@ -88,14 +95,18 @@ def test_every_container_gives_the_same_model(tmp_path, known_size, model, conta
     assert (vectors(found, KNOWN) - vectors(model, KNOWN)).abs().max() < close
 
 
-def test_half_precision_keeps_the_places_exact(tmp_path, model):
-    """The rotation's frequencies are in no file; rounded to bf16 they would mistake one place for another."""
+def test_half_precision_keeps_places_and_noise_exact(tmp_path, model):
+    """The rotation's frequencies are in no file; rounded to bf16 they would mistake one place for another. The head,
+    whose first step multiplies rounding errors, stays as it is too.
+    """
     write_harmon(tmp_path / "model.safetensors")
     found = load_model(tmp_path, dtype=torch.bfloat16)
-    assert {p.dtype for p in found.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in found.backbone.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in found.head.parameters()} == {torch.float32}
     assert {b.dtype for b in found.backbone.buffers()} == {torch.float32}
     wanted = vectors(model, KNOWN)
     assert (vectors(found, KNOWN).float() - wanted).abs().mean() < 0.02 * wanted.abs().mean()
+    assert picture(found, iterations=2).tokens.isfinite().all()
 
 
 def broken(name, change):
@@ -270,11 +281,8 @@ def test_any_grid(model):
     assert z.shape == (2, 1, 1, 70, MAR.dim) and z.isfinite().all()
 
 
-def test_a_picture_from_a_prompt(model):
-    params = model.defaults
-    request = ContinuousRequest(model, model.encode_prompt("a dog"), GRID, params, seed=3, batch=2)
-    with torch.inference_mode():
-        first, second = (ContinuousNextToken(iterations=6).sample(request) for _ in range(2))
+def test_a_seed_draws_the_same_pictures_again(model):
+    first, second = (picture(model, iterations=6) for _ in range(2))
     assert first.tokens.shape == (2, LENGTH, 16) and first.tokens.isfinite().all()
     assert torch.equal(first.tokens, second.tokens) and (first.tokens[0] - first.tokens[1]).abs().max() > 0.1
     assert model.to_latent(first.tokens, GRID).shape == (2, 16, *GRID)
@@ -284,3 +292,10 @@ def test_memory_estimates_count_both_networks(model):
     rows, more, wide = model.run_bytes(2, 16, 4), model.run_bytes(4, 16, 4), model.run_bytes(2, 64, 4)
     assert more == 2 * rows and wide > 3 * rows
     assert rows > super(harmon.HarmonModel, model).run_bytes(2, 16, 4)
+
+
+def test_one_with_another_vocabulary_does_not(tmp_path, model):
+    weights = harmon_weights()
+    weights |= {name: weights[name][:280].clone() for name in ("llm.model.embed_tokens.weight", "llm.lm_head.weight")}
+    with pytest.raises(CheckpointError, match="ids of 280 tokens, the model's is ids of 300 tokens"):
+        load_drafter(write_harmon(tmp_path / "small.safetensors", weights), model)
