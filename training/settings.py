@@ -165,10 +165,10 @@ CPU = Setting(
         start_from_vq=True,
     ),
     masked=MaskedSetting(
-        minutes=65, dim=192, layers=4, heads=3, head_width=256, head_depth=3, batch=32, fresh=8, repeats=2
+        minutes=46, dim=192, layers=4, heads=3, head_width=256, head_depth=3, batch=32, fresh=8, repeats=2
     ),
     masked_drafter=MaskedSetting(
-        minutes=45, dim=128, layers=2, heads=2, head_width=192, head_depth=2, batch=32, fresh=8, repeats=2
+        minutes=34, dim=128, layers=2, heads=2, head_width=192, head_depth=2, batch=32, fresh=8, repeats=2
     ),
 )
 
