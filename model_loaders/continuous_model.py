@@ -195,7 +195,7 @@ class MaskedModel(ContinuousBase):
         config = self.backbone.config
         transformer = rows * (tokens + config.slots) * config.dim * 12
         head = rows * draws * self.head.net.input_proj.out_features * 8
-        return (transformer + head) * self.dtype.itemsize
+        return transformer * self.dtype.itemsize + head * self.head.dtype.itemsize
 
 
 def check_continuous_pair(small: ContinuousBase, target: ContinuousBase, path: Path) -> None:
