@@ -35,7 +35,11 @@ def captions() -> Captions:
 @pytest.fixture
 def model(captions) -> masked.MaskedTextToImage:
     torch.manual_seed(0)
-    return masked.MaskedTextToImage(CONTINUOUS, TINY, torch.randn(len(captions.words), 16)).requires_grad_(False)
+    model = masked.MaskedTextToImage(CONTINUOUS, TINY, torch.randn(len(captions.words), 16)).requires_grad_(False)
+    for block in (*model.backbone.encoder_blocks, *model.backbone.decoder_blocks):
+        for layer in (block.attn.proj, block.mlp.fc2):  # blocks start as the identity; give them something to do
+            torch.nn.init.normal_(layer.weight, std=0.2)
+    return model
 
 
 def test_every_count_is_visited_and_low_ones_more_often():
