@@ -200,9 +200,12 @@ class MaskedModel(ContinuousBase):
 
 def check_continuous_pair(small: ContinuousBase, target: ContinuousBase, path: Path) -> None:
     """Raise CheckpointError unless ``small`` draws the same vectors as ``target``, in the same order."""
+    try:
+        small.check_grid(*target.grid)
+    except ValueError as error:
+        raise CheckpointError(f"{path.name} cannot draft for this model: {error}") from error
     for what, mine, its in (
         ("family", small.family, target.family),
-        ("token grid", "{1} x {0}".format(*small.grid), "{1} x {0}".format(*target.grid)),
         ("numbers per token", small.channels, target.channels),
         ("scale of latents (that of its VAE)", f"{small.scale:.5g}", f"{target.scale:.5g}"),
         ("order of drawing", _order(small), _order(target)), ("kind of prompt", small.prompt_kind, target.prompt_kind),

@@ -118,6 +118,7 @@ def as_drafter(
         check_pair(small, target, path)
         return ModelDrafter(small)
     check_continuous_pair(small, target, path)
+    small.prompt_encoder = target.prompt_encoder  # its own may not lie beside a drafter's file
     return small
 
 

@@ -8,6 +8,7 @@ import torch
 from comfyui_specar.model_loaders import harmon, mar, qwen2
 from comfyui_specar.model_loaders.checkpoint import CheckpointError
 from comfyui_specar.model_loaders.detect import load_drafter, load_model
+from comfyui_specar.samplers.continuous import ContinuousSpeculative
 from comfyui_specar.samplers.continuous_model import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.continuous_next_token import ContinuousNextToken
 from safetensors.torch import save_file
@@ -299,3 +300,14 @@ def test_one_with_another_vocabulary_does_not(tmp_path, model):
     weights |= {name: weights[name][:280].clone() for name in ("llm.model.embed_tokens.weight", "llm.lm_head.weight")}
     with pytest.raises(CheckpointError, match="ids of 280 tokens, the model's is ids of 300 tokens"):
         load_drafter(write_harmon(tmp_path / "small.safetensors", weights), model)
+
+
+def test_a_smaller_one_drafts_for_it(tmp_path, model):
+    """It is loaded without search folders and with a grid of its own, yet draws what the target draws."""
+    small = load_drafter(write_harmon(tmp_path / "small.safetensors", grid=(8, 8)), model)
+    assert small.family == "harmon" and small.prompt_encoder is model.prompt_encoder
+    request = ContinuousRequest(model, model.encode_prompt("a dog"), GRID, model.defaults, seed=3)
+    with torch.inference_mode():
+        alone = ContinuousNextToken(iterations=LENGTH).sample(request)
+        drafted = ContinuousSpeculative(small, length=4, condition="drafts").sample(request)
+    assert (drafted.tokens - alone.tokens).abs().max() < 1e-3  # the same weights: every draft is accepted
