@@ -196,6 +196,46 @@ def test_more_tolerance_accepts_more(mode):
         assert (fewer <= more).all() and (fewer < more).any()
 
 
+# Guidance
+
+
+class Listener(ToyHead):
+    """Notes the guidance scale that every position was last predicted with, by its place in the order."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.scales = {}
+
+    def predict(self, state, tokens, known, query, seen, cfg, *rest):
+        self.scales |= dict(zip(query.flatten().tolist(), cfg.flatten().tolist()))
+        return super().predict(state, tokens, known, query, seen, cfg, *rest)
+
+    def in_order(self, decoded):
+        return torch.tensor([self.scales[position] for position in drawing_order(decoded)[0].tolist()])
+
+
+@pytest.mark.parametrize(("mode", "condition"), MODES)
+def test_guidance_is_that_of_each_token_whatever_is_drafted(mode, condition):
+    """The published code takes the last draft's for the whole block."""
+    target, drafter = Listener(2, GRID), Listener(2, GRID, noise=0.3)
+    decoded = method(mode, condition, drafter, length=3).sample(request(target, 1, cfg=3.0))
+    wanted = torch.tensor([1 + 2 * min(i + 1, LENGTH - 1) / LENGTH for i in range(LENGTH)])
+    assert torch.allclose(target.in_order(decoded), wanted)
+    drafter.scales |= {position: target.scales[position] for position in target.scales.keys() - drafter.scales.keys()}
+    assert torch.allclose(drafter.in_order(decoded), wanted)
+
+
+def test_guidance_of_the_plain_sampler_counts_all_tokens_of_a_pass():
+    target = Listener(2, GRID)
+    counts = mask_schedule(4, LENGTH)
+    decoded = ContinuousNextToken(4).sample(request(target, 1, cfg=3.0))
+    behind = [sum(counts[: i + 1]) for i, count in enumerate(counts) for _ in range(count)]
+    wanted = torch.tensor([1 + 2 * min(known, LENGTH - 1) / LENGTH for known in behind])
+    assert torch.allclose(target.in_order(decoded), wanted) and len(set(behind)) == 4
+    ContinuousNextToken(4).sample(request(target, 1, cfg=3.0, cfg_schedule="constant"))
+    assert set(target.scales.values()) == {3.0}
+
+
 # Counts
 
 
