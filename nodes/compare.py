@@ -59,7 +59,7 @@ def times_compare(traces: list[Trace]) -> str:
 
 
 def _acceptance(totals: dict) -> float | None:
-    return totals["acceptance_rate"] if totals["accepted_drafts"] or totals["acceptance_rate"] else None
+    return totals["acceptance_rate"] if totals["accepted_drafts"] or totals["draft_passes"] else None
 
 
 def _distance(totals: dict) -> float | None:

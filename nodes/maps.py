@@ -122,7 +122,7 @@ def _continuous(metric: str, grids: dict[str, np.ndarray], free: np.ndarray) -> 
     judged = free & (grids["depth"] > 0)
     if metric == "distance":
         most = max(float(grids["distance"][judged].max(initial=0)), 1e-6)
-        return _amount(grids["distance"], most, judged, "Distance between the two models' draws (latent units)", "0",
+        return _amount(grids["distance"], most, judged, "Distance of the two models' draws (latent units)", "0",
                        f"{most:.2f}", NOT_JUDGED)
     if metric == "log ratio":
         return _log_ratio(grids["log_ratio"], judged)

@@ -45,7 +45,7 @@ def judgement(settings: dict[str, Any]) -> str:
     """How a run judged its guesses: "exact", "LANTERN++ (neighbours 10, ratio 2)", "approximate within 0.26"; with what
     it left unverified."""
     if settings["method"] == "continuous_next_token":
-        return "the model alone"
+        return "the model alone" + (", several tokens at once" if settings["iterations"] else "")
     if settings["method"] == "continuous_speculative":
         return _tolerance(settings)
     rule = settings.get("rule", {"rule": "exact"})
@@ -103,7 +103,7 @@ def describe(trace: Trace) -> str:
         lines.append(f"{totals['draft_passes']} passes of the drafter")
     if kept := length - totals["tokens"] // totals["images"]:
         lines.append(f"{kept} of the tokens were kept")
-    if totals["acceptance_rate"]:
+    if totals["acceptance_rate"] or totals["draft_passes"]:
         lines.append(f"accepted guesses: {totals['accepted_drafts']} ({totals['acceptance_rate']:.0%} of those judged)")
     if skipped := totals["sources"].get("skipped"):
         lines.append(f"taken unverified: {skipped}")

@@ -104,8 +104,9 @@ def test_template_dialog_offers_and_opens_the_default(page):
     page.wait_for_function("() => app.graph._nodes.some(node => node.type === 'SpecARSJDSampler')", timeout=10_000)
 
 
-def test_default_template_runs_and_shows_pictures_and_map(page):
-    load(page, ROOT / "workflows" / f"{DEFAULT}.json")
+@pytest.mark.parametrize("name", [DEFAULT, "continuous_speculative"])
+def test_template_runs_and_shows_pictures_and_map(page, name):
+    load(page, ROOT / "workflows" / f"{name}.json")
     page.evaluate("() => { window.seen.length = 0; app.queuePrompt(0, 1); }")
     page.wait_for_function(FINISHED, timeout=180_000)
     seen = page.evaluate("() => window.seen")
@@ -116,7 +117,7 @@ def test_default_template_runs_and_shows_pictures_and_map(page):
     for kind in ("SaveImage", "SpecARAcceptanceMap"):
         assert page.evaluate("type => app.graph._nodes.some(node => node.type === type)", kind)
         page.wait_for_function(shown, arg=kind, timeout=15_000)
-    screenshot(page, DEFAULT)
+    screenshot(page, name)
 
 
 def test_help_page_of_a_node_opens(page):

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 BUNDLED = Path(__file__).resolve().parents[2] / "assets/default"
+CONTINUOUS = BUNDLED.with_name("continuous")
 WORKFLOW = "text_to_picture"
 
 
@@ -60,6 +61,21 @@ def image_decoder(folder: Path) -> str:
     return "image_decoder.safetensors"
 
 
+def kl_autoencoder(folder: Path) -> str:
+    shutil.copy(CONTINUOUS / "vae.safetensors", folder / "kl_autoencoder.safetensors")
+    return "kl_autoencoder.safetensors"
+
+
+def continuous_nan_weights(folder: Path) -> str:
+    shutil.copytree(CONTINUOUS, folder / "continuous_nan_weights")
+    return rewrite(folder / "continuous_nan_weights", lambda tensor: tensor * float("nan"))
+
+
+def continuous_wrong_shape(folder: Path) -> str:
+    shutil.copytree(CONTINUOUS, folder / "continuous_wrong_shape")
+    return rewrite(folder / "continuous_wrong_shape", lambda tensor: tensor[..., :-1].contiguous())
+
+
 def nan_weights(folder: Path) -> str:
     shutil.copytree(BUNDLED, folder / "nan_weights")
     return rewrite(folder / "nan_weights", lambda tensor: tensor * float("nan"))
@@ -92,7 +108,8 @@ def rewrite(folder: Path, change) -> str:
 CASES = {  # -> what the message says about it
     truncated: "damaged", noise: "damaged", empty: "damaged", hostile: "never run", hostile_zip: "never run",
     other_family: "no family", image_decoder: "Load AR Image Decoder", nan_weights: "NaN", wrong_shape: "expected",
-    no_image_decoder: "image decoder",
+    no_image_decoder: "image decoder", kl_autoencoder: "Load AR Image Decoder", continuous_nan_weights: "NaN",
+    continuous_wrong_shape: "expected",
 }
 
 

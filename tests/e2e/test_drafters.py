@@ -61,6 +61,20 @@ def test_a_drafter_loaded_for_another_model_is_refused(comfy):
     assert run.outcome == "error" and "Connect the same Load AR Checkpoint" in run.message()
 
 
+PAIRS = [  # workflow, what is loaded instead, what is said about it
+    ("continuous_speculative", {"drafter_name": "EAGLE drafter (bundled)"}, "guesses token ids"),
+    ("continuous_speculative", {"drafter_name": "small model (bundled)"}, "draws token ids"),
+    ("draft_tree_eagle", {"drafter_name": "small continuous MAR (bundled)"}, "draws vectors"),
+    ("sjd_acceptance_map", {"model_name": "continuous MAR (bundled)"}, "Continuous Speculative Sampler"),
+]
+
+
+@pytest.mark.parametrize(("workflow", "other", "says"), PAIRS)
+def test_token_ids_and_vectors_do_not_mix(comfy, workflow, other, says):
+    run = comfy.run(comfy.workflow(workflow, seed=605, **other))
+    assert run.outcome == "error" and says in run.message() and "Traceback" not in run.message()
+
+
 def test_interrupt_in_the_middle_of_a_tree_and_the_next_prompt_works(comfy):
     """Behind all the errors above."""
     prompt = comfy.workflow("all_methods_side_by_side", value=602)

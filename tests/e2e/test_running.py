@@ -10,7 +10,7 @@ from PIL import Image
 from scripts.comfy_client import interrupt
 
 SAMPLERS = {"text_to_picture": "SpecARNextTokenSampler", "sjd_acceptance_map": "SpecARSJDSampler",
-            "draft_tree_eagle": "SpecARDraftTreeSampler"}
+            "draft_tree_eagle": "SpecARDraftTreeSampler", "continuous_speculative": "SpecARContinuousSampler"}
 
 
 def progress_of(run, node: str) -> list[tuple[float, float]]:
@@ -108,3 +108,12 @@ def test_same_seed_repeats_and_another_seed_differs(comfy):
             assert np.array_equal(made, pictures[seed])
         pictures[seed] = made
     assert not np.array_equal(pictures[301], pictures[302])
+
+
+def test_inpainting_with_a_continuous_model_draws_only_what_is_masked(comfy):
+    prompt = comfy.workflow("continuous_inpaint", seed=303)
+    run = comfy.run(prompt)
+    assert run.outcome == "success", run.message()
+    [report] = run.collect("specar")
+    assert report["totals"]["tokens"] == 16 and report["totals"]["sources"]["forced"] == 48
+    assert report["settings"]["tolerance"] == 0.26 and not report["settings"]["lossless"]
