@@ -43,7 +43,7 @@ def main() -> None:
             vq = load_image_decoder(arguments.discrete).module if setting.kl_vae.start_from_vq else None
             kl_vae.train(setting, pictures, out, arguments.minutes, vq)
             continue
-        vae = kl_vae.restore(setting, out)
+        vae = kl_vae.restore(setting, out).to(setting.device)
         scale = kl_vae.latent_scale(vae, setting, pictures)
         if stage == "export":
             continuous_export.write(setting, vae, scale, words, out, arguments.discrete, exported)

@@ -17,6 +17,8 @@ from .tokenizer import WHOLE_PICTURES_FROM, Sampler, reconstruction_loss
 
 log = logging.getLogger(__name__)
 
+HELD_OUT = 48  # pictures to measure on
+
 
 def divergence(mean: Tensor, log_variance: Tensor) -> Tensor:
     """Mean Kullback-Leibler divergence of the latent's numbers from N(0, 1), in nats."""
@@ -69,11 +71,12 @@ def evaluate(model: KLModel, pixels: Tensor) -> tuple[dict[str, float], Tensor]:
 
 
 @torch.no_grad()
-def latent_scale(model: KLModel, setting: Setting, pictures: Pictures) -> float:
+def latent_scale(model: KLModel, setting: Setting, pictures: Pictures, views: int = 512) -> float:
     """What latents are multiplied by to have unit variance over the training pictures (the same at every call)."""
     sampler = Sampler(setting, setting.kl_vae, pictures, seed=10**6 + 1)
     device = next(model.parameters()).device
-    moments = [model.encode_moments(sampler.whole(32, only_chosen=True).to(device)) for _ in range(16)]
+    batches = (sampler.whole(32, only_chosen=True).to(device) for _ in range(views // 32))
+    moments = [model.encode_moments(batch) for batch in batches]
     mean, log_variance = (torch.cat(part) for part in zip(*moments))
     return float((mean.square() + log_variance.exp()).mean() - mean.mean().square()) ** -0.5
 
@@ -99,7 +102,7 @@ def train(
     counters = checkpoint.resume() or {"step": 0, "spent": 0.0}
     step, budget, mixed = counters["step"], Budget(minutes or cfg.minutes, counters["spent"]), autocast(setting)
     sampler = Sampler(setting, cfg, pictures, seed=step)
-    held_out = Sampler(setting, cfg, pictures, seed=10**6).whole(48, only_chosen=True)
+    held_out = Sampler(setting, cfg, pictures, seed=10**6).whole(HELD_OUT, only_chosen=True)
     log.info("%.2f M parameters", sum(p.numel() for p in model.parameters()) / 1e6)
     while budget.fraction < 1.0:
         set_rate([muon, adamw], cfg.learning_rate, rate(budget.fraction, step))

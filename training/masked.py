@@ -223,7 +223,6 @@ def train(
     counters = checkpoint.resume() or {"step": 0, "spent": 0.0}
     step, budget, mixed = counters["step"], Budget(minutes or cfg.minutes, counters["spent"]), autocast(setting)
     captions.random.seed(step)
-    vae = vae.to(device)
     latents = Latents(setting, cfg, pictures, captions, vae, scale, seed=step)
     unseen = Latents(setting, cfg, pictures, captions, vae, scale, seed=10**6)
     unseen = unseen.batch(unseen.encoded(64, held_out=True), held_out=True)

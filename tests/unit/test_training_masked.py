@@ -10,10 +10,9 @@ from comfyui_specar.model_loaders.checkpoint import open_checkpoint
 from comfyui_specar.models.diffusion_head import DiffusionHead, Schedule
 from comfyui_specar.models.kl_vae import KLConfig, KLModel
 from comfyui_specar.models.vq import VQConfig, VQModel
-from comfyui_specar.training import continuous_export, masked
+from comfyui_specar.training import continuous_export, kl_vae, masked
 from comfyui_specar.training.captions import Captions
 from comfyui_specar.training.export import save
-from comfyui_specar.training.kl_vae import copy_shared_layers, divergence
 from comfyui_specar.training.settings import CPU, MaskedSetting
 
 from .test_training_data import CONCEPTS, SETTING, pictures
@@ -21,7 +20,7 @@ from .test_training_data import CONCEPTS, SETTING, pictures
 TINY = MaskedSetting(1, dim=32, layers=1, heads=2, head_width=32, head_depth=1, batch=4, ring=8, ring_start=6, fresh=4)
 CONTINUOUS = replace(
     SETTING,
-    kl_vae=replace(CPU.kl_vae, config=KLConfig(4, (1, 1, 1, 1, 1), 32, 1)),
+    kl_vae=replace(CPU.kl_vae, config=KLConfig(4, (1, 1, 1, 1, 1), 32, 1), crop_batch=1, whole_batch=1),
     masked=TINY,
     masked_drafter=replace(TINY, dim=16, head_width=16),
 )
@@ -124,9 +123,7 @@ def test_loss_falls_on_few_pictures(model):
 
 def test_latents_are_scaled_shuffled_and_renewed(captions):
     torch.manual_seed(0)
-    vae = KLModel(CONTINUOUS.kl_vae.config).eval()
-    shown = pictures()
-    latents = masked.Latents(CONTINUOUS, TINY, shown, captions, vae, 2.0, seed=3)
+    latents = masked.Latents(CONTINUOUS, TINY, pictures(), captions, Pooled(), 2.0, seed=3)
     rows, dropped, tokens = latents.draw(4)
     assert rows.shape == (4, captions.slots) and dropped.shape == (4,) and tokens.shape == (4, 64, 4)
     assert (rows[:, 0] >= 0).all(), "words first, padding on the right"
@@ -141,17 +138,55 @@ def test_latents_are_scaled_shuffled_and_renewed(captions):
     assert (drawn.var(0) / (4 * log_variance.exp())).mean() == pytest.approx(1.0, abs=0.05)
 
 
+class Pooled(torch.nn.Conv2d):
+    """Stands for an autoencoder where only its latents matter."""
+
+    def __init__(self):
+        super().__init__(3, 4, 16, stride=16)
+
+    def encode_moments(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean = self(pixels)
+        return mean, torch.full_like(mean, -4.0)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_training_ends_on_time_and_goes_on_where_it_stopped(tmp_path, captions, autocast):
+    torch.manual_seed(0)
+    setting, vae = replace(CONTINUOUS, autocast=autocast), Pooled()
+    words, file = torch.randn(len(captions.words), 16), tmp_path / "masked_model.pt"
+    spent = []
+    for minutes in (0.02, 0.03):
+        masked.train(setting, TINY, pictures(), captions, words, vae, 1.0, file, minutes)
+        spent.append(torch.load(file, weights_only=True)["counters"])
+    assert spent[0]["step"] < spent[1]["step"] and 1.2 <= spent[0]["spent"] and 1.8 <= spent[1]["spent"]
+    start = masked.restore(setting, TINY, words, file).head.net.final_layer.linear.weight
+    assert start.isfinite().all() and start.abs().max() > 0, "it has learnt something"
+
+
+def test_the_autoencoder_trains_from_crops_to_whole_pictures(tmp_path, monkeypatch):
+    monkeypatch.setattr(kl_vae, "HELD_OUT", 2)
+    torch.manual_seed(0)
+    vae = kl_vae.train(CONTINUOUS, pictures(), tmp_path, 0.03)
+    assert all(parameter.isfinite().all() for parameter in vae.parameters())
+    again = kl_vae.restore(CONTINUOUS, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(vae.parameters(), again.parameters()))
+    scale = kl_vae.latent_scale(again, CONTINUOUS, pictures(), views=32)
+    assert scale == kl_vae.latent_scale(again, CONTINUOUS, pictures(), views=32)
+    mean, log_variance = again.encode_moments(torch.rand(8, 3, 128, 128))
+    assert 0.05 < float(kl_vae.noisy(mean, log_variance).std()) * scale < 5
+
+
 def test_divergence_is_that_of_torch():
     mean, log_variance = torch.randn(2, 4, 3, 3), torch.randn(2, 4, 3, 3)
     law = torch.distributions.Normal(mean, (0.5 * log_variance).exp())
     expected = torch.distributions.kl_divergence(law, torch.distributions.Normal(0.0, 1.0)).mean()
-    assert torch.allclose(divergence(mean, log_variance), expected, atol=1e-6)
+    assert torch.allclose(kl_vae.divergence(mean, log_variance), expected, atol=1e-6)
 
 
 def test_shallow_layers_come_from_the_vq_tokenizer():
     vq = VQModel(VQConfig(16, 4, (1, 1, 2, 4), 32, 32, 1))
     model = KLModel(CPU.kl_vae.config)
-    assert copy_shared_layers(model, vq) > 100
+    assert kl_vae.copy_shared_layers(model, vq) > 100
     mine, theirs = model.state_dict(), vq.state_dict()
     for new, old in {
         "encoder.down.1.block.0.conv1.weight": "encoder.conv_blocks.1.res.0.conv1.weight",
