@@ -7,7 +7,7 @@ import torch
 from comfyui_specar.samplers.continuous import ContinuousSpeculative
 from comfyui_specar.samplers.continuous_model import noises
 from comfyui_specar.samplers.continuous_next_token import ContinuousNextToken, mask_schedule
-from comfyui_specar.samplers.rng import Stream
+from comfyui_specar.samplers.rng import Purpose, Stream
 from comfyui_specar.samplers.trace import Source
 
 from .toy_heads import ToyHead, ToyMixture, drawing_order, request
@@ -266,6 +266,17 @@ def test_the_target_runs_once_a_block_over_as_many_variants_as_it_says():
         assert len(model.calls) == trace.totals["target_passes"]
         assert max(shape[1] for shape in model.calls) == run.variants
         assert {shape[1] * shape[2] for shape in model.calls[:1]} == {4 if mode == "block" else 5}
+
+
+@pytest.mark.parametrize(("mode", "condition"), MODES)
+def test_every_decision_is_what_its_recorded_ratio_says(mode, condition):
+    """A draft stays where log u is below its ratio; a block that ends early ends at its first rejection."""
+    trace = method(mode, condition).sample(request(TARGET, 100)).trace
+    u = Stream.of(0, 100, "cpu").uniform(torch.arange(LENGTH).expand(100, -1), Purpose.ACCEPT)
+    drafted = trace.positions["depth"] > 0
+    passed = (1 - u).log() <= trace.positions["log_ratio"]
+    stayed = trace.positions["source"] == (Source.ACCEPTED if mode == "exact" else Source.RELAXED)
+    assert torch.equal(passed & drafted, stayed) and stayed.any() and (drafted & ~stayed).any()
 
 
 @pytest.mark.parametrize("mode", ["prefix", "exact"])
