@@ -33,8 +33,6 @@ class ARVae:
     def encode(self, pixels: Tensor) -> Tensor:
         """Pixels [B, H, W, 3] in 0..1 -> latents [B, C, h, w]: the mean latent, or the nearest code vectors."""
         decoder = self._found.load(pixels.shape[0] * pixels.shape[1] * pixels.shape[2])
-        if isinstance(decoder, ImageDecoder):
-            return host.output(decoder.dequantize(decoder.encode(pixels)))
         return host.output(decoder.encode_latent(pixels))
 
     def decode_tiled(self, latent: Tensor, **_options: Any) -> Tensor:

@@ -83,7 +83,7 @@ def write_words(folder: Path) -> None:
 
 
 def masked_tensors() -> dict[str, torch.Tensor]:
-    """A random MAR, in the names of the released ones. (Only a trained head draws tokens near 1.)"""
+    """A random MAR, in the names of the released ones."""
     head = random_weights(DiffusionHead(MASKED.channels, MASKED.dim, 16, 1), 6)
     return random_weights(MAR(MASKED), 5) | {f"diffloss.{name}": tensor / 4 for name, tensor in head.items()}
 
@@ -93,7 +93,8 @@ def vectors(models) -> Path:
     """models/ar_models/vectors, a continuous text model, and models/ar_drafters/vectors.safetensors, a smaller one."""
     folder, drafters = models / "vectors", Path(folder_paths.get_folder_paths("ar_drafters")[0])
     folder.mkdir(exist_ok=True)
-    about = {"heads": 2, "grid": [GRID, GRID], "pixels_per_token": FACTOR, "scale": 0.5, "head_steps": 5}
+    about = {"heads": 2, "grid": [GRID, GRID], "pixels_per_token": FACTOR, "scale": 0.5, "head_steps": 5,
+             "first_step": 500}  # from there on, an untrained head's tokens stay small
     defaults = {"cfg": 2.0, "temperature": 0.9}
     save_file(masked_tensors(), folder / "model.safetensors", metadata(**about, defaults=defaults))
     save_file(random_weights(KLModel(KL), 7), folder / "vae.safetensors")

@@ -95,7 +95,7 @@ def test_continuous_runs_tell_their_tolerance_and_their_distance(run, nodes, dra
     plain, block, few = draw_vectors("NextToken")[1], draw_vectors("")[1], draw_vectors("NextToken", iterations=4)[1]
     first, second = zip(*labels([plain, block, few]), strict=True)
     assert first == ("continuous, one token a pass", "small model, blocks of 4", "continuous, 4 iterations")
-    assert second[:2] == ("the model alone", "approximate within 0.26 (kappa 40)")
+    assert second[:2] == ("the model alone", "approximate within 0.26 (kappa 45)")
     _, table = run(nodes["SpecARCompareTraces"], trace_1=plain, trace_2=block).result
     head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
     assert "distance (mean square)" in head and not any("leak" in name for name in head)
@@ -113,7 +113,7 @@ def test_continuous_descriptions_say_what_matters(draw_vectors):
     assert "cfg 2 (linear), temperature 0.9, ddpm with 5 steps a token" in plain and "top_k" not in plain
     block = describe(draw_vectors("", sigma="as in the official code", alignment=False)[1])
     assert block.startswith("small model, blocks of 4\n") and "(mean squared distance)" in block
-    assert "approximate within 0.26 (kappa 40), Sigma as in the official code, noise not shared" in block
+    assert "approximate within 0.26 (kappa 45), Sigma as in the official code, noise not shared" in block
     assert "passes of the drafter" in block
     exact = describe(draw_vectors("", mode="exact (slow)")[1])
     assert "exact, last step with noise; the distribution of the model with noise in its last step" in exact

@@ -113,8 +113,9 @@ def test_widgets_reach_the_method(draw_vectors):
 def test_a_model_accepts_its_own_guesses_unless_there_is_no_tolerance(draw_vectors, continuous):
     itself = host.LoadedDrafter(continuous[0].model, continuous[0].patcher, "itself", continuous[0])
     seen = {"drafter": itself, "target_sees": "what is decided, and earlier guesses"}
-    assert draw_vectors("", tolerance=10.0, **seen)[1].summary()["acceptance_rate"] == 1
+    assert draw_vectors("", **seen)[1].summary()["acceptance_rate"] == 1
     assert draw_vectors("", tolerance=0.0)[1].summary()["accepted_drafts"] == 0
+    assert draw_vectors("", tolerance=10.0)[1].summary()["accepted_drafts"] > 12
 
 
 def test_negative_prompt_counts_and_an_empty_one_does_not(draw_vectors, continuous):
@@ -178,8 +179,8 @@ def test_mask_errors(draw_vectors):
         ({"temperature": 0.0}, "temperature is 0"),
         ({"guidance": "magic"}, "guidance is 'magic'"),
         ({"head_sampler": "magic"}, "head_sampler is 'magic'"),
-        ({"head_steps": 1}, "2 to 1000 steps"),
-        ({"head_steps": 5000}, "2 to 1000 steps"),
+        ({"head_steps": 1}, "2 to 501 steps"),
+        ({"head_steps": 5000}, "2 to 501 steps"),
         ({"draft_length": 0}, "draft length is 0"),
         ({"prefill": 1.5}, "prefill is 1.5"),
         ({"mode": "magic"}, "mode is 'magic'"),
@@ -248,7 +249,7 @@ def test_tokens_that_are_no_numbers_are_reported(method, draw_vectors, continuou
     before = weights.detach().clone()
     try:
         weights.data.fill_(1e38)  # overflows, as fp16 does in a large model
-        with pytest.raises(ValueError, match="vectors drew tokens that are no numbers.*fp32 or bf16"):
+        with pytest.raises(ValueError, match="tokens that are no numbers.*fp32 or bf16"):
             draw_vectors(method)
     finally:
         weights.data.copy_(before)
@@ -340,9 +341,10 @@ def test_layers_that_stay_behind_are_cast_on_use(method, draw_vectors, continuou
             layer.comfy_cast_weights = False
 
 
-def test_lower_precision(run, nodes, continuous, vectors, draw_vectors):
-    loaded = run(nodes["SpecARLoadCheckpoint"], model_name="vectors", dtype="bf16", grid="auto").result[0]
-    assert {p.dtype for p in loaded.model.backbone.parameters()} == {loaded.model.dtype} == {torch.bfloat16}
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_lower_precision(dtype, run, nodes, continuous, vectors, draw_vectors):
+    loaded = run(nodes["SpecARLoadCheckpoint"], model_name="vectors", dtype=dtype, grid="auto").result[0]
+    assert {p.dtype for p in loaded.model.backbone.parameters()} == {loaded.model.dtype} != {torch.float32}
     small = run(nodes["SpecARLoadDrafter"], model=loaded, drafter_name="vectors.safetensors").result[0]
     latent, _ = draw_vectors("", model=loaded, drafter=small)
     assert latent["samples"].dtype == torch.float32 and latent["samples"].isfinite().all()

@@ -137,7 +137,7 @@ def test_metrics_of_the_other_kind_are_refused_with_those_there_are(trace, other
 
 @pytest.mark.parametrize("metric", [m for m in maps.METRICS if m not in maps.DISCRETE])
 def test_acceptance_map_of_a_continuous_run(metric, run, nodes, draw_vectors, continuous):
-    latent, trace = draw_vectors("", batch=2, head_steps=2)
+    latent, trace = draw_vectors("", batch=2, head_steps=2, tolerance=1.0)
     picture = continuous[2].decode(latent["samples"])
     out = run(nodes["SpecARAcceptanceMap"], trace=trace, metric=metric, opacity=0.5, image=picture)
     overlay, colours, mask, report = out.result
