@@ -85,8 +85,9 @@ class ContinuousSpeculative:
     pass for the whole block, mode "block" only) or "drafts" (the earlier drafts: one variant of the picture per token);
     None: "prefix" for "block", else "drafts". tolerance: width, in units of the latent (whose standard deviation is
     about 1), within which a draft passes for a target sample; the published kappa is tolerance over the width of the
-    last denoising step, and 0.26 is its value 42. Not used in mode "exact". path: log Sigma "off", as in the "paper",
-    or inverted as in the "official" code. aligned: do both models share their noise.
+    last denoising step (which is proportional to the temperature), and 0.26 is its value 42. Not used in mode "exact".
+    path: log Sigma "off", as in the "paper", or inverted as in the "official" code. aligned: do both models share their
+    noise.
     """
 
     drafter: ContinuousModel
@@ -128,8 +129,12 @@ class ContinuousSpeculative:
             raise ValueError("Mode 'exact' needs the noise of the last denoising step, which ddim has not: use ddpm.")
         if self.mode != "block" and request.model.group > 1:
             raise ValueError(f"This model draws cells of {request.model.group} tokens: use mode 'block' with it.")
-        if not request.params.temperature > 0:
-            raise ValueError("temperature is 0: acceptance compares widths, so it must be above 0.")
+        if request.params.kind == "ddpm" and not request.params.temperature > 0:
+            raise ValueError("temperature is 0: acceptance compares widths, so with ddpm it must be above 0.")
+        pair = [(model.channels, model.group) for model in (self.drafter, request.model)]
+        if pair[0] != pair[1]:
+            raise ValueError("The drafter draws {} numbers a token and {} tokens at once, the model {} and {}: they do "
+                             "not belong together.".format(*pair[0], *pair[1]))
 
     def sample(self, request: ContinuousRequest) -> ContinuousDecoded:
         """Draw ``request.batch`` images. Raises ValueError on illegal parameters."""
@@ -147,10 +152,9 @@ class ContinuousSpeculative:
         if self.mode != "exact":
             settings |= {"tolerance": self.tolerance, "kappa": run.kappa}
         seconds = time.perf_counter() - started
-        trace = run.recorder.finish(
-            request.seed, settings | asdict(request.params), seconds, draft_passes=run.draft_passes
-        )
-        return ContinuousDecoded(run.canvas.tokens.clone(), trace)
+        params = {name: value for name, value in asdict(request.params).items() if name != "iterations"}
+        trace = run.recorder.finish(request.seed, settings | params, seconds, draft_passes=run.draft_passes)
+        return ContinuousDecoded(run.canvas.finished(), trace)
 
 
 class Run:
@@ -161,7 +165,8 @@ class Run:
         self.method, self.request, self.model, self.params = method, request, model, request.params
         self.group = model.group
         self.schedule = model.schedule(self.params)
-        self.kappa = 1.0 if method.mode == "exact" else method.tolerance / self.schedule.last_width
+        width = self.schedule.last_width * (self.params.temperature if self.params.kind == "ddpm" else 1)
+        self.kappa = 1.0 if method.mode == "exact" else method.tolerance / width
         self.stream = Stream.of(request.seed, batch, model.device)
         self.canvas = Canvas(request, self.stream)
         layout = TokenLayout.plain(*request.grid)

@@ -194,6 +194,15 @@ class Canvas:
         recorder.tokens(self.order, everywhere, order=torch.arange(self.length, device=self.device))
         recorder.tokens(self.order, self.kept.gather(1, self.order), source=Source.FORCED)
 
+    def finished(self) -> Tensor:
+        """The tokens of complete pictures. Raises ValueError if some are not finite."""
+        if not self.tokens.isfinite().all():
+            raise ValueError(
+                "The model drew tokens that are no numbers (NaN or infinite): its arithmetic overflowed. Load it in "
+                "fp32 or bf16 (Load AR Checkpoint, dtype), or lower the guidance."
+            )
+        return self.tokens.clone()
+
     def progress(self, passes: int) -> ContinuousProgress:
         return ContinuousProgress(self.tokens, self.known()[:, 0], self.done, self.length, passes)
 

@@ -49,9 +49,10 @@ class ContinuousNextToken:
         canvas.record(recorder)
         guided = params.cfg != 1
         state = model.start(request.conditioning, request.negative, batch, request.grid, guided)
-        passes = 0
+        passes, widest = 0, 0
         for counts in self._counts(canvas, model.group, params.iterations):
             most = max(counts)
+            widest = max(widest, most)
             positions, exist = canvas.upcoming(0, most)
             count = torch.tensor(counts, device=canvas.device)
             drawn = exist & (torch.arange(most, device=canvas.device) < count[:, None])
@@ -71,9 +72,11 @@ class ContinuousNextToken:
             passes += 1
             if request.callback:
                 request.callback(canvas.progress(passes))
-        settings = {"method": "continuous_next_token", "iterations": self.iterations, **asdict(params)}
+        alone = widest <= model.group
+        settings = {"method": "continuous_next_token", **asdict(params), "lossless": alone,
+                    "iterations": None if alone else passes}
         trace = recorder.finish(request.seed, settings, time.perf_counter() - started)
-        return ContinuousDecoded(canvas.tokens.clone(), trace)
+        return ContinuousDecoded(canvas.finished(), trace)
 
     def _counts(self, canvas: Canvas, group: int, own: int | None) -> list[list[int]]:
         """Tokens per pass and image. Images that keep more of their picture may be finished sooner."""

@@ -109,7 +109,7 @@ def test_whole_pictures(monkeypatch, name):
     target.schedule = drafter.schedule = lambda params: steps
     classes = target.encode_features(torch.tensor([3.0, 8.0]).view(2, 1, 1))
     method = ContinuousSpeculative(
-        drafter, length, prefill=1 / 16, path="official", tolerance=KAPPA * steps.last_width
+        drafter, length, prefill=1 / 16, path="official", tolerance=KAPPA * steps.last_width * temperature
     )
     params = ContinuousParams(cfg, "constant", temperature)
     out = method.sample(ContinuousRequest(target, classes, (4, 4), params, batch=2))

@@ -395,6 +395,7 @@ def test_settings_that_do_not_go_together_are_refused():
     keep = {"tokens": torch.zeros(1, LENGTH, 2), "kept": kept}
     for sampler in (method(drafter=Cells(2, GRID)), ContinuousNextToken()):
         refuse("draws 3 tokens at once: it cannot keep parts", sampler, Cells(2, GRID), **keep)
+    for sampler in (method(), ContinuousNextToken()):
         refuse("keeps every token of every picture", sampler, **keep | {"kept": torch.ones_like(kept)})
     for iterations in (0, -3):
         refuse(f"iterations is {iterations}", ContinuousNextToken(iterations))
@@ -407,9 +408,35 @@ def test_without_noise_ddim_goes_through_block_and_prefix():
         assert (decoded.trace.positions["log_ratio"] <= 0).all()  # the draft is the middle of its own kernel
 
 
+def test_the_width_of_the_kernel_is_the_tolerance_at_any_temperature():
+    for temperature, kind in ((1.0, "ddpm"), (0.5, "ddpm"), (0.5, "ddim")):
+        trace = method().sample(request(TARGET, 20, temperature=temperature, kind=kind)).trace
+        drafted = trace.positions["depth"] > 0
+        ratio, distance = (trace.positions[name][drafted] for name in ("log_ratio", "distance"))
+        widths = distance.square().sum() / (-2 * ratio.sum())
+        assert widths.sqrt() == pytest.approx(0.5, rel=0.5)  # as the two models' learned widths differ
+
+
+def test_a_plain_run_says_whether_it_drew_blindly():
+    settings = ContinuousNextToken().sample(request(TARGET, 1)).trace.settings
+    assert settings["lossless"] and settings["iterations"] is None
+    settings = ContinuousNextToken(2).sample(request(TARGET, 1)).trace.settings
+    assert not settings["lossless"] and settings["iterations"] == 2
+
+
+def test_numbers_that_overflow_and_foreign_drafters_are_refused():
+    class Overflowing(ToyHead):
+        def law(self, *args):
+            return super().law(*args).map(lambda t: t * torch.nan)
+
+    for run in (ContinuousNextToken(), method(), method("prefix"), method("exact")):
+        refuse("drew tokens that are no numbers", run, Overflowing(2))
+    refuse("The drafter draws 1 numbers a token", method(drafter=ToyHead(1)))
+
+
 def test_settings_and_parameters_are_recorded():
     settings = method().sample(request(TARGET, 1, cfg=2.0, temperature=0.9)).trace.settings
-    assert settings["kappa"] == pytest.approx(0.5 / 0.35) and not settings["lossless"]
+    assert settings["kappa"] == pytest.approx(0.5 / (0.35 * 0.9)) and not settings["lossless"]
     assert settings["cfg"] == 2.0 and settings["temperature"] == 0.9 and settings["condition"] == "prefix"
     exact = method("exact").sample(request(TARGET, 1)).trace.settings
     assert exact["lossless"] and "kappa" not in exact and exact["condition"] == "drafts"
