@@ -42,7 +42,7 @@ def columns(traces: list[Trace]) -> list[Column]:
         leaks = [t["tv_leak"] / t["images"] if "tv_leak" in t else None for t in totals]
         chosen.append(Column("leak", "per picture", leaks, "{:.2f}".format))
     if any(t.continuous for t in traces):
-        chosen.append(Column("distance", "mean square", [_distance(t) for t in totals], "{:.2f}".format))
+        chosen.append(Column("distance", "mean square", [_distance(t) for t in totals], "{:.3g}".format))
     if not times_compare(traces):
         chosen.append(Column("wall time", "seconds per run", [t["seconds"] for t in totals], "{:.2f}".format))
     return chosen

@@ -79,7 +79,7 @@ def fidelity(trace: Trace) -> str:
         return "the model's own distribution"
     if trace.continuous:
         apart = trace.summary()["mean_square_distance"]
-        return f"the two models' draws are {apart:.2f} apart (mean squared distance)"
+        return f"the two models' draws are {apart:.3g} apart (mean squared distance)"
     leak = trace.summary()["tv_leak"] / trace.totals["images"]
     return f"approximate, leak {leak:.2f} per picture" if leak else "approximate"
 
