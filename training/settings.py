@@ -125,7 +125,7 @@ class Setting:
     masked: MaskedSetting
     masked_drafter: MaskedSetting
     sampling: Sampling = Sampling()
-    masked_sampling: ContinuousParams = ContinuousParams(2.5, "constant", 1.0, steps=25)
+    masked_sampling: ContinuousParams = ContinuousParams(2.0, "constant", 1.0, steps=25)
     masked_first_step: int = 970  # denoising begins here: before it, the smallest error of a head is multiplied
     caption_slots: int = 10
     masked_slots: int = 6  # of the continuous model; unfilled ones hold its vector for no prompt
