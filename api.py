@@ -112,9 +112,10 @@ def _sample_vectors(
     given: dict[str, Any],
 ) -> Output:
     grid = model.check_grid(*(given.pop("grid", None) or (None, None)))
-    keep = {name: given.pop(name, None) for name in ("tokens", "kept")}
+    tokens, kept = given.pop("tokens", None), given.pop("kept", None)
+    tokens, kept = tokens if tokens is None else tokens.flatten(1, -2), kept if kept is None else kept.flatten(1)
     params = replace(model.defaults, **{name: value for name, value in given.items() if value is not None})
-    request = ContinuousRequest(model, conditioning, grid, params, negative, seed, batch, callback, **keep)
+    request = ContinuousRequest(model, conditioning, grid, params, negative, seed, batch, callback, tokens, kept)
     with torch.inference_mode():
         decoded = method.sample(request)
         return Output(decoded.tokens.unflatten(1, grid), model.to_latent(decoded.tokens, grid), decoded.trace)

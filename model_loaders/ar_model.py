@@ -16,8 +16,7 @@ from ..models.cache import KVCache
 from ..samplers.protocols import SamplingParams, StepOut, TokenLayout
 from .neighbours import neighbour_table
 from .prompt_encoders import PromptEncoder
-
-Conditioning = list  # core's CONDITIONING: [[features [1 or B, n, F], {"ar": {"family": ..., "text": ...}}]]
+from .prompts import Conditioning, Prompted
 
 
 @dataclass
@@ -36,7 +35,7 @@ class State:
         return Rotation(angles.cos(), angles.sin())
 
 
-class DiscreteModel(nn.Module):
+class DiscreteModel(Prompted, nn.Module):
     """See ARModel in samplers/protocols.py for the contract.
 
     grid: the (rows, cols) the model was trained on. pixels_per_token: side of a token's patch, known for certain once
@@ -102,34 +101,9 @@ class DiscreteModel(nn.Module):
         slots = getattr(self.prefix, "slots", 1) + layout.length + slack
         return 2 * config.layers * batch * (1 + guided) * slots * config.dim * self.dtype.itemsize
 
-    # Prompts
-
-    def encode_prompt(self, text: str) -> Conditioning:
-        """CONDITIONING of a prompt (or of a class name or number). Raises ValueError with a remedy."""
-        return self.encode_features(self.prompt_encoder.encode(text), text=text)
-
-    def encode_class(self, number: int) -> Conditioning:
-        """CONDITIONING of a class number, for class-conditional models."""
-        return self.encode_prompt(str(number))
-
-    def encode_features(self, features: Tensor, mask: Tensor | None = None, text: str = "") -> Conditioning:
-        """CONDITIONING of ready features [1, n, F]; mask [1, n] (bool) marks the valid slots, which alone are kept."""
-        if mask is not None:
-            features = features[:, mask[0].bool()]
-        return [[features, {"ar": {"family": self.family, "text": text}}]]
-
     def _prefix(self, conditioning: Conditioning, batch: int, name: str) -> Tensor:
-        """Prefix embeddings [batch, n, D] of a CONDITIONING, after checking that it is one of ours."""
-        if len(conditioning) != 1:
-            raise ValueError(f"{name} combines {len(conditioning)} prompts; AR models take one. Use a single prompt.")
-        features, extra = conditioning[0]
-        family = extra.get("ar", {}).get("family")
-        if family != self.family:
-            origin = f"was encoded for {family}" if family else "does not come from this pack's CLIP"
-            raise ValueError(f"{name} {origin}, but the model is {self.family}. Encode it with this model's own CLIP.")
-        if features.shape[0] not in (1, batch):
-            raise ValueError(f"{name} holds {features.shape[0]} prompts for a batch of {batch}. Use 1 or {batch}.")
-        return self.prefix(features.to(self.device)).expand(batch, -1, -1)
+        """Prefix embeddings [batch, n, D] of a CONDITIONING."""
+        return self.prefix(self.read(conditioning, batch, name)).expand(batch, -1, -1)
 
     # Decoding
 

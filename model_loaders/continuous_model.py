@@ -18,9 +18,9 @@ from ..models.diffusion_head import DiffusionHead, Schedule
 from ..models.mar import MAR, Positions
 from ..samplers.continuous_model import ContinuousParams, masked_guidance
 from ..samplers.laws import Normal
-from .ar_model import Conditioning
 from .checkpoint import CheckpointError
-from .prompt_encoders import PromptEncoder
+from .prompt_encoders import PromptEncoder, WordEncoder
+from .prompts import Conditioning, Prompted
 
 
 @dataclass
@@ -35,7 +35,7 @@ class MaskedState:
     positions: Positions
 
 
-class ContinuousBase(nn.Module):
+class ContinuousBase(Prompted, nn.Module):
     """What continuous models of all families share: prompts, units, and the names samplers and nodes ask for.
 
     grid: the (rows, cols) the model was trained on. scale: what latents of its VAE are multiplied by to have unit
@@ -43,7 +43,6 @@ class ContinuousBase(nn.Module):
     is the drafter of a larger one.
     """
 
-    kind = "model"  # as a drafter, for the trace
     group = 1
     order: Tensor | None = None
 
@@ -52,6 +51,8 @@ class ContinuousBase(nn.Module):
         prompt_encoder: PromptEncoder, pixels_per_token: int = 16,
     ):
         super().__init__()
+        if not (isinstance(scale, int | float) and 0 < scale < math.inf):
+            raise CheckpointError(f"The scale of latents is {scale!r}, but must be a positive number.")
         self.family, self.grid, self.channels, self.scale = family, grid, channels, scale
         self.defaults, self.prompt_encoder, self.pixels_per_token = defaults, prompt_encoder, pixels_per_token
         self.device = torch.device("cpu")
@@ -67,36 +68,9 @@ class ContinuousBase(nn.Module):
         """What the model reads as its prompt, in words."""
         return "text"
 
-    # Prompts
-
-    def encode_prompt(self, text: str) -> Conditioning:
-        """CONDITIONING of a prompt (or of a class name or number). Raises ValueError with a remedy."""
-        return self.encode_features(self.prompt_encoder.encode(text), text=text)
-
-    def encode_class(self, number: int) -> Conditioning:
-        """CONDITIONING of a class number, for class-conditional models."""
-        return self.encode_prompt(str(number))
-
-    def encode_features(self, features: Tensor, mask: Tensor | None = None, text: str = "") -> Conditioning:
-        """CONDITIONING of ready features [1, n, F]; mask [1, n] (bool) marks the valid slots, which alone are kept."""
-        if mask is not None:
-            features = features[:, mask[0].bool()]
-        return [[features, {"ar": {"family": self.family, "text": text}}]]
-
     def features(self, conditioning: Conditioning, batch: int, name: str) -> Tensor:
         """Features [batch, n, F] of a CONDITIONING. Raises ValueError if it is not one of this model's."""
-        if len(conditioning) != 1:
-            raise ValueError(f"{name} combines {len(conditioning)} prompts; AR models take one. Use a single prompt.")
-        features, extra = conditioning[0]
-        family = extra.get("ar", {}).get("family")
-        if family != self.family:
-            origin = f"was encoded for {family}" if family else "does not come from this pack's CLIP"
-            raise ValueError(f"{name} {origin}, but the model is {self.family}. Encode it with this model's own CLIP.")
-        if features.shape[0] not in (1, batch):
-            raise ValueError(f"{name} holds {features.shape[0]} prompts for a batch of {batch}. Use 1 or {batch}.")
-        return features.to(self.device).expand(batch, -1, -1)
-
-    # Units
+        return self.read(conditioning, batch, name).expand(batch, -1, -1)
 
     def check_grid(self, rows: int | None = None, cols: int | None = None) -> tuple[int, int]:
         """The grid to draw on; raises ValueError for one the model was not trained on."""
@@ -215,6 +189,10 @@ def check_continuous_pair(small: ContinuousBase, target: ContinuousBase, path: P
                 f"{path.name} cannot draft for this model: its {what} is {mine}, the model's is {its}. Choose a "
                 "smaller model of the same family that was trained with the same VAE."
             )
+    words = [m.prompt_encoder for m in (small, target) if isinstance(m.prompt_encoder, WordEncoder)]
+    if len(words) == 2 and not (words[0].words == words[1].words and torch.equal(words[0].table, words[1].table)):
+        raise CheckpointError(f"{path.name} cannot draft for this model: it reads other words. It lies beside another "
+                              "text_encoder.safetensors than the model.")
 
 
 def _order(model: ContinuousBase) -> str:

@@ -47,6 +47,8 @@ class Schedule:
         The very first step of published models multiplies errors of the network by over 300; small models, which cannot
         be that precise, begin a little later. Raises ValueError for an illegal number or kind.
         """
+        if not 1 <= first < TRAINING_STEPS:
+            raise ValueError(f"Denoising begins at step 1 to {TRAINING_STEPS - 1}; {first} was asked for.")
         if not 2 <= steps <= first + 1:
             raise ValueError(f"The diffusion head takes 2 to {first + 1} steps a token; {steps} were asked for.")
         if kind not in KINDS:

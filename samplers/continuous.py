@@ -39,7 +39,7 @@ CONDITIONS = ("prefix", "drafts")
 PATHS = {"off": 0.0, "paper": 1.0, "official": -1.0}  # sign of log Sigma
 TRIES = 100  # proposals of the residual, as in the published code; giving up then costs up to 0.4 % in total variation
 PATIENCE = 100  # times as many in mode "exact", so that it is exact to less than 0.004 %
-SMALLEST_KAPPA = 1e-6  # a tolerance of zero
+SMALLEST_KAPPA, LARGEST_KAPPA = 1e-6, 1e15  # tolerances of zero and infinity
 
 
 def log_ratio(x: Tensor, p: Law, q: Law, kappa: float = 1.0, sign: float = 0.0) -> Tensor:
@@ -50,7 +50,7 @@ def log_ratio(x: Tensor, p: Law, q: Law, kappa: float = 1.0, sign: float = 0.0) 
     """
     if not isinstance(p, Normal) or not isinstance(q, Normal):
         return p.log_density(x) - q.log_density(x)
-    if math.isinf(kappa):
+    if kappa > LARGEST_KAPPA:
         return torch.full(x.shape[:-1], math.inf, device=x.device)
     kappa = max(kappa, SMALLEST_KAPPA)
     to_p, to_q = ((x - law.mean).square() / (2 * kappa**2) * (-2 * law.log_std).exp() for law in (p, q))
@@ -111,8 +111,8 @@ class ContinuousSpeculative:
     def check(self, request: ContinuousRequest) -> None:
         """Raise ValueError naming the setting that is illegal, by itself or with this model."""
         request.params.check()
-        if self.length < 1:
-            raise ValueError(f"The draft length is {self.length}, but must be 1 or more.")
+        if not isinstance(self.length, int) or self.length < 1:
+            raise ValueError(f"The draft length is {self.length}, but must be a number from 1 on.")
         if not 0 <= self.prefill <= 1:
             raise ValueError(f"prefill is {self.prefill}, but must be a share from 0 to 1.")
         for name, value, options in (("mode", self.mode, MODES), ("path", self.path, PATHS),

@@ -6,6 +6,7 @@ batch, M positions predicted at once, T denoising steps of a token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -38,12 +39,12 @@ class ContinuousParams:
 
     def check(self) -> None:
         """Raise ValueError naming the parameter and its legal range."""
-        if not self.cfg >= 1:
-            raise ValueError(f"cfg is {self.cfg}, but must be 1 (no guidance) or more.")
+        if not 1 <= self.cfg < math.inf:
+            raise ValueError(f"cfg is {self.cfg}, but must be 1 (no guidance) or more, and finite.")
         if self.cfg_schedule not in GUIDANCE:
             raise ValueError(f"The guidance schedule is {self.cfg_schedule!r}; choose one of: {', '.join(GUIDANCE)}.")
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature is {self.temperature}, but must be 0 (no noise) or more.")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature is {self.temperature}, but must be 0 (no noise) or more, and finite.")
         if self.iterations is not None and self.iterations < 1:
             raise ValueError(f"iterations is {self.iterations}, but must be 1 or more.")
 
@@ -141,7 +142,9 @@ class Canvas:
     """
 
     def __init__(self, request: ContinuousRequest, stream: Stream):
-        """Raises ValueError if tokens are to be kept by a model that draws several together, or nothing is left."""
+        """Raises ValueError for kept tokens that are illegal or leave nothing to draw, or if the batch is empty."""
+        if request.batch < 1:
+            raise ValueError(f"The batch is {request.batch}, but must be 1 or more.")
         model, batch = request.model, request.batch
         self.batch, self.device, self.length = batch, model.device, request.grid[0] * request.grid[1]
         positions = torch.arange(self.length, device=self.device).expand(batch, -1)
@@ -152,16 +155,30 @@ class Canvas:
         self._tokens = torch.zeros((batch, self.length + 1, model.channels), device=self.device)
         self.done = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.kept = torch.zeros_like(positions, dtype=torch.bool)
-        if request.kept is not None:
-            if model.group > 1:
-                raise ValueError(f"This model draws {model.group} tokens at once: it cannot keep parts of a picture.")
+        if request.kept is not None and request.kept.any():
+            self._check_kept(request)
             self.kept = request.kept.to(self.device).expand(batch, -1)
-            if self.kept.all():
-                raise ValueError("The noise mask keeps every token of every picture, so there is nothing to draw.")
             self.order = self.order.gather(1, (~self.kept.gather(1, self.order)).byte().argsort(dim=1, stable=True))
             self.tokens.copy_(torch.where(self.kept[..., None], request.tokens.to(self.device), 0.0))
             self.done = self.kept.sum(1)
         self.rank = self.order.argsort(dim=1)
+
+    def _check_kept(self, request: ContinuousRequest) -> None:
+        kept, tokens, model = request.kept, request.tokens, request.model
+        if model.group > 1:
+            raise ValueError(f"This model draws {model.group} tokens at once: it cannot keep parts of a picture.")
+        if tokens is None:
+            raise ValueError("kept marks tokens that stay, but no tokens were given.")
+        shape = self.length, model.channels
+        if kept.dtype != torch.bool or kept.shape[1:] != shape[:1] or tokens.shape[1:] != shape:
+            raise ValueError(
+                f"kept must be bool [B, {shape[0]}] and tokens [B, {shape[0]}, {shape[1]}], but they are {kept.dtype} "
+                f"{list(kept.shape)} and {list(tokens.shape)}."
+            )
+        if kept.all():
+            raise ValueError("The noise mask keeps every token of every picture, so there is nothing to draw.")
+        if not tokens.to(kept.device)[kept.expand(len(tokens), -1)].isfinite().all():
+            raise ValueError("The picture to be kept holds numbers that are not finite. Encode it again.")
 
     @property
     def tokens(self) -> Tensor:

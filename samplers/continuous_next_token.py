@@ -49,7 +49,7 @@ class ContinuousNextToken:
         canvas.record(recorder)
         guided = params.cfg != 1
         state = model.start(request.conditioning, request.negative, batch, request.grid, guided)
-        passes, widest = 0, 0
+        passes, widest, highest = 0, 0, canvas.extent()[1]
         for counts in self._counts(canvas, model.group, params.iterations):
             most = max(counts)
             widest = max(widest, most)
@@ -60,7 +60,7 @@ class ContinuousNextToken:
             after = canvas.done + count
             cfg = model.guidance(params, canvas.done, after, canvas.length)
             law = model.predict(
-                state, canvas.tokens, canvas.known(), positions[:, None], canvas.extent()[1],
+                state, canvas.tokens, canvas.known(), positions[:, None], highest,
                 cfg[:, None, None].expand(-1, 1, most), params.temperature, noise0[:, None], noise_t[:, :, None],
                 schedule,
             )
@@ -69,7 +69,7 @@ class ContinuousNextToken:
             recorder.tokens(positions, drawn, finalised_at=passes, source=Source.BONUS if passes else Source.PREFILL)
             canvas.done = after
             recorder.round(accepted=0 * count, committed=count, width=most)
-            passes += 1
+            passes, highest = passes + 1, min(highest + most, canvas.length)
             if request.callback:
                 request.callback(canvas.progress(passes))
         alone = widest <= model.group

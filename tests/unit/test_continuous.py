@@ -255,7 +255,9 @@ def test_passes_of_block_mode_follow_their_formula(grid):
 
 
 def test_prefill_of_a_released_model_is_13_tokens():
-    assert round(ContinuousSpeculative(DRAFTER).prefill * 256) == 13
+    target, drafter = ToyHead(1, (16, 16)), ToyHead(1, (16, 16), noise=0.3)
+    source = ContinuousSpeculative(drafter, 81).sample(request(target, 1)).trace.positions["source"]
+    assert (source == Source.PREFILL).sum() == 13
 
 
 def test_the_target_runs_once_a_block_over_as_many_variants_as_it_says():
@@ -414,7 +416,7 @@ def test_the_width_of_the_kernel_is_the_tolerance_at_any_temperature():
         drafted = trace.positions["depth"] > 0
         ratio, distance = (trace.positions[name][drafted] for name in ("log_ratio", "distance"))
         widths = distance.square().sum() / (-2 * ratio.sum())
-        assert widths.sqrt() == pytest.approx(0.5, rel=0.5)  # as the two models' learned widths differ
+        assert widths.sqrt() == pytest.approx(0.5, rel=0.2)  # as the two models' learned widths differ
 
 
 def test_a_plain_run_says_whether_it_drew_blindly():

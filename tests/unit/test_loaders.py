@@ -304,6 +304,9 @@ def test_bundled_files_load_as_they_are():
     """Every model folder in assets/ loads with the key names of the released files, and nothing in it is a pickle."""
     root = Path(sys.modules["comfyui_specar"].__file__).parent / "assets"
     assert not [p for p in root.rglob("*") if re.fullmatch(r"\.(pt|pth|bin|ckpt|pkl)", p.suffix)]
-    for folder in (p.parent for p in root.glob("*/model.safetensors")):
-        model = load_model(bundled(folder.name))
-        assert model.codebook is not None and set(load_file(folder / "model.safetensors")) >= {"tok_embeddings.weight"}
+    telling = {"default": "tok_embeddings.weight", "continuous": "diffloss.net.input_proj.weight"}
+    assert {path.parent.name for path in root.glob("*/model.safetensors")} == set(telling)
+    for name, tensor in telling.items():
+        model, decoder = load_model(bundled(name)), load_image_decoder(bundled(name))
+        assert tensor in load_file(bundled(name) / "model.safetensors")
+        assert (model.grid[0] * decoder.factor, model.pixels_per_token) == (128, decoder.factor)

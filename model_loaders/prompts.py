@@ -1,0 +1,45 @@
+"""Prompts as core's CONDITIONING, the same for models of every kind."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .prompt_encoders import PromptEncoder
+
+Conditioning = list  # core's CONDITIONING: [[features [1 or B, n, F], {"ar": {"family": ..., "text": ...}}]]
+
+
+class Prompted:
+    """A model that is told what to draw: writes CONDITIONING, and reads it back."""
+
+    family: str
+    prompt_encoder: PromptEncoder
+    device: torch.device
+
+    def encode_prompt(self, text: str) -> Conditioning:
+        """CONDITIONING of a prompt (or of a class name or number). Raises ValueError with a remedy."""
+        return self.encode_features(self.prompt_encoder.encode(text), text=text)
+
+    def encode_class(self, number: int) -> Conditioning:
+        """CONDITIONING of a class number, for class-conditional models."""
+        return self.encode_prompt(str(number))
+
+    def encode_features(self, features: Tensor, mask: Tensor | None = None, text: str = "") -> Conditioning:
+        """CONDITIONING of ready features [1, n, F]; mask [1, n] (bool) marks the valid slots, which alone are kept."""
+        if mask is not None:
+            features = features[:, mask[0].bool()]
+        return [[features, {"ar": {"family": self.family, "text": text}}]]
+
+    def read(self, conditioning: Conditioning, batch: int, name: str) -> Tensor:
+        """Features [1 or batch, n, F] of a CONDITIONING. Raises ValueError if it is not one of this model's."""
+        if len(conditioning) != 1:
+            raise ValueError(f"{name} combines {len(conditioning)} prompts; AR models take one. Use a single prompt.")
+        features, extra = conditioning[0]
+        family = extra.get("ar", {}).get("family")
+        if family != self.family:
+            origin = f"was encoded for {family}" if family else "does not come from this pack's CLIP"
+            raise ValueError(f"{name} {origin}, but the model is {self.family}. Encode it with this model's own CLIP.")
+        if features.shape[0] not in (1, batch):
+            raise ValueError(f"{name} holds {features.shape[0]} prompts for a batch of {batch}. Use 1 or {batch}.")
+        return features.to(self.device)
