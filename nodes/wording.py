@@ -77,6 +77,8 @@ def fidelity(trace: Trace) -> str:
         return "the distribution of the model with noise in its last step"
     if exact(trace):
         return "the model's own distribution"
+    if trace.continuous and not trace.totals["draft_passes"]:
+        return "tokens of a pass do not see each other"
     if trace.continuous:
         apart = trace.summary()["mean_square_distance"]
         return f"the two models' draws are {apart:.3g} apart (mean squared distance)"

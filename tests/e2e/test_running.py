@@ -115,5 +115,5 @@ def test_inpainting_with_a_continuous_model_draws_only_what_is_masked(comfy):
     run = comfy.run(prompt)
     assert run.outcome == "success", run.message()
     [report] = run.collect("specar")
-    assert report["totals"]["tokens"] == 16 and report["totals"]["sources"]["forced"] == 48
-    assert report["settings"]["tolerance"] == 0.26 and not report["settings"]["lossless"]
+    assert report["totals"]["tokens"] == 32 and report["totals"]["sources"]["forced"] == 32
+    assert report["settings"]["tolerance"] == 1 and not report["settings"]["lossless"]

@@ -102,6 +102,7 @@ def test_continuous_runs_tell_their_tolerance_and_their_distance(run, nodes, dra
     where = head.index("distance (mean square)")
     assert rows[0][where] == "-" and float(rows[1][where]) > 0
     assert [row[1] for row in rows] == ["exact", "approximate"]
+    assert compare.table([few]).splitlines()[2].split("|")[2].strip() == "approximate"
     mixed = [column.name for column in compare.columns([plain, runs[0]])]
     assert "leak" in mixed and "distance" in mixed
     assert compare.table([plain, block, runs[0]]).count("-") > 3 and compare.chart([plain, runs[0]]).shape[1] == 1024
@@ -111,6 +112,8 @@ def test_continuous_descriptions_say_what_matters(draw_vectors):
     plain = describe(draw_vectors("NextToken")[1])
     assert plain.startswith("continuous, one token a pass\n") and "16 passes for 16 tokens" in plain
     assert "cfg 2 (linear), temperature 0.9, ddpm with 5 steps a token" in plain and "top_k" not in plain
+    few = describe(draw_vectors("NextToken", iterations=4)[1])
+    assert "the model alone, several tokens at once; tokens of a pass do not see each other" in few
     block = describe(draw_vectors("", sigma="as in the official code", alignment=False)[1])
     assert block.startswith("small model, blocks of 4\n") and "(mean squared distance)" in block
     assert "approximate within 0.26 (kappa 45), Sigma as in the official code, noise not shared" in block
