@@ -167,7 +167,7 @@ class ContinuousSampler(io.ComfyNode):
                 drafter_input(),
                 io.Int.Input("draft_length", default=8, min=1, max=256,
                              tooltip="Tokens guessed and judged per pass of the model. Longer saves passes; in the "
-                             "fast mode more of the picture is then drawn without seeing its latest tokens."),
+                             "first mode more of the picture is then drawn without seeing its latest tokens."),
                 io.Float.Input("prefill", default=0.05, min=0, max=1, step=0.01, round=0.001,
                                tooltip="Share of the picture that the model draws alone before any guess. The paper "
                                "uses 0.05: the first tokens decide what the picture becomes."),
