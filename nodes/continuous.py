@@ -118,11 +118,12 @@ def memory_of(
     """Bytes of the activations of a run's widest passes, and of the noise of a pass."""
     rows = batch * (1 + (params.cfg != 1))
     if drafter is None:
-        variants, draws = 1, max(mask_schedule(params.iterations or length, length))
+        widest, variants = max(max(mask_schedule(params.iterations or length, length)), model.group), 1
     else:
-        variants, draws = method.variants, method.length
-    draws = max(draws, model.group)
-    noise = 40 * batch * draws * (params.steps + 1) * model.channels  # fp32 and the integers they are made from
+        widest = min(method.length * model.group, length)
+        variants = min(method.variants, widest // model.group + 1)
+    draws = -(-widest // variants)  # by each variant
+    noise = 40 * batch * widest * (params.steps + 1) * model.channels  # fp32 and the integers they are made from
     memory = noise + model.run_bytes(rows * variants, length, draws)
     return memory + (drafter.drafter.run_bytes(rows, length, model.group) if drafter else 0)
 

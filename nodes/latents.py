@@ -39,10 +39,11 @@ def channels(model: Model) -> int:
 def picture_of(latent: Latent, model: Model) -> Tensor:
     """The samples [B, C, h, w] of a LATENT that holds a picture of this model. Raises ValueError if it does not."""
     samples = latent["samples"]
-    if samples.shape[1] != channels(model):
+    if samples.ndim != 4 or samples.shape[1] != channels(model):
         raise ValueError(
-            f"latent_image has {samples.shape[1]} channels, but this model's latents have {channels(model)}. "
-            "Encode the picture with the VAE of Load AR Checkpoint (a model without its image decoder cannot inpaint)."
+            f"latent_image has the shape {list(samples.shape)}, but this model's latents are [pictures, "
+            f"{channels(model)} channels, rows, columns]. Encode the picture with the VAE of Load AR Checkpoint (a "
+            "model without its image decoder cannot inpaint)."
         )
     if not samples.any():
         raise ValueError(

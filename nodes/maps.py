@@ -35,7 +35,7 @@ TREE = {  # metric -> (record of the trace, title)
 }
 MARKS = {  # metric -> (Source that is marked, title)
     "skipped": (Source.SKIPPED, "Tokens taken unverified"),
-    "accepted by relaxation": (Source.RELAXED, "Tokens that only the relaxed rule let pass"),
+    "accepted by relaxation": (Source.RELAXED, "Tokens that no exact test would have let pass"),
 }
 DISCRETE = ("ratio p/q", "entropy", "top-1 probability", *TREE, "skipped", "TV leak")  # metrics of token ids ...
 CONTINUOUS = ("distance", "log ratio", "order", "block", "tries")  # ... and of vectors; the others suit both
@@ -99,7 +99,9 @@ def token_map(trace: Trace, metric: str, image: int) -> TokenMap:
     if metric in TREE:
         return _tree(metric, grids[TREE[metric][0]], free)
     if metric in MARKS:
-        return _marks(source == MARKS[metric][0], free, *MARKS[metric])
+        kind, title = MARKS[metric]
+        names = CONTINUOUS_NAMES if trace.continuous else {}
+        return _marks(source == kind, free, SOURCES[kind][1], names.get(kind, SOURCES[kind][0]), title)
     if metric == "TV leak":
         most = max(float(grids["tv_leak"].max()), 1e-6)
         total = f"Leak: drift added, {grids['tv_leak'].sum():.2f} in all"
@@ -193,11 +195,10 @@ def _tree(metric: str, values: np.ndarray, free: np.ndarray) -> TokenMap:
     return _amount(values, most, free & (values > 0), TREE[metric][1], "0", str(most), "not from a tree")
 
 
-def _marks(marked: np.ndarray, free: np.ndarray, kind: Source, title: str) -> TokenMap:
+def _marks(marked: np.ndarray, free: np.ndarray, colour: tuple[int, int, int], name: str, title: str) -> TokenMap:
     """Marked tokens in their colour of the source map, on white."""
-    colour = SOURCES[kind][1]
     colours = np.where(marked[..., None], colour, np.where(free[..., None], 255, GREY)).astype(np.uint8)
-    legend = (Swatch(colour, f"{SOURCES[kind][0]}: {marked.sum()} ({marked.mean():.0%})"),
+    legend = (Swatch(colour, f"{name}: {marked.sum()} ({marked.mean():.0%})"),
               Swatch((255, 255, 255), f"all others: {(free & ~marked).sum()}"), *_grey(~free, "kept or fixed"))
     return TokenMap(colours, marked.astype(np.float32), title, legend)
 

@@ -162,7 +162,8 @@ def test_mask_errors(draw_vectors):
     for latent, message in (({"samples": 0 * picture, "noise_mask": LOWER}, "no picture to keep"),
                             ({"samples": picture, "noise_mask": 0 * LOWER}, "nothing to draw"),
                             ({"samples": picture, "noise_mask": LOWER.repeat(3, 1, 1, 1)}, "3 masks for a batch of 1"),
-                            ({"samples": picture[:, :4], "noise_mask": LOWER}, "4 channels.*latents have 6")):
+                            ({"samples": picture[:, :4], "noise_mask": LOWER}, r"\[1, 4, 4, 4\].*6 channels"),
+                            ({"samples": picture[:, :, None], "noise_mask": LOWER}, r"\[1, 6, 1, 4, 4\].*6 channels")):
         with pytest.raises(ValueError, match=message):
             draw_vectors("", latent_image=latent)
 
