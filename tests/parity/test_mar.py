@@ -104,7 +104,7 @@ def test_denoising_network(model):
 def test_mean_and_log_variance(model, steps):
     mean, log_variance = model.head.mean_log_variance(NOISY, torch.tensor(INDICES[steps]), Z, Schedule.cosine(steps))
     wanted = official(f"mean_{steps}", 6, 16)  # of very different sizes, row by row
-    assert ((mean - wanted).abs() < 2e-6 * (1 + wanted.abs())).all()
+    assert ((mean - wanted).abs() < 1e-5 * (1 + wanted.abs())).all()  # the first step multiplies round-off by 316
     close(log_variance, f"log_variance_{steps}")
 
 
