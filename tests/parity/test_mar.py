@@ -58,7 +58,7 @@ def official(name, *shape):
     return torch.tensor(OFFICIAL[name]).view(shape)
 
 
-def close(found, name, tolerance=3e-6):
+def close(found, name, tolerance=1e-5):
     wanted = official(name, *found.shape)
     assert (found - wanted).abs().max() < tolerance * max(1, wanted.abs().max()), (found - wanted).abs().max()
 
