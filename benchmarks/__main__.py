@@ -40,6 +40,11 @@ def commit() -> str:
     return result.stdout.strip() or "unknown"
 
 
+def find(name: str) -> Path:
+    """A file or folder, or else the bundled model of that name."""
+    return Path(name) if Path(name).exists() else specar.bundled(name)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--model", default="default", help="bundled name, or a file or folder")
@@ -55,9 +60,6 @@ def main() -> None:
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-
-    def find(name: str) -> Path:
-        return Path(name) if Path(name).exists() else specar.bundled(name)
 
     model = specar.load_model(find(options.model), device=options.device)
     vae = specar.load_image_decoder(find(options.model), device=options.device)

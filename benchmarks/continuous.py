@@ -20,7 +20,7 @@ from typing import Any
 import comfyui_specar as specar
 import torch
 
-from .__main__ import commit, machine
+from .__main__ import commit, find, machine
 from .runs import PROMPTS, right_background
 
 LENGTHS = (4, 8, 16, 32)
@@ -140,9 +140,6 @@ def main() -> None:
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-
-    def find(name: str) -> Path:
-        return Path(name) if Path(name).exists() else specar.bundled(name)
 
     model = specar.load_model(find(options.model), device=options.device)
     vae = specar.load_image_decoder(find(options.model), device=options.device)

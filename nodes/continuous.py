@@ -9,15 +9,14 @@ import torch
 from comfy_api.latest import io
 from torch import Tensor
 
-from ..model_loaders.ar_model import Conditioning
 from ..model_loaders.continuous_model import ContinuousBase
 from ..samplers.continuous import ContinuousSpeculative
 from ..samplers.continuous_model import ContinuousParams, ContinuousProgress, ContinuousRequest
 from ..samplers.continuous_next_token import ContinuousNextToken, mask_schedule
 from . import host
 from .clip import prompts_of
-from .latents import Latent, first_image, kept, picture_of
-from .samplers import told
+from .latents import first_image, kept, picture_of
+from .samplers import CommonInputs, told
 from .widgets import choose, drafter_input, given, negative_input, prompt_inputs, sampler_outputs, temperature_input
 
 MODELS_OWN = "model's own"
@@ -36,20 +35,13 @@ SEES = {  # shown -> ContinuousSpeculative.condition
 SIGMA = {"off": "off", "as in the paper": "paper", "as in the official code": "official"}
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The common inputs of the samplers of continuous models, named like their sockets and widgets."""
+@dataclass(frozen=True, kw_only=True)
+class Inputs(CommonInputs):
+    """The inputs of a sampler of vectors, named like its sockets and widgets."""
 
-    model: host.LoadedModel
-    positive: Conditioning
-    latent_image: Latent
-    seed: int
-    cfg: float
-    temperature: float
     guidance: str
     head_sampler: str
     head_steps: int
-    negative: Conditioning | None = None
 
 
 def continuous_inputs() -> list[io.Input]:

@@ -35,9 +35,9 @@ INITIAL = {  # shown -> SJD.initial
 }
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The common inputs of a sampler, named like its sockets and widgets."""
+@dataclass(frozen=True, kw_only=True)
+class CommonInputs:
+    """The inputs of samplers of every kind, named like their sockets and widgets."""
 
     model: host.LoadedModel
     positive: Conditioning
@@ -45,9 +45,15 @@ class Inputs:
     seed: int
     cfg: float
     temperature: float
+    negative: Conditioning | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs(CommonInputs):
+    """Those of a sampler of token ids."""
+
     top_k: int
     top_p: float
-    negative: Conditioning | None = None
 
 
 def params_of(inputs: Inputs) -> SamplingParams:
