@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from ..kernels.attention import attend
 from .cache import KVCache
 
 
@@ -99,23 +100,6 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.write(layer, k, v)
         return self.wo(rearrange(attend(q, k, v, mask), "r h t d -> r t (h d)"))
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of queries [R, H, T, d] to keys and values [R, Hkv, N, d]; mask [R, 1, T, N] (bool), None is causal.
-
-    Queries that share a key head are laid behind each other, so that the fused kernels, which know only as many heads
-    of keys as of queries, need no copies of the cache.
-    """
-    shared = q.shape[1] // k.shape[1]
-    if shared == 1:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-    if mask is None:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()[None, None]
-    out = F.scaled_dot_product_attention(
-        rearrange(q, "r (h s) t d -> r h (s t) d", s=shared), k, v, attn_mask=mask.repeat(1, 1, shared, 1)
-    )
-    return rearrange(out, "r h (s t) d -> r (h s) t d", s=shared)
 
 
 class FeedForward(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -87,13 +87,25 @@ class ARModel(Protocol):
     device: torch.device
     codebook: Tensor  # [V, C]
     defaults: SamplingParams
+    kept: dict[Hashable, Any]  # what runs leave for the next of their kind (see session.py)
 
     def layout(self, rows: int | None = None, cols: int | None = None) -> TokenLayout: ...
 
     def start(
-        self, conditioning: Any, negative: Any, batch: int, layout: TokenLayout, slack: int, guided: bool
+        self, conditioning: Any, negative: Any, batch: int, layout: TokenLayout, slack: int, guided: bool,
+        into: Any = None,
     ) -> Any:
-        """Prefilled state; ``state.prefill`` is the StepOut that predicts position 0. ``slack``: uncommitted tokens."""
+        """Prefilled state; ``state.prefill`` is the StepOut that predicts position 0. ``slack``: uncommitted tokens.
+
+        into: the state of an earlier run, which is filled anew and returned where its sizes fit.
+        """
+        ...
+
+    def reach(self, state: Any, tokens: int) -> int:
+        """Promise that from now on no token of an image stands behind its first ``tokens``, fed ones included.
+
+        Steps need to look at no more of the caches than that. Returns how much they look at: a shape of the step.
+        """
         ...
 
     def step(
@@ -121,13 +133,18 @@ class Drafter(Protocol):
     """
 
     kind: str  # what sort of drafter, for the trace
+    module: Any  # its weights
 
     def start(
         self, target_state: Any, conditioning: Any, negative: Any, batch: int, layout: TokenLayout, slack: int,
-        guided: bool,
+        guided: bool, into: Any = None,
     ) -> Any:
         """State behind the prompt; target_state is the target's, freshly started. ``slack``: tokens and drafts
-        that may stand behind the decided ones."""
+        that may stand behind the decided ones. into: as in ARModel."""
+        ...
+
+    def reach(self, state: Any, tokens: int) -> int:
+        """See ARModel."""
         ...
 
     def observe(self, state: Any, tokens: Tensor, positions: Tensor, hidden: Tensor, count: Tensor) -> StepOut:
@@ -179,7 +196,8 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Progress:
-    """State after a pass: tokens [B, S] (undrawn: 0), committed [B] (int64) tokens per image, S, passes so far."""
+    """State after a pass: tokens [B, S] (undrawn: 0), committed [B] (int64, on the CPU) tokens per image, S, passes so
+    far. On a GPU committed is what the host knows, and tokens may be one pass further."""
 
     tokens: Tensor
     committed: Tensor

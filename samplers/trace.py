@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
@@ -126,6 +127,109 @@ class Trace:
             "settings": self.settings,
             "totals": self.summary(),
         }
+
+
+ROUND_FIELDS = {  # name -> dtype, of every round and image
+    "accepted": torch.int64,  # accepted drafts, forced ones not counted
+    "committed": torch.int64,  # tokens decided
+    "width": torch.int64,  # tokens fed to the target
+    "nodes": torch.int64,  # drafts of the tree
+    "depth": torch.int64,  # its levels
+    "skipped": torch.bool,  # was the draft taken unverified
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """The trace while it grows, on the device: writing gives a new record, and no shape depends on what is written.
+
+    positions [B, S + 1, F] and rounds [N + 1, B, G] (fp32, which holds all the integers exactly), F and G being the
+    ``fields`` and ``round_fields``; the last place of either swallows what is not to be kept. count [] (int64): rounds
+    so far.
+    """
+
+    positions: Tensor
+    rounds: Tensor
+    count: Tensor
+    fields: tuple[str, ...]
+    round_fields: tuple[str, ...]
+
+    @classmethod
+    def empty(
+        cls, length: int, batch: int, device: torch.device, fields: Iterable[str] = POSITION_FIELDS,
+        round_fields: Iterable[str] = ("accepted", "committed", "width"),
+    ) -> Record:
+        """Of a run of ``length`` positions, which has at most that many rounds (each decides a token) and the prompt's.
+        """
+        fields, round_fields = tuple(fields), tuple(round_fields)
+        positions = torch.zeros((batch, length + 1, len(fields)), device=device)
+        rounds = torch.zeros((length + 2, batch, len(round_fields)), device=device)
+        return cls(positions, rounds, torch.zeros((), dtype=torch.int64, device=device), fields, round_fields)
+
+    def tokens(
+        self, positions: Tensor, committed: Tensor, token: Tensor | None = None, p: Tensor | None = None,
+        **values: Tensor | int | float,
+    ) -> Record:
+        """With final tokens [B, T] at positions [B, T] where ``committed`` [B, T]; fields not named stay as they are.
+
+        p [B, T, V+] is the target law, None where it is not known or not discrete. ``values`` are per-token tensors
+        [B, T] or scalars, named as the record's fields.
+        """
+        slot = torch.where(committed, positions, self.positions.shape[1] - 1)
+        slot = slot.unsqueeze(-1).expand(-1, -1, len(self.fields))
+        if p is not None:
+            values |= {"p": at(p, token), "entropy": entropy(p), "top1": p.amax(-1)}
+        old = self.positions.gather(1, slot).unbind(-1)
+        new = torch.stack([_filled(values[name], old[i]) if name in values else old[i]
+                           for i, name in enumerate(self.fields)], dim=-1)
+        return replace(self, positions=self.positions.scatter(1, slot, new))
+
+    def round(self, **values: Tensor | int) -> Record:
+        """With one more round: a scalar or [B] tensor for each of the record's round fields."""
+        like = self.rounds[0, :, 0]
+        row = torch.stack([_filled(values[name], like) for name in self.round_fields], dim=-1)
+        place = self.count.clamp(max=len(self.rounds) - 1).reshape(1)
+        return replace(self, rounds=self.rounds.index_copy(0, place, row[None]), count=self.count + 1)
+
+    def finish(
+        self, layout: TokenLayout, seed: int, settings: dict[str, Any], seconds: float, draft_passes: int = 0,
+        **host: Sequence[float],
+    ) -> Trace:
+        """The trace, on the CPU. Rounds in which nothing was decided (a GPU is one ahead) are left out.
+
+        host: further numbers of every round, measured on the host. A round in which all images skip verification is no
+        pass.
+        """
+        types = POSITION_FIELDS | CONTINUOUS_FIELDS
+        values = self.positions[:, :-1].cpu().unbind(-1)
+        positions = {name: value.to(types[name]) for name, value in zip(self.fields, values, strict=True)}
+        rounds = self.rounds.cpu()
+        happened = rounds[..., self.round_fields.index("committed")].sum(1) > 0
+        rounds = dict(zip(self.round_fields, rounds[happened].unbind(-1), strict=True))
+        rounds = {name: value.to(ROUND_FIELDS[name]) for name, value in rounds.items()}
+        rounds["width"] = rounds["width"][:, 0]
+        count = len(rounds["width"])
+        rounds |= {name: torch.tensor(list(numbers)[:count]) for name, numbers in host.items()}
+        verified = rounds["committed"] > 0
+        if "skipped" in rounds:
+            verified &= ~rounds["skipped"]
+        totals = {
+            "target_passes": int(verified.any(1).sum()),
+            "passes_per_image": verified.sum(0).tolist(),
+            "draft_passes": draft_passes,
+            "images": len(self.positions),
+            "tokens": int((positions["source"] != Source.FORCED).sum()),
+            "seed": seed,
+            "seconds": round(seconds, 3),
+        }
+        return Trace(layout.rows, layout.cols, layout.stride, positions, rounds, totals, settings)
+
+
+def _filled(value: Tensor | float, like: Tensor) -> Tensor:
+    """A tensor or scalar as fp32, spread to the shape of ``like``."""
+    if isinstance(value, Tensor):
+        return value.to(like.dtype).expand(like.shape)
+    return torch.full_like(like, value)
 
 
 class Recorder:

@@ -1,0 +1,99 @@
+"""Steps as CUDA graphs: one launch instead of a thousand. On other devices a step is simply called.
+
+A graph replays the launches that were made while it was captured, on the memory they had then. So a step is a function
+of tensors: what changes from call to call is among its inputs, which are copied to where the graph reads them, or lies
+in memory that stays where it is (key/value caches).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def leaves(tree: Any) -> list[Tensor]:
+    """The tensors of nested dataclasses, tuples and lists, in order."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if is_dataclass(tree):
+        tree = [getattr(tree, field.name) for field in fields(tree)]
+    return [tensor for part in tree for tensor in leaves(part)] if isinstance(tree, (tuple, list)) else []
+
+
+def mapped(change: Callable[[Tensor], Tensor], tree: T) -> T:
+    """The same nest of dataclasses, tuples and lists with every tensor changed."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if is_dataclass(tree):
+        return type(tree)(**{f.name: mapped(change, getattr(tree, f.name)) for f in fields(tree)})
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(mapped(change, part) for part in tree))
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(mapped(change, part) for part in tree)
+    return tree
+
+
+@dataclass
+class _Graph:
+    """A captured step: ``inputs`` it reads and ``outputs`` it writes, at fixed places."""
+
+    graph: Any
+    inputs: tuple
+    outputs: Any
+
+    def replay(self, inputs: tuple) -> Any:
+        """Copy what changed to where the graph reads it, and launch."""
+        for there, given in zip(leaves(self.inputs), leaves(inputs), strict=True):
+            if there.data_ptr() != given.data_ptr():
+                there.copy_(given)
+        self.graph.replay()
+        return self.outputs
+
+
+class Graphs:
+    """The captured steps of one kind of run, by key. Results of a call stand until the next call."""
+
+    def __init__(self, device: torch.device):
+        self.active = device.type == "cuda"
+        self._graphs: dict[Hashable, _Graph | None] = {}  # None: called once, which warmed it up
+        self._pool: Any = None
+
+    def __call__(self, key: Hashable, step: Callable[..., T], *inputs: Any) -> T:
+        """step(*inputs). The key stands for all that is not a tensor: shapes, settings, the branches a step takes.
+
+        The first call is an ordinary one; the second captures, and from then on the graph is replayed.
+        """
+        if not self.active:
+            return step(*inputs)
+        if key not in self._graphs:
+            self._graphs[key] = None
+            return step(*inputs)
+        if self._graphs[key] is None:
+            try:
+                self._graphs[key] = self._capture(step, inputs)
+            except RuntimeError as error:
+                log.warning("This run goes on without CUDA graphs (it will be slower): %s", error)
+                self.active = False
+                return step(*inputs)
+        return self._graphs[key].replay(inputs)
+
+    def forget(self) -> None:
+        """Drop all graphs, and the memory of their intermediate results."""
+        self._graphs, self._pool = {}, None
+
+    def _capture(self, step: Callable[..., Any], inputs: tuple) -> _Graph:
+        """Record the launches of a step; nothing is executed."""
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        places = mapped(lambda t: t.clone(memory_format=torch.contiguous_format), inputs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = step(*places)
+        return _Graph(graph, places, outputs)
