@@ -8,7 +8,8 @@ in memory that stays where it is (key/value caches).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -58,6 +59,25 @@ class _Graph:
         return self.outputs
 
 
+_recording = False
+
+
+def recording() -> bool:
+    """Is a step being captured? Then nothing may be read on the host."""
+    return _recording
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """While this lasts, a step is being captured."""
+    global _recording
+    _recording = True
+    try:
+        yield
+    finally:
+        _recording = False
+
+
 class Graphs:
     """The captured steps of one kind of run, by key. Results of a call stand until the next call."""
 
@@ -94,6 +114,6 @@ class Graphs:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         places = mapped(lambda t: t.clone(memory_format=torch.contiguous_format), inputs)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with capturing(), torch.cuda.graph(graph, pool=self._pool):
             outputs = step(*places)
         return _Graph(graph, places, outputs)

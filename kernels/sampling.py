@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .graphs import recording
+
 
 def at(rows: Tensor, token: Tensor) -> Tensor:
     """Entries rows[..., token] for rows [..., V] and token [...] (int64)."""
@@ -49,3 +51,11 @@ def unless_empty(weights: Tensor, fallback: Tensor) -> Tensor:
 def entropy(p: Tensor) -> Tensor:
     """Entropy in nats [...] of rows p [..., V]."""
     return -torch.special.xlogy(p, p).sum(-1)
+
+
+def nobody(mask: Tensor) -> bool:
+    """Is no entry of a mask set? Asked on the CPU alone, where the answer is free and saves work; elsewhere, and while
+    a step is being compiled or recorded, the answer would cost more than going on, and is no."""
+    if mask.device.type != "cpu" or torch.compiler.is_compiling() or recording():
+        return False
+    return not bool(mask.any())

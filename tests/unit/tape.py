@@ -66,7 +66,7 @@ class TapeGraphs(graphs.Graphs):
     def _capture(self, step, inputs):
         places = graphs.mapped(lambda t: t.clone(memory_format=torch.contiguous_format), inputs)
         tape = Tape()
-        with tape:
+        with graphs.capturing(), tape:
             outputs = step(*places)
         self.captured += 1
         return graphs._Graph(tape, places, outputs)

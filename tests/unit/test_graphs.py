@@ -8,6 +8,7 @@ import pytest
 import torch
 from comfyui_specar.kernels.graphs import leaves, mapped
 from comfyui_specar.samplers.session import Poll
+
 from .tape import TapeGraphs
 
 

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders.drafters import ModelDrafter
 from comfyui_specar.kernels.attention import attend
+from comfyui_specar.model_loaders.drafters import ModelDrafter
 from comfyui_specar.models.backbone import Backbone, BackboneConfig
 from comfyui_specar.models.positions import SequencePositions, rotation_of
 from comfyui_specar.samplers.jacobi import INITIAL, REUSE, SJD, Jacobi
