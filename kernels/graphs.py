@@ -112,8 +112,21 @@ class Graphs:
     def _capture(self, step: Callable[..., Any], inputs: tuple) -> _Graph:
         """Record the launches of a step; nothing is executed."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        places = mapped(lambda t: t.clone(memory_format=torch.contiguous_format), inputs)
+        places = placed(inputs)
         graph = torch.cuda.CUDAGraph()
-        with capturing(), torch.cuda.graph(graph, pool=self._pool):
-            outputs = step(*places)
+        # Other threads of the process may go on using the GPU meanwhile.
+        with capturing(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            outputs = own_outputs(step(*places), places)
         return _Graph(graph, places, outputs)
+
+
+def placed(inputs: tuple) -> tuple:
+    """Copies of the inputs, where a graph will find those of later calls."""
+    return mapped(lambda t: t.clone(memory_format=torch.contiguous_format), inputs)
+
+
+def own_outputs(outputs: T, places: tuple) -> T:
+    """Outputs that are (parts of) inputs, copied: the next call's inputs are written there one after the other, while
+    others may still have to be read."""
+    taken = {t.untyped_storage().data_ptr() for t in leaves(places)}
+    return mapped(lambda t: t.clone() if t.untyped_storage().data_ptr() in taken else t, outputs)

@@ -64,10 +64,10 @@ class TapeGraphs(graphs.Graphs):
         return super().__call__(key, step, *inputs)
 
     def _capture(self, step, inputs):
-        places = graphs.mapped(lambda t: t.clone(memory_format=torch.contiguous_format), inputs)
+        places = graphs.placed(inputs)
         tape = Tape()
         with graphs.capturing(), tape:
-            outputs = step(*places)
+            outputs = graphs.own_outputs(step(*places), places)
         self.captured += 1
         return graphs._Graph(tape, places, outputs)
 

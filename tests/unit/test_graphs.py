@@ -42,6 +42,16 @@ def test_a_replayed_step_computes_what_a_called_one_does():
     assert (graphs.captured, graphs.replayed) == (1, 4)
 
 
+def test_values_that_change_places_are_not_lost():
+    graphs, pair = TapeGraphs(torch.device("cpu")), (torch.ones(1), torch.ones(1))
+    for _ in range(8):  # Fibonacci: the second becomes the first
+        pair = graphs("k", lambda pair: (pair[1], pair[0] + pair[1]), pair)
+    assert [int(x) for x in pair] == [34, 55]
+    for _ in range(4):
+        pair = graphs("j", lambda pair: (pair[0] + pair[1], pair[0]), pair)
+    assert [int(x) for x in pair] == [34 * 5 + 55 * 3, 34 * 3 + 55 * 2]
+
+
 def test_a_step_that_reads_the_device_is_not_captured(caplog):
     graphs = TapeGraphs(torch.device("cpu"))
     for _ in range(3):
