@@ -1,6 +1,6 @@
 """Measure continuous speculative decoding: passes, acceptance, distance between the models, wall time at batch 1 and 8.
 
-    python -m benchmarks.continuous [--model continuous] [--drafter continuous/small] [--batches 2] [--out FILE]
+    python -m benchmarks continuous [--model continuous] [--drafter continuous/small] [--batches 2] [--out FILE]
 
 Every case draws the same prompts and seeds; as order and noises belong to the seed, its pictures can be compared one by
 one with the target's own.
@@ -20,7 +20,7 @@ from typing import Any
 import comfyui_specar as specar
 import torch
 
-from .__main__ import commit, find, machine
+from .report import commit, find, machine, write
 from .runs import PROMPTS, right_background
 
 LENGTHS = (4, 8, 16, 32)
@@ -129,7 +129,8 @@ def compare(model, vae, listed: list[Case], batches: int, say: Callable[[str], N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.continuous", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks continuous", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="continuous", help="bundled name, or a file or folder")
     parser.add_argument("--drafter", default="continuous/small", help="likewise")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -167,8 +168,7 @@ def main() -> None:
         print(f"a draft pass costs {cost:.2f} of a target pass ({name}); predicted wall ratios: "
               + ", ".join(f"{n}: {predicted_speed(length, n, prefill, cost):.2f}" for n in LENGTHS))
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write(report, options.out)
         print(f"written to {options.out}")
 
 

@@ -1,6 +1,6 @@
 """Measure what loading a checkpoint costs: seconds, and memory by kind.
 
-    python -m benchmarks.loading [--models janus-pro-1b simplear-1.5b] [--folder /tmp] [--out benchmarks/results/X.json]
+    python -m benchmarks loading [--models janus-pro-1b simplear-1.5b] [--folder /tmp] [--out benchmarks/results/X.json]
 
 A checkpoint with the names and shapes of the released model and random bf16 weights, in two shards, is written to a
 temporary folder, and loaded in a process of its own, first with the file out of the page cache (as far as the kernel
@@ -27,7 +27,8 @@ import torch
 from comfyui_specar.models.vq import VQConfig, VQModel
 from safetensors.torch import save_file
 
-from .__main__ import commit, machine
+from .report import commit, machine
+from .report import write as save
 
 Shapes = dict[str, tuple[int, ...]]
 SHARDS = 2
@@ -176,7 +177,8 @@ def runs(folder: Path, threads: int) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.loading", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks loading", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", choices=MODELS, nargs="+", default=list(MODELS))
     parser.add_argument("--folder", type=Path, help="where to write the checkpoints, each of 3 to 5 GB, for a while")
     parser.add_argument("--threads", type=int, default=1)
@@ -197,7 +199,7 @@ def main() -> None:
                 sizes = ", ".join(f"{key} {run[key] / 1e9:.2f}" for key in ("weights", "read", *COSTS))
                 print(f"  {case}, cached {run['cached']}: {run['seconds']} s; GB: {sizes}", flush=True)
     if options.out:
-        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        save(report, options.out)
         print(f"written to {options.out}")
 
 
