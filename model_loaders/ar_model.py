@@ -5,9 +5,10 @@ It joins a backbone, a prefix (what stands before the image) and a token layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import log
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +68,7 @@ class DiscreteModel(Prompted, nn.Module):
         self.codebook: Tensor | None = None
         self.image_decoder: ImageDecoder | None = None
         self._neighbours: Tensor | None = None  # the widest table asked for so far
+        self.kept: dict[Hashable, Any] = {}
         self.device = torch.device("cpu")
         self.dtype = torch.float32
 
@@ -165,11 +167,11 @@ class DiscreteModel(Prompted, nn.Module):
 
     def start(
         self, conditioning: Conditioning, negative: Conditioning | None, batch: int, layout: TokenLayout, slack: int,
-        guided: bool,
+        guided: bool, into: State | None = None,
     ) -> State:
         """Prefill both guidance branches; without ``negative`` the second is the model's own unconditional one.
 
-        Raises ValueError for a prompt that is not this model's, or too long.
+        into: an earlier run's state, whose memory is taken over if it fits. Raises ValueError for a prompt that is not this model's, or too long.
         """
         grid = layout.rows, layout.cols
         features: list[Tensor | None] = [self.read(conditioning, batch, "positive", grid)]
@@ -205,6 +207,10 @@ class DiscreteModel(Prompted, nn.Module):
                 f"The prompt has {prompt} tokens and the picture {layout.length}, but the model reads {self.longest} "
                 "at most. Shorten the prompt, or draw a smaller picture."
             )
+
+    def reach(self, state: State, tokens: int) -> int:
+        """See ARModel."""
+        return state.cache.capacity
 
     def step(
         self, state: State, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None, behind: int = 0

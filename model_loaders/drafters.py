@@ -45,12 +45,20 @@ class ModelDrafter:
 
     def start(
         self, target_state: State, conditioning: Conditioning, negative: Conditioning | None, batch: int,
-        layout: TokenLayout, slack: int, guided: bool,
+        layout: TokenLayout, slack: int, guided: bool, into: ModelState | None = None,
     ) -> ModelState:
         """Read the prompts as the target does."""
         prompts = (self._own(prompt) for prompt in (conditioning, negative))
         # Observations may carry one more token than was drafted: the one the target added.
-        return ModelState(self.module.start(*prompts, batch, layout, slack + 1, guided))
+        own = self.module.start(*prompts, batch, layout, slack + 1, guided, into.own if into else None)
+        if into is None or own is not into.own:
+            return ModelState(own)
+        into.expanded = 0
+        return into
+
+    def reach(self, state: ModelState, tokens: int) -> int:
+        """See ARModel."""
+        return self.module.reach(state.own, tokens)
 
     def _own(self, prompt: Conditioning | None) -> Conditioning | None:
         text = prompt[0][1]["ar"].get("text") if prompt and self.own_words else None

@@ -91,7 +91,7 @@ class EagleDrafter:
 
     def start(
         self, target_state: State, conditioning: Conditioning, negative: Conditioning | None, batch: int,
-        layout: TokenLayout, slack: int, guided: bool,
+        layout: TokenLayout, slack: int, guided: bool, into: EagleState | None = None,
     ) -> EagleState:
         """Feed the pairs of the prompt; its last hidden state is left to the first observation, which brings its token.
         """
@@ -120,6 +120,10 @@ class EagleDrafter:
             self.module(hidden, ids, self._prompt_rotation(longest), cache, mask)
             cache.commit(counts)
         return EagleState(target_state, cache, counts)
+
+    def reach(self, state: EagleState, tokens: int) -> int:
+        """See ARModel."""
+        return state.cache.capacity
 
     def _prompt_ids(self, target_state: State, branch: int, hidden: Tensor) -> Tensor:
         """Rows [B, n] of the drafter's table for the prompt of a branch with the hidden states [B, n, D]."""

@@ -174,8 +174,8 @@ class Watched:
     def __getattr__(self, name):
         return getattr(self.model, name)
 
-    def start(self, *prompt, slack, guided):
-        state = self.model.start(*prompt, slack=slack, guided=guided)
+    def start(self, *prompt, slack, guided, into=None):
+        state = self.model.start(*prompt, slack=slack, guided=guided, into=into)
         self.lines = torch.zeros((self.asked.batch, self.asked.layout.length + slack), dtype=torch.int64)
         self.counts = torch.zeros(self.asked.batch, dtype=torch.int64)
         self.fresh = lambda: self.model.start(*prompt, slack=slack, guided=guided)

@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from comfyui_specar.kernels.graphs import recording
 from comfyui_specar.samplers.protocols import Request, SamplingParams, StepOut, TokenLayout
 from torch import Tensor
 
 VOCAB = 3
+
+
+def captured() -> bool:
+    """Is the step being captured or compiled? Then it must not be watched, which needs values."""
+    return recording() or torch.compiler.is_compiling()
 
 
 @dataclass
@@ -47,7 +54,7 @@ class ToyModel:
     def __init__(self, layout: TokenLayout, specials: int = 0, sharpness: float = 1.5,
                  memory: int | None = None, seed: int = 1):
         self.vocab, self.vocab_total = VOCAB, VOCAB + specials
-        self.defaults = SamplingParams()
+        self.defaults, self.kept = SamplingParams(), {}
         self._layout = layout
         generator = torch.Generator().manual_seed(seed)
         sizes = [self.vocab_total**n for n in range(layout.length + 1)]
@@ -68,11 +75,24 @@ class ToyModel:
         row = self.begin[length] + code % self.vocab_total**length
         return torch.cat([table[row] for table in self.tables[:branches]])
 
-    def start(self, conditioning: Any, negative: Any, batch: int, layout: TokenLayout, slack: int, guided: bool) -> Any:
+    def parameters(self) -> Iterator[Tensor]:
+        return iter(())
+
+    def start(self, conditioning: Any, negative: Any, batch: int, layout: TokenLayout, slack: int, guided: bool,
+              into: Any = None) -> Any:
         zeros = torch.zeros((batch, 1), dtype=torch.int64)
         out = self.out(zeros, zeros, 1 + guided)
         nothing = torch.zeros((batch, 0), dtype=torch.int64)
-        return ToyState(zeros[:, 0], zeros[:, 0], out, nothing, nothing, torch.zeros((batch, 0, 0), dtype=torch.bool))
+        state = into or ToyState(
+            nothing.sum(1), nothing.sum(1), out, nothing, nothing, torch.zeros((batch, 0, 0), dtype=torch.bool)
+        )
+        state.length.zero_()
+        state.code.zero_()
+        return state
+
+    def reach(self, state: ToyState, tokens: int) -> int:
+        assert tokens >= int(state.length.max()), "a promise that is broken already"
+        return len(self.begin)
 
     def out(self, length: Tensor, code: Tensor, branches: int) -> StepOut:
         """Prediction behind prefixes [B, T]; as hidden state [R, T, 1], the number of the prefix."""
@@ -85,7 +105,7 @@ class ToyModel:
         if tree_mask is None:
             tree_mask = torch.ones((count, behind + count), dtype=torch.bool).tril(behind).expand(len(tokens), -1, -1)
             expected = state.length[:, None] + behind + torch.arange(count)
-            assert torch.equal(positions, expected), "a chain must continue behind the committed tokens"
+            assert captured() or torch.equal(positions, expected), "a chain must continue behind the committed tokens"
         state.tokens = torch.cat((state.tokens[:, :behind], tokens), dim=1)
         state.positions = torch.cat((state.positions[:, :behind], positions), dim=1)
         old = torch.nn.functional.pad(state.seen[:, :behind, :behind], (0, count))
@@ -105,10 +125,11 @@ class ToyModel:
             kept = i < count
             line = line | (torch.nn.functional.one_hot(place, fed).bool() & kept[:, None])
             stands, sees = state.positions[rows, place], state.seen[rows, place]
-            assert (stands == state.length + i)[kept].all(), "a kept token stands elsewhere"
-            assert torch.equal(sees[kept], line[kept]), "a kept token saw others than those kept before it"
+            assert captured() or (stands == state.length + i)[kept].all(), "a kept token stands elsewhere"
+            assert captured() or torch.equal(sees[kept], line[kept]), "a kept token saw others than those kept before it"
             code = torch.where(kept, code * self.vocab_total + state.tokens[rows, place], code)
-        state.length, state.code = state.length + count, code
+        state.length.add_(count)
+        state.code.copy_(code)
 
     def neighbours(self, count: int) -> Tensor:
         return torch.tensor([[j for j in range(self.vocab) if j != i] for i in range(self.vocab)])[:, :count]
@@ -219,12 +240,16 @@ class ToyDrafter:
     def __init__(self, target: ToyModel, noise: float = 1.0, stale: bool = False, seed: int = 7):
         self.model, self.stale = ToyModel(target._layout, target.vocab_total - target.vocab, seed=seed), stale
         self.model.tables = [t + noise * n for t, n in zip(target.tables, self.model.tables)]
+        self.module = self.model
 
-    def start(self, target_state, conditioning, negative, batch, layout, slack, guided):
-        return self.model.start(conditioning, negative, batch, layout, slack, guided)
+    def start(self, target_state, conditioning, negative, batch, layout, slack, guided, into=None):
+        return self.model.start(conditioning, negative, batch, layout, slack, guided, into)
+
+    def reach(self, state, tokens):
+        return self.model.reach(state, tokens)
 
     def observe(self, state, tokens, positions, hidden, count):
-        if not self.stale:
+        if not self.stale and not captured():
             code, kept = state.code.clone(), torch.arange(tokens.shape[1]) < count[:, None]
             for i, token in enumerate(tokens.unbind(1)):
                 told = hidden[: len(code), i, 0]
@@ -243,5 +268,5 @@ class ToyDrafter:
         return out
 
     def rewind(self, state, count):
-        state.length = state.length - count
-        state.code = state.code // self.model.vocab_total**count
+        state.length.sub_(count)
+        state.code.floor_divide_(self.model.vocab_total**count)
