@@ -171,7 +171,8 @@ class DiscreteModel(Prompted, nn.Module):
     ) -> State:
         """Prefill both guidance branches; without ``negative`` the second is the model's own unconditional one.
 
-        into: an earlier run's state, whose memory is taken over if it fits. Raises ValueError for a prompt that is not this model's, or too long.
+        into: an earlier run's state, whose memory is taken over if it fits. Raises ValueError for a prompt that is
+        not this model's, or too long.
         """
         grid = layout.rows, layout.cols
         features: list[Tensor | None] = [self.read(conditioning, batch, "positive", grid)]

@@ -126,7 +126,7 @@ class ToyModel:
             line = line | (torch.nn.functional.one_hot(place, fed).bool() & kept[:, None])
             stands, sees = state.positions[rows, place], state.seen[rows, place]
             assert captured() or (stands == state.length + i)[kept].all(), "a kept token stands elsewhere"
-            assert captured() or torch.equal(sees[kept], line[kept]), "a kept token saw others than those kept before it"
+            assert captured() or torch.equal(sees[kept], line[kept]), "a kept token saw others than those before it"
             code = torch.where(kept, code * self.vocab_total + state.tokens[rows, place], code)
         state.length.add_(count)
         state.code.copy_(code)
