@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .dispatch import accelerated
 from .graphs import recording
 
 
@@ -25,6 +26,7 @@ def point_mass(token: Tensor, vocab: int) -> Tensor:
     return torch.zeros((*token.shape, vocab), device=token.device).scatter_(-1, token.unsqueeze(-1), 1.0)
 
 
+@accelerated
 def categorical(weights: Tensor, u: Tensor) -> Tensor:
     """Draw one index per row of non-negative ``weights`` [..., V] by inverting the cumulative sum at u [...] in [0, 1).
 
@@ -32,10 +34,28 @@ def categorical(weights: Tensor, u: Tensor) -> Tensor:
     GPU the parallel sum is not monotone to the last bit, so that an entry of weight zero can be hit: the largest entry
     then stands in, because such an id may be illegal.
     """
+    return _inverted(weights, weights.cumsum(-1), u)
+
+
+@accelerated
+def redraw(p: Tensor, q: Tensor, v: Tensor) -> Tensor:
+    """categorical(residual(p, q), v) [...] (int64) for rows p and q [..., V]: what the exact rule draws instead of a
+    refused draft. Where q is a row of zeros, that is a draw from p."""
+    weights = (p - q).clamp_(min=0)
     cumulative = weights.cumsum(-1)
+    empty = ~(cumulative[..., -1:] > 0)
+    if not nobody(empty):
+        weights = torch.where(empty, p, weights)
+        cumulative = weights.cumsum(-1)
+    return _inverted(weights, cumulative, v)
+
+
+def _inverted(weights: Tensor, cumulative: Tensor, u: Tensor) -> Tensor:
+    """categorical() of weights [..., V] whose cumulative sums are known."""
     threshold = u.unsqueeze(-1) * cumulative[..., -1:]
     token = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp(max=weights.shape[-1] - 1)
-    return torch.where(at(weights, token) > 0, token, weights.argmax(-1))
+    missed = ~(at(weights, token) > 0)
+    return token if nobody(missed) else torch.where(missed, weights.argmax(-1), token)
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:

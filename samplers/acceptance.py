@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.sampling import at, categorical, residual
+from ..kernels.sampling import at, categorical, redraw, residual
 from .protocols import ARModel
 
 SMALLEST = 1e-30  # stands in for a probability of zero under a fraction
@@ -29,6 +29,7 @@ class AcceptanceRule:
 
     name: str
     lossless: bool  # is the output law exactly p, whatever the strength
+    plain: bool = False  # is the residual [p - q]+
 
     def check(self) -> None:
         """Raise ValueError naming the setting that is outside its legal range."""
@@ -60,6 +61,7 @@ class Exact(AcceptanceRule):
 
     name = "exact"
     lossless = True
+    plain = True
 
     def accept_probability(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         return exact_probability(p, q, token)
@@ -122,5 +124,8 @@ def accept_or_redraw(
     relaxed = torch.zeros_like(accepted)
     if not rule.lossless:
         relaxed = accepted & (u >= exact_probability(p, draft.q, draft.token))
-    law = torch.where(draft.exists.unsqueeze(-1), rule.residual(*given), p)
-    return Outcome(torch.where(accepted, draft.token, categorical(law, v)), accepted, relaxed)
+    if rule.plain:  # q is zero where there is no draft, so that the residual is p there
+        drawn = redraw(p, draft.q, v)
+    else:
+        drawn = categorical(torch.where(draft.exists.unsqueeze(-1), rule.residual(*given), p), v)
+    return Outcome(torch.where(accepted, draft.token, drawn), accepted, relaxed)

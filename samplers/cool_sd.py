@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.sampling import at, unless_empty
+from ..kernels.sampling import at, residual, unless_empty
 from .acceptance import SMALLEST, AcceptanceRule
 
 SCHEDULES = ("exponential", "linear")
@@ -34,6 +34,8 @@ class ScaledRatio(AcceptanceRule):
         return (scaled / at(q, token).clamp(min=SMALLEST)).clamp(max=1)
 
     def residual(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+        if self.plain:
+            return residual(p, q)
         return unless_empty((p - self._kept(p, q, depth, strength)).clamp(min=0), p)
 
     def leak(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
@@ -54,6 +56,10 @@ class UniformRSD(ScaledRatio):
     @property
     def lossless(self) -> bool:
         return self.delta <= 1
+
+    @property
+    def plain(self) -> bool:
+        return self.delta >= 1
 
     def check(self) -> None:
         check_budget(self.delta)
@@ -86,6 +92,10 @@ class CoolSD(ScaledRatio):
     @property
     def lossless(self) -> bool:
         return max(self.omegas()) <= 1
+
+    @property
+    def plain(self) -> bool:
+        return self.floor
 
     def check(self) -> None:
         check_budget(self.delta)

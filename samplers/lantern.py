@@ -46,6 +46,10 @@ class NeighbourRule(AcceptanceRule):
     redraw: str
     table: Tensor | None  # [V, k or k + 1] (int32), of a bound rule
 
+    @property
+    def plain(self) -> bool:
+        return self.redraw == "optimal"
+
     def budget(self, p_token: Tensor, strength: Tensor) -> Tensor:
         """Neighbours' probability [...] that a draft of probability p_token [...] may count as its own."""
         raise NotImplementedError
@@ -85,7 +89,7 @@ class NeighbourRule(AcceptanceRule):
         return ((at(p, token) + absorbed) / at(q, token).clamp(min=SMALLEST)).clamp(max=1)
 
     def residual(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
-        if self.redraw == "optimal":
+        if self.plain:
             return residual(p, q)
         absorbed, count = self.aggregate(p, token, strength)
         near = self._near(token)
@@ -106,7 +110,7 @@ class NeighbourRule(AcceptanceRule):
         """
         f = self.accept_probability(p, q, token, depth, strength)
         excess = (f - at(p, token) / at(q, token).clamp(min=SMALLEST)).clamp(min=0)
-        if self.redraw == "optimal":
+        if self.plain:
             return excess
         drawn, best = self.residual(p, q, token, depth, strength), residual(p, q)
         apart = drawn / drawn.sum(-1, keepdim=True) - best / best.sum(-1, keepdim=True)

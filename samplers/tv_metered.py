@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.sampling import residual
 from .acceptance import SMALLEST
 from .cool_sd import ScaledRatio
 
@@ -27,6 +26,7 @@ class TVMetered(ScaledRatio):
 
     epsilon: float = 0.05
     name = "tv_metered"
+    plain = True  # omega >= 1: eq. (11)
 
     @property
     def lossless(self) -> bool:
@@ -53,9 +53,6 @@ class TVMetered(ScaledRatio):
         settled, steeper, largest = settled.gather(-1, segment), steeper.gather(-1, segment), ratio[..., :1]
         omega = 1 + (budget - settled).clamp(min=0) / steeper
         return torch.minimum(omega, largest).squeeze(-1)
-
-    def residual(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
-        return residual(p, q)  # omega >= 1: eq. (11)
 
     def leak(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         most = ((q - p) * _relaxable(p, q)).sum(-1)
