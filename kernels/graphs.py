@@ -44,9 +44,13 @@ def mapped(change: Callable[[Tensor], Tensor], tree: T) -> T:
 
 @dataclass
 class _Graph:
-    """A captured step: ``inputs`` it reads and ``outputs`` it writes, at fixed places."""
+    """A captured step: ``inputs`` it reads and ``outputs`` it writes, at fixed places.
+
+    The graph also reads what the ``step`` had at hand (tables, caches), which therefore must not be freed before it.
+    """
 
     graph: Any
+    step: Callable[..., Any]
     inputs: tuple
     outputs: Any
 
@@ -117,7 +121,7 @@ class Graphs:
         # Other threads of the process may go on using the GPU meanwhile.
         with capturing(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             outputs = own_outputs(step(*places), places)
-        return _Graph(graph, places, outputs)
+        return _Graph(graph, step, places, outputs)
 
 
 def placed(inputs: tuple) -> tuple:

@@ -69,7 +69,7 @@ class TapeGraphs(graphs.Graphs):
         with graphs.capturing(), tape:
             outputs = graphs.own_outputs(step(*places), places)
         self.captured += 1
-        return graphs._Graph(tape, places, outputs)
+        return graphs._Graph(tape, step, places, outputs)
 
 
 class LatePoll:
