@@ -47,11 +47,11 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
     return logits.masked_fill(drop, -torch.inf)
 
 
-def probabilities(logits: Tensor, params: SamplingParams, vocab: int, forced: Tensor) -> Tensor:
+def probabilities(logits: Tensor, params: SamplingParams, vocab: int, forced: Tensor | None) -> Tensor:
     """Probabilities [B, T, V+] (fp32) from a pass's logits [R, T, V+] under the sampling parameters.
 
-    forced [B, T] (int64): the id forced at each predicted position or -1; a forced position is a point mass, and
-    elsewhere ids from ``vocab`` on (special tokens) cannot be drawn.
+    forced [B, T] (int64): the id forced at each predicted position or -1 (None: no position is forced); a forced
+    position is a point mass, and elsewhere ids from ``vocab`` on (special tokens) cannot be drawn.
     """
     logits = guide(logits.float(), params.cfg)
     if vocab < logits.shape[-1]:
@@ -64,4 +64,6 @@ def probabilities(logits: Tensor, params: SamplingParams, vocab: int, forced: Te
         for name in params.order:
             logits = filters[name](logits)
         p = logits.softmax(-1)
+    if forced is None:
+        return p
     return torch.where((forced >= 0).unsqueeze(-1), point_mass(forced.clamp(min=0), p.shape[-1]), p)
