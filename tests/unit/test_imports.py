@@ -19,7 +19,7 @@ OWN = {  # room -> modules of the pack it may import (a room, or one module of i
     "nodes": {"model_loaders", "samplers", "kernels"},
 }
 FOREIGN = {  # room -> third-party packages; all of them come with ComfyUI
-    "kernels": {"torch"},
+    "kernels": {"torch", "triton"},
     "models": {"torch", "einops"},
     "samplers": {"torch"},
     "model_loaders": {"torch", "einops", "safetensors", "transformers", "tokenizers", "torchvision"},

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from comfyui_specar.samplers import rng
-from comfyui_specar.samplers.rng import Purpose, Stream, philox
+from comfyui_specar.kernels import noise
+from comfyui_specar.kernels.noise import philox
+from comfyui_specar.samplers.rng import Purpose, Stream
 
 from .toy_heads import correlation, ks, normal_cdf
 
@@ -94,7 +95,7 @@ def test_normal_numbers_of_extreme_words_are_finite(word, other, monkeypatch):
     def constant(counter, key):
         return tuple(torch.full_like(counter[0], w) for w in (word, other, other, word))
 
-    monkeypatch.setattr(rng, "philox", constant)
+    monkeypatch.setattr(noise, "philox", constant)
     z = Stream.of(0, 1, "cpu").normal(positions(1, 2), 4, Purpose.NOISE)
     assert z.isfinite().all() and z.abs().max() < 7
 

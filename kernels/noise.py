@@ -1,0 +1,93 @@
+"""Counter-based random numbers: Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+
+A number is a function of (key, position, purpose, draw) alone: these are the words of the counter, with a lane where a
+position gets a vector. Keys [B, 2] (int64) are the low and high words of each image's seed; positions [B, T] (int64)
+and ``draw`` (an int or int64 [B or 1, T or 1]) must be in [0, 2^32).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from .dispatch import accelerated
+
+WORD = 0xFFFFFFFF
+ROUNDS = 10
+
+
+@cache
+def _constants(device: torch.device) -> tuple[Tensor, ...]:
+    """As tensors, which torch takes faster than numbers: the multipliers of words 0 and 2 [2], what is added to the two
+    words of the key in each round [ROUNDS, 2], 32, and the mask of a word."""
+    weyl = [[0x9E3779B9 * i & WORD, 0xBB67AE85 * i & WORD] for i in range(ROUNDS)]
+    numbers = [0xD2511F53, 0xCD9E8D57], weyl, 32, WORD
+    return tuple(torch.tensor(number, dtype=torch.int64, device=device) for number in numbers)
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Four 32-bit words for four counter words and two key words (int64 tensors in [0, 2^32), broadcast together).
+
+    Words 0 and 2 lie in one tensor, 1 and 3 in another, so that both halves of a round are the same few operations.
+    The 64-bit products wrap modulo 2^64 in int64; their high words come back by an arithmetic shift and a mask.
+    """
+    multipliers, weyl, half, mask = _constants(key[0].device)
+    even, odd, key = (torch.stack(torch.broadcast_tensors(*pair)) for pair in (counter[::2], counter[1::2], key))
+    rank = max(even.ndim, odd.ndim, key.ndim)
+    even, odd, key = (words.reshape(2, *[1] * (rank - words.ndim), *words.shape[1:]) for words in (even, odd, key))
+    multipliers = multipliers.reshape(2, *[1] * (rank - 1))
+    for round_key in ((key + weyl.reshape(ROUNDS, *multipliers.shape)) & mask).unbind():
+        product = (even * multipliers).roll(1, 0)  # by turning, each product comes to the words it changes
+        even = ((product >> half) ^ round_key ^ odd).bitwise_and_(mask)
+        odd = product.bitwise_and_(mask)
+    return even[0], odd[0], even[1], odd[1]
+
+
+@accelerated
+def uniform(positions: Tensor, keys: Tensor, purposes: tuple[int, ...], draw: int | Tensor) -> Tensor:
+    """Numbers in [0, 1) (fp32, multiples of 2^-24) for every purpose and position: [purposes, B, T]."""
+    counter = (positions, _row(purposes, positions.device), _draw(draw, positions), positions.new_zeros(()))
+    return (philox(counter, (keys[:, :1], keys[:, 1:]))[0] >> 8).float().mul_(2**-24)
+
+
+@accelerated
+def gumbel(positions: Tensor, keys: Tensor, count: int, purpose: int, draw: int | Tensor) -> Tensor:
+    """Standard Gumbel noise [B, T, count] (fp32), always finite. The first numbers do not depend on ``count``."""
+    # v in (0, 1), finest near 0, where the largest noise comes from. It must not round to 1 or reach 0: infinite noise
+    # would turn a token of probability zero into NaN, which arg-max takes for the largest.
+    v = _fractions(positions, keys, count, purpose, draw).clamp_(2**-33, 1 - 2**-24)
+    return v.neg_().log1p_().neg_().log_().neg_()[..., :count]
+
+
+@accelerated
+def normal(positions: Tensor, keys: Tensor, count: int, purpose: int, draw: int | Tensor) -> Tensor:
+    """Standard normal numbers [B, T, count] (fp32), by Box and Muller's transform. The first ones do not depend on
+    ``count``."""
+    radius, angle = _fractions(positions, keys, count, purpose, draw).unflatten(-1, (-1, 2)).unbind(-1)
+    radius = (-2 * radius.clamp(2**-33, 1).log()).sqrt()
+    angle = angle * (2 * torch.pi)
+    return torch.stack((radius * angle.cos(), radius * angle.sin()), dim=-1).flatten(-2)[..., :count]
+
+
+def _fractions(positions: Tensor, keys: Tensor, count: int, purpose: int, draw: int | Tensor) -> Tensor:
+    """(word + 1/2) / 2^32 of the words of every lane: [B, T, count], ``count`` rounded up to a multiple of four."""
+    lanes = torch.arange((count + 3) // 4, device=positions.device)
+    purposes, draw = _row((purpose,), positions.device)[0, 0], _draw(draw, positions)
+    counter = (positions.unsqueeze(-1), purposes, draw.unsqueeze(-1), lanes)
+    words = philox(counter, (keys[:, :1, None], keys[:, 1:, None]))
+    fractions = torch.empty((len(keys), positions.shape[1], len(lanes), 4), device=positions.device)
+    for column, word in zip(fractions.unbind(-1), words, strict=True):
+        column.copy_(word)
+    return fractions.flatten(-2).add_(0.5).mul_(2**-32)
+
+
+@cache
+def _row(purposes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Purposes as a tensor [purposes, 1, 1], made once: it comes from the host."""
+    return torch.tensor(purposes, device=device)[:, None, None]
+
+
+def _draw(draw: int | Tensor, positions: Tensor) -> Tensor:
+    return draw if isinstance(draw, Tensor) else torch.full((1, 1), draw, device=positions.device)
