@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of queries [R, H, T, d] to keys and values [R, Hkv, N, d]; mask [R, 1, T, N] (bool), None is causal.
+def added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """What a mask (bool: who sees what) adds to scores: 0 or minus infinity. Made once for all layers of a pass."""
+    return None if mask is None else torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
+        ~mask, -torch.inf
+    )
 
-    Queries that share a key head are laid behind each other, so that the fused kernels, which know only as many heads
-    of keys as of queries, need no copies of the cache.
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of queries [R, H, T, d] to keys and values [R, Hkv, N, d]; None is causal.
+
+    mask [R, 1, T, N] is added to the scores (see ``added``). Queries that share a key head are laid behind each other,
+    so that the fused kernels, which know only as many heads of keys as of queries, need no copies of the cache.
     """
     shared = q.shape[1] // k.shape[1]
     if shared == 1:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
     if mask is None:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()[None, None]
-    out = F.scaled_dot_product_attention(
-        rearrange(q, "r (h s) t d -> r h (s t) d", s=shared), k, v, attn_mask=mask.repeat(1, 1, shared, 1)
-    )
-    return rearrange(out, "r h (s t) d -> r (h s) t d", s=shared)
+        seen = torch.ones((1, 1, q.shape[2], k.shape[2]), dtype=torch.bool, device=q.device).tril()
+        mask = added(seen, q.dtype)
+    together = q.unflatten(1, (-1, shared)).flatten(2, 3)  # [R, Hkv, shared * T, d]
+    rows = mask[:, :, None].expand(-1, -1, shared, -1, -1).flatten(2, 3)
+    out = F.scaled_dot_product_attention(together, k, v, attn_mask=rows)
+    return out.unflatten(2, (shared, -1)).flatten(1, 2)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..models.backbone import BackboneConfig, Rotation
+from ..models.backbone import BackboneConfig, Rotation, join_gates
 from ..models.cache import KVCache
 from ..models.eagle import Eagle
 from ..models.positions import rotation_of
@@ -221,7 +221,7 @@ def load(checkpoint: Checkpoint, model: DiscreteModel, dtype: torch.dtype, opera
         weights[f"layer.attention.wqkv.{kind}"] = tuple(named(tensors, name, path) for name in _QKV[kind])
     with torch.device("meta"):
         module = Eagle(config, "fc.bias" in tensors, operations)
-    load_weights(module, weights, checkpoint, dtype)
+    load_weights(module, join_gates(weights), checkpoint, dtype)
     padded = settings.get("prompt") != "cropped" and hasattr(model.prefix, "slots")
     return EagleDrafter(module.eval().requires_grad_(False), model, dtype, padded)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..models.backbone import BackboneConfig
+from ..models.backbone import BackboneConfig, join_gates
 from .checkpoint import Checkpoint, CheckpointError
 
 _NAMES = {
@@ -37,7 +37,7 @@ def backbone_tensors(tensors: Mapping[str, Tensor], root: str, path: Path) -> di
             found[f"backbone.layers.{layer}.attention.wqkv.{kind}"] = tuple(stacked)
         else:
             found[f"backbone.layers.{layer}.{_NAMES.get(part, part)}.{kind}"] = tensor
-    return found
+    return join_gates(found)
 
 
 def text_settings(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..models.backbone import Backbone, BackboneConfig
+from ..models.backbone import Backbone, BackboneConfig, join_gates
 from ..models.prefix import CaptionPrefix, ClassPrefix
 from ..samplers.protocols import SamplingParams
 from . import t5
@@ -134,7 +134,7 @@ def load(
         name.replace("cls_embedding.", "prefix.") if name.startswith("cls_embedding.") else f"backbone.{name}": tensor
         for name, tensor in tensors.items()
     }
-    load_weights(model, renamed, checkpoint, dtype)
+    load_weights(model, join_gates(renamed), checkpoint, dtype)
     model.dtype = dtype
     return model.eval().requires_grad_(False)
 

@@ -7,16 +7,19 @@ released files. The rotation is handed in as cosines and sines, so that a family
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
-from ..kernels.attention import attend
+from ..kernels.attention import added, attend
 from .cache import KVCache
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -60,16 +63,36 @@ class Rotation(NamedTuple):
     sin: Tensor
     halves: bool = False
 
+    def turn(self) -> Callable[[Tensor], None]:
+        """What rotates x [R, T, H, head_dim] in place, in fp32: made once for all layers of a pass."""
+        if self.halves:
+            return partial(_turn_halves, *(
+                torch.cat(pair, dim=-1).unsqueeze(2) for pair in ((self.cos, self.cos), (-self.sin, self.sin))
+            ))  # fmt: skip
+        return partial(_turn_pairs, torch.complex(self.cos, self.sin).unsqueeze(2))
+
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate x [R, H, T, head_dim] in fp32 and return it in its own dtype."""
-        pair = -2 if self.halves else -1
-        a, b = x.float().unflatten(-1, (2, -1) if self.halves else (-1, 2)).unbind(pair)
-        cos, sin = self.cos.unsqueeze(1), self.sin.unsqueeze(1)
-        return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=pair).flatten(-2).to(x.dtype)
+        turned = x.transpose(1, 2).clone()
+        self.turn()(turned)
+        return turned.transpose(1, 2)
+
+
+def _turn_pairs(factor: Tensor, x: Tensor) -> None:
+    """Two adjacent channels are a complex number."""
+    wide = x.float()  # x itself if it is fp32
+    torch.view_as_complex(wide.unflatten(-1, (-1, 2))).mul_(factor)
+    if wide.dtype != x.dtype:
+        x.copy_(wide)
+
+
+def _turn_halves(cos: Tensor, sin: Tensor, x: Tensor) -> None:
+    wide = x.float()
+    x.copy_(wide * cos + wide.roll(wide.shape[-1] // 2, -1) * sin)
 
 
 class HeadNorm(nn.Module):
-    """LayerNorm of every head of x [R, H, T, head_dim], with weights [rows, head_dim] (rows: H, or 1 for all heads)."""
+    """LayerNorm of every head of x [R, T, H, head_dim], with weights [rows, head_dim] (rows: H, or 1 for all heads)."""
 
     def __init__(self, rows: int, head_dim: int):
         super().__init__()
@@ -77,40 +100,46 @@ class HeadNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(rows, head_dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = (p.to(x)[:, None] for p in (self.weight, self.bias))
-        return F.layer_norm(x, x.shape[-1:], eps=1e-5) * weight + bias
+        return F.layer_norm(x, x.shape[-1:], eps=1e-5) * self.weight.to(x) + self.bias.to(x)
 
 
 class Attention(nn.Module):
     def __init__(self, config: BackboneConfig, operations):
         super().__init__()
-        self.heads, self.kv_heads = config.heads, config.cached_heads
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.cached_heads, config.head_dim
         self.q_norm, self.k_norm = (
             HeadNorm(min(config.head_norms, heads), config.head_dim) if config.head_norms else nn.Identity()
             for heads in (self.heads, self.kv_heads)
         )
+        self.head_norms = config.head_norms > 0
         width = (self.heads + 2 * self.kv_heads) * config.head_dim
         self.wqkv = operations.Linear(config.dim, width, bias=config.qkv_bias)
         self.wo = operations.Linear(config.dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, rotation: Rotation, layer: int, cache: KVCache | None, mask: Tensor | None) -> Tensor:
-        every = rearrange(self.wqkv(x), "r t (h d) -> r h t d", h=self.heads + 2 * self.kv_heads)
-        q, k, v = every.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        q, k = rotation(self.q_norm(q)), rotation(self.k_norm(k))
-        if cache is not None:
-            k, v = cache.write(layer, k, v)
-        return self.wo(rearrange(attend(q, k, v, mask), "r h t d -> r t (h d)"))
+    def forward(
+        self, x: Tensor, turn: Callable[[Tensor], None], layer: int, cache: KVCache | None, mask: Tensor | None
+    ) -> Tensor:
+        every = self.wqkv(x).unflatten(-1, (-1, self.head_dim))  # heads of queries, of keys, of values
+        if self.head_norms:
+            q, k, v = every.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+            every = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=2)
+        turn(every[:, :, : self.heads + self.kv_heads])
+        q, kept = (part.transpose(1, 2) for part in (every[:, :, : self.heads], every[:, :, self.heads :]))
+        k, v = kept.chunk(2, dim=1) if cache is None else cache.write(layer, kept)
+        return self.wo(attend(q, k, v, mask).transpose(1, 2).flatten(2))
 
 
 class FeedForward(nn.Module):
+    """SwiGLU; gate (w1 of the released files) and input (w3) are one projection."""
+
     def __init__(self, config: BackboneConfig, operations):
         super().__init__()
-        self.w1 = operations.Linear(config.dim, config.ffn_dim, bias=False)
-        self.w3 = operations.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w1_w3 = operations.Linear(config.dim, 2 * config.ffn_dim, bias=False)
         self.w2 = operations.Linear(config.ffn_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        gate, value = self.w1_w3(x).chunk(2, dim=-1)
+        return self.w2(F.silu(gate) * value)
 
 
 class Block(nn.Module):
@@ -122,9 +151,33 @@ class Block(nn.Module):
         self.ffn_norm = operations.RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config, operations)
 
-    def forward(self, x: Tensor, rotation: Rotation, layer: int, cache: KVCache | None, mask: Tensor | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotation, layer, cache, mask)
+    def forward(
+        self, x: Tensor, turn: Callable[[Tensor], None], layer: int, cache: KVCache | None, mask: Tensor | None
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), turn, layer, cache, mask)
         return x + self.feed_forward(self.ffn_norm(x))
+
+
+def split_gates(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with gate and input of every feed-forward network apart, under the names of released files."""
+    apart = {}
+    for name, tensor in tensors.items():
+        if ".w1_w3." in name:
+            for part, half in zip(("w1", "w3"), tensor.chunk(2), strict=True):
+                apart[name.replace("w1_w3", part)] = half
+        else:
+            apart[name] = tensor
+    return apart
+
+
+def join_gates(tensors: Mapping[str, T]) -> dict[str, T | tuple[T, ...]]:
+    """The other way round: w1 and w3 as one pair, where both are there."""
+    joined: dict[str, T | tuple[T, ...]] = dict(tensors)
+    for name in tensors:
+        other = name.replace("feed_forward.w1.", "feed_forward.w3.")
+        if other != name and other in tensors:
+            joined[name.replace(".w1.", ".w1_w3.")] = joined.pop(name), joined.pop(other)
+    return joined
 
 
 class Backbone(nn.Module):
@@ -147,11 +200,12 @@ class Backbone(nn.Module):
     ) -> Tensor:
         """Hidden states [R, T, dim] after the final norm, for input embeddings x [R, T, dim].
 
-        With a cache, keys and values are written at the cache's current slots and ``mask`` [R, 1, T, capacity] (bool)
+        With a cache, keys and values are written at the cache's current slots and ``mask`` [R, 1, T, reach] (bool)
         says which slots each token sees; without one, ``mask`` None means causal.
         """
+        turn, mask = rotation.turn(), added(mask, x.dtype)
         for index, layer in enumerate(self.layers):
-            x = layer(x, rotation, index, cache, mask)
+            x = layer(x, turn, index, cache, mask)
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 Every row keeps its own committed length. A pass writes its tokens behind that length; committing moves the length (and,
 for a tree, first gathers the accepted path), rolling back is simply not committing. Nothing here reads a device value
-on the host, so a decoding step can run without synchronisation.
+on the host, and whatever outlives a pass stays where it is in memory, so a decoding step can run without
+synchronisation and be replayed as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -10,16 +11,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+BUCKET = 128  # slots come in multiples of it, so that prompts of similar lengths make steps of one shape
+CPU_BUCKET = 32  # of the slots that steps look at: another shape costs nothing there
+
+
+def rounded(slots: int, bucket: int = BUCKET) -> int:
+    """The next multiple of a bucket."""
+    return -(-slots // bucket) * bucket
+
 
 class KVCache:
-    """Keys and values [layers, rows, heads, capacity, head_dim]; ``lengths`` [rows] (int64) committed slots per row."""
+    """Keys and values ``buffer`` [layers, rows, 2 * heads, capacity, head_dim], the heads of keys first.
+
+    ``lengths`` [rows] (int64): committed slots per row. ``reach``: steps look at the first so many slots.
+    """
 
     def __init__(
         self, layers: int, rows: int, heads: int, capacity: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ):
-        shape = (layers, rows, heads, capacity, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.heads, self.reach = heads, capacity
+        self.buffer = torch.zeros((layers, rows, 2 * heads, capacity, head_dim), dtype=dtype, device=device)
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self._rows = torch.arange(rows, device=device)[:, None]
         self._columns = torch.arange(capacity, device=device)
@@ -27,30 +38,54 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        return self.keys.shape[3]
+        return self.buffer.shape[3]
+
+    @property
+    def keys(self) -> Tensor:
+        """[layers, rows, heads, capacity, head_dim]"""
+        return self.buffer[:, :, : self.heads]
+
+    @property
+    def values(self) -> Tensor:
+        """[layers, rows, heads, capacity, head_dim]"""
+        return self.buffer[:, :, self.heads :]
+
+    def clear(self) -> None:
+        """Forget everything; all slots are in reach again."""
+        self.lengths.zero_()
+        self.reach = self.capacity
+
+    def look_at(self, slots: int) -> int:
+        """Promise that nothing of worth will stand behind the first ``slots``. Returns the reach, a little further."""
+        bucket = CPU_BUCKET if self.buffer.device.type == "cpu" else BUCKET
+        self.reach = min(rounded(slots, bucket), self.capacity)
+        return self.reach
 
     def open(self, count: int, tree_mask: Tensor | None = None, behind: int = 0) -> Tensor:
         """Reserve the next pass's ``count`` slots, after every row's length and ``behind`` uncommitted tokens.
 
         tree_mask [rows, count, behind + count] (bool): may token i see uncommitted token j; None is a chain. Returns
-        who sees which slot [rows, 1, count, capacity] (bool). Slots past the capacity are folded onto the last one; the
+        who sees which slot [rows, 1, count, reach] (bool). Slots past the capacity are folded onto the last one; the
         caller provides slack so that only tokens behind the end of the image get there.
         """
-        lengths = self.lengths[:, None]
-        offsets = behind + torch.arange(count, device=lengths.device)
-        self._slots = (lengths + offsets).clamp(max=self.capacity - 1)
-        offset_of_column = self._columns - lengths  # [rows, capacity]
+        lengths, columns = self.lengths[:, None], self._columns[: self.reach]
+        slots = lengths + torch.arange(behind, behind + count, device=lengths.device)
+        self._slots = slots.clamp(max=self.capacity - 1)
         if tree_mask is None:
-            return (offset_of_column[:, None] <= offsets[:, None])[:, None]
-        inside = (offset_of_column >= 0) & (offset_of_column < behind + count)
-        index = offset_of_column.clamp(0, behind + count - 1)[:, None].expand(-1, count, -1)
-        return ((offset_of_column < 0)[:, None] | (inside[:, None] & tree_mask.gather(2, index)))[:, None]
+            return (columns <= slots[..., None])[:, None]
+        offset = columns - lengths  # [rows, reach]
+        inside = (offset >= 0) & (offset < behind + count)
+        index = offset.clamp(0, behind + count - 1)[:, None].expand(-1, count, -1)
+        return ((offset < 0)[:, None] | (inside[:, None] & tree_mask.gather(2, index)))[:, None]
 
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values [rows, heads, count, head_dim] in the open slots; return the layer's whole buffers."""
-        self.keys[layer][self._rows, :, self._slots] = keys.transpose(1, 2)
-        self.values[layer][self._rows, :, self._slots] = values.transpose(1, 2)
-        return self.keys[layer], self.values[layer]
+    def write(self, layer: int, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """Store keys and values [rows, 2 * heads, count, head_dim] in the open slots.
+
+        Returns the keys and the values [rows, heads, reach, head_dim] of the layer.
+        """
+        buffer = self.buffer[layer]
+        buffer[self._rows, :, self._slots] = kept.transpose(1, 2)
+        return buffer[:, : self.heads, : self.reach], buffer[:, self.heads :, : self.reach]
 
     def commit(self, count: Tensor, path: Tensor | None = None) -> None:
         """Keep the first ``count`` [rows] tokens of the last pass, or of ``path`` [rows, P] (offsets into the pass).
@@ -58,10 +93,8 @@ class KVCache:
         The rotation of a kept key stays right as long as a node's position is root + depth.
         """
         if path is not None:
-            source = (self.lengths[:, None] + path).clamp(max=self.capacity - 1)
-            target = (self.lengths[:, None] + torch.arange(path.shape[1], device=path.device)).clamp(
-                max=self.capacity - 1
-            )
-            for buffer in (self.keys, self.values):
-                buffer[:, self._rows, :, target] = buffer[:, self._rows, :, source].clone()
-        self.lengths = self.lengths + count
+            lengths, end = self.lengths[:, None], self.capacity - 1
+            source = (lengths + path).clamp(max=end)
+            target = (lengths + torch.arange(path.shape[1], device=path.device)).clamp(max=end)
+            self.buffer[:, self._rows, :, target] = self.buffer[:, self._rows, :, source]
+        self.lengths += count

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..model_loaders.ar_model import DiscreteModel
+from ..models.backbone import split_gates
 from ..models.eagle import Eagle
 from ..models.prefix import CaptionPrefix
 from .export import half, save
@@ -21,6 +22,7 @@ def write_eagle(module: Eagle, model: DiscreteModel, out: Path) -> None:
     if module.fc.bias is not None:
         tensors["fc.bias"] = module.fc.bias
     config, attention = module.config, block.attention
+    gate, value = block.feed_forward.w1_w3.weight.chunk(2)
     heights = [heads * config.head_dim for heads in (config.heads, config.cached_heads, config.cached_heads)]
     for kind, joined in attention.wqkv.named_parameters():
         for part, own in zip("qkv", joined.split(heights), strict=True):
@@ -32,8 +34,8 @@ def write_eagle(module: Eagle, model: DiscreteModel, out: Path) -> None:
         tensors["layers.0.input_layernorm.weight"] = block.attention_norm.weight
     tensors |= {
         "layers.0.self_attn.o_proj.weight": attention.wo.weight,
-        "layers.0.mlp.gate_proj.weight": block.feed_forward.w1.weight,
-        "layers.0.mlp.up_proj.weight": block.feed_forward.w3.weight,
+        "layers.0.mlp.gate_proj.weight": gate,
+        "layers.0.mlp.up_proj.weight": value,
         "layers.0.mlp.down_proj.weight": block.feed_forward.w2.weight,
         "layers.0.post_attention_layernorm.weight": block.ffn_norm.weight,
     }
@@ -58,7 +60,7 @@ def write_eagle(module: Eagle, model: DiscreteModel, out: Path) -> None:
 
 def write_small(module: DiscreteModel, out: Path) -> None:
     """``out``/model.safetensors (fp16) of a small LlamaGen model, with the metadata that its size needs."""
-    tensors = dict(module.backbone.state_dict())
+    tensors = split_gates(module.backbone.state_dict())
     tensors |= {f"cls_embedding.{name}": tensor for name, tensor in module.prefix.state_dict().items()}
     settings = {
         "family": "llamagen",

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..models.backbone import split_gates
 from . import autoregressive, tokenizer
 from .captions import COLOUR_SYNONYMS, STOP_WORDS, Captions
 from .settings import BACKGROUNDS, IMAGE_SIZE, Setting
@@ -24,7 +25,7 @@ def write(setting: Setting, captions: Captions, trained: Path, out: Path) -> Non
         "config": asdict(vq.config),
         "margin": setting.tokenizer.margin,
     })
-    tensors = {**model.backbone.state_dict()}
+    tensors = split_gates(model.backbone.state_dict())
     tensors |= {f"cls_embedding.{name}": tensor for name, tensor in model.prefix.state_dict().items()}
     tensors["cls_embedding.uncond_embedding"] = model.null_caption.detach()
     save(out / "model.safetensors", half(tensors), {

@@ -22,14 +22,16 @@ from comfy.cli_args import args  # noqa: E402
 args.cpu = True
 args.base_directory = tempfile.mkdtemp(prefix="specar-nodes-")
 
+import comfy.utils  # noqa: E402
 import folder_paths  # noqa: E402
-from comfyui_specar.models.backbone import Backbone, BackboneConfig  # noqa: E402
+from comfyui_specar.models.backbone import Backbone, BackboneConfig, split_gates  # noqa: E402
 from comfyui_specar.models.diffusion_head import DiffusionHead  # noqa: E402
 from comfyui_specar.models.kl_vae import KLConfig, KLModel  # noqa: E402
 from comfyui_specar.models.mar import MAR, MARConfig  # noqa: E402
 from comfyui_specar.models.prefix import CaptionPrefix, ClassPrefix  # noqa: E402
 from comfyui_specar.models.vq import VQConfig, VQModel  # noqa: E402
-from comfyui_specar.nodes import extension  # noqa: E402
+from comfyui_specar.nodes import extension, previews  # noqa: E402
+from comfyui_specar.nodes import progress as nodes_progress  # noqa: E402
 
 for _folder in ("input", "output", "temp", "models/ar_models", "models/ar_drafters", "models/vae"):
     (Path(args.base_directory) / _folder).mkdir(parents=True, exist_ok=True)
@@ -50,7 +52,7 @@ def random_weights(module: torch.nn.Module, seed: int) -> dict[str, torch.Tensor
 
 def model_tensors(prefix: torch.nn.Module) -> dict[str, torch.Tensor]:
     tensors = {f"cls_embedding.{n}": t for n, t in random_weights(prefix, 1).items()}
-    return random_weights(Backbone(BACKBONE), 2) | tensors
+    return split_gates(random_weights(Backbone(BACKBONE), 2)) | tensors
 
 
 def metadata(**content) -> dict[str, str]:
@@ -216,6 +218,22 @@ def sample(tiny, drafter, nodes, positive, run):
         return run(node, **defaults(node) | common | inputs).result
 
     return sample
+
+
+@pytest.fixture
+def progress(monkeypatch):
+    """Every (value, total, preview) that reaches ComfyUI's progress hook."""
+    seen = []
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", lambda *event, **_: seen.append(event))
+    return seen
+
+
+@pytest.fixture
+def hurried(monkeypatch):
+    """Progress and previews after every pass, whatever they cost."""
+    monkeypatch.setattr(nodes_progress, "SECONDS", 0.0)
+    monkeypatch.setattr(previews, "SECONDS", 0.0)
+    monkeypatch.setattr(previews, "SHARE", 1e9)
 
 
 @pytest.fixture(scope="session")

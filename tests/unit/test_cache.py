@@ -108,11 +108,11 @@ def test_uncommitted_slots_are_out_of_sight():
     cache = KVCache(1, 1, 1, 6, 2, torch.float32, torch.device("cpu"))
     mask = cache.open(3)
     assert mask[0, 0].tolist() == [[True] + [False] * 5, [True] * 2 + [False] * 4, [True] * 3 + [False] * 3]
-    cache.write(0, torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2))
+    cache.write(0, torch.ones(1, 2, 3, 2))
     cache.commit(torch.tensor([1]))
     mask = cache.open(2)
     assert mask[0, 0].tolist() == [[True] * 2 + [False] * 4, [True] * 3 + [False] * 3]
-    keys, _ = cache.write(0, torch.full((1, 1, 2, 2), 5.0), torch.zeros(1, 1, 2, 2))
+    keys, _ = cache.write(0, torch.cat((torch.full((1, 1, 2, 2), 5.0), torch.zeros(1, 1, 2, 2)), 1))
     assert keys[0, 0, :, 0].tolist() == [1, 5, 5, 0, 0, 0]
 
 
@@ -120,12 +120,11 @@ def test_a_tree_path_moves_to_consecutive_slots():
     cache = KVCache(2, 2, 1, 8, 1, torch.float32, torch.device("cpu"))
     cache.open(1)
     for layer in range(2):
-        cache.write(layer, torch.full((2, 1, 1, 1), -1.0), torch.full((2, 1, 1, 1), -1.0))
+        cache.write(layer, torch.full((2, 2, 1, 1), -1.0))
     cache.commit(torch.tensor([1, 0]))
     cache.open(4, torch.eye(4, dtype=torch.bool).expand(2, -1, -1))
     for layer in range(2):
-        nodes = torch.arange(4.0).view(1, 1, 4, 1).expand(2, -1, -1, -1)
-        cache.write(layer, nodes, nodes)
+        cache.write(layer, torch.arange(4.0).view(1, 1, 4, 1).expand(2, 2, -1, -1))
     cache.commit(torch.tensor([2, 1]), torch.tensor([[1, 3], [2, 0]]))
     assert cache.lengths.tolist() == [3, 1]
     assert cache.keys[1, 0, 0, :3, 0].tolist() == [-1, 1, 3]

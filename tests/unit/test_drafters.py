@@ -227,11 +227,11 @@ def test_head_norm_is_a_layer_norm_of_every_head(rows):
     with torch.no_grad():
         norm.weight.copy_(torch.rand(rows, 16))
         norm.bias.copy_(torch.rand(rows, 16))
-    x = torch.randn(2, HEADS, 5, 16)
+    x = torch.randn(2, 5, HEADS, 16)
     for h in range(HEADS):
         row = h % rows
-        wanted = torch.nn.functional.layer_norm(x[:, h], (16,), norm.weight[row], norm.bias[row])
-        assert torch.allclose(norm(x)[:, h], wanted, atol=1e-6)
+        wanted = torch.nn.functional.layer_norm(x[:, :, h], (16,), norm.weight[row], norm.bias[row])
+        assert torch.allclose(norm(x)[:, :, h], wanted, atol=1e-6)
 
 
 # Training
