@@ -15,86 +15,176 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ..kernels.sampling import at, categorical, point_mass
-from .acceptance import AcceptanceRule, Draft, Exact, accept_or_redraw, check_strength
+from ..kernels.sampling import at, categorical
+from .acceptance import SMALLEST, AcceptanceRule, Draft, Exact, accept_or_redraw, check_strength
+from .guesses import INITIAL, Ring, fresh_guesses
 from .logits import check_finite, probabilities
-from .protocols import ARModel, Decoded, Progress, Request, SamplingParams, TokenLayout
+from .loop import decode, kind
+from .protocols import ARModel, Decoded, Request, SamplingParams, TokenLayout
 from .rng import Purpose, Stream
-from .trace import Recorder, Source
+from .session import session
+from .trace import Record, Source
 
 REUSE = ("coupled", "gumbel", "threshold_paper", "threshold_exact", "resample")
-INITIAL = ("mixed", "left", "upper", "uniform", "repeat")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What is known of the latest positions of every image, written in place.
+
+    laws: the target's last law of a position, or before its first pass the law its guess was drawn from; drawn: the law
+    that the guess at a position was drawn from, which is another ring for reuse="threshold_exact" only. noise: the
+    positions' fixed Gumbel vectors, for reuse="gumbel" only.
+
+    A window W lies behind a row of the picture whose laws it may need, and is followed by W new positions.
+    """
+
+    laws: Ring
+    drawn: Ring
+    noise: Ring | None
+
+    @classmethod
+    def empty(cls, reuse: str, batch: int, stride: int, width: int, total: int, device: torch.device) -> Memory:
+        def ring() -> Ring:
+            return Ring.empty(batch, max(stride, width) + width, total, device)
+
+        laws = ring()
+        return cls(laws, ring() if reuse == "threshold_exact" else laws, ring() if reuse == "gumbel" else None)
 
 
 @dataclass(frozen=True)
 class Window:
     """The guesses of a batch, one row per image.
 
-    committed [B]: n, tokens decided so far; root [B, 1]: token n - 1; draft: W columns for positions n .. n+W-1, of
-    which the last has no guess; age [B, W]: passes a guess has been through; laws [B, R, V+]: the last known law of
-    position i in slot i mod R, R = stride (a row of the picture), for guesses drawn from a neighbour's law;
-    noise [B, W, V+]: the positions' fixed Gumbel vectors, for reuse="gumbel" only; strength [1 or B, S]: see Request.
+    committed [B]: n, tokens decided so far; root [B, 1]: token n - 1; token [B, W]: guesses for positions n .. n+W-1,
+    of which the last is none; age [B, W]: passes a guess has been through.
     """
 
     committed: Tensor
     root: Tensor
-    draft: Draft
+    token: Tensor
     age: Tensor
-    laws: Tensor
-    noise: Tensor | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """What all steps of a run have in common. forcing: does the layout force any token."""
+
+    method: SJD
+    params: SamplingParams
+    width: int
+    forcing: bool
+    model: ARModel
+    state: Any
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Carry:
+    """What a step hands to the next one.
+
+    tokens [B, S + 1] (int64); turn [1, 1] (int64): passes so far; initial [B, S + 2 W]: uniform numbers for the first
+    guess of every position; strength [1 or B, S]: see Request.
+    """
+
+    window: Window
+    tokens: Tensor
+    record: Record
+    turn: Tensor
+    stream: Stream
+    initial: Tensor
+    layout: TokenLayout
     strength: Tensor | None
+
+    @property
+    def committed(self) -> Tensor:
+        return self.window.committed
 
 
 @dataclass(frozen=True)
 class Verified:
-    """Outcome of a pass for the W columns: tokens, accepted, which of these only a relaxed rule let pass, the drift
-    ``leak`` that rule allowed, the law p, and how many tokens each image commits.
+    """Outcome of a pass for the W columns, which predict ``position``: in which of them a guess ``exists``, the law p
+    [B, W, V+], the law q of the guess at the guess itself, tokens, accepted, which of these only a relaxed rule let
+    pass, the drift ``leak`` that rule allowed, and how many tokens each image commits (``count`` [B]).
+
+    u, v [B, W]: the uniform numbers of the pass (None with Gumbel noise).
     """
 
     position: Tensor
+    exists: Tensor
     p: Tensor
+    q: Tensor
     token: Tensor
     accepted: Tensor
     relaxed: Tensor
     leak: Tensor
-    committed: Tensor
     count: Tensor
+    u: Tensor | None
+    v: Tensor | None
 
 
-def verify(method: SJD, p: Tensor, window: Window, stream: Stream, turn: Tensor, length: int) -> Verified:
+def verify(run: Run, carry: Carry, p: Tensor) -> Verified:
     """Decide the window's guesses against p [B, W, V+]: accept a run of them and fix the token behind it.
 
     SJD eq. (3): accept guess k while u_k < p_k(x_k) / q_k(x_k), draw the first rejected position from norm([p - q]+);
     a relaxed rule puts its own probability and law in their place.
     """
-    draft = window.draft
-    position = window.committed[:, None] + torch.arange(p.shape[1], device=p.device)
-    strength = torch.ones(position.shape, device=p.device)
-    if window.strength is not None:
-        strength = window.strength.expand(p.shape[0], -1).gather(1, position.clamp(max=length - 1))
-    if method.reuse == "gumbel":
-        token = (p.log() + window.noise).argmax(-1)
-        accepted = draft.exists & (token == draft.token)
-        relaxed, leak = torch.zeros_like(accepted), torch.zeros_like(strength)
+    window, memory, rule = carry.window, run.memory, run.method.rule
+    batch, seen, _ = p.shape
+    columns = torch.arange(seen, device=p.device)
+    exists = (columns < seen - 1).expand(batch, -1)
+    position = window.committed[:, None] + columns
+    u = v = None
+    relaxed, leak = torch.zeros_like(exists), torch.zeros(position.shape, device=p.device)
+    if run.method.reuse == "gumbel":
+        token = memory.noise.at(position).add_(p.log()).argmax(-1)
+        accepted = exists & (token == window.token)
     else:
-        u = stream.uniform(position, Purpose.ACCEPT, turn)
-        v = stream.uniform(position, Purpose.REDRAW, turn)
-        outcome = accept_or_redraw(method.rule, p, draft, u, v, strength)
-        token, accepted, relaxed = outcome.token, outcome.accepted, outcome.relaxed
-        leak = method.rule.leak(p, draft.q, draft.token, draft.depth, strength) * draft.exists
-    accepted = accepted & (position < length)
-    run = accepted.long().cumprod(-1).sum(-1)  # leading accepted guesses
-    count = torch.minimum(run + 1, length - window.committed).clamp(min=0)
-    committed = torch.arange(p.shape[1], device=p.device) < count[:, None]
-    return Verified(position, p, token, accepted, relaxed, leak, committed, count)
+        u, v = carry.stream.uniforms(position, (Purpose.ACCEPT, Purpose.REDRAW), carry.turn)
+        if isinstance(rule, Exact):
+            token, accepted = coupled(p, window.token, memory.drawn, position, exists, u, v)
+        else:
+            strength = torch.ones(position.shape, device=p.device)
+            if carry.strength is not None:
+                strength = carry.strength.expand(batch, -1).gather(1, position.clamp(max=carry.layout.length - 1))
+            draft = drawn(run, carry, position, exists)
+            outcome = accept_or_redraw(rule, p, draft, u, v, strength)
+            token, accepted, relaxed = outcome.token, outcome.accepted, outcome.relaxed
+            if not rule.lossless:
+                leak = rule.leak(p, draft.q, draft.token, draft.depth, strength) * exists
+    q = memory.drawn.entry(position, window.token) * exists
+    left = carry.layout.length - position
+    leading = (accepted & (left > 0)).long().cumprod(-1).sum(-1)  # accepted guesses in a row
+    count = torch.minimum(leading + 1, left[:, 0]).clamp(min=0)
+    return Verified(position, exists, p, q, token, accepted, relaxed, leak, count, u, v)
 
 
-def refine(method: SJD, verified: Verified, window: Window, stream: Stream, turn: Tensor) -> tuple[Tensor, Tensor]:
+def coupled(
+    p: Tensor, token: Tensor, laws: Ring, position: Tensor, exists: Tensor, u: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The exact test of guesses [B, W] that were drawn from ``laws``: tokens that follow p [B, W, V+], as many of them
+    as can be the guesses (maximal coupling: keep with min(1, p/q), else draw from norm([p - q]+)), and which are.
+    """
+    ratio = at(p, token) / laws.entry(position, token).clamp(min=SMALLEST)
+    accepted = exists & (u < ratio)
+    draft = Draft(token, laws.at(position) * exists.unsqueeze(-1), token, exists)
+    return accept_or_redraw(Exact(), p, draft, u, v, u).token, accepted
+
+
+def drawn(run: Run, carry: Carry, position: Tensor, exists: Tensor) -> Draft:
+    """The window's guesses, with the laws they were drawn from."""
+    depth = position - carry.committed[:, None] + 1
+    return Draft(carry.window.token, run.memory.drawn.at(position) * exists.unsqueeze(-1), depth, exists)
+
+
+def refine(run: Run, carry: Carry, verified: Verified) -> tuple[Tensor, Tensor]:
     """New guesses [B, W] and their laws [B, W, V+] for the positions behind the committed run.
 
     coupled: maximal coupling of q_k and p_k (keep with min(1, p/q), else residual); law p_k.
@@ -102,161 +192,129 @@ def refine(method: SJD, verified: Verified, window: Window, stream: Stream, turn
     threshold_paper calls the law p_k (SJD++ eq. 2, biased), threshold_exact states the true one,
     q_k 1[p_k/q_k > t] + (sum q_k 1[p_k/q_k <= t]) p_k.
     """
-    p, draft = verified.p, window.draft
+    method, window, p, position, exists = run.method, carry.window, verified.p, verified.position, verified.exists
     if method.reuse == "gumbel" or (method.reuse == "coupled" and isinstance(method.rule, Exact)):
         return verified.token, p
-    u = stream.uniform(verified.position, Purpose.ACCEPT, turn)
-    v = stream.uniform(verified.position, Purpose.REDRAW, turn)
     if method.reuse == "coupled":
-        return accept_or_redraw(Exact(), p, draft, u, v, torch.zeros_like(u)).token, p
-    redrawn = categorical(p, v)
+        return coupled(p, window.token, run.memory.drawn, position, exists, verified.u, verified.v)[0], p
+    redrawn = categorical(p, verified.v)
     if method.reuse == "resample":
         return redrawn, p
+    draft = drawn(run, carry, position, exists)
     confident = p > method.threshold * draft.q  # C > threshold, for every id
-    keep = draft.exists & confident.gather(-1, draft.token.unsqueeze(-1)).squeeze(-1)
+    keep = exists & confident.gather(-1, draft.token.unsqueeze(-1)).squeeze(-1)
     token = torch.where(keep, draft.token, redrawn)
     if method.reuse == "threshold_paper":
         return token, p
     redraw_mass = (draft.q * ~confident).sum(-1, keepdim=True)
-    law = torch.where(draft.exists.unsqueeze(-1), draft.q * confident + redraw_mass * p, p)
-    return token, law
+    return token, torch.where(exists.unsqueeze(-1), draft.q * confident + redraw_mass * p, p)
 
 
-def neighbour_laws(
-    method: SJD, laws: Tensor, known: Tensor, position: Tensor, layout: TokenLayout, vocab: int
-) -> Tensor:
-    """Laws [B, W, V+] from which guesses at new positions [B, W] are drawn; known [B, 1]: last position with a law.
+def slide(run: Run, carry: Carry, verified: Verified, first: int) -> Window:
+    """The next window behind the committed run: refined guesses go on, the rest are fresh.
 
-    left: the law of the left neighbour; in the first column, and where the window has crossed into a new row, that of
-    the upper one. upper: of the position one row up (several, if that has no law yet); in the first row, of the left
-    one. mixed: half of each. Where a neighbour is a forced token, or for "uniform", the uniform law.
+    first: the most tokens an image commits, as far as the host knows.
     """
-    slots = layout.stride
-    uniform = torch.zeros_like(laws[:, :1])
-    uniform[..., :vocab] = 1 / vocab
-    if method.initial in ("uniform", "repeat"):
-        return uniform.expand(-1, position.shape[1], -1)
-    rows_up = torch.div(position - known + slots - 1, slots, rounding_mode="floor").clamp(min=1)
-    above = position - rows_up * slots
-    above = torch.where(above < 0, known, above)
-    left = torch.where(known // slots == position // slots, known.expand_as(position), above)
+    window, memory, layout = carry.window, run.memory, carry.layout
+    position, count, seen = verified.position, verified.count, verified.p.shape[1]
+    token, law = refine(run, carry, verified)
+    memory.drawn.put(position, law)
+    if memory.laws is not memory.drawn:
+        memory.laws.put(position, verified.p)
 
-    def law(source: Tensor) -> Tensor:
-        row = laws.gather(1, (source % slots).unsqueeze(-1).expand(-1, -1, laws.shape[-1]))
-        free = layout.forced.expand(position.shape[0], -1).gather(1, source.clamp(0, layout.length - 1)) < 0
-        return torch.where(free.unsqueeze(-1), row, uniform)
-
-    if method.initial == "left":
-        return law(left)
-    if method.initial == "upper":
-        return law(above)
-    return (law(left) + law(above)) / 2
-
-
-def fresh_guesses(
-    method: SJD, stream: Stream, laws: Tensor, last: Tensor, known: Tensor, position: Tensor, noise: Tensor | None,
-    layout: TokenLayout, vocab: int,
-) -> tuple[Tensor, Tensor]:
-    """Guesses [B, W] for positions [B, W] no pass has seen, and the laws [B, W, V+] they are drawn from.
-
-    last [B, 1] is the token at position ``known`` [B, 1]. repeat: copy it along its row (a point mass), uniform beyond.
-    With Gumbel decoding a guess uses its position's own noise, which makes it agree with the final choice more often.
-    """
-    u = stream.uniform(position, Purpose.INITIAL)
-    law = neighbour_laws(method, laws, known, position, layout, vocab)
-    if method.initial == "repeat":
-        same_row = known // layout.stride == position // layout.stride
-        token = torch.where(same_row, last, categorical(law, u))
-        return token, torch.where(same_row.unsqueeze(-1), point_mass(token, law.shape[-1]), law)
-    if noise is not None:
-        return (law.log() + noise).argmax(-1), law
-    return categorical(law, u), law
-
-
-def slide(
-    method: SJD, verified: Verified, window: Window, stream: Stream, turn: Tensor, layout: TokenLayout, vocab: int,
-    width: int,
-) -> Window:
-    """The next window, ``width`` columns behind the committed run: refined guesses go on, the rest are fresh."""
-    batch, seen, total = verified.p.shape
-    columns = torch.arange(width, device=verified.p.device)
-    token, law = refine(method, verified, window, stream, turn)
-
-    slot = (verified.position % layout.stride).unsqueeze(-1).expand(-1, -1, total)
-    laws = window.laws
-    for begin in range(0, seen, layout.stride):  # row by row, so that of positions sharing a slot the last one stays
-        part = slice(begin, begin + layout.stride)
-        laws = laws.scatter(1, slot[:, part], verified.p[:, part])
-
-    committed = window.committed + verified.count
-    position = committed[:, None] + columns
-    known = window.committed[:, None] + seen - 1
-    noise = stream.gumbel(position, total) if method.reuse == "gumbel" else None
-    fresh, fresh_law = fresh_guesses(method, stream, laws, token[:, -1:], known, position, noise, layout, vocab)
-
-    source = columns + verified.count[:, None]
-    carried = source < seen
-    source = source.clamp(max=seen - 1)
-    new_token = torch.where(carried, token.gather(1, source), fresh)
-    new_law = law.gather(1, source.unsqueeze(-1).expand(-1, -1, total))
-    new_law = torch.where(carried.unsqueeze(-1), new_law, fresh_law)
-    age = torch.where(carried, window.age.gather(1, source) + 1, 0)
-
-    forced = layout.forced.expand(batch, -1).gather(1, position.clamp(max=layout.length - 1))
-    new_token = torch.where(forced >= 0, forced, new_token)
-    new_law = torch.where((forced >= 0).unsqueeze(-1), point_mass(forced.clamp(min=0), total), new_law)
-    exists = (columns < width - 1).expand(batch, -1)
-    draft = Draft(new_token, new_law * exists.unsqueeze(-1), (columns + 1).expand(batch, -1), exists)
-
-    last = (verified.count - 1).clamp(min=0)[:, None]
-    root = torch.where(verified.count[:, None] > 0, verified.token.gather(1, last), window.root)
-    return Window(committed, root, draft, age, laws, noise, window.strength)
-
-
-def empty_window(
-    method: SJD, stream: Stream, batch: int, stride: int, total: int, device: torch.device,
-    strength: Tensor | None = None,
-) -> Window:
-    """The window before the prompt's own prediction: one column, no guess."""
-    zeros = torch.zeros((batch, 1), dtype=torch.int64, device=device)
-    nothing = Draft(zeros, torch.zeros((batch, 1, total), device=device), zeros, zeros.bool())
-    noise = stream.gumbel(zeros, total) if method.reuse == "gumbel" else None
-    laws = torch.zeros((batch, stride, total), device=device)
-    return Window(zeros[:, 0], zeros, nothing, zeros, laws, noise, strength)
-
-
-def step(
-    method: SJD, model: ARModel, state: Any, window: Window, stream: Stream, turn: Tensor, layout: TokenLayout,
-    params: SamplingParams,
-) -> tuple[Verified, Window]:
-    """One pass: feed root and guesses, decide, keep the cache of what was accepted, slide. No host synchronisation."""
-    width = window.draft.token.shape[1]
-    fed = torch.cat((window.root, window.draft.token[:, :-1]), dim=1)
-    predicted = window.committed[:, None] + torch.arange(width, device=fed.device)
-    out = model.step(state, fed, predicted - 1)
-    forced = layout.forced.expand(fed.shape[0], -1).gather(1, predicted.clamp(max=layout.length - 1))
-    p = probabilities(out.logits, params, model.vocab, forced)
-    verified = verify(method, p, window, stream, turn, layout.length)
-    model.commit(state, verified.count)
-    return verified, slide(method, verified, window, stream, turn, layout, model.vocab, width)
-
-
-def record(recorder: Recorder, verified: Verified, window: Window, layout: TokenLayout, passes: int, ms: float) -> None:
-    """Write a pass into the trace; ``window`` is the one that was verified."""
-    draft, position = window.draft, verified.position
-    forced = layout.forced.expand(position.shape[0], -1).gather(1, position.clamp(max=layout.length - 1)) >= 0
-    source = torch.where(draft.exists, Source.RESIDUAL, Source.BONUS if passes else Source.PREFILL)
-    source = torch.where(verified.accepted, Source.ACCEPTED, source)
-    source = torch.where(verified.relaxed, Source.RELAXED, source)
-    source = torch.where(forced, Source.FORCED, source)
-    p_draft, q_draft = at(verified.p, draft.token), at(draft.q, draft.token)
-    recorder.tokens(
-        position, verified.committed, verified.token, verified.p,
-        finalised_at=passes, source=source, depth=draft.depth * draft.exists, q=q_draft, tv_leak=verified.leak,
-        ratio=torch.where(draft.exists, p_draft / q_draft.clamp(min=1e-30), 0), refinements=window.age,
+    known = position[:, -1:]
+    new = known + 1 + torch.arange(run.width - seen + first, device=position.device)  # the last of them has no guess
+    noise = None
+    if memory.noise is not None:
+        noise = carry.stream.gumbel(new, verified.p.shape[-1])
+        memory.noise.put(new, noise)
+        noise = noise[:, :-1]
+    guess, guess_law = fresh_guesses(
+        run.method.initial, memory.laws, known, token[:, -1:], new[:, :-1], carry.initial.gather(1, new[:, :-1]), noise,
+        layout, run.model.vocab, run.forcing,
     )
-    accepted = (verified.accepted & verified.committed & ~forced).sum(-1)
-    recorder.round(accepted=accepted, committed=verified.count, width=position.shape[1], milliseconds=ms)
+    memory.drawn.put(new[:, :-1], guess_law)
+
+    source = count[:, None] + torch.arange(run.width, device=position.device)
+    token = torch.cat((token, guess), dim=1)
+    return Window(
+        committed=window.committed + count,
+        root=torch.cat((window.root, verified.token), dim=1).gather(1, count[:, None]),
+        token=pad(token, (0, 1)).gather(1, source),
+        age=pad(window.age + 1, (0, new.shape[1])).gather(1, source),
+    )
+
+
+def record(run: Run, carry: Carry, verified: Verified, first: int, bare: Source) -> Record:
+    """The trace with a pass, of which each image commits ``first`` tokens at most. bare: where a token comes from that
+    is drawn without a guess."""
+    position, exists, token = (x[:, :first] for x in (verified.position, verified.exists, verified.token))
+    accepted, relaxed, q = (x[:, :first] for x in (verified.accepted, verified.relaxed, verified.q))
+    p, guess = verified.p[:, :first], carry.window.token[:, :first]
+    committed = position < (carry.committed + verified.count)[:, None]
+    source = torch.where(exists, Source.RESIDUAL, bare)
+    source = torch.where(accepted, Source.ACCEPTED, source)
+    if not run.method.rule.lossless:
+        source = torch.where(relaxed, Source.RELAXED, source)
+    if run.forcing:
+        forced = carry.layout.forced_at(position) >= 0
+        source = torch.where(forced, Source.FORCED, source)
+        accepted = accepted & ~forced
+    depth = position - carry.committed[:, None] + 1
+    made = carry.record.tokens(
+        position, committed, token, p, finalised_at=carry.turn, source=source, depth=depth * exists, q=q,
+        tv_leak=verified.leak[:, :first], ratio=at(p, guess) / q.clamp(min=SMALLEST) * exists,
+        refinements=carry.window.age[:, :first],
+    )
+    return made.round(
+        accepted=(accepted & committed).sum(-1), committed=verified.count, width=verified.p.shape[1]
+    )
+
+
+def decide(run: Run, carry: Carry, logits: Tensor, bare: Source) -> Carry:
+    """What follows from a pass's logits [R, W, V+]: tokens, their record, and the next window."""
+    layout, window = carry.layout, carry.window
+    position = window.committed[:, None] + torch.arange(logits.shape[1], device=logits.device)
+    forced = layout.forced_at(position) if run.forcing else None
+    verified = verify(run, carry, probabilities(logits, run.params, run.model.vocab, forced))
+    first = verified.p.shape[1]
+    kept = torch.where(position < (window.committed + verified.count)[:, None], position, layout.length)
+    return replace(
+        carry,
+        window=slide(run, carry, verified, first),
+        tokens=carry.tokens.scatter(1, kept, verified.token),
+        record=record(run, carry, verified, first, bare),
+        turn=carry.turn + 1,
+    )
+
+
+def step(run: Run, carry: Carry) -> Carry:
+    """One pass: feed root and guesses, decide, keep the cache of what was accepted. Complete images stay as they are.
+    """
+    window = carry.window
+    fed = torch.cat((window.root, window.token[:, :-1]), dim=1)
+    position = window.committed[:, None] + torch.arange(-1, run.width - 1, device=fed.device)
+    out = run.model.step(run.state, fed, position)
+    following = decide(run, carry, out.logits, Source.BONUS)
+    run.model.commit(run.state, following.committed - window.committed)
+    return following
+
+
+def begin(run: Run, layout: TokenLayout, stream: Stream, strength: Tensor | None) -> Carry:
+    """What the prompt's own prediction decides: the first token and the first window."""
+    batch, device = len(stream.keys), run.model.device
+    nothing = torch.zeros((batch, 1), dtype=torch.int64, device=device)
+    if run.memory.noise is not None:
+        run.memory.noise.put(nothing, stream.gumbel(nothing, run.model.vocab_total))
+    places = torch.arange(layout.length + 2 * run.width, device=device).expand(batch, -1)
+    carry = Carry(
+        window=Window(nothing[:, 0], nothing, nothing, nothing),
+        tokens=torch.zeros((batch, layout.length + 1), dtype=torch.int64, device=device),
+        record=Record.empty(layout.length, batch, device),
+        turn=torch.zeros((1, 1), dtype=torch.int64, device=device),
+        stream=stream, initial=stream.uniform(places, Purpose.INITIAL), layout=layout, strength=strength,
+    )
+    return decide(run, carry, run.state.prefill.logits[:, -1:], Source.PREFILL)
 
 
 @dataclass(frozen=True)
@@ -295,45 +353,37 @@ class SJD:
     def sample(self, request: Request) -> Decoded:
         """Draw ``request.batch`` images, each at its own pace. Raises ValueError on illegal parameters."""
         model, params, batch = request.model, request.params, request.batch
-        layout, device = request.layout.to(model.device), model.device
+        layout, begun = request.layout.to(model.device), time.perf_counter()
         params.check(model.vocab)
         self.check(layout.length)
         method = replace(self, rule=self.rule.bind(model))
-        strength = check_strength(request.strength, batch, layout.length, device)
+        strength = check_strength(request.strength, batch, layout.length, model.device)
         width = self.window or min(32, layout.length)
-        begun = lap = time.perf_counter()
-        stream = Stream.of(request.seed, batch, device)
-        recorder = Recorder(layout, batch, device)
-        tokens = torch.zeros((batch, layout.length + 1), dtype=torch.int64, device=device)
-
-        state = model.start(request.conditioning, request.negative, batch, layout, slack=width, guided=params.cfg != 1)
-        check_finite(state.prefill)
-        forced = layout.forced.expand(batch, -1)[:, :1]
-        p = probabilities(state.prefill.logits[:, -1:], params, model.vocab, forced)
-        window = empty_window(method, stream, batch, layout.stride, p.shape[-1], device, strength)
-        turn = torch.zeros((), dtype=torch.int64, device=device)
-        verified = verify(method, p, window, stream, turn, layout.length)
-        following = slide(method, verified, window, stream, turn, layout, model.vocab, width)
-        passes = 0
-        while True:
-            tokens.scatter_(1, torch.where(verified.committed, verified.position, layout.length), verified.token)
-            done = bool((following.committed >= layout.length).all())
-            now = time.perf_counter()
-            record(recorder, verified, window, layout, passes, 1000 * (now - lap))
-            lap, window, passes = now, following, passes + 1
-            if request.callback:
-                request.callback(Progress(tokens[:, :-1], window.committed, layout.length, passes))
-            if done:
-                break
-            verified, following = step(method, model, state, window, stream, turn + passes, layout, params)
-
-        settings = {
-            "method": "sjd", "window": width, "reuse": self.reuse, "initial": self.initial,
-            "rule": method.rule.describe(), "lossless": self.rule.lossless and self.reuse != "threshold_paper",
-        }
-        if self.reuse.startswith("threshold"):
-            settings["threshold"] = self.threshold
-        return Decoded(tokens[:, :-1], recorder.finish(request.seed, settings | asdict(params), now - begun))
+        forcing = layout.forces
+        key = kind(request, layout, method, width, forcing, id(model.codebook))  # a bound rule may have tables of it
+        with session(model, key) as kept:
+            state = model.start(
+                request.conditioning, request.negative, batch, layout, slack=width, guided=params.cfg != 1,
+                into=kept.state,
+            )
+            memory = kept.draft_state or Memory.empty(
+                self.reuse, batch, layout.stride, width, model.vocab_total, model.device
+            )
+            kept.adopt(state, memory)
+            check_finite(state.prefill)
+            run = Run(method, params, width, forcing, model, state, memory)
+            carry = begin(run, layout, Stream.of(request.seed, batch, model.device), strength)
+            carry, laps = decode(request, kept, state, partial(step, run), carry, width, begun)
+            settings = {
+                "method": "sjd", "window": width, "reuse": self.reuse, "initial": self.initial,
+                "rule": method.rule.describe(), "lossless": self.rule.lossless and self.reuse != "threshold_paper",
+            }
+            if self.reuse.startswith("threshold"):
+                settings["threshold"] = self.threshold
+            trace = carry.record.finish(
+                layout, request.seed, settings | asdict(params), time.perf_counter() - begun, milliseconds=laps
+            )
+            return Decoded(carry.tokens[:, :-1].clone(), trace)
 
 
 @dataclass(frozen=True)

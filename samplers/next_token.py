@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from .logits import check_finite, probabilities
-from .protocols import Decoded, Progress, Request
+from .loop import decode, kind
+from .protocols import ARModel, Decoded, Request, SamplingParams, StepOut, TokenLayout
 from .rng import Stream
-from .trace import Recorder, Source
+from .session import session
+from .trace import Record, Source
+
+
+@dataclass(frozen=True)
+class Carry:
+    """tokens [B, S + 1]; committed [B] (int64), the same for all images; what the run was asked, as tensors."""
+
+    tokens: Tensor
+    committed: Tensor
+    record: Record
+    stream: Stream
+    layout: TokenLayout
 
 
 @dataclass(frozen=True)
@@ -22,36 +38,49 @@ class NextToken:
 
     def sample(self, request: Request) -> Decoded:
         """Draw ``request.batch`` images; S passes (the prompt's included). Raises ValueError on illegal parameters."""
-        model, layout, params = request.model, request.layout.to(request.model.device), request.params
+        model, params, batch = request.model, request.params, request.batch
+        layout, begun = request.layout.to(model.device), time.perf_counter()
         params.check(model.vocab)
-        started = time.perf_counter()
-        stream = Stream.of(request.seed, request.batch, model.device)
-        recorder = Recorder(layout, request.batch, model.device)
-        forced = layout.forced.expand(request.batch, -1)
-        tokens = torch.zeros_like(forced)
-        one = torch.ones(request.batch, dtype=torch.int64, device=model.device)
-        everywhere = torch.ones((request.batch, 1), dtype=torch.bool, device=model.device)
+        forcing = layout.forces
+        with session(model, kind(request, layout, "next_token", forcing)) as kept:
+            state = model.start(
+                request.conditioning, request.negative, batch, layout, slack=1, guided=params.cfg != 1, into=kept.state
+            )
+            kept.adopt(state)
+            check_finite(state.prefill)
+            carry = Carry(
+                torch.zeros((batch, layout.length + 1), dtype=torch.int64, device=model.device),
+                torch.zeros(batch, dtype=torch.int64, device=model.device),
+                Record.empty(layout.length, batch, model.device),
+                Stream.of(request.seed, batch, model.device), layout,
+            )
+            carry = draw(model, params, forcing, state.prefill, carry, Source.PREFILL)
+            carry, _ = decode(request, kept, state, partial(step, model, state, params, forcing), carry, 1, begun)
+            settings = {"method": "next_token", **asdict(params)}
+            trace = carry.record.finish(layout, request.seed, settings, time.perf_counter() - begun)
+            return Decoded(carry.tokens[:, :-1].clone(), trace)
 
-        state = model.start(
-            request.conditioning, request.negative, request.batch, layout, slack=1, guided=params.cfg != 1
-        )
-        out = state.prefill
-        check_finite(out)
-        for n in range(layout.length):
-            position = torch.full((request.batch, 1), n, device=model.device)
-            if n > 0:
-                out = model.step(state, tokens[:, n - 1 : n], position - 1)
-                model.commit(state, one)
-            p = probabilities(out.logits[:, -1:], params, model.vocab, forced[:, n : n + 1])
-            token = (p.log() + stream.gumbel(position, p.shape[-1])).argmax(-1)
-            tokens[:, n : n + 1] = token
-            source = torch.where(forced[:, n : n + 1] >= 0, Source.FORCED, Source.BONUS if n else Source.PREFILL)
-            recorder.tokens(position, everywhere, token, p, finalised_at=n, source=source)
-            recorder.round(accepted=0 * one, committed=one, width=1)
-            if request.callback:
-                request.callback(Progress(tokens, (n + 1) * one, layout.length, n + 1))
 
-        trace = recorder.finish(
-            request.seed, {"method": "next_token", **asdict(params)}, time.perf_counter() - started
-        )
-        return Decoded(tokens, trace)
+def step(model: ARModel, state: Any, params: SamplingParams, forcing: bool, carry: Carry) -> Carry:
+    """One pass: feed the last token, draw the next. ``forcing``: does the layout force any. Nothing changes behind the
+    end of the image."""
+    last = carry.committed[:, None] - 1
+    out = model.step(state, carry.tokens.gather(1, last), last)
+    model.commit(state, (carry.committed < carry.layout.length).long())
+    return draw(model, params, forcing, out, carry, Source.BONUS)
+
+
+def draw(model: ARModel, params: SamplingParams, forcing: bool, out: StepOut, carry: Carry, source: Source) -> Carry:
+    """The next token of every image from its prediction ``out`` [R, 1, V+]."""
+    position = carry.committed[:, None]
+    forced = carry.layout.forced_at(position) if forcing else None
+    p = probabilities(out.logits[:, -1:], params, model.vocab, forced)
+    token = (p.log() + carry.stream.gumbel(position, p.shape[-1])).argmax(-1)
+    more = position < carry.layout.length
+    if forced is not None:
+        source = torch.where(forced >= 0, Source.FORCED, source)
+    record = carry.record.tokens(position, more, token, p, finalised_at=position, source=source)
+    record = record.round(accepted=0, committed=more[:, 0], width=1)
+    return replace(
+        carry, tokens=carry.tokens.scatter(1, position, token), committed=carry.committed + more[:, 0], record=record
+    )

@@ -43,6 +43,11 @@ class TokenLayout:
     def length(self) -> int:
         return self.forced.shape[1]
 
+    @property
+    def forces(self) -> bool:
+        """Is any token forced? Reads the device."""
+        return bool((self.forced >= 0).any())
+
     def position(self, row: int, col: int) -> int:
         return row * self.stride + col
 

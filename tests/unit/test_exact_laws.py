@@ -81,13 +81,12 @@ def test_guidance_temperature_and_filters_are_part_of_the_law(method):
 # Variants that must fail. Each is the real sampler with one function replaced.
 
 
-def sticky_refine(method, verified, window, stream, turn):
+def sticky_refine(run, carry, verified):
     """A kept guess keeps the law it was drawn from, as if having been kept said nothing about it."""
-    u = stream.uniform(verified.position, jacobi.Purpose.REDRAW, turn)
-    p, draft = verified.p, window.draft
-    confident = jacobi.at(p, draft.token) > method.threshold * jacobi.at(draft.q, draft.token)
+    p, draft = verified.p, jacobi.drawn(run, carry, verified.position, verified.exists)
+    confident = jacobi.at(p, draft.token) > run.method.threshold * jacobi.at(draft.q, draft.token)
     keep = draft.exists & confident
-    token = torch.where(keep, draft.token, jacobi.categorical(p, u))
+    token = torch.where(keep, draft.token, jacobi.categorical(p, verified.v))
     return token, torch.where(keep.unsqueeze(-1), draft.q, p)
 
 
@@ -96,20 +95,19 @@ def fours(values):
     return values.unflatten(0, (-1, 4)).amin(1, keepdim=True).expand(-1, 4).flatten()
 
 
-def truncated_verify(method, p, window, stream, turn, length, real=jacobi.verify):
+def truncated_verify(run, carry, p, real=jacobi.verify):
     """All four images of a batch commit what the slowest unfinished one commits."""
-    verified = real(method, p, window, stream, turn, length)
-    busy = window.committed < length
+    verified, length = real(run, carry, p), carry.layout.length
+    busy = carry.committed < length
     count = torch.where(busy, fours(torch.where(busy, verified.count, length)), 0).minimum(verified.count)
-    committed = torch.arange(p.shape[1]) < count[:, None]
-    return replace(verified, count=count, committed=committed)
+    return replace(verified, count=count)
 
 
-def truncated_refine(method, verified, window, stream, turn, official):
+def truncated_refine(run, carry, verified, official):
     """Decided tokens behind the cut stay in the window; ``official``: accepted ones with the law they had before."""
-    p, draft = verified.p, window.draft
+    p, draft = verified.p, jacobi.drawn(run, carry, verified.position, verified.exists)
     decided = torch.cat((torch.ones_like(verified.accepted[:, :1]), verified.accepted[:, :-1]), dim=1).long().cumprod(1)
-    redrawn = jacobi.categorical(p, stream.uniform(verified.position, jacobi.Purpose.DRAFT, turn))
+    redrawn = jacobi.categorical(p, carry.stream.uniform(verified.position, jacobi.Purpose.DRAFT, carry.turn))
     token = torch.where(decided.bool(), verified.token, redrawn)
     stale = decided.bool() & verified.accepted
     return token, torch.where(stale.unsqueeze(-1), draft.q, p) if official else p

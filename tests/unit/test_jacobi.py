@@ -7,16 +7,18 @@ import pytest
 import torch
 from comfyui_specar import api
 from comfyui_specar.samplers import jacobi
+from comfyui_specar.samplers.guesses import Ring, neighbour_laws
 from comfyui_specar.samplers.jacobi import INITIAL, REUSE, SJD, Jacobi
 from comfyui_specar.samplers.next_token import NextToken
 from comfyui_specar.samplers.protocols import SamplingParams, TokenLayout
-from comfyui_specar.samplers.rng import Stream
+from comfyui_specar.samplers.trace import POSITION_FIELDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from .tiny import CAPTION, GRID, VOCAB, caption_features, fill, llamagen
 from .toy import VOCAB as TOY_VOCAB
 from .toy import ToyModel, plain, request
+from .windows import SIZE, begun, three_passes
 
 METHODS = [NextToken(), *(SJD(window=5, reuse=reuse) for reuse in REUSE)]
 
@@ -201,12 +203,12 @@ def test_a_finished_row_stays_untouched():
         assert (decoded.trace.rounds["accepted"][end + 1 :, row] == 0).all()
 
 
-def laws_of_positions(count, stride, vocab):
-    """A ring buffer [1, stride, vocab] in which the last ``stride`` of ``count`` positions have laws of their own."""
+def laws_of_positions(count, slots, vocab):
+    """A ring in which the last ``slots`` of ``count`` positions have laws of their own."""
     own = torch.rand(count, vocab, generator=torch.Generator().manual_seed(0)).softmax(-1)
-    ring = torch.zeros(1, stride, vocab)
+    ring = Ring.empty(1, slots, vocab, torch.device("cpu"))
     for position in range(count):
-        ring[0, position % stride] = own[position]
+        ring.put(torch.tensor([[position]]), own[None, position : position + 1])
     return own, ring
 
 
@@ -220,8 +222,8 @@ def test_neighbour_laws_are_those_of_the_neighbours(known, position, left, upper
     own, ring = laws_of_positions(known + 1, 4, 6)
 
     def law(initial, layout=layout):
-        at = torch.tensor([[position]])
-        return jacobi.neighbour_laws(SJD(initial=initial), ring, torch.tensor([[known]]), at, layout, 5)[0, 0]
+        last, at = torch.tensor([[known]]), torch.tensor([[position]])
+        return neighbour_laws(initial, ring, last, at, layout, 5, layout.forces)[0, 0]
 
     uniform = torch.tensor([0.2] * 5 + [0])
     assert torch.equal(law("left"), own[left]) and torch.equal(law("upper"), own[upper])
@@ -232,38 +234,17 @@ def test_neighbour_laws_are_those_of_the_neighbours(known, position, left, upper
     assert torch.equal(law("left", TokenLayout(4, 4, 4, forced)), uniform), "a forced token has no law to lend"
 
 
-def steps(step, method, model, device):
-    """Three passes of a guided batch of two, and everything they decide, with nothing but ``device`` tensors."""
-    params, layout = SamplingParams(cfg=2, top_k=9, top_p=0.9), model.layout().to(device)
-    prompt = model.encode_features(caption_features())
-    stream, turn = Stream.of(3, 2, device), torch.zeros((), dtype=torch.int64, device=device)
-    state = model.start(prompt, None, 2, layout, slack=4, guided=True)
-    window = jacobi.empty_window(method, stream, 2, layout.stride, VOCAB, torch.device(device))
-    p = jacobi.probabilities(state.prefill.logits, params, VOCAB, layout.forced.expand(2, -1)[:, :1])
-    verified = jacobi.verify(method, p, window, stream, turn, layout.length)
-    window = jacobi.slide(method, verified, window, stream, turn, layout, VOCAB, 4)
-    outcome = []
-    for n in range(1, 4):
-        verified, window = step(method, model, state, window, stream, turn + n, layout, params)
-        outcome += [verified.token, verified.count, window.draft.token, window.draft.q]
-    return outcome
-
-
 @pytest.mark.parametrize(("reuse", "initial"), [*((reuse, "mixed") for reuse in REUSE), ("coupled", "repeat")])
 def test_a_step_reads_nothing_on_the_host(models, reuse, initial):
     """On the meta device there is no data to read: whatever would wait for the GPU raises."""
     model = copy.deepcopy(models[True]).to("meta")
     model.device = torch.device("meta")
     with torch.inference_mode():
-        outcome = steps(jacobi.step, SJD(window=4, reuse=reuse, initial=initial), model, "meta")
-    assert [tuple(t.shape) for t in outcome[:4]] == [(2, 4), (2,), (2, 4), (2, 4, VOCAB)]
-
-
-@pytest.mark.parametrize("reuse", ["coupled", "gumbel"])
-def test_a_step_compiles_as_one_graph(models, reuse):
-    method = SJD(window=4, reuse=reuse)
-    torch.compiler.reset()
-    with torch.inference_mode():
-        eager = steps(jacobi.step, method, models[True], "cpu")
-        compiled = steps(torch.compile(jacobi.step, fullgraph=True, backend="eager"), method, models[True], "cpu")
-    assert all(torch.equal(a, b) for a, b in zip(eager, compiled))
+        run, carry = begun(
+            SJD(reuse=reuse, initial=initial), model, SamplingParams(cfg=2, top_k=9, top_p=0.9),
+            model.encode_features(caption_features()),
+        )
+        carry = three_passes(jacobi.step, run, carry)
+    shapes = [(2, 17), (2,), (2, SIZE), (2, 17, len(POSITION_FIELDS))]
+    found = carry.tokens, carry.committed, carry.window.token, carry.record.positions
+    assert [tuple(tensor.shape) for tensor in found] == shapes

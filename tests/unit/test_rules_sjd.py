@@ -7,8 +7,9 @@ from functools import cache
 
 import pytest
 import torch
+from comfyui_specar.kernels.graphs import leaves
 from comfyui_specar.samplers import jacobi
-from comfyui_specar.samplers.acceptance import Draft, Exact
+from comfyui_specar.samplers.acceptance import Exact
 from comfyui_specar.samplers.cool_sd import CoolSD, UniformRSD
 from comfyui_specar.samplers.grouped import Grouped
 from comfyui_specar.samplers.jacobi import REUSE, SJD
@@ -21,6 +22,7 @@ from comfyui_specar.samplers.tv_metered import TVMetered
 from .tiny import VOCAB as TINY_VOCAB
 from .tiny import caption_features, fill, llamagen
 from .toy import ToyModel, chi_square, plain, request, with_kept_tokens, with_line_ends
+from .windows import SIZE, begun, three_passes
 
 RUNS = 12_000
 NOISE = 0.03  # how far 12,000 pictures of 81 kinds stray from their law by chance
@@ -130,19 +132,23 @@ def test_without_a_draft_nothing_leaks(rule):
 @pytest.mark.parametrize("reuse", [r for r in REUSE if r != "gumbel"])
 def test_refinement_stays_exact(reuse):
     """Behind the committed run, guesses are redrawn as if the rule were exact: their law is what q says it is."""
-    generator = torch.Generator().manual_seed(0)
-    p, q = torch.randn(2, 50, 4, 3, generator=generator).softmax(-1)
-    ones = torch.ones(50, 4, dtype=torch.int64)
-    token = q.flatten(0, 1).multinomial(1, generator=generator).view(50, 4)
-    zeros = torch.zeros(50, dtype=torch.int64)
-    window = jacobi.Window(zeros, zeros[:, None], Draft(token, q, ones, ones.bool()), ones, p, None, None)
-    stream, turn = Stream.of(0, 50, "cpu"), torch.zeros((), dtype=torch.int64)
+    generator, width = torch.Generator().manual_seed(0), 4
+    p, q = torch.randn(2, 50, width, 3, generator=generator).softmax(-1)
+    token = q.flatten(0, 1).multinomial(1, generator=generator).view(50, width)
+    zeros, position = torch.zeros(50, dtype=torch.int64), torch.arange(width).expand(50, -1)
+    window = jacobi.Window(zeros, zeros[:, None], token, torch.ones_like(token))
+    model, layout = ToyModel(plain(2, 5)), plain(2, 5)
     seen, refined = [], []
     for rule in (Exact(), UniformRSD(20)):
-        method = SJD(window=4, reuse=reuse, rule=rule)
-        verified = jacobi.verify(method, p, window, stream, turn, 10)
+        method = SJD(window=width, reuse=reuse, rule=rule)
+        memory = jacobi.Memory.empty(reuse, 50, layout.stride, width, 3, torch.device("cpu"))
+        memory.drawn.put(position, q)
+        run = jacobi.Run(method, SamplingParams(), width, False, model, None, memory)
+        turn = torch.zeros((1, 1), dtype=torch.int64)
+        carry = jacobi.Carry(window, token, None, turn, Stream.of(0, 50, "cpu"), None, layout, None)
+        verified = jacobi.verify(run, carry, p)
         seen.append(verified.token)
-        refined.append(jacobi.refine(method, verified, window, stream, turn))
+        refined.append(jacobi.refine(run, carry, verified))
     assert not torch.equal(*seen), "the rules must decide differently here"
     assert all(torch.equal(exact, relaxed) for exact, relaxed in zip(*refined))
 
@@ -195,40 +201,31 @@ def model(tmp_path_factory):
     return model
 
 
-def steps(step, rule, model, device):
-    """Three passes of a guided batch of two, and what they decide, with nothing but ``device`` tensors."""
-    params, layout = SamplingParams(cfg=2, top_k=9), model.layout().to(device)
-    method = SJD(window=4, rule=rule.bind(model))
-    stream, turn = Stream.of(3, 2, device), torch.zeros((), dtype=torch.int64, device=device)
-    state = model.start(model.encode_features(caption_features()), None, 2, layout, slack=4, guided=True)
-    strength = torch.full((1, layout.length), 0.7, device=device)
-    device = torch.device(device)
-    window = jacobi.empty_window(method, stream, 2, layout.stride, TINY_VOCAB, device, strength)
-    p = jacobi.probabilities(state.prefill.logits, params, TINY_VOCAB, layout.forced.expand(2, -1)[:, :1])
-    verified = jacobi.verify(method, p, window, stream, turn, layout.length)
-    window = jacobi.slide(method, verified, window, stream, turn, layout, TINY_VOCAB, 4)
-    outcome = []
-    for n in range(1, 4):
-        verified, window = step(method, model, state, window, stream, turn + n, layout, params)
-        outcome += [verified.token, verified.count, verified.leak, verified.relaxed, window.draft.token]
-    return outcome
+RELAXED = [rule for rule in RULES if rule not in (UniformRSD(20), TVMetered(0.5))]
 
 
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in (UniformRSD(20), TVMetered(0.5))], ids=str)
+def passes(step, rule, model):
+    strength = torch.full((1, model.layout().length), 0.7, device=model.device)
+    prompt = model.encode_features(caption_features())
+    return three_passes(step, *begun(SJD(rule=rule), model, SamplingParams(cfg=2, top_k=9), prompt, strength))
+
+
+@pytest.mark.parametrize("rule", RELAXED, ids=str)
 def test_a_step_reads_nothing_on_the_host(model, rule):
     """On the meta device there is no data to read: whatever would wait for the GPU raises."""
     nowhere = copy.deepcopy(model).to("meta")
     nowhere.device = torch.device("meta")
     rule = replace(rule, neighbours=5) if hasattr(rule, "neighbours") else rule
     with torch.inference_mode():
-        outcome = steps(jacobi.step, rule, nowhere, "meta")
-    assert [tuple(t.shape) for t in outcome[:5]] == [(2, 4), (2,), (2, 4), (2, 4), (2, 4)]
+        carry = passes(jacobi.step, rule, nowhere)
+    assert [tuple(t.shape) for t in (carry.window.token, carry.committed, carry.tokens)] == [(2, SIZE), (2,), (2, 17)]
 
 
 @pytest.mark.parametrize("rule", [CoolSD(2), Lantern(5, 0.3, "paper")], ids=str)
 def test_a_step_compiles_as_one_graph(model, rule):
     torch.compiler.reset()
     with torch.inference_mode():
-        eager = steps(jacobi.step, rule, model, "cpu")
-        compiled = steps(torch.compile(jacobi.step, fullgraph=True, backend="eager"), rule, model, "cpu")
-    assert all(torch.equal(a, b) for a, b in zip(eager, compiled))
+        plain = passes(jacobi.step, rule, model)
+        compiled = passes(torch.compile(jacobi.step, fullgraph=True, backend="eager"), rule, model)
+    assert all(torch.equal(a, b) for a, b in zip(leaves(plain), leaves(compiled), strict=True))
+    assert plain.record.positions[..., plain.record.fields.index("tv_leak")].any(), "the rule has something to record"

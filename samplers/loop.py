@@ -1,0 +1,62 @@
+"""The loop around a step: launch it until all images are complete, and tell the host how far they are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from .protocols import Progress, Request, TokenLayout
+from .session import Poll, Session
+
+
+class Carry(Protocol):
+    """What a step hands to the next one: tensors in frozen dataclasses."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """[B, S + 1] (int64); the last place swallows what is not to be kept."""
+        ...
+
+    @property
+    def committed(self) -> Tensor:
+        """[B] (int64), tokens decided so far."""
+        ...
+
+
+C = TypeVar("C", bound=Carry)
+
+
+def kind(request: Request, layout: TokenLayout, *settings: Hashable) -> tuple[Hashable, ...]:
+    """The session's key: all that is not a tensor, and the shapes of all that are. ``layout`` is the request's."""
+    strength = None if request.strength is None else request.strength.shape
+    sizes = layout.rows, layout.cols, layout.stride, layout.forced.shape, strength
+    return *settings, request.params, request.batch, *sizes, str(request.model.device)
+
+
+def decode(
+    request: Request, kept: Session, state: Any, step: Callable[[C], C], carry: C, width: int, begun: float
+) -> tuple[C, list[float]]:
+    """Repeat ``step``, which feeds ``width`` tokens behind the decided ones, until all images are complete.
+
+    ``carry`` is that of the prompt's own prediction, ``begun`` (perf_counter) when the run began. Returns the last
+    carry, which stands until the session's next run, and the milliseconds of every pass. On a GPU one step more than
+    necessary is launched.
+    """
+    length, model = request.layout.length, request.model
+    poll = Poll(model.device, request.batch)
+    times = [begun]
+    while True:
+        known = poll(carry.committed)
+        times.append(time.perf_counter())
+        if request.callback:
+            request.callback(Progress(carry.tokens[:, :-1], known, length, len(times) - 1 - poll.lag))
+        if int(known.min()) >= length:
+            break
+        # Of those that are launched but not yet known, a step decides ``width`` tokens at most.
+        reach = model.reach(state, min(length, int(known.max()) + (poll.lag + 1) * width))
+        carry = kept.graphs((reach,), step, carry)
+    times = times[:1] + times[1 + poll.lag :]
+    return carry, [1000 * (after - before) for before, after in zip(times, times[1:], strict=False)]

@@ -1,0 +1,27 @@
+"""Jacobi decoding pass by pass, without the loop around it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from comfyui_specar.samplers import jacobi
+from comfyui_specar.samplers.rng import Stream
+
+SIZE = 4  # of the window
+
+
+def begun(method, model, params, prompt, strength=None, layout=None):
+    """Run and carry of a batch of two behind the prompt's own prediction, on the model's device."""
+    layout, forcing = (layout or model.layout()).to(model.device), (layout or model.layout()).forces
+    method = replace(method, rule=method.rule.bind(model))
+    state = model.start(prompt, None, 2, layout, slack=SIZE, guided=params.cfg != 1)
+    memory = jacobi.Memory.empty(method.reuse, 2, layout.stride, SIZE, model.vocab_total, model.device)
+    run = jacobi.Run(method, params, SIZE, forcing, model, state, memory)
+    return run, jacobi.begin(run, layout, Stream.of(3, 2, model.device), strength)
+
+
+def three_passes(step, run, carry):
+    """What the passes leave, with nothing but tensors of the model's device."""
+    for _ in range(3):
+        carry = step(run, carry)
+    return carry
