@@ -20,7 +20,8 @@ from torch import Tensor
 
 from .drafting import DRAWS, Drafting, Root, grow_sampled, grow_top_k
 from .protocols import TokenLayout
-from .rng import Purpose
+from .rng import Purpose, Stream
+from .structures import Extent
 from .trees import Shape, Tree, shape_of
 
 INITIAL = ("horizontal", "vertical", "random", "tokenflock")
@@ -28,6 +29,7 @@ CHILDREN = ("top_k", "sampled")
 ROW_START = ("previous", "above", "reset")
 ALPHA_OVER = ("effective", "requested")
 FLOCK_DISTANCE = ("euclidean", "printed")
+COARSE = 8  # captured trees of likeliest children are as wide as a multiple of this
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,8 @@ class ADTTree:
         """The most drafts that a drafter is asked to expand in a round, over the images of a batch."""
         if self.children == "sampled":
             return self.size()[0]
-        return (self.depths[1] - 1) * (self.nodes if self.depths[0] == 1 else min(self.widths[1], self.nodes))
+        widest = self.nodes if self.depths[0] == 1 else min(self.widths[1], self.nodes)
+        return (self.depths[1] - 1) * -(-widest // COARSE) * COARSE
 
     def start(self, batch: int, layout: TokenLayout, device: torch.device) -> History:
         """Nothing verified yet."""
@@ -166,9 +169,11 @@ class ADTTree:
         """The shape [B] to adapt, and the alpha that says which way (section IV-A; eqs. 6-8)."""
         last = history.last
         if self.initial == "random":
-            ranges = torch.tensor((self.depths, self.widths), device=u.device)
-            drawn = ranges[:, 0] + (u * (ranges[:, 1] - ranges[:, 0] + 1)).long()
-            return Shaped(*torch.minimum(drawn, ranges[:, 1]).unbind(1), last.alpha)
+            depth, width = (
+                (low + (x * (high - low + 1)).long()).clamp(max=high)
+                for x, (low, high) in zip(u.unbind(1), (self.depths, self.widths), strict=True)
+            )
+            return Shaped(depth, width, last.alpha)
         if self.initial == "tokenflock":
             return self.flock(history, position, layout)
         above = self.above(history, position, layout)
@@ -207,22 +212,51 @@ class ADTTree:
         last = history.last
         return Shaped(mean(at.depth), mean(at.width), last.alpha).where(total > 0, last)
 
-    def grow(self, work: Drafting, root: Root, history: History, turn: Tensor) -> tuple[Tree, tuple[Tensor, Tensor]]:
-        """The next tree, and the depth and width it was asked to have.
+    def plan(
+        self, history: History, committed: Tensor, layout: TokenLayout, stream: Stream, turn: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Depth and width [B] of the next trees."""
+        u = torch.zeros((len(committed), 2), device=committed.device)
+        if self.initial == "random":
+            draw = turn * DRAWS + torch.arange(2, device=committed.device)
+            u = stream.uniform(committed[:, None].expand(-1, 2), Purpose.SHAPE, draw)
+        return self.shape(history, committed, layout, u)
 
-        One transfer to the host tells how far the batch's largest tree reaches, to expand no more than that.
+    def extent(self, plan: tuple[Tensor, Tensor], left: Tensor, coarse: bool) -> Tensor:
+        """How far the batch's largest tree reaches, to expand no more than that: its levels and their width (top_k), or
+        the width of every level (sampled). Finished images, of which nothing is left, have no tree.
+
+        The host needs it to launch the round, so that a GPU is waited for here, once a round.
         """
-        device, draws = root.committed.device, turn * DRAWS + torch.arange(2, device=root.committed.device)
-        u = work.stream.uniform(root.committed[:, None].expand(-1, 2), Purpose.SHAPE, draws)
-        depth, width = plan = self.shape(history, root.committed, work.layout, u)
-        levels = torch.minimum(depth, work.layout.length - root.committed)  # none for finished images
+        depth, width = plan
+        levels = torch.minimum(depth, left)
         if self.children == "top_k":
-            deepest, widest = torch.stack((levels, torch.where(levels > 0, width, 0))).amax(1).tolist()
-            return grow_top_k(work, root, deepest, widest, self.nodes, levels, width), plan
-        width = torch.minimum(width, torch.div(self.nodes, depth, rounding_mode="floor"))
-        numbers = torch.arange(1, self.depths[1] + 1, device=device)
-        widths = torch.where(numbers <= levels[:, None], width[:, None], 0).amax(0).tolist()
-        return grow_sampled(work, root, nested(tuple(w for w in widths if w)), turn, levels, width), plan
+            widest = torch.where(levels > 0, width, 0).amax()
+            if coarse:
+                widest = (widest + COARSE - 1) // COARSE * COARSE
+            return torch.stack((levels.amax(), widest))
+        numbers = torch.arange(1, self.depths[1] + 1, device=depth.device)
+        return torch.where(numbers <= levels[:, None], self.sampled_width(plan)[:, None], 0).amax(0)
+
+    def sampled_width(self, plan: tuple[Tensor, Tensor]) -> Tensor:
+        """Drafts [B] on each level of a sampled tree."""
+        return torch.minimum(plan[1], torch.div(self.nodes, plan[0], rounding_mode="floor"))
+
+    def passes(self, extent: Extent) -> int:
+        """How often the drafter is asked to expand drafts in a round."""
+        return max(extent[0], 1) - 1 if self.children == "top_k" else sum(w > 0 for w in extent[1:])
+
+    def grow(
+        self, work: Drafting, root: Root, plan: tuple[Tensor, Tensor], extent: Extent, turn: Tensor
+    ) -> Tree:
+        """The next tree."""
+        left = work.layout.length - root.committed
+        levels = torch.minimum(plan[0], left)
+        if self.children == "top_k":
+            deepest, widest = (max(x, 1) for x in extent)
+            return grow_top_k(work, root, deepest, widest, self.nodes, levels, plan[1])
+        widths = tuple(w for w in extent if w) or (1,)
+        return grow_sampled(work, root, nested(widths), turn, levels, self.sampled_width(plan))
 
     def learn(
         self, history: History, plan: tuple[Tensor, Tensor], tree: Tree, before: Tensor, after: Tensor,

@@ -8,19 +8,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.sampling import at, take
+from ..kernels.sampling import take
 from .logits import probabilities
 from .protocols import Drafter, SamplingParams, StepOut, TokenLayout
 from .rng import Purpose, Stream
-from .trees import Shape, Tree
+from .trees import Shape, Tree, tables
 
 DRAWS = 4096  # random numbers of one purpose that a round may use at a position; more than any tree has drafts
 
 
-@dataclass
+@dataclass(frozen=True)
 class Drafting:
-    """A drafter at work on a batch. layout and stream are the run's; ``passes`` counts the drafter's forward passes
-    behind the prompt."""
+    """A drafter at work on a batch. layout and stream are the run's; forcing: does the layout force any token."""
 
     drafter: Drafter
     state: Any
@@ -28,7 +27,7 @@ class Drafting:
     params: SamplingParams
     vocab: int
     stream: Stream
-    passes: int = 0
+    forcing: bool = True
 
     def laws(self, logits: Tensor, position: Tensor) -> Tensor:
         """q [B, F, V+] at positions [B, F] from the drafter's logits [R, F, V+], processed exactly as the target's.
@@ -36,10 +35,9 @@ class Drafting:
         Greedy decoding (temperature 0) drafts from the law of temperature 1, which has more than one child to offer.
         """
         params = replace(self.params, temperature=self.params.temperature or 1.0)
-        return probabilities(logits, params, self.vocab, self.layout.forced_at(position))
+        return probabilities(logits, params, self.vocab, self.layout.forced_at(position) if self.forcing else None)
 
     def expand(self, tokens: Tensor, position: Tensor, hidden: Tensor, seen: Tensor) -> StepOut:
-        self.passes += 1
         return self.drafter.expand(self.state, tokens, position, hidden, seen)
 
 
@@ -62,47 +60,40 @@ def grow_sampled(
     exists only where its parent does, q has mass for it, and the image has not ended; so a forced token is an only
     child.
     """
-    batch, device = len(root.token), root.token.device
+    known = tables(shape, root.token.device)
     law, hidden = work.laws(root.out.logits, root.committed[:, None]), root.out.hidden
-    above = torch.ones((batch, 1), dtype=torch.bool, device=device)  # do the drafts (first the root) exist
-    seen = torch.zeros((1, 0), dtype=torch.bool, device=device)  # which expanded drafts each of them sees
-    nodes, laws, law_of = [_root_node(root)], [law], [0]
-    slot, rows = 0, 1  # of the first draft of the level above; of laws so far
-    noise = _noise(work, root, shape, law.shape[-1], turn)
-    for number, level in enumerate(shape, 1):
-        parent, rank = (torch.tensor(x, device=device) for x in (level.parent, level.rank))
-        index = torch.arange(len(level.parent), device=device)
-        position = (root.committed + number - 1)[:, None].expand(-1, len(index))
-        most = min(max(level.rank) + 1, law.shape[-1])
-        scores = law.log() + noise[:, rows - law.shape[1] : rows] * (work.params.temperature > 0)
-        token = scores.topk(most).indices[:, parent, rank.clamp(max=most - 1)]
-        probability = at(law[:, parent], token)
+    vocab = law.shape[-1]
+    above = torch.ones_like(root.token, dtype=torch.bool)[:, None]  # do the drafts (first the root) exist
+    nodes, laws = [_root_node(root)], [law]
+    noise = None
+    if work.params.temperature > 0:  # for the laws behind the root and all drafts that have children, in one go
+        draw = turn * DRAWS + known.law_place
+        noise = work.stream.gumbel(root.committed[:, None] + known.law_level, vocab, Purpose.DRAFT, draw)
+        noise = noise.split([1, *(level.inner for level in shape)], dim=1)
+    for number, (level, parent, rank) in enumerate(zip(shape, known.parents, known.ranks, strict=True), 1):
+        position = (root.committed + number - 1)[:, None].expand(-1, len(parent))
+        most = min(max(level.rank) + 1, vocab)
+        scores = law if noise is None else law.log().add_(noise[number - 1])
+        ordered = scores.topk(most).indices  # [B, F, most]
+        token = ordered.flatten(1)[:, parent * most + rank.clamp(max=most - 1)]
+        probability = law.flatten(1).gather(1, parent * vocab + token)
         exists = above[:, parent] & (rank < most) & (probability > 0) & (position < work.layout.length)
         if depth is not None:
             exists = exists & (number <= depth[:, None])
         if width is not None:
-            exists = exists & (index < width[:, None])
-        nodes.append(_Nodes(token, slot + parent, torch.full_like(rank, number), rank, exists, probability))
-        law_of += [rows + i if i < level.inner else 0 for i in range(len(index))]
-        slot += nodes[-2].token.shape[1]
+            exists = exists & (torch.arange(len(parent), device=parent.device) < width[:, None])
+        nodes.append(_Drafts(token, exists, probability))
         if level.inner:
             inner = slice(level.inner)
-            own = torch.eye(level.inner, dtype=torch.bool, device=device)
-            seen = torch.cat((seen[parent[inner]], own), dim=1)
-            out = work.expand(token[:, inner], position[:, inner], hidden[:, parent[inner]], seen.expand(batch, -1, -1))
+            seen = known.seen[number - 1].expand(len(token), -1, -1)
+            out = work.expand(token[:, inner], position[:, inner], hidden[:, parent[inner]], seen)
             law, hidden, above = work.laws(out.logits, position[:, inner] + 1), out.hidden, exists[:, inner]
             laws.append(law)
-            rows += level.inner
-    width_most = max(max(level.rank) for level in shape) + 1
-    return _tree(nodes, len(shape), width_most, torch.cat(laws, dim=1), torch.tensor(law_of, device=device))
-
-
-def _noise(work: Drafting, root: Root, shape: Shape, vocab: int, turn: Tensor) -> Tensor:
-    """Gumbel noise [B, E, V+] for the laws behind the root and all drafts that have children, in one go."""
-    counts = [1, *(level.inner for level in shape)]
-    level = torch.tensor([number for number, n in enumerate(counts) for _ in range(n)], device=turn.device)
-    place = torch.tensor([i for n in counts for i in range(n)], device=turn.device)
-    return work.stream.gumbel(root.committed[:, None] + level, vocab, Purpose.DRAFT, turn * DRAWS + place)
+    token, exists, probability = (torch.cat(parts, dim=1) for parts in zip(*nodes, strict=True))
+    parent, at_depth, rank = (x.expand_as(token) for x in (known.parent, known.depth, known.rank))
+    widest = max(max(level.rank) for level in shape) + 1
+    return Tree(token, parent, at_depth, rank, exists, probability, len(shape), widest, torch.cat(laws, dim=1),
+                known.law_of, known.ancestors)
 
 
 def grow_top_k(
@@ -127,14 +118,14 @@ def grow_top_k(
     count = 0
     for number in range(1, levels + 1):
         position = root.committed + number - 1
-        best = law.log().topk(most)
+        best = law.topk(most)
         legal = allowed[:, None] & (position < work.layout.length)[:, None, None]
         if depth is not None:
             legal = legal & (number <= depth)[:, None, None]
-        scores = (score[..., None] + best.values).masked_fill(~legal, -torch.inf)  # [B, F, most]
+        scores = (score[..., None] + best.values.log()).masked_fill(~legal, -torch.inf)  # [B, F, most]
         found.append(_Candidates(
-            best.indices.flatten(1), frontier.repeat_interleave(most, 1), number,
-            index.repeat(frontier.shape[1]).expand(batch, -1), scores.flatten(1), best.values.exp().flatten(1),
+            best.indices.flatten(1), frontier[..., None].expand_as(scores).flatten(1), number,
+            index.expand_as(scores).flatten(1), scores.flatten(1), best.values.flatten(1),
         ))
         if number < levels:
             score, chosen = scores.flatten(1).topk(most)
@@ -150,13 +141,10 @@ def grow_top_k(
     return _keep_best(found, root, nodes, levels, most)
 
 
-class _Nodes(NamedTuple):
-    """Drafts of one level, in the order of Tree's fields: [B, w], or [w] where all images agree."""
+class _Drafts(NamedTuple):
+    """Drafts of one level [B, w]: tokens, do they exist, and their probabilities."""
 
     token: Tensor
-    parent: Tensor
-    depth: Tensor
-    rank: Tensor
     exists: Tensor
     probability: Tensor
 
@@ -173,15 +161,9 @@ class _Candidates:
     probability: Tensor
 
 
-def _root_node(root: Root) -> _Nodes:
-    zeros = torch.zeros_like(root.token)[:, None]
-    return _Nodes(root.token[:, None], zeros, zeros, zeros, zeros == 0, torch.ones_like(zeros, dtype=torch.float32))
-
-
-def _tree(nodes: list[_Nodes], levels: int, width: int, laws: Tensor | None, law_of: Tensor | None) -> Tree:
-    batch = len(nodes[0].token)
-    joined = (torch.cat([part.expand(batch, -1) for part in parts], dim=1) for parts in zip(*nodes, strict=True))
-    return Tree(*joined, levels, width, laws, law_of)
+def _root_node(root: Root) -> _Drafts:
+    token = root.token[:, None]
+    return _Drafts(token, torch.ones_like(token, dtype=torch.bool), torch.ones_like(token, dtype=torch.float32))
 
 
 def _keep_best(found: list[_Candidates], root: Root, nodes: int, levels: int, width: int) -> Tree:
@@ -203,6 +185,10 @@ def _keep_best(found: list[_Candidates], root: Root, nodes: int, levels: int, wi
 
     level = [torch.full_like(c.token, c.level) for c in found]
     parent = slot_of.gather(1, picked([c.parent for c in found]) % (total + 1))
-    drafts = _Nodes(picked([c.token for c in found]), parent, picked(level), picked([c.rank for c in found]), alive,
-                    picked([c.probability for c in found]))
-    return _tree([_root_node(root), drafts], levels, width, None, None)
+    drafts = picked([c.token for c in found]), alive, picked([c.probability for c in found])
+    first = _root_node(root)
+    token, exists, probability = (torch.cat(pair, dim=1) for pair in zip(first, drafts, strict=True))
+    parent, depth, rank = (
+        torch.nn.functional.pad(x, (1, 0)) for x in (parent, picked(level), picked([c.rank for c in found]))
+    )
+    return Tree(token, parent, depth, rank, exists, probability, levels, width)

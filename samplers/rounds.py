@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels.sampling import take
+from .protocols import TokenLayout
+from .rng import Stream
+from .trace import Record
 from .trees import Tree
 from .verification import Verified
 
@@ -47,6 +51,42 @@ class Decided:
         """These for the images where condition [B], else ``other``."""
         return Decided(*(choose(condition, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
 
+    def padded(self, width: int) -> Decided:
+        """With U at least ``width``: rounds of one shape are captured once."""
+        missing = max(0, width - self.observe.shape[1])
+        pad = torch.nn.functional.pad
+        return replace(self, observe=pad(self.observe, (0, missing)), hidden=pad(self.hidden, (0, 0, 0, missing)))
+
+
+@dataclass(frozen=True)
+class Carry:
+    """What goes from round to round, all of it tensors: first what the run was asked, then how far it is.
+
+    stream, layout, strength [B, S]: see Request. tokens [B, S + 1]: the last place swallows what is not decided;
+    committed [B]: how many are. decided: by the last round, of which the drafter does not know yet. pending: see there.
+    history, plan, extent: what the structure remembers, its next trees, and what the host must know of them (see
+    structures.py). skipped [B]: was the last round taken unverified; own_passes [B]: passes that judged each image;
+    features [R, G, D], known [B]: the target's newest hidden states and how many there are, where rounds are skipped.
+    turn []: number of the round, from 1.
+    """
+
+    stream: Stream
+    layout: TokenLayout
+    strength: Tensor
+    tokens: Tensor
+    committed: Tensor
+    decided: Decided
+    pending: Pending
+    history: Any
+    plan: tuple[Tensor, Tensor] | None
+    extent: Tensor | None
+    skipped: Tensor
+    own_passes: Tensor
+    features: Tensor | None
+    known: Tensor
+    record: Record
+    turn: Tensor
+
 
 def choose(condition: Tensor, yes: Tensor, no: Tensor) -> Tensor:
     """Rows of ``yes`` where condition [B], else of ``no`` (both [R] or [R, n, ...]; a shorter n is padded)."""
@@ -64,10 +104,13 @@ def choose(condition: Tensor, yes: Tensor, no: Tensor) -> Tensor:
 def fed_mask(pending: Pending, tree: Tree) -> Tensor:
     """Who sees whom [B, P + M, P + M] (bool): pending tokens those before them, drafts these and their ancestors."""
     batch, width = pending.token.shape
+    ancestors = tree.ancestors()
+    if width == 1:  # the root stands for itself
+        return ancestors
     index = torch.arange(width, device=pending.token.device)
     meant = index < pending.count[:, None]
     among = (index <= index[:, None]) & meant[:, None] | torch.eye(width, dtype=torch.bool, device=index.device)
-    drafts = tree.ancestors()[:, 1:, 1:]
+    drafts = ancestors[:, 1:, 1:]
     above = torch.cat((among, drafts.new_zeros((batch, width, drafts.shape[1]))), dim=2)
     below = torch.cat((meant[:, None].expand(-1, drafts.shape[1], -1), drafts), dim=2)
     return torch.cat((above, below), dim=1)

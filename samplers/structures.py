@@ -11,9 +11,11 @@ from torch import Tensor
 
 from .drafting import DRAWS, Drafting, Root, grow_sampled, grow_top_k
 from .protocols import TokenLayout
+from .rng import Stream
 from .trees import Path, Shape, Tree, published, shape_of
 
 Plan = tuple[Tensor, Tensor] | None  # depth [B] and width [B] asked for, where a structure varies them
+Extent = tuple[int, ...]  # what the host must know of a batch's plans to launch a round; () where nothing varies
 
 
 class Structure(Protocol):
@@ -37,7 +39,20 @@ class Structure(Protocol):
         """What the structure remembers of a run so far."""
         ...
 
-    def grow(self, work: Drafting, root: Root, history: Any, turn: Tensor) -> tuple[Tree, Plan]:
+    def plan(self, history: Any, committed: Tensor, layout: TokenLayout, stream: Stream, turn: Tensor) -> Plan:
+        """The next trees' shapes, decided when the round before ends."""
+        ...
+
+    def extent(self, plan: Plan, left: Tensor, coarse: bool) -> Tensor | None:
+        """The Extent [n] (int64) of a plan for images of which ``left`` [B] tokens are missing. coarse: may be larger,
+        so that rounds have few different shapes."""
+        ...
+
+    def passes(self, extent: Extent) -> int:
+        """How often the drafter is asked to expand drafts in a round."""
+        ...
+
+    def grow(self, work: Drafting, root: Root, plan: Plan, extent: Extent, turn: Tensor) -> Tree:
         """The next tree."""
         ...
 
@@ -53,11 +68,17 @@ class Structure(Protocol):
 
 
 class _Fixed:
-    """Nothing to remember."""
+    """Nothing to remember or to plan."""
 
     block = False
 
     def start(self, batch: int, layout: TokenLayout, device: torch.device) -> None:
+        return None
+
+    def plan(self, history: None, committed: Tensor, layout: TokenLayout, stream: Stream, turn: Tensor) -> None:
+        return None
+
+    def extent(self, plan: None, left: Tensor, coarse: bool) -> None:
         return None
 
     def learn(self, history: None, plan: Plan, tree: Tree, before: Tensor, after: Tensor, accepted: Tensor,
@@ -81,8 +102,11 @@ class _FixedShape(_Fixed):
     def expansions(self) -> int:
         return sum(level.inner for level in self.shape())
 
-    def grow(self, work: Drafting, root: Root, history: None, turn: Tensor) -> tuple[Tree, Plan]:
-        return grow_sampled(work, root, self.shape(), turn), None
+    def passes(self, extent: Extent = ()) -> int:
+        return sum(level.inner > 0 for level in self.shape())
+
+    def grow(self, work: Drafting, root: Root, plan: None, extent: Extent, turn: Tensor) -> Tree:
+        return grow_sampled(work, root, self.shape(), turn)
 
 
 @dataclass(frozen=True)
@@ -145,8 +169,11 @@ class Dynamic(_Fixed):
     def expansions(self) -> int:
         return (self.depth - 1) * self.width
 
-    def grow(self, work: Drafting, root: Root, history: None, turn: Tensor) -> tuple[Tree, Plan]:
-        return grow_top_k(work, root, self.depth, self.width, self.nodes), None
+    def passes(self, extent: Extent = ()) -> int:
+        return self.depth - 1
+
+    def grow(self, work: Drafting, root: Root, plan: None, extent: Extent, turn: Tensor) -> Tree:
+        return grow_top_k(work, root, self.depth, self.width, self.nodes)
 
     def describe(self) -> dict[str, Any]:
         return {"kind": "dynamic", "depth": self.depth, "width": self.width, "nodes": self.nodes}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ class Tree:
     (int64); rank among its siblings in the order they were drawn, from 0 (int64); exists (bool); probability under the
     law it was drawn from (fp32; 1 for the root). levels: the deepest level; width: the most siblings (on the host).
     laws [B, E, V+] and law_of [M + 1] (int64): slot s's children were drawn without replacement from row law_of[s].
-    laws is None where children are simply the drafter's most likely tokens.
+    laws is None where children are simply the drafter's most likely tokens. seen [1, M + 1, M + 1]: ancestors(), where
+    they are the same in every tree of this shape.
     """
 
     token: Tensor
@@ -30,18 +31,21 @@ class Tree:
     width: int
     laws: Tensor | None = None
     law_of: Tensor | None = None
+    seen: Tensor | None = None
 
     def children(self) -> Tensor:
         """Slots [B, M + 1, width] (int64) of every slot's children in the order they were drawn, -1 where none is."""
         batch, slots = self.token.shape
         table = torch.full((batch, slots * self.width + 1), -1, device=self.token.device)
-        place = torch.where(self.exists, self.parent * self.width + self.rank, slots * self.width)
-        place[:, 0] = slots * self.width  # the root is nobody's child
-        index = torch.arange(slots, device=self.token.device).expand(batch, -1)
-        return table.scatter(1, place, index)[:, :-1].unflatten(1, (slots, self.width))
+        index = torch.arange(slots, device=self.token.device)
+        child = self.exists & (index > 0)  # the root is nobody's
+        place = torch.where(child, self.parent * self.width + self.rank, slots * self.width)
+        return table.scatter(1, place, index.expand(batch, -1))[:, :-1].unflatten(1, (slots, self.width))
 
     def ancestors(self) -> Tensor:
         """Mask [B, M + 1, M + 1] (bool): is slot j slot i itself or above it."""
+        if self.seen is not None:
+            return self.seen.expand(len(self.token), -1, -1)
         slots = self.token.shape[1]
         own = torch.eye(slots, dtype=torch.bool, device=self.token.device)
         seen = own.expand(len(self.token), -1, -1)
@@ -83,6 +87,62 @@ class Level:
 
 
 Shape = tuple[Level, ...]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """A shape as constant tensors: slots [M + 1] as in Tree, without the tokens; and what growing such a tree needs.
+
+    parents, ranks: one [w] per level, as in Level. seen: per level who of its ``inner`` drafts sees which of all inner
+    drafts so far [1, inner, E]. law_level, law_place [E]: level and place of the slot behind which each law stands.
+    """
+
+    parent: Tensor
+    depth: Tensor
+    rank: Tensor
+    law_of: Tensor
+    ancestors: Tensor
+    parents: tuple[Tensor, ...]
+    ranks: tuple[Tensor, ...]
+    seen: tuple[Tensor, ...]
+    law_level: Tensor
+    law_place: Tensor
+
+
+@cache  # for good: captured steps go on reading them
+def tables(shape: Shape, device: torch.device) -> Tables:
+    """The constants of a shape, made once: a step that is being captured cannot send numbers to the device."""
+    parent, depth, rank, law_of = [0], [0], [0], [0]
+    expanded = [0]  # slots with laws: the root and all inner drafts
+    inner = []
+    above = 0  # first slot of the level above
+    for number, level in enumerate(shape, 1):
+        first = len(parent)
+        parent += [above + place for place in level.parent]
+        depth += [number] * len(level.parent)
+        rank += level.rank
+        law_of += [len(expanded) + i if i < level.inner else 0 for i in range(len(level.parent))]
+        inner.append(range(len(expanded), len(expanded) + level.inner))
+        expanded += range(first, first + level.inner)
+        above = first
+    lines = [{0}]  # every slot with those above it
+    for slot in range(1, len(parent)):
+        lines.append(lines[parent[slot]] | {slot})
+    ancestors = [[j in line for j in range(len(parent))] for line in lines]
+    seen = [[[[expanded[j] in lines[expanded[i]] for j in range(1, rows.stop)] for i in rows]] for rows in inner]
+    counts = [1, *(level.inner for level in shape)]
+
+    def ready(values: list, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return Tables(
+        *map(ready, (parent, depth, rank, law_of)), ready([ancestors], torch.bool),
+        tuple(ready(list(level.parent)) for level in shape), tuple(ready(list(level.rank)) for level in shape),
+        tuple(ready(rows, torch.bool) for rows in seen), ready([depth[slot] for slot in expanded]),
+        ready([i for count in counts for i in range(count)]),
+    )
+
+
 Path = tuple[int, ...]  # child numbers from the root: (0, 1) is the second child of the first child
 
 # Published static trees as the number of children of every draft, level by level (the root first, zeros at the end left

@@ -31,6 +31,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from comfyui_specar.kernels.logits import guide
 from comfyui_specar.model_loaders.ar_model import DiscreteModel
 from comfyui_specar.model_loaders.detect import load_drafter, load_model
 from comfyui_specar.models.backbone import Backbone, BackboneConfig, Rotation
@@ -38,7 +39,6 @@ from comfyui_specar.models.cache import KVCache
 from comfyui_specar.models.positions import SequencePositions
 from comfyui_specar.models.prefix import TextPrefix
 from comfyui_specar.samplers.drafting import Drafting, Root
-from comfyui_specar.samplers.logits import guide
 from comfyui_specar.samplers.protocols import SamplingParams
 from comfyui_specar.samplers.rng import Stream
 from comfyui_specar.samplers.structures import Dynamic
@@ -231,7 +231,7 @@ def test_dynamic_trees(drafter, name, tree, cfg):
     work = Drafting(drafter, state, layout, SamplingParams(cfg=cfg), VOCAB, Stream.of(0, 1, "cpu"))
     for (first, stop), wanted in zip(((0, 1), (1, 4)), OFFICIAL[f"t2i_dynamic_{name}"], strict=True):
         root = Root(IMAGE[stop - 1 : stop], torch.tensor([stop]), observe(drafter, state, first, stop))
-        found, _ = tree.grow(work, root, None, torch.zeros((1, 1), dtype=torch.int64))
+        found = tree.grow(work, root, None, (), torch.zeros((1, 1), dtype=torch.int64))
         assert found.token[0].tolist() == wanted["tokens"]
         assert found.parent[0].tolist() == [0, *wanted["parents"][1:]]
         assert found.depth[0].tolist() == wanted["depth"] and bool(found.exists.all())

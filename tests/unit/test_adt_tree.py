@@ -348,15 +348,15 @@ def test_runs_follow_the_law_and_rows_are_single_runs(children, initial):
 class Measured(ADTTree):
     """Notes the size of every tree."""
 
-    def grow(self, work, root, history, turn):
-        tree, plan = super().grow(work, root, history, turn)
+    def grow(self, work, root, plan, extent, turn):
+        tree = super().grow(work, root, plan, extent, turn)
         depth, _ = tree.spread()
         drafts = tree.exists[:, 1:].sum(1)
         assert tree.token.shape[1] - 1 <= self.size()[0] and tree.levels <= self.size()[1]
         assert (drafts <= self.nodes).all() and (depth <= plan[0]).all()
         assert tree.levels <= (work.layout.length - root.committed).max(), "levels behind the end of every image"
         assert work.state.expanded <= self.expansions()
-        return tree, plan
+        return tree
 
 
 @pytest.mark.parametrize("children", ["top_k", "sampled"])

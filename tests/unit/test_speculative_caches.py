@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar import api
+from comfyui_specar.kernels.graphs import Graphs
 from comfyui_specar.model_loaders.detect import load_drafter
 from comfyui_specar.model_loaders.drafters import ModelDrafter
 from comfyui_specar.samplers.adt_tree import ADTTree
 from comfyui_specar.samplers.cool_sd import CoolSD
 from comfyui_specar.samplers.protocols import Request, SamplingParams
+from comfyui_specar.samplers.session import Session
 from comfyui_specar.samplers.skipping import Skipping
 from comfyui_specar.samplers.speculative import DraftTree, Run
 from comfyui_specar.samplers.structures import Chain, Dynamic, Static
@@ -50,17 +52,18 @@ def begin(model, method, batch=3, seed=0, cfg=2.0, forced=False):
     negative = model.encode_features(fill("negative embedding", (1, 3, CAPTION)))
     params = SamplingParams(cfg=cfg, top_k=12)
     prompt = model.encode_features(caption_features())
-    return Run(method, Request(model, prompt, layout, params, negative, seed, batch))
+    request = Request(model, prompt, layout, params, negative, seed, batch)
+    return Run(method, request, Session(Graphs(model.device)))
 
 
 def assert_cache_is_fresh(run, model):
     """Keys, values and lengths of the target's cache against one pass over the prompt and the committed tokens."""
-    held = run.committed - run.pending.count
-    cache, batch = run.target.cache, len(held)
+    held = run.carry.committed - run.carry.pending.count
+    cache, batch = run.step.target.cache, len(held)
     request = run.request
     fresh = model.start(request.conditioning, request.negative, batch, request.layout, slack=0, guided=True)
     prompt = fresh.cache.lengths.clone()
-    model.step(fresh, run.tokens[:, :-1], torch.arange(run.layout.length).expand(batch, -1))
+    model.step(fresh, run.carry.tokens[:, :-1], torch.arange(run.step.length).expand(batch, -1))
     assert torch.equal(cache.lengths, prompt + held.repeat(2))
     for row, length in enumerate(cache.lengths.tolist()):
         for buffer, expected in ((cache.keys, fresh.cache.keys), (cache.values, fresh.cache.values)):
@@ -77,37 +80,38 @@ def test_the_cache_is_that_of_a_fresh_pass_after_every_round(model, drafters, st
         run = begin(model, DraftTree(drafter, STRUCTURES[structure], skipping=SKIPS[skips]), forced=True)
         while not run.done:
             run.round()
-            live = run.committed < run.layout.length
-            if live.all():
-                assert_cache_is_fresh(run, model)
-                pending = run.pending.token[torch.arange(3), run.pending.count - 1]
-                assert torch.equal(pending, run.tokens[torch.arange(3), run.committed - 1])
-        forced = run.layout.forced[0]
-        assert (run.tokens[:, :-1][:, forced >= 0] == 7).all()
+            if not (run.carry.committed < run.step.length).all():
+                continue
+            assert_cache_is_fresh(run, model)
+            assert torch.equal(run.carry.pending.root, run.carry.tokens[torch.arange(3), run.carry.committed - 1])
+        forced = run.carry.layout.forced[0]
+        assert (run.carry.tokens[:, :-1][:, forced >= 0] == 7).all()
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_the_eagle_drafter_knows_the_true_pairs(model, drafters, structure):
-    """Its cache is that of one pass over all true pairs, after skipped rounds were verified as well (refresh)."""
+    """Its cache is that of one pass over all true pairs that it was told, those of the round before the last, after
+    skipped rounds were verified as well (refresh)."""
     for skipping in (None, Skipping(interval=2, guard=0)):
         run = begin(model, DraftTree(drafters["eagle"], STRUCTURES[structure], skipping=skipping), batch=2)
         checked = 0
         while not run.done:
             run.round()
-            if run.done or run.skipped.any() or not (run.committed < run.layout.length).all():
+            carry, told = run.carry, run.carry.decided.begin
+            if run.done or carry.skipped.any() or not (carry.committed < run.step.length).all():
                 continue
             request = run.request
             fresh = model.start(request.conditioning, request.negative, 2, request.layout, slack=0, guided=True)
             behind = drafters["eagle"].start(fresh, request.conditioning, request.negative, 2, request.layout, 9, True)
             begun = behind.cache.lengths.clone()
             before = fresh.prefill.hidden
-            out = model.step(fresh, run.tokens[:, :-1], torch.arange(run.layout.length).expand(2, -1))
+            out = model.step(fresh, carry.tokens[:, :-1], torch.arange(run.step.length).expand(2, -1))
             hidden = torch.cat((before, out.hidden[:, :-1]), dim=1)
-            positions = torch.arange(run.layout.length).expand(2, -1)
-            drafters["eagle"].observe(behind, run.tokens[:, :-1], positions, hidden, run.committed)
-            cache = run.work.state.cache
-            assert torch.equal(cache.lengths, begun + run.committed.repeat(2))
+            positions = torch.arange(run.step.length).expand(2, -1)
+            drafters["eagle"].observe(behind, carry.tokens[:, :-1], positions, hidden, told)
+            cache = run.step.state.cache
+            assert torch.equal(cache.lengths, begun + told.repeat(2))
             for row, length in enumerate(cache.lengths.tolist()):
                 assert torch.allclose(cache.keys[:, row, :, :length], behind.cache.keys[:, row, :, :length], atol=1e-4)
             checked += 1
@@ -133,7 +137,7 @@ def test_skipping_never_is_the_host(model, drafters):
             while not (a.done and b.done):
                 a.round()
                 b.round()
-            assert torch.equal(a.tokens, b.tokens)
+            assert torch.equal(a.carry.tokens, b.carry.tokens)
 
 
 def test_rounds_are_never_skipped_twice_running(model, drafters):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from comfyui_specar.kernels.graphs import Graphs
 from comfyui_specar.model_loaders import eagle
 from comfyui_specar.model_loaders.ar_model import DiscreteModel
 from comfyui_specar.model_loaders.checkpoint import Checkpoint, CheckpointError
@@ -18,6 +19,7 @@ from comfyui_specar.models.eagle import Eagle
 from comfyui_specar.models.positions import SequencePositions
 from comfyui_specar.models.prefix import TextPrefix
 from comfyui_specar.samplers.protocols import Request, SamplingParams
+from comfyui_specar.samplers.session import Session
 from comfyui_specar.samplers.speculative import DraftTree, Run
 from comfyui_specar.samplers.structures import Chain, Dynamic, Static
 from comfyui_specar.training import drafter as command_line
@@ -86,24 +88,31 @@ def features_behind(target, drafter, prompt, tokens):
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize(("prompt", "negative"), [(LONG, None), (SHORT, None), (SHORT, LONG)])
 @torch.inference_mode()
-def test_it_continues_the_true_pairs_of_both_branches(target, drafter, structure, prompt, negative):
+def test_it_continues_the_true_pairs_of_both_branches(target, drafter, structure, prompt, negative, monkeypatch):
     layout = target.layout(4, 3)
     second = negative and target.encode_ids(negative)
     method = DraftTree(drafter, STRUCTURES[structure])
-    run = Run(method, Request(target, target.encode_ids(prompt), layout, SamplingParams(2.0), second, 1, 2))
+    asked = Request(target, target.encode_ids(prompt), layout, SamplingParams(2.0), second, 1, 2)
+    run = Run(method, asked, Session(Graphs(target.device)))
     prompts = [prompt, negative or null(torch.zeros(1, 1, 1), (4, 3)).flatten().long().tolist()]
-    seen = []
+    seen, observe = [], drafter.observe
+
+    def watched(*told):
+        out = observe(*told)
+        seen.append((run.carry.committed.tolist(), out.hidden.view(2, 2, -1)))
+        return out
+
+    monkeypatch.setattr(drafter, "observe", watched)
     while not run.done:
-        seen.append((run.committed.tolist(), run.behind.hidden.view(2, 2, -1)))
         run.round()
     for branch, words in enumerate(prompts):
         for image in range(2):
-            wanted = features_behind(target, drafter, words, run.tokens[image, :-1])
+            wanted = features_behind(target, drafter, words, run.carry.tokens[image, :-1])
             for counts, found in seen:
                 if counts[image] < layout.length:
                     assert torch.allclose(found[branch, image], wanted[counts[image] - 1], atol=1e-4)
     forced = layout.forced[0]
-    assert torch.equal(run.tokens[:, :-1][:, forced >= 0], forced[forced >= 0].expand(2, -1))
+    assert torch.equal(run.carry.tokens[:, :-1][:, forced >= 0], forced[forced >= 0].expand(2, -1))
 
 
 @torch.inference_mode()

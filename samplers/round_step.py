@@ -1,0 +1,236 @@
+"""A round of speculative decoding as two functions of tensors: draft, and settle (verify or take, commit).
+
+All that is not a tensor, and the memory of the caches, stays the same during a run; so a round can be captured as CUDA
+graphs, one for every shape it can have, and needs nothing from the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.sampling import at, categorical, take
+from . import skipping as vvs
+from .acceptance import AcceptanceRule, Exact
+from .drafting import Drafting, Root
+from .logits import probabilities
+from .protocols import ARModel, Drafter, SamplingParams, TokenLayout
+from .rng import Purpose, Stream
+from .rounds import Carry, Decided, Pending, after_verification, fed_mask, kept_slots, rejoin
+from .skipping import Skipping
+from .structures import Extent, Structure
+from .trace import Record, Source
+from .trees import Tree
+from .verification import Numbers, Verified, block_verification, recursive_rejection, sample_and_match
+
+ROUND = ("accepted", "committed", "width", "nodes", "depth", "skipped")
+
+
+@dataclass(frozen=True)
+class RoundStep:
+    """A run's rounds. target and state: those of the model and the drafter, whose caches rounds change in place.
+
+    length: S; forcing: does the layout force any token; told: the least number of tokens the drafter is told at a time,
+    of which the last may mean nothing.
+    """
+
+    model: ARModel
+    target: Any
+    drafter: Drafter
+    state: Any
+    structure: Structure
+    rule: AcceptanceRule
+    skipping: Skipping | None
+    params: SamplingParams
+    codebook: Tensor | None
+    length: int
+    forcing: bool
+    told: int
+
+    def begin(self, stream: Stream, layout: TokenLayout, strength: Tensor) -> Carry:
+        """The carry behind position 0, which is drawn from the prompt's own prediction."""
+        out, batch, device = self.target.prefill, len(strength), strength.device
+        zero = torch.zeros((batch, 1), dtype=torch.int64, device=device)
+        none, one = zero[:, 0], zero[:, 0] + 1
+        p = self.laws(out.logits, zero, layout)
+        token = categorical(p, stream.uniform(zero, Purpose.REDRAW))
+        levels = self.structure.size()[1]
+        record = Record.empty(self.length, batch, device, round_fields=ROUND)
+        record = record.tokens(
+            zero, zero == 0, token, p, finalised_at=0, source=self.source(zero, Source.PREFILL, layout)
+        ).round(accepted=0, committed=1, width=1, nodes=0, depth=0, skipped=0)
+        history = self.structure.start(batch, layout, device)
+        tokens = torch.zeros((batch, self.length + 1), dtype=torch.int64, device=device)
+        carry = Carry(
+            stream, layout, strength, tokens, none, Decided(token, one, token, none, one, out.hidden),
+            Pending(token, torch.zeros_like(p[..., 0]), one), history, None, None, none > 0, one,
+            out.hidden.expand(-1, levels, -1) if self.skipping else None, one, record, none[0],
+        )
+        return self.commit(carry, carry.decided)
+
+    def draft(self, extent: Extent, carry: Carry) -> tuple[Carry, Tree, Tensor]:
+        """Tell the drafter what was decided, let it grow a tree, and choose who takes it unverified [B] (bool)."""
+        told = carry.decided
+        position = told.begin[:, None] + torch.arange(told.observe.shape[1], device=told.begin.device)
+        out = self.drafter.observe(self.state, told.observe, position, told.hidden, told.observed)
+        work = Drafting(
+            self.drafter, self.state, carry.layout, self.params, self.model.vocab, carry.stream, self.forcing
+        )
+        root = Root(carry.pending.root, carry.committed, out)
+        tree = self.structure.grow(work, root, carry.plan, extent, carry.turn)
+        skip = torch.zeros_like(carry.skipped)
+        if self.skipping:
+            skip = (carry.committed < self.length) & vvs.decide(
+                self.skipping, tree, self.codebook, carry.turn, carry.committed, self.length, carry.skipped
+            )
+        return carry, tree, skip
+
+    def settle(self, judging: bool, taking: bool, carry: Carry, tree: Tree, skip: Tensor) -> Carry:
+        """Verify the trees of some images (``judging``), take those of ``skip`` [B] as they are (``taking``), commit.
+
+        Finished images stay as they are.
+        """
+        before, active = carry.committed, carry.committed < self.length
+        judged, accepted = active & ~skip, torch.zeros_like(before)
+        pending, q, plan, fed = carry.pending, tree.probability, carry.plan, 0
+        decided = None
+        if judging:
+            fed = pending.token.shape[1] + tree.token.shape[1] - 1
+            carry, decided, accepted = self.verify(carry, tree, judged)
+        if taking:
+            carry, taken, q = self.take_unverified(carry, tree, skip)
+            decided = taken if decided is None else decided.where(~skip, taken)
+        free = accepted
+        if self.forcing:
+            position = before[:, None] + torch.arange(tree.levels, device=before.device)
+            free = ((position < (before + accepted)[:, None]) & (carry.layout.forced_at(position) < 0)).sum(1)
+        record = carry.record.round(
+            accepted=free, committed=decided.count, width=fed, nodes=tree.exists[:, 1:].sum(1), depth=tree.spread()[0],
+            skipped=skip,
+        )
+        history = self.structure.learn(
+            carry.history, plan, tree, before, before + decided.count, accepted, judged
+        )
+        pending = rejoin(pending, decided, q, skip, 1 + taking * self.structure.size()[1])
+        return self.commit(replace(carry, record=record, history=history, pending=pending, skipped=skip), decided)
+
+    def verify(self, carry: Carry, tree: Tree, judged: Tensor) -> tuple[Carry, Decided, Tensor]:
+        """One pass of the target over pending tokens and drafts: what it decided, and how many drafts it accepted [B].
+
+        Only the images ``judged`` [B] (bool) are moved on. A pass also is the verification after the fact of pending
+        tokens: it changes nothing about them, but tells how likely they were, and the caches their true states.
+        """
+        pending, waiting = carry.pending, carry.pending.token.shape[1]
+        index = torch.arange(waiting, device=judged.device)
+        ahead = torch.cat((index - pending.count[:, None], tree.depth[:, 1:] - 1), dim=1)
+        fed = torch.cat((pending.token, tree.token[:, 1:]), dim=1)
+        position = (carry.committed[:, None] + ahead).clamp(min=0)
+        out = self.model.step(self.target, fed, position, fed_mask(pending, tree))
+        p = p_tree = self.laws(out.logits, position + 1, carry.layout)
+        if waiting > 1:
+            slots = waiting + torch.arange(tree.token.shape[1] - 1, device=judged.device)
+            p_tree = take(p, torch.cat((pending.count[:, None] - 1, slots.expand(len(p), -1)), dim=1))
+        columns = carry.committed[:, None] + torch.arange(tree.levels + 1, device=judged.device)
+        strength = carry.strength.gather(1, columns.clamp(max=self.length - 1))
+        verified = self.judge(tree, p_tree, strength, Numbers(carry.stream, carry.turn, carry.committed))
+
+        kept = kept_slots(pending, verified)
+        count = torch.where(judged, pending.count + verified.accepted, 0)
+        self.model.commit(self.target, count, kept)
+        refresh = self.skipping is not None and self.skipping.refresh and waiting > 1
+        if refresh:
+            self.drafter.rewind(self.state, torch.where(judged, pending.count - 1, 0))
+        decided = after_verification(
+            pending, verified, out.hidden, kept, carry.committed, self.length, judged, refresh
+        )
+        record = self.recorded(carry, tree, verified, decided, p_tree, columns)
+        if self.skipping:
+            if waiting > 1:
+                record = self.recorded_pending(record, carry, p, judged)
+            carry = replace(carry, features=vvs.push_features(carry.features, take(out.hidden, kept), count),
+                            known=carry.known + count)
+        carry = replace(carry, record=record, own_passes=carry.own_passes + judged)
+        return carry, decided, torch.where(judged, verified.accepted, 0)
+
+    def judge(self, tree: Tree, p: Tensor, strength: Tensor, numbers: Numbers) -> Verified:
+        """Verify in the way that suits the children and the rule."""
+        if self.structure.block:
+            return block_verification(tree, p, numbers)
+        if tree.laws is None and isinstance(self.rule, Exact):
+            return sample_and_match(tree, p, numbers)
+        return recursive_rejection(self.rule, tree, p, strength, numbers)
+
+    def take_unverified(self, carry: Carry, tree: Tree, skip: Tensor) -> tuple[Carry, Decided, Tensor]:
+        """A path of the tree as if it were verified, for the images ``skip`` [B]; and its draft probabilities."""
+        u = carry.stream.uniform(carry.committed[:, None], Purpose.SKIP, carry.turn)[:, 0]
+        slots, count = vvs.choose_path(self.skipping, tree, u)
+        count = torch.where(skip, count, 0)
+        token, q = tree.token.gather(1, slots), tree.probability.gather(1, slots)
+        if tree.laws is None:
+            q = torch.ones_like(q)  # proposed for certain
+        elif self.skipping.path != "first":  # picked among siblings, which is not drawing from q either
+            q = torch.where((tree.rank * tree.exists).amax(1, keepdim=True) > 0, 1.0, q)
+        hidden = vvs.stale_features(carry.features, carry.known, count, slots.shape[1])
+        columns = carry.committed[:, None] + torch.arange(slots.shape[1], device=skip.device)
+        depth, width = tree.spread()
+        record = carry.record.tokens(
+            columns, columns < (carry.committed + count)[:, None], token, None,
+            finalised_at=carry.own_passes[:, None] - 1, source=self.source(columns, Source.SKIPPED, carry.layout),
+            depth=tree.depth.gather(1, slots), q=q, rank=tree.rank.gather(1, slots),
+            tree_depth=depth[:, None], tree_width=width[:, None],
+        )
+        return replace(carry, record=record), Decided(token, count, token, carry.committed, count, hidden), q
+
+    def commit(self, carry: Carry, decided: Decided) -> Carry:
+        """Write the new tokens down and plan the next round."""
+        index = torch.arange(decided.token.shape[1], device=decided.count.device)
+        place = torch.where(index < decided.count[:, None], carry.committed[:, None] + index, self.length)
+        committed, turn = carry.committed + decided.count, carry.turn + 1
+        plan = self.structure.plan(carry.history, committed, carry.layout, carry.stream, turn)
+        extent = self.structure.extent(plan, self.length - committed, coarse=self.told > 0)
+        return replace(
+            carry, tokens=carry.tokens.scatter(1, place, decided.token), committed=committed, turn=turn, plan=plan,
+            extent=extent, decided=decided.padded(self.told),
+        )
+
+    def laws(self, logits: Tensor, position: Tensor, layout: TokenLayout) -> Tensor:
+        """Target laws [B, T, V+] at positions [B, T]."""
+        forced = layout.forced_at(position) if self.forcing else None
+        return probabilities(logits, self.params, self.model.vocab, forced)
+
+    def source(self, position: Tensor, source: Source | Tensor, layout: TokenLayout) -> Source | Tensor:
+        """``source``, or that of a forced token."""
+        return torch.where(layout.forced_at(position) >= 0, Source.FORCED, source) if self.forcing else source
+
+    def recorded(
+        self, carry: Carry, tree: Tree, verified: Verified, decided: Decided, p: Tensor, columns: Tensor
+    ) -> Record:
+        """The trace with a verified round; p [B, M + 1, V+] are the laws behind every slot."""
+        parents = torch.nn.functional.pad(verified.path, (1, 0))
+        number = torch.arange(1, tree.levels + 2, device=columns.device)
+        depth, width = tree.spread()
+        return carry.record.tokens(
+            columns, number <= decided.count[:, None], verified.token, take(p, parents),
+            finalised_at=carry.own_passes[:, None], source=self.source(columns, verified.source, carry.layout),
+            depth=torch.where(verified.tested, number, 0), rank=verified.rank, q=verified.q,
+            ratio=verified.ratio, tv_leak=verified.tv_leak,
+            tree_depth=depth[:, None], tree_width=width[:, None],
+        )
+
+    def recorded_pending(self, record: Record, carry: Carry, p: Tensor, judged: Tensor) -> Record:
+        """What the pass says of tokens taken unverified before it: their p, and the drift of not having tested them.
+
+        That is the leak of accepting for certain: [1 - p/q]+ for a draft drawn from q, 1 - p for another one.
+        """
+        count, token = carry.pending.count[:, None], carry.pending.token[:, 1:]
+        index = torch.arange(token.shape[1], device=token.device)
+        meant = judged[:, None] & (index < count - 1)
+        law, q = p[:, : token.shape[1]], carry.pending.q[:, 1:]
+        ratio = at(law, token) / q.clamp(min=1e-30)
+        return record.tokens(
+            carry.committed[:, None] - count + 1 + index, meant, token, law, ratio=ratio,
+            tv_leak=(1 - ratio).clamp(min=0),
+        )
