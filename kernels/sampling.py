@@ -60,12 +60,13 @@ def _inverted(weights: Tensor, cumulative: Tensor, u: Tensor) -> Tensor:
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """Unnormalised rejection law [p - q]+ [..., V]; where round-off leaves no mass (p equals q), p itself."""
-    return unless_empty((p - q).clamp(min=0), p)
+    return unless_empty((p - q).clamp_(min=0), p)
 
 
 def unless_empty(weights: Tensor, fallback: Tensor) -> Tensor:
     """Non-negative rows ``weights`` [..., V], replaced by ``fallback`` [..., V] where they are all zero."""
-    return torch.where(weights.sum(-1, keepdim=True) > 0, weights, fallback)
+    empty = ~(weights.sum(-1, keepdim=True) > 0)
+    return weights if nobody(empty) else torch.where(empty, fallback, weights)
 
 
 def entropy(p: Tensor) -> Tensor:
@@ -73,9 +74,33 @@ def entropy(p: Tensor) -> Tensor:
     return -torch.special.xlogy(p, p).sum(-1)
 
 
+def readable(value: Tensor) -> bool:
+    """May values be read on the host? On the CPU that is free and saves work; elsewhere, and while a step is being
+    compiled or recorded, it would cost more than going on without knowing."""
+    return value.device.type == "cpu" and not torch.compiler.is_compiling() and not recording()
+
+
 def nobody(mask: Tensor) -> bool:
-    """Is no entry of a mask set? Asked on the CPU alone, where the answer is free and saves work; elsewhere, and while
-    a step is being compiled or recorded, the answer would cost more than going on, and is no."""
-    if mask.device.type != "cpu" or torch.compiler.is_compiling() or recording():
-        return False
-    return not bool(mask.any())
+    """Is no entry of a mask set? Where that is not to be read the answer is no."""
+    return readable(mask) and not bool(mask.any())
+
+
+def entries(mask: Tensor) -> Tensor:
+    """Flat indices [n] (int64) of the entries set in a mask; where it is not to be read, of all entries."""
+    if readable(mask):
+        return mask.reshape(-1).nonzero()[:, 0]
+    return torch.arange(mask.numel(), device=mask.device)
+
+
+def row_of(values: Tensor, index: Tensor) -> Tensor:
+    """Rows values[b, index[b]] of values [B, n, ...] for index [B] (int64). Not to be written to."""
+    if len(index) == 1 and readable(index):
+        return values[:, int(index)]
+    return values[torch.arange(len(index), device=index.device), index]
+
+
+def chosen(mask: Tensor, these: Tensor, others: Tensor) -> Tensor:
+    """Rows [B, V] of ``these`` where mask [B] (bool), of ``others`` elsewhere."""
+    if readable(mask) and bool(mask.all()):
+        return these
+    return torch.where(mask.unsqueeze(-1), these, others)

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.sampling import at, categorical, redraw, residual
+from ..kernels.verification import SMALLEST, Claim, couple
 from .protocols import ARModel
-
-SMALLEST = 1e-30  # stands in for a probability of zero under a fraction
 
 
 class AcceptanceRule:
@@ -30,6 +29,7 @@ class AcceptanceRule:
     name: str
     lossless: bool  # is the output law exactly p, whatever the strength
     plain: bool = False  # is the residual [p - q]+
+    claims: bool = False  # is it plain and does it have a ``claim``
 
     def check(self) -> None:
         """Raise ValueError naming the setting that is outside its legal range."""
@@ -52,6 +52,14 @@ class AcceptanceRule:
 
     def leak(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         """Total variation [...] between what this test draws and p: its value, or an unbiased estimate of a bound."""
+        raise NotImplementedError
+
+
+    def claim(self, depth: Tensor, strength: Tensor) -> Claim:
+        """The probability a draft claims, for drafts at depth [L] (int64) under a strength [B, L].
+
+        Only of rules that ``claims``; then f(x) = min(1, claim / q(x)).
+        """
         raise NotImplementedError
 
 
@@ -119,6 +127,10 @@ def accept_or_redraw(
     u, v [B, T]: independent uniform numbers for the test and the redraw. With the exact rule this is the maximal
     coupling of q and p: the result follows p and keeps the draft as often as any rule can.
     """
+    if isinstance(rule, Exact):
+        slot = torch.arange(p.shape[1], device=p.device).expand_as(draft.token)
+        token, accepted, _, _ = couple(p, draft.q, slot, draft.token, draft.exists, u, v)
+        return Outcome(token, accepted, torch.zeros_like(accepted))
     given = p, draft.q, draft.token, draft.depth, strength
     accepted = draft.exists & (u < rule.accept_probability(*given))
     relaxed = torch.zeros_like(accepted)

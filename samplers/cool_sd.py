@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.sampling import at, residual, unless_empty
-from .acceptance import SMALLEST, AcceptanceRule
+from ..kernels.verification import SMALLEST, Claim
+from .acceptance import AcceptanceRule
 
 SCHEDULES = ("exponential", "linear")
 LONGEST = 64  # steps of a schedule: more than any draft
@@ -26,8 +27,16 @@ class ScaledRatio(AcceptanceRule):
     omega < 1, where [p - q]+ would be biased, it makes the test exact, only stricter than it needs to be.
     """
 
-    def omega(self, p: Tensor, q: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+    def omega(self, p: Tensor | None, q: Tensor | None, depth: Tensor, strength: Tensor) -> Tensor:
         raise NotImplementedError
+
+    @property
+    def claims(self) -> bool:
+        return self.plain
+
+    def claim(self, depth: Tensor, strength: Tensor) -> Claim:
+        omega = self.omega(None, None, depth, strength)
+        return Claim(omega, torch.zeros_like(omega), torch.zeros_like(omega))
 
     def accept_probability(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         scaled = self.omega(p, q, depth, strength) * at(p, token)

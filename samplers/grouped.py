@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.sampling import at, unless_empty
-from .acceptance import SMALLEST, AcceptanceRule
+from ..kernels.verification import SMALLEST
+from .acceptance import AcceptanceRule
 from .protocols import ARModel
 
 WIDEST = 64

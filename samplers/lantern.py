@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.sampling import at, residual, unless_empty
-from .acceptance import SMALLEST, AcceptanceRule
+from ..kernels.verification import SMALLEST
+from .acceptance import AcceptanceRule
 from .protocols import ARModel
 
 DEFAULT_NEIGHBOURS = 1000

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .acceptance import SMALLEST
+from ..kernels.verification import SMALLEST
 from .cool_sd import ScaledRatio
 
 
@@ -27,6 +27,7 @@ class TVMetered(ScaledRatio):
     epsilon: float = 0.05
     name = "tv_metered"
     plain = True  # omega >= 1: eq. (11)
+    claims = False  # omega depends on the laws
 
     @property
     def lossless(self) -> bool:

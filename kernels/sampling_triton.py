@@ -1,0 +1,70 @@
+"""Triton twins of sampling.py: one program per row, which reads it twice, in blocks."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 2048
+
+
+@triton.jit
+def weights(left, right, scale, offset, i, inside):
+    """[scale * left[i] - offset * right[i]]+, 0 outside; an offset of 0 reads nothing."""
+    a = tl.load(left + i, mask=inside, other=0.0)
+    b = tl.load(right + i, mask=inside & (offset > 0), other=0.0)
+    return tl.maximum(scale * a - offset * b, 0.0)
+
+
+@triton.jit
+def drawn(left, right, scale, offset, count, uniform, BLOCK: tl.constexpr):
+    """The first i below count where the cumulative sum of the weights exceeds uniform times their total. One without
+    weight is never drawn: if round-off leaves none, the last that has; -1 if all weights are zero."""
+    total = 0.0
+    last = -1
+    for start in range(0, count, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        weight = weights(left, right, scale, offset, i, i < count)
+        total += tl.sum(weight)
+        last = tl.maximum(last, tl.max(tl.where(weight > 0, i, -1)))
+    threshold = uniform * total
+    before = 0.0
+    found = count
+    for start in range(0, count, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        weight = weights(left, right, scale, offset, i, i < count)
+        beyond = (weight > 0) & (before + tl.cumsum(weight) > threshold)
+        found = tl.minimum(found, tl.min(tl.where(beyond, i, count)))
+        before += tl.sum(weight)
+    return tl.where(found < count, found, last)
+
+
+@triton.jit
+def _redraw_kernel(p, q, v, out, count, HAS_Q: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    uniform = tl.load(v + row)
+    token = drawn(p + row * count, q + row * count, 1.0, 1.0 if HAS_Q else 0.0, count, uniform, BLOCK)
+    if HAS_Q:
+        if token < 0:
+            token = drawn(p + row * count, q + row * count, 1.0, 0.0, count, uniform, BLOCK)
+    tl.store(out + row, tl.maximum(token, 0).to(tl.int64))
+
+
+def _launch(p: Tensor, q: Tensor | None, v: Tensor) -> Tensor:
+    vocab = p.shape[-1]
+    p, out = p.contiguous(), torch.empty(p.shape[:-1], dtype=torch.int64, device=p.device)
+    second = p if q is None else q.contiguous()
+    _redraw_kernel[(out.numel(),)](p, second, v.contiguous(), out, vocab, q is not None, BLOCK, num_warps=8)
+    return out
+
+
+def categorical(weights: Tensor, u: Tensor) -> Tensor:
+    """See sampling.categorical."""
+    return _launch(weights, None, u)
+
+
+def redraw(p: Tensor, q: Tensor, v: Tensor) -> Tensor:
+    """See sampling.redraw."""
+    return _launch(p, q, v)
