@@ -1,12 +1,11 @@
-"""Models under ComfyUI's management: device memory, progress, previews, interruption. (Files: see folders.py.)"""
+"""Models under ComfyUI's management: loading, device memory. (Files: see folders.py. During runs: see progress.py.)"""
 
 from __future__ import annotations
 
 import logging
-import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import comfy.utils
 import torch
 from comfy.cli_args import LatentPreviewMethod, args
 from comfy.model_patcher import ModelPatcher
-from PIL import Image
 from torch import Tensor
 
 from ..model_loaders.ar_model import DiscreteModel
@@ -27,6 +25,9 @@ from ..model_loaders.detect import find_image_decoder, load_drafter, load_image_
 from ..model_loaders.image_decoder import Autoencoder
 from ..model_loaders.t5 import T5, T5Encoder
 from .folders import DRAFTERS, MODELS, resolve, search_folders
+from .patcher import Patcher
+from .previews import Palette, Previews, Sketch, measure_palette, measured_tokens
+from .progress import Report
 
 log = logging.getLogger(__name__)
 SERVER = uuid.uuid4().hex  # wall times of runs with the same one may be compared
@@ -34,20 +35,18 @@ FP8 = "fp8 (storage)"
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, FP8: None}
 STORED = torch.float8_e4m3fn
 OUT_OF_MEMORY = mm.OOM_EXCEPTION
-PREVIEW_SECONDS = 0.25  # at least this long between two previews ...
-PREVIEW_SHARE = 0.1  # ... and at most this share of the run spent on them
-GREY = 0.5  # what is not drawn yet, in previews
 
 
 # Models
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class LoadedDecoder:
-    """An image decoder under ComfyUI's memory management."""
+    """An image decoder under ComfyUI's memory management. palette: colours of its tokens, once they were needed."""
 
     decoder: Autoencoder
     patcher: ModelPatcher
+    palette: Palette | None = None
 
     def load(self, pixels: int) -> int:
         """Bring it to the compute device, with room for a picture of ``pixels`` at least, and return how many of them
@@ -103,7 +102,7 @@ def open_model(choice: str, dtype: str, grid: tuple[int, int] | None) -> LoadedM
     path = resolve(choice, MODELS)
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}.")
-    device, offload = mm.get_torch_device(), mm.unet_offload_device()
+    device = mm.get_torch_device()
     narrow = dtype == FP8 or (dtype == "auto" and holds_fp8(weight_file(path)))
     model = load_model(
         path, dtype=DTYPES[dtype] or auto_dtype(device), grid=grid, search_folders=search_folders(),
@@ -119,7 +118,7 @@ def open_model(choice: str, dtype: str, grid: tuple[int, int] | None) -> LoadedM
         model.keep_words_back()
     if isinstance(getattr(model, "prompt_encoder", None), T5Encoder):
         manage_text_encoder(model.prompt_encoder)
-    return LoadedModel(model, ModelPatcher(model, device, offload), decoder_of(model, path), choice)
+    return LoadedModel(model, patcher_of(model, model), decoder_of(model, path), choice)
 
 
 def decoder_of(model: DiscreteModel | ContinuousBase, path: Path) -> LoadedDecoder | None:
@@ -171,8 +170,13 @@ def open_drafter(choice: str, target: LoadedModel) -> LoadedDrafter:
     drafter = load_drafter(path, target.model, device="cpu", operations=comfy.ops.disable_weight_init)
     if isinstance(drafter.module, DiscreteModel):
         drafter.module.keep_words_back()
-    patcher = ModelPatcher(drafter.module, mm.get_torch_device(), mm.unet_offload_device())
-    return LoadedDrafter(drafter, patcher, choice, target)
+    return LoadedDrafter(drafter, patcher_of(drafter.module, target.model), choice, target)
+
+
+def patcher_of(module: torch.nn.Module, model: DiscreteModel | ContinuousBase) -> Patcher:
+    """Memory management of a model's weights, or of those of its drafter."""
+    kept = model.kept if isinstance(model, DiscreteModel) else None
+    return Patcher(module, mm.get_torch_device(), mm.unet_offload_device(), kept=kept)
 
 
 def open_decoder(path: Path) -> LoadedDecoder:
@@ -210,8 +214,6 @@ def decode_tiled(decoder: Autoencoder, latent: Tensor, width: int, height: int, 
 
 # Runs
 
-Sketch = Callable[[Any], tuple[Tensor, Tensor]]  # progress -> latent [1, C, h, w] of the first image, known [h, w]
-
 
 @contextmanager
 def sampling(
@@ -224,26 +226,55 @@ def sampling(
     """
     memory += cast_room(loaded.model)
     together = [loaded.patcher] if drafter is None else [loaded.patcher, drafter.patcher]  # none must evict another
+    if not fits(together, memory):
+        loaded.patcher.release()
     mm.load_models_gpu(together, memory_required=memory)
     for patcher in together:
         bring_the_rest(patcher.model, loaded.model.device)
-    wanted = loaded.decoder and args.preview_method != LatentPreviewMethod.NoPreviews
     try:
-        yield Report(length, sketch, preview_decoder(loaded.decoder, memory, length) if wanted else None)
+        report = Report(length, previews_of(loaded, memory, length, sketch))
+        yield report
+        report.finish()
     finally:
         mm.soft_empty_cache()
 
 
-def preview_decoder(loaded: LoadedDecoder, memory: int, length: int) -> Autoencoder | None:
-    """The decoder on the compute device, whole, if that leaves ``memory`` bytes free for the run beside what decoding a
-    picture of ``length`` tokens takes; None if it does not: no model is to make way for previews."""
-    patcher = loaded.patcher
-    memory += loaded.bytes_for(length * loaded.area)
-    missing = 1.1 * (patcher.model_size() - patcher.loaded_size())  # 1.1: as ComfyUI reckons
-    if mm.get_free_memory(patcher.load_device) < missing + memory + mm.minimum_inference_memory():
+def fits(patchers: list[ModelPatcher], memory: int) -> bool:
+    """Is there room for these models and ``memory`` bytes beside what is loaded?"""
+    missing = sum(patcher.model_size() - patcher.loaded_size() for patcher in patchers)
+    need = 1.1 * missing + memory + mm.minimum_inference_memory()  # 1.1: as ComfyUI reckons
+    return mm.get_free_memory(patchers[0].load_device) >= need
+
+
+def previews_of(loaded: LoadedModel, memory: int, length: int, sketch: Sketch) -> Previews | None:
+    """Previews as the user's --preview-method says: none, in colours (latent2rgb), or decoded where time allows.
+
+    No model makes way for them: where the decoder does not fit beside what the run takes (``memory`` bytes), there are
+    colours if an earlier run has measured them, else no previews.
+    """
+    method, found = args.preview_method, loaded.decoder
+    if found is None or method == LatentPreviewMethod.NoPreviews:
+        return None
+    decoder = None
+    if method != LatentPreviewMethod.Latent2RGB or found.palette is None:
+        decoder = preview_decoder(found, memory, max(length, measured_tokens(found.decoder.channels)))
+        if decoder is not None and found.palette is None:
+            with suppress(OUT_OF_MEMORY):
+                found.palette = measure_palette(decoder, loaded.model)
+    if found.palette is None:
         log.info("No previews: the memory that decoding them takes is not free beside the model.")
         return None
-    mm.load_models_gpu([patcher], memory_required=memory, force_full_load=True)
+    wanted = None if method == LatentPreviewMethod.Latent2RGB else decoder
+    return Previews(sketch, found.palette, wanted, found.decoder.factor, args.preview_size)
+
+
+def preview_decoder(loaded: LoadedDecoder, memory: int, length: int) -> Autoencoder | None:
+    """The decoder on the compute device, whole, if that leaves ``memory`` bytes free for the run beside what decoding a
+    picture of ``length`` tokens takes; else None."""
+    memory += loaded.bytes_for(length * loaded.area)
+    if not fits([loaded.patcher], memory):
+        return None
+    mm.load_models_gpu([loaded.patcher], memory_required=memory, force_full_load=True)
     return loaded.decoder
 
 
@@ -263,41 +294,3 @@ def cast_room(model: torch.nn.Module) -> int:
     the next."""
     stored = (weight.numel() for weight in model.parameters() if weight.dtype == STORED)
     return 2 * max(stored, default=0) * model.dtype.itemsize
-
-
-class Report:
-    """The sampler's callback: progress bar, previews of what is drawn, interruption; once per pass."""
-
-    def __init__(self, length: int, sketch: Sketch, decoder: Autoencoder | None):
-        self.sketch, self.decoder = sketch, decoder
-        self.bar = comfy.utils.ProgressBar(length)
-        self.next_preview = time.perf_counter() + PREVIEW_SECONDS
-
-    def __call__(self, progress: Any) -> None:
-        mm.throw_exception_if_processing_interrupted()
-        done = int(progress.committed.float().mean())
-        self.bar.update_absolute(done, progress.length, self.preview(progress))
-
-    def preview(self, progress: Any) -> tuple[str, Image.Image, int] | None:
-        """The first image of the batch so far, the rest grey, if a preview is due (the finished one always is)."""
-        started = time.perf_counter()
-        finished = bool((progress.committed >= progress.length).all())
-        if self.decoder is None or (started < self.next_preview and not finished):
-            return None
-        try:
-            picture = partial_picture(self.decoder, *self.sketch(progress))
-        except OUT_OF_MEMORY:
-            log.warning("Too little memory to decode previews: this run goes on without them.")
-            self.decoder = None
-            return None
-        cost = time.perf_counter() - started
-        self.next_preview = started + max(PREVIEW_SECONDS, cost / PREVIEW_SHARE)
-        return "JPEG", picture, args.preview_size
-
-
-def partial_picture(decoder: Autoencoder, latent: Tensor, known: Tensor) -> Image.Image:
-    """The picture of a latent [1, C, h, w] where it is known [h, w] (bool), the rest grey."""
-    pixels = decoder.decode(latent)[0].cpu()
-    drawn = known.cpu().repeat_interleave(decoder.factor, 0).repeat_interleave(decoder.factor, 1)
-    pixels = torch.where(drawn[..., None], pixels, GREY)
-    return Image.fromarray((pixels * 255).round().byte().numpy())

@@ -1,7 +1,6 @@
 """Continuous models: loading, the two samplers, inpainting, their VAE, what does not go together."""
 
 import comfy.model_management as mm
-import comfy.utils
 import numpy as np
 import pytest
 import torch
@@ -261,26 +260,16 @@ def test_tokens_that_are_no_numbers_are_reported(method, draw_vectors, continuou
 # Memory, progress, interruption
 
 
-@pytest.fixture
-def progress(monkeypatch):
-    """Every (value, total, preview) that reaches ComfyUI's progress hook."""
-    seen = []
-    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", lambda *event, **_: seen.append(event))
-    return seen
-
-
 @BOTH
-def test_progress_counts_tokens_once_per_pass(method, draw_vectors, progress):
+def test_progress_counts_tokens_once_per_pass(method, draw_vectors, progress, hurried):
     _, trace = draw_vectors(method)
     values = [value for value, _, _ in progress]
     assert len(values) == trace.totals["target_passes"]
     assert values == sorted(values) and values[-1] == 16 and {total for _, total, _ in progress} == {16}
 
 
-def test_previews_show_known_tokens_and_grey(draw_vectors, progress, monkeypatch):
+def test_previews_show_known_tokens_and_grey(draw_vectors, progress, hurried, monkeypatch):
     monkeypatch.setattr(args, "preview_method", LatentPreviewMethod.Auto)
-    monkeypatch.setattr(host, "PREVIEW_SECONDS", 0.0)
-    monkeypatch.setattr(host, "PREVIEW_SHARE", 1e9)
     first, trace = draw_vectors("NextToken")
     kind, picture, _ = progress[3][2]  # after four tokens, wherever they are
     drawn = trace.grid("order")[0] < 4

@@ -1,12 +1,10 @@
 """The sampler nodes: results, batches, masks, progress, interruption, errors."""
 
 import comfy.model_management as mm
-import comfy.utils
 import numpy as np
 import pytest
 import torch
 from comfy.cli_args import LatentPreviewMethod, args
-from comfyui_specar.nodes import host
 
 BOTH = pytest.mark.parametrize("method", ["NextToken", "SJD"])
 
@@ -138,16 +136,8 @@ def test_model_without_a_decoder_draws_ids_that_any_decoder_reads(run, nodes, mo
     assert torch.equal(tiny[2].decode(latent["samples"]), decoder.decode_tokens(latent["ar_tokens"]))
 
 
-@pytest.fixture
-def progress(monkeypatch):
-    """Every (value, total, preview) that reaches ComfyUI's progress hook."""
-    seen = []
-    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", lambda *event, **_: seen.append(event))
-    return seen
-
-
 @BOTH
-def test_progress_counts_tokens_once_per_pass(method, sample, progress):
+def test_progress_counts_tokens_once_per_pass(method, sample, progress, hurried):
     _, trace = sample(method)
     values = [value for value, _, _ in progress]
     assert len(values) == trace.totals["target_passes"]
@@ -155,25 +145,13 @@ def test_progress_counts_tokens_once_per_pass(method, sample, progress):
     assert {total for _, total, _ in progress} == {16}
 
 
-def test_previews_show_drawn_rows_and_grey(sample, progress, monkeypatch):
+def test_previews_show_drawn_rows_and_grey(sample, progress, hurried, monkeypatch):
     monkeypatch.setattr(args, "preview_method", LatentPreviewMethod.Auto)
-    monkeypatch.setattr(host, "PREVIEW_SECONDS", 0.0)
-    monkeypatch.setattr(host, "PREVIEW_SHARE", 1e9)
     sample("NextToken")
     kind, picture, _ = progress[3][2]  # after the first row of four tokens
     assert kind == "JPEG" and picture.size == (32, 32)
     pixels = torch.from_numpy(np.array(picture))
     assert (pixels[8:] == 128).all() and not (pixels[:8] == 128).all()
-
-
-def test_previews_are_throttled_and_can_be_off(sample, progress, monkeypatch):
-    monkeypatch.setattr(args, "preview_method", LatentPreviewMethod.NoPreviews)
-    monkeypatch.setattr(host, "PREVIEW_SECONDS", 0.0)
-    sample("NextToken")
-    monkeypatch.setattr(args, "preview_method", LatentPreviewMethod.Auto)
-    monkeypatch.setattr(host, "PREVIEW_SECONDS", 60.0)
-    sample("NextToken")
-    assert [i for i, (_, _, preview) in enumerate(progress) if preview] == [31]  # the end of the second run
 
 
 @BOTH
@@ -210,32 +188,3 @@ def test_memory_is_reserved_for_the_caches(sample, tiny, monkeypatch):
     sample("SJD", batch=2)
     model = tiny[0].model
     assert asked[id(tiny[0].patcher)] > model.kv_bytes(2, model.layout(), 4, True)
-
-
-def test_previews_stop_where_memory_runs_out(sample, progress, tiny, monkeypatch, caplog):
-    monkeypatch.setattr(args, "preview_method", LatentPreviewMethod.Auto)
-    whole = sample("NextToken")[0]["ar_tokens"]
-
-    def short(*_):
-        raise mm.OOM_EXCEPTION("CUDA out of memory")
-
-    monkeypatch.setattr(host, "partial_picture", short)
-    progress.clear()
-    with caplog.at_level("WARNING"):
-        assert torch.equal(sample("NextToken")[0]["ar_tokens"], whole)
-    assert caplog.text.count("goes on without them") == 1 and not any(preview for *_, preview in progress)
-
-
-@pytest.mark.parametrize("room", [False, True])
-def test_previews_are_left_out_where_there_is_no_room_for_them(room, sample, progress, tiny, monkeypatch):
-    decoder = tiny[0].decoder
-    mm.unload_all_models()
-    need = 1.1 * decoder.patcher.model_size() + decoder.bytes_for(32 * 32) + mm.minimum_inference_memory()
-    monkeypatch.setattr(args, "preview_method", LatentPreviewMethod.Auto)
-    monkeypatch.setattr(mm, "get_free_memory", lambda *_, **__: need + 2**20 if room else need)
-    loads, load = [], mm.load_models_gpu
-    monkeypatch.setattr(mm, "load_models_gpu", lambda models, **how: loads.append((models, how)) or load(models, **how))
-    sample("NextToken")
-    assert any(preview for *_, preview in progress) == room
-    assert [models for models, _ in loads] == [[tiny[0].patcher]] + [[decoder.patcher]] * room
-    assert not room or loads[1][1]["force_full_load"], "a decoder in part would mix devices"

@@ -1,0 +1,51 @@
+"""Weights under ComfyUI's memory management, which runs captured as CUDA graphs read where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import comfy.model_management as mm
+from comfy.model_patcher import ModelPatcher
+
+
+class Patcher(ModelPatcher):
+    """Drops what runs keep with a model (graphs, caches) before weights move, and before weights make way for others.
+
+    kept: that of the model itself, or of the model that a drafter belongs to.
+    """
+
+    def __init__(self, *args: Any, kept: dict[Hashable, Any] | None = None, **options: Any):
+        super().__init__(*args, **options)
+        self.kept = {} if kept is None else kept
+
+    def release(self) -> int:
+        """Drop what is kept. Returns how many bytes of the device's memory that set free."""
+        if not self.kept:
+            return 0
+        before = mm.get_free_memory(self.load_device)
+        self.kept.clear()
+        mm.soft_empty_cache()
+        return max(0, mm.get_free_memory(self.load_device) - before)
+
+    def load(self, *args: Any, **options: Any) -> Any:
+        """ComfyUI calls it only where weights are missing on the device."""
+        self.release()
+        return super().load(*args, **options)
+
+    def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> Any:
+        """ComfyUI also calls it, without touching any weights, before every run of a model that stays where it is."""
+        if unpatch_weights:
+            self.release()
+        return super().unpatch_model(device_to, unpatch_weights)
+
+    def partially_unload(self, device_to: Any, memory_to_free: int = 0, **options: Any) -> int:
+        """Weights stay if what is kept was enough."""
+        freed = self.release()
+        if freed and freed >= memory_to_free:
+            return freed
+        return freed + super().partially_unload(device_to, memory_to_free - freed, **options)
+
+    def __del__(self):
+        self.kept.clear()  # graphs refer to the model that keeps them
+        super().__del__()

@@ -1,0 +1,58 @@
+"""What a sampler calls after every pass: interruption, the progress bar, previews."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import comfy.model_management as mm
+import comfy.utils
+from comfy.cli_args import args
+from PIL import Image
+
+from .previews import Previews
+
+log = logging.getLogger(__name__)
+SECONDS = 0.05  # at least this long between two moves of the bar: each is a message to every client
+
+
+class Report:
+    """The sampler's callback. Most calls only look whether the user interrupts, and at the clock."""
+
+    def __init__(self, length: int, previews: Previews | None):
+        self.previews, self.length = previews, length
+        self.bar = comfy.utils.ProgressBar(length)
+        self.last: Any = None
+        self.due = time.perf_counter() + SECONDS
+
+    def __call__(self, progress: Any) -> None:
+        """Take note of the progress. Raises InterruptProcessingException when the user interrupts."""
+        mm.throw_exception_if_processing_interrupted()
+        self.last = progress
+        if time.perf_counter() >= self.due:
+            self._tell(int(progress.committed.float().mean()))
+
+    def finish(self) -> None:
+        """The run is complete."""
+        if self.bar.current < self.length:
+            self._tell(self.length)
+
+    def _tell(self, done: int) -> None:
+        preview, began = self._preview(), time.perf_counter()
+        self.bar.update_absolute(done, self.length, preview)
+        now = time.perf_counter()
+        self.due = now + SECONDS
+        if self.previews:
+            self.previews.spent += now - began
+
+    def _preview(self) -> tuple[str, Image.Image, int] | None:
+        if self.previews is None or self.last is None:
+            return None
+        try:
+            picture = self.previews(self.last)
+        except mm.OOM_EXCEPTION:
+            log.warning("Too little memory to decode previews: this run goes on without them.")
+            self.previews = None
+            return None
+        return picture and ("JPEG", picture, args.preview_size)
