@@ -6,11 +6,12 @@ import pytest
 import torch
 from comfyui_specar import api
 from comfyui_specar.kernels.attention import attend
+from comfyui_specar.kernels.logits import guide
 from comfyui_specar.model_loaders.drafters import ModelDrafter
 from comfyui_specar.models.backbone import Backbone, BackboneConfig
 from comfyui_specar.models.positions import SequencePositions, rotation_of
 from comfyui_specar.samplers.jacobi import INITIAL, REUSE, SJD, Jacobi
-from comfyui_specar.samplers.logits import guide, probabilities
+from comfyui_specar.samplers.logits import probabilities
 from comfyui_specar.samplers.next_token import NextToken
 from comfyui_specar.samplers.protocols import Request, SamplingParams
 from comfyui_specar.samplers.skipping import Skipping

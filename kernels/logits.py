@@ -1,0 +1,71 @@
+"""Logits -> probabilities: guidance, special ids, temperature, top-k, top-p, softmax, forced tokens."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .dispatch import accelerated
+from .sampling import nobody, point_mass
+
+
+@accelerated
+def probabilities(
+    logits: Tensor, forced: Tensor | None, cfg: float, temperature: float, vocab: int, top_k: int, top_p: float,
+    order: tuple[str, str],
+) -> Tensor:
+    """Probabilities [B, T, V+] (fp32) from logits [R, T, V+]; R = 2B with guidance (cfg other than 1), else B.
+
+    In this order: guidance u + cfg (c - u); ids from ``vocab`` on out of reach; temperature (0: all mass on the first
+    largest); the filters ``top_k`` (0: off) and ``top_p`` (1: off) in their ``order``, "top_k" and "top_p"; softmax.
+    forced [B, T] (int64): the id, in [0, V+), forced at a position, which makes it a point mass, or -1; None: nowhere.
+
+    Top-k keeps a logit if fewer than k are larger, top-p if those that are larger have a probability of at most top_p
+    together. So equal logits stay or go together, and one stays at least. The second filter counts only what the first
+    one left.
+    """
+    z = guide(logits[..., :vocab].float(), cfg)
+    if temperature == 0:
+        p = point_mass(z.argmax(-1), vocab)
+    else:
+        if temperature != 1:
+            z = z / temperature
+        p = z.softmax(-1)
+        if top_k or top_p < 1:
+            # Comparing into floats and dividing by what is left is many times faster than filling with -inf.
+            p = p.mul_(torch.ge(z, _lowest_kept(z, top_k, top_p, order), out=torch.empty_like(z)))
+            p = p.div_(p.sum(-1, keepdim=True))
+    p = F.pad(p, (0, logits.shape[-1] - vocab)) if vocab < logits.shape[-1] else p
+    if forced is None:
+        return p
+    free = (forced < 0).unsqueeze(-1)
+    if nobody(~free):
+        return p
+    return p.mul_(free).scatter_add_(-1, forced.clamp(min=0).unsqueeze(-1), (~free).float())
+
+
+def guide(logits: Tensor, scale: float) -> Tensor:
+    """Classifier-free guidance u + s (c - u): logits [2B, T, V+] (conditional rows first) -> [B, T, V+].
+
+    With scale 1 there are no unconditional rows and the logits pass through.
+    """
+    if scale == 1:
+        return logits
+    conditional, unconditional = logits.chunk(2)
+    return torch.add(unconditional, conditional - unconditional, alpha=scale)
+
+
+def _lowest_kept(z: Tensor, top_k: int, top_p: float, order: tuple[str, str]) -> Tensor:
+    """The smallest logit [..., 1] of each row z [..., V] that passes both filters, of which one is on."""
+    if top_p == 1:
+        return z.topk(top_k, sorted=False).values.amin(-1, keepdim=True)
+    ordered = z.sort(descending=True).values
+    kth = ordered[..., top_k - 1 : top_k]
+    weights = ordered.softmax(-1)
+    if top_k and order[0] == "top_k":
+        weights = weights * (ordered >= kth)
+        weights = weights / weights.sum(-1, keepdim=True)
+    larger = weights.cumsum(-1) - weights
+    lowest = ordered.gather(-1, (larger <= top_p).sum(-1, keepdim=True) - 1)
+    return torch.maximum(lowest, kth) if top_k else lowest
