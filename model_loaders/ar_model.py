@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import log
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..models.backbone import Backbone, Rotation
-from ..models.cache import KVCache
-from ..models.positions import GridPositions, Positions, rotation_of
+from ..models.backbone import Backbone
+from ..models.cache import KVCache, rounded
+from ..models.positions import GridPositions, Positions, Table, rotation_of
 from ..models.prefix import TextPrefix
 from ..models.vq import nearest_codes
 from ..samplers.protocols import SamplingParams, StepOut, TokenLayout
@@ -24,15 +24,18 @@ from .neighbours import neighbour_table
 from .prompt_encoders import PromptEncoder
 from .prompts import Conditioning, Prompted
 
+T = TypeVar("T")
+
 
 @dataclass
 class State:
     """Caches of one batch (guidance doubles the rows: conditional ones first) and the prompt's own prediction."""
 
     cache: KVCache
+    table: Table
     branches: int
-    prompts: Tensor  # [R] (int64): tokens of every row's prompt
     grid: tuple[int, int]
+    longest: int  # tokens of the longer branch's prompt
     prefill: StepOut
     prefix_hidden: list[Tensor]  # one [B, n, D] per branch: the hidden states of its prompt
     prefix_features: list[Tensor | None]  # one [1 or B, n, F] per branch: its prompt; None: the model's own
@@ -91,6 +94,7 @@ class DiscreteModel(Prompted, nn.Module):
                 "they do not belong together. Load the VQ file that was released with the model."
             )
         self._neighbours = None
+        self.kept.clear()  # captured steps read what was there before
         self.codebook, self.pixels_per_token = codebook.detach().float().cpu(), pixels_per_token
 
     def dequantize(self, tokens: Tensor) -> Tensor:
@@ -120,6 +124,7 @@ class DiscreteModel(Prompted, nn.Module):
             )
         if self._neighbours is None or self._neighbours.shape[1] < count:
             self._neighbours = neighbour_table(self.codebook, count)
+            self.kept.clear()
         return self._neighbours[:, :count]
 
     def layout(self, rows: int | None = None, cols: int | None = None) -> TokenLayout:
@@ -159,7 +164,7 @@ class DiscreteModel(Prompted, nn.Module):
     def kv_bytes(self, batch: int, layout: TokenLayout, slack: int, guided: bool, prompt: int = 0) -> int:
         """Bytes of the key/value caches of a run with prompts of ``prompt`` tokens (0: any caption or class)."""
         config = self.backbone.config
-        slots = (prompt or getattr(self.prefix, "slots", 1)) + layout.length + slack
+        slots = rounded((prompt or getattr(self.prefix, "slots", 1)) + layout.length + slack)
         width = config.cached_heads * config.head_dim
         return 2 * config.layers * batch * (1 + guided) * slots * width * self.dtype.itemsize
 
@@ -191,16 +196,22 @@ class DiscreteModel(Prompted, nn.Module):
         # tokens overwrite it.
         x = torch.cat([nn.functional.pad(b, (0, 0, 0, longest - b.shape[1])) for b in branches]).to(self.dtype)
 
-        config = self.backbone.config
-        capacity = longest + layout.length + slack
-        cache = KVCache(config.layers, len(x), config.cached_heads, capacity, config.head_dim, self.dtype, self.device)
+        config, places = self.backbone.config, layout.length + slack
+        if into is not None and into.branches != len(branches):
+            into = None
+        cache = KVCache.of(
+            config.layers, len(x), config.cached_heads, longest + places, config.head_dim, self.dtype, self.device,
+            into and into.cache,
+        )
+        table = Table.of(self.positions, places, lengths, grid[1], config.head_dim, into and into.table)
         mask = cache.open(longest)
         hidden = self.backbone(x, self.positions.prompt(longest, config.head_dim, self.device), cache, mask)
         cache.commit(lengths)
         last = hidden[torch.arange(len(x), device=self.device), lengths - 1][:, None]
         prefix_hidden = [h[:, : b.shape[1]] for h, b in zip(hidden.split(batch), branches, strict=True)]
         out = StepOut(self.backbone.logits(last), last)
-        return State(cache, len(branches), lengths, grid, out, prefix_hidden, features)
+        state = State(cache, table, len(branches), grid, longest, out, prefix_hidden, features)
+        return taken_over(into, state)
 
     def _check_length(self, prompt: int, layout: TokenLayout) -> None:
         if self.longest is not None and prompt + layout.length > self.longest:
@@ -211,28 +222,22 @@ class DiscreteModel(Prompted, nn.Module):
 
     def reach(self, state: State, tokens: int) -> int:
         """See ARModel."""
-        return state.cache.capacity
+        return state.cache.look_at(state.longest + tokens)
 
     def step(
         self, state: State, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None, behind: int = 0
     ) -> StepOut:
         """Feed tokens [B, T] standing at positions [B, T]; positions behind the image are harmless and meaningless."""
-        x = self.backbone.tok_embeddings(tokens).to(self.dtype).repeat(state.branches, 1, 1)
-        seen = None if tree_mask is None else tree_mask.repeat(state.branches, 1, 1)
+        ids, places = (repeated(each, state.branches) for each in (tokens, positions))
+        seen = None if tree_mask is None else repeated(tree_mask, state.branches)
         mask = state.cache.open(tokens.shape[1], seen, behind)
-        hidden = self.backbone(x, self.rotation(state, positions), state.cache, mask)
+        x = self.backbone.tok_embeddings(ids).to(self.dtype)
+        hidden = self.backbone(x, state.table.at(places), state.cache, mask)
         return StepOut(self.backbone.logits(hidden), hidden)
-
-    def rotation(self, state: State, positions: Tensor) -> Rotation:
-        """Rotation [R, T, ...] of image tokens at positions [B, T]."""
-        places = positions.repeat(state.branches, 1)
-        return self.positions.image(places, state.prompts, state.grid[1], self.backbone.config.head_dim)
 
     def commit(self, state: State, count: Tensor, path: Tensor | None = None) -> None:
         """Keep ``count`` [B] tokens of the last step (of ``path`` [B, P] if given) in every branch."""
-        state.cache.commit(
-            count.repeat(state.branches), None if path is None else path.repeat(state.branches, 1)
-        )
+        state.cache.commit(repeated(count, state.branches), None if path is None else repeated(path, state.branches))
 
     def forward(self, prefix: Tensor, tokens: Tensor, cols: int | None = None) -> Tensor:
         """Training and checking: logits [B, S, V+] (fp32) for tokens [B, S], in an image of so many columns (None: the
@@ -257,6 +262,19 @@ class DiscreteModel(Prompted, nn.Module):
             tokens = layout.keeping(tokens, torch.ones_like(tokens, dtype=torch.bool)).forced
         features = self.read(conditioning, len(tokens), "conditioning", (layout.rows, layout.cols))
         return self(self.prefix(features).expand(len(tokens), -1, -1), tokens, layout.cols)
+
+
+def repeated(rows: Tensor, branches: int) -> Tensor:
+    """Rows [B, ...] for every guidance branch [R, ...]."""
+    return rows if branches == 1 else rows.repeat(branches, *[1] * (rows.ndim - 1))
+
+
+def taken_over(into: T | None, fresh: T) -> T:
+    """``into`` with all that a fresh state has, where that has moved into its memory; else the fresh state."""
+    if into is None or into.cache is not fresh.cache or into.table is not fresh.table:
+        return fresh
+    vars(into).update(vars(fresh))
+    return into
 
 
 def resolve_dtype(dtype: torch.dtype | None, device: torch.device) -> torch.dtype:

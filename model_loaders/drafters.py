@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..models.prefix import CaptionPrefix, TextPrefix
 from ..samplers.protocols import StepOut, TokenLayout
-from .ar_model import Conditioning, DiscreteModel, State
+from .ar_model import Conditioning, DiscreteModel, State, repeated
 from .checkpoint import CheckpointError
 
 
@@ -69,7 +69,7 @@ class ModelDrafter:
         state.expanded = 0
         out = self.module.step(state.own, tokens, positions)
         self.module.commit(state.own, count)
-        last = (count.repeat(state.own.branches) - 1).clamp(min=0)
+        last = (repeated(count, state.own.branches) - 1).clamp(min=0)
         row = torch.arange(len(last), device=self.device)
         return StepOut(out.logits[row, last][:, None], out.hidden[row, last][:, None])
 

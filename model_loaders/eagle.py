@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..models.backbone import BackboneConfig, Rotation, join_gates
-from ..models.cache import KVCache
+from ..models.cache import KVCache, rounded
 from ..models.eagle import Eagle
-from ..models.positions import rotation_of
+from ..models.positions import Table, rotation_of
 from ..samplers.protocols import StepOut, TokenLayout
-from .ar_model import Conditioning, DiscreteModel, State
+from .ar_model import Conditioning, DiscreteModel, State, repeated, taken_over
 from .checkpoint import Checkpoint, CheckpointError, load_weights
 
 _NAMES = {  # released -> ours; the projections of queries, keys and values are stacked
@@ -57,7 +57,8 @@ class EagleState:
 
     target: State
     cache: KVCache
-    pairs: Tensor  # [R] (int64): those of every row's prompt
+    table: Table
+    longest: int  # pairs of the longer prompt
     expanded: int = 0
 
 
@@ -87,7 +88,7 @@ class EagleDrafter:
         """Bytes of the key/value caches of a run with prompts of ``prompt`` tokens (0: any caption or class)."""
         config = self.module.config
         slots = self.prompt_pairs(prompt or getattr(self.model.prefix, "slots", 1)) + layout.length + slack + 1
-        return 2 * batch * (1 + guided) * slots * config.cached_heads * config.head_dim * self.dtype.itemsize
+        return 2 * batch * (1 + guided) * rounded(slots) * config.cached_heads * config.head_dim * self.dtype.itemsize
 
     def start(
         self, target_state: State, conditioning: Conditioning, negative: Conditioning | None, batch: int,
@@ -112,18 +113,24 @@ class EagleDrafter:
         ])  # fmt: skip
         config = self.module.config
         # Observations may carry one more token than was drafted: the one the target added.
-        capacity = longest + layout.length + slack + 1
-        cache = KVCache(1, len(hidden), config.cached_heads, capacity, config.head_dim, self.dtype, self.device)
+        places = layout.length + slack + 1
+        cache = KVCache.of(
+            1, len(hidden), config.cached_heads, longest + places, config.head_dim, self.dtype, self.device,
+            into and into.cache,
+        )
         counts = torch.tensor(pairs, device=self.device).repeat_interleave(batch)
+        table = Table.of(
+            self.model.positions, places, counts, target_state.grid[1], config.head_dim, into and into.table
+        )
         if longest > 0:
             mask = cache.open(longest)
             self.module(hidden, ids, self._prompt_rotation(longest), cache, mask)
             cache.commit(counts)
-        return EagleState(target_state, cache, counts)
+        return taken_over(into, EagleState(target_state, cache, table, longest))
 
     def reach(self, state: EagleState, tokens: int) -> int:
         """See ARModel."""
-        return state.cache.capacity
+        return state.cache.look_at(state.longest + tokens)
 
     def _prompt_ids(self, target_state: State, branch: int, hidden: Tensor) -> Tensor:
         """Rows [B, n] of the drafter's table for the prompt of a branch with the hidden states [B, n, D]."""
@@ -160,7 +167,7 @@ class EagleDrafter:
         state.expanded = 0
         mask = state.cache.open(tokens.shape[1])
         feature = self._pass(state, tokens, positions, hidden, mask)
-        count = count.repeat(state.target.branches)
+        count = repeated(count, state.target.branches)
         state.cache.commit(count)
         last = feature[torch.arange(len(feature), device=self.device), (count - 1).clamp(min=0)][:, None]
         return self._output(last)
@@ -169,15 +176,13 @@ class EagleDrafter:
         self, state: EagleState, tokens: Tensor, positions: Tensor, hidden: Tensor, tree_mask: Tensor
     ) -> StepOut:
         """Pairs of drafts with what this drafter predicted at their parents; see Drafter."""
-        mask = state.cache.open(tokens.shape[1], tree_mask.repeat(state.target.branches, 1, 1), state.expanded)
+        mask = state.cache.open(tokens.shape[1], repeated(tree_mask, state.target.branches), state.expanded)
         state.expanded += tokens.shape[1]
         return self._output(self._pass(state, tokens, positions, hidden, mask))
 
     def _pass(self, state: EagleState, tokens: Tensor, positions: Tensor, hidden: Tensor, mask: Tensor) -> Tensor:
-        ids, places = (x.repeat(state.target.branches, 1) for x in (tokens, positions))
-        cols, head_dim = state.target.grid[1], self.module.config.head_dim
-        rotation = self.model.positions.image(places, state.pairs, cols, head_dim)
-        return self.module(hidden.to(self.dtype), ids, rotation, state.cache, mask)
+        ids, places = (repeated(each, state.target.branches) for each in (tokens, positions))
+        return self.module(hidden.to(self.dtype), ids, state.table.at(places), state.cache, mask)
 
     def _output(self, feature: Tensor) -> StepOut:
         return StepOut(self.model.backbone.logits(feature.to(self.model.dtype)), feature)
@@ -185,7 +190,7 @@ class EagleDrafter:
     def rewind(self, state: EagleState, count: Tensor) -> None:
         """Forget the last ``count`` [B] tokens observed, and what was expanded."""
         state.expanded = 0
-        state.cache.commit(-count.repeat(state.target.branches))
+        state.cache.commit(-repeated(count, state.target.branches))
 
     @torch.inference_mode()
     def teacher_forced(self, hidden: Tensor, ids: Tensor, prompt: int = 0) -> Tensor:

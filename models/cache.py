@@ -50,10 +50,18 @@ class KVCache:
         """[layers, rows, heads, capacity, head_dim]"""
         return self.buffer[:, :, self.heads :]
 
-    def clear(self) -> None:
-        """Forget everything; all slots are in reach again."""
-        self.lengths.zero_()
-        self.reach = self.capacity
+    @classmethod
+    def of(
+        cls, layers: int, rows: int, heads: int, slots: int, head_dim: int, dtype: torch.dtype, device: torch.device,
+        into: KVCache | None = None,
+    ) -> KVCache:
+        """An empty cache of ``slots`` slots or a few more; ``into`` itself, emptied, where its sizes are these."""
+        shape = (layers, rows, 2 * heads, rounded(slots), head_dim)
+        if into is None or (into.buffer.shape, into.buffer.dtype, into.buffer.device) != (shape, dtype, device):
+            return cls(layers, rows, heads, rounded(slots), head_dim, dtype, device)
+        into.lengths.zero_()
+        into.reach = into.capacity
+        return into
 
     def look_at(self, slots: int) -> int:
         """Promise that nothing of worth will stand behind the first ``slots``. Returns the reach, a little further."""

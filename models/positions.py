@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -72,6 +72,36 @@ class SequencePositions:
         steps = torch.arange(0, head_dim, 2, device=places.device, dtype=torch.float32)
         angles = places[..., None] * self.theta ** (-steps / head_dim)
         return Rotation(angles.cos(), angles.sin(), halves=True)
+
+
+class Table(NamedTuple):
+    """Rotations of the first places of every row's image, looked up instead of computed in every pass.
+
+    turns [R, P, 2, head_dim / 2] (fp32): cosines, then sines; rows [R, 1] (int64) counts from 0.
+    """
+
+    turns: Tensor
+    rows: Tensor
+    halves: bool
+
+    @classmethod
+    def of(
+        cls, positions: Positions, places: int, prompts: Tensor, cols: int, head_dim: int, into: Table | None = None
+    ) -> Table:
+        """That of ``places`` places of images of ``cols`` columns behind prompts of ``prompts`` [R] tokens; ``into``
+        itself, filled anew, where its sizes are these."""
+        every = torch.arange(places, device=prompts.device).expand(len(prompts), -1)
+        rotation = positions.image(every, prompts, cols, head_dim)
+        turns = torch.stack((rotation.cos, rotation.sin), dim=2)
+        if into is None or (into.turns.shape, into.turns.device) != (turns.shape, turns.device):
+            return cls(turns, torch.arange(len(prompts), device=prompts.device)[:, None], rotation.halves)
+        into.turns.copy_(turns)
+        return into
+
+    def at(self, places: Tensor) -> Rotation:
+        """Rotation [R, T, ...] at places [R, T]; those behind the last one get that of the last."""
+        cos, sin = self.turns[self.rows, places.clamp(max=self.turns.shape[1] - 1)].unbind(2)
+        return Rotation(cos, sin, self.halves)
 
 
 def rotation_of(
