@@ -1,0 +1,150 @@
+"""What runs keep with a model (graphs, caches) goes before weights move, and before weights make way for others."""
+
+import gc
+import weakref
+
+import comfy.model_management as mm
+import comfy.ops
+import pytest
+import torch
+from comfyui_specar.model_loaders.detect import load_model
+from comfyui_specar.nodes.patcher import Patcher
+
+from ..unit import tiny as tiny_models
+from .test_placement import CPU, GPU, gpu
+
+__all__ = ["gpu"]
+HELD = 20000  # bytes that a kept session holds, in the simulation
+
+
+@pytest.fixture
+def kept(tiny, drafter):
+    """The kept sessions of the tiny model, loaded with its drafter: one."""
+    mm.load_models_gpu([tiny[0].patcher, drafter.patcher])
+    sessions = tiny[0].model.kept
+    sessions["kind"] = object()
+    yield sessions
+    sessions.clear()
+
+
+@pytest.fixture
+def memory(kept, monkeypatch):
+    """memory(free) simulates a device with so much free memory beside the model and what is kept."""
+    def simulate(free: int) -> None:
+        def get_free_memory(device=None, torch_free_too=False):
+            now = free + (0 if kept else HELD)
+            return (now, now) if torch_free_too else now
+
+        monkeypatch.setattr(mm, "get_free_memory", get_free_memory)
+
+    return simulate
+
+
+def test_a_run_of_a_model_that_stays_keeps_them(kept, sample, tiny):
+    sample("NextToken")
+    sample("DraftTree", structure="chain")
+    assert "kind" in kept and tiny[0].patcher.kept is kept
+
+
+@pytest.mark.parametrize("which", ["model", "drafter"])
+def test_unloading_the_model_or_its_drafter_drops_them(which, kept, tiny, drafter):
+    patcher = tiny[0].patcher if which == "model" else drafter.patcher
+    [loaded] = [entry for entry in mm.current_loaded_models if entry.model is patcher]
+    loaded.model_unload()
+    mm.current_loaded_models.remove(loaded)
+    assert not kept
+
+
+def test_unload_models_of_the_menu_drops_them(kept):
+    mm.unload_all_models()
+    assert not kept
+
+
+def test_loading_weights_drops_them(kept, tiny):
+    mm.unload_all_models()
+    kept["kind"] = object()
+    mm.load_models_gpu([tiny[0].patcher])
+    assert not kept
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_they_make_way_before_any_weight_does(short, kept, memory, tiny, drafter):
+    """Another model asks for a little more than is free, or for more than what is kept holds."""
+    patcher = tiny[0].patcher
+    mm.load_models_gpu([patcher])  # last, so that it makes way first
+    whole, others = patcher.loaded_size(), patcher.model_size() // 4
+    assert whole == patcher.model_size()
+    memory(free=1000)
+    mm.current_loaded_models[:] = [entry for entry in mm.current_loaded_models if entry.model is patcher]
+    mm.free_memory(1000 + HELD + others if short else 1000 + HELD // 2, patcher.load_device)
+    assert not kept
+    assert (patcher.loaded_size() < whole) == short
+    assert patcher.loaded_size() >= whole - others - max(p.numel() * 4 for p in tiny[0].model.parameters())
+    mm.unload_all_models()
+
+
+def test_nothing_goes_where_there_is_room(kept, memory, tiny):
+    memory(free=2**40)
+    mm.free_memory(2**30, tiny[0].patcher.load_device)
+    assert "kind" in kept
+
+
+@pytest.mark.parametrize("room", [False, True])
+def test_a_run_that_needs_their_memory_drops_them_first(room, kept, memory, sample, monkeypatch):
+    """ComfyUI would send other models away to make room for caches that are there already."""
+    memory(free=2**40 if room else 1000)
+    there, load = [], mm.load_models_gpu
+    monkeypatch.setattr(mm, "load_models_gpu", lambda *what, **how: there.append("kind" in kept) or load(*what, **how))
+    sample("NextToken")
+    assert there[0] == room and ("kind" in kept) == room
+
+
+def dropped(patcher, action) -> bool:
+    """Does an action drop what is kept?"""
+    patcher.kept["kind"] = object()
+    action()
+    return not patcher.kept
+
+
+@pytest.fixture
+def patcher(tmp_path):
+    model = load_model(tiny_models.write_llamagen(tmp_path / "model.safetensors", False),
+                       operations=comfy.ops.disable_weight_init)
+    return Patcher(model, CPU, CPU, kept=model.kept)
+
+
+def test_weights_that_come_and_go_in_part(patcher):
+    size = patcher.model_size()
+    assert dropped(patcher, lambda: patcher.partially_load(CPU, size // 2)) and 0 < patcher.loaded_size() < size
+    assert dropped(patcher, lambda: patcher.partially_load(CPU, size)) and patcher.loaded_size() == size
+    assert not dropped(patcher, lambda: patcher.partially_load(CPU, size)), "all of it was there"
+    assert not dropped(patcher, lambda: patcher.detach(unpatch_all=False)), "ComfyUI does that before every run"
+    assert dropped(patcher, lambda: patcher.partially_unload(CPU, 1)) and patcher.loaded_size() < size
+    assert dropped(patcher, patcher.detach) and patcher.loaded_size() == 0
+
+
+def test_weights_that_are_brought_to_a_gpu_in_part(patcher, request):
+    request.getfixturevalue("gpu")
+    request.getfixturevalue("monkeypatch").setattr(mm, "get_free_memory", lambda *_: 0)
+    elsewhere = Patcher(patcher.model, GPU, CPU, kept=patcher.kept)
+    assert dropped(elsewhere, lambda: elsewhere.partially_load(GPU, patcher.model_size() // 2))
+    assert {p.device for p in patcher.model.parameters()} == {GPU, CPU}
+
+
+def test_a_model_that_comfyui_forgets_is_freed_although_its_graphs_refer_to_it():
+    class Model(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(2, 2)
+            self.kept = {}
+
+    gc.disable()
+    try:
+        model = Model()
+        model.kept["kind"] = [model]
+        patcher, reference = Patcher(model, CPU, CPU, kept=model.kept), weakref.ref(model)
+        del model
+        assert reference() is not None
+        del patcher
+        assert reference() is None
+    finally:
+        gc.enable()
