@@ -1,0 +1,111 @@
+"""Logits to probabilities: the Triton twin gives the law of the torch reference, and compiles for every vocabulary."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from comfyui_specar.kernels import logits as reference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from .twins import compiled, interpreted
+
+K_FIRST, P_FIRST = ("top_k", "top_p"), ("top_p", "top_k")
+
+
+@st.composite
+def passes(draw):
+    """Arguments of probabilities(): few distinct logits (ties) or many, some of them -inf, in any layout."""
+    batch, steps, vocab = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(2, 70))
+    total = vocab + draw(st.sampled_from([0, 0, 1, 5]))
+    cfg = draw(st.sampled_from([1, 1.0, 3.5, 7]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    logits = 4 * torch.randn(batch if cfg == 1 else 2 * batch, steps + 1, total, generator=generator)
+    if draw(st.booleans()):
+        logits = logits.round()
+    if cfg == 1 and draw(st.booleans()):
+        logits[..., 1:][torch.rand(logits[..., 1:].shape, generator=generator) < 0.4] = -math.inf
+    if draw(st.booleans()):
+        logits = logits.bfloat16()
+    forced = None
+    if draw(st.booleans()):
+        forced = torch.randint(-1, total, (batch, steps + 2), generator=generator)[:, 1:-1]
+        forced = forced.where(torch.rand(forced.shape, generator=generator) < 0.5, -1)
+    temperature = draw(st.sampled_from([0, 1, 1.0, 0.7, 2.5]))
+    top_k = draw(st.sampled_from([0, 1, 2, vocab // 2, vocab]))
+    top_p = draw(st.sampled_from([1, 1.0, 1e-6, 0.3, 0.9, 0.999]))
+    return logits[:, 1:], forced, cfg, temperature, vocab, top_k, top_p, draw(st.sampled_from([K_FIRST, P_FIRST]))
+
+
+def on_the_edge(given: tuple) -> bool:
+    """Is a logit so near to the limit of top-p that round-off decides about it?"""
+    if given[6] == 1 or given[3] == 0:
+        return False
+    found = []
+    for shift in (-1e-5, 1e-5):
+        top_p = min(max(given[6] + shift, 1e-7), 0.999999)
+        found.append(reference.probabilities(*given[:6], top_p, given[7]) > 0)
+    return not torch.equal(*found)
+
+
+@settings(deadline=None, max_examples=15)
+@given(passes())
+def test_the_laws_agree(given):
+    wanted, found = reference.probabilities(*given), interpreted("logits.probabilities", *given)
+    assert found.shape == wanted.shape and found.dtype == torch.float32
+    if not on_the_edge(given):
+        assert torch.equal(found > 0, wanted > 0)
+        assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("order", [K_FIRST, P_FIRST])
+def test_filters_of_a_large_row_agree(order):
+    logits = 3 * torch.randn(2, 2, 600, generator=torch.Generator().manual_seed(3))
+    for top_k, top_p in ((100, 1), (0, 0.9), (100, 0.8), (580, 0.01)):
+        given = logits, None, 5.0, 0.9, 590, top_k, top_p, order
+        assert not on_the_edge(given)
+        wanted, found = reference.probabilities(*given), interpreted("logits.probabilities", *given)
+        assert torch.equal(found > 0, wanted > 0) and torch.allclose(found, wanted, rtol=1e-4)
+
+
+def brute(row: list[float], top_k: int, top_p: float, order: tuple[str, str]) -> list[bool]:
+    """What the filters keep, as their definition says."""
+    kept = [True] * len(row)
+    for name in order:
+        if name == "top_k" and top_k:
+            kept = [k and sum(y > x for y, left in zip(row, kept) if left) < top_k for x, k in zip(row, kept)]
+        elif name == "top_p" and top_p < 1:
+            mass = sum(math.exp(y) for y, left in zip(row, kept) if left)
+            kept = [k and sum(math.exp(y) for y, left in zip(row, kept) if left and y > x) <= top_p * mass
+                    for x, k in zip(row, kept)]
+    return kept
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.sampled_from([-3.0, -1.0, 0.0, 0.5, 1.0, 2.0]), min_size=1, max_size=8), st.integers(0, 8),
+       st.sampled_from([0.05, 0.37, 0.61, 0.93, 1]), st.sampled_from([K_FIRST, P_FIRST]))
+def test_the_reference_keeps_what_the_definition_says(row, top_k, top_p, order):
+    top_k = min(top_k, len(row))
+    p = reference.probabilities(torch.tensor([[row]]), None, 1, 1, len(row), top_k, top_p, order)[0, 0]
+    assert (p > 0).tolist() == brute(row, top_k, top_p, order)
+
+
+def test_logits_are_left_as_they_were():
+    logits = torch.randn(1, 2, 8)
+    before = logits.clone()
+    for cfg, temperature, top_k, top_p in itertools.product((1, 2), (0, 1, 2), (0, 3), (0.5, 1)):
+        given = logits.expand(2, -1, -1).contiguous() if cfg != 1 else logits
+        reference.probabilities(given, torch.tensor([[3, -1]]), cfg, temperature, 8, top_k, top_p, K_FIRST)
+        assert torch.equal(given[:1], before)
+
+
+@pytest.mark.parametrize(("total", "cfg", "temperature", "top_k", "top_p", "forced"), [
+    (4096, 1.0, 1.0, 0, 1.0, False), (16384, 7.5, 1.0, 2000, 1.0, False), (32770, 3.0, 0.9, 2048, 0.9, True),
+    (256, 3.0, 0.0, 0, 1.0, True),
+])
+def test_the_kernel_compiles_for_every_vocabulary(total, cfg, temperature, top_k, top_p, forced):
+    logits = torch.empty(2, 3, total)
+    mask = torch.zeros(2 if cfg == 1 else 1, 3, dtype=torch.int64) if forced else None
+    [kernel] = compiled("logits.probabilities", logits, mask, cfg, temperature, total - 2, top_k, top_p, P_FIRST)
+    assert kernel.name == "_probabilities"
