@@ -123,7 +123,7 @@ class ToyModel:
         rows, line, code = torch.arange(len(count)), torch.zeros((len(count), fed), dtype=torch.bool), state.code
         for i, place in enumerate(path.unbind(1)):
             kept = i < count
-            line = line | (torch.nn.functional.one_hot(place, fed).bool() & kept[:, None])
+            line = line | ((torch.arange(fed) == place[:, None]) & kept[:, None])
             stands, sees = state.positions[rows, place], state.seen[rows, place]
             assert captured() or (stands == state.length + i)[kept].all(), "a kept token stands elsewhere"
             assert captured() or torch.equal(sees[kept], line[kept]), "a kept token saw others than those before it"
