@@ -14,7 +14,8 @@ from PIL import Image
 from .previews import Previews
 
 log = logging.getLogger(__name__)
-SECONDS = 0.05  # at least this long between two moves of the bar: each is a message to every client
+SHARE = 0.01  # of a run that moving the bar takes: each move is a message to every client ...
+SECONDS = (0.05, 0.5)  # ... as long as the time between two of them stays within these bounds
 
 
 class Report:
@@ -24,7 +25,7 @@ class Report:
         self.previews, self.length = previews, length
         self.bar = comfy.utils.ProgressBar(length)
         self.last: Any = None
-        self.due = time.perf_counter() + SECONDS
+        self.due = time.perf_counter() + SECONDS[0]
 
     def __call__(self, progress: Any) -> None:
         """Take note of the progress. Raises InterruptProcessingException when the user interrupts."""
@@ -42,7 +43,8 @@ class Report:
         preview, began = self._preview(), time.perf_counter()
         self.bar.update_absolute(done, self.length, preview)
         now = time.perf_counter()
-        self.due = now + SECONDS
+        shortest, longest = SECONDS
+        self.due = now + min(longest, max(shortest, (now - began) / SHARE))
         if self.previews:
             self.previews.spent += now - began
 

@@ -231,7 +231,7 @@ def progress(monkeypatch):
 @pytest.fixture
 def hurried(monkeypatch):
     """Progress and previews after every pass, whatever they cost."""
-    monkeypatch.setattr(nodes_progress, "SECONDS", 0.0)
+    monkeypatch.setattr(nodes_progress, "SECONDS", (0.0, 0.0))
     monkeypatch.setattr(previews, "SECONDS", 0.0)
     monkeypatch.setattr(previews, "SHARE", 1e9)
 

@@ -7,11 +7,9 @@ import pytest
 import torch
 from comfy.cli_args import LatentPreviewMethod, args
 from comfyui_specar.nodes import previews
-from comfyui_specar.nodes import progress as nodes_progress
 from comfyui_specar.nodes.host import LoadedDecoder
 from comfyui_specar.nodes.previews import Palette, Previews, measure_palette
 from comfyui_specar.nodes.progress import Report
-from comfyui_specar.samplers.protocols import Progress
 
 WHOLE = torch.ones(2, 2, dtype=torch.bool)
 TOP = torch.tensor([[True, True], [False, False]])
@@ -207,10 +205,13 @@ def test_no_model_makes_way_for_previews(room, measured, sample, progress, hurri
     assert not room or loads[1][1]["force_full_load"], "a decoder in part would mix devices"
 
 
-def test_seconds_of_the_bar_are_told_to_the_previews(clock, monkeypatch, progress):
+@pytest.mark.parametrize(("cost", "moves"), [(0.0001, 20), (0.002, 5), (0.05, 2)])
+def test_the_bar_takes_a_hundredth_of_a_run_and_moves_twice_a_second_at_least(cost, moves, clock, monkeypatch):
     shown = red_and_more(WHOLE, 0.0, clock, None)
-    report = Report(4, shown)
-    monkeypatch.setattr(report.bar, "update_absolute", clock.passing(0.5))
-    clock.now += 1
-    report(Progress(torch.zeros(1, 4, dtype=torch.int64), torch.tensor([1]), 4, 1))
-    assert shown.spent == pytest.approx(0.5) and nodes_progress.SECONDS <= 0.1
+    report, moved = Report(4, shown), []
+    monkeypatch.setattr(report.bar, "update_absolute", lambda *_: (moved.append(clock.now), clock.passing(cost)()))
+    for _ in range(10000):
+        clock.now += 0.001
+        report(Step())
+    assert 0.9 * moves <= len(moved) / 10 <= moves + 0.1
+    assert shown.spent == pytest.approx(cost * len(moved)), "the time of the bar is told to the previews"

@@ -1,0 +1,159 @@
+"""Measure which share of a run progress and previews take in ComfyUI.
+
+    COMFYUI_PATH=/path/to/ComfyUI python -m benchmarks previews [--models default llamagen-b] [--out FILE.json]
+
+The callback of the nodes is timed within runs of whole pictures, for every --preview-method. The messages go to a
+ComfyUI server without clients, so that what a browser adds is left out. ``default`` is the bundled model; the others
+have released shapes and random weights, with an image decoder of VQ-16's size where the codes are 16 pixels wide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import comfyui_specar as specar
+import torch
+from comfyui_specar.model_loaders.image_decoder import ImageDecoder
+from comfyui_specar.models.vq import VQConfig, VQModel
+from comfyui_specar.samplers.next_token import NextToken
+from comfyui_specar.samplers.protocols import Request
+
+from . import sizes
+from .report import commit, machine, versions, write
+
+SCHEMA = "specar.previews/1"
+METHODS = ("none", "latent2rgb", "auto")
+PROMPT = "heart, 3d, on a blue background"
+
+
+def start_comfyui(device: str) -> None:
+    """ComfyUI in this process, with its own hook behind progress bars, and a server's loop in another thread."""
+    sys.path.insert(0, os.environ["COMFYUI_PATH"])
+    from comfy.cli_args import args
+
+    args.cpu = device == "cpu"
+    import main
+
+    route = main.hijack_progress  # main must be imported before the rest
+    from comfy_execution.progress import WebUIProgressHandler, add_progress_handler, reset_progress_state
+    from server import PromptServer
+
+    class Prompt:
+        """The graph of one node."""
+
+        def get_display_node_id(self, node: str) -> str:
+            return node
+
+        get_parent_node_id = get_real_node_id = get_display_node_id
+
+    loop = asyncio.new_event_loop()
+    server = PromptServer(loop)
+    server.last_prompt_id, server.last_node_id, server.client_id = "prompt", "1", None
+    route(server)
+    reset_progress_state("prompt", Prompt())
+    add_progress_handler(WebUIProgressHandler(server))
+    threading.Thread(target=loop.run_until_complete, args=(server.publish_loop(),), daemon=True).start()
+
+
+class Timed:
+    """A callback that is timed. It also counts passes, pictures, and those that were decoded."""
+
+    def __init__(self, report: Any):
+        self.report, self.seconds, self.passes, self.shown, self.decoded = report, 0.0, 0, 0, 0
+        if report.previews:
+            self._count(report.previews)
+
+    def _count(self, previews: Any) -> None:
+        draw, decode = previews._drawn, previews._decode
+
+        def drawn(*what: Any) -> Any:
+            self.shown += 1
+            return draw(*what)
+
+        def decoded(*what: Any) -> Any:
+            self.decoded += 1
+            return decode(*what)
+
+        previews._drawn, previews._decode = drawn, decoded
+
+    def __call__(self, progress: Any) -> None:
+        began = time.perf_counter()
+        self.passes += 1
+        self.report(progress)
+        self.seconds += time.perf_counter() - began
+
+
+def loaded(name: str, device: torch.device) -> tuple[Any, Any]:
+    """A model as Load AR Checkpoint hands it out, and a conditioning of it."""
+    from comfyui_specar.nodes import folders, host
+
+    if name == "default":
+        folders.register_folders()
+        found = host.open_model(folders.BUNDLED, "auto", None)
+        return found, found.model.encode_prompt(PROMPT)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    model = sizes.build(sizes.SIZES[name], dtype, device)
+    with torch.device(device):
+        torch.manual_seed(0)
+        module = VQModel(VQConfig(model.vocab, 8, (1, 1, 2, 2, 4))).eval().requires_grad_(False)
+    decoder = ImageDecoder(module, 16, 8, "random VQ-16")
+    model.attach_codebook(decoder.codebook, decoder.factor)
+    return host.LoadedModel(model, host.patcher_of(model, model), host.managed(decoder), name), sizes.prompt(model)
+
+
+def measure(model: Any, conditioning: Any, how: str, method: Callable[..., Any]) -> dict[str, Any]:
+    """One run under a --preview-method."""
+    from comfy.cli_args import LatentPreviewMethod, args
+    from comfyui_specar.nodes import host
+    from comfyui_specar.nodes.samplers import sketched
+
+    args.preview_method = LatentPreviewMethod(how)
+    layout = model.model.layout()
+    began = time.perf_counter()
+    with host.sampling(model, 0, layout.length, lambda p: sketched(model.model, layout, p)) as report:
+        timed, start = Timed(report), time.perf_counter()
+        method().sample(Request(model.model, conditioning, layout, model.model.defaults, callback=timed))
+        seconds = time.perf_counter() - start
+    return {"previews": how, "seconds": seconds, "passes": timed.passes, "in_callback": timed.seconds,
+            "share": timed.seconds / seconds, "shown": timed.shown, "decoded": timed.decoded,
+            "before": start - began}
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--models", nargs="+", default=["default", "llamagen-b"], choices=["default", *sizes.SIZES])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args()
+    sys.argv[1:] = []  # ComfyUI reads them, too
+    if "COMFYUI_PATH" not in os.environ:
+        parser.error("COMFYUI_PATH does not name a ComfyUI tree")
+    torch.set_num_threads(chosen.threads)
+    start_comfyui(chosen.device)
+    device = torch.device(chosen.device)
+    report = {"schema": SCHEMA, "machine": machine(device), "versions": versions(), "commit": commit(), "runs": []}
+    for name in chosen.models:
+        model, conditioning = loaded(name, device)
+        for method in (NextToken, specar.methods.SJD):
+            for how in METHODS:
+                run = {"model": name, "method": method.__name__, **measure(model, conditioning, how, method)}
+                report["runs"].append(run)
+                print(f"{name:12} {run['method']:10} {how:10} {run['seconds']:7.2f} s, {run['passes']:4} passes, "
+                      f"callback {run['share']:6.2%}, {run['shown']} previews ({run['decoded']} decoded), "
+                      f"before {run['before']:.2f} s", flush=True)
+                if chosen.out:
+                    write(report, chosen.out)
+
+
+if __name__ == "__main__":
+    main()
