@@ -6,6 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .dispatch import accelerated
+
+FEW = 64  # queries; longer prompts are work for the fused kernels of torch
+
 
 def added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """What a mask (bool: who sees what) adds to scores: 0 or minus infinity. Made once for all layers of a pass."""
@@ -17,9 +21,22 @@ def added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Attention of queries [R, H, T, d] to keys and values [R, Hkv, N, d]; None is causal.
 
-    mask [R, 1, T, N] is added to the scores (see ``added``). Queries that share a key head are laid behind each other,
-    so that the fused kernels, which know only as many heads of keys as of queries, need no copies of the cache.
+    mask [R, 1, T, N] is added to the scores (see ``added``). A query that sees nothing gets zeros.
     """
+    if mask is None or q.shape[2] > FEW:
+        return _fused(q, k, v, mask)
+    return attend_few(q, k, v, mask)
+
+
+@accelerated
+def attend_few(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """``attend`` for few queries and a mask in the dtype of q, all of them dense in their last dimension."""
+    return _fused(q, k, v, mask)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """By torch's fused kernels. They know only as many heads of keys as of queries: so queries that share a key head
+    are laid behind each other, which needs no copies of the cache."""
     shared = q.shape[1] // k.shape[1]
     if shared == 1:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
