@@ -39,17 +39,11 @@ class Tape(TorchDispatchMode):
             self.executed = False
             return
         for operation, args, kwargs, result in self.calls:
-            if operation._schema.name.startswith("aten::lift_fresh") or _is_view(operation):
-                continue  # the same memory still
+            if operation._schema.name.startswith("aten::lift_fresh"):
+                continue  # the same memory still, as for views (though reshaping may also copy)
             for old, new in zip(graphs.leaves(result), graphs.leaves(operation(*args, **kwargs)), strict=True):
                 if old is not new and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
-
-
-def _is_view(operation) -> bool:
-    """Does the result share memory with an argument that is not written?"""
-    returns = operation._schema.returns
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
 class TapeGraphs(graphs.Graphs):
