@@ -1,0 +1,320 @@
+"""Runs whose passes are timed: our samplers, ``generate``, the plain loop; and what a run read, held and spent."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import comfyui_specar as specar
+import torch
+from comfyui_specar.samplers.protocols import TokenLayout
+from torch import Tensor, nn
+
+from .generate import generate, twin
+from .plain import plain_loop
+
+Span = Callable[[str], AbstractContextManager]
+CHUNK = 1 << 28  # bytes of the largest buffer copied to measure bandwidth
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The part of a picture of ``layout`` that a run draws: ``tokens`` of it behind ``behind`` others (zeros)."""
+
+    layout: TokenLayout
+    behind: int = 0
+    tokens: int = 0
+
+    @property
+    def whole(self) -> bool:
+        return self.tokens == self.layout.length
+
+    @property
+    def drawn(self) -> TokenLayout:
+        """What a sampler is told to draw: all, or a row of so many tokens."""
+        return self.layout if self.whole else TokenLayout.plain(1, self.tokens)
+
+    @classmethod
+    def middle(cls, layout: TokenLayout, tokens: int) -> Stretch:
+        """``tokens`` in the middle of a picture, or all if it has no more."""
+        tokens = min(tokens, layout.length)
+        return cls(layout, (layout.length - tokens) // 2, tokens)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run took: seconds in all; passes behind the prompt's, milliseconds of one, and of these those spent in
+    each part (CPU only); calls of the drafter."""
+
+    seconds: float
+    passes: int
+    pass_ms: float
+    parts_ms: dict[str, float] = field(default_factory=dict)
+    draft_passes: int = 0
+
+
+class Enough(Exception):  # noqa: N818 (not an error)
+    """A run has shown what a pass costs."""
+
+
+class Clock:
+    """Seconds spent in named parts, and how often each was begun."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, float] = {}
+        self.begun: dict[str, int] = {}
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        begun = time.perf_counter()
+        self.begun[name] = self.begun.get(name, 0) + 1
+        yield
+        self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - begun
+
+
+class Staged:
+    """A model as samplers see it, in the middle of a picture: its caches already hold ``behind`` tokens of ``layout``.
+
+    They are zeros: what they hold does not change what a pass costs. Time in the model is told to ``span``. What runs
+    leave behind for the next stays with this object, not with the model, so that methods do not displace each other.
+    """
+
+    def __init__(self, model: Any, stretch: Stretch, span: Span):
+        self._model, self._stretch, self._span = model, stretch, span
+        self.kept: dict[Any, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def start(self, conditioning: Any, negative: Any, batch: int, layout: TokenLayout, *rest: Any, **named: Any) -> Any:
+        whole = layout if self._stretch.whole else self._stretch.layout.to(self._model.device)
+        with self._span("prompt"):
+            state = self._model.start(conditioning, negative, batch, whole, *rest, **named)
+        if self._stretch.behind:
+            self._model.reach(state, self._stretch.behind)
+            count = torch.full((batch,), self._stretch.behind, dtype=torch.int64, device=self._model.device)
+            self._model.commit(state, count)
+        return state
+
+    def reach(self, state: Any, tokens: int) -> int:
+        return self._model.reach(state, self._stretch.behind + tokens)
+
+    def step(self, *given: Any, **named: Any) -> Any:
+        with self._span("forward"):
+            return self._model.step(*given, **named)
+
+    def commit(self, *given: Any, **named: Any) -> None:
+        with self._span("forward"):
+            self._model.commit(*given, **named)
+
+
+class StagedDrafter:
+    """A drafter whose time is told to ``span``."""
+
+    def __init__(self, drafter: Any, span: Span):
+        self._drafter, self._span = drafter, span
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def observe(self, *given: Any, **named: Any) -> Any:
+        with self._span("drafter"):
+            return self._drafter.observe(*given, **named)
+
+    def expand(self, *given: Any, **named: Any) -> Any:
+        with self._span("drafter"):
+            return self._drafter.expand(*given, **named)
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass
+class Sampler:
+    """A method of ours, ready to run again and again on a model (as ``staged``), for ``most`` passes at most (0: all;
+    a run that is broken off leaves no graphs behind)."""
+
+    name: str
+    method: Any
+    staged: Staged
+    clock: Clock
+    conditioning: Any
+    stretch: Stretch
+    params: Any
+    batch: int = 1
+    most: int = 0
+
+    def __call__(self, seed: int) -> Run:
+        device, first, passes = self.staged.device, None, 0
+
+        def progress(state: Any) -> None:
+            nonlocal first, passes
+            passes = state.passes - 1
+            if first is None:
+                first = time.perf_counter()
+                self.clock.spent.clear()
+                self.clock.begun.clear()
+            elif self.most and passes >= self.most:
+                raise Enough
+
+        wait(device)
+        begun = time.perf_counter()
+        try:
+            out = specar.sample(
+                self.staged, self.conditioning, self.method, cfg=self.params.cfg, temperature=self.params.temperature,
+                top_k=self.params.top_k, top_p=self.params.top_p, seed=seed, batch_size=self.batch,
+                layout=self.stretch.drawn, callback=progress,
+            )  # fmt: skip
+            passes, drafts = out.trace.totals["target_passes"] - 1, out.trace.totals["draft_passes"]
+        except Enough:
+            drafts = self.clock.begun.get("drafter", 0)
+        wait(device)
+        ended = time.perf_counter()
+        passes = max(passes, 1)
+        parts = {} if device.type == "cuda" else {name: 1e3 * s / passes for name, s in self.clock.spent.items()}
+        return Run(ended - begun, passes, 1e3 * (ended - first) / passes, parts, drafts)
+
+
+@dataclass
+class Baseline:
+    """A loop that is not ours: ``loop()`` returns the moments when tokens were there."""
+
+    name: str
+    device: torch.device
+    loop: Callable[[], list[float]]
+
+    def __call__(self, seed: int) -> Run:
+        torch.manual_seed(seed)
+        wait(self.device)
+        begun = time.perf_counter()
+        moments = self.loop()
+        wait(self.device)
+        ended = time.perf_counter()
+        passes = max(len(moments) - 1, 1)
+        return Run(ended - begun, len(moments) - 1, 1e3 * (ended - moments[0]) / passes)
+
+
+def sampler(name: str, method: Callable[[Span], Any], model, conditioning, stretch: Stretch, params, batch: int = 1,
+            most: int = 0, span: Span | None = None) -> Sampler:
+    """A method (made of a span, which its drafter shares) on a model. Without ``span`` its parts are timed."""
+    clock = Clock()
+    span = span or clock.span
+    return Sampler(name, method(span), Staged(model, stretch, span), clock, conditioning, stretch, params, batch, most)
+
+
+def baselines(model, conditioning, stretch: Stretch, params, tokens: int, plain: bool) -> list[Baseline]:
+    """``generate`` with both caches, in one row per branch of guidance; the plain loop, if it fits the model. They draw
+    ``tokens``, from the beginning of the stretch."""
+    made, rows = twin(model), 1 + (params.cfg != 1)
+    prompt = conditioning[0][0].shape[1] + stretch.behind
+    found = [
+        Baseline(f"generate, {cache} cache", model.device,
+                 partial(generate, made, rows, prompt, tokens, params, cache))
+        for cache in ("static", "dynamic")
+    ]
+    if plain:
+        loop = partial(plain_loop, model, conditioning, params, stretch.layout, 1, stretch.behind, tokens)
+        found.append(Baseline("plain loop", model.device, loop))
+    return found
+
+
+# Memory and its floor
+
+
+def weights_read(module: nn.Module) -> int:
+    """Bytes of the weights that a pass reads: all but the tables, of which it looks up a few rows."""
+    tables = {id(t) for part in module.modules() if isinstance(part, nn.Embedding) for t in part.parameters()}
+    held = {t.data_ptr(): t.nbytes for t in (*module.parameters(), *module.buffers()) if id(t) not in tables}
+    return sum(held.values())
+
+
+def cache_read(model, rows: int, slots: float) -> float:
+    """Bytes of the keys and values of ``slots`` tokens in all layers of ``rows`` rows."""
+    config = model.backbone.config
+    return 2 * config.layers * rows * slots * config.cached_heads * config.head_dim * model.dtype.itemsize
+
+
+def bytes_of_a_pass(model, drafter, stretch: Stretch, prompt: int, rows: int, drafts_per_pass: float) -> float:
+    """What one pass in the middle of the stretch must move, with the passes of the drafter that belong to it."""
+    slots = prompt + stretch.behind + stretch.tokens / 2
+    moved = weights_read(model.backbone) + cache_read(model, rows, slots)
+    if drafter is not None and drafts_per_pass:
+        own = drafter.module.backbone if hasattr(drafter.module, "backbone") else drafter.module
+        head = 0 if own is not drafter.module else weights_read(model.backbone.output)
+        moved += drafts_per_pass * (weights_read(own) + head)
+    return moved
+
+
+def bandwidth(device: torch.device, size: int) -> float:
+    """Bytes per second that copying a buffer of ``size`` bytes (at most CHUNK) moves: read and written, best of ten."""
+    a = torch.ones(min(size, CHUNK), dtype=torch.uint8, device=device)
+    b, best = torch.empty_like(a), float("inf")
+    for _ in range(10):
+        wait(device)
+        begun = time.perf_counter()
+        for _ in range(4):
+            b.copy_(a)
+        wait(device)
+        best = min(best, (time.perf_counter() - begun) / 4)
+    return 2 * len(a) / best
+
+
+def resident() -> int:
+    """Bytes of anonymous memory that this process holds."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+def with_memory(run: Callable[[], Any], device: torch.device, interval: float = 0.005) -> tuple[Any, int]:
+    """What ``run`` returns, and the bytes it held at most above those before it (allocated on a GPU, else resident)."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = run()
+        return result, torch.cuda.max_memory_allocated(device) - before
+    ctypes.CDLL(None).malloc_trim(0)
+    before, peak, done = resident(), [0], threading.Event()
+
+    def look() -> None:
+        while not done.wait(interval):
+            peak[0] = max(peak[0], resident())
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        result = run()
+    finally:
+        done.set()
+        watcher.join()
+    return result, max(peak[0] - before, 0)
+
+
+def timed(run: Callable[[], Any], device: torch.device, repetitions: int) -> list[float]:
+    """Milliseconds of every repetition."""
+    found = []
+    for _ in range(repetitions):
+        wait(device)
+        begun = time.perf_counter()
+        run()
+        wait(device)
+        found.append(1e3 * (time.perf_counter() - begun))
+    return found
+
+
+def chain(model, state, width: int, at: int) -> tuple[Callable[..., Tensor], tuple[Tensor, Tensor]]:
+    """A pass of ``width`` tokens at position ``at`` of one picture, whose state stays as it is: a step and its inputs."""
+    tokens = torch.zeros((1, width), dtype=torch.int64, device=model.device)
+    positions = at + torch.arange(width, device=model.device)[None]
+    return lambda tokens, positions: model.step(state, tokens, positions).logits, (tokens, positions)

@@ -1,0 +1,93 @@
+"""The plain baseline: how the published next-token loops of LlamaGen's kind work, written anew in eager torch.
+
+One pass per token over a cache as long as the whole sequence, of which a row of a causal mask hides the unused part;
+two rows for guidance; top-k by ``topk``, top-p by a sort, ``multinomial``. Nothing of the pack runs here but the
+rotation and the prompt's projection.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.nn.functional as F
+from comfyui_specar.models.backbone import Rotation
+from comfyui_specar.models.positions import rotation_of
+from einops import rearrange
+from torch import Tensor
+
+from .generate import block_weights
+
+
+class PlainModel:
+    """The weights of a DiscreteModel without biases and head norms, and caches for ``rows`` x ``length`` tokens."""
+
+    def __init__(self, model, rows: int, prompt: int, length: int, cols: int):
+        backbone, config = model.backbone, model.backbone.config
+        self.backbone, self.eps, self.heads = backbone, config.norm_eps, config.heads
+        self.blocks = [block_weights(layer) | {"qkv": layer.attention.wqkv.weight} for layer in backbone.layers]
+        total = prompt + length
+        shape = (config.layers, 2, rows, config.heads, total, config.head_dim)
+        self.cache = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        self.mask = torch.ones((total, total), dtype=torch.bool, device=model.device).tril()
+        self.rotation = rotation_of(model.positions, prompt, length, cols, config.head_dim, model.device)
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).type_as(x) * weight
+
+    def __call__(self, x: Tensor, at: Tensor) -> Tensor:
+        """Logits [rows, vocab] behind the last of the embeddings x [rows, T, dim], which stand at ``at`` [T]."""
+        rotation = Rotation(self.rotation.cos[:, at], self.rotation.sin[:, at], self.rotation.halves)
+        mask = self.mask[at][None, None]
+        for w, (keys, values) in zip(self.blocks, self.cache):
+            q, k, v = (
+                rearrange(part, "r t (h d) -> r h t d", h=self.heads)
+                for part in F.linear(self.norm(x, w["attention_norm"]), w["qkv"]).chunk(3, dim=-1)
+            )
+            keys[:, :, at], values[:, :, at] = rotation(k), v
+            seen = F.scaled_dot_product_attention(rotation(q), keys, values, attn_mask=mask)
+            x = x + F.linear(rearrange(seen, "r h t d -> r t (h d)"), w["o"])
+            h = self.norm(x, w["ffn_norm"])
+            x = x + F.linear(F.silu(F.linear(h, w["gate"])) * F.linear(h, w["up"]), w["down"])
+        return self.backbone.output(self.norm(x[:, -1], self.backbone.norm.weight)).float()
+
+
+def draw(logits: Tensor, params) -> Tensor:
+    """One token [B, 1] from logits [B, V]."""
+    logits = logits / max(params.temperature, 1e-5)
+    if params.top_k:
+        least = torch.topk(logits, params.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if params.top_p < 1:
+        sorted_logits, order = torch.sort(logits, descending=True)
+        share = sorted_logits.softmax(-1)
+        outside = share.cumsum(-1) - share > params.top_p
+        logits = logits.masked_fill(torch.empty_like(outside).scatter_(1, order, outside), -torch.inf)
+    return torch.multinomial(logits.softmax(-1), 1)
+
+
+@torch.inference_mode()
+def plain_loop(model, conditioning, params, layout, batch: int, behind: int, tokens: int) -> list[float]:
+    """Draw ``tokens`` image tokens of ``batch`` pictures of a layout, ``behind`` others standing in the cache already
+    (as zeros), and say when each was there."""
+    features = model.read(conditioning, batch, "positive")
+    branches = [model.prefix(features)]
+    if params.cfg != 1:
+        branches.append(model.prefix.unconditional(features, (layout.rows, layout.cols)))
+    x = torch.cat([branch.expand(batch, -1, -1) for branch in branches]).to(model.dtype)
+    prompt = x.shape[1]
+    net = PlainModel(model, len(x), prompt, layout.length, layout.cols)
+    logits = net(x, torch.arange(prompt, device=model.device))
+    moments, drawn = [], []
+    at = torch.tensor([prompt + behind], device=model.device)
+    for _ in range(tokens):
+        if params.cfg != 1:
+            cond, uncond = logits.chunk(2)
+            logits = uncond + (cond - uncond) * params.cfg
+        drawn.append(draw(logits, params))
+        moments.append(time.perf_counter())
+        if len(drawn) < tokens:
+            x = model.backbone.tok_embeddings(drawn[-1].repeat(len(branches), 1)).to(model.dtype)
+            logits, at = net(x, at), at + 1
+    return moments

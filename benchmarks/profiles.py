@@ -1,0 +1,139 @@
+"""What a profiler tells: shares of a pass; on a GPU also synchronisations between polls, and Triton kernels beside
+their torch references."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from comfyui_specar.kernels import dispatch
+from comfyui_specar.kernels.graphs import Graphs, leaves, mapped
+from comfyui_specar.samplers.session import Session
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from .passes import Sampler, Span, timed
+
+POLL = "cudaEventSynchronize"  # the host reads how far the images are, one step late
+BLOCKING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "Memcpy DtoH (Device -> Pageable)")
+PARTS = ("prompt", "forward", "drafter")
+
+
+class Eager(dict):
+    """In place of what runs leave with a model: every session is new, and its graphs are switched off."""
+
+    def pop(self, key: Any, default: Any = None) -> Session:
+        return Session(Graphs(torch.device("cpu")))
+
+
+def _activities(device: torch.device) -> list[ProfilerActivity]:
+    return [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+
+
+def work(make: Callable[[Span], Sampler], device: torch.device) -> dict[str, float]:
+    """Milliseconds of a pass that the device works for the model, the drafter and the sampler, launched one by one
+    (which takes the same kernels as a graph of them); on a CPU also those of the host between torch's operations."""
+    contestant = make(record_function)
+    contestant.staged.kept = Eager()
+    contestant(0)
+    with profile(activities=_activities(device)) as prof, record_function("run"):
+        ran = contestant(1)
+    events = [event for event in prof.events() if event.device_type == DeviceType.CPU]
+    spent = "device_time_total" if device.type == "cuda" else "cpu_time_total"
+    run = next(event for event in events if event.name == "run")
+    parts = {part: sum(getattr(event, spent) for event in events if event.name == part) for part in PARTS}
+    if device.type == "cuda":
+        found = {"sampling": getattr(run, spent) - sum(parts.values())}
+    else:
+        found = {"sampling": sum(event.cpu_time_total for event in run.cpu_children if event.name not in PARTS)}
+        found["host"] = run.cpu_time_total - sum(parts.values()) - found["sampling"]
+    parts.pop("prompt")
+    return {part: us / 1e3 / ran.passes for part, us in (parts | found).items()}
+
+
+def shares(timed_shares: dict[str, float], worked: dict[str, float], pass_ms: float) -> dict[str, float]:
+    """Shares of a pass that lasts ``pass_ms``, from ``work``: of the model, the drafter, the sampler and the host (on a
+    GPU: the time in which the device has nothing to do). On a CPU the model's and the drafter's were timed, without a
+    profiler, and only the rest is divided."""
+    if "host" not in worked:
+        found = {part: ms / pass_ms for part, ms in worked.items()}
+        found["host"] = max(1 - sum(found.values()), 0.0)
+    else:
+        rest = 1 - sum(timed_shares.values())
+        ours = worked["sampling"] / max(worked["sampling"] + worked["host"], 1e-9)
+        found = timed_shares | {"sampling": rest * ours, "host": rest * (1 - ours)}
+    return {part: round(share, 4) for part, share in found.items()}
+
+
+def between_polls(events: Iterable[tuple[float, str]]) -> dict[str, Any]:
+    """Polls, and what else blocked the host between the first and the last of them. events: (start, name)."""
+    events = sorted(events)
+    polls = [start for start, name in events if name == POLL]
+    inside = (name for start, name in events if polls and polls[0] < start < polls[-1])
+    return {"polls": len(polls), "between": dict(Counter(name for name in inside if name in BLOCKING))}
+
+
+def synchronisations(contestant: Sampler, device: torch.device) -> dict[str, Any]:
+    """Polls and other synchronisations of a run whose graphs were captured before."""
+    for seed in range(2):
+        contestant(seed)
+    with profile(activities=_activities(device)) as prof:
+        ran = contestant(2)
+    found = between_polls((event.time_range.start, event.name) for event in prof.events())
+    return found | {"passes": ran.passes}
+
+
+class Calls(dict):
+    """In place of the dispatcher's choices: every torch reference runs, and what it is first called with is kept, by
+    its full name."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        module, function = name.rsplit(".", 1)
+        reference = getattr(import_module(module), function).__wrapped__
+
+        def call(*given: Any, **named: Any) -> Any:
+            self.setdefault(name, (reference, mapped(lambda t: t.clone(), (given, *named.values())), tuple(named)))
+            return reference(*given, **named)
+
+        return call
+
+
+def kernels(contestants: Iterable[Sampler], device: torch.device) -> list[dict[str, Any]]:
+    """Every Triton kernel that these runs call, beside its torch reference, on what it is called with first: do the two
+    agree, and milliseconds of both."""
+    calls = Calls()
+    with patch.object(dispatch, "_chosen", calls):
+        for contestant in contestants:
+            contestant.staged.kept = Eager()
+            contestant(0)
+    return [beside(name, reference, given[0], dict(zip(names, given[1:], strict=True)), device)
+            for name, (reference, given, names) in sorted(calls.items())]
+
+
+def beside(name: str, reference: Callable[..., Any], given: tuple, named: dict, device: torch.device) -> dict[str, Any]:
+    """A row of ``kernels``."""
+    shapes = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in leaves((given, *named.values()))]
+    row: dict[str, Any] = {"kernel": name.split("kernels.")[-1], "inputs": shapes,
+                           "reference_ms": _best(lambda: reference(*given, **named), device)}
+    try:
+        module, function = name.rsplit(".", 1)
+        twin = getattr(import_module(f"{module}_triton"), function)
+        pairs = zip(leaves(reference(*given, **named)), leaves(twin(*given, **named)), strict=True)
+        row |= {"agree": all(dispatch.alike(a, b) for a, b in pairs),
+                "triton_ms": _best(lambda: twin(*given, **named), device)}
+    except Exception as error:  # whatever a compiler or driver may raise: the other kernels are still measured
+        row["failed"] = f"{type(error).__name__}: {error}"[:500]
+    return row
+
+
+def _best(call: Callable[[], Any], device: torch.device, inner: int = 10) -> float:
+    """Milliseconds of a call, the least of five times ``inner`` calls behind a first one."""
+    call()
+    return round(min(timed(lambda: [call() for _ in range(inner)], device, 5)) / inner, 4)

@@ -1,0 +1,131 @@
+"""Models of released sizes with random weights, built on the spot by the pack's own classes.
+
+Only the cost of a pass can be measured on them: how many guesses such a model accepts means nothing. The head is scaled
+so that the laws have about the entropy of a trained model's (5 of the 9.7 nats of 16384 codes), because laws that are
+nearly even would let every guess pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from comfyui_specar.model_loaders.ar_model import DiscreteModel
+from comfyui_specar.model_loaders.eagle import EagleDrafter
+from comfyui_specar.model_loaders.prompt_encoders import MissingEncoder
+from comfyui_specar.models.backbone import Backbone, BackboneConfig
+from comfyui_specar.models.eagle import Eagle
+from comfyui_specar.models.janus import CodeEmbedding, CodeHead
+from comfyui_specar.models.positions import GridPositions, SequencePositions
+from comfyui_specar.models.prefix import CaptionPrefix, TextPrefix
+from comfyui_specar.samplers.protocols import SamplingParams
+
+PROMPT = 24  # tokens of the prompt
+WORDS = 1000  # of the table that prompts are looked up in: a pass does not touch it
+CAPTION = 2048  # width of T5's features
+LOGIT_SPREAD = 3.0  # standard deviation of the logits
+
+
+@dataclass(frozen=True)
+class Size:
+    """A released model's shapes, and the settings its authors draw with. specials: (end of a row?, others)."""
+
+    family: str
+    config: BackboneConfig
+    grid: tuple[int, int]
+    defaults: SamplingParams
+    specials: tuple[bool, int] = (False, 0)
+    theta: float = 10000.0
+
+    @property
+    def codes(self) -> int:
+        return self.config.vocab - sum(self.specials)
+
+
+def _llamagen(dim: int, layers: int, heads: int, ffn: int, side: int) -> Size:
+    return Size("llamagen-t2i", BackboneConfig(dim, layers, heads, ffn, 16384), (side, side),
+                SamplingParams(cfg=7.5, top_k=1000))
+
+
+def _janus(dim: int, layers: int, heads: int, ffn: int) -> Size:
+    return Size("janus-pro", BackboneConfig(dim, layers, heads, ffn, 16384, 1e-6), (24, 24), SamplingParams(cfg=5.0))
+
+
+def _lumina(dim: int, layers: int, heads: int, ffn: int, side: int) -> Size:
+    return Size("lumina-mgpt", BackboneConfig(dim, layers, heads, ffn, 8192 + 2, head_norms=1), (side, side),
+                SamplingParams(cfg=3.0, top_k=2000), (True, 1))
+
+
+def _emu3(dim: int, layers: int, heads: int, kv_heads: int, ffn: int, side: int) -> Size:
+    return Size("emu3", BackboneConfig(dim, layers, heads, ffn, 32768 + 4, kv_heads=kv_heads), (side, side),
+                SamplingParams(cfg=3.0, top_k=2048), (True, 3), theta=1e6)
+
+
+SIZES = {
+    "llamagen-b": _llamagen(768, 12, 12, 2048, 16),
+    "llamagen-xl": _llamagen(1280, 36, 20, 3584, 32),
+    "janus-pro-1b": _janus(2048, 24, 16, 5632),
+    "lumina-mgpt-7b": _lumina(4096, 32, 32, 11008, 48),
+    "emu3-8b": _emu3(4096, 32, 32, 8, 14336, 90),
+    # The same shapes, smaller, for a CPU
+    "janus-small": _janus(512, 8, 8, 1408),
+    "chameleon-small": _lumina(512, 8, 8, 1408, 24),
+    "emu3-small": _emu3(512, 8, 8, 2, 1408, 24),
+}
+
+
+@contextmanager
+def _built_as(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+    """Modules made meanwhile have this dtype, are on this device, and are the same each time."""
+    before = torch.get_default_dtype()
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def build(size: Size, dtype: torch.dtype, device: torch.device) -> DiscreteModel:
+    """A model with random weights, as the loaders would build it."""
+    config = size.config
+    with _built_as(dtype, device):
+        backbone = Backbone(config)
+        if size.family == "janus-pro":
+            backbone.tok_embeddings = CodeEmbedding(size.codes, 8, config.dim, torch.nn)
+            backbone.output = CodeHead(config.dim, config.dim, size.codes, torch.nn)
+        grid_like = size.family.startswith("llamagen")
+        prefix = (CaptionPrefix(CAPTION, PROMPT, config.dim) if grid_like
+                  else TextPrefix(WORDS, config.dim, lambda features, _grid: features))
+    model = DiscreteModel(
+        backbone, prefix, size.family, size.grid, size.defaults, MissingEncoder("Random weights read no prompts."),
+        positions=GridPositions() if grid_like else SequencePositions(size.theta), row_ends=size.specials[0],
+        endings=size.specials[1],
+    )
+    model.device, model.dtype = device, dtype
+    model.attach_codebook(torch.randn(size.codes, 8, generator=torch.Generator().manual_seed(0)), 16)
+    with torch.no_grad():
+        head = backbone.output.fc2 if size.family == "janus-pro" else backbone.output
+        head.weight.normal_()
+        sample = backbone.logits(backbone.norm(torch.randn(1, 64, config.dim, dtype=dtype, device=device)))
+        head.weight.mul_(LOGIT_SPREAD / sample.std())
+    return model.eval().requires_grad_(False)
+
+
+def prompt(model: DiscreteModel) -> list:
+    """CONDITIONING of PROMPT random tokens."""
+    if isinstance(model.prefix, TextPrefix):
+        return model.encode_ids(range(1, PROMPT + 1))
+    return model.encode_features(torch.randn(1, PROMPT, CAPTION, generator=torch.Generator().manual_seed(1)))
+
+
+def eagle(model: DiscreteModel) -> EagleDrafter:
+    """A drafter with random weights for a model: one block of the model's own shapes, as LANTERN's authors train."""
+    config = replace(model.backbone.config, layers=1)
+    with _built_as(model.dtype, model.device):
+        module = Eagle(config)
+    module.device = model.device
+    return EagleDrafter(module.eval().requires_grad_(False), model, model.dtype, padded=False)

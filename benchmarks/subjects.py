@@ -1,0 +1,87 @@
+"""Models under measurement, with their prompts, settings, drafters and methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import comfyui_specar as specar
+import torch
+from comfyui_specar.samplers.protocols import SamplingParams
+
+from . import sizes
+from .passes import Baseline, Sampler, Span, StagedDrafter, Stretch, baselines, sampler
+from .report import find
+from .runs import Case, cases, drafter_cases
+
+PROMPT = "heart, 3d, on a blue background"
+BASE = "next_token"
+CURVES = (BASE, "sjd coupled w16", "sjd coupled w32")
+METHODS = (
+    *CURVES, "sjd gumbel w32", "chain of 5", "EAGLE-1, 25 drafts", "EAGLE-1, 57 drafts", "EAGLE-2", "ADT-Tree",
+    "LANTERN++ k 10, lambda 2", "Cool-SD delta 1.1", "VVS every 4th, EAGLE-1",
+)
+SMALL = ("chain of 5, small model",)  # of the bundled model, which has a small one
+ONLY_BASELINES = ("janus-small", "chameleon-small", "emu3-small")
+BASELINE_TOKENS = 128  # that baselines draw where nothing stops them
+
+
+@dataclass
+class Subject:
+    """A model under measurement: its prompt, settings, drafters, and the part of a picture that is drawn."""
+
+    name: str
+    model: Any
+    conditioning: Any
+    params: SamplingParams
+    stretch: Stretch
+    eagle: Any
+    small: Any = None
+    most: int = 0  # passes of a run
+
+    @property
+    def prompt(self) -> int:
+        return self.conditioning[0][0].shape[1]
+
+    @property
+    def rows(self) -> int:
+        return 1 + (self.params.cfg != 1)
+
+    def cases(self, span: Span) -> dict[str, Case]:
+        """All methods by name, with drafters that tell ``span`` of their time."""
+        eagle, small = (StagedDrafter(drafter, span) for drafter in (self.eagle, self.small or self.eagle))
+        listed = [*cases((16, 32)), *drafter_cases(eagle, small)]
+        return {case.name: case for case in listed if self.small or "small model" not in case.name}
+
+    def method(self, name: str) -> Callable[[Span], Any]:
+        return lambda span: self.cases(span)[name].method
+
+    def drafter(self, name: str) -> Any:
+        """The drafter that a method of ours asks, if any."""
+        found = self.cases(lambda _: None).get(name)
+        return found and getattr(found.method, "drafter", None)
+
+    def sampler(self, name: str, stretch: Stretch | None = None, batch: int = 1, span: Span | None = None) -> Sampler:
+        return sampler(name, self.method(name), self.model, self.conditioning, stretch or self.stretch, self.params,
+                       batch, self.most, span)
+
+    def baselines(self) -> list[Baseline]:
+        whole = self.small is not None
+        tokens = self.stretch.tokens if whole else min(self.stretch.tokens, 1 + (self.most or BASELINE_TOKENS))
+        return baselines(self.model, self.conditioning, self.stretch, self.params, tokens,
+                         plain=self.model.family.startswith("llamagen"))
+
+
+def subject(name: str, cfg: float | None, device: torch.device, dtype: torch.dtype, tokens: int, most: int) -> Subject:
+    """A model by its name in MODELS or ``sizes.SIZES``; tokens and most: see TOKENS and PASSES."""
+    if name in sizes.SIZES:
+        model = sizes.build(sizes.SIZES[name], dtype, device)
+        params = model.defaults if cfg is None else replace(model.defaults, cfg=cfg)
+        return Subject(name, model, sizes.prompt(model), params, Stretch.middle(model.layout(), tokens),
+                       sizes.eagle(model), most=most)
+    model = specar.load_model(find(name), device=device, dtype=dtype)
+    eagle, small = (specar.load_drafter(find(f"{name}/{drafter}"), model) for drafter in ("eagle", "small"))
+    layout = model.layout()
+    stretch = Stretch(layout, 0, layout.length)
+    return Subject(name, model, model.encode_prompt(PROMPT), SamplingParams(cfg=cfg or 1.0), stretch, eagle, small)

@@ -1,0 +1,143 @@
+"""Rows of a speed report, and the report as text."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from .passes import Run
+from .report import spread
+
+OTHERS = ("generate, static cache", "generate, dynamic cache", "plain loop")
+LEGEND = "\n".join((
+    "* **ms per pass**: median, and in brackets least and quartiles; a round of a drafter's method counts as one pass. "
+    "The prompt's pass is left out.",
+    "* **model, drafter, sampling, host**: shares of a pass: the model's and the drafter's passes, the sampler's "
+    "arithmetic, and Python between torch's operations (on a GPU: the time in which the device has nothing to do).",
+    "* **floor**: weights and cache that a pass must read (with those of the drafter's passes), over the bandwidth of "
+    "copying on this machine; wide passes also have to compute, which on a CPU takes longer than reading.",
+    "* **cost**: a pass over a pass of next-token, the median of neighbouring runs; **fewer passes**: of next-token "
+    "over those of the method, which with random weights are those of the bundled model (at the highest guidance "
+    "measured); **faster** is one over the other, measured for whole pictures of the bundled model and predicted "
+    "elsewhere. So *faster / fewer passes* is 1 / cost.",
+    "* **x static, x dynamic, x loop**: milliseconds per pass of `generate` of transformers with static and dynamic "
+    "cache, and of a plain loop like the published ones, over ours.",
+))
+
+
+def row_of(name: str, runs: dict[str, list[Run]], memory: int, base: str) -> dict[str, Any]:
+    """A contestant's row. runs: all contestants' runs, equal indices being neighbours in time; memory: bytes."""
+    own = runs[name]
+    pass_ms = spread([run.pass_ms for run in own])
+    parts = sorted({part for run in own for part in run.parts_ms} - {"prompt"})
+    shares = {part: statistics.median(run.parts_ms.get(part, 0.0) / run.pass_ms for run in own) for part in parts}
+    row: dict[str, Any] = {
+        "name": name,
+        "passes": statistics.fmean(run.passes for run in own),
+        "draft_passes": statistics.fmean(run.draft_passes for run in own),
+        "pass_ms": pass_ms,
+        "passes_per_second": round(1e3 / pass_ms["median"], 2),
+        "seconds": spread([run.seconds for run in own]),
+        "memory": memory,
+        "shares": shares,
+        "ms_over": {other: _paired(runs[other], own, lambda run: run.pass_ms) for other in (base, *OTHERS)
+                    if other in runs},
+        "seconds_over": {other: _paired(runs[other], own, lambda run: run.seconds) for other in (base, *OTHERS)
+                         if other in runs},
+    }  # fmt: skip
+    return row
+
+
+def _paired(others: Sequence[Run], own: Sequence[Run], of) -> float:
+    """Median ratio of another contestant's runs to the own ones beside them."""
+    return float(f"{statistics.median(of(a) / of(b) for a, b in zip(others, own, strict=False)):.4g}")
+
+
+def table(report: dict[str, Any]) -> str:
+    """The whole report as Markdown."""
+    about = report["machine"]
+    machine = ", ".join(str(part) for part in (
+        about.get("gpu") or about.get("processor"), about.get("threads") and f"{about['threads']} threads",
+        *(f"{name} {found}" for name, found in report["versions"].items()), f"commit {report['commit']}",
+    ) if part)  # fmt: skip
+    turns = f"{report['warm_up']} warm-up, {report['repetitions']} repetitions, in turns."
+    parts = [f"# Speed, {report['device']}", f"{machine}. {turns} {report.get('note') or ''}".strip(), LEGEND]
+    for model in report["models"]:
+        parts += _model(model)
+    if report["not_run"]:
+        parts += ["## Not run", "\n".join(f"* {what}: not run ({why})" for what, why in report["not_run"].items())]
+    return "\n\n".join(parts) + "\n"
+
+
+def _model(model: dict[str, Any]) -> list[str]:
+    drawn, whole = model["drawn"], model["drawn"]["tokens"] == model["picture_tokens"]
+    what = "whole pictures" if whole else f"{drawn['tokens']} tokens in the middle"
+    kind = "random weights" if model["random_weights"] else "the bundled model"
+    settings = ", ".join(f"{key} {value}" for key, value in model["settings"].items() if key != "order")
+    found = [
+        f"## {model['name']}, guidance {model['settings']['cfg']:g}",
+        f"{kind}, {model['parameters'] / 1e6:.1f} M parameters in {model['dtype']}, {model['picture_tokens']} tokens: "
+        f"{what}; {settings}. A pass reads {model['weights_read'] / 1e6:.0f} MB of weights; copying a buffer as large "
+        f"moves {model['copy_bytes_per_second'] / 1e9:.1f} GB/s.",
+    ]
+    if model.get("rows"):
+        found.append(_methods(model))
+    if model.get("widths"):
+        found += ["A pass of the model alone, by its tokens:", _grid(
+            ("tokens", *(str(w["tokens"]) for w in model["widths"])),
+            [("ms", *(w["ms"]["median"] for w in model["widths"])), ("ratio", *(w["ratio"] for w in model["widths"]))],
+        )]  # fmt: skip
+    for part, keys, title in (("sizes", ("tokens", "place"), "Milliseconds of a pass, by the picture's tokens:"),
+                              ("batches", ("pictures",), "Milliseconds of a pass, by pictures drawn together:")):
+        if model.get(part):
+            names = list(model[part][0]["ms"])
+            rows = [(*(point[key] for key in keys), *(point["ms"][name]["median"] for name in names))
+                    for point in model[part]]
+            found += [title, _grid((*keys, *names), rows)]
+    if model.get("batches") and model["batches"][0]["whole"]:
+        names = list(model["batches"][0]["seconds"])
+        rows = [(point["pictures"], *(round(point["seconds"][name]["median"] / point["pictures"], 3) for name in names))
+                for point in model["batches"]]
+        found += ["Seconds per picture:", _grid(("pictures", *names), rows)]
+    if model.get("trace"):
+        rows = [(t["name"], t["passes"], t["polls"], t["between"] or "none") for t in model["trace"]]
+        found += ["Synchronisations between the first poll and the last:",
+                  _grid(("method", "passes", "polls", "others between"), rows)]
+    if model.get("kernels"):
+        rows = [(k["kernel"], ", ".join(k["inputs"]), k["reference_ms"], k.get("triton_ms", ""),
+                 k.get("failed") or k["agree"]) for k in model["kernels"]]
+        found += ["Triton kernels beside their torch references, on what the methods first called them with:",
+                  _grid(("kernel", "inputs", "torch, ms", "Triton, ms", "agree"), rows)]
+    return found
+
+
+def _methods(model: dict[str, Any]) -> str:
+    """The table of methods and baselines."""
+    rows = []
+    base = model["rows"][0]
+    for row in model["rows"]:
+        ms, over = row["pass_ms"], row["ms_over"]
+        cost = 1 / over[base["name"]]
+        baseline = row["name"] in OTHERS
+        fewer = None if baseline or not row["pictures_passes"] else base["pictures_passes"] / row["pictures_passes"]
+        faster = row["seconds_over"][base["name"]] if not model["random_weights"] else fewer and fewer / cost
+        shares = row["shares"]
+        rows.append((
+            row["name"], f"{row['pictures_passes']:.0f}" if fewer else "",
+            f"{ms['median']:g} ({ms['min']:g}; {ms['quartile_1']:g} to {ms['quartile_3']:g})",
+            row["passes_per_second"],
+            *(f"{shares[part]:.0%}" if part in shares else "" for part in ("forward", "drafter", "sampling", "host")),
+            f"{row['floor_ms']:.3g} ({row['of_floor']:.0%})", f"{row['memory'] / 1e6:.0f}",
+            f"{row['seconds']['median']:.3g}" if not model["random_weights"] else "",
+            f"{cost:.2f}", f"{fewer:.2f}" if fewer else "", f"{faster:.2f}" if faster else "",
+            *("" if baseline or other not in over else f"{over[other]:.2f}" for other in OTHERS),
+        ))  # fmt: skip
+    return _grid(("method", "passes", "ms per pass", "passes/s", "model", "drafter", "sampling", "host",
+                  "floor, ms (share)", "peak MB", "seconds", "cost", "fewer passes", "faster", "x static", "x dynamic",
+                  "x loop"), rows)  # fmt: skip
+
+
+def _grid(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)

@@ -1,0 +1,169 @@
+"""The speed benchmark, with tiny models: what it compares is the same thing, and what it reports is complete."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from comfyui_specar import api
+from comfyui_specar.benchmarks import plain, profiles, sizes, speed, subjects
+from comfyui_specar.benchmarks.generate import generate, twin
+from comfyui_specar.benchmarks.passes import Staged, Stretch
+from comfyui_specar.models.positions import SequencePositions
+from comfyui_specar.samplers.protocols import SamplingParams, TokenLayout
+
+CPU = torch.device("cpu")
+
+
+def tiny(name):
+    size = sizes.SIZES[name]
+    config = replace(size.config, dim=32, layers=2, heads=4, kv_heads=min(size.config.kv_heads, 2), ffn_dim=64,
+                     vocab=64 + sum(size.specials))
+    return replace(size, config=config, grid=(8, 8), defaults=replace(size.defaults, cfg=3.0, top_k=20))
+
+
+@pytest.mark.parametrize("name", ["janus-small", "chameleon-small", "emu3-small", "llamagen-b"])
+def test_twins_of_transformers_compute_what_ours_do(name):
+    model = sizes.build(tiny(name), torch.float32, CPU)
+    ids, backbone = torch.randint(0, 64, (2, 12)), model.backbone
+    positions = SequencePositions(sizes.SIZES[name].theta)  # LlamaGen's own rotation is none of transformers'
+    with torch.inference_mode():
+        hidden = backbone(backbone.tok_embeddings(ids), positions.prompt(12, 8, CPU)._replace(halves=True))
+        assert torch.allclose(twin(model)(ids).logits, backbone.logits(hidden), atol=1e-5)
+    assert 2 < backbone.logits(hidden).std() < 4  # neither even laws nor certain ones
+    assert len(generate(twin(model), 2, 5, 3, model.defaults, "static")) == 3
+
+
+def test_plain_loop_draws_what_our_next_token_does(monkeypatch):
+    model = sizes.build(tiny("llamagen-b"), torch.float32, CPU)
+    params = SamplingParams(cfg=3.0, temperature=0.0)
+    prompt, drawn, draw = sizes.prompt(model), [], plain.draw
+    monkeypatch.setattr(plain, "draw", lambda *given: drawn.append(draw(*given)) or drawn[-1])
+    assert len(plain.plain_loop(model, prompt, params, model.layout(), 2, 0, 64)) == 64
+    ours = api.sample(model, prompt, api.methods.NextToken(), cfg=3.0, temperature=0.0, top_k=0, batch_size=2)
+    assert torch.equal(torch.cat(drawn, dim=1), ours.tokens.flatten(1))
+
+
+def test_plain_loop_filters():
+    logits = torch.tensor([[0.5, 0.2, 0.15, 0.1, 0.05]]).log()
+    for params, legal in ((SamplingParams(top_k=2), {0, 1}), (SamplingParams(top_p=0.69), {0, 1}),
+                          (SamplingParams(top_p=0.71), {0, 1, 2}), (SamplingParams(), {0, 1, 2, 3, 4})):
+        torch.manual_seed(0)
+        assert {int(plain.draw(logits, params)) for _ in range(200)} == legal
+
+
+def test_a_stretch_is_drawn_behind_what_stands_before_it():
+    model = sizes.build(tiny("llamagen-b"), torch.float32, CPU)
+    stretch = Stretch.middle(TokenLayout.plain(8, 8), 20)
+    assert (stretch.behind, stretch.tokens, stretch.drawn.length) == (22, 20, 20)
+    staged = Staged(model, stretch, lambda name: profiles.record_function(name))
+    seen, start = [], model.start
+    model.start = lambda *given, **named: seen.append(start(*given, **named)) or seen[-1]
+    out = api.sample(staged, sizes.prompt(model), api.methods.NextToken(), layout=stretch.drawn)
+    assert out.tokens.shape == (1, 1, 20)
+    assert seen[0].cache.lengths.tolist() == [sizes.PROMPT + 22 + 19] * 2
+
+
+@pytest.fixture
+def small_world(monkeypatch):
+    """One tiny model with random weights, and one that stands for the bundled one, of whole pictures."""
+    monkeypatch.setitem(sizes.SIZES, "tiny", tiny("llamagen-b"))
+
+    def find_subject(name, cfg, device, dtype, tokens, most):
+        found = subjects.subject("tiny", cfg, device, dtype, tokens, most)
+        if name == "tiny":
+            return found
+        layout = TokenLayout.plain(3, 6)
+        return replace(found, name=name, stretch=Stretch(layout, 0, layout.length), small=found.eagle, most=0)
+
+    monkeypatch.setattr(speed, "subject", find_subject)
+    monkeypatch.setattr(speed, "SIDES", (8,))
+    monkeypatch.setattr(speed, "BATCHES", (1, 2))
+    monkeypatch.setattr(speed, "CURVE_TOKENS", 6)
+    monkeypatch.setattr(speed, "CURVES", ("next_token",))
+    monkeypatch.setattr(speed, "WIDTHS", (1, 5))
+
+
+def measured(monkeypatch, *arguments):
+    monkeypatch.setattr("sys.argv", ["speed", *arguments])
+    speed.main()
+
+
+def test_a_report_is_complete(small_world, monkeypatch, tmp_path, capsys):
+    out = tmp_path / "speed.json"
+    methods = ["next_token", "chain of 5"]
+    measured(monkeypatch, "--models", "bundled", "tiny", "--methods", *methods, "--tokens", "16", "--passes", "4",
+             "--cfg", "3", "--repetitions", "2", "--out", str(out))
+    report = json.loads(out.read_text())
+    assert report["not_run"] == {} and report["machine"]["threads"] and report["versions"]["transformers"]
+    bundled, random = report["models"]
+    baselines = ["generate, static cache", "generate, dynamic cache", "plain loop"]
+    for model in (bundled, random):
+        rows = {row["name"]: row for row in model["rows"]}
+        assert list(rows) == methods + baselines
+        assert rows["next_token"]["ms_over"]["next_token"] == 1
+        for name, row in rows.items():
+            assert 0 < row["pass_ms"]["min"] <= row["pass_ms"]["median"] and row["bytes"] > model["weights_read"]
+            if name in methods:
+                assert math.isclose(sum(row["shares"].values()), 1, abs_tol=0.01), row["shares"]
+                assert all(share > 0 for part, share in row["shares"].items())
+                assert ("drafter" in row["shares"]) == (name == "chain of 5") == (row["draft_passes"] > 0)
+        assert rows["chain of 5"]["bytes"] > rows["next_token"]["bytes"]
+        assert [w["tokens"] for w in model["widths"]] == list(speed.WIDTHS)
+        assert [b["pictures"] for b in model["batches"]] == [1, 2]
+    assert random["rows"][0]["passes"] == 4 and bundled["rows"][0]["passes"] == 17
+    assert random["rows"][1]["pictures_passes"] == bundled["rows"][1]["passes"] + 1
+    assert {(p["tokens"], p["place"]) for p in random["sizes"]} == {(64, p) for p in ("start", "middle", "end")}
+    printed = out.with_suffix(".md").read_text()
+    assert printed.strip() in capsys.readouterr().out
+    assert all(f"| {name} |" in printed for name in methods + baselines) and "| 64 | end |" in printed
+
+
+def test_without_a_gpu_its_rows_are_not_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    measured(monkeypatch, "--device", "cuda", "--out", str(tmp_path / "gpu.json"))
+    report = json.loads((tmp_path / "gpu.json").read_text())
+    assert set(report["not_run"]) == {*speed.MODELS["cuda"], "kernels", "trace"} and report["models"] == []
+    assert "* llamagen-xl: not run (no CUDA GPU on this machine)" in (tmp_path / "gpu.md").read_text()
+
+
+def test_what_fails_is_written_down_and_the_rest_goes_on(small_world, monkeypatch, tmp_path):
+    monkeypatch.setattr("comfyui_specar.benchmarks.passes.plain_loop", lambda *_: 1 / 0)
+    measured(monkeypatch, "--models", "tiny", "--methods", "next_token", "--parts", "methods", "--tokens", "8",
+             "--passes", "2", "--repetitions", "1", "--out", str(tmp_path / "x.json"))
+    report = json.loads((tmp_path / "x.json").read_text())
+    assert "ZeroDivisionError" in report["not_run"]["tiny: plain loop"]
+    assert [row["name"] for row in report["models"][0]["rows"]][-1] == "generate, dynamic cache"
+
+
+# What a GPU would be asked
+
+
+def test_synchronisations_between_polls_are_counted():
+    events = [(0, "cudaStreamSynchronize"), (2, "cudaEventSynchronize"), (1, "cudaLaunchKernel"),
+              (3, "Memcpy DtoH (Device -> Pageable)"), (4, "Memcpy DtoH (Device -> Pinned)"),
+              (5, "cudaEventSynchronize"), (6, "cudaDeviceSynchronize")]
+    assert profiles.between_polls(events) == {"polls": 2, "between": {"Memcpy DtoH (Device -> Pageable)": 1}}
+    assert profiles.between_polls([]) == {"polls": 0, "between": {}}
+
+
+def test_traces_and_kernels_of_a_run(small_world, monkeypatch):
+    case = subjects.subject("tiny", None, CPU, torch.float32, 16, 0)
+    found = profiles.synchronisations(case.sampler("next_token"), CPU)
+    assert found == {"polls": 0, "between": {}, "passes": 15}
+    # A GPU's tensors go through the dispatcher's choices, a CPU's do not: here it is asked by name.
+    calls, name = profiles.Calls(), "comfyui_specar.kernels.sampling.categorical"
+    weights, u = torch.rand(3, 9), torch.rand(3)
+    assert name in calls and calls[name](weights, u=u).shape == (3,)
+    reference, given, names = calls.get(name)
+    row = profiles.beside(name, reference, given[0], dict(zip(names, given[1:], strict=True)), CPU)
+    assert row["kernel"] == "sampling.categorical" and row["reference_ms"] > 0
+    assert row["inputs"] == ["float32 [3, 9]", "float32 [3]"]
+    assert "triton_ms" in row or row["failed"]  # Triton needs a GPU
+    assert profiles.kernels([case.sampler("next_token")], CPU) == []
+
+
+def test_shares_on_a_gpu_leave_what_is_idle_to_the_host():
+    assert profiles.shares({}, {"forward": 2.0, "drafter": 0.0, "sampling": 1.0}, 4.0) == {
+        "forward": 0.5, "drafter": 0.0, "sampling": 0.25, "host": 0.25}
