@@ -201,7 +201,7 @@ class Record:
         pass.
         """
         types = POSITION_FIELDS | CONTINUOUS_FIELDS
-        values = self.positions[:, :-1].cpu().unbind(-1)
+        values = self.positions[:, :-1].to("cpu", copy=True).unbind(-1)  # the next run writes there
         positions = {name: value.to(types[name]) for name, value in zip(self.fields, values, strict=True)}
         rounds = self.rounds.cpu()
         happened = rounds[..., self.round_fields.index("committed")].sum(1) > 0
