@@ -206,8 +206,8 @@ class ADTTree:
         weight = torch.where(near, self.radius + 1 - measured, 0)
         total = weight.sum(1)
 
-        def mean(values: Tensor) -> Tensor:
-            return ((weight * values).sum(1) / total.clamp(min=1e-9) + 0.5).floor().long()
+        def mean(values: Tensor) -> Tensor:  # a half rounds up, whatever round-off makes of it
+            return ((weight * values).sum(1) / total.clamp(min=1e-9) + 0.5 + 1e-5).floor().long()
 
         last = history.last
         return Shaped(mean(at.depth), mean(at.width), last.alpha).where(total > 0, last)
