@@ -11,22 +11,22 @@ BLOCK = 2048
 
 
 @triton.jit
-def weights(left, right, scale, offset, i, inside):
-    """[scale * left[i] - offset * right[i]]+, 0 outside; an offset of 0 reads nothing."""
+def weights(left, right, scale, minus, i, inside):
+    """[scale * left[i] - right[i]]+, or where the int ``minus`` is 0 scale * left[i]; 0 outside."""
     a = tl.load(left + i, mask=inside, other=0.0)
-    b = tl.load(right + i, mask=inside & (offset > 0), other=0.0)
-    return tl.maximum(scale * a - offset * b, 0.0)
+    b = tl.load(right + i, mask=inside & (minus != 0), other=0.0)
+    return tl.maximum(scale * a - b, 0.0)
 
 
 @triton.jit
-def drawn(left, right, scale, offset, count, uniform, BLOCK: tl.constexpr):
+def drawn(left, right, scale, minus, count, uniform, BLOCK: tl.constexpr):
     """The first i below count where the cumulative sum of the weights exceeds uniform times their total. One without
     weight is never drawn: if round-off leaves none, the last that has; -1 if all weights are zero."""
     total = 0.0
     last = -1
     for start in range(0, count, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        weight = weights(left, right, scale, offset, i, i < count)
+        weight = weights(left, right, scale, minus, i, i < count)
         total += tl.sum(weight)
         last = tl.maximum(last, tl.max(tl.where(weight > 0, i, -1)))
     threshold = uniform * total
@@ -34,7 +34,7 @@ def drawn(left, right, scale, offset, count, uniform, BLOCK: tl.constexpr):
     found = count
     for start in range(0, count, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        weight = weights(left, right, scale, offset, i, i < count)
+        weight = weights(left, right, scale, minus, i, i < count)
         beyond = (weight > 0) & (before + tl.cumsum(weight) > threshold)
         found = tl.minimum(found, tl.min(tl.where(beyond, i, count)))
         before += tl.sum(weight)
@@ -42,13 +42,13 @@ def drawn(left, right, scale, offset, count, uniform, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _redraw_kernel(p, q, v, out, count, HAS_Q: tl.constexpr, BLOCK: tl.constexpr):
+def _redraw_kernel(p, q, v, out, count, MINUS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     uniform = tl.load(v + row)
-    token = drawn(p + row * count, q + row * count, 1.0, 1.0 if HAS_Q else 0.0, count, uniform, BLOCK)
-    if HAS_Q:
+    token = drawn(p + row * count, q + row * count, 1.0, MINUS, count, uniform, BLOCK)
+    if MINUS:
         if token < 0:
-            token = drawn(p + row * count, q + row * count, 1.0, 0.0, count, uniform, BLOCK)
+            token = drawn(p + row * count, q + row * count, 1.0, 0, count, uniform, BLOCK)
     tl.store(out + row, tl.maximum(token, 0).to(tl.int64))
 
 
@@ -56,7 +56,7 @@ def _launch(p: Tensor, q: Tensor | None, v: Tensor) -> Tensor:
     vocab = p.shape[-1]
     p, out = p.contiguous(), torch.empty(p.shape[:-1], dtype=torch.int64, device=p.device)
     second = p if q is None else q.contiguous()
-    _redraw_kernel[(out.numel(),)](p, second, v.contiguous(), out, vocab, q is not None, BLOCK, num_warps=8)
+    _redraw_kernel[(out.numel(),)](p, second, v.contiguous(), out, vocab, int(q is not None), BLOCK, num_warps=8)
     return out
 
 

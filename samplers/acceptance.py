@@ -127,7 +127,7 @@ def accept_or_redraw(
     u, v [B, T]: independent uniform numbers for the test and the redraw. With the exact rule this is the maximal
     coupling of q and p: the result follows p and keeps the draft as often as any rule can.
     """
-    if isinstance(rule, Exact):
+    if type(rule) is Exact:  # not a subclass, which may answer otherwise
         slot = torch.arange(p.shape[1], device=p.device).expand_as(draft.token)
         token, accepted, _, _ = couple(p, draft.q, slot, draft.token, draft.exists, u, v)
         return Outcome(token, accepted, torch.zeros_like(accepted))

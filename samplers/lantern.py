@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.neighbours import aggregate
 from ..kernels.sampling import at, residual, unless_empty
-from ..kernels.verification import SMALLEST
+from ..kernels.verification import SMALLEST, Claim
 from .acceptance import AcceptanceRule
 from .protocols import ARModel
 
@@ -50,6 +51,16 @@ class NeighbourRule(AcceptanceRule):
     @property
     def plain(self) -> bool:
         return self.redraw == "optimal"
+
+    @property
+    def claims(self) -> bool:
+        return self.plain
+
+    def claim(self, depth: Tensor, strength: Tensor) -> Claim:
+        """The budget is linear in the draft's probability."""
+        absolute = self.budget(torch.zeros_like(strength), strength)
+        relative = self.budget(torch.ones_like(strength), strength) - absolute
+        return Claim(torch.ones_like(strength), absolute, relative, self.table, self.neighbours)
 
     def budget(self, p_token: Tensor, strength: Tensor) -> Tensor:
         """Neighbours' probability [...] that a draft of probability p_token [...] may count as its own."""
@@ -80,10 +91,7 @@ class NeighbourRule(AcceptanceRule):
 
     def aggregate(self, p: Tensor, token: Tensor, strength: Tensor) -> tuple[Tensor, Tensor]:
         """Probability c_J [...] and number J [...] (int64) of the neighbours that count for each draft."""
-        cumulative = p.gather(-1, self._near(token)[..., : self.neighbours]).cumsum(-1)
-        budget = self.budget(at(p, token), strength) * (token < len(self.table))  # special tokens resemble nothing
-        within = (cumulative <= budget.unsqueeze(-1)) & (budget > 0).unsqueeze(-1)
-        return torch.where(within, cumulative, 0).amax(-1), within.sum(-1)
+        return aggregate(p, token, self.budget(at(p, token), strength), self.table, self.neighbours)
 
     def accept_probability(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         absorbed, _ = self.aggregate(p, token, strength)

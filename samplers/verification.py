@@ -59,7 +59,7 @@ def recursive_rejection(
     given = tree.token, tree.children(), tree.laws, tree.law_of, u, v, strength, rule
     if callable(p):
         return kernels.walk(p, *given)
-    if isinstance(rule, Exact):
+    if type(rule) is Exact:  # not a subclass, which may answer otherwise
         return kernels.walk_exact(p, *given)
     if rule.claims:
         return kernels.walk_relaxed(p, *given)
