@@ -202,7 +202,7 @@ class Record:
         """
         types = POSITION_FIELDS | CONTINUOUS_FIELDS
         values = self.positions[:, :-1].to("cpu", copy=True).unbind(-1)  # the next run writes there
-        positions = {name: value.to(types[name], copy=True) for name, value in zip(self.fields, values, strict=True)}
+        positions = {name: value.to(types[name]) for name, value in zip(self.fields, values, strict=True)}
         rounds = self.rounds.cpu()
         happened = rounds[..., self.round_fields.index("committed")].sum(1) > 0
         rounds = dict(zip(self.round_fields, rounds[happened].unbind(-1), strict=True))
