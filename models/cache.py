@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.cache import keep_path
+
 BUCKET = 128  # slots come in multiples of it, so that prompts of similar lengths make steps of one shape
 CPU_BUCKET = 32  # of the slots that steps look at: another shape costs nothing there
 
@@ -96,13 +98,11 @@ class KVCache:
         return buffer[:, : self.heads, : self.reach], buffer[:, self.heads :, : self.reach]
 
     def commit(self, count: Tensor, path: Tensor | None = None) -> None:
-        """Keep the first ``count`` [rows] tokens of the last pass, or of ``path`` [rows, P] (offsets into the pass).
+        """Keep the first ``count`` [rows] tokens of the last pass, or of ``path`` [rows, P]: offsets into the pass,
+        which increase as far as they count.
 
         The rotation of a kept key stays right as long as a node's position is root + depth.
         """
         if path is not None:
-            lengths, end = self.lengths[:, None], self.capacity - 1
-            source = (lengths + path).clamp(max=end)
-            target = (lengths + torch.arange(path.shape[1], device=path.device)).clamp(max=end)
-            self.buffer[:, self._rows, :, target] = self.buffer[:, self._rows, :, source]
+            keep_path(self.buffer, self.lengths, path)
         self.lengths += count

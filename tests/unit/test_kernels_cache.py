@@ -1,0 +1,54 @@
+"""Moving the accepted path of a tree inside the cache: the Triton twin moves what the torch reference moves."""
+
+import pytest
+import torch
+from comfyui_specar.kernels.cache import keep_path
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from .twins import compiled, interpreted
+
+
+@st.composite
+def moves(draw):
+    """(buffer, lengths, path): paths of unequal length, filled up with zeros, from slots that overlap the targets."""
+    layers, rows, heads, dim = (draw(st.integers(1, 3)) for _ in range(4))
+    width, capacity = draw(st.integers(1, 6)), 24
+    path = torch.zeros(rows, width, dtype=torch.int64)
+    for row in path:
+        line = sorted(draw(st.sets(st.integers(0, 11), min_size=1, max_size=width)))
+        row[: len(line)] = torch.tensor(line)
+    lengths = torch.tensor(draw(st.lists(st.integers(0, 10), min_size=rows, max_size=rows)))
+    size = layers, rows, heads, capacity, 4
+    buffer = torch.arange(torch.Size(size).numel(), dtype=torch.float32).reshape(size)[..., :dim]
+    return buffer, lengths, path
+
+
+@settings(deadline=None, max_examples=25)
+@given(moves())
+def test_both_move_the_same(move):
+    buffer, lengths, path = move
+    found, wanted = buffer.clone(), buffer.clone()
+    keep_path(wanted, lengths, path)
+    interpreted("cache.keep_path", found, lengths, path)
+    assert torch.equal(found, wanted)
+    for row, (length, line) in enumerate(zip(lengths.tolist(), path.tolist(), strict=True)):
+        for i, offset in enumerate(line):
+            assert torch.equal(wanted[:, row, :, length + i], buffer[:, row, :, length + max(i, offset)])
+
+
+@pytest.mark.parametrize("run", [keep_path, lambda *given: interpreted("cache.keep_path", *given)])
+def test_what_is_past_the_capacity_disturbs_nobody(run):
+    buffer = torch.arange(2 * 8.0).reshape(1, 2, 1, 8, 1)
+    before = buffer.clone()
+    run(buffer, torch.tensor([2, 7]), torch.tensor([[1, 4, 9], [0, 5, 6]]))
+    assert buffer[0, 0, 0, :, 0].tolist() == [0, 1, 3, 6, 7, 5, 6, 7]
+    assert torch.equal(buffer[0, 1], before[0, 1])
+
+
+def test_the_kernel_compiles_and_reads_all_before_it_writes():
+    for path in (torch.zeros(2, 6, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64)[:, :1]):
+        buffer = torch.empty(3, 2, 4, 128, 64, dtype=torch.bfloat16)
+        [kernel] = compiled("cache.keep_path", buffer, torch.zeros(2, dtype=torch.int64), path)
+        loads, stores = kernel.ptx.rfind("ld.global"), kernel.ptx.find("st.global")
+        assert 0 < loads < kernel.ptx.find("bar.sync", loads) < stores
