@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -278,7 +277,6 @@ def resident() -> int:
 
 def with_memory(run: Callable[[], Any], device: torch.device, interval: float = 0.005) -> tuple[Any, int]:
     """What ``run`` returns, and the bytes it held at most above those before it (allocated on a GPU, else resident)."""
-    gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -314,7 +312,7 @@ def timed(run: Callable[[], Any], device: torch.device, repetitions: int) -> lis
 
 
 def chain(model, state, width: int, at: int) -> tuple[Callable[..., Tensor], tuple[Tensor, Tensor]]:
-    """A pass of ``width`` tokens at position ``at`` of one picture, whose state stays as it is: a step and its inputs."""
+    """A pass of ``width`` tokens at position ``at`` of a picture, whose state does not move: a step and its inputs."""
     tokens = torch.zeros((1, width), dtype=torch.int64, device=model.device)
     positions = at + torch.arange(width, device=model.device)[None]
     return lambda tokens, positions: model.step(state, tokens, positions).logits, (tokens, positions)

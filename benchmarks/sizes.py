@@ -20,7 +20,9 @@ from comfyui_specar.models.eagle import Eagle
 from comfyui_specar.models.janus import CodeEmbedding, CodeHead
 from comfyui_specar.models.positions import GridPositions, SequencePositions
 from comfyui_specar.models.prefix import CaptionPrefix, TextPrefix
+from comfyui_specar.models.quantised import NarrowLinear, quantise
 from comfyui_specar.samplers.protocols import SamplingParams
+from torch import nn
 
 PROMPT = 24  # tokens of the prompt
 WORDS = 1000  # of the table that prompts are looked up in: a pass does not touch it
@@ -89,14 +91,16 @@ def _built_as(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def build(size: Size, dtype: torch.dtype, device: torch.device) -> DiscreteModel:
-    """A model with random weights, as the loaders would build it."""
+def build(
+    size: Size, dtype: torch.dtype, device: torch.device, storage: torch.dtype | None = None
+) -> DiscreteModel:
+    """A model with random weights, as the loaders would build it; storage: of the matrices of its layers, as theirs."""
     config = size.config
     with _built_as(dtype, device):
         backbone = Backbone(config)
         if size.family == "janus-pro":
-            backbone.tok_embeddings = CodeEmbedding(size.codes, 8, config.dim, torch.nn)
-            backbone.output = CodeHead(config.dim, config.dim, size.codes, torch.nn)
+            backbone.tok_embeddings = CodeEmbedding(size.codes, 8, config.dim, nn)
+            backbone.output = CodeHead(config.dim, config.dim, size.codes, nn)
         grid_like = size.family.startswith("llamagen")
         prefix = (CaptionPrefix(CAPTION, PROMPT, config.dim) if grid_like
                   else TextPrefix(WORDS, config.dim, lambda features, _grid: features))
@@ -112,7 +116,18 @@ def build(size: Size, dtype: torch.dtype, device: torch.device) -> DiscreteModel
         head.weight.normal_()
         sample = backbone.logits(backbone.norm(torch.randn(1, 64, config.dim, dtype=dtype, device=device)))
         head.weight.mul_(LOGIT_SPREAD / sample.std())
+    if storage:
+        _narrow(backbone, storage)
     return model.eval().requires_grad_(False)
+
+
+def _narrow(backbone: Backbone, storage: torch.dtype) -> None:
+    """Keep the matrices of the layers in int8 or fp8."""
+    for name, linear in [(n, m) for n, m in backbone.named_modules() if isinstance(m, nn.Linear) and "layers." in n]:
+        weight = linear.weight.detach()
+        rounded, scale = quantise(weight) if storage == torch.int8 else (weight.to(storage), None)
+        above, _, last = name.rpartition(".")
+        setattr(backbone.get_submodule(above), last, NarrowLinear(rounded, scale, linear.bias))
 
 
 def prompt(model: DiscreteModel) -> list:

@@ -41,8 +41,11 @@ from .tables import row_of, table
 
 SCHEMA = "specar.speed/1"
 PARTS = ("methods", "widths", "sizes", "batches", "kernels", "trace")
-MODELS = {"cpu": ["default", "llamagen-b", "janus-small", "chameleon-small", "emu3-small"],
-          "cuda": ["default", "llamagen-xl", "janus-pro-1b", "lumina-mgpt-7b"]}
+MODELS = {
+    "cpu": ["default", "llamagen-b", "llamagen-b:int8", "janus-small", "chameleon-small", "emu3-small"],
+    "cuda": ["default", "llamagen-xl", "lumina-mgpt-7b", "janus-pro-1b", "llamagen-xl:int8", "llamagen-xl:fp8",
+             "lumina-mgpt-7b:int8", "lumina-mgpt-7b:fp8"],
+}
 TOKENS = {"cpu": 64, "cuda": 1024}  # that random weights draw
 PASSES = {"cpu": 10, "cuda": 0}  # after which they are stopped (a GPU would lose its graphs by it)
 WIDTHS = (1, 5, 9, 17, 33, 58)
@@ -198,6 +201,7 @@ def measure(name: str, cfg: float | None, options, report: Report, passes: dict[
     }  # fmt: skip
     report.content["models"].append(entry)
     listed = [n for n in (*METHODS, *SMALL) if n in case.cases(lambda _: None)]
+    full = full and not case.narrow
     if not full:
         listed = list(CURVES)
     elif options.methods:
@@ -241,7 +245,7 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--dtype", help="float32 on a CPU, bfloat16 on a GPU")
-    parser.add_argument("--models", nargs="+", help=f"bundled names, or of {', '.join(SIZES)}")
+    parser.add_argument("--models", nargs="+", help=f"bundled names, or of {', '.join(SIZES)}; X:int8, X:fp8")
     parser.add_argument("--methods", nargs="+", help="names of runs.py (default: one of each kind)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--cfg", type=float, nargs="+", default=[1.0, 3.0],
@@ -292,7 +296,7 @@ def run(options) -> None:
             report.missing(part, "no CUDA GPU on this machine")
     else:
         for name in options.models:
-            guidances = options.cfg if name not in SIZES else [None]
+            guidances = [None] if name.partition(":")[0] in SIZES else options.cfg
             for cfg in guidances:
                 if not report.in_time:
                     report.missing(name, "out of time")

@@ -24,6 +24,7 @@ METHODS = (
 )
 SMALL = ("chain of 5, small model",)  # of the bundled model, which has a small one
 ONLY_BASELINES = ("janus-small", "chameleon-small", "emu3-small")
+STORAGES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # llamagen-b:int8
 BASELINE_TOKENS = 128  # that baselines draw where nothing stops them
 
 
@@ -66,7 +67,15 @@ class Subject:
         return sampler(name, self.method(name), self.model, self.conditioning, stretch or self.stretch, self.params,
                        batch, self.most, span)
 
+    @property
+    def narrow(self) -> bool:
+        """Are its matrices kept in one byte per number?"""
+        return ":" in self.name
+
     def baselines(self) -> list[Baseline]:
+        """Those that can have its weights."""
+        if self.narrow:
+            return []
         whole = self.small is not None
         tokens = self.stretch.tokens if whole else min(self.stretch.tokens, 1 + (self.most or BASELINE_TOKENS))
         return baselines(self.model, self.conditioning, self.stretch, self.params, tokens,
@@ -74,9 +83,11 @@ class Subject:
 
 
 def subject(name: str, cfg: float | None, device: torch.device, dtype: torch.dtype, tokens: int, most: int) -> Subject:
-    """A model by its name in MODELS or ``sizes.SIZES``; tokens and most: see TOKENS and PASSES."""
-    if name in sizes.SIZES:
-        model = sizes.build(sizes.SIZES[name], dtype, device)
+    """A bundled model by its name, or one of ``sizes.SIZES`` (with its storage behind a colon), which draws ``tokens``
+    and is stopped after ``most`` passes (0: never)."""
+    size, _, storage = name.partition(":")
+    if size in sizes.SIZES:
+        model = sizes.build(sizes.SIZES[size], dtype, device, STORAGES[storage] if storage else None)
         params = model.defaults if cfg is None else replace(model.defaults, cfg=cfg)
         return Subject(name, model, sizes.prompt(model), params, Stretch.middle(model.layout(), tokens),
                        sizes.eagle(model), most=most)
