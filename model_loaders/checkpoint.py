@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from ..models.quantised import NARROW, NarrowLinear, quantise
 from .torchscript import read_torchscript
 
 SAFETENSORS = (".safetensors", ".sft")
@@ -36,7 +37,7 @@ class Checkpoint:
     """Tensors by name, the ``specar`` metadata of our own files (else empty), and the file they came from.
 
     A checkpoint in shards has its index for a file. The tensors are maps of the files: reading one is what costs.
-    storage: a narrower dtype in which the large matrices are to be kept (see load_weights).
+    storage: a narrower dtype, of NARROW, in which the large matrices are to be kept (see load_weights).
     """
 
     tensors: dict[str, Tensor]
@@ -250,9 +251,10 @@ def load_weights(module: nn.Module, tensors: Mapping[str, Tensor | tuple[Tensor,
                  dtype: torch.dtype, ignore: Iterable[str] = (), precise: tuple[str, ...] = ()) -> None:
     """Put tensors of a checkpoint into a module built on the meta device, one after the other, cast to ``dtype``.
 
-    A tuple stands for its tensors one below the other. Those under the prefixes ``precise`` stay fp32; the matrices of
-    the transformer's layers are kept in the checkpoint's ``storage`` dtype, which the layers must cast on use. Raises
-    CheckpointError for missing, unknown, misshapen or non-finite tensors (names in ``ignore`` are left out).
+    A tuple stands for its tensors one below the other. Those under the prefixes ``precise`` stay fp32. With a
+    ``storage`` dtype in the checkpoint, the large Linear modules are replaced by such as keep their matrices in it
+    (which ones: NARROW). Raises CheckpointError for missing, unknown, misshapen or non-finite tensors (names in
+    ``ignore`` are left out).
     """
     path, ignore = checkpoint.path, set(ignore)
     wanted = module.state_dict()
@@ -269,14 +271,42 @@ def load_weights(module: nn.Module, tensors: Mapping[str, Tensor | tuple[Tensor,
         whole = [sum(part[0] for part in shapes), *shapes[0][1:]] if shapes[0] else []
         if whole != list(shape) or any(part[1:] != shapes[0][1:] for part in shapes):
             raise CheckpointError(f"{path.name}: {name} has shape {whole}, expected {list(shape)}.")
-    linear = {f"{name}.weight" for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
+    narrow = _narrow_layers(module, checkpoint.storage) if checkpoint.storage else {}
     cast = {}
     for name, tensor in wanted.items():
-        stored = checkpoint.storage and name in linear and ".layers." in name
-        kept = checkpoint.storage if stored else torch.float32 if name.startswith(precise) else dtype
-        parts = [_cast(part, kept, tensor.is_floating_point(), name, path) for part in found[name]]
-        cast[name] = torch.cat(parts) if len(parts) > 1 else parts[0]
+        layer = narrow.get(name)
+        if layer is not None and checkpoint.storage == torch.int8:
+            parts = [_quantised(part, dtype, name, path) for part in found[name]]
+            cast[name], cast[f"{layer}.scale"] = (_joined(kind) for kind in zip(*parts, strict=True))
+        else:
+            kept = checkpoint.storage if layer is not None else torch.float32 if name.startswith(precise) else dtype
+            cast[name] = _joined([_cast(part, kept, tensor.is_floating_point(), name, path) for part in found[name]])
+        if layer is not None:
+            above, _, last = layer.rpartition(".")
+            new = NarrowLinear(cast[name], cast.get(f"{layer}.scale"), module.get_submodule(layer).bias)
+            setattr(module.get_submodule(above), last, new)
     module.load_state_dict(cast, strict=True, assign=True)
+
+
+def _narrow_layers(module: nn.Module, storage: torch.dtype) -> dict[str, str]:
+    """Name of the weights -> name of the module, of those Linear modules that are to be kept narrow."""
+    return {f"{name}.weight": name for name, layer in module.named_modules()
+            if isinstance(layer, nn.Linear) and any(part in name for part in NARROW[storage])}
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
+
+
+def _quantised(tensor: Tensor, dtype: torch.dtype, name: str, path: Path) -> tuple[Tensor, Tensor]:
+    """A matrix in int8 and its scales, for computing in ``dtype``. Raises CheckpointError as _cast does."""
+    _refuse_whole(tensor, name, path)
+    rounded, scale = quantise(tensor)
+    if not torch.isfinite(scale).all():
+        raise CheckpointError(f"{path.name}: {name} contains NaN or infinite values. The file is damaged.")
+    if 127 * scale.max() > torch.finfo(dtype).max:
+        raise CheckpointError(f"{path.name}: {name} has values that are too large for {dtype}. Load it in bf16.")
+    return rounded, scale
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, numbers: bool, name: str, path: Path) -> Tensor:
@@ -286,17 +316,22 @@ def _cast(tensor: Tensor, dtype: torch.dtype, numbers: bool, name: str, path: Pa
     CheckpointError for values that are not finite or too large for ``dtype``, or whole ones in place of real
     ``numbers``.
     """
-    if numbers and not tensor.is_floating_point():
-        raise CheckpointError(
-            f"{path.name}: {name} holds whole numbers ({tensor.dtype}). It is quantised in a way that this pack does "
-            "not read: take the weights as they were released."
-        )
+    if numbers:
+        _refuse_whole(tensor, name, path)
     cast = tensor.to(dtype)
     if not _finite(cast):
         if _finite(tensor):
             raise CheckpointError(f"{path.name}: {name} has values that are too large for {dtype}. Load it in bf16.")
         raise CheckpointError(f"{path.name}: {name} contains NaN or infinite values. The file is damaged.")
     return cast
+
+
+def _refuse_whole(tensor: Tensor, name: str, path: Path) -> None:
+    if not tensor.is_floating_point():
+        raise CheckpointError(
+            f"{path.name}: {name} holds whole numbers ({tensor.dtype}). It is quantised in a way that this pack does "
+            "not read: take the weights as they were released."
+        )
 
 
 def _finite(tensor: Tensor) -> bool:

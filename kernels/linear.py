@@ -1,0 +1,47 @@
+"""Products with matrices kept in one byte per number: int8 with a scale for every row, or fp8 (e4m3).
+
+A pass of few tokens costs what reading its weights costs. So there they are widened where they are multiplied: in the
+registers of a GPU, or block by block in the cache of a CPU, and never written in a wider form. Prompts have many
+tokens, and are multiplied with a copy of the matrix, made for them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .dispatch import accelerated, has_triton
+
+FEW = 128  # rows of a pass that is bound by its weights
+_BLOCK = 2**18  # weights widened at once on a CPU
+
+
+def linear_narrow(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+    """x [..., K] times the rows of ``weight`` [N, K] (int8 or float8_e4m3fn), row n multiplied by scale[n].
+
+    scale [N] (fp32); None: 1. Returns [..., N] in the dtype of x (fp32, bf16 or fp16), summed in fp32.
+    """
+    rows = x.flatten(0, -2)
+    in_place = len(rows) <= FEW and has_triton() if x.is_cuda else True
+    product = few_rows(rows, weight, scale) if in_place else F.linear(rows, widened(weight, scale, x.dtype))
+    return product.unflatten(0, x.shape[:-1])
+
+
+@accelerated
+def few_rows(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    """``linear_narrow`` for x [M, K]."""
+    blocks = weight.split(max(1, _BLOCK // weight.shape[1]))
+    product = torch.cat([F.linear(x.float(), widened(block, None, torch.float32)) for block in blocks], dim=-1)
+    return (product if scale is None else product * scale).to(x.dtype)
+
+
+def widened(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The matrix that a narrow one [N, K] with its scales stands for, in a wide dtype."""
+    if weight.dtype == torch.float8_e4m3fn and not weight.is_cuda:
+        # The bits of a 256th of the number in fp16: torch's own conversion is eight times slower on a CPU.
+        bits = (weight.view(torch.int8).to(torch.int16) << 7) & ~(1 << 14)
+        wide = bits.view(torch.float16).to(dtype).mul_(256)
+    else:
+        wide = weight.to(dtype)
+    return wide if scale is None else wide.mul_(scale[:, None])

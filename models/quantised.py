@@ -1,0 +1,51 @@
+"""Linear layers whose matrix takes one byte per number: int8, every row with a scale of its own, or fp8 (e4m3)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.linear import linear_narrow
+
+NARROW = {  # how a matrix may be kept -> parts of the names of those that are. Rounding to fp8 is too coarse for heads.
+    torch.int8: (".layers.", "backbone.output"), torch.float8_e4m3fn: (".layers.",),
+}  # fmt: skip
+_TOGETHER = 2**22  # numbers that are rounded at once: that takes several copies of them
+
+
+class NarrowLinear(nn.Module):
+    """Stands in for a Linear; takes over its bias. weight [N, K] (int8, or float8_e4m3fn with scale None), scale [N].
+
+    comfy_cast_weights tells ComfyUI that it may leave the weights in main memory: they are brought over when used.
+    """
+
+    comfy_cast_weights = True
+
+    def __init__(self, weight: Tensor, scale: Tensor | None, bias: nn.Parameter | None):
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.scale = None if scale is None else nn.Parameter(scale, requires_grad=False)
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N] in the dtype of x."""
+        weight, scale = self.weight.to(x.device), None if self.scale is None else self.scale.to(x.device)
+        product = linear_narrow(x, weight, scale)
+        return product if self.bias is None else product + self.bias.to(x)
+
+
+def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix [N, K] rounded to the nearest of 255 levels between -m and m, m the largest magnitude of the row.
+
+    Returns int8 [N, K] and scales [N] (fp32): the level is int8 x scale, and half a scale the largest error. Values
+    that are not finite leave a scale that is not.
+    """
+    parts = [_quantise(part) for part in weight.split(max(1, _TOGETHER // max(1, weight.shape[1])))]
+    rounded, scales = zip(*parts, strict=True)
+    return torch.cat(rounded), torch.cat(scales)
+
+
+def _quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+    wide = weight.float()
+    scale = (wide.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)  # rows of zeros have one, too
+    return (wide / scale[:, None]).round_().to(torch.int8), scale
