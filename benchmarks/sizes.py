@@ -20,7 +20,7 @@ from comfyui_specar.models.eagle import Eagle
 from comfyui_specar.models.janus import CodeEmbedding, CodeHead
 from comfyui_specar.models.positions import GridPositions, SequencePositions
 from comfyui_specar.models.prefix import CaptionPrefix, TextPrefix
-from comfyui_specar.models.quantised import NarrowLinear, quantise
+from comfyui_specar.models.quantised import narrow_names, put_narrow, quantise
 from comfyui_specar.samplers.protocols import SamplingParams
 from torch import nn
 
@@ -117,17 +117,15 @@ def build(
         sample = backbone.logits(backbone.norm(torch.randn(1, 64, config.dim, dtype=dtype, device=device)))
         head.weight.mul_(LOGIT_SPREAD / sample.std())
     if storage:
-        _narrow(backbone, storage)
+        _narrow(model, storage)
     return model.eval().requires_grad_(False)
 
 
-def _narrow(backbone: Backbone, storage: torch.dtype) -> None:
-    """Keep the matrices of the layers in int8 or fp8."""
-    for name, linear in [(n, m) for n, m in backbone.named_modules() if isinstance(m, nn.Linear) and "layers." in n]:
-        weight = linear.weight.detach()
-        rounded, scale = quantise(weight) if storage == torch.int8 else (weight.to(storage), None)
-        above, _, last = name.rpartition(".")
-        setattr(backbone.get_submodule(above), last, NarrowLinear(rounded, scale, linear.bias))
+def _narrow(model: DiscreteModel, storage: torch.dtype) -> None:
+    """Keep the large matrices in int8 or fp8."""
+    for name in narrow_names(model, storage):
+        weight = model.get_submodule(name).weight.detach()
+        put_narrow(model, name, *(quantise(weight) if storage == torch.int8 else (weight.to(storage), None)))
 
 
 def prompt(model: DiscreteModel) -> list:

@@ -9,7 +9,7 @@ import torch
 from comfyui_specar import api
 from comfyui_specar.benchmarks import plain, profiles, sizes, speed, subjects
 from comfyui_specar.benchmarks.generate import generate, twin
-from comfyui_specar.benchmarks.passes import Staged, Stretch
+from comfyui_specar.benchmarks.passes import Staged, Stretch, weights_read
 from comfyui_specar.models.positions import SequencePositions
 from comfyui_specar.samplers.protocols import SamplingParams, TokenLayout
 
@@ -83,6 +83,7 @@ def small_world(monkeypatch):
     monkeypatch.setattr(speed, "CURVE_TOKENS", 6)
     monkeypatch.setattr(speed, "CURVES", ("next_token",))
     monkeypatch.setattr(speed, "WIDTHS", (1, 5))
+    monkeypatch.setattr(profiles, "PROFILED", 1)
 
 
 def measured(monkeypatch, *arguments):
@@ -118,6 +119,14 @@ def test_a_report_is_complete(small_world, monkeypatch, tmp_path, capsys):
     printed = out.with_suffix(".md").read_text()
     assert printed.strip() in capsys.readouterr().out
     assert all(f"| {name} |" in printed for name in methods + baselines) and "| 64 | end |" in printed
+
+
+@pytest.mark.parametrize("storage", ["int8", "fp8"])
+def test_narrow_weights_are_read_as_such(small_world, storage):
+    wide, narrow = (subjects.subject(name, None, CPU, torch.float32, 16, 2) for name in ("tiny", f"tiny:{storage}"))
+    layers = [weights_read(case.model.backbone.layers) for case in (wide, narrow)]
+    assert 0.25 < layers[1] / layers[0] < 0.4  # scales and norms are fp32
+    assert narrow.baselines() == [] and narrow.sampler("next_token")(0).passes == 2
 
 
 def test_without_a_gpu_its_rows_are_not_run(monkeypatch, tmp_path):
