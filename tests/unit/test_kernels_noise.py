@@ -25,7 +25,7 @@ def requests(draw):
     return words_of(batch, count), words_of(batch, 2), repeats
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(requests(), st.lists(st.sampled_from([int(p) for p in Purpose]), min_size=1, max_size=3))
 def test_uniform_numbers_agree_bit_for_bit(request_, purposes):
     positions, keys, draw = request_
@@ -35,7 +35,7 @@ def test_uniform_numbers_agree_bit_for_bit(request_, purposes):
 
 
 @pytest.mark.parametrize("name", ["gumbel", "normal"])
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(requests(), st.integers(1, 14))
 def test_vectors_agree(name, request_, count):
     positions, keys, draw = request_
