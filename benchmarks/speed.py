@@ -227,15 +227,14 @@ def measure(name: str, cfg: float | None, options, report: Report, passes: dict[
 
 def only_on_a_gpu(case: Subject, names: list[str], entry: dict, options, report: Report) -> None:
     """Synchronisations of every method, and the kernels they call."""
-    device = case.model.device
+    device, short = case.model.device, Stretch.middle(case.stretch.layout, CURVE_TOKENS)
     if "trace" in options.parts:
         entry["trace"] = []
         for name in names:
             with report.going_on(f"{case.name}: trace of {name}"):
-                entry["trace"].append({"name": name} | profiles.synchronisations(case.sampler(name), device))
+                entry["trace"].append({"name": name} | profiles.synchronisations(case.sampler(name, short), device))
                 report.save()
     if "kernels" in options.parts:
-        short = Stretch.middle(case.stretch.layout, CURVE_TOKENS)
         entry["kernels"] = profiles.kernels((case.sampler(name, short) for name in names), device)
         report.save()
 

@@ -89,10 +89,11 @@ def _model(model: dict[str, Any]) -> list[str]:
             [("ms", *(w["ms"]["median"] for w in model["widths"])), ("ratio", *(w["ratio"] for w in model["widths"]))],
         )]  # fmt: skip
     for part, keys, title in (("sizes", ("tokens", "place"), "Milliseconds of a pass, by the picture's tokens:"),
-                              ("batches", ("pictures",), "Milliseconds of a pass, by pictures drawn together:")):
+                              ("batches", ("pictures",), "Milliseconds of a pass for each of the pictures drawn together:")):
         if model.get(part):
             names = list(model[part][0]["ms"])
-            rows = [(*(point[key] for key in keys), *(point["ms"][name]["median"] for name in names))
+            rows = [(*(point[key] for key in keys),
+                     *(f"{point['ms'][name]['median'] / point.get('pictures', 1):.4g}" for name in names))
                     for point in model[part]]
             found += [title, _grid((*keys, *names), rows)]
     if model.get("batches") and model["batches"][0]["whole"]:
