@@ -19,7 +19,7 @@ from .drafting import Drafting, Root
 from .logits import probabilities
 from .protocols import ARModel, Drafter, SamplingParams, TokenLayout
 from .rng import Purpose, Stream
-from .rounds import Carry, Decided, Pending, after_verification, fed_mask, kept_slots, rejoin
+from .rounds import Carry, Decided, Pending, Told, after_verification, fed_mask, kept_slots, rejoin
 from .skipping import Skipping
 from .structures import Extent, Structure
 from .trace import Record, Source
@@ -64,18 +64,19 @@ class RoundStep:
         ).round(accepted=0, committed=1, width=1, nodes=0, depth=0, skipped=0)
         history = self.structure.start(batch, layout, device)
         tokens = torch.zeros((batch, self.length + 1), dtype=torch.int64, device=device)
+        told = Told(token, none, one, out.hidden)
         carry = Carry(
-            stream, layout, strength, tokens, none, Decided(token, one, token, none, one, out.hidden),
+            stream, layout, strength, tokens, none, told,
             Pending(token, torch.zeros_like(p[..., 0]), one), history, None, None, none > 0, one,
             out.hidden.expand(-1, levels, -1) if self.skipping else None, one, record, none[0],
         )
-        return self.commit(carry, carry.decided)
+        return self.commit(carry, Decided(token, one, told))
 
     def draft(self, extent: Extent, carry: Carry) -> tuple[Carry, Tree, Tensor]:
         """Tell the drafter what was decided, let it grow a tree, and choose who takes it unverified [B] (bool)."""
-        told = carry.decided
-        position = told.begin[:, None] + torch.arange(told.observe.shape[1], device=told.begin.device)
-        out = self.drafter.observe(self.state, told.observe, position, told.hidden, told.observed)
+        told = carry.told
+        position = told.begin[:, None] + torch.arange(told.token.shape[1], device=told.begin.device)
+        out = self.drafter.observe(self.state, told.token, position, told.hidden, told.count)
         work = Drafting(
             self.drafter, self.state, carry.layout, self.params, self.model.vocab, carry.stream, self.forcing
         )
@@ -182,7 +183,7 @@ class RoundStep:
             depth=tree.depth.gather(1, slots), q=q, rank=tree.rank.gather(1, slots),
             tree_depth=depth[:, None], tree_width=width[:, None],
         )
-        return replace(carry, record=record), Decided(token, count, token, carry.committed, count, hidden), q
+        return replace(carry, record=record), Decided(token, count, Told(token, carry.committed, count, hidden)), q
 
     def commit(self, carry: Carry, decided: Decided) -> Carry:
         """Write the new tokens down and plan the next round."""
@@ -193,7 +194,7 @@ class RoundStep:
         extent = self.structure.extent(plan, self.length - committed, coarse=self.told > 0)
         return replace(
             carry, tokens=carry.tokens.scatter(1, place, decided.token), committed=committed, turn=turn, plan=plan,
-            extent=extent, decided=decided.padded(self.told),
+            extent=extent, told=decided.told.padded(self.told),
         )
 
     def laws(self, logits: Tensor, position: Tensor, layout: TokenLayout) -> Tensor:

@@ -33,29 +33,38 @@ class Pending:
 
 
 @dataclass(frozen=True)
-class Decided:
-    """A round's new tokens [B, T] of which ``count`` [B] are meant.
+class Told:
+    """What the drafter is to take over: tokens [B, U] from positions ``begin`` [B] on, ``count`` [B] of them, with the
+    target's hidden states [R, U, D] before each."""
 
-    What the drafter is to take over: tokens [B, U] from positions ``begin`` [B] on, ``observed`` [B] of them, with the
-    target's hidden states [R, U, D] before each.
-    """
+    token: Tensor
+    begin: Tensor
+    count: Tensor
+    hidden: Tensor
+
+    def where(self, condition: Tensor, other: Told) -> Told:
+        """These for the images where condition [B], else ``other``."""
+        return Told(*(choose(condition, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
+
+    def padded(self, width: int) -> Told:
+        """With U at least ``width``: rounds of one shape are captured once."""
+        missing = max(0, width - self.token.shape[1])
+        pad = torch.nn.functional.pad
+        return replace(self, token=pad(self.token, (0, missing)), hidden=pad(self.hidden, (0, 0, 0, missing)))
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A round's new tokens [B, T] of which ``count`` [B] are meant."""
 
     token: Tensor
     count: Tensor
-    observe: Tensor
-    begin: Tensor
-    observed: Tensor
-    hidden: Tensor
+    told: Told
 
     def where(self, condition: Tensor, other: Decided) -> Decided:
         """These for the images where condition [B], else ``other``."""
-        return Decided(*(choose(condition, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
-
-    def padded(self, width: int) -> Decided:
-        """With U at least ``width``: rounds of one shape are captured once."""
-        missing = max(0, width - self.observe.shape[1])
-        pad = torch.nn.functional.pad
-        return replace(self, observe=pad(self.observe, (0, missing)), hidden=pad(self.hidden, (0, 0, 0, missing)))
+        return Decided(choose(condition, self.token, other.token), choose(condition, self.count, other.count),
+                       self.told.where(condition, other.told))
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,7 @@ class Carry:
     """What goes from round to round, all of it tensors: first what the run was asked, then how far it is.
 
     stream, layout, strength [B, S]: see Request. tokens [B, S + 1]: the last place swallows what is not decided;
-    committed [B]: how many are. decided: by the last round, of which the drafter does not know yet. pending: see there.
+    committed [B]: how many are. told: by the last round, of which the drafter does not know yet. pending: see there.
     history, plan, extent: what the structure remembers, its next trees, and what the host must know of them (see
     structures.py). skipped [B]: was the last round taken unverified; own_passes [B]: passes that judged each image;
     features [R, G, D], known [B]: the target's newest hidden states and how many there are, where rounds are skipped.
@@ -75,7 +84,7 @@ class Carry:
     strength: Tensor
     tokens: Tensor
     committed: Tensor
-    decided: Decided
+    told: Told
     pending: Pending
     history: Any
     plan: tuple[Tensor, Tensor] | None
@@ -139,10 +148,10 @@ def after_verification(
     index = torch.arange(pending.token.shape[1] + levels, device=kept.device)
     again = pending.token.gather(1, (index + 1).expand(len(kept), -1).clamp(max=pending.token.shape[1] - 1))
     new = verified.token.gather(1, (index - early[:, None]).clamp(0, levels))
-    observe = torch.where(index < early[:, None], again, new)
+    token = torch.where(index < early[:, None], again, new)
     before = kept.gather(1, (first[:, None] + index).clamp(max=kept.shape[1] - 1))
-    observed = torch.where(judged, count + early, 0)
-    return Decided(verified.token, count, observe, committed - early, observed, take(hidden, before))
+    told = Told(token, committed - early, torch.where(judged, count + early, 0), take(hidden, before))
+    return Decided(verified.token, count, told)
 
 
 def rejoin(pending: Pending, decided: Decided, q: Tensor, skip: Tensor, width: int) -> Pending:

@@ -165,7 +165,7 @@ class Run:
         return (
             step.model.reach(step.target, ahead + method.width),
             step.drafter.reach(step.state, ahead + method.draft_width + 1),
-            self.extent, carry.decided.observe.shape[1], carry.pending.token.shape[1],
+            self.extent, carry.told.token.shape[1], carry.pending.token.shape[1],
         )
 
     def branches(self, skip: Tensor) -> tuple[bool, bool]:

@@ -98,7 +98,7 @@ def test_the_eagle_drafter_knows_the_true_pairs(model, drafters, structure):
         checked = 0
         while not run.done:
             run.round()
-            carry, told = run.carry, run.carry.decided.begin
+            carry, told = run.carry, run.carry.told.begin
             if run.done or carry.skipped.any() or not (carry.committed < run.step.length).all():
                 continue
             request = run.request

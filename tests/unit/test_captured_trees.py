@@ -1,0 +1,166 @@
+"""Rounds of drafting without the host: compiled whole, and replayed as a CUDA graph would, they draw the same."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from comfyui_specar.kernels.graphs import Graphs
+from comfyui_specar.samplers import session, speculative
+from comfyui_specar.samplers.acceptance import Exact
+from comfyui_specar.samplers.adt_tree import ADTTree
+from comfyui_specar.samplers.cool_sd import CoolSD, UniformRSD
+from comfyui_specar.samplers.grouped import Grouped
+from comfyui_specar.samplers.lantern import Lantern, LanternPP
+from comfyui_specar.samplers.protocols import Decoded, Request, SamplingParams
+from comfyui_specar.samplers.session import Session
+from comfyui_specar.samplers.skipping import Skipping
+from comfyui_specar.samplers.speculative import DraftTree, Run
+from comfyui_specar.samplers.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.tv_metered import TVMetered
+
+from .tape import LatePoll, TapeGraphs
+from .test_speculative_caches import drafters, model  # noqa: F401 (fixtures)
+from .tiny import CAPTION, caption_features, fill
+from .toy import ToyDrafter, ToyModel, chi_square, plain, request, with_kept_tokens, with_line_ends
+
+STATIC = Static(((0,), (1,), (0, 0), (0, 1), (1, 0)))
+FIXED = {"chain": Chain(3), "blocks": Chain(3, "block"), "static": STATIC, "dynamic": Dynamic(3, 3, 6)}
+ADT = {"depths": (1, 3), "widths": (1, 3), "width_step": 1, "first": (2, 2), "nodes": 5}
+VARYING = {"adaptive": ADTTree(**ADT), "adaptive, sampled": ADTTree(children="sampled", **ADT)}
+RULES = [Lantern(2, 0.3), LanternPP(2, 3.0), UniformRSD(2.0), CoolSD(1.5), Grouped(14, 0.9, 10.0), TVMetered(0.1)]
+SKIPS = {"uniform": Skipping(interval=2, guard=0),
+         "stale": Skipping("dynamic", threshold=0.0, guard=0, truncate=False, refresh=False)}
+LAYOUTS = {"row": (plain(2, 3), 0), "line_ends": (with_line_ends(2, 2), 2), "kept": (with_kept_tokens(2, 3), 0)}
+METHODS = {
+    **{name: (structure, {}) for name, structure in (FIXED | VARYING).items()},
+    **{f"skipping {name}": (FIXED["static"], {"skipping": skips}) for name, skips in SKIPS.items()},
+    "skipping likeliest": (FIXED["dynamic"], {"skipping": SKIPS["uniform"], "rule": Lantern(2, 0.3)}),
+    "skipping adaptive": (VARYING["adaptive"], {"skipping": SKIPS["uniform"]}),
+}
+
+
+class CompiledGraphs(Graphs):
+    """Compiles the steps of the second round, each as one graph: whatever would have to ask the host is an error."""
+
+    calls = 0
+
+    def __call__(self, key, step, *inputs):
+        self.calls += 1
+        if self.calls in (3, 4):
+            step = torch.compile(step, fullgraph=True, backend="eager", dynamic=False)
+        return step(*inputs)
+
+
+@pytest.fixture
+def on_tape(monkeypatch):
+    """Sessions as on a GPU; the graphs they made."""
+    made = []
+
+    def graphs(device):
+        made.append(TapeGraphs(device))
+        return made[-1]
+
+    monkeypatch.setattr(session, "Graphs", graphs)
+    monkeypatch.setattr(speculative, "Poll", LatePoll)
+    return made
+
+
+def agree(method, asked, monkeypatch):
+    """Runs one after the other, each with what the ones before left; then the same without graphs."""
+    replayed = [method.sample(one) for one in asked]
+    with monkeypatch.context() as plainly:
+        plainly.setattr(session, "Graphs", Graphs)
+        plainly.setattr(speculative, "Poll", session.Poll)
+        asked[0].model.kept.clear()
+        for one, found in zip(asked, replayed, strict=True):
+            same(found, method.sample(one))
+
+
+def same(one, other):
+    """The same pictures and the same story of them, but for times and the dead drafts that captured trees may have."""
+    assert torch.equal(one.tokens, other.tokens)
+    for mine, its in ((one.trace.positions, other.trace.positions), (one.trace.rounds, other.trace.rounds)):
+        for name in mine.keys() - {"milliseconds", "draft_milliseconds", "width"}:
+            assert torch.allclose(mine[name].double(), its[name].double(), atol=1e-5), name
+    assert one.trace.totals | {"seconds": 0} == other.trace.totals | {"seconds": 0}
+
+
+def compiled(method, asked):
+    """A run with a compiled round."""
+    torch._dynamo.reset()
+    run = Run(method, asked, Session(CompiledGraphs(asked.model.device)))
+    while not run.done:
+        run.round()
+    assert run.kept.graphs.calls > 4
+    return Decoded(run.carry.tokens[:, :-1], run.finish())
+
+
+def toy(layout="row", **options):
+    """A toy model of a layout, and a drafter for it."""
+    shape, specials = LAYOUTS[layout]
+    target = ToyModel(shape, specials)
+    return target, ToyDrafter(target, **options), shape
+
+
+def prompted(model, method_seed, strength=None, tokens=7, keep=True, batch=2):  # noqa: F811
+    """What a tiny LlamaGen is asked: guided, with tokens of the user's own."""
+    layout = model.layout()
+    if keep:
+        kept = torch.zeros((1, 4, 4), dtype=torch.bool)
+        kept.view(-1)[[2, 3, 9, 15]] = True
+        layout = layout.keeping(torch.full((1, 4, 4), 7), kept)
+    negative = model.encode_features(fill("negative embedding", (1, 3, CAPTION)))
+    prompt = model.encode_features(caption_features(tokens))
+    return Request(model, prompt, layout, SamplingParams(cfg=2.0, top_k=12), negative, method_seed, batch,
+                   strength=strength)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind, structure, rule, keep", [
+    ("model", Chain(3, "block"), Exact(), False), ("eagle", Chain(2), CoolSD(1.5), True),
+    ("eagle", STATIC, Exact(), False), ("eagle", Dynamic(2, 3, 5), Lantern(2, 0.3), True),
+], ids=str)
+def test_compiled_rounds_are_plain_rounds(model, drafters, kind, structure, rule, keep):  # noqa: F811
+    method, asked = DraftTree(drafters[kind], structure, rule), prompted(model, 3, keep=keep)
+    same(compiled(method, asked), method.sample(asked))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_replayed_rounds_are_plain_rounds(name, on_tape, monkeypatch):
+    """Every structure and schedule; two runs of a kind share their graphs, and the first keeps what it drew."""
+    structure, more = METHODS[name]
+    target, drafter, shape = toy("line_ends", stale="skipping" in more)
+    method = DraftTree(drafter, structure, **more)
+    asked = [request(target, shape, SamplingParams(cfg=1.5), seed=seed, batch=3) for seed in (3, 30)]
+    agree(method, asked, monkeypatch)
+    assert len(on_tape) == 1 and on_tape[0].replayed > 0
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_replayed_rules_heed_the_strength_of_each_run(rule, on_tape, monkeypatch):
+    target, drafter, shape = toy()
+    structure = FIXED["dynamic" if isinstance(rule, Lantern) else "static"]
+    method = DraftTree(drafter, structure, rule)
+    asked = [replace(request(target, shape, seed=seed, batch=3), strength=strength)
+             for seed, strength in ((3, None), (9, torch.rand(1, 6)))]
+    agree(method, asked, monkeypatch)
+    assert on_tape[0].replayed > 0
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["eagle", "model"])
+def test_replayed_rounds_on_a_backbone(model, drafters, kind, on_tape, monkeypatch):  # noqa: F811
+    """Caches are written in place: another prompt, other kept tokens."""
+    structure = STATIC if kind == "eagle" else VARYING["adaptive"]
+    method = DraftTree(drafters[kind], structure, CoolSD(1.5), Skipping(interval=3, guard=0))
+    asked = [prompted(model, seed, tokens=tokens) for seed, tokens in ((3, 7), (4, 6))]
+    agree(method, asked, monkeypatch)
+    assert on_tape[0].replayed > 0
+
+
+@pytest.mark.parametrize("structure", [Chain(3), Chain(3, "block"), STATIC, Dynamic(3, 2, 5)], ids=str)
+def test_replayed_rounds_draw_from_the_law(structure, on_tape):
+    target, drafter, shape = toy("line_ends")
+    tokens = DraftTree(drafter, structure).sample(request(target, shape, batch=6000)).tokens
+    assert on_tape[0].replayed > 0
+    assert chi_square(tokens, target.law(shape, SamplingParams())).z < 4
