@@ -22,9 +22,10 @@ def attend_few(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     key_heads, slots = k.shape[1:3]
     shared = heads // key_heads
     queries = shared * count  # rows that read the same keys
+    mask = mask.expand(rows, 1, count, slots)
     block_m = min(max(triton.next_power_of_2(queries), 16), 64)
     block_d = max(triton.next_power_of_2(dim), 16)
-    block_n = min(TILE // (block_d * q.dtype.itemsize), 64)
+    block_n = max(min(TILE // (block_d * q.dtype.itemsize), 64), 16)
     tiles = rows * key_heads, triton.cdiv(queries, block_m)
     parts = min(max(PROGRAMS // (tiles[0] * tiles[1]), 1), triton.cdiv(slots, block_n), 64)
     per_part = triton.cdiv(triton.cdiv(slots, block_n), parts) * block_n

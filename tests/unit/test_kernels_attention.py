@@ -56,6 +56,12 @@ def test_a_query_that_sees_nothing_gets_zeros(slots):
     assert torch.allclose(found, attend_few(q, k, v, mask), atol=1e-5) and not found[1, :, 2].any()
 
 
+def test_rows_may_share_a_mask():
+    q, k, v, mask = case(2, 1, 2, 2, 50, 16)
+    given = q, k, v, mask[:1]
+    assert torch.allclose(interpreted("attention.attend_few", *given), attend_few(*given), atol=1e-5)
+
+
 def test_slots_that_nobody_sees_are_not_read():
     q, k, v, mask = case(1, 2, 1, 2, 80, 16)
     wanted = attend_few(q, k, v, mask)
