@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..kernels.sampling import at, categorical
+from ..kernels.sampling import at, categorical, readable
+from ..kernels.verification import couple
 from .acceptance import SMALLEST, AcceptanceRule, Draft, Exact, accept_or_redraw, check_strength
 from .guesses import INITIAL, Ring, fresh_guesses
 from .logits import check_finite, probabilities
@@ -141,7 +142,7 @@ def verify(run: Run, carry: Carry, p: Tensor) -> Verified:
     columns = torch.arange(seen, device=p.device)
     exists = (columns < seen - 1).expand(batch, -1)
     position = window.committed[:, None] + columns
-    u = v = None
+    u = v = q = None
     relaxed, leak = torch.zeros_like(exists), torch.zeros(position.shape, device=p.device)
     if run.method.reuse == "gumbel":
         token = memory.noise.at(position).add_(p.log()).argmax(-1)
@@ -149,7 +150,7 @@ def verify(run: Run, carry: Carry, p: Tensor) -> Verified:
     else:
         u, v = carry.stream.uniforms(position, (Purpose.ACCEPT, Purpose.REDRAW), carry.turn)
         if isinstance(rule, Exact):
-            token, accepted = coupled(p, window.token, memory.drawn, position, exists, u, v)
+            token, accepted, _, q = coupled(run, window, p, position, exists, u, v)
         else:
             strength = torch.ones(position.shape, device=p.device)
             if carry.strength is not None:
@@ -159,7 +160,7 @@ def verify(run: Run, carry: Carry, p: Tensor) -> Verified:
             token, accepted, relaxed = outcome.token, outcome.accepted, outcome.relaxed
             if not rule.lossless:
                 leak = rule.leak(p, draft.q, draft.token, draft.depth, strength) * exists
-    q = memory.drawn.entry(position, window.token) * exists
+    q = (memory.drawn.entry(position, window.token) if q is None else q) * exists
     left = carry.layout.length - position
     leading = (accepted & (left > 0)).long().cumprod(-1).sum(-1)  # accepted guesses in a row
     count = torch.minimum(leading + 1, left[:, 0]).clamp(min=0)
@@ -167,15 +168,11 @@ def verify(run: Run, carry: Carry, p: Tensor) -> Verified:
 
 
 def coupled(
-    p: Tensor, token: Tensor, laws: Ring, position: Tensor, exists: Tensor, u: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The exact test of guesses [B, W] that were drawn from ``laws``: tokens that follow p [B, W, V+], as many of them
-    as can be the guesses (maximal coupling: keep with min(1, p/q), else draw from norm([p - q]+)), and which are.
-    """
-    ratio = at(p, token) / laws.entry(position, token).clamp(min=SMALLEST)
-    accepted = exists & (u < ratio)
-    draft = Draft(token, laws.at(position) * exists.unsqueeze(-1), token, exists)
-    return accept_or_redraw(Exact(), p, draft, u, v, u).token, accepted
+    run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor, u: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens [B, W] that follow p and are the guesses as often as can be; whether they are; the guesses' p and q."""
+    laws = run.memory.drawn.rows
+    return couple(p, laws, position % laws.shape[1], window.token, exists, u, v)
 
 
 def drawn(run: Run, carry: Carry, position: Tensor, exists: Tensor) -> Draft:
@@ -196,7 +193,7 @@ def refine(run: Run, carry: Carry, verified: Verified) -> tuple[Tensor, Tensor]:
     if method.reuse == "gumbel" or (method.reuse == "coupled" and isinstance(method.rule, Exact)):
         return verified.token, p
     if method.reuse == "coupled":
-        return coupled(p, window.token, run.memory.drawn, position, exists, verified.u, verified.v)[0], p
+        return coupled(run, window, p, position, exists, verified.u, verified.v)[0], p
     redrawn = categorical(p, verified.v)
     if method.reuse == "resample":
         return redrawn, p
@@ -277,7 +274,7 @@ def decide(run: Run, carry: Carry, logits: Tensor, bare: Source) -> Carry:
     position = window.committed[:, None] + torch.arange(logits.shape[1], device=logits.device)
     forced = layout.forced_at(position) if run.forcing else None
     verified = verify(run, carry, probabilities(logits, run.params, run.model.vocab, forced))
-    first = verified.p.shape[1]
+    first = int(verified.count.max()) if readable(verified.count) else verified.p.shape[1]
     kept = torch.where(position < (window.committed + verified.count)[:, None], position, layout.length)
     return replace(
         carry,

@@ -1,0 +1,210 @@
+"""Steps of next-token and Jacobi decoding as they run on a GPU: compiled as one graph, captured, replayed, told late.
+
+Nothing of that may show: same tokens and same trace as the plain loop, also over several runs in one kept session.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from comfyui_specar import api
+from comfyui_specar.kernels.graphs import leaves
+from comfyui_specar.samplers import jacobi, loop, next_token, session
+from comfyui_specar.samplers.cool_sd import CoolSD
+from comfyui_specar.samplers.jacobi import REUSE, SJD
+from comfyui_specar.samplers.lantern import Lantern
+from comfyui_specar.samplers.next_token import NextToken
+from comfyui_specar.samplers.protocols import SamplingParams, TokenLayout
+
+from .tape import LatePoll, TapeGraphs
+from .tiny import CAPTION, VOCAB, caption_features, fill, llamagen
+from .toy import ToyModel, chi_square, plain, request, with_kept_tokens, with_line_ends
+from .windows import begun, three_passes
+
+LAYOUTS = {"row": (plain(2, 3), 0), "line_ends": (with_line_ends(2, 2), 2), "kept": (with_kept_tokens(2, 3), 0)}
+METHODS = [
+    NextToken(), *(SJD(3, reuse) for reuse in REUSE), SJD(4, initial="repeat"), SJD(6, "gumbel", "upper"),
+    SJD(3, rule=CoolSD(3)), SJD(4, "resample", "left", rule=Lantern(2, 0.6, "paper")), SJD(4, initial="uniform"),
+]
+
+
+@contextmanager
+def captured():
+    """As on a GPU. Yields the list of the sessions' graphs."""
+    made = []
+
+    class Graphs(TapeGraphs):
+        def __init__(self, device):
+            super().__init__(device)
+            made.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "Graphs", Graphs)
+        patch.setattr(loop, "Poll", LatePoll)
+        yield made
+
+
+def assert_same(found, wanted):
+    assert torch.equal(found.tokens, wanted.tokens)
+    for name, values in wanted.trace.positions.items():
+        assert torch.equal(found.trace.positions[name], values), name
+    for name, values in wanted.trace.rounds.items():
+        assert name == "milliseconds" or torch.equal(found.trace.rounds[name], values), name
+    assert len(found.trace.rounds.get("milliseconds", ())) == len(wanted.trace.rounds.get("milliseconds", ()))
+    one, two = ({**d.trace.summary(), "seconds": 0} for d in (found, wanted))
+    assert one == two
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    model = llamagen(tmp_path_factory.mktemp("model"), text=True)
+    model.attach_codebook(fill("codebook", (VOCAB, 4)), 16)
+    return model
+
+
+# Toy models, whose every law is known
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_replaying_a_step_is_the_plain_loop(method, name):
+    layout, specials = LAYOUTS[name]
+    model, params = ToyModel(layout, specials), SamplingParams(cfg=1.5, temperature=1.2)
+    asked = [request(model, layout, params, seed, batch=5) for seed in (0, 40, 0)]
+    wanted = [method.sample(one) for one in asked]
+    with captured() as made:
+        found = [method.sample(one) for one in asked]
+    for one, two in zip(found, wanted, strict=True):
+        assert_same(one, two)
+    assert len(made) == made[0].captured == 1, "one graph for all three runs"
+    assert made[0].replayed > sum(d.trace.totals["target_passes"] for d in found) - 3
+
+
+def test_strength_and_kept_tokens_are_inputs_of_a_graph():
+    layout, model = with_kept_tokens(2, 3), ToyModel(plain(2, 3))
+    other = replace(layout, forced=layout.forced.flip(1))
+    strengths = [torch.full((1, 6), 0.3), torch.tensor([[0.0, 1, 1, 0, 1, 0.5]])]
+    method = SJD(4, initial="uniform", rule=CoolSD(4))
+    asked = [replace(request(model, one, batch=200), strength=s) for one in (layout, other) for s in strengths]
+    wanted = [method.sample(one) for one in asked]
+    with captured() as made:
+        found = [method.sample(one) for one in asked]
+    assert made[0].captured == 1
+    for one, two in zip(found, wanted, strict=True):
+        assert_same(one, two)
+    assert not torch.equal(found[0].trace.positions["tv_leak"], found[1].trace.positions["tv_leak"])
+
+
+@pytest.mark.parametrize("changed", [
+    {"params": SamplingParams(temperature=0.5)}, {"params": SamplingParams(cfg=2.0)}, {"batch": 3},
+    {"params": SamplingParams(top_k=2)}, {"layout": with_kept_tokens(2, 3)}, {"strength": torch.ones(1, 6)},
+    {"layout": TokenLayout(3, 2, 2, plain(2, 3).forced)},
+], ids=str)
+@pytest.mark.parametrize("method", [NextToken(), SJD(3)], ids=str)
+def test_a_graph_is_not_replayed_for_another_setting(method, changed):
+    model = ToyModel(plain(2, 3))
+    asked = request(model, plain(2, 3), batch=2)
+    with captured() as made:
+        method.sample(asked)
+        found = method.sample(replace(asked, **changed))
+    assert len(made) == 2
+    assert_same(found, method.sample(replace(asked, **changed)))
+
+
+@pytest.mark.parametrize("other", [
+    SJD(4), SJD(3, "gumbel"), SJD(3, initial="left"), SJD(3, rule=CoolSD(2)), NextToken(),
+], ids=str)
+def test_a_graph_is_not_replayed_for_another_method(other):
+    asked = request(ToyModel(plain(2, 3)), plain(2, 3), batch=2)
+    with captured() as made:
+        SJD(3).sample(asked)
+        found = other.sample(asked)
+    assert len(made) == 2
+    assert_same(found, other.sample(asked))
+
+
+def test_a_result_stays_when_its_session_goes_on():
+    asked = request(ToyModel(plain(2, 3)), plain(2, 3), batch=2)
+    for method in (NextToken(), SJD(3)):
+        with captured():
+            first = method.sample(asked)
+            before = first.tokens.clone()
+            method.sample(replace(asked, seed=9))
+        assert torch.equal(first.tokens, before)
+        assert_same(first, method.sample(asked))
+
+
+@pytest.mark.parametrize("method", [NextToken(), *(SJD(4, reuse) for reuse in REUSE if reuse != "threshold_paper")],
+                         ids=str)
+def test_the_captured_path_draws_from_the_law(method):
+    for layout, specials in LAYOUTS.values():
+        model = ToyModel(layout, specials)
+        with captured() as made:
+            tokens = method.sample(request(model, layout, batch=4000)).tokens
+        assert made[0].captured == 1 and chi_square(tokens, model.law(layout, SamplingParams())).z < 4
+
+
+def test_a_late_host_launches_one_step_more_and_tells_what_it_knows():
+    layout, seen = plain(2, 3), []
+    asked = request(ToyModel(layout), layout, batch=3, callback=lambda p: seen.append((p.passes, p.committed.tolist())))
+    with captured() as made:
+        found = SJD(3).sample(asked)
+    passes = found.trace.totals["target_passes"]
+    assert [p for p, _ in seen] == list(range(passes + 1)) and seen[-1][1] == [6] * 3
+    assert made[0].replayed == passes - 2, "one step warms up, one is recorded, and the last is launched in vain"
+    assert (found.trace.rounds["committed"].sum(1) > 0).all() and len(found.trace.rounds["committed"]) == passes
+
+
+# A real (tiny) backbone
+
+
+@pytest.mark.parametrize("method", [
+    NextToken(), *(SJD(5, reuse) for reuse in REUSE), SJD(7, "gumbel", "repeat"), SJD(5, rule=Lantern(5, 0.3)),
+], ids=str)
+def test_prompts_and_seeds_change_within_a_session(model, method):
+    prompts = [model.encode_features(caption_features()), model.encode_features(fill("another", (1, 5, CAPTION)))]
+
+    def runs():
+        return [api.sample(model, prompt, method, cfg=2.0, top_k=9, batch_size=2, seed=seed)
+                for prompt, seed in zip(prompts * 2, (1, 1, 2, 3), strict=True)]
+
+    wanted = runs()
+    with captured() as made:
+        found = runs()
+    model.kept.clear()
+    for one, two in zip(found, wanted, strict=True):
+        assert_same(one, two)
+    assert len(made) == 1 and made[0].replayed > 0 and made[0].active
+
+
+# Compiling
+
+TOYS = {name: ToyModel(layout, specials) for name, (layout, specials) in LAYOUTS.items()}
+
+
+@pytest.mark.parametrize(("method", "options", "name"), [
+    (SJD(), {}, "row"), (SJD(reuse="gumbel", initial="left"), {"cfg": 1.0}, "kept"),
+    (SJD(reuse="threshold_paper", initial="upper"), {"temperature": 0}, "row"),
+    (SJD(reuse="threshold_exact", initial="uniform"), {"top_p": 0.8}, "line_ends"),
+    (SJD(reuse="resample", initial="repeat"), {"top_k": 2}, "kept"),
+], ids=str)
+def test_a_window_compiles_as_one_graph(method, options, name):
+    torch.compiler.reset()
+    params = SamplingParams(**{"cfg": 2.0} | options)
+    with torch.inference_mode():
+        plain = three_passes(jacobi.step, *begun(method, TOYS[name], params, None))
+        compiled = torch.compile(jacobi.step, fullgraph=True, backend="eager")
+        found = three_passes(compiled, *begun(method, TOYS[name], params, None))
+    assert all(torch.equal(a, b) for a, b in zip(leaves(plain), leaves(found), strict=True))
+
+
+def test_next_token_compiles_as_one_graph(model):
+    torch.compiler.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        wanted = api.sample(model, model.encode_features(caption_features()), NextToken(), seed=3)
+        patch.setattr(next_token, "step", torch.compile(next_token.step, fullgraph=True, backend="eager"))
+        found = api.sample(model, model.encode_features(caption_features()), NextToken(), seed=3)
+    assert_same(found, wanted)
