@@ -28,11 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import continuous as kernels
 from .continuous_model import Canvas, ContinuousDecoded, ContinuousModel, ContinuousRequest, noises, own_noise
 from .laws import Law, Normal, join
 from .protocols import TokenLayout
 from .rng import Purpose, Stream
-from .trace import CONTINUOUS_FIELDS, Recorder, Source
+from .trace import CONTINUOUS_FIELDS, Record, Source
 
 MODES = ("block", "prefix", "exact")
 CONDITIONS = ("prefix", "drafts")
@@ -52,9 +53,11 @@ def log_ratio(x: Tensor, p: Law, q: Law, kappa: float = 1.0, sign: float = 0.0) 
         return p.log_density(x) - q.log_density(x)
     if kappa > LARGEST_KAPPA:
         return torch.full(x.shape[:-1], math.inf, device=x.device)
-    kappa = max(kappa, SMALLEST_KAPPA)
-    to_p, to_q = ((x - law.mean).square() / (2 * kappa**2) * (-2 * law.log_std).exp() for law in (p, q))
-    return (to_q - to_p + q.log_std - p.log_std).sum(-1) + sign * (q.path - p.path).clamp(-50, 50)
+    return kernels.log_ratio(x, _parts(p), _parts(q), max(kappa, SMALLEST_KAPPA), sign)
+
+
+def _parts(law: Normal) -> kernels.Gaussian:
+    return law.mean, law.log_std, law.path
 
 
 def residual(
@@ -65,15 +68,10 @@ def residual(
     Proposals come from p: normal [n, ..., C], uniform and accept [n, ...] are the numbers of all n tries. Where none is
     accepted the last one stands, and the count is -n.
     """
-    tries = len(normal)
-    proposals = p.map(lambda t: t.expand(tries, *t.shape)).draw(normal, uniform)
-    probability = -torch.expm1(-log_ratio(proposals, p, q, sign=sign))  # 1 - q/(Sigma p)
-    taken = accept < probability
-    first = taken.byte().argmax(0)
-    found = taken.any(0)
-    index = torch.where(found, first, tries - 1)
-    y = proposals.gather(0, index[None, ..., None].expand(1, *proposals.shape[1:]))[0]
-    return y, torch.where(found, first + 1, -tries)
+    if isinstance(p, Normal) and isinstance(q, Normal):
+        return kernels.redraw(normal, accept, _parts(p), _parts(q), sign)
+    proposals = p.map(lambda t: t.expand(len(normal), *t.shape)).draw(normal, uniform)
+    return kernels.first_accepted(proposals, log_ratio(proposals, p, q, sign=sign), accept)
 
 
 @dataclass(frozen=True)
@@ -153,7 +151,8 @@ class ContinuousSpeculative:
             settings |= {"tolerance": self.tolerance, "kappa": run.kappa}
         seconds = time.perf_counter() - started
         params = {name: value for name, value in asdict(request.params).items() if name != "iterations"}
-        trace = run.recorder.finish(request.seed, settings | params, seconds, draft_passes=run.draft_passes)
+        layout = TokenLayout.plain(*request.grid)
+        trace = run.record.finish(layout, request.seed, settings | params, seconds, draft_passes=run.draft_passes)
         return ContinuousDecoded(run.canvas.finished(), trace)
 
 
@@ -169,9 +168,7 @@ class Run:
         self.kappa = 1.0 if method.mode == "exact" else method.tolerance / width
         self.stream = Stream.of(request.seed, batch, model.device)
         self.canvas = Canvas(request, self.stream)
-        layout = TokenLayout.plain(*request.grid)
-        self.recorder = Recorder(layout, batch, model.device, CONTINUOUS_FIELDS)
-        self.canvas.record(self.recorder)
+        self.record = self.canvas.record(Record.empty(self.canvas.length, batch, model.device, CONTINUOUS_FIELDS))
         prompts = (request.conditioning, request.negative, batch, request.grid, self.params.cfg != 1)
         self.state, self.draft_state = model.start(*prompts), method.drafter.start(*prompts)
         self.lowest, self.highest = self.canvas.extent()
@@ -215,7 +212,7 @@ class Run:
             behind = (canvas.done < wanted)[:, None]
             law = self.predict(self.model, self.state, 0, positions, 0, self.highest, self.noise(positions))
             canvas.write(positions, self.take(law, positions, Purpose.TARGET), behind.expand_as(positions))
-            self.recorder.tokens(
+            self.record = self.record.tokens(
                 positions, behind.expand_as(positions), finalised_at=self.turn, source=Source.PREFILL
             )
             self.finish_pass(behind[:, 0] * group, accepted=torch.zeros_like(canvas.done), width=group)
@@ -254,26 +251,26 @@ class Run:
         ratio = log_ratio(x, p, q, self.kappa, PATHS[self.method.path])
         # 1 - u is never 0, whose log would let anything pass.
         accept = (1 - self.stream.uniform(positions, Purpose.ACCEPT)).log() <= ratio
-        record = {"log_ratio": ratio, "block": self.rounds,
-                  "depth": torch.arange(x.shape[1], device=x.device) // self.group + 1}
+        test = {"log_ratio": ratio, "block": self.rounds,
+                "depth": torch.arange(x.shape[1], device=x.device) // self.group + 1}
         if isinstance(p, Normal):
-            record["distance"] = (q.mean - p.mean).norm(dim=-1)
-        return accept, record
+            test["distance"] = (q.mean - p.mean).norm(dim=-1)
+        return accept, test
 
     def decide_block(self, p: Law, q: Law, x: Tensor, positions: Tensor, exist: Tensor) -> None:
         """Every token by itself: the draft where it passes, the target's own sample elsewhere."""
-        accept, record = self.judge(p, q, x, positions)
+        accept, test = self.judge(p, q, x, positions)
         token = torch.where(accept[..., None], x, self.take(p, positions, Purpose.TARGET))
         self.canvas.write(positions, token, exist)
-        self.recorder.tokens(positions, exist, finalised_at=self.turn,
-                             source=torch.where(accept, Source.RELAXED, Source.RESIDUAL), **record)
+        source = torch.where(accept, Source.RELAXED, Source.RESIDUAL)
+        self.record = self.record.tokens(positions, exist, finalised_at=self.turn, source=source, **test)
         self.finish_pass(exist.sum(1), (accept & exist).sum(1), x.shape[1])
 
     def decide_prefix(self, p: Law, q: Law, x: Tensor, positions: Tensor, exist: Tensor) -> None:
         """The drafts before the first rejection, then one token of the residual, or of p if there is none."""
         exact, n = self.method.mode == "exact", x.shape[1]
         judged = p.map(lambda t: t[:, :n])
-        accept, record = self.judge(judged, q, x, positions[:, :n])
+        accept, test = self.judge(judged, q, x, positions[:, :n])
         accepted = (accept & exist[:, :n]).long().cumprod(1).sum(1)
         row = torch.arange(len(x), device=x.device)[:, None]
         last = accepted[:, None]  # place of the token behind the accepted ones
@@ -289,9 +286,13 @@ class Run:
         kept = torch.arange(n, device=x.device) < last
         source = torch.where(kept, Source.ACCEPTED if exact else Source.RELAXED, Source.RESIDUAL)
         until = kept | (torch.arange(n, device=x.device) == last)
-        self.recorder.tokens(positions[:, :n], until & exist[:, :n], finalised_at=self.turn, source=source, **record)
-        self.recorder.tokens(at, there & rejected, tries=tries)
-        self.recorder.tokens(at, there & ~rejected, finalised_at=self.turn, source=Source.BONUS, block=self.rounds)
+        record = self.record.tokens(
+            positions[:, :n], until & exist[:, :n], finalised_at=self.turn, source=source, **test
+        )
+        record = record.tokens(at, there & rejected, tries=tries)
+        self.record = record.tokens(
+            at, there & ~rejected, finalised_at=self.turn, source=Source.BONUS, block=self.rounds
+        )
         self.finish_pass(accepted + there[:, 0], accepted, n + 1)
 
     def redraw(self, p: Law, q: Law, positions: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -323,7 +324,7 @@ class Run:
         """Commit tokens, note the round, tell the callback."""
         self.canvas.done = self.canvas.done + committed
         self.turn = self.turn + (committed > 0)[:, None]
-        self.recorder.round(accepted=accepted, committed=committed, width=width)
+        self.record = self.record.round(accepted=accepted, committed=committed, width=width)
         self.passes += 1
         self.lowest, self.highest = self.canvas.extent()
         if self.request.callback:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .laws import Law
 from .rng import Purpose, Stream
-from .trace import Recorder, Source, Trace
+from .trace import Record, Source, Trace
 
 GUIDANCE = ("linear", "constant")
 
@@ -98,7 +98,8 @@ class ContinuousModel(Protocol):
 
 @dataclass(frozen=True)
 class ContinuousProgress:
-    """State after a pass: tokens [B, S, C], which of them are known [B, S] (bool), committed [B], S, passes so far."""
+    """State after a pass: tokens [B, S, C], which of them are known [B, S] (bool), committed [B] (int64, on the CPU)
+    how many are, S, passes so far."""
 
     tokens: Tensor
     known: Tensor
@@ -205,11 +206,11 @@ class Canvas:
         low, high = torch.stack(self.done.aminmax()).tolist()
         return low, high
 
-    def record(self, recorder: Recorder) -> None:
-        """Note the order of drawing, and the kept tokens."""
+    def record(self, record: Record) -> Record:
+        """With the order of drawing noted, and the kept tokens."""
         everywhere = torch.ones_like(self.kept)
-        recorder.tokens(self.order, everywhere, order=torch.arange(self.length, device=self.device))
-        recorder.tokens(self.order, self.kept.gather(1, self.order), source=Source.FORCED)
+        record = record.tokens(self.order, everywhere, order=torch.arange(self.length, device=self.device))
+        return record.tokens(self.order, self.kept.gather(1, self.order), source=Source.FORCED)
 
     def finished(self) -> Tensor:
         """The tokens of complete pictures. Raises ValueError if some are not finite."""
@@ -221,7 +222,7 @@ class Canvas:
         return self.tokens.clone()
 
     def progress(self, passes: int) -> ContinuousProgress:
-        return ContinuousProgress(self.tokens, self.known()[:, 0], self.done, self.length, passes)
+        return ContinuousProgress(self.tokens, self.known()[:, 0], self.done.cpu(), self.length, passes)
 
 
 def noises(

@@ -14,7 +14,7 @@ import torch
 from .continuous_model import Canvas, ContinuousDecoded, ContinuousRequest, noises, own_noise
 from .protocols import TokenLayout
 from .rng import Stream
-from .trace import CONTINUOUS_FIELDS, Recorder, Source
+from .trace import CONTINUOUS_FIELDS, Record, Source
 
 
 def mask_schedule(iterations: int, length: int) -> list[int]:
@@ -45,8 +45,7 @@ class ContinuousNextToken:
         schedule = model.schedule(params)
         stream = Stream.of(request.seed, batch, model.device)
         canvas = Canvas(request, stream)
-        recorder = Recorder(TokenLayout.plain(*request.grid), batch, model.device, CONTINUOUS_FIELDS)
-        canvas.record(recorder)
+        record = canvas.record(Record.empty(canvas.length, batch, model.device, CONTINUOUS_FIELDS))
         guided = params.cfg != 1
         state = model.start(request.conditioning, request.negative, batch, request.grid, guided)
         passes, widest, highest = 0, 0, canvas.extent()[1]
@@ -66,16 +65,19 @@ class ContinuousNextToken:
             )
             law = law.map(lambda t: t[:, 0])
             canvas.write(positions, law.token(*own_noise(stream, positions, model.channels)), drawn)
-            recorder.tokens(positions, drawn, finalised_at=passes, source=Source.BONUS if passes else Source.PREFILL)
+            source = Source.BONUS if passes else Source.PREFILL
+            record = record.tokens(positions, drawn, finalised_at=passes, source=source)
             canvas.done = after
-            recorder.round(accepted=0 * count, committed=count, width=most)
+            record = record.round(accepted=0 * count, committed=count, width=most)
             passes, highest = passes + 1, min(highest + most, canvas.length)
             if request.callback:
                 request.callback(canvas.progress(passes))
         alone = widest <= model.group
         settings = {"method": "continuous_next_token", **asdict(params), "lossless": alone,
                     "iterations": None if alone else passes}
-        trace = recorder.finish(request.seed, settings, time.perf_counter() - started)
+        trace = record.finish(
+            TokenLayout.plain(*request.grid), request.seed, settings, time.perf_counter() - started
+        )
         return ContinuousDecoded(canvas.finished(), trace)
 
     def _counts(self, canvas: Canvas, group: int, own: int | None) -> list[list[int]]:
