@@ -8,7 +8,7 @@ from comfyui_specar.model_loaders.trace_files import load_trace, save_trace
 from comfyui_specar.samplers.jacobi import REUSE, SJD
 from comfyui_specar.samplers.next_token import NextToken
 from comfyui_specar.samplers.protocols import SamplingParams
-from comfyui_specar.samplers.trace import Recorder, Source
+from comfyui_specar.samplers.trace import Record, Source
 from safetensors.torch import save_file
 
 from .toy import VOCAB, ToyModel, plain, request, with_kept_tokens, with_line_ends
@@ -59,20 +59,21 @@ def test_positions_tell_a_consistent_story():
 
 def test_hand_made_run_has_the_hand_made_numbers():
     """Two images of 1 x 3: the first takes 3 passes, the second 2 (one accepted draft of two verified)."""
-    recorder = Recorder(plain(1, 3), 2, torch.device("cpu"))
+    record = Record.empty(3, 2, torch.device("cpu"))
     p = torch.full((2, 2, 4), 0.25)
     token = torch.zeros((2, 2), dtype=torch.int64)
 
-    def commit(first, count, passes, source, depth):
+    def commit(record, first, count, passes, source, depth):
         place = torch.tensor(first)[:, None] + torch.arange(2)
-        recorder.tokens(place, torch.arange(2) < torch.tensor(count)[:, None], token, p, finalised_at=passes,
-                        source=torch.tensor(source), depth=torch.tensor(depth), q=0.5, ratio=0.5)
-        recorder.round(accepted=torch.tensor([0, count[1] - 1]).clamp(min=0), committed=torch.tensor(count), width=2)
+        record = record.tokens(place, torch.arange(2) < torch.tensor(count)[:, None], token, p, finalised_at=passes,
+                               source=torch.tensor(source), depth=torch.tensor(depth), q=0.5, ratio=0.5)
+        accepted = torch.tensor([0, count[1] - 1]).clamp(min=0)
+        return record.round(accepted=accepted, committed=torch.tensor(count), width=2)
 
-    commit([0, 0], [1, 1], 0, [[0, 0], [0, 0]], [[0, 0], [0, 0]])
-    commit([1, 1], [1, 2], 1, [[3, 4], [1, 4]], [[1, 0], [1, 0]])
-    commit([2, 3], [1, 0], 2, [[4, 4], [4, 4]], [[0, 0], [0, 0]])
-    trace = recorder.finish(9, {"method": "by hand"}, 1.23456)
+    record = commit(record, [0, 0], [1, 1], 0, [[0, 0], [0, 0]], [[0, 0], [0, 0]])
+    record = commit(record, [1, 1], [1, 2], 1, [[3, 4], [1, 4]], [[1, 0], [1, 0]])
+    record = commit(record, [2, 3], [1, 0], 2, [[4, 4], [4, 4]], [[0, 0], [0, 0]])
+    trace = record.finish(plain(1, 3), 9, {"method": "by hand"}, 1.23456)
     summary = trace.summary()
     wanted = {"target_passes": 3, "passes_per_image": [3, 2], "tokens": 6, "images": 2, "seed": 9, "seconds": 1.235,
               "draft_passes": 0, "accepted_drafts": 1, "acceptance_rate": 0.5, "accepted_length": 6 / 5,
