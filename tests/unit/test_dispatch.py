@@ -1,12 +1,17 @@
 """A Triton twin runs once it has shown to do what its reference does: in what it returns and in what it writes."""
 
+import inspect
 import logging
 import sys
+from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from comfyui_specar.kernels import dispatch
+
+KERNELS = Path(dispatch.__file__).parent
 
 
 def double(x, n):
@@ -73,3 +78,20 @@ def test_round_off_is_no_difference_and_a_decision_in_a_hundred_neither():
         assert dispatch.alike(token, torch.where(token < changed, -1, token)) == same
     assert not dispatch.alike(token, token.int()) and not dispatch.alike(token, token[:-1])
     assert dispatch.alike(torch.tensor([1]), torch.tensor([2]))
+
+
+def accelerated(module):
+    """The functions of a module that may have a twin."""
+    return {name: f for name, f in vars(module).items()
+            if inspect.isfunction(f) and f.__module__ == module.__name__ and f.__code__.co_filename == dispatch.__file__}
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in KERNELS.glob("*.py") if path.stem[0] != "_"))
+def test_twins_take_what_their_references_take(name):
+    """Every accelerated function has a twin of the same signature, and every file of twins has references."""
+    if name.endswith("_triton"):
+        assert accelerated(import_module(f"comfyui_specar.kernels.{name.removesuffix('_triton')}"))
+        return
+    for function, reference in accelerated(import_module(f"comfyui_specar.kernels.{name}")).items():
+        twin = getattr(import_module(f"comfyui_specar.kernels.{name}_triton"), function)
+        assert inspect.signature(twin) == inspect.signature(reference)
