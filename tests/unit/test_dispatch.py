@@ -82,8 +82,9 @@ def test_round_off_is_no_difference_and_a_decision_in_a_hundred_neither():
 
 def accelerated(module):
     """The functions of a module that may have a twin."""
-    return {name: f for name, f in vars(module).items()
-            if inspect.isfunction(f) and f.__module__ == module.__name__ and f.__code__.co_filename == dispatch.__file__}
+    own = {name: f for name, f in inspect.getmembers(module, inspect.isfunction) if f.__module__ == module.__name__}
+    return {name: f for name, f in own.items()
+            if hasattr(f, "__wrapped__") and f.__code__.co_filename == dispatch.__file__}
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in KERNELS.glob("*.py") if path.stem[0] != "_"))
