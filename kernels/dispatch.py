@@ -28,7 +28,7 @@ def accelerated(reference: F) -> F:
 
     @wraps(reference)
     def call(first: Tensor, *rest: Any, **named: Any) -> Any:
-        if not first.is_cuda:
+        if not first.is_cuda or (first.requires_grad and torch.is_grad_enabled()):  # twins have no gradients
             return reference(first, *rest, **named)
         name = f"{reference.__module__}.{reference.__qualname__}"
         if name not in _chosen:

@@ -7,9 +7,8 @@ released files. The rotation is handed in as cosines and sines, so that a family
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -17,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.attention import added, attend
-from .cache import KVCache
+from ..kernels.gating import gated
+from ..kernels.rotation import factors_of, rotate
+from .cache import KVCache, Turn
 
 T = TypeVar("T")
 
@@ -63,32 +64,15 @@ class Rotation(NamedTuple):
     sin: Tensor
     halves: bool = False
 
-    def turn(self) -> Callable[[Tensor], None]:
-        """What rotates x [R, T, H, head_dim] in place, in fp32: made once for all layers of a pass."""
-        if self.halves:
-            return partial(_turn_halves, *(
-                torch.cat(pair, dim=-1).unsqueeze(2) for pair in ((self.cos, self.cos), (-self.sin, self.sin))
-            ))  # fmt: skip
-        return partial(_turn_pairs, torch.complex(self.cos, self.sin).unsqueeze(2))
+    def turn(self) -> Turn:
+        """The same, made ready once for all layers of a pass."""
+        return Turn(factors_of(self.cos, self.sin, self.halves), self.halves)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate x [R, H, T, head_dim] in fp32 and return it in its own dtype."""
         turned = x.transpose(1, 2).clone()
-        self.turn()(turned)
+        rotate(turned, *self.turn())
         return turned.transpose(1, 2)
-
-
-def _turn_pairs(factor: Tensor, x: Tensor) -> None:
-    """Two adjacent channels are a complex number."""
-    wide = x.float()  # x itself if it is fp32
-    torch.view_as_complex(wide.unflatten(-1, (-1, 2))).mul_(factor)
-    if wide.dtype != x.dtype:
-        x.copy_(wide)
-
-
-def _turn_halves(cos: Tensor, sin: Tensor, x: Tensor) -> None:
-    wide = x.float()
-    x.copy_(wide * cos + wide.roll(wide.shape[-1] // 2, -1) * sin)
 
 
 class HeadNorm(nn.Module):
@@ -116,16 +100,17 @@ class Attention(nn.Module):
         self.wqkv = operations.Linear(config.dim, width, bias=config.qkv_bias)
         self.wo = operations.Linear(config.dim, config.dim, bias=False)
 
-    def forward(
-        self, x: Tensor, turn: Callable[[Tensor], None], layer: int, cache: KVCache | None, mask: Tensor | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, turn: Turn, layer: int, cache: KVCache | None, mask: Tensor | None) -> Tensor:
         every = self.wqkv(x).unflatten(-1, (-1, self.head_dim))  # heads of queries, of keys, of values
         if self.head_norms:
             q, k, v = every.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
             every = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=2)
-        turn(every[:, :, : self.heads + self.kv_heads])
-        q, kept = (part.transpose(1, 2) for part in (every[:, :, : self.heads], every[:, :, self.heads :]))
-        k, v = kept.chunk(2, dim=1) if cache is None else cache.write(layer, kept)
+        if cache is None:
+            rotate(every[:, :, : self.heads + self.kv_heads], *turn)
+            k, v = every[:, :, self.heads :].transpose(1, 2).chunk(2, dim=1)
+        else:
+            k, v = cache.write(layer, every, turn)
+        q = every[:, :, : self.heads].transpose(1, 2)
         return self.wo(attend(q, k, v, mask).transpose(1, 2).flatten(2))
 
 
@@ -138,8 +123,7 @@ class FeedForward(nn.Module):
         self.w2 = operations.Linear(config.ffn_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, value = self.w1_w3(x).chunk(2, dim=-1)
-        return self.w2(F.silu(gate) * value)
+        return self.w2(gated(self.w1_w3(x)))
 
 
 class Block(nn.Module):
@@ -151,9 +135,7 @@ class Block(nn.Module):
         self.ffn_norm = operations.RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config, operations)
 
-    def forward(
-        self, x: Tensor, turn: Callable[[Tensor], None], layer: int, cache: KVCache | None, mask: Tensor | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, turn: Turn, layer: int, cache: KVCache | None, mask: Tensor | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), turn, layer, cache, mask)
         return x + self.feed_forward(self.ffn_norm(x))
 

@@ -8,10 +8,13 @@ synchronisation and be replayed as a CUDA graph.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ..kernels.cache import keep_path
+from ..kernels.rotation import rotate_and_keep
 
 BUCKET = 128  # slots come in multiples of it, so that prompts of similar lengths make steps of one shape
 CPU_BUCKET = 32  # of the slots that steps look at: another shape costs nothing there
@@ -20,6 +23,13 @@ CPU_BUCKET = 32  # of the slots that steps look at: another shape costs nothing 
 def rounded(slots: int, bucket: int = BUCKET) -> int:
     """The next multiple of a bucket."""
     return -(-slots // bucket) * bucket
+
+
+class Turn(NamedTuple):
+    """Rotations made ready for all layers of a pass (see kernels/rotation.py)."""
+
+    factors: Tensor
+    halves: bool
 
 
 class KVCache:
@@ -88,13 +98,14 @@ class KVCache:
         index = offset.clamp(0, behind + count - 1)[:, None].expand(-1, count, -1)
         return ((offset < 0)[:, None] | (inside[:, None] & tree_mask.gather(2, index)))[:, None]
 
-    def write(self, layer: int, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values [rows, 2 * heads, count, head_dim] in the open slots.
+    def write(self, layer: int, every: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
+        """Of queries, keys and values ``every`` [rows, count, H + 2 * heads, head_dim], rotate the first two in place,
+        and store the last two in the open slots.
 
         Returns the keys and the values [rows, heads, reach, head_dim] of the layer.
         """
         buffer = self.buffer[layer]
-        buffer[self._rows, :, self._slots] = kept.transpose(1, 2)
+        rotate_and_keep(every, *turn, buffer, self._rows, self._slots)
         return buffer[:, : self.heads, : self.reach], buffer[:, self.heads :, : self.reach]
 
     def commit(self, count: Tensor, path: Tensor | None = None) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from comfyui_specar.models.backbone import Rotation
 from comfyui_specar.models.cache import KVCache
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -103,28 +104,35 @@ def test_a_row_that_reached_the_end_disturbs_nobody(models, text):
     assert [len(row) for row in driven.tokens] == [LENGTH - 1, 8, LENGTH - 1]
 
 
+def write(cache: KVCache, layer: int, keys: torch.Tensor, values: torch.Tensor):
+    """Store keys and values [rows, count] of one channel pair each, as they are: they stand at the first place."""
+    every = torch.stack((keys, keys, values), dim=2)[..., None].repeat(1, 1, 1, 2)
+    nowhere = torch.ones(1, keys.shape[1], 1), torch.zeros(1, keys.shape[1], 1)
+    return cache.write(layer, every, Rotation(*nowhere).turn())
+
+
 def test_uncommitted_slots_are_out_of_sight():
     """A pass that is not committed leaves no trace: the next one writes over it."""
     cache = KVCache(1, 1, 1, 6, 2, torch.float32, torch.device("cpu"))
     mask = cache.open(3)
     assert mask[0, 0].tolist() == [[True] + [False] * 5, [True] * 2 + [False] * 4, [True] * 3 + [False] * 3]
-    cache.write(0, torch.ones(1, 2, 3, 2))
+    write(cache, 0, torch.ones(1, 3), torch.ones(1, 3))
     cache.commit(torch.tensor([1]))
     mask = cache.open(2)
     assert mask[0, 0].tolist() == [[True] * 2 + [False] * 4, [True] * 3 + [False] * 3]
-    keys, _ = cache.write(0, torch.cat((torch.full((1, 1, 2, 2), 5.0), torch.zeros(1, 1, 2, 2)), 1))
+    keys, _ = write(cache, 0, torch.full((1, 2), 5.0), torch.zeros(1, 2))
     assert keys[0, 0, :, 0].tolist() == [1, 5, 5, 0, 0, 0]
 
 
 def test_a_tree_path_moves_to_consecutive_slots():
-    cache = KVCache(2, 2, 1, 8, 1, torch.float32, torch.device("cpu"))
+    cache = KVCache(2, 2, 1, 8, 2, torch.float32, torch.device("cpu"))
     cache.open(1)
     for layer in range(2):
-        cache.write(layer, torch.full((2, 2, 1, 1), -1.0))
+        write(cache, layer, torch.full((2, 1), -1.0), torch.full((2, 1), -1.0))
     cache.commit(torch.tensor([1, 0]))
     cache.open(4, torch.eye(4, dtype=torch.bool).expand(2, -1, -1))
     for layer in range(2):
-        cache.write(layer, torch.arange(4.0).view(1, 1, 4, 1).expand(2, 2, -1, -1))
+        write(cache, layer, torch.arange(4.0).expand(2, -1), torch.arange(4.0).expand(2, -1))
     cache.commit(torch.tensor([2, 1]), torch.tensor([[1, 3], [2, 0]]))
     assert cache.lengths.tolist() == [3, 1]
     assert cache.keys[1, 0, 0, :3, 0].tolist() == [-1, 1, 3]

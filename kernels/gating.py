@@ -1,0 +1,15 @@
+"""The gate of a SwiGLU network (Shazeer, arXiv:2002.05202)."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .dispatch import accelerated
+
+
+@accelerated
+def gated(x: Tensor) -> Tensor:
+    """silu(gate) * value for x [..., 2F], gate and value one behind the other -> [..., F]."""
+    gate, value = x.chunk(2, dim=-1)
+    return F.silu(gate) * value
