@@ -41,7 +41,7 @@ def work(make: Callable[[Span], Sampler], device: torch.device) -> dict[str, flo
     contestant = make(record_function)
     contestant.staged.kept, contestant.most = Eager(), PROFILED
     contestant(0)
-    with profile(activities=_activities(device)) as prof, record_function("run"):
+    with profile(activities=_activities(device), acc_events=True) as prof, record_function("run"):
         ran = contestant(1)
     events = [event for event in prof.events() if event.device_type == DeviceType.CPU]
     spent = "device_time_total" if device.type == "cuda" else "cpu_time_total"
@@ -83,7 +83,7 @@ def synchronisations(contestant: Sampler, device: torch.device) -> dict[str, Any
     """Polls and other synchronisations of a run whose graphs were captured before."""
     for seed in range(2):
         contestant(seed)
-    with profile(activities=_activities(device)) as prof:
+    with profile(activities=_activities(device), acc_events=True) as prof:
         ran = contestant(2)
     found = between_polls((event.time_range.start, event.name) for event in prof.events())
     return found | {"passes": ran.passes}

@@ -88,8 +88,10 @@ def _model(model: dict[str, Any]) -> list[str]:
             ("tokens", *(str(w["tokens"]) for w in model["widths"])),
             [("ms", *(w["ms"]["median"] for w in model["widths"])), ("ratio", *(w["ratio"] for w in model["widths"]))],
         )]  # fmt: skip
-    for part, keys, title in (("sizes", ("tokens", "place"), "Milliseconds of a pass, by the picture's tokens:"),
-                              ("batches", ("pictures",), "Milliseconds of a pass for each of the pictures drawn together:")):
+    for part, keys, title in (
+        ("sizes", ("tokens", "place"), "Milliseconds of a pass, by the picture's tokens:"),
+        ("batches", ("pictures",), "Milliseconds of a pass for each of the pictures drawn together:"),
+    ):
         if model.get(part):
             names = list(model[part][0]["ms"])
             rows = [(*(point[key] for key in keys),

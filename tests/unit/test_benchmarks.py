@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -157,10 +158,12 @@ def test_synchronisations_between_polls_are_counted():
     assert profiles.between_polls([]) == {"polls": 0, "between": {}}
 
 
-def test_traces_and_kernels_of_a_run(small_world, monkeypatch):
+def test_traces_and_kernels_of_a_run(small_world, tmp_path):
     case = subjects.subject("tiny", None, CPU, torch.float32, 16, 0)
-    found = profiles.synchronisations(case.sampler("next_token"), CPU)
-    assert found == {"polls": 0, "between": {}, "passes": 15}
+    entry, report = {}, speed.Report({}, tmp_path / "x.json", 60)
+    speed.only_on_a_gpu(case, ["next_token"], entry, SimpleNamespace(parts=speed.PARTS), report)
+    assert entry["trace"] == [{"name": "next_token", "polls": 0, "between": {}, "passes": 5}]
+    assert entry["kernels"] == [] and report.content["not_run"] == {}
     # A GPU's tensors go through the dispatcher's choices, a CPU's do not: here it is asked by name.
     calls, name = profiles.Calls(), "comfyui_specar.kernels.sampling.categorical"
     weights, u = torch.rand(3, 9), torch.rand(3)
@@ -170,7 +173,6 @@ def test_traces_and_kernels_of_a_run(small_world, monkeypatch):
     assert row["kernel"] == "sampling.categorical" and row["reference_ms"] > 0
     assert row["inputs"] == ["float32 [3, 9]", "float32 [3]"]
     assert "triton_ms" in row or row["failed"]  # Triton needs a GPU
-    assert profiles.kernels([case.sampler("next_token")], CPU) == []
 
 
 def test_shares_on_a_gpu_leave_what_is_idle_to_the_host():
