@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ..models.quantised import NARROW, NarrowLinear, quantise
+from ..models.quantised import narrow_names, put_narrow, quantise
 from .torchscript import read_torchscript
 
 SAFETENSORS = (".safetensors", ".sft")
@@ -271,27 +271,20 @@ def load_weights(module: nn.Module, tensors: Mapping[str, Tensor | tuple[Tensor,
         whole = [sum(part[0] for part in shapes), *shapes[0][1:]] if shapes[0] else []
         if whole != list(shape) or any(part[1:] != shapes[0][1:] for part in shapes):
             raise CheckpointError(f"{path.name}: {name} has shape {whole}, expected {list(shape)}.")
-    narrow = _narrow_layers(module, checkpoint.storage) if checkpoint.storage else {}
+    narrow = {f"{n}.weight": n for n in narrow_names(module, checkpoint.storage)} if checkpoint.storage else {}
     cast = {}
     for name, tensor in wanted.items():
-        layer = narrow.get(name)
+        layer, scale = narrow.get(name), None
         if layer is not None and checkpoint.storage == torch.int8:
             parts = [_quantised(part, dtype, name, path) for part in found[name]]
-            cast[name], cast[f"{layer}.scale"] = (_joined(kind) for kind in zip(*parts, strict=True))
+            cast[name], scale = (_joined(kind) for kind in zip(*parts, strict=True))
+            cast[f"{layer}.scale"] = scale
         else:
             kept = checkpoint.storage if layer is not None else torch.float32 if name.startswith(precise) else dtype
             cast[name] = _joined([_cast(part, kept, tensor.is_floating_point(), name, path) for part in found[name]])
         if layer is not None:
-            above, _, last = layer.rpartition(".")
-            new = NarrowLinear(cast[name], cast.get(f"{layer}.scale"), module.get_submodule(layer).bias)
-            setattr(module.get_submodule(above), last, new)
+            put_narrow(module, layer, cast[name], scale)
     module.load_state_dict(cast, strict=True, assign=True)
-
-
-def _narrow_layers(module: nn.Module, storage: torch.dtype) -> dict[str, str]:
-    """Name of the weights -> name of the module, of those Linear modules that are to be kept narrow."""
-    return {f"{name}.weight": name for name, layer in module.named_modules()
-            if isinstance(layer, nn.Linear) and any(part in name for part in NARROW[storage])}
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -13,6 +13,7 @@ from types import ModuleType
 import torch
 from torch import nn
 
+from ..models.quantised import NARROW
 from . import chameleon, cosmos, eagle, emu3, harmon, janus, kl_vae, llamagen, mar, movq, simplear, vq, xar
 from .ar_model import DiscreteModel, legal_grid, resolve_dtype
 from .checkpoint import (
@@ -23,8 +24,10 @@ from .checkpoint import (
     WEIGHT_FILES,
     Checkpoint,
     CheckpointError,
+    holds_fp8,
     open_checkpoint,
     tensor_names,
+    title,
     weight_file,
 )
 from .continuous_model import ContinuousBase, check_continuous_pair
@@ -35,6 +38,7 @@ from .image_decoder import ImageDecoder, LatentDecoder
 log = logging.getLogger(__name__)
 
 FAMILIES = (llamagen, mar, xar, harmon, janus, chameleon, simplear, emu3)
+CONTINUOUS = (mar, xar, harmon)
 NAMES = "LlamaGen, MAR, xAR, Harmon, Janus-Pro, Lumina-mGPT, Anole, SimpleAR, Emu3"
 DECODER_KINDS = (movq, vq, kl_vae, cosmos)
 DECODERS = {  # family -> names its image decoder was released under
@@ -80,10 +84,14 @@ def load_model(
 
     dtype None: fp32 on a CPU, bf16 elsewhere. grid: (rows, cols) where neither metadata nor file name tell. Text
     encoder and image decoder (``image_decoder`` of a discrete model) are looked for beside the file and in
-    ``search_folders``; what is missing is reported when it is used. storage: a narrower dtype for the matrices of the
-    layers, for ``operations`` that cast them on use.
-    Raises CheckpointError (a ValueError) for files that cannot be used, ValueError for a grid that cannot be.
+    ``search_folders``; what is missing is reported when it is used. storage: how the large matrices of a model of token
+    ids are kept, in one byte per number: torch.int8 (rounded, every row with a scale) or torch.float8_e4m3fn; the rest,
+    and what is computed, has ``dtype``.
+    Raises CheckpointError (a ValueError) for files that cannot be used, ValueError for a grid or a storage that cannot
+    be.
     """
+    if storage is not None and storage not in NARROW:
+        raise ValueError(f"storage is {storage}; choose None or one of {', '.join(map(str, NARROW))}.")
     device, grid = torch.device(device), grid and legal_grid(grid)
     checkpoint = replace(open_checkpoint(weight_file(Path(path))), storage=storage)
     model = build(checkpoint, resolve_dtype(dtype, device), grid, search_folders, operations)
@@ -103,6 +111,11 @@ def build(
     family = family_of(checkpoint)
     if family is None:
         raise CheckpointError(unknown_model(checkpoint))
+    if checkpoint.storage is not None and family in CONTINUOUS:
+        raise CheckpointError(
+            f"{title(checkpoint.path)} is a continuous model: int8 and fp8 storage are for models of token ids, whose "
+            "large matrices bear it. Choose another dtype."
+        )
     with as_released(checkpoint.path):
         model = family.load(checkpoint, dtype, grid, search, operations)
         if isinstance(model, DiscreteModel):
@@ -282,6 +295,12 @@ def image_decoders(path: Path, family: str, search_folders: Sequence[Path]) -> l
     names = [f"{name}{suffix}" for name in DECODERS[family] for suffix in SAFETENSORS + PICKLES + TORCHSCRIPT]
     named = [folder / name for folder in folders for name in names if (folder / name).is_file()]
     return [*filter(None, [own_decoder(path.parent)]), *own, *named]
+
+
+def stays_fp8(path: str | Path) -> bool:
+    """Is a model of token ids stored in fp8? Nothing but names and sizes is read."""
+    file = weight_file(Path(path))
+    return holds_fp8(file) and family_of(open_checkpoint(file)) not in CONTINUOUS
 
 
 def missing_decoder(model: str, family: str) -> str:

@@ -34,6 +34,18 @@ class NarrowLinear(nn.Module):
         return product if self.bias is None else product + self.bias.to(x)
 
 
+def narrow_names(module: nn.Module, storage: torch.dtype) -> list[str]:
+    """Names of the Linear modules in a model whose matrices are large, and may be kept in ``storage``."""
+    return [name for name, layer in module.named_modules()
+            if isinstance(layer, nn.Linear) and any(part in name for part in NARROW[storage])]
+
+
+def put_narrow(module: nn.Module, name: str, weight: Tensor, scale: Tensor | None) -> None:
+    """Put a NarrowLinear in the place of a Linear."""
+    above, _, last = name.rpartition(".")
+    setattr(module.get_submodule(above), last, NarrowLinear(weight, scale, module.get_submodule(name).bias))
+
+
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A matrix [N, K] rounded to the nearest of 255 levels between -m and m, m the largest magnitude of the row.
 

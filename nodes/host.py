@@ -19,9 +19,8 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ..model_loaders.ar_model import DiscreteModel
-from ..model_loaders.checkpoint import holds_fp8, weight_file
 from ..model_loaders.continuous_model import ContinuousBase
-from ..model_loaders.detect import find_image_decoder, load_drafter, load_image_decoder, load_model
+from ..model_loaders.detect import find_image_decoder, load_drafter, load_image_decoder, load_model, stays_fp8
 from ..model_loaders.image_decoder import Autoencoder
 from ..model_loaders.t5 import T5, T5Encoder
 from .folders import DRAFTERS, MODELS, resolve, search_folders
@@ -31,9 +30,8 @@ from .progress import Report
 
 log = logging.getLogger(__name__)
 SERVER = uuid.uuid4().hex  # wall times of runs with the same one may be compared
-FP8 = "fp8 (storage)"
-DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, FP8: None}
-STORED = torch.float8_e4m3fn
+STORAGE = {"fp8 (storage)": torch.float8_e4m3fn, "int8 (storage)": torch.int8}
+DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, **dict.fromkeys(STORAGE)}
 OUT_OF_MEMORY = mm.OOM_EXCEPTION
 
 
@@ -103,17 +101,11 @@ def open_model(choice: str, dtype: str, grid: tuple[int, int] | None) -> LoadedM
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}.")
     device = mm.get_torch_device()
-    narrow = dtype == FP8 or (dtype == "auto" and holds_fp8(weight_file(path)))
+    storage = torch.float8_e4m3fn if dtype == "auto" and stays_fp8(path) else STORAGE.get(dtype)
     model = load_model(
         path, dtype=DTYPES[dtype] or auto_dtype(device), grid=grid, search_folders=search_folders(),
-        operations=comfy.ops.manual_cast if narrow else comfy.ops.disable_weight_init,
-        storage=STORED if narrow else None,
+        operations=comfy.ops.disable_weight_init, storage=storage,
     )
-    if dtype == FP8 and isinstance(model, ContinuousBase):
-        raise ValueError(
-            f"{choice} is a continuous model: fp8 storage is for models of token ids, whose large matrices bear it. "
-            "Choose another dtype."
-        )
     if isinstance(model, DiscreteModel):
         model.keep_words_back()
     if isinstance(getattr(model, "prompt_encoder", None), T5Encoder):
@@ -290,7 +282,7 @@ def bring_the_rest(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def cast_room(model: torch.nn.Module) -> int:
-    """Bytes of the two largest matrices that are kept in fp8, in the dtype in which they are used: the one in use, and
-    the next."""
-    stored = (weight.numel() for weight in model.parameters() if weight.dtype == STORED)
+    """Bytes of the two largest matrices that are kept in one byte per number, in the dtype in which they are used: the
+    one in use, and the next."""
+    stored = (weight.numel() for weight in model.parameters() if weight.dtype in STORAGE.values())
     return 2 * max(stored, default=0) * model.dtype.itemsize

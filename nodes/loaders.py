@@ -36,8 +36,8 @@ class LoadCheckpoint(io.ComfyNode):
                 io.Combo.Input(
                     "dtype", options=list(host.DTYPES), default="auto",
                     tooltip="Precision of the weights. auto: fp32 on a CPU, bf16 (or fp16) on a GPU. Lower precision "
-                    "halves memory; pictures of the same seed then differ. fp8 (storage): the large matrices are kept "
-                    "in 8 bits and computed with as in auto; half the memory of bf16, somewhat slower, coarser.",
+                    "halves memory; pictures of the same seed then differ. fp8 and int8 (storage): the large matrices "
+                    "are kept in 8 bits and computed with as in auto, in half the memory of bf16. int8 rounds less.",
                 ),
                 io.Combo.Input(
                     "grid", options=list(GRIDS), default="auto",

@@ -1,11 +1,11 @@
-"""Matrices kept in fp8 and cast when they are used."""
+"""Matrices kept in fp8 or int8."""
 
 import comfy.model_management as mm
 import pytest
 import torch
 from comfyui_specar import api
 from comfyui_specar.model_loaders.checkpoint import holds_fp8, weight_file
-from comfyui_specar.model_loaders.detect import load_model
+from comfyui_specar.model_loaders.detect import load_model, stays_fp8
 from comfyui_specar.nodes import host
 from comfyui_specar.samplers.next_token import NextToken
 from safetensors import safe_open
@@ -53,6 +53,26 @@ def test_the_node_draws_with_them(models, nodes, run):
     assert latent["ar_tokens"].shape == (1, GRID, GRID) and trace.totals["tokens"] == GRID * GRID
 
 
+def test_int8_takes_a_byte_per_number_and_four_per_row(models, tiny, nodes, run):
+    loaded, clip, _ = run(nodes["SpecARLoadCheckpoint"], model_name="tiny", dtype="int8 (storage)", grid="auto").result
+    whole = tiny[0].model
+    kept = {name for name, parameter in loaded.model.named_parameters() if parameter.dtype == torch.int8}
+    assert kept == {n for n, p in whole.named_parameters() if p.ndim == 2 and (".layers." in n or ".output." in n)}
+    saved = sum(3 * p.numel() - 4 * len(p) for p in map(whole.get_parameter, kept))
+    assert loaded.patcher.model_size() == tiny[0].patcher.model_size() - saved
+    assert host.cast_room(loaded.model) == 2 * 4 * max(whole.get_parameter(name).numel() for name in kept)
+    node = nodes["SpecARSJDSampler"]
+    latent, trace = run(node, **defaults(node) | {
+        "model": loaded, "positive": clip.encode_from_tokens_scheduled("red apple"), "window": 4,
+        "latent_image": {"samples": torch.zeros(1, 8, GRID, GRID)}, "seed": 1}).result
+    assert latent["ar_tokens"].shape == (1, GRID, GRID) and trace.totals["tokens"] == GRID * GRID
+
+
+def test_choices_of_dtype_keep_their_order():
+    """Workflows that were saved remember the choice; new ones come last."""
+    assert list(host.DTYPES) == ["auto", "fp32", "bf16", "fp16", "fp8 (storage)", "int8 (storage)"]
+
+
 def test_a_file_in_fp8_stays_in_fp8(models, tmp_path):
     source = models / "tiny/model.safetensors"
     with safe_open(str(source), "pt") as file:
@@ -92,8 +112,17 @@ def test_room_is_kept_for_the_matrices_in_use(models):
 
 
 def test_continuous_models_have_none(vectors):
-    with pytest.raises(ValueError, match="vectors is a continuous model: fp8 storage is for models of token ids"):
+    with pytest.raises(ValueError, match="vectors is a continuous model: int8 and fp8 storage are for models"):
         open_fp8("vectors")
+
+
+def test_a_continuous_model_stored_in_fp8_is_widened(vectors, tmp_path):
+    file = tmp_path / "vectors.safetensors"
+    with safe_open(str(vectors / "model.safetensors"), "pt") as opened:
+        about = opened.metadata()
+    save_file({name: tensor.to(torch.float8_e4m3fn) if tensor.ndim == 2 else tensor
+               for name, tensor in load_file(str(vectors / "model.safetensors")).items()}, file, about)
+    assert holds_fp8(file) and not stays_fp8(file)
 
 
 def test_caches_are_reserved_for_the_real_prompts(models, nodes, run, monkeypatch):

@@ -43,11 +43,13 @@ def run(model, prompt):
     return out.logits.device
 
 
-@pytest.mark.parametrize(("family", "storage"), [(family, None) for family in FAMILIES] + [("emu3", host.STORED)])
+@pytest.mark.parametrize(("family", "storage"), [
+    *((family, None) for family in FAMILIES), *((family, torch.int8) for family in FAMILIES),
+    ("emu3", torch.float8_e4m3fn), ("simplear", torch.float8_e4m3fn),
+], ids=str)
 def test_every_family_runs_when_half_of_it_stays_behind(family, storage, tmp_path, request):
-    operations = comfy.ops.manual_cast if storage else comfy.ops.disable_weight_init
-    model = load_model(FAMILIES[family](tmp_path), operations=operations, storage=storage)
-    assert any(parameter.dtype == host.STORED for parameter in model.parameters()) == bool(storage)
+    model = load_model(FAMILIES[family](tmp_path), operations=comfy.ops.disable_weight_init, storage=storage)
+    assert storage in (None, *(parameter.dtype for parameter in model.parameters()))
     model.keep_words_back()
     prompt = model.encode_class(3) if family == "llamagen" else model.encode_ids([1, 2, 3])
     if family != "llamagen":  # ids of words are checked, which tensors without data cannot be

@@ -140,9 +140,8 @@ def test_an_unknown_architecture_is_told_with_what_is_supported(tmp_path, config
 # One byte for a weight
 
 
-@pytest.mark.parametrize("storage", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_matrices_of_layers_are_stored_narrow_and_the_rest_is_not(tmp_path, storage):
-    folder = tiny_chameleon.write(tmp_path, kind="anole")
+def test_matrices_of_layers_are_stored_narrow_and_the_rest_is_not(tmp_path):
+    folder, storage = tiny_chameleon.write(tmp_path, kind="anole"), torch.float8_e4m3fn
     whole, narrow = load_model(folder), load_model(folder, dtype=torch.bfloat16, storage=storage)
     assert narrow.dtype == torch.bfloat16
     for name, tensor in narrow.state_dict().items():

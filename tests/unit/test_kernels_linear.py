@@ -1,0 +1,105 @@
+"""Products with matrices in one byte per number: the torch reference against plain products, its Triton twin against
+both, and whether that compiles."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from comfyui_specar.kernels import linear
+
+from .twins import compiled, interpreted
+
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
+SHAPES = [(1, 1, 1), (2, 5, 3), (17, 70, 300), (33, 33, 129), (100, 64, 256)]  # rows, N, K
+
+
+def problem(rows, outer, inner, storage, dtype=torch.float32):
+    """x, narrow weights and their scales."""
+    generator = torch.Generator().manual_seed(rows + outer + inner)
+    x = torch.randn(rows, inner, generator=generator).to(dtype)
+    if storage == FP8:
+        return x, (torch.randn(outer, inner, generator=generator) * 3).to(FP8), None
+    weight = torch.randint(-127, 128, (outer, inner), generator=generator, dtype=INT8)
+    return x, weight, torch.rand(outer, generator=generator)
+
+
+def plain(x, weight, scale):
+    wide = weight.double() if scale is None else weight.double() * scale.double()[:, None]
+    return (x.double() @ wide.T).to(x.dtype)
+
+
+def assert_near(found, wanted):
+    """Equal but for the order of summation and one rounding."""
+    step = torch.finfo(wanted.dtype).eps
+    torch.testing.assert_close(found, wanted, rtol=2 * step, atol=8 * step * float(wanted.abs().max()))
+
+
+def every_number():
+    """All numbers in e4m3 but its two NaN, as one row."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(FP8)
+    return numbers[~torch.isnan(numbers.float())][None]
+
+
+@pytest.mark.parametrize("storage", [INT8, FP8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_product_is_that_with_the_wide_matrix(shape, dtype, storage):
+    x, weight, scale = problem(*shape, storage, dtype)
+    found = linear.linear_narrow(x, weight, scale)
+    assert found.dtype == dtype and found.shape == (shape[0], shape[1])
+    assert_near(found, plain(x, weight, scale))
+    batched = linear.linear_narrow(x[None, :, None], weight, scale)
+    assert torch.equal(batched[0, :, 0], found)
+
+
+def test_matrices_are_widened_in_blocks(monkeypatch):
+    x, weight, scale = problem(3, 70, 30, INT8)
+    found = linear.few_rows(x, weight, scale)
+    monkeypatch.setattr(linear, "_BLOCK", 64)  # two rows
+    widened, sizes = linear.widened, []
+    monkeypatch.setattr(linear, "widened", lambda part, *rest: sizes.append(len(part)) or widened(part, *rest))
+    assert_near(linear.few_rows(x, weight, scale), found)
+    assert sizes == [2] * 35
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_number_in_fp8_is_widened_exactly(dtype):
+    numbers = every_number()
+    assert torch.equal(linear.widened(numbers, None, dtype), numbers.to(dtype))
+
+
+def test_a_copy_for_prompts_holds_scaled_numbers():
+    """Sums of whole levels would be too large for fp16."""
+    x, weight, scale = torch.ones(1, 2000).half(), torch.full((3, 2000), 100, dtype=INT8), torch.tensor([0.1, 0.01, 0])
+    assert torch.isinf(F.linear(x, weight.half())).all()
+    found = F.linear(x, linear.widened(weight, scale, torch.float16))
+    torch.testing.assert_close(found, torch.tensor([[20000.0, 2000.0, 0.0]]).half(), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("storage", [INT8, FP8], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_twin_agrees(shape, storage):
+    x, weight, scale = problem(*shape, storage)
+    assert_near(interpreted("linear.few_rows", x, weight, scale), plain(x, weight, scale))
+
+
+@pytest.mark.parametrize("storage", [INT8, FP8], ids=str)
+def test_the_twin_agrees_in_fp16(storage):
+    """Triton's interpreter cannot turn whole numbers into bf16, for which the same kernel is only compiled (below)."""
+    x, weight, scale = problem(17, 20, 300, storage, torch.float16)
+    assert_near(interpreted("linear.few_rows", x, weight, scale), plain(x, weight, scale))
+
+
+def test_the_twin_knows_every_number_in_fp8():
+    numbers = every_number()
+    found = [interpreted("linear.few_rows", x, numbers, None) for x in torch.eye(numbers.shape[1]).split(linear.FEW)]
+    assert torch.equal(torch.cat(found)[:, 0], numbers[0].float())
+
+
+@pytest.mark.parametrize("storage", [INT8, FP8], ids=str)
+@pytest.mark.parametrize("rows", [1, 32, 64, 128])
+def test_it_compiles(rows, storage):
+    x, weight, scale = problem(rows, 80, 1024, storage, torch.bfloat16)
+    (kernel,) = compiled("linear.few_rows", x, weight, scale)
+    assert ".bf16.bf16" in kernel.ptx and "cp.async" in kernel.ptx, "on tensor cores, loading ahead"
+    assert kernel.shared < 99 * 2**10, "as much as every GPU since 2020 has"
+    assert "e4m3" not in kernel.ptx, "which GPUs before 8.9 do not know"

@@ -1,0 +1,192 @@
+"""Weights in one byte per number: what rounding does, and that every family loads and draws with them."""
+
+import pytest
+import torch
+from comfyui_specar import api
+from comfyui_specar.model_loaders.checkpoint import CheckpointError
+from comfyui_specar.model_loaders.detect import load_drafter, load_model
+from comfyui_specar.models import quantised
+from comfyui_specar.models.quantised import NarrowLinear, quantise
+from comfyui_specar.samplers.jacobi import SJD
+from comfyui_specar.samplers.next_token import NextToken
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from . import tiny_mar
+from .test_every_family import WRITE
+from .tiny import write_llamagen
+from .tiny_simplear import write as write_simplear
+
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
+FAMILIES = [name for name in WRITE if name != "llamagen-t2i"]
+
+
+def restored(narrow: NarrowLinear) -> torch.Tensor:
+    """The matrix that a narrow one stands for."""
+    return narrow.weight.float() if narrow.scale is None else narrow.weight.float() * narrow.scale[:, None]
+
+
+# Rounding
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(-30, 30), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_no_number_moves_by_more_than_half_a_level(rows, columns, power, dtype):
+    generator = torch.Generator().manual_seed(rows * 100 + columns)
+    magnitudes = 10.0 ** torch.linspace(-2, 2, rows)[:, None] * 10.0**power
+    weight = (torch.randn(rows, columns, generator=generator) * magnitudes).to(dtype)
+    rounded, scale = quantise(weight)
+    assert rounded.dtype == INT8 and scale.dtype == torch.float32 and int(rounded.min()) >= -127
+    error = (rounded.double() * scale.double()[:, None] - weight.double()).abs()
+    assert (error <= scale.double()[:, None] * 0.5001).all()
+    assert (rounded.abs().amax(1) == 127).all(), "every row uses its whole range"
+
+
+def test_rows_are_rounded_in_parts(monkeypatch):
+    weight = torch.randn(7, 33, generator=torch.Generator().manual_seed(1))
+    wanted = quantise(weight)
+    monkeypatch.setattr(quantised, "_TOGETHER", 70)  # two rows
+    assert all(torch.equal(a, b) for a, b in zip(quantise(weight), wanted, strict=True))
+
+
+def test_rows_of_zeros_and_the_smallest_numbers_stay_finite():
+    weight = torch.tensor([[0.0, 0.0], [1e-45, -1e-45], [3e38, -1e38], [1e-38, 0.0]])
+    rounded, scale = quantise(weight)
+    assert torch.isfinite(scale).all() and (scale > 0).all()
+    torch.testing.assert_close(rounded * scale[:, None], weight, rtol=0.01, atol=1e-38)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_shows_in_the_scale(value):
+    weight = torch.ones(3, 4)
+    weight[1, 2] = value
+    assert torch.isfinite(quantise(weight)[1]).tolist() == [True, False, True]
+
+
+# Models
+
+
+def open_both(name, folder, storage):
+    write, _ = WRITE[name]
+    folder = write(folder, layers=2)
+    return load_model(folder), load_model(folder, storage=storage)
+
+
+@pytest.mark.parametrize("storage", [INT8, FP8], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_computes_with_the_rounded_weights(name, storage, tmp_path):
+    whole, narrow = open_both(name, tmp_path, storage)
+    layers = {n: m for n, m in narrow.named_modules() if isinstance(m, NarrowLinear)}
+    parts = (".layers.", "backbone.output") if storage == INT8 else (".layers.",)
+    wanted = {n for n, m in whole.named_modules() if isinstance(m, nn.Linear) and any(part in n for part in parts)}
+    assert set(layers) == wanted and len(wanted) >= 8 and narrow.dtype == torch.float32
+    assert {p.dtype for n, p in narrow.named_parameters() if n.rpartition(".")[0] not in layers} == {torch.float32}
+    prompt = narrow.encode_prompt("3")
+    tokens = torch.arange(16).view(1, 4, 4) % narrow.vocab
+    before = whole.teacher_forced(prompt, tokens)
+    for n, layer in layers.items():
+        linear = whole.get_submodule(n)
+        difference = (restored(layer) - linear.weight).abs()
+        bound = 0.501 * layer.scale[:, None] if storage == INT8 else linear.weight.abs() / 16 + 2**-10
+        assert (difference <= bound).all() and difference.any()
+        linear.weight.copy_(restored(layer))
+    found = narrow.teacher_forced(prompt, tokens)
+    torch.testing.assert_close(found, whole.teacher_forced(prompt, tokens), rtol=1e-4, atol=1e-4)
+    assert (found - before).abs().max() > 1e-3, "rounding shows"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_draws_in_int8(name, tmp_path):
+    """With Gumbel noise, SJD draws what the next-token sampler draws: how wide a pass is does not matter."""
+    _, model = open_both(name, tmp_path, INT8)
+    prompt, methods = model.encode_prompt("3"), (NextToken(), SJD(window=5, reuse="gumbel"))
+    wanted, found = (api.sample(model, prompt, method, cfg=2.0, top_k=16, seed=1).tokens for method in methods)
+    assert torch.equal(found, wanted)
+
+
+def test_a_matrix_in_several_tensors_is_rounded_row_by_row(tmp_path):
+    """Queries, keys and values come apart in most files."""
+    folder = write_simplear(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    layer = load_model(folder, storage=INT8).backbone.layers[0].attention.wqkv
+    stacked = torch.cat([weights[f"model.layers.0.self_attn.{part}_proj.weight"].float() for part in "qkv"])
+    rounded, scale = quantise(stacked)
+    assert torch.equal(layer.weight, rounded) and torch.equal(layer.scale, scale)
+    assert layer.bias is not None and layer.bias.dtype == torch.float32
+
+
+def test_int8_takes_a_quarter_of_fp32(tmp_path):
+    whole, narrow = open_both("llamagen-c2i", tmp_path, INT8)
+    for name, layer in narrow.named_modules():
+        if isinstance(layer, NarrowLinear):
+            size = sum(p.numel() * p.element_size() for p in layer.parameters())
+            weight = whole.get_submodule(name).weight
+            assert size == weight.numel() + 4 * len(weight)
+
+
+def test_other_precisions_compute_with_the_same_levels(tmp_path):
+    folder = WRITE["llamagen-c2i"][0](tmp_path, layers=1)
+    wide, half = load_model(folder, storage=INT8), load_model(folder, dtype=torch.bfloat16, storage=INT8)
+    name = "layers.0.feed_forward.w2"
+    assert torch.equal(wide.backbone.get_submodule(name).weight, half.backbone.get_submodule(name).weight)
+    assert half.backbone.get_submodule(name).scale.dtype == torch.float32
+    tokens = torch.zeros(1, 4, 4, dtype=torch.int64)
+    prompt = wide.encode_class(3)
+    found, wanted = (model.teacher_forced(prompt, tokens) for model in (half, wide))
+    torch.testing.assert_close(found, wanted, rtol=0.1, atol=0.3)
+
+
+# What is refused
+
+
+def spoilt(tmp_path, change):
+    """A tiny model of which one matrix was changed."""
+    file = write_llamagen(tmp_path / "model.safetensors", False)
+    weights = load_file(file)
+    name = "layers.1.feed_forward.w2.weight"
+    weights[name] = change(weights[name])
+    with safe_open(str(file), "pt") as opened:
+        about = opened.metadata()
+    save_file(weights, file, about)
+    return file
+
+
+@pytest.mark.parametrize(("change", "told"), [
+    (lambda w: w.index_fill(0, torch.tensor([2]), float("nan")), "w2.weight contains NaN or infinite values"),
+    (lambda w: w.index_fill(1, torch.tensor([2]), float("inf")), "w2.weight contains NaN or infinite values"),
+    (lambda w: w.to(torch.int8), r"w2.weight holds whole numbers \(torch.int8\). It is quantised in a way"),
+    (lambda w: w[:, :-1].contiguous(), "w2.weight has shape"),
+], ids=["NaN", "infinite", "whole", "shape"])
+def test_files_that_cannot_be_rounded(tmp_path, change, told):
+    with pytest.raises(CheckpointError, match=told):
+        load_model(spoilt(tmp_path, change), storage=INT8)
+
+
+def test_numbers_too_large_for_the_precision(tmp_path):
+    file = spoilt(tmp_path, lambda w: w * 1e6)
+    load_model(file, dtype=torch.bfloat16, storage=INT8)
+    with pytest.raises(CheckpointError, match="w2.weight has values that are too large for torch.float16. Load it in"):
+        load_model(file, dtype=torch.float16, storage=INT8)
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.float16, torch.float8_e5m2], ids=str)
+def test_other_storage_is_refused(tmp_path, storage):
+    with pytest.raises(ValueError, match=f"storage is {storage}; choose None or one of torch.int8, torch.fl"):
+        load_model(tmp_path, storage=storage)
+
+
+@pytest.mark.parametrize("storage", [INT8, FP8], ids=str)
+def test_continuous_models_are_refused(tmp_path, storage):
+    file = tiny_mar.write_mar(tmp_path / "vectors.safetensors")
+    with pytest.raises(CheckpointError, match="vectors is a continuous model: int8 and fp8 storage are for"):
+        load_model(file, storage=storage)
+
+
+def test_drafters_stay_in_the_models_precision(tmp_path):
+    write, _ = WRITE["janus-pro"]
+    model, drafter = load_model(write(tmp_path / "large"), storage=INT8), write(tmp_path / "small", layers=1)
+    drafter = load_drafter(drafter, model)
+    assert {p.dtype for p in drafter.module.parameters()} == {torch.float32}
