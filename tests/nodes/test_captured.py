@@ -1,0 +1,89 @@
+"""Runs as on a GPU, under ComfyUI: steps are captured (here: taped), and kept with the model until its weights move."""
+
+import gc
+import weakref
+
+import comfy.model_management as mm
+import pytest
+import torch
+from comfy.cli_args import LatentPreviewMethod, args
+from comfyui_specar.samplers import loop, session, speculative
+
+from ..unit.tape import LatePoll, TapeGraphs
+
+METHODS = {"NextToken": {}, "SJD": {}, "DraftTree": {"structure": "chain"}}
+
+
+@pytest.fixture
+def taped(tiny, sample, monkeypatch):
+    """The graphs that runs made. Nothing is kept before and after."""
+    made = []
+    for method, inputs in METHODS.items():  # so that the weights are there
+        sample(method, **inputs)
+
+    def graphs(device):
+        made.append(TapeGraphs(device))
+        return made[-1]
+
+    monkeypatch.setattr(session, "Graphs", graphs)
+    for module in (loop, speculative):
+        monkeypatch.setattr(module, "Poll", LatePoll)
+    yield made
+    tiny[0].model.kept.clear()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_pictures_previews_and_progress_are_those_of_plain_runs(
+    method, taped, sample, progress, hurried, tiny, monkeypatch
+):
+    monkeypatch.setattr(args, "preview_method", LatentPreviewMethod.Latent2RGB)
+    found = [sample(method, seed=seed, batch=2, **METHODS[method])[0] for seed in (3, 8)]
+    assert len(taped) == 1 and taped[0].replayed, "one session serves both runs"
+    values = [value for value, _, _ in progress]
+    assert values.count(16) == 2 and all(preview for *_, preview in progress)
+    assert all(a <= b or a == 16 for a, b in zip(values, values[1:], strict=False))
+    monkeypatch.undo()
+    wanted = [sample(method, seed=seed, batch=2, **METHODS[method])[0] for seed in (3, 8)]
+    for one, two in zip(found, wanted, strict=True):
+        assert torch.equal(one["ar_tokens"], two["ar_tokens"])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_unloading_frees_the_caches(method, taped, sample, tiny):
+    """At once, without the garbage collector: ComfyUI asks how much is free right after."""
+    sample(method, **METHODS[method])
+    [kept] = tiny[0].model.kept.values()
+    states = [state for state in (kept.state, kept.draft_state) if hasattr(state, "cache")]
+    held = [weakref.ref(state.cache.buffer) for state in states]
+    assert len(held) == 1 + (method == "DraftTree")
+    gc.collect()
+    gc.disable()
+    try:
+        del kept, states
+        taped.clear()
+        mm.unload_all_models()
+        assert not tiny[0].model.kept and not any(tensor() is not None for tensor in held)
+    finally:
+        gc.enable()
+    sample(method, **METHODS[method])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_interrupted_run_leaves_nothing_behind_and_stops_within_a_pass(method, taped, sample, progress, tiny):
+    before, _ = sample(method, **METHODS[method])
+    assert len(tiny[0].model.kept) == 1
+    progress.clear()
+    mm.interrupt_current_processing()
+    with pytest.raises(mm.InterruptProcessingException):
+        sample(method, **METHODS[method])
+    assert not progress and not tiny[0].model.kept, "its caches may be half written"
+    after, _ = sample(method, **METHODS[method])
+    assert torch.equal(before["ar_tokens"], after["ar_tokens"]) and len(taped) == 2
+
+
+def test_another_drafter_s_unloading_is_noticed_too(taped, sample, tiny, drafter):
+    sample("DraftTree", structure="chain")
+    assert tiny[0].model.kept
+    drafter.patcher.detach()
+    assert not tiny[0].model.kept
+    mm.unload_all_models()
