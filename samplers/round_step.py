@@ -6,13 +6,15 @@ graphs, one for every shape it can have, and needs nothing from the host.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels.sampling import at, categorical, take
+from ..kernels.sampling import at, categorical, readable, take
 from . import skipping as vvs
 from .acceptance import AcceptanceRule, Exact
 from .drafting import Drafting, Root
@@ -24,7 +26,7 @@ from .skipping import Skipping
 from .structures import Extent, Structure
 from .trace import Record, Source
 from .trees import Tree
-from .verification import Numbers, Verified, block_verification, recursive_rejection, sample_and_match
+from .verification import Laws, Numbers, Verified, block_verification, recursive_rejection, sample_and_match
 
 ROUND = ("accepted", "committed", "width", "nodes", "depth", "skipped")
 
@@ -130,13 +132,24 @@ class RoundStep:
         fed = torch.cat((pending.token, tree.token[:, 1:]), dim=1)
         position = (carry.committed[:, None] + ahead).clamp(min=0)
         out = self.model.step(self.target, fed, position, fed_mask(pending, tree))
-        p = p_tree = self.laws(out.logits, position + 1, carry.layout)
-        if waiting > 1:
-            slots = waiting + torch.arange(tree.token.shape[1] - 1, device=judged.device)
-            p_tree = take(p, torch.cat((pending.count[:, None] - 1, slots.expand(len(p), -1)), dim=1))
+
+        def met(slots: Tensor) -> Tensor:
+            """The target's laws [B, n, V+] behind slots [B, n] of the trees."""
+            place = torch.where(slots > 0, slots + waiting, pending.count[:, None]) - 1
+            return self.laws(take(out.logits, place), position.gather(1, place) + 1, carry.layout)
+
+        def p(node: Tensor) -> Tensor:
+            return met(node[:, None])[:, 0]
+
+        # A walk down a tree meets few of its slots: where the host can follow it, laws are computed as they are met.
+        behind: Callable[[Tensor], Tensor] = met
+        if self.structure.block or not readable(position):
+            every = torch.arange(tree.token.shape[1], device=judged.device).expand(len(position), -1)
+            p = self.laws(out.logits, position + 1, carry.layout) if waiting == 1 else met(every)
+            behind = partial(take, p)
         columns = carry.committed[:, None] + torch.arange(tree.levels + 1, device=judged.device)
         strength = carry.strength.gather(1, columns.clamp(max=self.length - 1))
-        verified = self.judge(tree, p_tree, strength, Numbers(carry.stream, carry.turn, carry.committed))
+        verified = self.judge(tree, p, strength, Numbers(carry.stream, carry.turn, carry.committed))
 
         kept = kept_slots(pending, verified)
         count = torch.where(judged, pending.count + verified.accepted, 0)
@@ -147,16 +160,17 @@ class RoundStep:
         decided = after_verification(
             pending, verified, out.hidden, kept, carry.committed, self.length, judged, refresh
         )
-        record = self.recorded(carry, tree, verified, decided, p_tree, columns)
+        record = self.recorded(carry, tree, verified, decided, behind, columns)
         if self.skipping:
             if waiting > 1:
-                record = self.recorded_pending(record, carry, p, judged)
+                law = self.laws(out.logits[:, : waiting - 1], position[:, : waiting - 1] + 1, carry.layout)
+                record = self.recorded_pending(record, carry, law, judged)
             carry = replace(carry, features=vvs.push_features(carry.features, take(out.hidden, kept), count),
                             known=carry.known + count)
         carry = replace(carry, record=record, own_passes=carry.own_passes + judged)
         return carry, decided, torch.where(judged, verified.accepted, 0)
 
-    def judge(self, tree: Tree, p: Tensor, strength: Tensor, numbers: Numbers) -> Verified:
+    def judge(self, tree: Tree, p: Laws, strength: Tensor, numbers: Numbers) -> Verified:
         """Verify in the way that suits the children and the rule."""
         if self.structure.block:
             return block_verification(tree, p, numbers)
@@ -207,14 +221,15 @@ class RoundStep:
         return torch.where(layout.forced_at(position) >= 0, Source.FORCED, source) if self.forcing else source
 
     def recorded(
-        self, carry: Carry, tree: Tree, verified: Verified, decided: Decided, p: Tensor, columns: Tensor
+        self, carry: Carry, tree: Tree, verified: Verified, decided: Decided, behind: Callable[[Tensor], Tensor],
+        columns: Tensor,
     ) -> Record:
-        """The trace with a verified round; p [B, M + 1, V+] are the laws behind every slot."""
+        """The trace with a verified round; ``behind``: the target's laws behind slots [B, n]."""
         parents = torch.nn.functional.pad(verified.path, (1, 0))
         number = torch.arange(1, tree.levels + 2, device=columns.device)
         depth, width = tree.spread()
         return carry.record.tokens(
-            columns, number <= decided.count[:, None], verified.token, take(p, parents),
+            columns, number <= decided.count[:, None], verified.token, behind(parents),
             finalised_at=carry.own_passes[:, None], source=self.source(columns, verified.source, carry.layout),
             depth=torch.where(verified.tested, number, 0), rank=verified.rank, q=verified.q,
             ratio=verified.ratio, tv_leak=verified.tv_leak,
@@ -222,16 +237,16 @@ class RoundStep:
         )
 
     def recorded_pending(self, record: Record, carry: Carry, p: Tensor, judged: Tensor) -> Record:
-        """What the pass says of tokens taken unverified before it: their p, and the drift of not having tested them.
+        """What the pass says of tokens taken unverified before it: their laws p [B, P - 1, V+], and the drift of not
+        having tested them.
 
         That is the leak of accepting for certain: [1 - p/q]+ for a draft drawn from q, 1 - p for another one.
         """
         count, token = carry.pending.count[:, None], carry.pending.token[:, 1:]
         index = torch.arange(token.shape[1], device=token.device)
         meant = judged[:, None] & (index < count - 1)
-        law, q = p[:, : token.shape[1]], carry.pending.q[:, 1:]
-        ratio = at(law, token) / q.clamp(min=1e-30)
+        ratio = at(p, token) / carry.pending.q[:, 1:].clamp(min=1e-30)
         return record.tokens(
-            carry.committed[:, None] - count + 1 + index, meant, token, law, ratio=ratio,
+            carry.committed[:, None] - count + 1 + index, meant, token, p, ratio=ratio,
             tv_leak=(1 - ratio).clamp(min=0),
         )
