@@ -30,7 +30,7 @@ from . import sizes
 from .report import commit, machine, versions, write
 
 SCHEMA = "specar.previews/1"
-METHODS = ("none", "latent2rgb", "auto")
+PREVIEWS = ("none", "latent2rgb", "auto")
 PROMPT = "heart, 3d, on a blue background"
 
 
@@ -132,6 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+", default=["default", "llamagen-b"], choices=["default", *sizes.SIZES])
+    parser.add_argument("--previews", nargs="+", default=PREVIEWS, choices=PREVIEWS)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
@@ -145,7 +146,7 @@ def main() -> None:
     for name in chosen.models:
         model, conditioning = loaded(name, device)
         for method in (NextToken, specar.methods.SJD):
-            for how in METHODS:
+            for how in chosen.previews:
                 run = {"model": name, "method": method.__name__, **measure(model, conditioning, how, method)}
                 report["runs"].append(run)
                 print(f"{name:12} {run['method']:10} {how:10} {run['seconds']:7.2f} s, {run['passes']:4} passes, "
