@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.sampling import readable
 from .logits import check_finite, probabilities
 from .loop import decode, kind
 from .protocols import ARModel, Decoded, Request, SamplingParams, StepOut, TokenLayout
@@ -27,6 +28,27 @@ class Carry:
     record: Record
     stream: Stream
     layout: TokenLayout
+
+
+class Noise:
+    """The positions' Gumbel vectors. On the CPU several are made at once, where one is too short to be worth the calls.
+    """
+
+    ENOUGH = 16384  # numbers in a call
+
+    def __init__(self) -> None:
+        self.first, self.rows = -1, torch.zeros(0)
+
+    def __call__(self, stream: Stream, position: Tensor, total: int) -> Tensor:
+        """Noise [B, 1, total] at a position [B, 1] that all images share."""
+        ahead = self.ENOUGH // (total * len(position))
+        if ahead < 2 or not readable(position):
+            return stream.gumbel(position, total)
+        place = int(position[0]) % ahead
+        if int(position[0]) - place != self.first:
+            self.first = int(position[0]) - place
+            self.rows = stream.gumbel(self.first + torch.arange(ahead).expand(len(position), -1), total)
+        return self.rows[:, place : place + 1]
 
 
 @dataclass(frozen=True)
@@ -54,28 +76,39 @@ class NextToken:
                 Record.empty(layout.length, batch, model.device),
                 Stream.of(request.seed, batch, model.device), layout,
             )
-            carry = draw(model, params, forcing, state.prefill, carry, Source.PREFILL)
-            carry, _ = decode(request, kept, state, partial(step, model, state, params, forcing), carry, 1, begun)
+            run = Run(model, params, forcing, state, Noise())
+            carry = draw(run, state.prefill, carry, Source.PREFILL)
+            carry, _ = decode(request, kept, state, partial(step, run), carry, 1, begun)
             settings = {"method": "next_token", **asdict(params)}
             trace = carry.record.finish(layout, request.seed, settings, time.perf_counter() - begun)
             return Decoded(carry.tokens[:, :-1].clone(), trace)
 
 
-def step(model: ARModel, state: Any, params: SamplingParams, forcing: bool, carry: Carry) -> Carry:
-    """One pass: feed the last token, draw the next. ``forcing``: does the layout force any. Nothing changes behind the
-    end of the image."""
+@dataclass(frozen=True)
+class Run:
+    """What all steps of a run have in common. forcing: does the layout force any token."""
+
+    model: ARModel
+    params: SamplingParams
+    forcing: bool
+    state: Any
+    noise: Noise
+
+
+def step(run: Run, carry: Carry) -> Carry:
+    """One pass: feed the last token, draw the next. Nothing changes behind the end of the image."""
     last = carry.committed[:, None] - 1
-    out = model.step(state, carry.tokens.gather(1, last), last)
-    model.commit(state, (carry.committed < carry.layout.length).long())
-    return draw(model, params, forcing, out, carry, Source.BONUS)
+    out = run.model.step(run.state, carry.tokens.gather(1, last), last)
+    run.model.commit(run.state, (carry.committed < carry.layout.length).long())
+    return draw(run, out, carry, Source.BONUS)
 
 
-def draw(model: ARModel, params: SamplingParams, forcing: bool, out: StepOut, carry: Carry, source: Source) -> Carry:
+def draw(run: Run, out: StepOut, carry: Carry, source: Source) -> Carry:
     """The next token of every image from its prediction ``out`` [R, 1, V+]."""
     position = carry.committed[:, None]
-    forced = carry.layout.forced_at(position) if forcing else None
-    p = probabilities(out.logits[:, -1:], params, model.vocab, forced)
-    token = (p.log() + carry.stream.gumbel(position, p.shape[-1])).argmax(-1)
+    forced = carry.layout.forced_at(position) if run.forcing else None
+    p = probabilities(out.logits[:, -1:], run.params, run.model.vocab, forced)
+    token = (p.log() + run.noise(carry.stream, position, p.shape[-1])).argmax(-1)
     more = position < carry.layout.length
     if forced is not None:
         source = torch.where(forced >= 0, Source.FORCED, source)
