@@ -22,14 +22,15 @@ def weights(left, right, scale, minus, i, inside):
 def drawn(left, right, scale, minus, count, uniform, BLOCK: tl.constexpr):
     """The first i below count where the cumulative sum of the weights exceeds uniform times their total. One without
     weight is never drawn: if round-off leaves none, the last that has; -1 if all weights are zero."""
-    total = 0.0
-    last = -1
+    sums = tl.zeros([BLOCK], tl.float32)
+    places = tl.full([BLOCK], -1, tl.int32)
     for start in range(0, count, BLOCK):
         i = start + tl.arange(0, BLOCK)
         weight = weights(left, right, scale, minus, i, i < count)
-        total += tl.sum(weight)
-        last = tl.maximum(last, tl.max(tl.where(weight > 0, i, -1)))
-    threshold = uniform * total
+        sums += weight
+        places = tl.where(weight > 0, i, places)
+    threshold = uniform * tl.sum(sums)
+    last = tl.max(places)
     before = 0.0
     found = count
     for start in range(0, count, BLOCK):

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .neighbours_triton import nearest
-from .sampling_triton import drawn
+from .sampling_triton import drawn, weights
 from .verification import Claim, Verified
 
 BLOCK = 2048
@@ -171,26 +171,28 @@ def _walk(
             uniform = tl.load(u + level * width + rank)
             passed = uniform < f
             source = tl.where(passed, tl.where(uniform < ratio, ACCEPTED, RELAXED), RESIDUAL)
-            rest = 0.0
-            p_sum = 0.0
-            without = 0.0
-            q_sum = 0.0
+            rests = tl.zeros([BLOCK], tl.float32)
+            p_sums = tl.zeros([BLOCK], tl.float32)
+            q_sums = tl.zeros([BLOCK], tl.float32)
+            others = tl.zeros([BLOCK], tl.float32)  # of q without x
+            drifts = tl.zeros([BLOCK], tl.float32)
             drift = 0.0
             if NEAR:
                 drift = tl.maximum(f - ratio, 0.0)
-            if (passed == 0) | (CLAIMS and not NEAR):
+            if (passed == 0) | (CLAIMS and not NEAR):  # a relaxed ratio's drift is a sum over all ids
                 for start in range(0, vocab, BLOCK):
                     i = start + tl.arange(0, BLOCK)
                     inside = i < vocab
                     a = tl.div_rn(tl.load(p_row + i, mask=inside, other=0.0), p_norm)
                     b = _draft_law(q_row, q_norm, i, inside, x, DRAWN)
-                    rest += tl.sum(tl.maximum(a - b, 0.0))
-                    p_sum += tl.sum(a)
-                    without += tl.sum(tl.where(i == x, 0.0, b))
-                    q_sum += tl.sum(b)
-                    if CLAIMS and not NEAR:
-                        drift += tl.sum(tl.maximum(tl.minimum(b, omega * a) - a, 0.0))
+                    rests += tl.maximum(a - b, 0.0)
+                    p_sums += a
+                    q_sums += b
+                    others += tl.where(i == x, 0.0, b)
+                    drifts += tl.maximum(tl.minimum(b, omega * a) - a, 0.0)
             leak += drift
+            if CLAIMS and not NEAR:
+                leak += tl.sum(drifts)
             _note(ints, floats, size, level, source, rank, q_x, ratio, leak)
             if passed:
                 tl.store(ints + level, child)
@@ -204,6 +206,8 @@ def _walk(
                 leak = 0.0
                 going = tl.where(level < levels, 1, 0)
             else:
+                rest = tl.sum(rests)
+                without = tl.sum(others)
                 q_kept = tl.where(without > 0, 0.0, q_x)
                 for start in range(0, vocab, BLOCK):
                     i = start + tl.arange(0, BLOCK)
@@ -214,8 +218,8 @@ def _walk(
                     if DRAWN:
                         tl.store(q_left + i, tl.where(i == x, q_kept, b), mask=inside)
                 tl.debug_barrier()
-                p_norm = tl.where(rest > 0, rest, p_sum)
-                q_norm = tl.where(without > 0, without, q_sum)
+                p_norm = tl.where(rest > 0, rest, tl.sum(p_sums))
+                q_norm = tl.where(without > 0, without, tl.sum(q_sums))
                 worn = zero + 1
                 rank += 1
 
@@ -338,13 +342,11 @@ def match(p: Tensor, token: Tensor, children: Tensor, levels: int, u: Tensor) ->
 @triton.jit
 def _mass(p, q, weight, vocab, BLOCK: tl.constexpr):
     """The sum of [weight * p - q]+."""
-    total = 0.0
+    sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        a = tl.load(p + i, mask=i < vocab, other=0.0)
-        b = tl.load(q + i, mask=i < vocab, other=0.0)
-        total += tl.sum(tl.maximum(weight * a - b, 0.0))
-    return total
+        sums += weights(p, q, weight, 1, i, i < vocab)
+    return tl.sum(sums)
 
 
 @triton.jit

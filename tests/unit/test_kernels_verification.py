@@ -168,9 +168,8 @@ def test_the_kernels_compile():
     laws, law_of = torch.empty(batch, 20, vocab), torch.zeros(slots, dtype=torch.int64)
     u, v, strength = torch.empty(batch, levels, width), torch.empty(batch, levels + 1), torch.ones(batch, levels)
     table = torch.zeros(vocab, 1000, dtype=torch.int32)
-    for drawn in ((laws, law_of), (None, None)):
-        assert compiled("verification.walk_exact", p, zeros, children, *drawn, u, v, strength, Exact())
-        assert compiled("verification.walk_relaxed", p, zeros, children, *drawn, u, v, strength, CoolSD())
+    assert compiled("verification.walk_exact", p, zeros, children, laws, law_of, u, v, strength, Exact())
+    assert compiled("verification.walk_relaxed", p, zeros, children, None, None, u, v, strength, CoolSD())
     assert compiled("verification.walk_relaxed", p, zeros, children, laws, law_of, u, v, strength, Lantern(table=table))
     assert compiled("verification.match", p, zeros, children, levels, p[..., 0])
     assert compiled("verification.couple", p, laws, zeros, zeros, zeros == 0, p[..., 0], p[..., 0])
