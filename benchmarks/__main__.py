@@ -5,6 +5,7 @@
     methods     how many passes every method needs on the bundled model, and what its pictures lose
     continuous  the same for the continuous pair (MAR and its small drafter)
     loading     seconds and memory of loading checkpoints of released sizes
+    storage     what weights in bf16, fp8 and int8 do to a model's predictions
     previews    what share of a run progress and previews take in ComfyUI (which COMFYUI_PATH names)
 
 python -m benchmarks WHAT --help explains the options. Reports are JSON, in benchmarks/results/ those that we made.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-WHAT = ("speed", "methods", "continuous", "loading", "previews")
+WHAT = ("speed", "methods", "continuous", "loading", "storage", "previews")
 
 
 def main(arguments: list[str]) -> None:

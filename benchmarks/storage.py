@@ -1,0 +1,82 @@
+"""Measure what storing weights in fewer bits does to a model's predictions.
+
+    python -m benchmarks storage [--model default] [--pictures 2] [--out benchmarks/results/storage-cpu.json]
+
+The model draws pictures in fp32. For each of their tokens, the law that it predicts from those before (temperature 1,
+no guidance) is compared with what it predicts when its weights are kept, or it computes, in something else: by total
+variation, half the sum of the differences, and by whether the likeliest token stays the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import comfyui_specar as specar
+import torch
+
+from .report import commit, find, machine, versions, write
+from .runs import PROMPTS
+
+FP8, INT8 = torch.float8_e4m3fn, torch.int8
+CASES = {  # name -> dtype that is computed in, storage of the large matrices
+    "bf16": (torch.bfloat16, None), "fp16": (torch.float16, None),
+    "fp8, computed in fp32": (torch.float32, FP8), "fp8, computed in bf16": (torch.bfloat16, FP8),
+    "int8, computed in fp32": (torch.float32, INT8), "int8, computed in bf16": (torch.bfloat16, INT8),
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks storage", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="default", help="bundled name, or a file or folder of a text model")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--pictures", type=int, default=2, help="pictures per prompt")
+    parser.add_argument("--threads", type=int, help="CPU threads (torch's default otherwise)")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+
+    path, device = find(options.model), torch.device(options.device)
+    model = specar.load_model(path, device, torch.float32)
+    drawn = {prompt: specar.sample(model, model.encode_prompt(prompt), batch_size=options.pictures).tokens
+             for prompt in PROMPTS}
+    exact = laws(model, drawn)
+    report: dict[str, Any] = {
+        "model": options.model, "machine": machine(device), "versions": versions(), "commit": commit(),
+        "pictures": len(PROMPTS) * options.pictures, "tokens": exact.shape[0], "bytes in fp32": weight_bytes(model),
+        "cases": {},
+    }  # fmt: skip
+    for name, (dtype, storage) in CASES.items():
+        other = specar.load_model(path, device, dtype, storage=storage)
+        found = compare(laws(other, drawn), exact) | {"bytes": weight_bytes(other)}
+        report["cases"][name] = found
+        print(f"{name:24} mean {found['mean']:.4f}  99 % below {found['99 %']:.4f}  max {found['max']:.4f}  "
+              f"likeliest token the same {found['top 1']:.2%}  {found['bytes'] / 2**20:.1f} MiB")
+    if options.out:
+        write(report, options.out)
+
+
+def laws(model: Any, drawn: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The law of every token of every picture [N, V]."""
+    logits = [model.teacher_forced(model.encode_prompt(prompt), tokens) for prompt, tokens in drawn.items()]
+    return torch.cat(logits).softmax(-1).flatten(0, 1)
+
+
+def compare(found: torch.Tensor, exact: torch.Tensor) -> dict[str, float]:
+    """Total variation: mean, 99th percentile, largest; share of laws whose likeliest token is the same."""
+    moved = (found - exact).abs().sum(-1) / 2
+    same = (found.argmax(-1) == exact.argmax(-1)).float().mean()
+    numbers = {"mean": moved.mean(), "99 %": moved.quantile(0.99), "max": moved.max(), "top 1": same}
+    return {name: round(float(number), 5) for name, number in numbers.items()}
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes of a model's parameters."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+if __name__ == "__main__":
+    main()
