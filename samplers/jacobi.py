@@ -318,7 +318,7 @@ def begin(run: Run, layout: TokenLayout, stream: Stream, strength: Tensor | None
 class SJD:
     """Speculative Jacobi decoding.
 
-    window: tokens per pass W, the root included (2 .. S); None picks 32, or S if that is less.
+    window: tokens per pass W, the root included (2 .. S); None: see ``width``.
     reuse: one of REUSE; "coupled", "gumbel", "threshold_exact" and "resample" draw from exactly the model's law,
     "threshold_paper" (SJD++ as printed) does not. initial: one of INITIAL. threshold: SJD++'s tau (> 0).
     rule: how a guess is verified, its depth being its place in the window, from 1; refinement stays exact.
@@ -329,6 +329,11 @@ class SJD:
     initial: str = "mixed"
     threshold: float = 0.5
     rule: AcceptanceRule = field(default_factory=Exact)
+
+    def width(self, device: torch.device, length: int) -> int:
+        """W for an image of so many tokens. None picks 32, on a CPU 16 (a pass costs more there the wider it is, and
+        the second half of a window of 32 saves few), or all tokens if they are less."""
+        return self.window or min(16 if device.type == "cpu" else 32, length)
 
     def check(self, length: int) -> None:
         """Raise ValueError naming the setting and its legal values."""
@@ -355,7 +360,7 @@ class SJD:
         self.check(layout.length)
         method = replace(self, rule=self.rule.bind(model))
         strength = check_strength(request.strength, batch, layout.length, model.device)
-        width = self.window or min(32, layout.length)
+        width = self.width(model.device, layout.length)
         forcing = layout.forces
         key = kind(request, layout, method, width, forcing, id(model.codebook))  # a bound rule may have tables of it
         with session(model, key) as kept:

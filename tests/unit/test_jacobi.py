@@ -90,6 +90,13 @@ def test_cfg_1_ignores_the_negative_prompt(models):
     assert torch.equal(without.tokens, given.tokens)
 
 
+@pytest.mark.parametrize(("window", "device", "length", "width"), [
+    (None, "cpu", 256, 16), (None, "cuda", 256, 32), (None, "cuda", 20, 20), (None, "cpu", 9, 9), (5, "cpu", 256, 5),
+])
+def test_the_window_depends_on_the_device_unless_given(window, device, length, width):
+    assert SJD(window).width(torch.device(device), length) == width
+
+
 @pytest.mark.parametrize(("method", "words"), [
     (SJD(window=17), "window is 17, but this image has 16 tokens: use 2 to 16"),
     (SJD(window=1), "window is 1"), (SJD(window=-3), "window is -3"),
