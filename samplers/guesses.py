@@ -1,4 +1,5 @@
-"""First guesses of Jacobi decoding: a position that no pass has seen yet borrows the law of a neighbour in the picture.
+"""What Jacobi decoding remembers of every position, and first guesses: a position that no pass has seen yet borrows the
+law of a neighbour in the picture.
 """
 
 from __future__ import annotations
@@ -44,6 +45,30 @@ class Ring:
     def put(self, position: Tensor, rows: Tensor) -> None:
         """Write rows [B, T, V+] for different positions [B, T], T being R at most."""
         self.rows.flatten(0, 1).index_copy_(0, self.index(position).flatten(), rows.flatten(0, 1))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What is known of the latest positions of every image, written in place.
+
+    laws: the target's last law of a position, or before its first pass the law its guess was drawn from; drawn: the law
+    that the guess at a position was drawn from, which is another ring for reuse="threshold_exact" only. noise: the
+    positions' fixed Gumbel vectors, for reuse="gumbel" only.
+
+    A window W lies behind a row of the picture whose laws it may need, and is followed by W new positions.
+    """
+
+    laws: Ring
+    drawn: Ring
+    noise: Ring | None
+
+    @classmethod
+    def empty(cls, reuse: str, batch: int, stride: int, width: int, total: int, device: torch.device) -> Memory:
+        def ring() -> Ring:
+            return Ring.empty(batch, max(stride, width) + width, total, device)
+
+        laws = ring()
+        return cls(laws, ring() if reuse == "threshold_exact" else laws, ring() if reuse == "gumbel" else None)
 
 
 def neighbour_laws(

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from ..kernels.sampling import at, categorical, readable
 from ..kernels.verification import couple
 from .acceptance import SMALLEST, AcceptanceRule, Draft, Exact, accept_or_redraw, check_strength
-from .guesses import INITIAL, Ring, fresh_guesses
+from .guesses import INITIAL, Memory, fresh_guesses
 from .logits import check_finite, probabilities
 from .loop import decode, kind
 from .protocols import ARModel, Decoded, Request, SamplingParams, TokenLayout
@@ -34,30 +34,6 @@ from .session import session
 from .trace import Record, Source
 
 REUSE = ("coupled", "gumbel", "threshold_paper", "threshold_exact", "resample")
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What is known of the latest positions of every image, written in place.
-
-    laws: the target's last law of a position, or before its first pass the law its guess was drawn from; drawn: the law
-    that the guess at a position was drawn from, which is another ring for reuse="threshold_exact" only. noise: the
-    positions' fixed Gumbel vectors, for reuse="gumbel" only.
-
-    A window W lies behind a row of the picture whose laws it may need, and is followed by W new positions.
-    """
-
-    laws: Ring
-    drawn: Ring
-    noise: Ring | None
-
-    @classmethod
-    def empty(cls, reuse: str, batch: int, stride: int, width: int, total: int, device: torch.device) -> Memory:
-        def ring() -> Ring:
-            return Ring.empty(batch, max(stride, width) + width, total, device)
-
-        laws = ring()
-        return cls(laws, ring() if reuse == "threshold_exact" else laws, ring() if reuse == "gumbel" else None)
 
 
 @dataclass(frozen=True)
