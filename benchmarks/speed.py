@@ -155,7 +155,8 @@ def curve(case: Subject, stretches: list[tuple[dict, Stretch, int]], options, re
     """Milliseconds of a pass of CURVES' methods on each (what it is, stretch, batch)."""
     for about, stretch, batch in stretches:
         if not report.in_time:
-            report.missing(f"{case.name}: {about}", "out of time")
+            what = ", ".join(f"{key} {value}" for key, value in about.items())
+            report.missing(f"{case.name}: {what}", "out of time")
             continue
         contestants = [case.sampler(name, stretch, batch) for name in CURVES]
         for contestant in contestants:
