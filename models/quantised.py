@@ -10,7 +10,7 @@ from ..kernels.linear import linear_narrow
 NARROW = {  # how a matrix may be kept -> parts of the names of those that are. Rounding to fp8 is too coarse for heads.
     torch.int8: (".layers.", "backbone.output"), torch.float8_e4m3fn: (".layers.",),
 }  # fmt: skip
-_TOGETHER = 2**22  # numbers that are rounded at once: that takes several copies of them
+_TOGETHER = 2**20  # numbers that are rounded at once: that takes several copies of them
 
 
 class NarrowLinear(nn.Module):

@@ -19,6 +19,7 @@ JOINED = sum(  # of which in projections that are joined: queries, keys and valu
     torch.Size(shape).numel() for name, shape in SHAPES.items()
     if any(f"{part}_proj" in name for part in ("q", "k", "v", "gate", "up"))
 )  # fmt: skip
+LAYERS = sum(torch.Size(shape).numel() for name, shape in SHAPES.items() if ".layers." in name)
 SLACK = 12e6  # bytes of everything else: code that is loaded on first use, the largest tensors in between
 CHILD = """
 import json, sys
@@ -33,7 +34,8 @@ def twice():
     copies = [tensor.clone() for tensor in open_checkpoint(folder / "model.safetensors.index.json").tensors.values()]
     return copies, specar.load_model(folder, dtype=torch.float32)
 kept = {"bfloat16": watch(lambda: specar.load_model(folder, dtype=torch.bfloat16)),
-        "float32": watch(lambda: specar.load_model(folder, dtype=torch.float32)), "twice": watch(twice)}
+        "float32": watch(lambda: specar.load_model(folder, dtype=torch.float32)), "twice": watch(twice),
+        "int8": watch(lambda: specar.load_model(folder, dtype=torch.bfloat16, storage=torch.int8))}
 print(json.dumps({name: costs for name, (_, costs) in kept.items()}))
 """
 
@@ -56,6 +58,12 @@ def test_weights_in_their_own_precision_stay_maps_of_the_file(costs):
 
 def test_weights_in_another_precision_are_held_once(costs):
     assert 0.9 * 4 * SIZE < costs["float32"]["anonymous peak"] < 4 * SIZE + SLACK
+
+
+def test_rounded_weights_are_held_once_and_never_whole_in_another_precision(costs):
+    """The matrices of the layers are there in int8 alone; the rest stays maps of the file."""
+    assert LAYERS < costs["int8"]["anonymous peak"] < LAYERS + SLACK < 2 * LAYERS
+    assert costs["int8"]["anonymous"] < 1.2 * LAYERS
 
 
 def test_weights_held_twice_are_noticed(costs):

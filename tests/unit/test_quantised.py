@@ -118,6 +118,14 @@ def test_a_matrix_in_several_tensors_is_rounded_row_by_row(tmp_path):
     assert layer.bias is not None and layer.bias.dtype == torch.float32
 
 
+@pytest.mark.parametrize("storage", [INT8, FP8], ids=str)
+def test_a_layer_is_one_graph(storage, tmp_path):
+    """Nothing in it is read on the host."""
+    _, model = open_both("simplear", tmp_path, storage)
+    layer, x = model.backbone.layers[0].attention.wqkv, torch.randn(2, 3, model.backbone.config.dim)
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="eager")(x), layer(x))
+
+
 def test_int8_takes_a_quarter_of_fp32(tmp_path):
     whole, narrow = open_both("llamagen-c2i", tmp_path, INT8)
     for name, layer in narrow.named_modules():
