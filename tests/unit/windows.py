@@ -20,6 +20,15 @@ def begun(method, model, params, prompt, strength=None, layout=None):
     return run, jacobi.begin(run, layout, Stream.of(3, 2, model.device), strength)
 
 
+def decided(carry):
+    """All of a carry that means something: the last places are there to be written to in vain."""
+    window = carry.window
+    return [
+        carry.tokens[:, :-1], carry.record.positions[:, :-1], carry.record.rounds, carry.record.count, carry.turn,
+        window.committed, window.root, window.token[:, :-1], window.age,
+    ]
+
+
 def three_passes(step, run, carry):
     """What the passes leave, with nothing but tensors of the model's device."""
     for _ in range(3):
