@@ -132,21 +132,15 @@ class RoundStep:
         fed = torch.cat((pending.token, tree.token[:, 1:]), dim=1)
         position = (carry.committed[:, None] + ahead).clamp(min=0)
         out = self.model.step(self.target, fed, position, fed_mask(pending, tree))
-
-        def met(slots: Tensor) -> Tensor:
-            """The target's laws [B, n, V+] behind slots [B, n] of the trees."""
-            place = torch.where(slots > 0, slots + waiting, pending.count[:, None]) - 1
-            return self.laws(take(out.logits, place), position.gather(1, place) + 1, carry.layout)
-
-        def p(node: Tensor) -> Tensor:
-            return met(node[:, None])[:, 0]
-
-        # A walk down a tree meets few of its slots: where the host can follow it, laws are computed as they are met.
-        behind: Callable[[Tensor], Tensor] = met
+        behind = partial(self.behind, carry, out.logits, position)
         if self.structure.block or not readable(position):
-            every = torch.arange(tree.token.shape[1], device=judged.device).expand(len(position), -1)
-            p = self.laws(out.logits, position + 1, carry.layout) if waiting == 1 else met(every)
+            p: Laws = behind(None)
             behind = partial(take, p)
+        else:  # a walk down a tree meets few of its slots: compute laws as they are met
+
+            def p(node: Tensor) -> Tensor:
+                return behind(node[:, None])[:, 0]
+
         columns = carry.committed[:, None] + torch.arange(tree.levels + 1, device=judged.device)
         strength = carry.strength.gather(1, columns.clamp(max=self.length - 1))
         verified = self.judge(tree, p, strength, Numbers(carry.stream, carry.turn, carry.committed))
@@ -169,6 +163,17 @@ class RoundStep:
                             known=carry.known + count)
         carry = replace(carry, record=record, own_passes=carry.own_passes + judged)
         return carry, decided, torch.where(judged, verified.accepted, 0)
+
+    def behind(self, carry: Carry, logits: Tensor, position: Tensor, slots: Tensor | None) -> Tensor:
+        """The target's laws [B, n, V+] behind slots [B, n] of the trees (None: all), from a pass's logits [R, T, V+]
+        for tokens at positions [B, T]."""
+        waiting, count = carry.pending.token.shape[1], carry.pending.count[:, None]
+        if slots is None:
+            if waiting == 1:
+                return self.laws(logits, position + 1, carry.layout)
+            slots = torch.arange(position.shape[1] - waiting + 1, device=position.device).expand(len(position), -1)
+        place = torch.where(slots > 0, slots + waiting, count) - 1
+        return self.laws(take(logits, place), position.gather(1, place) + 1, carry.layout)
 
     def judge(self, tree: Tree, p: Laws, strength: Tensor, numbers: Numbers) -> Verified:
         """Verify in the way that suits the children and the rule."""
