@@ -14,13 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from .neighbours_triton import nearest
+from .outcome_triton import clear, finish, note, outputs, verified
 from .sampling_triton import drawn, weights
 from .verification import Claim, Verified
 
 BLOCK = 2048
 WARPS = 8
 SMALLEST = tl.constexpr(1e-30)
-ACCEPTED, RELAXED, RESIDUAL, BONUS = (tl.constexpr(n) for n in (1, 2, 3, 4))
+ACCEPTED, RELAXED, RESIDUAL = (tl.constexpr(n) for n in (1, 2, 3))
 
 
 @triton.jit
@@ -65,39 +66,6 @@ def couple(
 
 
 @triton.jit
-def _clear(ints, floats, root, size, columns, COLUMNS: tl.constexpr):
-    """No test at any column of this image: path 0, the root's token, source BONUS."""
-    i = tl.arange(0, COLUMNS)
-    inside = i < columns
-    nothing = tl.zeros([COLUMNS], tl.int64)
-    tl.store(ints + i, nothing, mask=inside)
-    tl.store(ints + size + i, nothing + root, mask=inside)
-    tl.store(ints + 2 * size + i, nothing + BONUS, mask=inside)
-    tl.store(ints + 3 * size + i, nothing, mask=inside)
-    for field in tl.static_range(3):
-        tl.store(floats + field * size + i, tl.zeros([COLUMNS], tl.float32), mask=inside)
-    tl.debug_barrier()
-
-
-@triton.jit
-def _note(ints, floats, size, column, source, rank, q, ratio, leak):
-    """The last test at a column."""
-    tl.store(ints + 2 * size + column, source.to(tl.int64))
-    tl.store(ints + 3 * size + column, rank.to(tl.int64))
-    tl.store(floats + column, q)
-    tl.store(floats + size + column, ratio)
-    tl.store(floats + 2 * size + column, leak)
-
-
-@triton.jit
-def _finish(ints, accepted, size, levels, number, last):
-    """The number accepted, and the token behind them (which the last column holds in any case)."""
-    tl.store(accepted, number.to(tl.int64))
-    tl.store(ints + size + number, last)
-    tl.store(ints + size + levels, last)
-
-
-@triton.jit
 def _draft_law(q, q_norm, i, inside, x, DRAWN: tl.constexpr):
     """Entries of the law a draft x was drawn from: a row, or the point mass on it."""
     if DRAWN:
@@ -125,7 +93,7 @@ def _walk(
     floats += image * columns
     p_left = scratch + 2 * image * vocab
     q_left = p_left + vocab
-    _clear(ints, floats, tl.load(token), size, columns, COLUMNS)
+    clear(ints, floats, tl.load(token), size, columns, COLUMNS)
 
     zero = tl.program_id(0) * 0  # an int32 of the device, as the interpreter's own ints are not
     node = image * 0
@@ -193,7 +161,7 @@ def _walk(
             leak += drift
             if CLAIMS and not NEAR:
                 leak += tl.sum(drifts)
-            _note(ints, floats, size, level, source, rank, q_x, ratio, leak)
+            note(ints, floats, size, level, source, rank, q_x, ratio, leak)
             if passed:
                 tl.store(ints + level, child)
                 tl.store(ints + size + level, x)
@@ -227,19 +195,7 @@ def _walk(
     if worn != 0:
         law = p_left
     last = drawn(law, law, 1.0, 0, vocab, tl.load(v + level), BLOCK)
-    _finish(ints, accepted + image, size, levels, level, tl.maximum(last, 0).to(tl.int64))
-
-
-def _verified(ints: Tensor, floats: Tensor, accepted: Tensor) -> Verified:
-    path, token, source, rank = ints.unbind()
-    return Verified(path[:, :-1], accepted, token, source, rank, *floats.unbind())
-
-
-def _outputs(like: Tensor, batch: int, levels: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Path, token, source and rank; q, ratio and leak; the number accepted."""
-    device = like.device
-    return (torch.empty((4, batch, levels + 1), dtype=torch.int64, device=device),
-            torch.empty((3, batch, levels + 1), device=device), torch.empty(batch, dtype=torch.int64, device=device))
+    finish(ints, accepted + image, size, levels, level, tl.maximum(last, 0).to(tl.int64))
 
 
 def _launch_walk(
@@ -251,18 +207,18 @@ def _launch_walk(
     p = p.contiguous()
     laws, law_of, rows = (p, token, 0) if laws is None else (laws.contiguous(), law_of, laws.shape[1])
     scratch = p.new_empty((batch, 2, vocab))
-    outputs = _outputs(p, batch, levels)
+    written = outputs(p, batch, levels)
     scale, absolute, relative = (p,) * 3 if claim is None else (
         t.expand(batch, levels).contiguous() for t in (claim.scale, claim.absolute, claim.relative))
     near = claim is not None and claim.table is not None
     table = (claim.table, *claim.table.shape, claim.neighbours) if near else (token, 0, 0, 0)
     small = (t.contiguous() for t in (token, children))
     _walk[(batch,)](
-        p, *small, laws, law_of, u.contiguous(), v.contiguous(), scale, absolute, relative, *table, scratch, *outputs,
+        p, *small, laws, law_of, u.contiguous(), v.contiguous(), scale, absolute, relative, *table, scratch, *written,
         slots, rows, vocab, levels, width,
         rows > 0, claim is not None, near, triton.next_power_of_2(levels + 1), BLOCK, num_warps=WARPS,
     )
-    return _verified(*outputs)
+    return verified(*written)
 
 
 def walk_exact(
@@ -297,7 +253,7 @@ def _match(
     u += image * slots
     ints += image * columns
     floats += image * columns
-    _clear(ints, floats, tl.load(token), size, columns, COLUMNS)
+    clear(ints, floats, tl.load(token), size, columns, COLUMNS)
 
     zero = tl.program_id(0) * 0
     node = image * 0
@@ -317,7 +273,7 @@ def _match(
             draft = tl.sum(tl.where(r == rank, tokens, 0))
             ratio = tl.load(p + node * vocab + draft)
             one = ratio * 0.0 + 1.0
-            _note(ints, floats, size, level, tl.where(found, ACCEPTED, RESIDUAL), rank, one, ratio, ratio * 0.0)
+            note(ints, floats, size, level, tl.where(found, ACCEPTED, RESIDUAL), rank, one, ratio, ratio * 0.0)
             if found:
                 node = tl.sum(tl.where(r == rank, kids, 0))
                 tl.store(ints + level, node)
@@ -325,18 +281,18 @@ def _match(
                 level += 1
                 x = tl.maximum(drawn(p + node * vocab, p, 1.0, 0, vocab, tl.load(u + node), BLOCK), 0).to(tl.int64)
                 going = tl.where(level < levels, 1, 0)
-    _finish(ints, accepted + image, size, levels, level, x)
+    finish(ints, accepted + image, size, levels, level, x)
 
 
 def match(p: Tensor, token: Tensor, children: Tensor, levels: int, u: Tensor) -> Verified:
     """See verification.match."""
     (batch, slots, vocab), width = p.shape, children.shape[2]
-    outputs = _outputs(p, batch, levels)
+    written = outputs(p, batch, levels)
     _match[(batch,)](
-        *(t.contiguous() for t in (p, token, children, u)), *outputs, slots, vocab, levels, width,
+        *(t.contiguous() for t in (p, token, children, u)), *written, slots, vocab, levels, width,
         triton.next_power_of_2(width), triton.next_power_of_2(levels + 1), BLOCK, num_warps=WARPS,
     )
-    return _verified(*outputs)
+    return verified(*written)
 
 
 @triton.jit
@@ -364,7 +320,7 @@ def _block(
     v += image * columns
     ints += image * columns
     floats += image * columns
-    _clear(ints, floats, tl.load(token), size, columns, COLUMNS)
+    clear(ints, floats, tl.load(token), size, columns, COLUMNS)
 
     zero = tl.program_id(0) * 0
     weight = 1.0
@@ -390,7 +346,7 @@ def _block(
             row = image * 0 + i
             q_x = tl.load(laws + row * vocab + x)
             ratio = tl.div_rn(tl.load(p + row * vocab + x), tl.maximum(q_x, SMALLEST))
-            _note(ints, floats, size, i, tl.where(i < best, ACCEPTED, RESIDUAL), zero, q_x, ratio, ratio * 0.0)
+            note(ints, floats, size, i, tl.where(i < best, ACCEPTED, RESIDUAL), zero, q_x, ratio, ratio * 0.0)
             if i < best:
                 tl.store(ints + i, row + 1)
                 tl.store(ints + size + i, x)
@@ -400,15 +356,15 @@ def _block(
     minus = tl.where(refused, 1, 0)
     scale = tl.where(refused, best_weight, 1.0)
     last = _drawn_or(p + row * vocab, laws + row * vocab, scale, minus, vocab, tl.load(v + best), BLOCK)
-    _finish(ints, accepted + image, size, levels, best, last)
+    finish(ints, accepted + image, size, levels, best, last)
 
 
 def block(p: Tensor, laws: Tensor, token: Tensor, exists: Tensor, u: Tensor, v: Tensor) -> Verified:
     """See verification.block."""
     batch, levels = u.shape
-    outputs = _outputs(p, batch, levels)
+    written = outputs(p, batch, levels)
     given = (t.contiguous() for t in (p, laws, token, exists, u, v))
     _block[(batch,)](
-        *given, *outputs, p.shape[2], levels, triton.next_power_of_2(levels + 1), BLOCK, num_warps=WARPS
+        *given, *written, p.shape[2], levels, triton.next_power_of_2(levels + 1), BLOCK, num_warps=WARPS
     )
-    return _verified(*outputs)
+    return verified(*written)
