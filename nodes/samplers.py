@@ -160,7 +160,7 @@ class SJDSampler(io.ComfyNode):
                 *common_inputs(),
                 io.Int.Input("window", default=0, min=0, max=4096,
                              tooltip="Tokens guessed and verified per pass. Wider saves passes, but each costs more. "
-                             "0: automatic (32). SJD's authors use 16 to 96."),
+                             "0: automatic (32, on a CPU 16). SJD's authors use 16 to 96."),
                 io.Combo.Input("refinement", options=list(REFINEMENTS), default="coupled (exact)",
                                tooltip="What becomes of guesses that are not accepted yet. The exact ones keep the "
                                "distribution of the next-token sampler; SJD++ as in the paper is biased. "
