@@ -27,6 +27,7 @@ from torch import Tensor
 from . import skipping as vvs
 from .acceptance import AcceptanceRule, Exact, check_strength
 from .logits import check_finite
+from .loop import kind
 from .protocols import Decoded, Drafter, Progress, Request
 from .rng import Stream
 from .round_step import RoundStep
@@ -82,10 +83,10 @@ class DraftTree:
         return settings | ({"skipping": asdict(self.skipping)} if self.skipping else {})
 
     def kind(self, request: Request) -> Hashable:
-        """Of which kind a run is: all that its rounds depend on, but for tensors that they are given."""
-        layout, model = request.layout, request.model
-        return (self.drafter, repr(self.describe()), request.params, request.batch, layout.rows, layout.cols,
-                layout.stride, layout.length, bool((layout.forced >= 0).any()), id(model.codebook))
+        """Of which kind a run is: all that its rounds depend on, but for the tensors that they are given."""
+        forcing = bool((request.layout.forced >= 0).any())
+        settings = self.drafter, repr(self.describe()), forcing, id(request.model.codebook)
+        return kind(request, request.layout, *settings)
 
     def sample(self, request: Request) -> Decoded:
         """Draw ``request.batch`` images, each at its own pace. Raises ValueError on illegal parameters."""

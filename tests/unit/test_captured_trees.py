@@ -144,9 +144,19 @@ def test_replayed_rules_heed_the_strength_of_each_run(rule, on_tape, monkeypatch
     structure = FIXED["dynamic" if isinstance(rule, Lantern) else "static"]
     method = DraftTree(drafter, structure, rule)
     asked = [replace(request(target, shape, seed=seed, batch=3), strength=strength)
-             for seed, strength in ((3, None), (9, torch.rand(1, 6)))]
+             for seed, strength in ((3, torch.zeros(1, 6)), (9, torch.rand(1, 6)))]
     agree(method, asked, monkeypatch)
     assert on_tape[0].replayed > 0
+
+
+def test_images_may_keep_tokens_of_their_own(on_tape, monkeypatch):
+    target, drafter, shape = toy("kept")
+    rows = shape.forced.repeat(3, 1)
+    rows[1, 2], rows[2] = 0, -1
+    asked = [request(target, layout, seed=seed, batch=3) for seed, layout in
+             ((3, shape), (4, replace(shape, forced=rows)), (5, replace(shape, forced=rows.flip(0))))]
+    agree(DraftTree(drafter, FIXED["static"]), asked, monkeypatch)
+    assert on_tape[-1].replayed > 0
 
 
 @torch.inference_mode()
