@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .neighbours_triton import nearest
-from .outcome_triton import clear, finish, note, outputs, verified
+from .triton_outcome import clear, finish, note, outputs, verified
 from .sampling_triton import drawn, weights
 from .verification import Claim, Verified
 

@@ -62,6 +62,11 @@ def test_a_twin_that_fails_is_named_and_left_aside(twin, words, monkeypatch, cap
     assert "double" in record.message and words in record.message
 
 
+def test_a_twin_is_tried_again_with_other_kinds_of_arguments():
+    kinds = [dispatch._kind(x) for x in (torch.ones(1), torch.ones(2), torch.ones(1).half(), None, True, 3, 4, (1,))]
+    assert kinds[0] == kinds[1] != kinds[2] and kinds[3:5] == [None, True] and kinds[5] == kinds[6] != kinds[7]
+
+
 def test_without_triton_the_reference_runs(monkeypatch):
     monkeypatch.setattr(dispatch, "has_triton", lambda: False)
     x = torch.arange(4.0)
@@ -77,7 +82,7 @@ def test_round_off_is_no_difference_and_a_decision_in_a_hundred_neither():
     for changed, same in ((3, True), (4, False)):
         assert dispatch.alike(token, torch.where(token < changed, -1, token)) == same
     assert not dispatch.alike(token, token.int()) and not dispatch.alike(token, token[:-1])
-    assert dispatch.alike(torch.tensor([1]), torch.tensor([2]))
+    assert not dispatch.alike(torch.tensor([1]), torch.tensor([2]))
 
 
 def accelerated(module):
