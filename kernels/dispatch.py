@@ -17,11 +17,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .graphs import leaves
+from .graphs import leaves, recording
 
 log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 _chosen: dict[Hashable, Callable[..., Any]] = {}  # by name and kind of arguments, decided at their first call on a GPU
+_doubted: set[Hashable] = set()  # those whose twin has failed once
 
 
 def accelerated(reference: F) -> F:
@@ -32,10 +33,16 @@ def accelerated(reference: F) -> F:
         if not first.is_cuda or (first.requires_grad and torch.is_grad_enabled()):  # twins have no gradients
             return reference(first, *rest, **named)
         case = reference, *map(_kind, (first, *rest, *named.values()))
-        if case not in _chosen:
-            _chosen[case], result = _choose(reference, first, *rest, **named)
-            return result
-        return _chosen[case](first, *rest, **named)
+        if case in _chosen:
+            return _chosen[case](first, *rest, **named)
+        if recording():  # the first call of a step is an ordinary one, so this is rare
+            return reference(first, *rest, **named)
+        choice, result = _choose(reference, first, *rest, **named)
+        if choice is reference and has_triton() and case not in _doubted:
+            _doubted.add(case)  # a number on the edge of two decisions may fall on either side: it gets another try
+        else:
+            _chosen[case] = choice
+        return result
 
     return call  # type: ignore[return-value]
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+MOST = 128  # graphs of one kind of run; further shapes of its steps are called
 
 
 def leaves(tree: Any) -> list[Tensor]:
@@ -98,16 +99,18 @@ class Graphs:
         if not self.active:
             return step(*inputs)
         if key not in self._graphs:
-            self._graphs[key] = None
+            if len(self._graphs) < MOST:
+                self._graphs[key] = None
             return step(*inputs)
-        if self._graphs[key] is None:
-            try:
-                self._graphs[key] = self._capture(step, inputs)
-            except RuntimeError as error:
-                log.warning("This run goes on without CUDA graphs (it will be slower): %s", error)
-                self.active = False
-                return step(*inputs)
-        return self._graphs[key].replay(inputs)
+        if self._graphs[key] is not None:
+            return self._graphs[key].replay(inputs)
+        try:
+            self._graphs[key] = self._capture(step, inputs)
+            return self._graphs[key].replay(inputs)
+        except RuntimeError as error:
+            log.warning("This run goes on without CUDA graphs (it will be slower): %s", error)
+            self.active = False
+            return step(*inputs)
 
     def forget(self) -> None:
         """Drop all graphs, and the memory of their intermediate results."""
@@ -118,8 +121,12 @@ class Graphs:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         places = placed(inputs)
         graph = torch.cuda.CUDAGraph()
-        # Other threads of the process may go on using the GPU meanwhile.
-        with capturing(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # Other threads of the process may go on using the GPU meanwhile. A capture that fails does not find back to the
+        # stream it came from.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()), capturing(),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
             outputs = own_outputs(step(*places), places)
         return _Graph(graph, step, places, outputs)
 

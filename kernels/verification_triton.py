@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .neighbours_triton import nearest
-from .triton_outcome import clear, finish, note, outputs, verified
 from .sampling_triton import drawn, weights
+from .triton_outcome import clear, finish, note, outputs, verified
 from .verification import Claim, Verified
 
 BLOCK = 2048

@@ -204,9 +204,11 @@ class DiscreteModel(Prompted, nn.Module):
             into and into.cache,
         )
         table = Table.of(self.positions, places, lengths, grid[1], config.head_dim, into and into.table)
+        cache.look_at(longest)
         mask = cache.open(longest)
         hidden = self.backbone(x, self.positions.prompt(longest, config.head_dim, self.device), cache, mask)
         cache.commit(lengths)
+        cache.look_at(cache.capacity)
         last = hidden[torch.arange(len(x), device=self.device), lengths - 1][:, None]
         prefix_hidden = [h[:, : b.shape[1]] for h, b in zip(hidden.split(batch), branches, strict=True)]
         out = StepOut(self.backbone.logits(last), last)

@@ -72,6 +72,7 @@ class KVCache:
         if into is None or (into.buffer.shape, into.buffer.dtype, into.buffer.device) != (shape, dtype, device):
             return cls(layers, rows, heads, rounded(slots), head_dim, dtype, device)
         into.lengths.zero_()
+        into.buffer.zero_()  # what is not seen is multiplied by zero, which NaN of an earlier run would survive
         into.reach = into.capacity
         return into
 

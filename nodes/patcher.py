@@ -19,6 +19,12 @@ class Patcher(ModelPatcher):
         super().__init__(*args, **options)
         self.kept = {} if kept is None else kept
 
+    def clone(self) -> Patcher:
+        """Weights are the same, and so is what runs keep."""
+        clone = super().clone()
+        clone.kept = self.kept
+        return clone
+
     def release(self) -> int:
         """Drop what is kept. Returns how many bytes of the device's memory that set free."""
         if not self.kept:

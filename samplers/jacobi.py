@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..kernels.graphs import mapped
 from ..kernels.sampling import at, categorical, readable
 from ..kernels.verification import couple
 from .acceptance import SMALLEST, AcceptanceRule, Draft, Exact, accept_or_redraw, check_strength
@@ -347,6 +348,7 @@ class SJD:
             memory = kept.draft_state or Memory.empty(
                 self.reuse, batch, layout.stride, width, model.vocab_total, model.device
             )
+            mapped(Tensor.zero_, memory)
             kept.adopt(state, memory)
             check_finite(state.prefill)
             run = Run(method, params, width, forcing, model, state, memory)

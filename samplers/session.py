@@ -1,14 +1,15 @@
 """What a decoding loop has around its steps: captured graphs that outlive a run, and news from the device.
 
-On a GPU a loop never waits for the step it has just launched: it learns how far the images are one step late, and so
-launches one step more than it needs. Steps leave finished images as they are.
+On a GPU a loop does not wait for the step it has just launched: it learns how far the images are one step late, and so
+launches one step more than it needs. Steps leave finished images as they are. (Adaptive trees and skipped verification
+do wait, once a round: what is launched next depends on the outcome.)
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +49,13 @@ def session(model: ARModel, key: Hashable, drafter: Drafter | None = None) -> It
     if kept.graphs.active and not all(p.device == model.device for part in parts for p in part.parameters()):
         log.warning("The model is only partly in GPU memory, so this run goes on without CUDA graphs (slower).")
         kept.graphs.active = False
-    yield kept
+    while len(model.kept) >= KEPT:
+        model.kept.pop(next(iter(model.kept)))
+    # Streams and Triton's launches go to the current GPU, which need not be the model's.
+    with torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext():
+        yield kept
     if kept.graphs.active:
         model.kept[key] = kept
-        while len(model.kept) > KEPT:
-            model.kept.pop(next(iter(model.kept)))
 
 
 class Poll:
