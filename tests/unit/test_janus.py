@@ -86,7 +86,7 @@ def test_the_second_branch_reads_padding(model):
     assert torch.equal(null[0], model.prefix.embedding.weight[wanted])
     assert torch.equal(features, model.encode_prompt("a cat")[0][0])  # untouched
     state = model.start(model.encode_prompt("a cat"), None, 2, model.layout(), slack=0, guided=True)
-    assert state.prompts.tolist() == [features.shape[1]] * 4
+    assert state.cache.lengths.tolist() == [features.shape[1]] * 4
 
 
 def test_prompts_of_several_lengths_and_a_negative_one(model):

@@ -85,7 +85,7 @@ def test_the_unconditional_branch(model):
         "<|t2i|>An image of aerial view, overexposed, low quality, deformation, a poor composition, bad hands, bad "
         "teeth, bad eyes, bad limbs, distortion" + END
     )
-    assert state.prompts.tolist() == [len(with_prompt)] * 2 + [len(without)] * 2
+    assert state.cache.lengths.tolist() == [len(with_prompt)] * 2 + [len(without)] * 2
     assert [h.shape for h in state.prefix_hidden] == [(2, len(ids), 32) for ids in (with_prompt, without)]
     written = model.encode_ids(without)
     same = model.start(model.encode_prompt("a red cup"), written, 2, model.layout(), 0, guided=True)

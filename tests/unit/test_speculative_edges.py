@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from comfyui_specar.kernels import verification as kernels
 from comfyui_specar.models.cache import KVCache
 from comfyui_specar.samplers.acceptance import Exact
 from comfyui_specar.samplers.adt_tree import ADTTree
@@ -116,23 +117,31 @@ def test_greedy_trees_have_siblings():
 
 @pytest.mark.parametrize("children", ["sampled", "likeliest"])
 def test_no_random_number_is_used_twice(children, monkeypatch):
+    """Uniform numbers are told apart by their values (2^24 are possible), noise by its place in the stream."""
     asked, layout = [], plain(3, 3)
     uniform, gumbel = Stream.uniform, Stream.gumbel
 
-    def note(positions, purpose, draw):
-        for position, number in zip(positions[0].tolist(), (torch.zeros_like(positions[0]) + draw).flatten().tolist()):
-            asked.append((position, int(purpose), number))
-
-    def uniform_noted(self, positions, purpose, draw=0):
-        note(positions, purpose, draw)
-        return uniform(self, positions, purpose, draw)
+    def uniform_noted(self, *given):
+        numbers = uniform(self, *given)
+        asked.extend(numbers.flatten().tolist())
+        return numbers
 
     def gumbel_noted(self, positions, vocab, purpose, draw=0):
-        note(positions, purpose, draw)
+        for position, number in zip(positions[0].tolist(), (torch.zeros_like(positions[0]) + draw).flatten().tolist()):
+            asked.append((position, int(purpose), number))
         return gumbel(self, positions, vocab, purpose, draw)
+
+    def noted(verify, *places):
+        def call(*given):
+            asked.extend(number for place in places for number in given[place].flatten().tolist())
+            return verify(*given)
+
+        return call
 
     monkeypatch.setattr(Stream, "uniform", uniform_noted)
     monkeypatch.setattr(Stream, "gumbel", gumbel_noted)
+    for name, places in {"walk": (5, 6), "follow": (4,), "block": (4, 5)}.items():  # where they take theirs
+        monkeypatch.setattr(kernels, name, noted(getattr(kernels, name), *places))
     toy = ToyModel(layout, memory=2)
     sampled = [Chain(3), Chain(4, "block"), Static("lantern_57"), ADTTree("random", "sampled", **SMALL)]
     likeliest = [Dynamic(3, 3, 9), ADTTree("random", **SMALL)]
@@ -141,7 +150,7 @@ def test_no_random_number_is_used_twice(children, monkeypatch):
         asked.clear()
         method.sample(request(toy, layout))
         assert len(asked) == len(set(asked)) > 9
-        assert max(number for *_, number in asked) < 2**32
+        assert max((number[2] for number in asked if isinstance(number, tuple)), default=0) < 2**32
 
 
 def test_a_stopped_run_leaves_nothing_behind():
