@@ -54,7 +54,6 @@ class AcceptanceRule:
         """Total variation [...] between what this test draws and p: its value, or an unbiased estimate of a bound."""
         raise NotImplementedError
 
-
     def claim(self, depth: Tensor, strength: Tensor) -> Claim:
         """The probability a draft claims, for drafts at depth [L] (int64) under a strength [B, L].
 
