@@ -6,3 +6,4 @@ ARModel = io.Custom("AR_MODEL")  # a host.LoadedModel
 ARDrafter = io.Custom("AR_DRAFTER")  # a host.LoadedDrafter
 ARRule = io.Custom("AR_RULE")  # a rules.ChosenRule
 ARTrace = io.Custom("AR_TRACE")  # a samplers.trace.Trace
+ARMethod = io.Custom("AR_METHOD")  # a method.ChosenMethod

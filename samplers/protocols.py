@@ -202,12 +202,18 @@ class SamplingParams:
 @dataclass(frozen=True)
 class Progress:
     """State after a pass: tokens [B, S] (undrawn: 0), committed [B] (int64, on the CPU) tokens per image, S, passes so
-    far. On a GPU committed is what the host knows, and tokens may be one pass further."""
+    far. On a GPU committed is what the host knows, and tokens may be one pass further.
+
+    draft [B, W] (int64): the guesses that stand behind ``start`` [B] decided tokens and go into the next pass; None
+    where a method guesses anew each time.
+    """
 
     tokens: Tensor
     committed: Tensor
     length: int
     passes: int
+    draft: Tensor | None = None
+    start: Tensor | None = None
 
 
 Callback = Callable[[Progress], None]
@@ -218,7 +224,7 @@ class Request:
     """What every sampler is asked: draw ``batch`` images (image i with seed + i) from ``model`` under a prompt.
 
     strength [1 or B, S] (fp32, 0..1): how far a relaxed acceptance rule may go at each position, 0 being exact; None is
-    1 everywhere.
+    1 everywhere. skippable [1 or B, S] (bool): where a skipping schedule may take drafts unverified; None is everywhere.
     """
 
     model: ARModel
@@ -230,6 +236,7 @@ class Request:
     batch: int = 1
     callback: Callback | None = None
     strength: Tensor | None = None
+    skippable: Tensor | None = None
 
 
 @dataclass(frozen=True)

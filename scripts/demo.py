@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import aiohttp
-from comfy_client import Run, run_prompt
+from comfyui_specar.batch.client import Run, run_prompt
 from comfy_server import PACK, PACK_FOLDER, ComfyServer, ServerError
 
 DEFAULT_WORKFLOW = PACK / "workflows/api/same_seed_two_samplers.json"

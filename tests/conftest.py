@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import comfy_client
+from comfyui_specar.batch import client as comfy_client
 from scripts.comfy_server import PACK, ComfyServer
 
 WORKFLOWS = PACK / "workflows"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from scripts.comfy_client import interrupt
+from comfyui_specar.batch.client import interrupt
 
 DRAFTER = Path(__file__).resolve().parents[2] / "assets/default/eagle"
 WORKFLOW = "draft_tree_eagle"

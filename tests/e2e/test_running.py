@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from scripts.comfy_client import interrupt
+from comfyui_specar.batch.client import interrupt
 
 SAMPLERS = {"text_to_picture": "SpecARNextTokenSampler", "sjd_acceptance_map": "SpecARSJDSampler",
             "draft_tree_eagle": "SpecARDraftTreeSampler", "continuous_speculative": "SpecARContinuousSampler"}

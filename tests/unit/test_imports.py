@@ -17,6 +17,7 @@ OWN = {  # room -> modules of the pack it may import (a room, or one module of i
     "model_loaders": {"models", "samplers.protocols", "samplers.trace", "samplers.continuous_model", "samplers.laws"},
     "api": {"model_loaders", "samplers"},
     "nodes": {"model_loaders", "samplers", "kernels"},
+    "batch": {"api"},
 }
 FOREIGN = {  # room -> third-party packages; all of them come with ComfyUI
     "kernels": {"torch", "triton"},
@@ -25,6 +26,7 @@ FOREIGN = {  # room -> third-party packages; all of them come with ComfyUI
     "model_loaders": {"torch", "einops", "safetensors", "transformers", "tokenizers", "torchvision"},
     "api": {"torch"},
     "nodes": {"torch", "numpy", "PIL", "aiohttp"} | HOST,
+    "batch": {"aiohttp", "tqdm", "numpy", "PIL", "ray"},  # ray: an optional extra, for batch/ray.py alone
 }
 
 
