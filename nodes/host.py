@@ -208,14 +208,8 @@ def decode_tiled(decoder: Autoencoder, latent: Tensor, width: int, height: int, 
 
 
 @contextmanager
-def sampling(
-    loaded: LoadedModel, memory: int, length: int, sketch: Sketch, drafter: LoadedDrafter | None = None
-) -> Iterator[Report]:
-    """Model and drafter on the compute device with room for ``memory`` bytes, and a callback for the sampler.
-
-    length: tokens of a picture; sketch: how far it is drawn. The callback draws progress and previews and raises when
-    the user interrupts.
-    """
+def placed(loaded: LoadedModel, memory: int, drafter: LoadedDrafter | None = None) -> Iterator[None]:
+    """Model and drafter on the compute device with room for ``memory`` bytes."""
     memory += cast_room(loaded.model)
     together = [loaded.patcher] if drafter is None else [loaded.patcher, drafter.patcher]  # none must evict another
     if not fits(together, memory):
@@ -224,11 +218,24 @@ def sampling(
     for patcher in together:
         bring_the_rest(patcher.model, loaded.model.device)
     try:
-        report = Report(length, previews_of(loaded, memory, length, sketch))
-        yield report
-        report.finish()
+        yield
     finally:
         mm.soft_empty_cache()
+
+
+@contextmanager
+def sampling(
+    loaded: LoadedModel, memory: int, length: int, sketch: Sketch, drafter: LoadedDrafter | None = None
+) -> Iterator[Report]:
+    """Model and drafter placed (see above), and a callback for the sampler.
+
+    length: tokens of a picture; sketch: how far it is drawn. The callback draws progress and previews and raises when
+    the user interrupts.
+    """
+    with placed(loaded, memory, drafter):
+        report = Report(length, previews_of(loaded, memory + cast_room(loaded.model), length, sketch))
+        yield report
+        report.finish()
 
 
 def fits(patchers: list[ModelPatcher], memory: int) -> bool:

@@ -71,6 +71,20 @@ def layout_of(inputs: Inputs) -> TokenLayout:
     return layout.keeping(tokens_of(latent, model), kept(latent["noise_mask"], batch, rows, cols))
 
 
+def request_of(inputs: Inputs, where: Tensor | None = None) -> Request:
+    """What a sampler is asked by these inputs; a rule is lenient in the MASK ``where`` (None: everywhere).
+
+    Raises ValueError where an input is illegal.
+    """
+    model, latent = inputs.model.discrete(), inputs.latent_image
+    positive, negative = prompts_of(inputs.positive, inputs.negative)
+    params, layout, batch = params_of(inputs), layout_of(inputs), latent["samples"].shape[0]
+    seed = inputs.seed + first_image(latent)
+    return Request(
+        model, positive, layout, params, negative, seed, batch, strength=strength(where, layout, batch)
+    )
+
+
 def sample(
     method: Any, width: int, inputs: Inputs, where: Tensor | None = None, drafter: host.LoadedDrafter | None = None
 ) -> io.NodeOutput:
@@ -78,25 +92,25 @@ def sample(
 
     Raises ValueError where an input is illegal.
     """
-    loaded, model, latent = inputs.model, inputs.model.discrete(), inputs.latent_image
-    positive, negative = prompts_of(inputs.positive, inputs.negative)
-    params, layout, batch = params_of(inputs), layout_of(inputs), latent["samples"].shape[0]
-    seed = inputs.seed + first_image(latent)
-    lenient = strength(where, layout, batch)
-    guided = params.cfg != 1
-    prompt = model.prompt_tokens(positive, negative, batch, layout, guided)
-    memory = memory_of(model, layout, batch, guided, prompt, width, drafter, method.draft_width if drafter else 0)
+    request = request_of(inputs, where)
+    model, layout = request.model, request.layout
 
     def sketch(progress: Progress) -> tuple[Tensor, Tensor]:
         return sketched(model, layout, progress)
 
-    with host.sampling(loaded, memory, layout.length, sketch, drafter) as report:
-        decoded = method.sample(
-            Request(model, positive, layout, params, negative, seed, batch, report, lenient)
-        )
+    memory = memory_for(request, method, width, drafter)
+    with host.sampling(inputs.model, memory, layout.length, sketch, drafter) as report:
+        decoded = method.sample(replace(request, callback=report))
     tokens = host.output(layout.to_grid(decoded.tokens))
     decoded.trace.settings |= told(inputs, drafter)
-    return io.NodeOutput(with_tokens(latent, tokens, model), decoded.trace)
+    return io.NodeOutput(with_tokens(inputs.latent_image, tokens, model), decoded.trace)
+
+
+def memory_for(request: Request, method: Any, width: int, drafter: host.LoadedDrafter | None) -> int:
+    """Bytes that a run takes beside the weights. Raises ValueError for a prompt that is not the model's."""
+    model, layout, batch, guided = request.model, request.layout, request.batch, request.params.cfg != 1
+    prompt = model.prompt_tokens(request.conditioning, request.negative, batch, layout, guided)
+    return memory_of(model, layout, batch, guided, prompt, width, drafter, method.draft_width if drafter else 0)
 
 
 def memory_of(
