@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from comfy_api.latest import io
-from torch import Tensor
 
 from ..model_loaders.continuous_model import ContinuousBase
 from ..samplers.continuous import ContinuousSpeculative
@@ -16,6 +15,7 @@ from ..samplers.continuous_next_token import ContinuousNextToken, mask_schedule
 from . import host
 from .clip import prompts_of
 from .latents import first_image, kept, picture_of
+from .previews import Sketch
 from .samplers import CommonInputs, told
 from .widgets import choose, drafter_input, given, negative_input, prompt_inputs, sampler_outputs, temperature_input
 
@@ -86,9 +86,11 @@ def sample(
         samples = picture_of(latent, model)
     params = params_of(inputs, iterations)
 
-    def sketch(progress: ContinuousProgress) -> tuple[Tensor, Tensor]:
+    def sketch(progress: ContinuousProgress) -> Sketch:
         known = progress.known[0]
-        return model.to_latent(torch.where(known[:, None], progress.tokens[0], 0)[None], grid), known.unflatten(0, grid)
+        latent = model.to_latent(torch.where(known[:, None], progress.tokens[0], 0)[None], grid)
+        known = known.unflatten(0, grid).cpu()
+        return Sketch(latent, known, torch.zeros_like(known))  # each round guesses anew
 
     memory = memory_of(model, method, params, batch, grid[0] * grid[1], drafter)
     with host.sampling(inputs.model, memory, grid[0] * grid[1], sketch, drafter) as report:

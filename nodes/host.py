@@ -25,7 +25,7 @@ from ..model_loaders.image_decoder import Autoencoder
 from ..model_loaders.t5 import T5, T5Encoder
 from .folders import DRAFTERS, MODELS, resolve, search_folders
 from .patcher import Patcher
-from .previews import Palette, Previews, Sketch, measure_palette, measured_tokens
+from .previews import Palette, Previews, Sketcher, measure_palette, measured_tokens
 from .progress import Report
 
 log = logging.getLogger(__name__)
@@ -225,7 +225,7 @@ def placed(loaded: LoadedModel, memory: int, drafter: LoadedDrafter | None = Non
 
 @contextmanager
 def sampling(
-    loaded: LoadedModel, memory: int, length: int, sketch: Sketch, drafter: LoadedDrafter | None = None
+    loaded: LoadedModel, memory: int, length: int, sketch: Sketcher, drafter: LoadedDrafter | None = None
 ) -> Iterator[Report]:
     """Model and drafter placed (see above), and a callback for the sampler.
 
@@ -245,7 +245,7 @@ def fits(patchers: list[ModelPatcher], memory: int) -> bool:
     return mm.get_free_memory(patchers[0].load_device) >= need
 
 
-def previews_of(loaded: LoadedModel, memory: int, length: int, sketch: Sketch) -> Previews | None:
+def previews_of(loaded: LoadedModel, memory: int, length: int, sketch: Sketcher) -> Previews | None:
     """Previews as the user's --preview-method says: none, in colours (latent2rgb), or decoded where time allows.
 
     No model makes way for them: where the decoder does not fit beside what the run takes (``memory`` bytes), there are

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
@@ -23,14 +22,27 @@ from ..model_loaders.continuous_model import ContinuousBase
 from ..model_loaders.image_decoder import Autoencoder
 
 log = logging.getLogger(__name__)
-Sketch = Callable[[Any], tuple[Tensor, Tensor]]  # progress -> latent [1, C, h, w] of the first image, known [h, w]
 
 SECONDS = 0.25  # at least this long between two previews ...
 SHARE = 0.02  # ... and at most this share of the run spent on them and the progress bar
 GREY = (128, 128, 128)  # what is not drawn yet
+DIMMED = 0.4  # how much of a guess shows through the grey
 COARSE = 4  # pixels per token and side where there are only colours; ComfyUI enlarges them
 PATCH = 3  # tokens per side of an area of one latent, whose colour is measured
 RIDGE = 0.01  # keeps the colours of directions that were hardly measured near their mean
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """How far a run is with its first image: latent [1, C, h, w], where it is decided, and where it is but a guess that
+    goes into the next pass (known, guessed [h, w], bool, on the CPU, never both)."""
+
+    latent: Tensor
+    known: Tensor
+    guessed: Tensor
+
+
+Sketcher = Callable[[Any], Sketch]  # of a sampler's progress
 
 
 @dataclass
@@ -89,17 +101,18 @@ def measure_palette(decoder: Autoencoder, model: DiscreteModel | ContinuousBase)
 
 
 class Previews:
-    """The first image of a run so far, the rest grey: at most four times a second and for 2 % of the run's time.
+    """The first image of a run so far, guesses dimmed, the rest grey: at most four times a second and for 2 % of the
+    run's time.
 
-    Where the time suffices it is decoded; tokens drawn since are put into the decoded picture as colours. decoder:
-    None for colours alone. size: longest side in pixels. The time is overdrawn by one preview at most. spent: seconds
-    so far, to which showing them is added.
+    Where the time suffices it is decoded, guesses and all; tokens drawn or guessed since are put into the decoded
+    picture as colours. decoder: None for colours alone. size: longest side in pixels. The time is overdrawn by one
+    preview at most. spent: seconds so far, to which showing them is added.
     """
 
-    def __init__(self, sketch: Sketch, palette: Palette, decoder: Autoencoder | None, factor: int, size: int):
+    def __init__(self, sketch: Sketcher, palette: Palette, decoder: Autoencoder | None, factor: int, size: int):
         self.sketch, self.palette, self.decoder, self.factor, self.size = sketch, palette, decoder, factor, size
         self.decoded: Image.Image | None = None  # the last decoded picture ...
-        self.seen: Tensor | None = None  # ... and which tokens [h, w] (bool) it shows
+        self.seen: Tensor | None = None  # ... and which decided tokens [h, w] (bool) it shows
         self.began = self.last = time.perf_counter()
         self.spent, self.cost = 0.0, 0.0  # cost: seconds that the last picture of colours took
 
@@ -111,11 +124,10 @@ class Previews:
         if now - self.last < SECONDS or not (whole or left >= self.cost):
             return None
         self.last = now
-        latent, known = self.sketch(progress)
-        known = known.cpu()
+        sketch = self.sketch(progress)
         if whole:
-            self._decode(latent, known)
-        picture = self._drawn(latent, known)
+            self._decode(sketch)
+        picture = self._drawn(sketch, whole)
         cost = time.perf_counter() - now
         self.spent += cost
         if not whole:
@@ -128,24 +140,30 @@ class Previews:
         scale = max(1, min(most, self.size // max(known.shape)))
         return known.shape[1] * scale, known.shape[0] * scale
 
-    def _decode(self, latent: Tensor, known: Tensor) -> None:
+    def _decode(self, sketch: Sketch) -> None:
         began = time.perf_counter()
-        pixels = (self.decoder.decode(latent)[0] * 255).round().byte().cpu().numpy()
-        self.palette.pace = (time.perf_counter() - began) / known.numel()
-        self.decoded, self.seen = Image.fromarray(pixels), known
-        self.decoded = self.decoded.resize(self._size(known))
+        pixels = (self.decoder.decode(sketch.latent)[0] * 255).round().byte().cpu().numpy()
+        self.palette.pace = (time.perf_counter() - began) / sketch.known.numel()
+        self.decoded, self.seen = Image.fromarray(pixels), sketch.known
+        self.decoded = self.decoded.resize(self._size(sketch.known))
 
-    def _drawn(self, latent: Tensor, known: Tensor) -> Image.Image:
-        size = self._size(known)
+    def _drawn(self, sketch: Sketch, decoded: bool) -> Image.Image:
+        """The picture. decoded: has just this sketch been decoded."""
+        size, strength = self._size(sketch.known), sketch.known + DIMMED * sketch.guessed
         picture = Image.new("RGB", size, GREY)
-        if self.seen is None or not bool(self.seen[known].all()):
-            colours = Image.fromarray((self.palette.colours(latent) * 255).round().byte().numpy())
-            picture.paste(colours.resize(size, Image.Resampling.BILINEAR), mask=stencil(known, size))
-        if self.seen is not None:
-            picture.paste(self.decoded, mask=stencil(self.seen, size))
+        if decoded:
+            picture.paste(self.decoded, mask=stencil(strength, size))
+            return picture
+        seen = torch.zeros_like(sketch.known) if self.seen is None else self.seen
+        if bool((strength[~seen] > 0).any()):
+            colours = Image.fromarray((self.palette.colours(sketch.latent) * 255).round().byte().numpy())
+            picture.paste(colours.resize(size, Image.Resampling.BILINEAR), mask=stencil(strength, size))
+        if self.decoded is not None:
+            picture.paste(self.decoded, mask=stencil(seen, size))
         return picture
 
 
-def stencil(tokens: Tensor, size: tuple[int, int]) -> Image.Image:
-    """Which pixels of a picture (width, height) belong to the tokens marked in [h, w] (bool)."""
-    return Image.fromarray(tokens.numpy().astype(np.uint8) * 255).resize(size, Image.Resampling.NEAREST)
+def stencil(strength: Tensor, size: tuple[int, int]) -> Image.Image:
+    """A mask for a picture (width, height) that lets each token's pixels through with its strength [h, w], 0 to 1."""
+    opaque = (strength.float() * 255).round().byte().numpy()
+    return Image.fromarray(opaque).resize(size, Image.Resampling.NEAREST)

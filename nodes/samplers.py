@@ -16,6 +16,7 @@ from ..samplers.protocols import Progress, Request, SamplingParams, TokenLayout
 from . import host
 from .clip import prompts_of, text_of
 from .latents import Latent, first_image, kept, strength, tokens_of, with_tokens
+from .previews import Sketch
 from .rules import EXACT, ChosenRule
 from .widgets import choose, common_inputs, given, negative_input, rule_input, sampler_outputs
 
@@ -95,7 +96,7 @@ def sample(
     request = request_of(inputs, where)
     model, layout = request.model, request.layout
 
-    def sketch(progress: Progress) -> tuple[Tensor, Tensor]:
+    def sketch(progress: Progress) -> Sketch:
         return sketched(model, layout, progress)
 
     memory = memory_for(request, method, width, drafter)
@@ -127,15 +128,19 @@ def memory_of(
     return memory + (drafter.drafter.kv_bytes(batch, layout, draft_width, guided, prompt) if drafter else 0)
 
 
-def sketched(model: DiscreteModel, layout: TokenLayout, progress: Progress) -> tuple[Tensor, Tensor]:
-    """The latent [1, C, h, w] of the first image as far as it is drawn, and where that is [h, w] (bool).
-
-    Kept tokens are there from the start.
-    """
-    forced = layout.forced[0].cpu()
-    known = (torch.arange(layout.length) < progress.committed[0].cpu()) | (forced >= 0)
-    tokens = torch.where(forced >= 0, forced, progress.tokens[0].cpu())
-    return model.dequantize(layout.to_grid(tokens)[None]), layout.to_grid(known)
+def sketched(model: DiscreteModel, layout: TokenLayout, progress: Progress) -> Sketch:
+    """The first image as far as it is drawn, and what is guessed behind that. Kept tokens are there from the start."""
+    forced, tokens = layout.forced[0].cpu(), progress.tokens[0].to("cpu", copy=True)
+    decided = int((progress.committed if progress.start is None else progress.start)[0])
+    known = torch.arange(layout.length) < decided
+    guessed = torch.zeros_like(known)
+    if progress.draft is not None:
+        draft = progress.draft[0, : layout.length - decided].cpu()  # no more than there are places
+        tokens[decided : decided + len(draft)] = draft
+        guessed[decided : decided + len(draft)] = True
+    known, guessed = known | (forced >= 0), guessed & (forced < 0)
+    tokens = torch.where(forced >= 0, forced, tokens)
+    return Sketch(model.dequantize(layout.to_grid(tokens)[None]), layout.to_grid(known), layout.to_grid(guessed))
 
 
 def told(inputs: Any, drafter: host.LoadedDrafter | None) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from .acceptance import SMALLEST, AcceptanceRule, Draft, Exact, accept_or_redraw
 from .guesses import INITIAL, Memory, fresh_guesses
 from .logits import check_finite, probabilities
 from .loop import decode, kind
+from .prefill import Start, read_given
 from .protocols import ARModel, Decoded, Request, SamplingParams, TokenLayout
 from .rng import Purpose, Stream
 from .session import session
@@ -84,6 +85,10 @@ class Carry:
     @property
     def committed(self) -> Tensor:
         return self.window.committed
+
+    @property
+    def draft(self) -> Tensor:
+        return self.window.token[:, :-1]
 
 
 @dataclass(frozen=True)
@@ -274,21 +279,23 @@ def step(run: Run, carry: Carry) -> Carry:
     return following
 
 
-def begin(run: Run, layout: TokenLayout, stream: Stream, strength: Tensor | None) -> Carry:
-    """What the prompt's own prediction decides: the first token and the first window."""
+def begin(run: Run, start: Start, layout: TokenLayout, stream: Stream, strength: Tensor | None) -> Carry:
+    """What the first prediction decides: the first token that is not given, and the first window."""
     batch, device = len(stream.keys), run.model.device
-    nothing = torch.zeros((batch, 1), dtype=torch.int64, device=device)
+    first = start.committed[:, None]
+    nothing = torch.zeros_like(first)
     if run.memory.noise is not None:
-        run.memory.noise.put(nothing, stream.gumbel(nothing, run.model.vocab_total))
+        run.memory.noise.put(first, stream.gumbel(first, run.model.vocab_total))
     places = torch.arange(layout.length + 2 * run.width, device=device).expand(batch, -1)
     carry = Carry(
-        window=Window(nothing[:, 0], nothing, nothing, nothing),
-        tokens=torch.zeros((batch, layout.length + 1), dtype=torch.int64, device=device),
+        window=Window(start.committed, nothing, nothing, nothing),
+        tokens=start.tokens,
         record=Record.empty(layout.length, batch, device),
         turn=torch.zeros((1, 1), dtype=torch.int64, device=device),
         stream=stream, initial=stream.uniform(places, Purpose.INITIAL), layout=layout, strength=strength,
     )
-    return decide(run, carry, run.state.prefill.logits[:, -1:], Source.PREFILL)
+    carry = decide(run, carry, start.out.logits[:, -1:], Source.PREFILL)
+    return replace(carry, record=carry.record.given(start.count))
 
 
 @dataclass(frozen=True)
@@ -350,10 +357,11 @@ class SJD:
             )
             mapped(Tensor.zero_, memory)
             kept.adopt(state, memory)
-            check_finite(state.prefill)
+            start = read_given(model, state, layout, batch)
+            check_finite(start.out)
             run = Run(method, params, width, forcing, model, state, memory)
-            carry = begin(run, layout, Stream.of(request.seed, batch, model.device), strength)
-            carry, laps = decode(request, kept, state, partial(step, run), carry, width, begun)
+            carry = begin(run, start, layout, Stream.of(request.seed, batch, model.device), strength)
+            carry, laps = decode(request, kept, state, partial(step, run), carry, width, start.count, begun)
             settings = {
                 "method": "sjd", "window": width, "reuse": self.reuse, "initial": self.initial,
                 "rule": method.rule.describe(), "lossless": self.rule.lossless and self.reuse != "threshold_paper",

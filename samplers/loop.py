@@ -25,34 +25,40 @@ class Carry(Protocol):
         """[B] (int64), tokens decided so far."""
         ...
 
+    @property
+    def draft(self) -> Tensor | None:
+        """[B, D] (int64), the guesses behind these that the next step feeds; None: it feeds no guess."""
+        ...
+
 
 C = TypeVar("C", bound=Carry)
 
 
 def kind(request: Request, layout: TokenLayout, *settings: Hashable) -> tuple[Hashable, ...]:
     """The session's key: all that is not a tensor, and the shapes of all that are. ``layout`` is the request's."""
-    strength = None if request.strength is None else request.strength.shape
-    sizes = layout.rows, layout.cols, layout.stride, layout.forced.shape, strength
+    where = (None if each is None else each.shape for each in (request.strength, request.skippable))
+    sizes = layout.rows, layout.cols, layout.stride, layout.forced.shape, *where
     return *settings, request.params, request.batch, *sizes, str(request.model.device)
 
 
 def decode(
-    request: Request, kept: Session, state: Any, step: Callable[[C], C], carry: C, width: int, begun: float
+    request: Request, kept: Session, state: Any, step: Callable[[C], C], carry: C, width: int, given: int, begun: float
 ) -> tuple[C, list[float]]:
     """Repeat ``step``, which feeds ``width`` tokens behind the decided ones, until all images are complete.
 
-    ``carry`` is that of the prompt's own prediction, ``begun`` (perf_counter) when the run began. Returns the last
-    carry, which stands until the session's next run, and the milliseconds of every pass. On a GPU one step more than
-    necessary is launched.
+    ``carry`` is that of the first prediction, behind the prompt and ``given`` tokens; ``begun`` (perf_counter) is when
+    the run began. Returns the last carry, which stands until the session's next run, and the milliseconds of every
+    pass. On a GPU one step more than necessary is launched.
     """
     length, model = request.layout.length, request.model
     poll = Poll(model.device, request.batch)
     times = [begun]
     while True:
-        known = poll(carry.committed)
+        known = poll(carry.committed).clamp(min=given)
         times.append(time.perf_counter())
         if request.callback:
-            request.callback(Progress(carry.tokens[:, :-1], known, length, len(times) - 1 - poll.lag))
+            passes = len(times) - 1 - poll.lag
+            request.callback(Progress(carry.tokens[:, :-1], known, length, passes, carry.draft, carry.committed))
         if int(known.min()) >= length:
             break
         # Of those that are launched but not yet known, a step decides ``width`` tokens at most.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from ..kernels.sampling import readable
 from .logits import check_finite, probabilities
 from .loop import decode, kind
+from .prefill import read_given
 from .protocols import ARModel, Decoded, Request, SamplingParams, StepOut, TokenLayout
 from .rng import Stream
 from .session import session
@@ -28,6 +29,7 @@ class Carry:
     record: Record
     stream: Stream
     layout: TokenLayout
+    draft: ClassVar[None] = None  # no guesses
 
 
 class Noise:
@@ -59,7 +61,10 @@ class NextToken:
     """
 
     def sample(self, request: Request) -> Decoded:
-        """Draw ``request.batch`` images; S passes (the prompt's included). Raises ValueError on illegal parameters."""
+        """Draw ``request.batch`` images; S passes (the prompt's included), less the tokens given at the beginning.
+
+        Raises ValueError on illegal parameters.
+        """
         model, params, batch = request.model, request.params, request.batch
         layout, begun = request.layout.to(model.device), time.perf_counter()
         params.check(model.vocab)
@@ -69,16 +74,16 @@ class NextToken:
                 request.conditioning, request.negative, batch, layout, slack=1, guided=params.cfg != 1, into=kept.state
             )
             kept.adopt(state)
-            check_finite(state.prefill)
+            start = read_given(model, state, layout, batch)
+            check_finite(start.out)
             carry = Carry(
-                torch.zeros((batch, layout.length + 1), dtype=torch.int64, device=model.device),
-                torch.zeros(batch, dtype=torch.int64, device=model.device),
-                Record.empty(layout.length, batch, model.device),
+                start.tokens, start.committed, Record.empty(layout.length, batch, model.device),
                 Stream.of(request.seed, batch, model.device), layout,
             )
             run = Run(model, params, forcing, state, Noise())
-            carry = draw(run, state.prefill, carry, Source.PREFILL)
-            carry, _ = decode(request, kept, state, partial(step, run), carry, 1, begun)
+            carry = draw(run, start.out, carry, Source.PREFILL)
+            carry = replace(carry, record=carry.record.given(start.count))
+            carry, _ = decode(request, kept, state, partial(step, run), carry, 1, start.count, begun)
             settings = {"method": "next_token", **asdict(params)}
             trace = carry.record.finish(layout, request.seed, settings, time.perf_counter() - begun)
             return Decoded(carry.tokens[:, :-1].clone(), trace)
@@ -112,7 +117,7 @@ def draw(run: Run, out: StepOut, carry: Carry, source: Source) -> Carry:
     more = position < carry.layout.length
     if forced is not None:
         source = torch.where(forced >= 0, Source.FORCED, source)
-    record = carry.record.tokens(position, more, token, p, finalised_at=position, source=source)
+    record = carry.record.tokens(position, more, token, p, finalised_at=carry.record.count, source=source)
     record = record.round(accepted=0, committed=more[:, 0], width=1)
     return replace(
         carry, tokens=carry.tokens.scatter(1, position, token), committed=carry.committed + more[:, 0], record=record

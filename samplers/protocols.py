@@ -204,8 +204,9 @@ class Progress:
     """State after a pass: tokens [B, S] (undrawn: 0), committed [B] (int64, on the CPU) tokens per image, S, passes so
     far. On a GPU committed is what the host knows, and tokens may be one pass further.
 
-    draft [B, W] (int64): the guesses that stand behind ``start`` [B] decided tokens and go into the next pass; None
-    where a method guesses anew each time.
+    draft [B, D] (int64): the guesses that go into the next pass, for the positions behind the ``start`` [B] (int64)
+    decided ones among ``tokens`` (some may lie behind the end); None where a method keeps no guesses between passes.
+    Both are on the model's device and stand until the callback returns.
     """
 
     tokens: Tensor
@@ -224,7 +225,7 @@ class Request:
     """What every sampler is asked: draw ``batch`` images (image i with seed + i) from ``model`` under a prompt.
 
     strength [1 or B, S] (fp32, 0..1): how far a relaxed acceptance rule may go at each position, 0 being exact; None is
-    1 everywhere. skippable [1 or B, S] (bool): where a skipping schedule may take drafts unverified; None is everywhere.
+    1 everywhere. skippable [1 or B, S] (bool): where a schedule may take drafts unverified; None is everywhere.
     """
 
     model: ARModel

@@ -8,11 +8,15 @@ import torch
 from comfy.cli_args import LatentPreviewMethod, args
 from comfyui_specar.nodes import previews
 from comfyui_specar.nodes.host import LoadedDecoder
-from comfyui_specar.nodes.previews import Palette, Previews, measure_palette
+from comfyui_specar.nodes.previews import DIMMED, Palette, Previews, Sketch, measure_palette
 from comfyui_specar.nodes.progress import Report
+from comfyui_specar.nodes.samplers import sketched
+from comfyui_specar.samplers.protocols import Progress, TokenLayout
 
 WHOLE = torch.ones(2, 2, dtype=torch.bool)
 TOP = torch.tensor([[True, True], [False, False]])
+NONE = torch.zeros(2, 2, dtype=torch.bool)
+GREEN, DIM_GREEN, DIM_RED = (0, 255, 0), (77, 179, 77), (179, 77, 77)  # dimmed: 40 % over grey
 
 
 class Clock:
@@ -50,10 +54,14 @@ class Decoder:
         return torch.tensor([0.0, 1.0, 0.0]).expand(1, rows, cols, 3)
 
 
-def red_and_more(known, sketch_seconds, clock, decoder, pace=0.05):
+def sketch_of(known, guessed=NONE):
+    return Sketch(torch.zeros(1, 1, 2, 2), known, guessed)
+
+
+def red_and_more(known, sketch_seconds, clock, decoder, pace=0.05, guessed=NONE):
     """Previews of a 2 x 2 picture whose palette knows only red."""
     palette = Palette(torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]), pace)
-    sketch = clock.passing(sketch_seconds, (torch.zeros(1, 1, 2, 2), known))
+    sketch = clock.passing(sketch_seconds, sketch_of(known, guessed))
     return Previews(sketch, palette, decoder, decoder.factor if decoder else 8, 512)
 
 
@@ -99,10 +107,114 @@ def test_colours_then_decoded_then_both(clock):
     clock.now += 12  # 2 % of which are enough for one decoding
     second = np.array(shown(Step()))
     assert second.shape == (16, 16, 3) and (second[:8] == (0, 255, 0)).all() and (second[8:] == 128).all()
-    shown.sketch = clock.passing(0.0, (torch.zeros(1, 1, 2, 2), WHOLE))
+    shown.sketch = clock.passing(0.0, sketch_of(WHOLE))
     clock.now += 0.25
     third = np.array(shown(Step()))
     assert (third[:8] == (0, 255, 0)).all() and (third[8:] == (255, 0, 0)).all() and shown.decoder.decoded == 1
+
+
+def near(pixels, colour):
+    return (np.abs(pixels.astype(int) - colour) <= 1).all()
+
+
+def test_guesses_are_dimmed_colours_then_decoded_then_both(clock):
+    """The upper row is decided, the lower left token guessed, the last one neither."""
+    left = torch.tensor([[False, False], [True, False]])
+    shown = red_and_more(TOP, 0.0, clock, Decoder(clock), guessed=left)
+    clock.now += 0.25
+    first = np.array(shown(Step()))
+    assert near(first[:4], (255, 0, 0)) and near(first[4:, :4], DIM_RED) and near(first[4:, 4:], 128)
+    clock.now += 12
+    second = np.array(shown(Step()))
+    assert near(second[:8], GREEN) and near(second[8:, :8], DIM_GREEN) and near(second[8:, 8:], 128)
+    for guessed, lower in ((left, (DIM_RED, (128,) * 3)), (NONE, ((128,) * 3, (128,) * 3)), (~TOP, (DIM_RED, DIM_RED))):
+        shown.sketch = clock.passing(0.0, sketch_of(TOP, guessed))
+        clock.now += 0.25
+        later = np.array(shown(Step()))
+        assert near(later[:8], GREEN) and near(later[8:, :8], lower[0]) and near(later[8:, 8:], lower[1])
+    assert shown.decoder.decoded == 1, "guesses that changed since are not shown as they were decoded"
+
+
+ROWS_END = TokenLayout.ruled(4, 4, (64,), (65,))  # 20 positions of rows, and one more
+
+
+@pytest.mark.parametrize(
+    ("layout", "start", "known", "guessed"),
+    [
+        (TokenLayout.plain(4, 4), 5, range(5), {5: 30, 6: 31, 7: 32}),
+        (TokenLayout.plain(4, 4), 14, range(14), {14: 30, 15: 31}),  # the third lies behind the end
+        (TokenLayout.plain(4, 4), 16, range(16), {}),
+        (ROWS_END, 8, range(7), {7: 30, 8: 32}),  # the second is the end of a row, and so no part of the picture
+        (ROWS_END, 19, range(16), {}),
+    ],
+)
+def test_a_window_of_guesses_stands_behind_what_is_decided(layout, start, known, guessed, tiny):
+    """Of the first image of a batch; on a GPU tokens and guesses are further than the host knows."""
+    tokens = torch.zeros(2, layout.length, dtype=torch.int64)
+    tokens[0, :start] = torch.arange(start) % 7 + 1
+    tokens[1] = 60
+    draft = torch.tensor([[30, 31, 32], [50, 51, 52]])
+    before = tokens.clone()
+    state = Progress(tokens, torch.tensor([start - 3, 1]), layout.length, 2, draft, torch.tensor([start, 9]))
+    found = sketched(tiny[0].model, layout, state)
+    assert found.known.flatten().nonzero().flatten().tolist() == list(known)
+    assert found.guessed.flatten().nonzero().flatten().tolist() == list(guessed)
+    wanted = layout.to_grid(tokens[:1]).clone().flatten()
+    wanted[list(guessed)] = torch.tensor(list(guessed.values()), dtype=torch.int64)
+    assert torch.equal(found.latent, tiny[0].model.dequantize(wanted.view(1, 4, 4)))
+    assert torch.equal(tokens, before), "the run's own tokens stay as they are"
+
+
+def test_kept_tokens_are_known_and_not_guessed(tiny):
+    keep = torch.zeros(1, 4, 4, dtype=torch.bool)
+    keep[0, 1, 2:] = keep[0, 3, 3] = True  # tokens 6, 7 and 15
+    layout = TokenLayout.plain(4, 4).keeping(torch.full((1, 4, 4), 20), keep)
+    state = Progress(torch.zeros(1, 16, dtype=torch.int64), torch.tensor([5]), 16, 2, torch.tensor([[30, 31, 32, 33]]),
+                     torch.tensor([5]))
+    found = sketched(tiny[0].model, layout, state)
+    assert found.known.flatten().nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 6, 7, 15]
+    assert found.guessed.flatten().nonzero().flatten().tolist() == [5, 8]
+    wanted = torch.tensor([[0] * 5 + [30, 20, 20, 33] + [0] * 6 + [20]]).view(1, 4, 4)
+    assert torch.equal(found.latent, tiny[0].model.dequantize(wanted))
+
+
+@pytest.mark.parametrize(
+    ("method", "inputs", "guesses"),
+    [("NextToken", {}, False), ("SJD", {}, True), ("SJD", {"refinement": "redraw (SJD, exact)"}, True),
+     ("DraftTree", {}, False), ("DraftTree", {"structure": "chain"}, False)],
+)
+def test_only_windows_stand_between_passes(method, inputs, guesses, sample, progress, hurried, monkeypatch):
+    """The guesses of an SJD run go into its next pass; a run with a drafter guesses anew in every round."""
+    seen = []
+    monkeypatch.setattr(previews.Previews, "__call__", lambda self, state: seen.append(self.sketch(state)))
+    monkeypatch.setattr(args, "preview_method", LatentPreviewMethod.Auto)
+    sample(method, batch=2, **inputs)
+    assert not any(bool((found.known & found.guessed).any()) for found in seen)
+    for found in seen[:-1]:
+        decided = int(found.known.sum())
+        assert int(found.guessed.sum()) == (min(3, 16 - decided) if guesses else 0)
+    assert seen[-1].known.all()
+
+
+def test_previews_of_a_run_show_its_window_dimmed(sample, progress, hurried, monkeypatch):
+    """Window 4 holds three guesses, which are 40 % of what they would be as decided tokens."""
+    monkeypatch.setattr(args, "preview_method", LatentPreviewMethod.Auto)
+    found, draw = [], previews.Previews._drawn
+
+    def drawn(self, sketch, decoded):
+        bare = Sketch(sketch.latent, sketch.known | sketch.guessed, NONE.new_zeros(4, 4))
+        found.append((sketch, np.array(draw(self, bare, decoded)).astype(int)))
+        return draw(self, sketch, decoded)
+
+    monkeypatch.setattr(previews.Previews, "_drawn", drawn)
+    sample("SJD")
+    assert len(found) == len(progress)
+    for (sketch, bright), (_, _, (_, picture, _)) in zip(found, progress, strict=True):
+        pixels = np.array(picture)
+        areas = [np.kron(marked.numpy(), np.ones((8, 8), bool)) for marked in (sketch.known, sketch.guessed)]
+        assert near(pixels[areas[0]], bright[areas[0]]) and (pixels[~areas[0] & ~areas[1]] == 128).all()
+        assert near(pixels[areas[1]], 128 + DIMMED * (bright[areas[1]] - 128))
+    assert sum(bool(sketch.guessed.any()) for sketch, _ in found) > 3
 
 
 def test_a_preview_is_no_larger_than_asked_for(clock):
@@ -117,7 +229,7 @@ def test_most_passes_read_nothing(clock, progress):
     """The bar moves at most twenty times a second, and tokens are read for previews alone, four times a second."""
     read = []
     shown = red_and_more(WHOLE, 0.0, clock, None)
-    shown.sketch = lambda progress: (read.append(clock.now), (torch.zeros(1, 1, 2, 2), WHOLE))[1]
+    shown.sketch = lambda progress: (read.append(clock.now), sketch_of(WHOLE))[1]
     report = Report(4, shown)
     for _ in range(10000):  # passes of a millisecond
         clock.now += 0.001
