@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import accelerated
-from .sampling import nobody, point_mass
+from .sampling import at, nobody, point_mass
 
 
 @accelerated
@@ -24,10 +24,13 @@ def probabilities(
     Top-k keeps a logit if fewer than k are larger, top-p if those that are larger have a probability of at most top_p
     together. So equal logits stay or go together, and one stays at least. The second filter counts only what the first
     one left.
+
+    A row with a NaN, with +inf or with nothing but -inf becomes all NaN (the record of the tokens then tells of it).
     """
     z = guide(logits[..., :vocab].float(), cfg)
     if temperature == 0:
-        p = point_mass(z.argmax(-1), vocab)
+        best = z.argmax(-1)
+        p = point_mass(best, vocab).mul_((1 + 0 * at(z, best)).unsqueeze(-1))
     else:
         if temperature != 1:
             z = z / temperature
@@ -42,7 +45,7 @@ def probabilities(
     free = (forced < 0).unsqueeze(-1)
     if nobody(~free):
         return p
-    return p.mul_(free).scatter_add_(-1, forced.clamp(min=0).unsqueeze(-1), (~free).float())
+    return p.masked_fill_(~free, 0).scatter_add_(-1, forced.clamp(min=0).unsqueeze(-1), (~free).float())
 
 
 def guide(logits: Tensor, scale: float) -> Tensor:
@@ -67,5 +70,5 @@ def _lowest_kept(z: Tensor, top_k: int, top_p: float, order: tuple[str, str]) ->
         weights = weights * (ordered >= kth)
         weights = weights / weights.sum(-1, keepdim=True)
     larger = weights.cumsum(-1) - weights
-    lowest = ordered.gather(-1, (larger <= top_p).sum(-1, keepdim=True) - 1)
+    lowest = ordered.gather(-1, (larger <= top_p).sum(-1, keepdim=True).clamp(min=1) - 1)  # of NaN none is
     return torch.maximum(lowest, kth) if top_k else lowest

@@ -43,12 +43,15 @@ def _probabilities(
     if GUIDED:
         u = tl.load(place + unconditional, mask=ids < vocab, other=0.0).to(tl.float32)
         z = u + cfg * (z - u)
+    if not GREEDY:
+        z = z / temperature
+    largest = tl.max(z, 0)
+    sound = (tl.max((z != z).to(tl.int32), 0) == 0) & (largest > float("-inf")) & (largest < float("inf"))
     if GREEDY:
-        first = tl.min(tl.where(z == tl.max(z, 0), ids, BLOCK), 0)
+        first = tl.min(tl.where(z == largest, ids, BLOCK), 0)
         law = tl.where(ids == first, 1.0, 0.0)
     else:
-        z = z / temperature
-        e = tl.exp(z - tl.max(z, 0))
+        e = tl.exp(z - largest)
         if TOP_K or TOP_P:
             order = _image(z)
             if TOP_K and K_FIRST:
@@ -58,6 +61,7 @@ def _probabilities(
             if TOP_K and not K_FIRST:
                 e = tl.where(order >= _kth(order, top_k), e, 0.0)
         law = e / tl.sum(e, 0)
+    law = tl.where(ids < vocab, tl.where(sound, law, float("nan")), 0.0)
     if FORCED:
         token = tl.load(forced + row.to(tl.int64) * forced_row + step.to(tl.int64) * forced_step)
         law = tl.where(token >= 0, tl.where(ids == token, 1.0, 0.0), law)

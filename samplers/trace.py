@@ -88,11 +88,15 @@ class Trace:
         return self.layout.to_grid(self.positions[name])
 
     def summary(self) -> dict[str, Any]:
-        """Numbers of the whole run, forced tokens excluded from the counts."""
+        """Numbers of the whole run, forced tokens excluded from the counts.
+
+        given: those that stood before the first token was drawn; no pass was spent on them.
+        """
         source = self.positions["source"]
         free = source != Source.FORCED
         verified = free & (self.positions["depth"] > 0) & (source != Source.SKIPPED)
         accepted = (source == Source.ACCEPTED) | (source == Source.RELAXED)
+        given = int((~free & (self.positions["finalised_at"] == 0)).sum())
         passes = self.totals["passes_per_image"]
         numbers = self._continuous_numbers(verified) if self.continuous else self._discrete_numbers(free)
         return {
@@ -100,7 +104,8 @@ class Trace:
             "accepted_drafts": int(accepted.sum()),
             "acceptance_rate": float(accepted.sum() / verified.sum()) if verified.any() else 0.0,
             "accepted_length": float(self.totals["tokens"] / max(sum(passes), 1)),
-            "step_compression": float(source.shape[0] * source.shape[1] / max(sum(passes), 1)),
+            "step_compression": float((source.numel() - given) / max(sum(passes), 1)),
+            "given": given,
             **numbers,
             "sources": {s.name.lower(): int((source == s).sum()) for s in Source if (source == s).any()},
         }
@@ -191,6 +196,16 @@ class Record:
         place = self.count.clamp(max=len(self.rounds) - 1).reshape(1)
         return replace(self, rounds=self.rounds.index_copy(0, place, row[None]), count=self.count + 1)
 
+    def given(self, count: int) -> Record:
+        """With the first ``count`` tokens of all images as read with the prompt, to whose round, the first, they count.
+        """
+        certain = {"finalised_at": 0.0, "source": float(Source.FORCED), "p": 1.0, "top1": 1.0}
+        row = torch.tensor([certain.get(name, 0.0) for name in self.fields], device=self.positions.device)
+        positions, rounds = self.positions.clone(), self.rounds.clone()
+        positions[:, :count] = row
+        rounds[0, :, self.round_fields.index("committed")] += count
+        return replace(self, positions=positions, rounds=rounds)
+
     def finish(
         self, layout: TokenLayout, seed: int, settings: dict[str, Any], seconds: float, draft_passes: int = 0,
         **host: Sequence[float],
@@ -198,11 +213,13 @@ class Record:
         """The trace, on the CPU. Rounds in which nothing was decided (a GPU is one ahead) are left out.
 
         host: further numbers of every round, measured on the host. A round in which all images skip verification is no
-        pass.
+        pass. Raises ValueError where the model's predictions were NaN.
         """
         types = POSITION_FIELDS | CONTINUOUS_FIELDS
         values = self.positions[:, :-1].to("cpu", copy=True).unbind(-1)  # the next run writes there
         positions = {name: value.to(types[name]) for name, value in zip(self.fields, values, strict=True)}
+        if "p" in positions:
+            check_predicted(positions["p"])
         rounds = self.rounds.cpu()
         happened = rounds[..., self.round_fields.index("committed")].sum(1) > 0
         rounds = dict(zip(self.round_fields, rounds[happened].unbind(-1), strict=True))
@@ -223,6 +240,19 @@ class Record:
             "seconds": round(seconds, 3),
         }
         return Trace(layout.rows, layout.cols, layout.stride, positions, rounds, totals, settings)
+
+
+def check_predicted(p: Tensor) -> None:
+    """Raise ValueError if the probabilities p [B, S] of the tokens show that a model's predictions were no numbers."""
+    flawed = p.isnan().nonzero()
+    if len(flawed):
+        image, token = flawed[flawed[:, 1].argmin()].tolist()
+        raise ValueError(
+            f"The model's predictions became NaN or infinite at token {token + 1} of {p.shape[1]} (picture {image + 1} "
+            "of the run), so what was drawn from there on means nothing. Its arithmetic overflowed, or its weights are "
+            "damaged. Choose bf16 or fp32 as its dtype in the loader, or lower cfg; if that does not help, fetch the "
+            "model's file again."
+        )
 
 
 def _filled(value: Tensor | float, like: Tensor) -> Tensor:
