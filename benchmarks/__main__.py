@@ -6,6 +6,7 @@
     continuous  the same for the continuous pair (MAR and its small drafter)
     loading     seconds and memory of loading checkpoints of released sizes
     storage     what weights in bf16, fp8 and int8 do to a model's predictions
+    soak        hundreds of prompts over all workflows on one ComfyUI server: memory, files, repeated pictures
     previews    what share of a run progress and previews take in ComfyUI (which COMFYUI_PATH names)
 
 python -m benchmarks WHAT --help explains the options. Reports are JSON, in benchmarks/results/ those that we made.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-WHAT = ("speed", "methods", "continuous", "loading", "storage", "previews")
+WHAT = ("speed", "methods", "continuous", "loading", "storage", "previews", "soak")
 
 
 def main(arguments: list[str]) -> None:
