@@ -1,0 +1,189 @@
+"""What goes wrong inside a run: predictions that are no numbers, drafters that guess garbage. Toy models, every method.
+
+A model that breaks must be named in an error and never send an index out of range (on a GPU that ends the process); a
+drafter that breaks must cost passes and nothing else.
+"""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from comfyui_specar.kernels import logits as logits_kernels
+from comfyui_specar.samplers.acceptance import Exact
+from comfyui_specar.samplers.adt_tree import ADTTree
+from comfyui_specar.samplers.cool_sd import CoolSD, UniformRSD
+from comfyui_specar.samplers.grouped import Grouped
+from comfyui_specar.samplers.jacobi import REUSE, SJD
+from comfyui_specar.samplers.lantern import REDRAW, Lantern, LanternPP
+from comfyui_specar.samplers.next_token import NextToken
+from comfyui_specar.samplers.protocols import SamplingParams, StepOut
+from comfyui_specar.samplers.skipping import Skipping
+from comfyui_specar.samplers.speculative import DraftTree
+from comfyui_specar.samplers.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.tv_metered import TVMetered
+
+from .toy import ToyDrafter, ToyModel, chi_square, marginal, plain, request
+from .twins import interpreted
+
+LAYOUT = plain(2, 3)
+MODEL = ToyModel(LAYOUT)
+TWO_LEVELS = Static(((0,), (1,), (0, 0), (0, 1), (1, 0)))
+ADAPTIVE = ADTTree(depths=(1, 4), widths=(1, 3), width_step=1, first=(2, 2), nodes=12)
+STRUCTURES = {
+    "chain": Chain(3), "blocks": Chain(3, "block"), "siblings": Static(((0,), (1,), (2,))), "two levels": TWO_LEVELS,
+    "top-k": Dynamic(3, 2, 5), "adaptive": ADAPTIVE, "adaptive, sampled": replace(ADAPTIVE, children="sampled"),
+}
+RULES = [Exact(), *(Lantern(2, 0.3, redraw) for redraw in REDRAW), LanternPP(2, 3.0), UniformRSD(2.0), CoolSD(1.5),
+         Grouped(14, 0.9, 10.0), TVMetered(0.1)]
+SKIPPING = [Skipping(interval=2, guard=0), Skipping("dynamic", threshold=0.1, guard=0)]
+PARAMS = {"plain": SamplingParams(), "greedy": SamplingParams(temperature=0),
+          "filters": SamplingParams(cfg=2.0, top_k=2, top_p=0.8, order=("top_p", "top_k"))}
+BAD = {"nan": math.nan, "infinite": math.inf, "one nan": math.nan}
+
+
+# The model's predictions stop being numbers
+
+
+class Breaking(ToyModel):
+    """Its predictions behind ``after`` tokens are no numbers."""
+
+    def __init__(self, after: int, kind: str = "nan"):
+        super().__init__(LAYOUT)
+        begin = int(self.begin[after])
+        for table in self.tables:
+            if kind == "one nan":
+                table[begin:, 1] = math.nan
+            else:
+                table[begin:] = BAD[kind]
+
+
+def methods(drafter):
+    yield NextToken()
+    yield from (SJD(4, reuse) for reuse in REUSE)
+    yield from (SJD(4, rule=rule) for rule in RULES[1:])
+    yield from (DraftTree(drafter, structure) for structure in STRUCTURES.values())
+    yield from (DraftTree(drafter, structure, rule) for structure, rule in zip([TWO_LEVELS, Dynamic(2, 2, 4)] * len(RULES), RULES))
+    yield from (DraftTree(drafter, TWO_LEVELS, skipping=skipping) for skipping in SKIPPING)
+
+
+@pytest.mark.parametrize(("after", "kind", "params"), [
+    (4, "one nan", "plain"), (1, "infinite", "filters"), (5, "nan", "greedy"),
+])
+def test_predictions_that_become_nan_end_in_an_error_with_every_method(after, kind, params):
+    model, params = Breaking(after, kind), PARAMS[params]
+    for method in methods(ToyDrafter(MODEL, stale=True)):
+        with pytest.raises(ValueError, match=f"NaN or infinite at token {after + 1} of 6"):
+            method.sample(request(model, LAYOUT, params, batch=3))
+        assert not model.kept
+
+
+def test_the_error_names_the_picture():
+    model = Breaking(5)
+    [row] = model.begin[4:5]
+    model.tables[0][row:] = 0  # all is well again, but for prefixes that start with token 2
+    code = torch.arange(3**5)
+    model.tables[0][model.begin[5] + code[code // 81 == 2]] = math.nan
+    first = NextToken().sample(request(MODEL, LAYOUT, batch=20)).tokens[:, 0]
+    hit = (first == 2).nonzero()[0].item()
+    with pytest.raises(ValueError, match=rf"token 6 of 6 \(picture {hit + 1} of the run\)"):
+        NextToken().sample(request(model, LAYOUT, batch=20))
+
+
+def test_a_forced_token_needs_no_prediction():
+    model = Breaking(5)
+    keep = torch.zeros((1, 2, 3), dtype=torch.bool)
+    keep[0, 1, 2] = True
+    layout = LAYOUT.keeping(torch.ones((1, 2, 3), dtype=torch.int64), keep)
+    for method in (NextToken(), SJD(4), DraftTree(ToyDrafter(MODEL), TWO_LEVELS)):
+        assert method.sample(request(model, layout, batch=3)).tokens[:, 5].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("order", [("top_k", "top_p"), ("top_p", "top_k")], ids=["top-k first", "top-p first"])
+@pytest.mark.parametrize(("cfg", "temperature", "top_k", "top_p"), [
+    (2, 0, 0, 1), (1, 1, 0, 1), (1, 0.7, 3, 1), (3, 1, 0, 0.5), (1, 1, 3, 0.5)])
+def test_flawed_rows_become_nan_in_both_twins(cfg, temperature, top_k, top_p, order):
+    rows = torch.randn(2, 7, 10, generator=torch.Generator().manual_seed(0))
+    rows[0, 0], rows[0, 1, 4], rows[0, 2, 4], rows[0, 3, 4] = math.nan, math.nan, -math.nan, math.inf
+    rows[:, 4], rows[:, 5, 2:7] = -math.inf, -math.inf  # the second is a law
+    rows[0, 5, 2:7] = 0.0 if cfg != 1 else -math.inf
+    rows = rows if cfg != 1 else rows[:1]
+    given = rows, None, cfg, temperature, 8, top_k, top_p, order
+    wanted, found = logits_kernels.probabilities(*given), interpreted("logits.probabilities", *given)
+    assert torch.equal(wanted[0, :5, :8].isnan().all(-1), torch.ones(5, dtype=torch.bool))
+    assert wanted[0, 6].isfinite().all() and not wanted[..., 8:].any()
+    assert torch.equal(wanted.isnan(), found.isnan())
+
+
+# Drafters that guess garbage
+
+
+class Garbage(ToyDrafter):
+    """A drafter whose logits and hidden states are whatever ``spoil`` makes of them."""
+
+    def __init__(self, spoil):
+        super().__init__(MODEL, stale=True)
+        self.spoil = spoil
+
+    def observe(self, *given):
+        return self.spoiled(super().observe(*given))
+
+    def expand(self, *given):
+        return self.spoiled(super().expand(*given))
+
+    def spoiled(self, out: StepOut) -> StepOut:
+        return StepOut(self.spoil(out.logits.clone()), torch.full_like(out.hidden, math.inf))
+
+
+def holes(logits):
+    """No mass where the target has most: a law with zeros."""
+    return logits.scatter(-1, logits.argmax(-1, keepdim=True), -math.inf)
+
+
+def first_only(logits):
+    logits[..., 1:] = -math.inf
+    return logits
+
+
+def sometimes(logits):
+    """NaN in every other row of a batch."""
+    logits[::2] = math.nan
+    return logits
+
+
+GARBAGE = {
+    "nan": lambda logits: logits * math.nan, "infinite": lambda logits: logits + math.inf, "constant": torch.zeros_like,
+    "huge": lambda logits: logits * 1e30, "reversed": lambda logits: -5 * logits, "holes": holes,
+    "one token": first_only, "nan for some": sometimes, "nothing": lambda logits: logits - math.inf,
+}
+
+
+@pytest.mark.parametrize("spoil", GARBAGE.values(), ids=GARBAGE)
+def test_any_drafter_leaves_the_law_alone(spoil):
+    law = MODEL.law(LAYOUT, SamplingParams())
+    for name, structure in STRUCTURES.items():
+        decoded = DraftTree(Garbage(spoil), structure).sample(request(MODEL, LAYOUT, batch=1500))
+        whole = chi_square(decoded.tokens, law)
+        late = chi_square(decoded.tokens[:, 4:], marginal(law, [4, 5]))
+        assert whole.z < 4 and late.z < 4, (name, whole, late)
+
+
+def test_a_drafter_without_any_guess_costs_a_pass_per_token_and_is_told_of(caplog):
+    for structure in STRUCTURES.values():
+        caplog.clear()
+        trace = DraftTree(Garbage(GARBAGE["nan"]), structure).sample(request(MODEL, LAYOUT, batch=2)).trace
+        assert trace.totals["passes_per_image"] == [6, 6] and trace.summary()["accepted_drafts"] == 0
+        assert "not a single guess" in caplog.text
+    caplog.clear()
+    DraftTree(Garbage(GARBAGE["reversed"]), TWO_LEVELS).sample(request(MODEL, LAYOUT, batch=2))
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("spoil", [GARBAGE[name] for name in ("nan", "holes", "nan for some")])
+def test_garbage_ends_with_every_rule_and_schedule(spoil):
+    for structure, rule in zip([TWO_LEVELS, Dynamic(2, 2, 4)] * len(RULES), RULES):
+        decoded = DraftTree(Garbage(spoil), structure, rule).sample(request(MODEL, LAYOUT, batch=4))
+        assert decoded.tokens.max() < 3 and math.isfinite(decoded.trace.summary()["tv_leak"]), rule
+    for skipping in SKIPPING:
+        decoded = DraftTree(Garbage(spoil), TWO_LEVELS, skipping=skipping).sample(request(MODEL, LAYOUT, batch=4))
+        assert decoded.tokens.max() < 3
