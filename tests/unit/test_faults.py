@@ -36,6 +36,7 @@ STRUCTURES = {
 }
 RULES = [Exact(), *(Lantern(2, 0.3, redraw) for redraw in REDRAW), LanternPP(2, 3.0), UniformRSD(2.0), CoolSD(1.5),
          Grouped(14, 0.9, 10.0), TVMetered(0.1)]
+RULES_ON_TREES = list(zip([TWO_LEVELS, Dynamic(2, 2, 4)] * len(RULES), RULES))
 SKIPPING = [Skipping(interval=2, guard=0), Skipping("dynamic", threshold=0.1, guard=0)]
 PARAMS = {"plain": SamplingParams(), "greedy": SamplingParams(temperature=0),
           "filters": SamplingParams(cfg=2.0, top_k=2, top_p=0.8, order=("top_p", "top_k"))}
@@ -63,7 +64,7 @@ def methods(drafter):
     yield from (SJD(4, reuse) for reuse in REUSE)
     yield from (SJD(4, rule=rule) for rule in RULES[1:])
     yield from (DraftTree(drafter, structure) for structure in STRUCTURES.values())
-    yield from (DraftTree(drafter, structure, rule) for structure, rule in zip([TWO_LEVELS, Dynamic(2, 2, 4)] * len(RULES), RULES))
+    yield from (DraftTree(drafter, structure, rule) for structure, rule in RULES_ON_TREES)
     yield from (DraftTree(drafter, TWO_LEVELS, skipping=skipping) for skipping in SKIPPING)
 
 
@@ -181,7 +182,7 @@ def test_a_drafter_without_any_guess_costs_a_pass_per_token_and_is_told_of(caplo
 
 @pytest.mark.parametrize("spoil", [GARBAGE[name] for name in ("nan", "holes", "nan for some")])
 def test_garbage_ends_with_every_rule_and_schedule(spoil):
-    for structure, rule in zip([TWO_LEVELS, Dynamic(2, 2, 4)] * len(RULES), RULES):
+    for structure, rule in RULES_ON_TREES:
         decoded = DraftTree(Garbage(spoil), structure, rule).sample(request(MODEL, LAYOUT, batch=4))
         assert decoded.tokens.max() < 3 and math.isfinite(decoded.trace.summary()["tv_leak"]), rule
     for skipping in SKIPPING:
