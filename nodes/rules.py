@@ -47,7 +47,8 @@ def redraw_input() -> io.Input:
 def where_input() -> io.Input:
     return io.Mask.Input(
         "where", optional=True,
-        tooltip="Where the rule may be lenient: 1 fully, 0 exact, between: partly. Any size. Open: everywhere.",
+        tooltip="Where the rule may be lenient: white fully, black exact, grey partly. Any size. "
+        "Not connected: everywhere.",
     )
 
 

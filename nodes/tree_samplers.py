@@ -79,7 +79,7 @@ def tree_inputs() -> list[io.Input]:
         io.Int.Input("depth", default=5, min=1, max=32,
                      tooltip="Guesses in a row: the length of a chain, the levels of a dynamic tree."),
         io.Int.Input("width", default=10, min=1, max=64,
-                     tooltip="Children per draft of a dynamic tree, and drafts that get children per level."),
+                     tooltip="Dynamic tree: how many guesses follow a guess, and how many of a level are followed up."),
         io.Int.Input("nodes", default=58, min=1, max=1024,
                      tooltip="Drafts of a dynamic tree that the model verifies per pass: its likeliest ones. More save "
                      "passes, but each costs more."),

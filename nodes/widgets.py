@@ -20,7 +20,8 @@ def prompt_inputs() -> list[io.Input]:
         io.Latent.Input("latent_image", tooltip="Size and batch (Empty AR Latent), or an encoded picture with a noise "
                         "mask: tokens outside the mask are kept."),
         io.Int.Input("seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=True,
-                     tooltip="Picture i of a batch is drawn with seed + i and equals a single run with that seed."),
+                     tooltip="The same seed, the same picture. Picture i of a batch is drawn with seed + i and equals "
+                     "a single run with it."),
         io.Float.Input("cfg", default=MODELS_OWN, min=-1, max=30, step=0.1, round=0.01,
                        tooltip=f"Guidance: how strongly the prompt is followed. 1 is off and twice as cheap. {OWN}"),
     ]
@@ -40,7 +41,8 @@ def common_inputs() -> list[io.Input]:
         io.Int.Input("top_k", default=MODELS_OWN, min=-1, max=65536,
                      tooltip=f"Draw among this many most likely tokens only; 0 is off. {OWN}"),
         io.Float.Input("top_p", default=MODELS_OWN, min=-1, max=1, step=0.01, round=0.001,
-                       tooltip=f"Draw among the most likely tokens with this joint probability; 1 is off. {OWN}"),
+                       tooltip="Draw among the most likely tokens only, as many as together reach this probability; "
+                       f"1 is off. {OWN}"),
     ]
 
 
@@ -60,7 +62,8 @@ def choose(name: str, value: str, options: dict[str, Any]) -> Any:
 def negative_input() -> io.Input:
     return io.Conditioning.Input(
         "negative", optional=True,
-        tooltip="What to stay away from (needs cfg above 1). Open or empty: the model's own unconditional prediction.",
+        tooltip="What to stay away from (needs cfg above 1). Not connected or empty: the model's own "
+        "unconditional prediction.",
     )
 
 
@@ -71,7 +74,8 @@ def drafter_input() -> io.Input:
 def rule_input() -> io.Input:
     return ARRule.Input(
         "rule", optional=True,
-        tooltip="When a guess is kept: an acceptance rule. Open: exact, the distribution of the next-token sampler.",
+        tooltip="When a guess is kept: an acceptance rule. Not connected: exact, the distribution of the "
+        "next-token sampler.",
     )
 
 
