@@ -7,6 +7,8 @@
     loading     seconds and memory of loading checkpoints of released sizes
     storage     what weights in bf16, fp8 and int8 do to a model's predictions
     soak        hundreds of prompts over all workflows on one ComfyUI server: memory, files, repeated pictures
+    fuzz        what every loader does with files that went wrong, by accident and on purpose
+    determinism whether the same seed gives the same picture in another process, in a batch, with more threads
     previews    what share of a run progress and previews take in ComfyUI (which COMFYUI_PATH names)
 
 python -m benchmarks WHAT --help explains the options. Reports are JSON, in benchmarks/results/ those that we made.
@@ -17,7 +19,8 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-WHAT = ("speed", "methods", "continuous", "loading", "storage", "previews", "soak")
+WHAT = ("speed", "methods", "continuous", "loading", "storage", "previews", "soak", "determinism",
+        "fuzz")
 
 
 def main(arguments: list[str]) -> None:

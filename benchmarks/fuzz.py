@@ -1,0 +1,242 @@
+"""Feed every loader files that went wrong, by accident and on purpose, and count what comes of it.
+
+    python -m benchmarks fuzz [--minutes 20 | --cases 500] [--seed 0] [--only "Janus"] [--out benchmarks/results/fuzz.json]
+
+A case is a folder of sound files of some family, of which one or two are changed (tests/unit/fuzz.py says how), then
+loaded and used. It may work, or be refused with a message; anything else is a problem: another exception, a message that
+names no file, more than a gigabyte of memory beyond the files' own size, more than ten seconds, a process that dies, or
+anything run, opened for writing, or sent, on behalf of the file. Cases run one after the other in a process of their own
+with a limit on its memory, so that one that kills it is counted. A case is made of --seed and its number alone:
+--case N runs just that one, and shows where it fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+from . import report
+
+MOST_MEMORY = 1 << 30  # bytes beyond the files' own
+MOST_SECONDS = 10  # of the processor
+PATIENCE = 120  # seconds of the clock before a case counts as one that never ends
+WATCHED = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "subprocess.Popen", "socket.", "shutil.",
+           "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "ctypes.dlopen", "urllib.")
+
+
+class Watch:
+    """Sees what Python does while a case runs (sys.addaudithook)."""
+
+    def __init__(self) -> None:
+        self.on, self.seen = False, list[str]()
+        sys.addaudithook(self.hear)
+
+    def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.on:
+            return
+        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if writes or event.startswith(WATCHED):
+            self.seen.append(f"{event} {arguments!r:.200}")
+
+
+def memory() -> int:
+    """The most bytes of memory that were in use since forget_memory()."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+
+
+def forget_memory() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def work(seed: int, numbers: range, only: str) -> None:
+    """Run cases, and write a line before and after each."""
+    from tests.unit import fuzz, fuzz_seeds
+
+    warnings.filterwarnings("ignore")
+    lines, sys.stdout = sys.stdout, sys.stderr
+    watch = Watch()
+    sound = Path(tempfile.mkdtemp(dir=os.environ["FUZZ_FOLDER"]))
+    seeds = {name: one for name, one in fuzz_seeds.SEEDS.items() if only.lower() in name.lower()}
+    for name, one in seeds.items():  # also imports all that is ever imported, which takes memory
+        (folder := sound / name).mkdir()
+        one.write(folder)
+        fuzz_seeds.examine(one, folder)
+    held = next(int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines()
+                if line.startswith("VmSize"))
+    resource.setrlimit(resource.RLIMIT_AS, (held + 3 * MOST_MEMORY + (3 << 30),) * 2)  # files may be mapped: 3 GB at most
+    for number in numbers:
+        rng = random.Random(f"{seed}/{number}")
+        name = rng.choice(list(seeds))
+        folder = sound.with_name("case") / name
+        shutil.rmtree(folder.parent, ignore_errors=True)
+        shutil.copytree(sound / name, folder)
+        done = fuzz.mutate(folder, rng)
+        lines.write(json.dumps({"number": number, "seed": name, "mutation": done}) + "\n")
+        lines.flush()
+        size = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+        forget_memory()
+        before, began = memory(), time.process_time()
+        watch.on = True
+        outcome = fuzz_seeds.examine(seeds[name], folder)
+        watch.on = False
+        seconds, used = time.process_time() - began, max(0, memory() - before - size)
+        problem = outcome.problem
+        if watch.seen:
+            problem = f"did {watch.seen[0]}"
+        elif problem is None and used > MOST_MEMORY:
+            problem = "took too much memory"
+        elif problem is None and seconds > MOST_SECONDS:
+            problem = "took too long"
+        watch.seen.clear()
+        lines.write(json.dumps({"error": outcome.error, "message": outcome.message, "problem": problem,
+                                "seconds": round(seconds, 2), "megabytes": used >> 20}) + "\n")
+        lines.flush()
+
+
+class Worker:
+    """A process that runs the cases from ``first`` on."""
+
+    def __init__(self, options: argparse.Namespace, first: int, folder: str):
+        command = [sys.executable, "-m", "benchmarks.fuzz", "--work", str(first), "--seed", str(options.seed),
+                   "--only", options.only]
+        environment = os.environ | {"FUZZ_FOLDER": folder, "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1",
+                                    "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        self.errors = tempfile.TemporaryFile(mode="w+")
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment,
+                                        cwd=Path(__file__).resolve().parent.parent)
+        self.buffer = b""
+
+    def line(self, patience: float) -> dict[str, Any] | None:
+        """What it says next; None if it died or says nothing any more."""
+        until, source = time.monotonic() + patience, self.process.stdout.fileno()
+        while b"\n" not in self.buffer:
+            ready, _, _ = select.select([source], [], [], max(0, until - time.monotonic()))
+            read = os.read(source, 1 << 16) if ready else b""
+            if not read:
+                return None
+            self.buffer += read
+        text, _, self.buffer = self.buffer.partition(b"\n")
+        return json.loads(text)
+
+    def end(self) -> str:
+        """Stop it, and say how it ended by itself, if it did."""
+        time.sleep(0.1)
+        code = self.process.poll()
+        self.process.kill()
+        self.process.wait()
+        self.errors.seek(0)
+        last = self.errors.read()[-500:].strip()
+        self.errors.close()
+        return "never ended" if code is None else f"killed the process (exit code {code}): {last}"
+
+
+class Tally:
+    """Counts of what happened so far."""
+
+    def __init__(self) -> None:
+        self.cases, self.outcomes = 0, Counter[str]()
+        self.families: dict[str, Counter[str]] = defaultdict(Counter)
+        self.mutations: dict[str, Counter[str]] = defaultdict(Counter)
+        self.problems: list[dict[str, Any]] = []
+        self.slowest = self.largest = {"seconds": 0.0, "megabytes": 0}
+
+    def add(self, case: dict[str, Any]) -> None:
+        outcome = "problem" if case["problem"] else case["error"] or "loaded"
+        self.cases += 1
+        self.outcomes[outcome] += 1
+        self.families[case["seed"]][outcome] += 1
+        for each in case["mutation"].split(", "):
+            self.mutations[each.partition(":")[0]][outcome] += 1
+        self.slowest = max(self.slowest, case, key=lambda one: one["seconds"])
+        self.largest = max(self.largest, case, key=lambda one: one["megabytes"])
+        if case["problem"]:
+            self.problems.append(case)
+
+    def report(self) -> dict[str, Any]:
+        def told(case: dict[str, Any]) -> dict[str, Any]:
+            return {key: value[:300] if isinstance(value, str) else value for key, value in case.items()}
+
+        problems = [case["problem"] for case in self.problems]
+        return {
+            "cases": self.cases, "outcomes": dict(self.outcomes.most_common()),
+            "deaths": sum(text.startswith(("killed", "never", "ends")) for text in problems),
+            "executed": sum(text.startswith(("ran", "did ")) for text in problems),
+            "families": {name: dict(count) for name, count in sorted(self.families.items())},
+            "mutations": {name: dict(count) for name, count in sorted(self.mutations.items())},
+            "slowest": told(self.slowest), "largest": told(self.largest), "problems": [*map(told, self.problems)],
+        }
+
+
+def run(options: argparse.Namespace, folder: str) -> Tally:
+    """Cases until there were enough, or the time is over."""
+    tally, number, began, shown = Tally(), options.case or 0, time.monotonic(), Counter[str]()
+    last = number + (1 if options.case is not None else options.cases or 10**9)
+    worker = None
+    while number < last and (options.case is not None or options.cases or time.monotonic() - began < 60 * options.minutes):
+        started, worker = worker is None, worker or Worker(options, number, folder)
+        case = worker.line(10 * PATIENCE if started else PATIENCE)
+        if case is None:
+            raise RuntimeError(f"The process that runs the cases {worker.end()}")
+        outcome = worker.line(PATIENCE)
+        if outcome is None:
+            outcome = {"error": None, "message": "", "problem": worker.end(), "seconds": 0.0, "megabytes": 0}
+            worker = None
+        tally.add(case | outcome)
+        if outcome["problem"]:
+            shown[outcome["problem"][:60]] += 1
+            if shown[outcome["problem"][:60]] <= 3:
+                print(f"{case['number']}: {case['seed']}: {case['mutation']}\n    {outcome['problem']}\n    "
+                      f"{outcome['error']}: {outcome['message'][:300]}", flush=True)
+        number += 1
+        if tally.cases % 500 == 0:
+            print(f"{tally.cases} cases, {dict(tally.outcomes)}", flush=True)
+    if worker is not None:
+        worker.end()
+    return tally
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=20)
+    parser.add_argument("--cases", type=int, help="this many, however long they take")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--case", type=int, help="only this one")
+    parser.add_argument("--only", default="", help="only families whose name contains this")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--work", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work is not None:
+        work(options.seed, range(options.work, 10**9), options.only)
+        return
+    began, folder = time.monotonic(), tempfile.mkdtemp()
+    try:
+        tally = run(options, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    result = {"seed": options.seed, "minutes": round((time.monotonic() - began) / 60, 1)} | tally.report()
+    print(json.dumps({key: result[key] for key in ("cases", "outcomes", "deaths", "executed", "slowest", "largest")}, indent=1))
+    if options.out:
+        import torch
+
+        about = {"commit": report.commit(), "machine": report.machine(torch.device("cpu")), "versions": report.versions()}
+        report.write(about | result, options.out)
+        print(f"written to {options.out}")
+    sys.exit(bool(tally.problems))
+
+
+if __name__ == "__main__":
+    main()
