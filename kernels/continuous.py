@@ -41,9 +41,10 @@ def redraw(normal: Tensor, accept: Tensor, p: Gaussian, q: Gaussian, sign: float
 def first_accepted(proposals: Tensor, ratio: Tensor, accept: Tensor) -> tuple[Tensor, Tensor]:
     """The first of n proposals [n, ..., C] that passes accept < 1 - exp(-ratio) [n, ...], and its number from 1 [...].
 
-    Where none does the last one stands, and the number is -n.
+    Where none does the last one stands, and the number is -n. A ratio of NaN is that to a draft's law that is none, of
+    which nothing is to be left out: the first proposal passes.
     """
-    taken = accept < -torch.expm1(-ratio)
+    taken = ~(accept >= -torch.expm1(-ratio))
     found, tries = taken.any(0), len(proposals)
     first = torch.where(found, taken.byte().argmax(0), tries - 1)
     y = proposals.gather(0, first[None, ..., None].expand(1, *proposals.shape[1:]))[0]

@@ -87,7 +87,7 @@ def _redraw(
             x, mean[None, :], log_std[None, :], other_mean[None, :], other_log_std[None, :], inside, 0.5
         )
         u = tl.load(accept + i * accept_try, mask=i < tries, other=2.0)
-        first = tl.minimum(first, tl.min(tl.where(u < 1 - tl.exp(-ratio), i, tries)))
+        first = tl.minimum(first, tl.min(tl.where((u < 1 - tl.exp(-ratio)) | (ratio != ratio), i, tries)))
     index = tl.minimum(first, tries - 1)
     noise = tl.load(normal + index * normal_try + channel, mask=there, other=0.0)
     tl.store(out + place, mean + tl.exp(log_std) * noise, mask=there)

@@ -20,6 +20,7 @@ residual is empty.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from dataclasses import asdict, dataclass
@@ -35,11 +36,13 @@ from .protocols import TokenLayout
 from .rng import Purpose, Stream
 from .trace import CONTINUOUS_FIELDS, Record, Source
 
+log = logging.getLogger(__name__)
 MODES = ("block", "prefix", "exact")
 CONDITIONS = ("prefix", "drafts")
 PATHS = {"off": 0.0, "paper": 1.0, "official": -1.0}  # sign of log Sigma
 TRIES = 100  # proposals of the residual, as in the published code; giving up then costs up to 0.4 % in total variation
 PATIENCE = 100  # times as many in mode "exact", so that it is exact to less than 0.004 %
+ABSURD = 1e4  # no model draws a number as large: such a guess is garbage, as NaN is
 SMALLEST_KAPPA, LARGEST_KAPPA = 1e-6, 1e15  # tolerances of zero and infinity
 
 
@@ -153,6 +156,12 @@ class ContinuousSpeculative:
         params = {name: value for name, value in asdict(request.params).items() if name != "iterations"}
         layout = TokenLayout.plain(*request.grid)
         trace = run.record.finish(layout, request.seed, settings | params, seconds, draft_passes=run.draft_passes)
+        judged = trace.positions["depth"] > 0
+        if judged.any() and (trace.positions["log_ratio"][judged] == -math.inf).all():
+            log.warning(
+                "No guess of the drafter could be used in this run, so it saved nothing: its numbers are NaN, infinite "
+                "or absurd. The picture is sound. Load the drafter's file anew, or the model with another dtype."
+            )
         return ContinuousDecoded(run.canvas.finished(), trace)
 
 
@@ -227,18 +236,21 @@ class Run:
         noise = self.noise(positions)
         noise_q = noise if method.aligned else self.noise(positions[:, :drafts], Purpose.DRAFT_NOISE)
 
-        laws = []
+        laws, guesses = [], []
         for start in range(0, drafts, group):
             here = slice(start, start + group)
             law = self.predict(
                 method.drafter, self.draft_state, start, positions[:, here], start, self.highest + start,
                 (noise_q[0][:, here], noise_q[1][:, :, here]),
             )
-            canvas.write(positions[:, here], self.take(law, positions[:, here], Purpose.DRAFT), exist[:, here])
+            guess = self.take(law, positions[:, here], Purpose.DRAFT)
+            sound = (guess.abs() < ABSURD).all(-1, keepdim=True)
+            # Tokens that are not to be seen still are multiplied, by zero: which NaN would survive.
+            canvas.write(positions[:, here], guess.where(sound, 0.0), exist[:, here])
+            guesses.append(guess.where(sound, math.nan))
             laws.append(law)
             self.draft_passes += 1
-        q = join(laws)
-        x = self.tokens_at(positions[:, :drafts])
+        q, x = join(laws), torch.cat(guesses, dim=1)
 
         ahead = torch.arange(0, judged, group, device=canvas.device) if method.sees_drafts else 0
         seen = self.highest + (judged - group if method.sees_drafts else 0)
@@ -247,14 +259,15 @@ class Run:
         (self.decide_block if method.mode == "block" else self.decide_prefix)(p, q, x, positions, exist)
 
     def judge(self, p: Law, q: Law, x: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """Which drafts [B, n] pass the test log u <= log ratio, and what is recorded of the test."""
+        """Which drafts [B, n] pass the test log u <= log ratio, and what is recorded of the test. NaN never passes."""
         ratio = log_ratio(x, p, q, self.kappa, PATHS[self.method.path])
+        ratio = torch.where(x.isfinite().all(-1) & ~ratio.isnan(), ratio, -math.inf)
         # 1 - u is never 0, whose log would let anything pass.
         accept = (1 - self.stream.uniform(positions, Purpose.ACCEPT)).log() <= ratio
         test = {"log_ratio": ratio, "block": self.rounds,
                 "depth": torch.arange(x.shape[1], device=x.device) // self.group + 1}
         if isinstance(p, Normal):
-            test["distance"] = (q.mean - p.mean).norm(dim=-1)
+            test["distance"] = (q.mean - p.mean).norm(dim=-1).nan_to_num(nan=math.inf)
         return accept, test
 
     def decide_block(self, p: Law, q: Law, x: Tensor, positions: Tensor, exist: Tensor) -> None:
@@ -315,10 +328,6 @@ class Run:
         normal = self.stream.normal(many, self.model.channels, Purpose.REDRAW, draw=3 * draws)
         uniform, accept = (self.stream.uniform(many, Purpose.REDRAW, draw=3 * draws + i) for i in (1, 2))
         return tuple(t.movedim(1, 0).unsqueeze(2) for t in (normal, uniform, accept))
-
-    def tokens_at(self, positions: Tensor) -> Tensor:
-        """Tokens [B, n, C] that stand at positions [B, n]."""
-        return self.canvas.tokens.gather(1, positions[..., None].expand(-1, -1, self.model.channels))
 
     def finish_pass(self, committed: Tensor, accepted: Tensor, width: int) -> None:
         """Commit tokens, note the round, tell the callback."""

@@ -119,6 +119,7 @@ class Trace:
     def _continuous_numbers(self, verified: Tensor) -> dict[str, float]:
         """The paper's E||x^q - x^p||^2 (its table 4), and how often the residual gave up."""
         squares = self.positions["distance"][verified].square()
+        squares = squares[squares.isfinite()]  # a drafter may draw garbage
         return {
             "mean_square_distance": float(squares.mean()) if len(squares) else 0.0,
             "last_resorts": int((self.positions["tries"] < 0).sum()),

@@ -10,8 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar.kernels import logits as logits_kernels
+from comfyui_specar.samplers import continuous
 from comfyui_specar.samplers.acceptance import Exact
 from comfyui_specar.samplers.adt_tree import ADTTree
+from comfyui_specar.samplers.continuous import MODES, ContinuousSpeculative
+from comfyui_specar.samplers.continuous_next_token import ContinuousNextToken
 from comfyui_specar.samplers.cool_sd import CoolSD, UniformRSD
 from comfyui_specar.samplers.grouped import Grouped
 from comfyui_specar.samplers.jacobi import REUSE, SJD
@@ -24,6 +27,8 @@ from comfyui_specar.samplers.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.tv_metered import TVMetered
 
 from .toy import ToyDrafter, ToyModel, chi_square, marginal, plain, request
+from .toy_heads import ToyHead, score
+from .toy_heads import request as vectors_request
 from .twins import interpreted
 
 LAYOUT = plain(2, 3)
@@ -188,3 +193,62 @@ def test_garbage_ends_with_every_rule_and_schedule(spoil):
     for skipping in SKIPPING:
         decoded = DraftTree(Garbage(spoil), TWO_LEVELS, skipping=skipping).sample(request(MODEL, LAYOUT, batch=4))
         assert decoded.tokens.max() < 3
+
+
+# The same for models of vectors
+
+
+class Spoiled(ToyHead):
+    """A head whose means are whatever ``spoil`` makes of them."""
+
+    def __init__(self, spoil, **options):
+        super().__init__(1, **options)
+        self.spoil = spoil
+
+    def law(self, *given):
+        law = super().law(*given)
+        return replace(law, mean=self.spoil(law.mean))
+
+
+def sometimes_nan(mean):
+    return mean.where(torch.arange(len(mean))[:, None, None, None] % 2 == 0, math.nan)
+
+
+VECTORS = {
+    "nan": lambda mean: mean * math.nan, "infinite": lambda mean: mean + math.inf, "huge": lambda mean: mean + 1e30,
+    "far": lambda mean: mean + 50, "nan for some": sometimes_nan,
+}
+UNUSABLE = ("nan", "infinite", "huge")
+
+
+@pytest.mark.parametrize("kind", VECTORS)
+def test_any_drafter_leaves_the_law_of_vectors_alone(kind, monkeypatch, caplog):
+    monkeypatch.setattr(continuous, "PATIENCE", 1)
+    target = ToyHead(1)
+    method = ContinuousSpeculative(Spoiled(VECTORS[kind]), mode="exact", length=3, prefill=0)
+    decoded = method.sample(vectors_request(target, 1500))
+    found = score(target, decoded)
+    assert found.worst < 1, found
+    summary = decoded.trace.summary()
+    assert all(math.isfinite(v) for v in summary.values() if isinstance(v, float))
+    assert ("No guess of the drafter" in caplog.text) == (kind in UNUSABLE)
+    for mode in ("block", "prefix"):
+        for condition in ("drafts", None):
+            for tolerance in (0.26, math.inf):
+                method = ContinuousSpeculative(Spoiled(VECTORS[kind]), 3, 0, mode, condition, tolerance)
+                assert method.sample(vectors_request(target, 5)).tokens.isfinite().all()
+
+
+@pytest.mark.parametrize("method", [
+    ContinuousNextToken(), ContinuousNextToken(2),
+    *(ContinuousSpeculative(ToyHead(1), 2, 0.25, mode) for mode in MODES),
+])
+def test_vectors_that_become_nan_end_in_an_error(method):
+    class Late(ToyHead):
+        def law(self, context, *given):
+            law = super().law(context, *given)
+            self.laws = getattr(self, "laws", 0) + 1
+            return law if self.laws < 2 else replace(law, mean=law.mean * math.nan)
+
+    with pytest.raises(ValueError, match="no numbers .NaN or infinite.*fp32"):
+        method.sample(vectors_request(Late(1), 3))
