@@ -19,6 +19,7 @@ from . import skipping as vvs
 from .acceptance import AcceptanceRule, Exact
 from .drafting import Drafting, Root
 from .logits import probabilities
+from .prefill import Start
 from .protocols import ARModel, Drafter, SamplingParams, TokenLayout
 from .rng import Purpose, Stream
 from .rounds import Carry, Decided, Pending, Told, after_verification, fed_mask, kept_slots, rejoin
@@ -52,23 +53,24 @@ class RoundStep:
     forcing: bool
     told: int
 
-    def begin(self, stream: Stream, layout: TokenLayout, strength: Tensor) -> Carry:
-        """The carry behind position 0, which is drawn from the prompt's own prediction."""
-        out, batch, device = self.target.prefill, len(strength), strength.device
-        zero = torch.zeros((batch, 1), dtype=torch.int64, device=device)
-        none, one = zero[:, 0], zero[:, 0] + 1
-        p = self.laws(out.logits, zero, layout)
-        token = categorical(p, stream.uniform(zero, Purpose.REDRAW))
+    def begin(
+        self, start: Start, stream: Stream, layout: TokenLayout, strength: Tensor, skippable: Tensor | None
+    ) -> Carry:
+        """The carry behind the first token that is not given, which is drawn from the prediction at the start."""
+        out, begin, batch, device = start.out, start.committed, len(strength), strength.device
+        none, first = torch.zeros_like(begin), begin[:, None]
+        one = none + 1
+        p = self.laws(out.logits, first, layout)
+        token = categorical(p, stream.uniform(first, Purpose.REDRAW))
         levels = self.structure.size()[1]
         record = Record.empty(self.length, batch, device, round_fields=ROUND)
         record = record.tokens(
-            zero, zero == 0, token, p, finalised_at=0, source=self.source(zero, Source.PREFILL, layout)
-        ).round(accepted=0, committed=1, width=1, nodes=0, depth=0, skipped=0)
+            first, first >= 0, token, p, finalised_at=0, source=self.source(first, Source.PREFILL, layout)
+        ).round(accepted=0, committed=1, width=1, nodes=0, depth=0, skipped=0).given(start.count)
         history = self.structure.start(batch, layout, device)
-        tokens = torch.zeros((batch, self.length + 1), dtype=torch.int64, device=device)
-        told = Told(token, none, one, out.hidden)
+        told = Told(token, begin, one, out.hidden)
         carry = Carry(
-            stream, layout, strength, tokens, none, told,
+            stream, layout, strength, skippable, start.tokens, begin, told,
             Pending(token, torch.zeros_like(p[..., 0]), one), history, None, None, none > 0, one,
             out.hidden.expand(-1, levels, -1) if self.skipping else None, one, record, none[0],
         )
@@ -87,7 +89,8 @@ class RoundStep:
         skip = torch.zeros_like(carry.skipped)
         if self.skipping:
             skip = (carry.committed < self.length) & vvs.decide(
-                self.skipping, tree, self.codebook, carry.turn, carry.committed, self.length, carry.skipped
+                self.skipping, tree, self.codebook, carry.turn, carry.committed, self.length, carry.skipped,
+                carry.skippable,
             )
         return carry, tree, skip
 

@@ -71,9 +71,9 @@ class Decided:
 class Carry:
     """What goes from round to round, all of it tensors: first what the run was asked, then how far it is.
 
-    stream, layout, strength [B, S]: see Request. tokens [B, S + 1]: the last place swallows what is not decided;
-    committed [B]: how many are. told: by the last round, of which the drafter does not know yet. pending: see there.
-    history, plan, extent: what the structure remembers, its next trees, and what the host must know of them (see
+    stream, layout, strength and skippable [B, S]: see Request. tokens [B, S + 1]: the last place swallows what is not
+    decided; committed [B]: how many are. told: by the last round, of which the drafter does not know yet. pending: see
+    there. history, plan, extent: what the structure remembers, its next trees, and what the host must know of them (see
     structures.py). skipped [B]: was the last round taken unverified; own_passes [B]: passes that judged each image;
     features [R, G, D], known [B]: the target's newest hidden states and how many there are, where rounds are skipped.
     turn []: number of the round, from 1.
@@ -82,6 +82,7 @@ class Carry:
     stream: Stream
     layout: TokenLayout
     strength: Tensor
+    skippable: Tensor | None
     tokens: Tensor
     committed: Tensor
     told: Told

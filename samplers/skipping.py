@@ -68,6 +68,18 @@ def check_codebook(settings: Skipping, codebook: Tensor | None) -> None:
                          "Use the uniform schedule.")
 
 
+def check_skippable(skippable: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor | None:
+    """A request's skippable positions [batch, length] on ``device``. Raises ValueError unless they are [1 or batch,
+    length] and bool."""
+    if skippable is None:
+        return None
+    if skippable.dim() != 2 or skippable.shape[0] not in (1, batch) or skippable.shape[1] != length:
+        raise ValueError(f"skippable has the shape {tuple(skippable.shape)}, but must have (1 or {batch}, {length}).")
+    if skippable.dtype != torch.bool:
+        raise ValueError(f"skippable is {skippable.dtype}, but must be torch.bool: true where drafts may be skipped.")
+    return skippable.to(device).expand(batch, -1)
+
+
 def similarity(tree: Tree, codebook: Tensor, decay: float) -> Tensor:
     """How alike the paths of a tree look: S [B] (fp32, -1 .. 1), eq. (2) averaged over pairs of paths.
 
@@ -96,18 +108,23 @@ def similarity(tree: Tree, codebook: Tensor, decay: float) -> Tensor:
 
 def decide(
     settings: Skipping, tree: Tree, codebook: Tensor | None, round_number: int | Tensor, committed: Tensor, length: int,
-    last_skipped: Tensor,
+    last_skipped: Tensor, skippable: Tensor | None = None,
 ) -> Tensor:
     """Whose tree is taken unverified [B] (bool).
 
     round_number (or [B]) counts from 1; committed [B] of ``length`` tokens are decided; last_skipped [B] (bool). Never
     twice in a row, nor on an empty tree, nor early (``guard``), nor unless a token is left behind the longest path that
-    could be taken. Raises ValueError if the schedule needs a codebook and there is none.
+    could be taken; nor if any position of that path is not ``skippable`` [B, length] (bool; None: all are). Raises
+    ValueError if the schedule needs a codebook and there is none.
     """
     check_codebook(settings, codebook)
     lengths = _lengths(tree, tree.leaves())
     most = _mean_length(tree) if settings.truncate else lengths.amax(1)
     allowed = ~last_skipped & (most > 0) & (committed > settings.guard) & (committed + most < length)
+    if skippable is not None:
+        step = torch.arange(tree.levels, device=most.device)
+        here = skippable.gather(1, (committed[:, None] + step).clamp(max=length - 1))
+        allowed = allowed & (here | (step >= most[:, None])).all(1)
     if settings.schedule == "uniform":
         return allowed & (round_number % settings.interval == 0)
     return allowed & (similarity(tree, codebook, settings.decay) >= settings.threshold)

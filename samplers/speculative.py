@@ -15,6 +15,7 @@ the tokens taken unverified: they are ``pending``, and the next pass feeds them 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Hashable
 from dataclasses import asdict, dataclass, field
@@ -28,13 +29,16 @@ from . import skipping as vvs
 from .acceptance import AcceptanceRule, Exact, check_strength
 from .logits import check_finite
 from .loop import kind
+from .prefill import read_given
 from .protocols import Decoded, Drafter, Progress, Request
 from .rng import Stream
 from .round_step import RoundStep
 from .session import Poll, Session, session
-from .skipping import Skipping
+from .skipping import Skipping, check_skippable
 from .structures import Extent, Static, Structure
 from .trace import Trace
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -121,19 +125,22 @@ class Run:
         strength = check_strength(request.strength, batch, layout.length, model.device)
         if strength is None:
             strength = torch.ones((1, layout.length), device=model.device)
+        skippable = check_skippable(request.skippable, batch, layout.length, model.device)
         prompt = (request.conditioning, request.negative, batch, layout)
         guided = params.cfg != 1
         target = model.start(*prompt, slack=method.width, guided=guided, into=kept.state)
-        check_finite(target.prefill)
         state = method.drafter.start(target, *prompt, slack=method.draft_width, guided=guided, into=kept.draft_state)
         kept.adopt(target, state)
+        start = read_given(model, target, layout, batch, method.drafter, state)
+        check_finite(start.out)
         self.step = RoundStep(
             model, target, method.drafter, state, method.structure, rule, method.skipping, params, codebook,
             layout.length, bool((layout.forced >= 0).any()), method.told if kept.graphs.active else 0,
         )
-        self.carry = self.step.begin(Stream.of(request.seed, batch, model.device), layout, strength.expand(batch, -1))
+        stream = Stream.of(request.seed, batch, model.device)
+        self.carry = self.step.begin(start, stream, layout, strength.expand(batch, -1), skippable)
         self.poll = Poll(model.device, batch)
-        self.known = self.poll(self.carry.committed).clamp(min=1)  # the first token is decided
+        self.known = self.poll(self.carry.committed).clamp(min=start.count + 1)  # the given ones, and the first drawn
         self.passes, self.expansions = 1, []
         self.times, self.drafted = [self.begun, time.perf_counter()], [self.begun]
         self.extent = self.read_extent()
@@ -192,6 +199,12 @@ class Run:
             times["draft_milliseconds"] = [1000 * (end - begin) for begin, end in drafted]
         settings = self.method.describe() | asdict(self.request.params)
         expansions = self.expansions[: len(self.expansions) - surplus]
-        return self.carry.record.finish(
+        trace = self.carry.record.finish(
             self.request.layout, self.request.seed, settings, time.perf_counter() - self.begun, sum(expansions), **times
         )
+        if self.expansions and not trace.rounds["nodes"].any():
+            log.warning(
+                "The drafter offered not a single guess in this run, so it saved nothing: its predictions are NaN or "
+                "infinite. The picture is sound. Load the drafter's file anew, or the model with another dtype."
+            )
+        return trace

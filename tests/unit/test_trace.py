@@ -36,7 +36,9 @@ def test_sources_and_passes_add_up(method, case):
     assert (trace.rounds["committed"].sum(0) == layout.length).all()
     assert summary["accepted_drafts"] == summary["sources"].get("accepted", 0) == int(trace.rounds["accepted"].sum())
     assert summary["accepted_length"] == pytest.approx(free / sum(summary["passes_per_image"]))
-    assert summary["step_compression"] == pytest.approx(5 * layout.length / sum(summary["passes_per_image"]))
+    given = int(case == "kept")  # its first token is kept: it is read with the prompt
+    assert summary["given"] == 5 * given
+    assert summary["step_compression"] == pytest.approx(5 * (layout.length - given) / sum(summary["passes_per_image"]))
 
 
 def test_positions_tell_a_consistent_story():
