@@ -71,14 +71,16 @@ def sample(
     layout: TokenLayout | None = None,
     callback: Callback | None = None,
     strength: Tensor | None = None,
+    skippable: Tensor | None = None,
     **head: Any,
 ) -> Output:
     """Draw ``batch_size`` images (image i with seed + i); parameters left None are the model's own.
 
     method: one of ``methods`` (None: SJD, for continuous models ContinuousNextToken). strength [rows, cols] (0..1): how
-    far a relaxed rule may go at each token of the picture, 0 being exact. Continuous models take no top_k, top_p,
-    layout and strength, but grid (rows, cols), tokens and kept (see ContinuousRequest), and of ContinuousParams
-    cfg_schedule, steps and kind. Raises ValueError where a parameter is outside its range (the message says which).
+    far a relaxed rule may go at each token of the picture, 0 being exact. skippable [rows, cols] (bool): where a
+    skipping schedule may take drafts unverified. Continuous models take no top_k, top_p, layout, strength and
+    skippable, but grid (rows, cols), tokens and kept (see ContinuousRequest), and of ContinuousParams cfg_schedule,
+    steps and kind. Raises ValueError where a parameter is outside its range (the message says which).
     """
     continuous = isinstance(model, ContinuousBase)
     if method is None:
@@ -88,7 +90,7 @@ def sample(
         raise ValueError(f"{type(method).__name__} cannot sample a model that draws {kind}; methods.{remedy} can.")
     given = {"cfg": cfg, "temperature": temperature}
     if continuous:
-        of_discrete = {"top_k": top_k, "top_p": top_p, "layout": layout, "strength": strength}
+        of_discrete = {"top_k": top_k, "top_p": top_p, "layout": layout, "strength": strength, "skippable": skippable}
         if unfit := [name for name, value in of_discrete.items() if value is not None]:
             raise ValueError(f"{', '.join(unfit)}: this model draws vectors, for which there is no such parameter.")
         return _sample_vectors(model, conditioning, method, negative, seed, batch_size, callback, given | head)
@@ -99,7 +101,9 @@ def sample(
     layout = layout or model.layout()
     if strength is not None:
         strength = layout.spread(strength[None].float(), fill=1.0)
-    request = Request(model, conditioning, layout, params, negative, seed, batch_size, callback, strength)
+    if skippable is not None:
+        skippable = layout.spread(skippable[None], fill=True)
+    request = Request(model, conditioning, layout, params, negative, seed, batch_size, callback, strength, skippable)
     with torch.inference_mode():
         decoded = method.sample(request)
         tokens = request.layout.to_grid(decoded.tokens)

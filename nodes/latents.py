@@ -77,10 +77,15 @@ def token_means(mask: Tensor, batch: int, rows: int, cols: int, name: str) -> Te
 
     Raises ValueError (naming the mask) for another number of masks.
     """
+    return F.adaptive_avg_pool2d(planes(mask, batch, name), (rows, cols))[:, 0]
+
+
+def planes(mask: Tensor, batch: int, name: str) -> Tensor:
+    """A mask [1 or B, (1,) H, W] as [1 or B, 1, H, W] (fp32). Raises ValueError (naming it) for another number."""
     mask = mask.reshape(-1, 1, *mask.shape[-2:]).float()
     if mask.shape[0] not in (1, batch):
         raise ValueError(f"The {name} holds {mask.shape[0]} masks for a batch of {batch}. Use 1 or {batch}.")
-    return F.adaptive_avg_pool2d(mask, (rows, cols))[:, 0]
+    return mask
 
 
 def kept(noise_mask: Tensor, batch: int, rows: int, cols: int) -> Tensor:
@@ -96,6 +101,18 @@ def strength(where: Tensor | None, layout: TokenLayout, batch: int) -> Tensor | 
     if where is None:
         return None
     return layout.spread(token_means(where, batch, layout.rows, layout.cols, "rule's mask").clamp(0, 1), fill=1.0)
+
+
+def skippable(where: Tensor | None, layout: TokenLayout, batch: int) -> Tensor | None:
+    """Where drafts may be taken unverified [1 or B, S] (bool), from a MASK of any size; None: everywhere.
+
+    Only tokens without any part below one half: what the user protects is protected up to its edge. Raises ValueError
+    for another number of masks.
+    """
+    if where is None:
+        return None
+    protected = F.adaptive_max_pool2d(1 - planes(where, batch, "sampler's mask"), (layout.rows, layout.cols))[:, 0]
+    return layout.spread(protected <= 0.5, fill=True)
 
 
 def first_image(latent: Latent) -> int:

@@ -12,10 +12,11 @@ from torch import Tensor
 from ..model_loaders.ar_model import Conditioning, DiscreteModel
 from ..samplers.jacobi import SJD
 from ..samplers.next_token import NextToken
+from ..samplers.prefill import CHUNK, given_tokens
 from ..samplers.protocols import Progress, Request, SamplingParams, TokenLayout
 from . import host
 from .clip import prompts_of, text_of
-from .latents import Latent, first_image, kept, strength, tokens_of, with_tokens
+from .latents import Latent, first_image, kept, skippable, strength, tokens_of, with_tokens
 from .previews import Sketch
 from .rules import EXACT, ChosenRule
 from .widgets import choose, common_inputs, given, negative_input, rule_input, sampler_outputs
@@ -72,8 +73,9 @@ def layout_of(inputs: Inputs) -> TokenLayout:
     return layout.keeping(tokens_of(latent, model), kept(latent["noise_mask"], batch, rows, cols))
 
 
-def request_of(inputs: Inputs, where: Tensor | None = None) -> Request:
-    """What a sampler is asked by these inputs; a rule is lenient in the MASK ``where`` (None: everywhere).
+def request_of(inputs: Inputs, where: Tensor | None = None, skip: Tensor | None = None) -> Request:
+    """What a sampler is asked by these inputs; a rule is lenient in the MASK ``where``, and a schedule may take drafts
+    unverified in the MASK ``skip`` (None: everywhere).
 
     Raises ValueError where an input is illegal.
     """
@@ -82,18 +84,20 @@ def request_of(inputs: Inputs, where: Tensor | None = None) -> Request:
     params, layout, batch = params_of(inputs), layout_of(inputs), latent["samples"].shape[0]
     seed = inputs.seed + first_image(latent)
     return Request(
-        model, positive, layout, params, negative, seed, batch, strength=strength(where, layout, batch)
+        model, positive, layout, params, negative, seed, batch, strength=strength(where, layout, batch),
+        skippable=skippable(skip, layout, batch),
     )
 
 
 def sample(
-    method: Any, width: int, inputs: Inputs, where: Tensor | None = None, drafter: host.LoadedDrafter | None = None
+    method: Any, width: int, inputs: Inputs, where: Tensor | None = None, drafter: host.LoadedDrafter | None = None,
+    skip: Tensor | None = None,
 ) -> io.NodeOutput:
-    """Run a method that feeds ``width`` tokens per pass; its rule is lenient in the MASK ``where`` (None: everywhere).
+    """Run a method that feeds ``width`` tokens per pass; see request_of for the MASKs ``where`` and ``skip``.
 
     Raises ValueError where an input is illegal.
     """
-    request = request_of(inputs, where)
+    request = request_of(inputs, where, skip)
     model, layout = request.model, request.layout
 
     def sketch(progress: Progress) -> Sketch:
@@ -119,11 +123,11 @@ def memory_of(
     drafter: host.LoadedDrafter | None, draft_width: int,
 ) -> int:
     """Bytes of the caches, laws and activations of a run behind prompts of ``prompt`` tokens, in which model and
-    drafter work on so many tokens in a round."""
-    rows, widest = batch * (1 + guided), max(width, draft_width) + 1
+    drafter work on so many tokens in a round, and before that on those given at the beginning."""
+    rows, widest, read = batch * (1 + guided), max(width, draft_width) + 1, min(given_tokens(layout), CHUNK)
     config = model.backbone.config
-    laws = 8 * rows * widest * model.vocab_total * 4  # eight rows of fp32 laws
-    activations = rows * max(prompt, widest) * (8 * config.dim + 4 * config.ffn_dim) * model.dtype.itemsize
+    laws = rows * max(8 * widest, 4 * read) * model.vocab_total * 4  # eight rows of fp32 laws, or a few of logits
+    activations = rows * max(prompt, widest, read) * (8 * config.dim + 4 * config.ffn_dim) * model.dtype.itemsize
     memory = model.kv_bytes(batch, layout, width, guided, prompt) + laws + activations
     return memory + (drafter.drafter.kv_bytes(batch, layout, draft_width, guided, prompt) if drafter else 0)
 

@@ -60,13 +60,15 @@ def structure_of(structure: str, depth: int, width: int, nodes: int, tree_paths:
     return Dynamic(depth, width, nodes) if isinstance(chosen, Dynamic) else chosen
 
 
-def decode(inputs: dict[str, Any], drafter: LoadedDrafter, method: DraftTree, where: Tensor | None) -> io.NodeOutput:
+def decode(
+    inputs: dict[str, Any], drafter: LoadedDrafter, method: DraftTree, where: Tensor | None, skip: Tensor | None = None
+) -> io.NodeOutput:
     """Run a method with a drafter. Raises ValueError for illegal values and for a drafter of another model."""
     common = Inputs(**inputs)
     common.model.discrete()
     drafter.check(common.model)
     method.check()
-    return sample(method, method.width, common, where, drafter)
+    return sample(method, method.width, common, where, drafter, skip)
 
 
 def structure_input(default: str, more: tuple[str, ...] = ()) -> io.Input:
@@ -281,6 +283,9 @@ class VVSSampler(io.ComfyNode):
                                  "Off: keep the outdated ones, as the official code does."),
                 negative_input(),
                 rule_input(),
+                io.Mask.Input("where", optional=True,
+                              tooltip="Where drafts may be taken unverified: 1 yes, 0 never. Any size; a token that "
+                              "lies outside with any part is always verified. Open: everywhere."),
             ],
             outputs=sampler_outputs(),
         )
@@ -288,9 +293,9 @@ class VVSSampler(io.ComfyNode):
     @classmethod
     def execute(
         cls, drafter: LoadedDrafter, structure: str, schedule: str, interval: int, threshold: float, path: str,
-        truncate: bool, refresh: bool, rule: ChosenRule = EXACT, **inputs: Any,
+        truncate: bool, refresh: bool, rule: ChosenRule = EXACT, where: Tensor | None = None, **inputs: Any,
     ) -> io.NodeOutput:
         method = presets.vvs(drafter.drafter, choose("structure", structure, STRUCTURES), rule.rule, schedule=schedule,
                              interval=interval, threshold=threshold, path=choose("path", path, PATHS),
                              truncate=truncate, refresh=refresh)
-        return decode(inputs, drafter, method, rule.where)
+        return decode(inputs, drafter, method, rule.where, where)
