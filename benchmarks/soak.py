@@ -31,6 +31,7 @@ import aiohttp
 import torch
 from comfyui_specar.batch.client import get_json, run_prompt, view
 from PIL import Image
+
 from scripts.comfy_server import PACK, ComfyServer
 from tests.e2e.families import CHANGES, FAMILIES, SMALL
 
@@ -185,8 +186,8 @@ def files_below(folder: Path) -> set[Path]:
 
 
 def growth(values: list[float]) -> dict[str, float]:
-    """Of memory in MiB after each prompt, once it has settled: first, last, largest, and what 100 prompts add (the slope
-    of a straight line, with its standard error)."""
+    """Of memory in MiB after each prompt, once it has settled: first, last, largest, and what 100 prompts add (slope of
+    a straight line, with its standard error)."""
     settled = values[int(SETTLED * len(values)) :]
     places = range(len(settled))
     slope, intercept = statistics.linear_regression(places, settled)

@@ -1,0 +1,124 @@
+"""Draw the same pictures in several ways and count those that come out the same, token for token.
+
+    python -m benchmarks determinism [--pictures 4] [--only NAME ...] [--out FILE.json]
+
+Every method draws them one by one in a process of its own with one thread: that is what all others are compared with.
+Then once more in the same process, after the model was loaded anew, in another process, as one batch, with two threads,
+and, where there is one, on a GPU in fp32. Settings are the bundled model's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import comfyui_specar as specar
+import torch
+from safetensors.torch import load_file, save_file
+
+from .report import commit, machine, versions, write
+from .runs import PROMPTS, Case, cases, drafter_cases
+
+SCHEMA = "specar.determinism/1"
+SEED = 500
+WAYS = {  # name -> what the process that draws in this way is told
+    "another process": [], "one batch": ["--batch"], "two threads": ["--threads", "2"],
+    "two threads, one batch": ["--threads", "2", "--batch"], "on the GPU": ["--device", "cuda"],
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks determinism", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pictures", type=int, default=4, help="of every method, with seeds that follow each other")
+    parser.add_argument("--only", nargs="+", help="only the methods of these names")
+    parser.add_argument("--out", type=Path)
+    for name, kind in (("--into", Path), ("--threads", int), ("--device", str)):  # of the processes that draw
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
+    parser.add_argument("--batch", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--twice", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.into:
+        work(options)
+        return
+
+    selection = ["--pictures", str(options.pictures), *(["--only", *options.only] if options.only else [])]
+    with tempfile.TemporaryDirectory() as folder:
+        reference = drawn(Path(folder, "reference"), [*selection, "--twice"])
+        found = {"again": compare(part(reference, "again"), part(reference, "first")),
+                 "model loaded anew": compare(part(reference, "anew"), part(reference, "first"))}
+        for name, arguments in WAYS.items():
+            if "cuda" not in arguments or torch.cuda.is_available():
+                other = drawn(Path(folder, "other"), [*selection, *arguments])
+                found[name] = compare(part(other, "first"), part(reference, "first"))
+    for name, result in found.items():
+        print(f"{name:24} {result['same']} of {result['pictures']} pictures the same  {result['differing']}")
+    report: dict[str, Any] = {
+        "schema": SCHEMA, "machine": machine(torch.device("cpu")), "versions": versions(), "commit": commit(),
+        "methods": len(part(reference, "first")), "pictures_of_each": options.pictures, "ways": found,
+    }  # fmt: skip
+    if options.out:
+        write(report, options.out)
+
+
+def drawn(into: Path, arguments: list[str]) -> dict[str, torch.Tensor]:
+    """What another process draws."""
+    command = [sys.executable, "-m", "benchmarks", "determinism", "--into", str(into), *arguments]
+    subprocess.run(command, check=True, cwd=Path(__file__).resolve().parents[1])
+    return load_file(into)
+
+
+def part(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    return {key.removeprefix(f"{name}: "): value for key, value in tensors.items() if key.startswith(f"{name}: ")}
+
+
+def compare(found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """How many pictures are the same, and of which methods some are not (with the first token that differs)."""
+    differing, count = {}, 0
+    for name, tokens in reference.items():
+        unlike = (found[name] != tokens).flatten(1)
+        count += int((~unlike.any(1)).sum())
+        firsts = [int(row.long().argmax()) for row in unlike if row.any()]
+        if firsts:
+            differing[name] = firsts
+    return {"pictures": sum(map(len, reference.values())), "same": count, "differing": differing}
+
+
+def work(options: argparse.Namespace) -> None:
+    """Draw, in this process, and write the tokens of every method."""
+    torch.set_num_threads(options.threads or 1)
+    device = torch.device(options.device or "cpu")
+    tensors = pictures("first", options, device)
+    if options.twice:
+        tensors |= pictures("again", options, device) | pictures("anew", options, device)
+    save_file(tensors, options.into)
+
+
+def pictures(name: str, options: argparse.Namespace, device: torch.device) -> dict[str, torch.Tensor]:
+    """Tokens [pictures, ...] by "name: method". Every call but ``again`` loads the model anew."""
+    if name != "again" or device not in _loaded:
+        model = specar.load_model(specar.bundled("default"), device, torch.float32)
+        eagle, small = (specar.load_drafter(specar.bundled(f"default/{kind}"), model) for kind in ("eagle", "small"))
+        _loaded[device] = model, [*cases([16, 32]), *drafter_cases(eagle, small)]
+    model, listed = _loaded[device]
+    prompt = model.encode_prompt(PROMPTS[0])
+
+    def draw(case: Case) -> torch.Tensor:
+        if options.batch:
+            return specar.sample(model, prompt, case.method, seed=SEED, batch_size=options.pictures).tokens
+        return torch.cat([specar.sample(model, prompt, case.method, seed=SEED + i).tokens
+                          for i in range(options.pictures)])
+
+    chosen = [case for case in listed if not options.only or case.name in options.only]
+    return {f"{name}: {case.name}": draw(case).cpu().contiguous() for case in chosen}
+
+
+_loaded: dict[torch.device, tuple[Any, list[Case]]] = {}
+
+
+if __name__ == "__main__":
+    main()
