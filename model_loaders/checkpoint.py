@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ..models.quantised import narrow_names, put_narrow, quantise
+from .pickles import read_pickle, refuse_unreal
 from .torchscript import read_torchscript
 
 SAFETENSORS = (".safetensors", ".sft")
@@ -28,8 +29,17 @@ _CHECKED = 2**20  # values looked at together
 _CONTAINERS = ("model_ema", "model", "module", "state_dict")
 
 
+_LARGEST_SETTINGS = 32 * 2**20  # bytes of a .json file; the released ones have 10 MB at most
+_LONGEST_MESSAGE = 1200  # characters
+
+
 class CheckpointError(ValueError):
     """A weight file that cannot be used; the message names the file, the reason and the remedy."""
+
+    def __init__(self, message: str):
+        if len(message) > _LONGEST_MESSAGE:  # what it quotes from a file may be of any length
+            message = f"{message[: _LONGEST_MESSAGE - 300]} ... {message[-290:]}"
+        super().__init__(message)
 
 
 @dataclass(frozen=True)
@@ -75,12 +85,21 @@ def read_settings(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
+        refuse_large(file, _LARGEST_SETTINGS)
         settings = json.loads(file.read_text(encoding="utf-8"))
+    except CheckpointError:
+        raise
     except (ValueError, RecursionError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}. Download it again.") from error
     if not isinstance(settings, dict):
         raise CheckpointError(f"{file} is not a table of settings. Download it again.")
     return settings
+
+
+def refuse_large(file: Path, most: int) -> None:
+    """Raise CheckpointError for a file of more than ``most`` bytes, which would be read as a whole."""
+    if (size := file.stat().st_size) > most:
+        raise CheckpointError(f"{file} has {size} bytes, far more than a file of its kind. Download it again.")
 
 
 def title(path: Path) -> str:
@@ -112,7 +131,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if suffix in SAFETENSORS:
         return _open_safetensors(path)
     if suffix in PICKLES:
-        return Checkpoint(_unwrap(_open_pickle(path), path), {}, path)
+        return _open_pickle(path)
     if suffix in TORCHSCRIPT:
         return _open_torchscript(path)
     kinds = ", ".join(SAFETENSORS + PICKLES + TORCHSCRIPT)
@@ -167,9 +186,29 @@ def _open_safetensors(path: Path) -> Checkpoint:
     return Checkpoint(tensors, metadata if isinstance(metadata, dict) else {}, path)
 
 
+def _open_pickle(path: Path) -> Checkpoint:
+    try:
+        content = read_pickle(path)
+        for _ in range(2):
+            if isinstance(content, dict):
+                content = next((content[key] for key in _CONTAINERS if isinstance(content.get(key), dict)), content)
+        named = content.items() if isinstance(content, dict) else ()
+        tensors = {name: tensor for name, tensor in named if isinstance(name, str) and isinstance(tensor, Tensor)}
+        refuse_unreal(tensors, path)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path.name} ({path.stat().st_size} bytes) cannot be read as plain weights: it is damaged or contains "
+            f"code, which is never run. Convert it to .safetensors where you trust it. {error}"
+        ) from error
+    if not tensors:
+        raise CheckpointError(f"{path.name} holds no named tensors.")
+    return Checkpoint(tensors, {}, path)
+
+
 def _open_torchscript(path: Path) -> Checkpoint:
     try:
         tensors = read_torchscript(path)
+        refuse_unreal(tensors, path)
     except ValueError as error:
         raise CheckpointError(
             f"{path.name} ({path.stat().st_size} bytes) cannot be read as the weights of a TorchScript archive, which "
@@ -202,49 +241,6 @@ def holds_fp8(path: Path) -> bool:
             return any(file.get_slice(name).get_dtype() == "F8_E4M3" for name in file.keys())  # noqa: SIM118
     except (SafetensorError, OSError):
         return False  # who loads it says what is wrong with it
-
-
-class _InertNamespace:
-    """Stands in for argparse.Namespace, which training scripts save beside the weights; ignores its content."""
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-
-def _open_pickle(path: Path) -> Any:
-    options = {"map_location": "cpu", "weights_only": True}
-    try:
-        try:
-            return torch.load(path, mmap=True, **options)
-        except RuntimeError:  # a file from before the zip format cannot be mapped
-            return torch.load(path, **options)
-    except Exception as error:
-        unsafe = _unsafe_globals(path)
-        if unsafe == {"argparse.Namespace"}:
-            with torch.serialization.safe_globals([(_InertNamespace, "argparse.Namespace")]):
-                return torch.load(path, mmap=True, **options)
-        raise CheckpointError(
-            f"{path.name} ({path.stat().st_size} bytes) cannot be read as plain weights: it is damaged or contains "
-            "code, which is never run. Convert it to .safetensors where you trust it."
-            + (f" (It asks for {', '.join(sorted(unsafe)[:3])}.)" if unsafe else "")
-        ) from error
-
-
-def _unsafe_globals(path: Path) -> set[str]:
-    try:
-        return set(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except Exception:  # noqa: BLE001 (any failure means: not a readable zip checkpoint)
-        return set()
-
-
-def _unwrap(content: Any, path: Path) -> dict[str, Tensor]:
-    for _ in range(2):
-        if isinstance(content, dict):
-            content = next((content[key] for key in _CONTAINERS if isinstance(content.get(key), dict)), content)
-    tensors = {k: v for k, v in content.items() if isinstance(v, Tensor)} if isinstance(content, dict) else {}
-    if not tensors:
-        raise CheckpointError(f"{path.name} holds no named tensors.")
-    return tensors
 
 
 def load_weights(module: nn.Module, tensors: Mapping[str, Tensor | tuple[Tensor, ...]], checkpoint: Checkpoint,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from ..models.backbone import BackboneConfig, join_gates
-from .checkpoint import Checkpoint, CheckpointError
+from .checkpoint import Checkpoint, CheckpointError, refuse_large
 
+LARGEST_TOKENIZER = 64 * 2**20  # bytes; the released ones have 20 MB at most
 _NAMES = {
     "self_attn.o_proj": "attention.wo", "self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm",
     "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
@@ -127,6 +129,20 @@ def find_tokenizer(
     return next((folder / file for folder in folders if (folder / file).is_file()), None)
 
 
+@contextmanager
+def readable(file: Path) -> Iterator[None]:
+    """Turn what the tokenizer library raises over a file into CheckpointError: bare exceptions, and panics of Rust,
+    which are no exceptions of Python's and would end the thread."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise CheckpointError(f"{file} cannot be read: {error}. Download it again.") from error
+
+
 class Tokenizer:
     """A language model's tokenizer, opened on first use: its tokenizer.json, or the vocab.json of Qwen2 with merges.txt
     and added_tokens.json beside it. file None: it was not found; ``missing`` says so then."""
@@ -138,15 +154,16 @@ class Tokenizer:
         if self.file is None:
             raise FileNotFoundError(self.missing)
         if self._opened is None:
-            try:
+            with readable(self.file):
+                refuse_large(self.file, LARGEST_TOKENIZER)
                 self._opened = _read_tokenizer(self.file)
-            except Exception as error:  # the library raises bare exceptions
-                raise CheckpointError(f"{self.file} cannot be read: {error}. Download it again.") from error
         return self._opened
 
     def ids(self, text: str) -> list[int]:
         """Ids of a text, in which special tokens may be written; none are added."""
-        return self._open().encode(text, add_special_tokens=False).ids
+        opened = self._open()
+        with readable(self.file):
+            return opened.encode(text, add_special_tokens=False).ids
 
     def id(self, token: str) -> int:
         """Id of one token. Raises CheckpointError if the tokenizer does not have it."""

@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from .checkpoint import CheckpointError
+from .checkpoint import CheckpointError, refuse_large
+
+_LARGEST = 32 * 2**20  # bytes; Emu3's has 2.5 MB
 
 
 class RankTokenizer:
@@ -62,8 +64,11 @@ class RankTokenizer:
 def read_ranks(file: Path) -> dict[bytes, int]:
     """Byte string -> rank: every line has one in base 64 and its rank. Raises CheckpointError for a damaged file."""
     try:
+        refuse_large(file, _LARGEST)
         lines = (line.split() for line in file.read_bytes().splitlines() if line)
         ranks = {base64.b64decode(piece, validate=True): int(rank) for piece, rank in lines}
+    except CheckpointError:
+        raise
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}. Download it again.") from error
     if set(ranks.values()) != set(range(len(ranks))) or any(bytes([byte]) not in ranks for byte in range(256)):
