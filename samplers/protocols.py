@@ -48,6 +48,11 @@ class TokenLayout:
         """Is any token forced? Reads the device."""
         return bool((self.forced >= 0).any())
 
+    @property
+    def drawn(self) -> int:
+        """How many tokens the model draws of a picture (of the one that needs most). Reads the device."""
+        return int((self.forced < 0).sum(1).max())
+
     def position(self, row: int, col: int) -> int:
         return row * self.stride + col
 
@@ -71,6 +76,16 @@ class TokenLayout:
         forced = self.forced.to(tokens.device).expand(tokens.shape[0], -1).clone()
         self.to_grid(forced)[keep] = tokens[keep]  # to_grid returns a view
         return replace(self, forced=forced)
+
+    def beginning(self, tokens: int) -> TokenLayout:
+        """The shortest beginning of the sequence in which every picture draws so many tokens; all of it if it has
+        fewer.
+
+        It belongs to a picture of as many rows as before, so prompts and positions stay what they are; but a run over
+        it stops early, and its values fill no grid.
+        """
+        enough = ((self.forced < 0).cumsum(1) >= tokens).all(0)
+        return replace(self, forced=self.forced[:, : int(enough.long().argmax()) + 1]) if enough.any() else self
 
     def to(self, device: torch.device | str) -> TokenLayout:
         return replace(self, forced=self.forced.to(device))
