@@ -2,14 +2,14 @@
 
 import argparse
 import asyncio
-import json
 import sys
 import time
 from pathlib import Path
 
 import aiohttp
-from comfyui_specar.batch.client import Run, run_prompt
 from comfy_server import PACK, PACK_FOLDER, ComfyServer, ServerError
+from comfyui_specar.batch.client import Run, run_prompt
+from comfyui_specar.batch.overrides import OverrideError, read_workflow, with_overrides
 
 DEFAULT_WORKFLOW = PACK / "workflows/api/same_seed_two_samplers.json"
 OUTPUT = PACK / "output"
@@ -24,8 +24,9 @@ class DemoError(RuntimeError):
 def main() -> int:
     arguments = parse_arguments()
     try:
-        prompt = read_workflow(arguments.workflow)
-        set_prompt_and_seed(prompt, arguments.prompt, arguments.seed)
+        given = {"prompt": arguments.prompt, "seed": arguments.seed}
+        prompt = with_overrides(read_workflow(arguments.workflow),
+                                {name: value for name, value in given.items() if value is not None})
         print("Starting ComfyUI ...", flush=True)
         with ComfyServer(arguments.comfyui, SERVER_LOG, output=OUTPUT, port=arguments.port) as server:
             make(server.url, prompt, arguments.workflow)
@@ -33,7 +34,7 @@ def main() -> int:
                 serve(server)
     except KeyboardInterrupt:
         return 130
-    except (DemoError, ServerError) as error:
+    except (DemoError, OverrideError, ServerError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except (aiohttp.ClientError, asyncio.TimeoutError) as error:
@@ -52,34 +53,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--port", type=int, help="the server's port (default: any free one)")
     parser.add_argument("--comfyui", type=Path, required=True, help=argparse.SUPPRESS)
     return parser.parse_args()
-
-
-def read_workflow(path: Path) -> dict:
-    try:
-        prompt = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DemoError(f"cannot read the workflow {path}: {error}") from error
-    nodes = prompt.values() if isinstance(prompt, dict) else [prompt]
-    if not all(isinstance(node, dict) and "class_type" in node for node in nodes):
-        raise DemoError(f"{path} is not in API format (in ComfyUI: Workflow > Export (API))")
-    return prompt
-
-
-def set_prompt_and_seed(prompt: dict, text: str | None, seed: int | None) -> None:
-    """Replaces the text of every encoder that feeds a `positive` input, and every `seed`, in place."""
-    if text is not None:
-        links = [node["inputs"]["positive"] for node in prompt.values() if "positive" in node["inputs"]]
-        encoders = [prompt[link[0]]["inputs"] for link in links if "text" in prompt[link[0]]["inputs"]]
-        if not encoders:
-            raise DemoError("the workflow has no positive prompt that --prompt could replace")
-        for inputs in encoders:
-            inputs["text"] = text
-    if seed is not None:
-        seeded = [node["inputs"] for node in prompt.values() if "seed" in node["inputs"]]
-        if not seeded:
-            raise DemoError("the workflow has no seed that --seed could replace")
-        for inputs in seeded:
-            inputs["seed"] = seed
 
 
 def make(url: str, prompt: dict, workflow: Path) -> None:

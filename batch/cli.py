@@ -1,0 +1,179 @@
+"""The command line of batches; docs/batches.md explains it."""
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from .dispatch import Batch, Options
+from .jobs import Job, JobsError, read_jobs
+from .journal import Journal, JournalError
+from .overrides import OverrideError, Workflow, fingerprint, prompts_of, read_workflow
+
+WORKFLOW = Path(__file__).resolve().parent.parent / "workflows/api/sjd_acceptance_map.json"
+SERVER = "http://127.0.0.1:8188"
+DONE, FAILED, BAD_INPUT, CANCELLED = 0, 1, 2, 130
+EPILOG = """A column of the jobs file sets the input of that name in all nodes of the workflow (seed, cfg, window, ...),
+`prompt` and `negative` the texts, `Title.input` or `12.input` one node's input; `id` names the job. The same command
+again goes on where it stopped. Exit code: 0 all jobs are done, 1 some are not, 2 nothing was begun, 130 cancelled."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    try:
+        jobs = read_jobs(options.jobs)
+        return on_ray(options, jobs) if options.ray else on_servers(options, jobs)
+    except (JobsError, OverrideError, JournalError) as error:
+        say(f"error: {error}")
+        return BAD_INPUT
+    except OSError as error:
+        say(f"error: {error}; the same command goes on where this stopped")
+        return FAILED
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m comfyui_specar.batch", epilog=EPILOG,
+                                  description="Makes a picture for every row of a CSV or JSON-lines file.")
+    top.add_argument("jobs", type=Path, help="the jobs: .csv with a header, or .jsonl")
+    top.add_argument("--results", type=Path, help="a JSON line per job (default: JOBS.results.jsonl)")
+    top.add_argument("--out", type=Path, help="folder for the pictures (of servers: for copies of what they saved)")
+    top.add_argument("--retry-failed", action="store_true", help="make those again that failed before")
+    top.add_argument("--dry-run", action="store_true", help="only check that all jobs fit the workflow")
+    comfy = top.add_argument_group("on ComfyUI servers")
+    comfy.add_argument("--server", action="append", metavar="URL", help=f"may be repeated (default: {SERVER})")
+    comfy.add_argument("--workflow", type=Path, default=WORKFLOW, help="in API format (default: %(default)s)")
+    comfy.add_argument("--in-flight", type=positive, default=Options.in_flight, metavar="N",
+                       help="jobs that a server has at a time (default: %(default)s: it draws one, the next one waits)")
+    comfy.add_argument("--retries", type=int, default=Options.retries, metavar="N",
+                       help="how often a job is handed out again when its server was lost (default: %(default)s)")
+    comfy.add_argument("--patience", type=float, default=Options.patience, metavar="SECONDS",
+                       help="give up when no server answered for so long (default: %(default)s)")
+    fleet = top.add_argument_group("on a Ray cluster (pip install -e '.[ray]' in this repository)")
+    fleet.add_argument("--ray", nargs="?", const="local", metavar="ADDRESS", help="a cluster's address, or `auto`; "
+                       "without one, Ray is started on this machine")
+    fleet.add_argument("--model", default="default", help="bundled name, or a file or folder (default: %(default)s)")
+    fleet.add_argument("--decoder", help="image decoder, where the model's files have none")
+    fleet.add_argument("--drafter", help="bundled name, file or folder, for methods that need one")
+    fleet.add_argument("--method", default="sjd", help="next_token, jacobi, sjd, draft_tree, lantern, lantern_pp, "
+                       "cool_sd, adt_tree, vvs (default: %(default)s); columns that are its settings set them")
+    fleet.add_argument("--actors", type=positive, default=1, metavar="N",
+                       help="models that draw at a time (default: %(default)s)")
+    fleet.add_argument("--cpus", type=positive, default=1, metavar="N", help="threads of one (default: %(default)s)")
+    fleet.add_argument("--gpus", type=float, default=0, metavar="N",
+                       help="GPUs of one; 0.5 if two share it (default: %(default)s)")
+    return top
+
+
+def positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return value
+
+
+def say(text: str) -> None:
+    tqdm.write(text, file=sys.stderr)
+
+
+def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
+    prompts = prompts_of(read_workflow(options.workflow), jobs)
+    if options.dry_run:
+        say(f"{len(jobs)} jobs fit {options.workflow.name}")
+        return DONE
+    urls = list(dict.fromkeys(url.rstrip("/") for url in options.server or [SERVER]))
+    chosen = Options(options.in_flight, options.retries, options.out, patience=options.patience)
+    with Journal(results_of(options)) as journal:
+        open_jobs = left(journal, jobs, {job: fingerprint(prompt) for job, prompt in prompts.items()}, options)
+        return followed(journal, jobs, open_jobs, lambda told: drive(journal, urls, chosen, open_jobs, prompts, told))
+
+
+def on_ray(options: argparse.Namespace, jobs: list[Job]) -> int:
+    from .fleet import Studio, check, run
+
+    if not options.out and not options.dry_run:
+        raise JobsError("--ray needs --out DIR, where the pictures go")
+    studio = Studio(options.model, options.decoder, options.drafter, options.method)
+    settings = check(studio, jobs)
+    if options.dry_run:
+        say(f"{len(jobs)} jobs fit {options.method}")
+        return DONE
+    with Journal(results_of(options)) as journal:
+        open_jobs = left(journal, jobs, {job: fingerprint(found) for job, found in settings.items()}, options)
+        return followed(journal, jobs, open_jobs, lambda told: run(journal, studio, open_jobs, settings, options, told))
+
+
+def results_of(options: argparse.Namespace) -> Path:
+    return options.results or options.jobs.with_suffix(".results.jsonl")
+
+
+def left(journal: Journal, jobs: list[Job], prints: dict[str, str], options: argparse.Namespace) -> list[Job]:
+    """The jobs that are still to be made. Raises JournalError where this would touch what others made."""
+    journal.check(prints)
+    found = [job for job in jobs if not journal.ended(job.id, options.retry_failed)]
+    if options.out and options.out.is_dir():
+        there = {path.name.split(".")[0] for path in options.out.iterdir()}
+        if strangers := [job.id for job in found if job.id in there and job.id not in journal.queued]:
+            raise JournalError(f"{options.out} has files of {strangers[0]} already, which are not of this batch: "
+                               "choose another --out, or give the job another id")
+    return found
+
+
+def followed(journal: Journal, jobs: list[Job], open_jobs: list[Job], work: Callable[[Callable], bool]) -> int:
+    """Does the work under a progress bar, says what became of it. `work(told)` returns whether it was cancelled."""
+    bar = tqdm(total=len(jobs), initial=len(jobs) - len(open_jobs), unit="job", disable=None, dynamic_ncols=True)
+
+    def told(record: dict[str, Any]) -> None:
+        bar.update()
+        if record["status"] != "success":
+            say(f"{record['id']}: {record['error']}")
+        elif bar.disable:
+            say(f"{record['id']}: done")
+
+    with bar, logging_redirect_tqdm():
+        cancelled = work(told)
+    records = [journal.results.get(job.id) for job in jobs]
+    made, open_still = sum(r is not None and r["status"] == "success" for r in records), records.count(None)
+    failed = len(jobs) - made - open_still
+    say(f"{made} of {len(jobs)} jobs are done, {failed} failed, {open_still} are still to do. {journal.path}")
+    if failed and not cancelled:
+        say("The same command with --retry-failed makes the failed ones again.")
+    if cancelled:
+        return CANCELLED
+    return FAILED if failed or open_still else DONE
+
+
+def drive(journal: Journal, urls: list[str], options: Options, jobs: list[Job], prompts: dict[str, Workflow],
+          told: Callable[[dict], None]) -> bool:
+    """Runs the batch; Ctrl-C (or SIGTERM) cancels it, a second one ends the program. Returns: was it cancelled?"""
+    cancelled = False
+
+    async def run() -> None:
+        batch, loop = Batch(journal, urls, options, told), asyncio.get_running_loop()
+
+        def cancel() -> None:
+            nonlocal cancelled
+            cancelled = True
+            for number in before:
+                signal.signal(number, signal.SIG_DFL)
+            say("Cancelling: taking the jobs from the servers (Ctrl-C again: leave them there)")
+            batch.stop()
+
+        def handle(*_signal) -> None:
+            loop.call_soon_threadsafe(cancel)
+
+        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            await batch.run(jobs, prompts)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    asyncio.run(run())
+    return cancelled

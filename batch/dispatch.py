@@ -1,0 +1,335 @@
+"""Jobs to servers: each to the least busy one, back into the queue when its server is lost, results as they come."""
+
+import asyncio
+import logging
+import os
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from .jobs import Job
+from .journal import Journal
+from .overrides import Workflow, fingerprint, named_after
+from .server import Entry, Server, ServerAwayError
+
+logger = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 5.0
+ANSWER_SECONDS = 30.0  # a server that computes may be slow to answer
+LAST_WORDS = 3.0  # seconds in which the servers are told to forget the last prompts
+SLOW = 5.0  # seconds: the longest pause before a server is asked again that takes long to answer
+
+
+@dataclass(frozen=True)
+class Options:
+    """in_flight: prompts that a server has at a time (with 2 it never waits for the next). retries: how often a job is
+    handed out again because its server was lost. grace: seconds after which the jobs of a silent server go to others.
+    patience: seconds without any server after which the batch gives up. download: a folder for copies of the files."""
+
+    in_flight: int = 2
+    retries: int = 3
+    download: Path | None = None
+    grace: float = 20.0
+    patience: float = 300.0
+    poll: float = 0.5
+
+
+@dataclass(eq=False)
+class Work:
+    """A job on its way. attempt: how often it was handed out; tries: how often by this process."""
+
+    job: Job
+    prompt: Workflow
+    fingerprint: str
+    attempt: int = 0
+    tries: int = 0
+
+
+@dataclass
+class Lane:
+    """A server and what it has of ours: `given` are still to be sent, `sent` are on it, by prompt id. draining: it is
+    asked only for what an earlier run of the batch left on it."""
+
+    server: Server
+    draining: bool = False
+    given: deque[Work] = field(default_factory=deque)
+    sent: dict[str, Work] = field(default_factory=dict)
+    strays: dict[str, Work] = field(default_factory=dict)  # taken back while it was silent
+    foreign: int = 0
+    answered: float | None = None  # when it last did
+    failures: int = 0
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def up(self) -> bool:
+        return self.answered is not None and not self.failures
+
+    @property
+    def unknown(self) -> bool:
+        return self.answered is None and not self.failures
+
+    @property
+    def own(self) -> int:
+        return len(self.given) + len(self.sent)
+
+    @property
+    def load(self) -> int:
+        return self.own + self.foreign
+
+
+class Batch:
+    """`told` is called with the line of every job that ends. `stop()` cancels; `run()` then returns soon."""
+
+    def __init__(self, journal: Journal, urls: list[str], options: Options,
+                 told: Callable[[dict[str, Any]], None] = lambda record: None):
+        self.journal, self.urls, self.options, self.told = journal, urls, options, told
+        self.waiting: deque[Work] = deque()
+        self.lanes: list[Lane] = []
+        self.stopping = False
+        self.unfinished = 0
+        self.over = asyncio.Event()
+        self.client = uuid.uuid4().hex
+
+    async def run(self, jobs: list[Job], prompts: dict[str, Workflow]) -> None:
+        """Makes all pictures. Returns when every job has ended, after `stop()`, and with `unfinished` jobs when no
+        server answers. Raises OSError where the results cannot be written."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=ANSWER_SECONDS)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            self._spread(jobs, prompts, session)
+            watching = [asyncio.ensure_future(self._watch(lane)) for lane in self.lanes]
+            everyone, over = asyncio.gather(*watching), asyncio.ensure_future(self.over.wait())
+            try:
+                await asyncio.wait([everyone, over], return_when=asyncio.FIRST_COMPLETED)
+                if everyone.done():
+                    everyone.result()
+                else:
+                    await asyncio.wait(watching, timeout=LAST_WORDS)
+            finally:
+                over.cancel()
+                for task in watching:
+                    task.cancel()
+                await asyncio.gather(*watching, return_exceptions=True)
+
+    def stop(self) -> None:
+        self.stopping = True
+        self._wake()
+
+    def _wake(self) -> None:
+        for lane in self.lanes:
+            lane.news.set()
+
+    def _spread(self, jobs: list[Job], prompts: dict[str, Workflow], session: aiohttp.ClientSession) -> None:
+        """New jobs into the queue; those that an earlier run handed out, to the server that got them."""
+        self.unfinished = len(jobs)
+        lanes = {url: Lane(Server(session, url)) for url in self.urls}
+        for job in jobs:
+            work = Work(job, prompts[job.id], fingerprint(prompts[job.id]))
+            earlier = self.journal.queued.get(job.id)
+            known = self.journal.results.get(job.id)
+            if earlier:
+                work.attempt = earlier[-1]["attempt"]
+            if not earlier or (known and known["prompt_id"] == earlier[-1]["prompt_id"]):
+                self.waiting.append(work)
+                continue
+            url = earlier[-1]["server"]
+            lane = lanes.setdefault(url, Lane(Server(session, url), draining=True))
+            lane.sent[earlier[-1]["prompt_id"]] = work
+        self.lanes = list(lanes.values())
+
+    async def _watch(self, lane: Lane) -> None:
+        begun = time.monotonic()
+        while self.unfinished and not self.stopping and not (lane.draining and not lane.own):
+            pause = self.options.poll
+            try:
+                asked = time.monotonic()
+                await self._visit(lane)
+                lane.answered, lane.failures = time.monotonic(), 0
+                pause = max(pause, min(SLOW, 4 * (lane.answered - asked)))
+            except ServerAwayError as error:
+                lane.failures += 1
+                if lane.failures == 1:
+                    logger.warning("%s", error)
+                silent = time.monotonic() - (lane.answered or begun)
+                if silent > self.options.grace:
+                    self._give_back(lane)
+                if self._abandoned(begun):
+                    logger.error("no server answers")
+                    self.stopping = True
+                    self._wake()
+                    return
+                pause = min(self.options.poll * 2 ** min(lane.failures, 10), self.options.grace)
+            self._assign()
+            if not lane.given or not lane.up:
+                try:
+                    await asyncio.wait_for(lane.news.wait(), pause)
+                except asyncio.TimeoutError:
+                    pass
+            lane.news.clear()
+        if self.stopping:
+            await self._cancel(lane)
+
+    async def _visit(self, lane: Lane) -> None:
+        """Collects what has ended, hands over what was given to it."""
+        running, pending = await lane.server.queue()
+        here = running | pending
+        await self._gather_strays(lane, here)
+        for prompt_id in [prompt_id for prompt_id in lane.sent if prompt_id not in here]:
+            await self._settle(lane, prompt_id)
+        lane.foreign = len(here - lane.sent.keys())
+        while lane.given and not self.stopping:
+            await self._submit(lane, lane.given.popleft())
+
+    async def _gather_strays(self, lane: Lane, here: set[str]) -> None:
+        """A server that was silent is back: it goes on with what nobody else has begun, and drops the rest."""
+        begun_elsewhere = []
+        for prompt_id, work in lane.strays.items():
+            if work in self.waiting:
+                self.waiting.remove(work)
+                lane.sent[prompt_id] = work
+            elif prompt_id in here:
+                begun_elsewhere.append(prompt_id)
+        lane.strays.clear()
+        if begun_elsewhere:
+            await lane.server.cancel(begun_elsewhere)
+
+    async def _settle(self, lane: Lane, prompt_id: str) -> None:
+        """A prompt that is no longer in the queue: it has ended, or the server has lost it."""
+        work = lane.sent[prompt_id]
+        found = await lane.server.history(prompt_id)
+        interrupted_by_us = found and found.outcome == "interrupted" and not work.tries  # by the run that was stopped
+        if not found or interrupted_by_us:
+            del lane.sent[prompt_id]
+            self._again(work, lane, "was stopped before" if interrupted_by_us else "lost its prompt")
+            return
+        record = await self._record(lane, work, prompt_id, found)
+        del lane.sent[prompt_id]
+        self._end(record)
+        await lane.server.forget(prompt_id)
+
+    async def _submit(self, lane: Lane, work: Work) -> None:
+        work.attempt, work.tries = work.attempt + 1, work.tries + 1
+        prompt_id = self.journal.prompt_id(work.job.id, work.attempt)
+        self.journal.write_queued(work.job.id, work.fingerprint, work.attempt, lane.server.url)
+        lane.sent[prompt_id] = work  # also if the answer is lost: the next visit finds out
+        name = work.job.id if work.attempt == 1 else f"{work.job.id}.try{work.attempt}"
+        if refused := await lane.server.submit(named_after(work.prompt, name), prompt_id, self.client):
+            await lane.server.cancel([prompt_id])  # in case it makes a part of it
+            del lane.sent[prompt_id]
+            self._end(self._line(lane, work, prompt_id, Entry("error", 0.0, refused)))
+
+    async def _record(self, lane: Lane, work: Work, prompt_id: str, found: Entry) -> dict[str, Any]:
+        record = self._line(lane, work, prompt_id, found)
+        if not self.options.download or found.outcome != "success":
+            return record
+        copies = []
+        for file, path in zip(found.files, copies_of(found.files, self.options.download / work.job.id), strict=True):
+            content = await lane.server.fetch(file)
+            if content is None:
+                record |= {"status": "error", "error": f"{lane.server.url} no longer has {file['filename']}"}
+            else:
+                write_whole(path, content)
+                copies.append(str(path))
+        return record | {"copies": copies}
+
+    def _line(self, lane: Lane, work: Work, prompt_id: str, found: Entry) -> dict[str, Any]:
+        error = "interrupted by someone else" if found.outcome == "interrupted" else found.error
+        return {
+            "id": work.job.id, "status": found.outcome, "overrides": work.job.overrides, "server": lane.server.url,
+            "prompt_id": prompt_id, "attempt": work.attempt, "seconds": round(found.seconds, 3), "files": found.files,
+            "traces": found.traces, "error": error,
+        }
+
+    def _end(self, record: dict[str, Any]) -> None:
+        self.journal.write_result(record)
+        self.unfinished -= 1
+        self.told(record)
+        if not self.unfinished:
+            self.over.set()
+            self._wake()
+
+    def _again(self, work: Work, lane: Lane, why: str) -> None:
+        logger.info("%s %s: %s", lane.server.url, why, work.job.id)
+        if work.tries > self.options.retries:
+            prompt_id = self.journal.prompt_id(work.job.id, work.attempt)
+            error = f"given up after {work.tries} tries: each time its server was lost, last {lane.server.url}"
+            self._end(self._line(lane, work, prompt_id, Entry("error", 0.0, error)))
+        else:
+            self.waiting.appendleft(work)
+
+    def _give_back(self, lane: Lane) -> None:
+        """The server is silent: its jobs go to others. Should it come back, it is told to drop them."""
+        for prompt_id in reversed(list(lane.sent)):
+            work = lane.strays[prompt_id] = lane.sent.pop(prompt_id)
+            self._again(work, lane, "is silent")
+        while lane.given:
+            self.waiting.appendleft(lane.given.pop())
+
+    def _abandoned(self, begun: float) -> bool:
+        """Has no server answered for long? Less long where none ever did: then the address is wrong."""
+        answers = [lane.answered for lane in self.lanes if lane.answered]
+        patience = self.options.patience if answers else min(self.options.patience, self.options.grace / 2)
+        return time.monotonic() - max(answers, default=begun) > patience
+
+    def _assign(self) -> None:
+        """Each waiting job to the least busy server. Where others have filled a server's queue, it gets jobs only if
+        no server has a shorter one."""
+        while self.waiting and not self.stopping:
+            lanes = [lane for lane in self.lanes if not lane.draining]
+            if any(lane.unknown for lane in lanes):  # which is the least busy one?
+                return
+            ready = [lane for lane in lanes if lane.up]
+            least = min((lane.load for lane in ready), default=0)
+            free = [lane for lane in ready if lane.own < self.options.in_flight
+                    and lane.load <= max(least, self.options.in_flight - 1)]
+            if not free:
+                return
+            lane = min(free, key=lambda lane: (lane.load, lane.own))
+            lane.given.append(self.waiting.popleft())
+            lane.news.set()
+
+    async def _cancel(self, lane: Lane) -> None:
+        """Takes our prompts from the server, and keeps the pictures that were finished all the same."""
+        deadline = time.monotonic() + self.options.grace
+        try:
+            await lane.server.cancel(list(lane.sent))
+            while lane.sent and time.monotonic() < deadline:
+                here = set().union(*await lane.server.queue())
+                for prompt_id in [prompt_id for prompt_id in lane.sent if prompt_id not in here]:
+                    found = await lane.server.history(prompt_id)
+                    work = lane.sent[prompt_id]
+                    if found and found.outcome != "interrupted":
+                        self._end(await self._record(lane, work, prompt_id, found))
+                    del lane.sent[prompt_id]
+                await asyncio.sleep(self.options.poll)
+        except ServerAwayError as error:
+            logger.warning("%s", error)
+
+
+def copies_of(files: list[dict[str, str]], stem: Path) -> list[Path]:
+    """A path for every file: job.png, job.2.png, job.json, ..."""
+    paths: list[Path] = []
+    for file in files:
+        suffix, number = Path(file["filename"]).suffix, 1
+        path = stem.with_name(stem.name + suffix)
+        while path in paths:
+            number += 1
+            path = stem.with_name(f"{stem.name}.{number}{suffix}")
+        paths.append(path)
+    return paths
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """The file is there with all its bytes, or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)

@@ -1,0 +1,159 @@
+"""The list of pictures to make: a CSV or JSON-lines file, one job per row."""
+
+import csv
+import hashlib
+import io
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DELIMITERS = ",;\t"
+ID = re.compile(r"[\w-]{1,100}")  # becomes part of file names, on any system
+SHOWN = 10  # problems that one message lists
+Row = tuple[int, dict[str, Any]]  # the line it begins on, and its values
+
+
+class JobsError(ValueError):
+    """The jobs file cannot be used; the message names the lines and what to do about them."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """`overrides`: column -> value, without the columns that this row leaves empty. CSV values are strings."""
+
+    id: str
+    overrides: dict[str, Any]
+    line: int
+
+
+def read_jobs(path: Path) -> list[Job]:
+    """The jobs of a .csv (.tsv) file with a header, or of a .jsonl (.ndjson) file with one object per line.
+
+    A column `id` names jobs; where it is missing the id is made of the row's number and contents, so that an edited
+    row is a new job. Raises JobsError.
+    """
+    kinds = {".csv": csv_rows, ".tsv": csv_rows, ".jsonl": json_rows, ".ndjson": json_rows}
+    if path.suffix.lower() not in kinds:
+        raise JobsError(f"{path}: a jobs file is one of {', '.join(kinds)}")
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # Excel begins "CSV UTF-8" with a byte order mark
+    except OSError as error:
+        raise JobsError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise JobsError(f"{path} is not UTF-8 text (in Excel: Save As > CSV UTF-8)") from error
+    rows = list(kinds[path.suffix.lower()](text, path.name))
+    if not rows:
+        raise JobsError(f"{path.name} has no jobs")
+    return with_ids(rows, path.name)
+
+
+def csv_rows(text: str, name: str) -> Iterator[Row]:
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter_of(text), strict=True)
+    header, before = None, 0
+    while True:
+        line = before + 1
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise JobsError(f"{name}, line {line}: {error} (a quotation mark inside a quoted text is written twice)"
+                            ) from error
+        before = reader.line_num
+        if not any(cell.strip() for cell in cells):
+            continue
+        if header is None:
+            header = column_names(cells, name, line)
+            continue
+        while len(cells) > len(header) and not cells[-1].strip():
+            cells.pop()
+        if len(cells) != len(header):
+            raise JobsError(f"{name}, line {line}: {len(cells)} values for the {len(header)} columns "
+                            f"{', '.join(header)} (a text that contains the separator stands in quotation marks)")
+        yield line, {column: cell for column, cell in zip(header, cells, strict=True) if cell.strip()}
+
+
+def delimiter_of(text: str) -> str:
+    """The one that divides the header into most columns; the first of them if there is only one column."""
+    header = next((line for line in text.splitlines() if line.strip()), "")
+    return max(DELIMITERS, key=header.count)
+
+
+def column_names(cells: list[str], name: str, line: int) -> list[str]:
+    names = [cell.strip() for cell in cells]
+    while not names[-1]:
+        names.pop()
+    if "" in names:
+        raise JobsError(f"{name}, line {line}: column {names.index('') + 1} has no name")
+    if twice := sorted({column for column in names if names.count(column) > 1}):
+        raise JobsError(f"{name}, line {line}: the column {', '.join(twice)} is there twice")
+    return names
+
+
+def json_rows(text: str, name: str) -> Iterator[Row]:
+    for line, content in enumerate(text.split("\n"), 1):
+        if not content.strip():
+            continue
+        try:
+            row = json.loads(content, object_pairs_hook=without_repetition, parse_constant=refuse_constant)
+        except ValueError as error:
+            raise JobsError(f"{name}, line {line}: {error}") from error
+        if not isinstance(row, dict):
+            raise JobsError(f"{name}, line {line}: expected an object such as {{\"prompt\": \"cat\", \"seed\": 1}}")
+        for column, value in row.items():
+            if isinstance(value, dict | list):
+                raise JobsError(f"{name}, line {line}: {column} is neither a text nor a number nor true or false")
+            if isinstance(value, str) and not is_text(value):
+                raise JobsError(f"{name}, line {line}: {column} has half a character (a lone surrogate)")
+        yield line, {column: value for column, value in row.items() if value is not None}
+
+
+def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [key for key, _ in pairs]
+    if len(set(names)) < len(names):
+        raise ValueError("the same name is there twice")
+    return dict(pairs)
+
+
+def refuse_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is not a number")
+
+
+def is_text(value: str) -> bool:
+    """JSON can hold what no file can."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def with_ids(rows: list[Row], name: str) -> list[Job]:
+    jobs, lines, problems = [], {}, []
+    for number, (line, values) in enumerate(rows, 1):
+        given = values.pop("id", None)
+        job_id = automatic_id(number, values) if given is None else str(given).strip()
+        if not ID.fullmatch(job_id):
+            problems.append(f"line {line}: the id {job_id!r} may have only letters, digits, _ and - (100 at most), "
+                            "because files are named after it")
+        first = lines.setdefault(job_id.casefold(), line)  # some file systems do not tell A from a
+        if first != line:
+            problems.append(f"line {line}: the id {job_id!r} was used on line {first}")
+        jobs.append(Job(job_id, values, line))
+    if problems:
+        raise JobsError(f"{name}, {several(problems)}")
+    return jobs
+
+
+def automatic_id(number: int, values: dict[str, Any]) -> str:
+    content = json.dumps(values, sort_keys=True, ensure_ascii=False)
+    return f"{number:04d}-{hashlib.sha256(content.encode(errors='surrogatepass')).hexdigest()[:8]}"
+
+
+def several(problems: list[str]) -> str:
+    """A few problems, a line each, and how many more there are."""
+    more = [f"... and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+    return "\n".join([*problems[:SHOWN], *more])

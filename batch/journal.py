@@ -1,0 +1,147 @@
+"""What a batch has done so far, on disk, so that it can be stopped at any moment and goes on where it was.
+
+Two files: the results (a line for every job that has ended) and, beside them, the journal (a line for every prompt
+that was handed to a server). Every line is on disk before the next step is taken.
+"""
+
+import json
+import os
+import uuid
+from pathlib import Path
+from typing import Any, BinaryIO
+
+SCHEMA = "specar.batch/1"
+FAR = 1 << 30  # a byte beyond the file's contents, to lock on Windows, where locked bytes cannot be read
+
+
+class JournalError(RuntimeError):
+    """The results cannot be continued; the message says why and what to do."""
+
+
+class Lines:
+    """A file of JSON objects, one a line, that only grows. A last line that was cut off by a crash is removed."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = path.open("a+b")
+
+    def read(self) -> list[dict[str, Any]]:
+        self.file.seek(0)
+        *lines, last = self.file.read().split(b"\n")
+        if last:
+            self._repair(lines, last)
+        records = []
+        for number, line in enumerate(lines, 1):
+            record = parsed(line)
+            if record is None:
+                raise JournalError(f"{self.path}, line {number} is damaged: repair it, or move the file away to begin "
+                                   "a new batch")
+            records.append(record)
+        return records
+
+    def _repair(self, lines: list[bytes], last: bytes) -> None:
+        if parsed(last) is None:
+            self.file.truncate(sum(len(line) + 1 for line in lines))
+        else:  # only its end is missing, as some editors leave it
+            self.file.write(b"\n")
+            self.file.flush()
+            lines.append(last)
+
+    def append(self, record: dict[str, Any]) -> None:
+        self.file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+
+class Journal:
+    """Use as a context manager: it holds a lock against other processes, which the system drops with the process.
+
+    `batch` names the batch; `results` has the last line of every job that has ended, `queued` all submissions of a
+    job, oldest first.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.results: dict[str, dict[str, Any]] = {}
+        self.queued: dict[str, list[dict[str, Any]]] = {}
+
+    def __enter__(self) -> "Journal":
+        try:
+            self._journal = Lines(self.path.with_name(self.path.name + ".journal"))
+            lock(self._journal.file)
+            self._results = Lines(self.path)
+        except BlockingIOError as error:
+            raise JournalError(f"another process is writing {self.path}: let it end, or choose other --results"
+                               ) from error
+        except OSError as error:
+            raise JournalError(f"cannot write {self.path}: {error.strerror}") from error
+        entries = self._journal.read()
+        if not entries:
+            entries = [{"schema": SCHEMA, "batch": uuid.uuid4().hex}]
+            self._journal.append(entries[0])
+        if entries[0].get("schema") != SCHEMA:
+            raise JournalError(f"{self._journal.path} is not the journal of a batch: choose other --results")
+        self.batch = entries[0]["batch"]
+        for entry in entries[1:]:
+            self.queued.setdefault(entry["job"], []).append(entry)
+        for record in self._results.read():
+            if "id" not in record or "status" not in record:
+                raise JournalError(f"{self.path} is there already and holds no results: choose other --results")
+            self.results[record["id"]] = record
+        return self
+
+    def __exit__(self, *_exc) -> None:
+        self._journal.file.close()
+        self._results.file.close()
+
+    def check(self, prints: dict[str, str]) -> None:
+        """Are jobs of these ids and fingerprints those of the journal? Raises JournalError."""
+        for job, known in prints.items():
+            if job in self.queued and self.queued[job][-1]["fingerprint"] != known:
+                raise JournalError(f"the job {job} is in {self.path} already, with other settings or another workflow: "
+                                   "give it another id, or choose other --results")
+
+    def ended(self, job: str, retry_failed: bool) -> bool:
+        record = self.results.get(job)
+        return record is not None and (record["status"] == "success" or not retry_failed)
+
+    def prompt_id(self, job: str, attempt: int) -> str:
+        """The same again after a crash, and another one for every attempt of every batch."""
+        return str(uuid.uuid5(uuid.UUID(self.batch), f"{job}/{attempt}"))
+
+    def write_queued(self, job: str, fingerprint: str, attempt: int, server: str) -> None:
+        """To be called before the server is asked."""
+        entry = {"job": job, "attempt": attempt, "server": server, "prompt_id": self.prompt_id(job, attempt),
+                 "fingerprint": fingerprint}
+        self._journal.append(entry)
+        self.queued.setdefault(job, []).append(entry)
+
+    def write_result(self, record: dict[str, Any]) -> None:
+        """To be called before the server is told to forget it."""
+        self._results.append(record)
+        self.results[record["id"]] = record
+
+
+def parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def lock(file: BinaryIO) -> None:
+    """Raises BlockingIOError where another process has it."""
+    if os.name == "nt":
+        import msvcrt
+
+        file.seek(FAR)
+        try:
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        except PermissionError as error:
+            raise BlockingIOError from error
+    else:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

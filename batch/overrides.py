@@ -1,0 +1,183 @@
+"""Settings of one job put into an API-format workflow: by the input's name, by role, or by node."""
+
+import copy
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .jobs import Job, JobsError, several
+
+Workflow = dict[str, dict]
+Place = tuple[str, str]  # node id, input
+
+ROLES = {"prompt": "positive", "negative": "negative"}  # column -> the input whose text it is
+TEXTS = ("text", "prompt")  # what nodes that read a prompt call it
+WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+class OverrideError(ValueError):
+    """A setting does not fit the workflow; the message says which, and what the workflow has."""
+
+
+def read_workflow(path: Path) -> Workflow:
+    """A workflow in API format. Raises OverrideError."""
+    try:
+        workflow = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:
+        raise OverrideError(f"cannot read the workflow {path}: {error}") from error
+    nodes = workflow.values() if isinstance(workflow, dict) else [workflow]
+    if not workflow or not all(
+        isinstance(node, dict) and "class_type" in node and isinstance(node.get("inputs"), dict) for node in nodes
+    ):
+        raise OverrideError(f"{path} is not in API format (in ComfyUI: Workflow > Export (API))")
+    return workflow
+
+
+def prompts_of(workflow: Workflow, jobs: list[Job]) -> dict[str, Workflow]:
+    """Job id -> its workflow. Raises JobsError with the lines of all jobs that do not fit."""
+    prompts, problems = {}, []
+    for job in jobs:
+        try:
+            prompts[job.id] = with_overrides(workflow, job.overrides)
+        except OverrideError as error:
+            problems.append(f"line {job.line}: {error}")
+    if problems:
+        raise JobsError(several(problems))
+    return prompts
+
+
+def with_overrides(workflow: Workflow, overrides: dict[str, Any]) -> Workflow:
+    """A copy with these settings. A name is `prompt` or `negative` (the texts that feed such inputs), an input's own
+    name (in every node that has it), or one node's: `Title.input` or `12.input`. The latter win. Raises OverrideError.
+    """
+    changed = copy.deepcopy(workflow)
+    found = {name: places(workflow, name) for name in overrides}
+    for name in sorted(found, key=lambda name: addressed(workflow, name)):
+        for node, field in found[name]:
+            current = workflow[node]["inputs"][field]
+            changed[node]["inputs"][field] = converted(overrides[name], current, name)
+    return changed
+
+
+def named_after(prompt: Workflow, name: str) -> Workflow:
+    """A copy whose saved files all begin with their own prefix and `name`: no job writes over another's files, and
+    ComfyUI, which would skip the saving of a picture it has just made, saves it again."""
+    changed = copy.deepcopy(prompt)
+    for node, field, value in widgets(prompt):
+        if field == "filename_prefix":
+            changed[node]["inputs"][field] = f"{value}_{name}"
+    return changed
+
+
+def fingerprint(settings: Any) -> str:
+    """The same for equal settings, also after a restart."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def widgets(workflow: Workflow) -> Iterator[tuple[str, str, Any]]:
+    """(node id, input, value) of everything that is typed rather than connected."""
+    for node, content in workflow.items():
+        for field, value in content["inputs"].items():
+            if not isinstance(value, list):
+                yield node, field, value
+
+
+def title(node: dict) -> str:
+    return node.get("_meta", {}).get("title", node["class_type"])
+
+
+def addressed(workflow: Workflow, name: str) -> bool:
+    """Does the name say which node is meant?"""
+    return "." in name and all(field != name for _, field, _ in widgets(workflow))
+
+
+def places(workflow: Workflow, name: str) -> list[Place]:
+    if name in ROLES and (found := texts_behind(workflow, ROLES[name])):
+        return found
+    if found := [(node, field) for node, field, _ in widgets(workflow) if field == name]:
+        return found
+    if addressed(workflow, name):
+        return [place_of(workflow, name)]
+    if any(name in node["inputs"] for node in workflow.values()):
+        raise OverrideError(f"{name} is connected to another node in this workflow, so it cannot be set")
+    raise OverrideError(f"the workflow has no {name}; it has {', '.join(names(workflow))}")
+
+
+def place_of(workflow: Workflow, name: str) -> Place:
+    """The place that `Title.input` or `12.input` means."""
+    who, field = name.rsplit(".", 1)
+    found = [who] if who in workflow else [key for key, node in workflow.items() if title(node) == who]
+    if not found:
+        titles = sorted({title(node) for node in workflow.values()})
+        raise OverrideError(f"{name}: no node has the id or title {who!r}; there are {', '.join(titles)}")
+    if len(found) > 1:
+        by_id = ", ".join(f"{key}.{field}" for key in found)
+        raise OverrideError(f"{name}: {len(found)} nodes have the title {who!r}; use one of {by_id}")
+    own = [key for node, key, _ in widgets(workflow) if node == found[0]]
+    if field not in own:
+        raise OverrideError(f"{name}: this node has no {field} to set; it has {', '.join(own) or 'none'}")
+    return found[0], field
+
+
+def texts_behind(workflow: Workflow, role: str) -> list[Place]:
+    """The prompts that reach an input of this name, directly or through other nodes."""
+    found: list[Place] = []
+    links = [node["inputs"][role] for node in workflow.values() if isinstance(node["inputs"].get(role), list)]
+    seen: set[str] = set()
+    while links:
+        node = links.pop(0)[0]
+        if node in seen or node not in workflow:
+            continue
+        seen.add(node)
+        inputs = workflow[node]["inputs"]
+        if texts := [(node, field) for field in TEXTS if isinstance(inputs.get(field), str)]:
+            found += texts
+        elif isinstance(inputs.get(role), list):  # such as Apply ControlNet, which passes both prompts on
+            links.append(inputs[role])
+        else:
+            links += [value for value in inputs.values() if isinstance(value, list)]
+    return found
+
+
+def names(workflow: Workflow) -> list[str]:
+    """What jobs can set by name alone."""
+    roles = [name for name, role in ROLES.items() if texts_behind(workflow, role)]
+    return roles + sorted({field for _, field, _ in widgets(workflow)} - set(roles))
+
+
+def converted(value: Any, current: Any, name: str) -> Any:
+    """The value in the type that the workflow has there."""
+    if isinstance(current, bool):
+        word = str(value).strip().lower()
+        if word not in WORDS:
+            raise OverrideError(f"{name} is true or false, not {value!r}")
+        return WORDS[word]
+    if isinstance(current, int | float):
+        return number(value, name)
+    if isinstance(current, str):
+        if isinstance(value, bool):
+            raise OverrideError(f"{name} is a text, not {value!r}")
+        return str(value)
+    return value
+
+
+def number(value: Any, name: str) -> int | float:
+    """Whole numbers stay exact: seeds have up to 64 bits."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    found = math.nan
+    if isinstance(value, float) or (isinstance(value, str) and "_" not in value):
+        for kind in (int, float) if isinstance(value, str) else (float,):
+            try:
+                found = kind(value)
+                break
+            except ValueError:
+                continue
+    if isinstance(found, float):
+        if not math.isfinite(found):
+            raise OverrideError(f"{name} is a number, not {value!r}")
+        return int(found) if found.is_integer() else found
+    return found

@@ -1,0 +1,131 @@
+"""One ComfyUI server, as a batch talks to it."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+BUSY_GATEWAY = (502, 503, 504)  # what a proxy says whose server is away
+ENDS = {"execution_success": "success", "execution_error": "error", "execution_interrupted": "interrupted"}
+
+
+class ServerAwayError(ConnectionError):
+    """The server cannot be reached, or does not answer as ComfyUI does."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the server's history keeps about a prompt that ended. outcome: success, error or interrupted."""
+
+    outcome: str
+    seconds: float
+    error: str = ""
+    files: list[dict[str, str]] = field(default_factory=list)
+    traces: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Server:
+    """Every method raises ServerAwayError when the server cannot be reached."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str):
+        self._session, self.url = session, url
+        self._base = url if "://" in url else f"http://{url}"
+
+    async def queue(self) -> tuple[set[str], set[str]]:
+        """Ids of the prompts that are running, and of those that wait."""
+        state = await self._json("GET", "/queue")
+        running, pending = ({item[1] for item in state[f"queue_{name}"]} for name in ("running", "pending"))
+        return running, pending
+
+    async def submit(self, prompt: dict, prompt_id: str, client_id: str) -> str:
+        """Queues a prompt; returns why the server will not make all of it (empty: it will)."""
+        body = {"prompt": prompt, "prompt_id": prompt_id, "client_id": client_id}
+        status, answer = await self._request("POST", "/prompt", body)
+        if status == 200 and not answer.get("node_errors"):
+            return ""
+        return refusal(status, answer)
+
+    async def history(self, prompt_id: str) -> Entry | None:
+        """None: the server knows of no such prompt, or has not finished it."""
+        found = (await self._json("GET", f"/history/{prompt_id}")).get(prompt_id)
+        return found and entry(found)
+
+    async def cancel(self, prompt_ids: list[str]) -> None:
+        """Takes waiting prompts out of the queue, and interrupts the one that runs if it is among these."""
+        await self._request("POST", "/queue", {"delete": prompt_ids})
+        for prompt_id in prompt_ids:
+            await self._request("POST", "/interrupt", {"prompt_id": prompt_id})
+
+    async def forget(self, prompt_id: str) -> None:
+        """Takes a finished prompt out of the history, which the server keeps in memory."""
+        await self._request("POST", "/history", {"delete": [prompt_id]})
+
+    async def fetch(self, file: dict[str, str]) -> bytes | None:
+        """The bytes of a file; None where the server does not give it."""
+        query = {key: file[key] for key in ("filename", "subfolder", "type")}
+        try:
+            async with self._session.get(f"{self._base}/view", params=query) as reply:
+                if reply.status in BUSY_GATEWAY:
+                    raise ServerAwayError(f"{self.url} answered {reply.status}")
+                return await reply.read() if reply.status == 200 else None
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            raise ServerAwayError(f"{self.url}: {error or type(error).__name__}") from error
+
+    async def _json(self, method: str, path: str) -> Any:
+        status, answer = await self._request(method, path)
+        if status != 200 or not isinstance(answer, dict):
+            raise ServerAwayError(f"{self.url}{path} answered {status}: is that ComfyUI?")
+        return answer
+
+    async def _request(self, method: str, path: str, body: dict | None = None) -> tuple[int, Any]:
+        try:
+            async with self._session.request(method, self._base + path, json=body) as reply:
+                if reply.status in BUSY_GATEWAY:
+                    raise ServerAwayError(f"{self.url} answered {reply.status}")
+                if reply.content_type == "application/json":
+                    return reply.status, await reply.json()
+                return reply.status, await reply.text(errors="replace")
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
+            raise ServerAwayError(f"{self.url}: {error or type(error).__name__}") from error
+
+
+def refusal(status: int, answer: Any) -> str:
+    if not isinstance(answer, dict):
+        return f"ComfyUI answered {status}: {' '.join(str(answer).split())[:200]}"
+    problems = [f"{node['class_type']}: {problem['message']} ({problem['details']})"
+                for node in (answer.get("node_errors") or {}).values() for problem in node["errors"]]
+    error = answer.get("error")
+    message = error.get("message", "") if isinstance(error, dict) else str(error or "")
+    return "ComfyUI refused the workflow: " + ("; ".join(problems) or message or "no reason given")
+
+
+def entry(found: dict[str, Any]) -> Entry:
+    status = found.get("status") or {}
+    messages = dict(status.get("messages") or [])
+    outcome = next((ENDS[event] for event in messages if event in ENDS), status.get("status_str", "error"))
+    data = next((data for event, data in messages.items() if event in ENDS), {})
+    begun = messages.get("execution_start", data).get("timestamp", 0)
+    seconds = (data.get("timestamp", begun) - begun) / 1000
+    outputs = list((found.get("outputs") or {}).values())
+    error = ""
+    if outcome == "error":
+        text = " ".join(str(data.get("exception_message", "no reason given")).split())
+        error = f"{data.get('node_type', 'ComfyUI')}: {text}"
+    return Entry(outcome, seconds, error, files_of(outputs), traces_of(outputs))
+
+
+def files_of(outputs: list[dict]) -> list[dict[str, str]]:
+    """Everything that was saved; of workflows that save nothing, what they show."""
+    listed = [file for output in outputs for value in output.values() if isinstance(value, list) for file in value
+              if isinstance(file, dict) and "filename" in file]
+    files = [{"filename": file["filename"], "subfolder": file.get("subfolder", ""), "type": file.get("type", "output")}
+             for file in listed]
+    return [file for file in files if file["type"] == "output"] or files
+
+
+def traces_of(outputs: list[dict]) -> list[dict[str, Any]]:
+    """Method and totals of every run of a SpecAR sampler that Acceptance Map, Compare Runs or Save Trace reported."""
+    reports = [report for output in outputs for report in output.get("specar", []) if "totals" in report]
+    found = [{"method": report["settings"].get("method"), **report["totals"]} for report in reports]
+    return [trace for number, trace in enumerate(found) if trace not in found[:number]]

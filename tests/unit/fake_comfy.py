@@ -1,0 +1,127 @@
+"""A ComfyUI server without pictures: queue, history and files as a batch sees them, and what it was asked to draw."""
+
+import asyncio
+import socket
+
+from aiohttp import web
+
+
+class FakeComfy:
+    """`seconds`: what a prompt takes. `drawn`: the filename prefix of every picture that was finished. A prompt whose
+    `text` is "refuse" is refused, "half" accepted in part, "fail" breaks while it runs; "poison" kills the server."""
+
+    def __init__(self, seconds: float = 0.0):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.seconds = seconds
+        self.drawn: list[str] = []
+        self.most_queued = 0
+        self._runner = None
+        self._forget_everything()
+
+    def _forget_everything(self) -> None:
+        self.pending: list[tuple[str, dict]] = []
+        self.running: str | None = None
+        self.history: dict[str, dict] = {}
+        self.interrupted = asyncio.Event()
+
+    async def __aenter__(self) -> "FakeComfy":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_exc) -> None:
+        await self.die()
+
+    async def start(self) -> None:
+        """Begins with nothing in the queue or the history, as ComfyUI does."""
+        self._forget_everything()
+        app = web.Application()
+        app.add_routes([
+            web.get("/queue", self._queue), web.post("/queue", self._delete), web.post("/prompt", self._prompt),
+            web.get("/history/{id}", self._history), web.post("/history", self._forget),
+            web.post("/interrupt", self._interrupt), web.get("/view", self._view),
+        ])
+        self._runner = web.AppRunner(app, shutdown_timeout=0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        self._worker = asyncio.ensure_future(self._work())
+
+    async def die(self) -> None:
+        if self._runner:
+            runner, self._runner = self._runner, None
+            self._worker.cancel()
+            await runner.cleanup()
+
+    async def _work(self) -> None:
+        while True:
+            if not self.pending:
+                await asyncio.sleep(0.001)
+                continue
+            self.running, prompt = self.pending.pop(0)
+            self.interrupted.clear()
+            stopped = False
+            try:
+                await asyncio.wait_for(self.interrupted.wait(), self.seconds or 0.001)
+                stopped = True
+            except asyncio.TimeoutError:
+                pass
+            if prompt["1"]["inputs"]["text"] == "poison":
+                asyncio.ensure_future(self.die())
+                return
+            self.history[self.running] = self._ended(prompt, stopped)
+            self.running = None
+
+    def _ended(self, prompt: dict, stopped: bool) -> dict:
+        event, data, outputs = "execution_success", {}, {}
+        if stopped:
+            event = "execution_interrupted"
+        elif prompt["1"]["inputs"]["text"] == "fail":
+            event, data = "execution_error", {"node_type": "Encoder", "exception_message": "no such\nword"}
+        else:
+            prefix = prompt["9"]["inputs"]["filename_prefix"]
+            self.drawn.append(prefix)
+            report = {"schema": "specar.trace/1", "settings": {"method": "sjd"}, "totals": {"target_passes": 5}}
+            image = {"filename": f"{prefix}_00001_.png", "subfolder": "", "type": "output"}
+            outputs = {"9": {"images": [image]}, "10": {"specar": [report], "images": [{**image, "type": "temp"}]},
+                       "11": {"specar": [report]}}
+        messages = [["execution_start", {"timestamp": 1000}], [event, {"timestamp": 1250, **data}]]
+        status = "success" if event == "execution_success" else "error"
+        return {"outputs": outputs, "status": {"status_str": status, "messages": messages}}
+
+    async def _queue(self, _request: web.Request) -> web.Response:
+        running = [[0, self.running]] if self.running else []
+        return web.json_response({"queue_running": running, "queue_pending": [[0, key] for key, _ in self.pending]})
+
+    async def _delete(self, request: web.Request) -> web.Response:
+        gone = (await request.json())["delete"]
+        self.pending = [item for item in self.pending if item[0] not in gone]
+        return web.Response()
+
+    async def _prompt(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        text = body["prompt"]["1"]["inputs"]["text"]
+        errors = {"1": {"class_type": "Encoder", "errors": [{"message": "bad value", "details": "text"}]}}
+        if text == "refuse":
+            return web.json_response({"error": {"message": "failed validation"}, "node_errors": errors}, status=400)
+        self.pending.append((body["prompt_id"], body["prompt"]))
+        self.most_queued = max(self.most_queued, len(self.pending) + bool(self.running))
+        return web.json_response({"prompt_id": body["prompt_id"], "node_errors": errors if text == "half" else {}})
+
+    async def _history(self, request: web.Request) -> web.Response:
+        key = request.match_info["id"]
+        return web.json_response({key: self.history[key]} if key in self.history else {})
+
+    async def _forget(self, request: web.Request) -> web.Response:
+        for key in (await request.json())["delete"]:
+            self.history.pop(key, None)
+        return web.Response()
+
+    async def _interrupt(self, request: web.Request) -> web.Response:
+        if (await request.json())["prompt_id"] == self.running:
+            self.interrupted.set()
+        return web.Response()
+
+    async def _view(self, request: web.Request) -> web.Response:
+        return web.Response(body=request.query["filename"].encode())

@@ -1,0 +1,350 @@
+"""Batches on servers that are slow, busy, silent, dying or refusing, and batches that crash: what matters is that every
+job has exactly one picture in the end."""
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from comfyui_specar.batch import dispatch, journal, server
+from comfyui_specar.batch.dispatch import Batch, Options
+from comfyui_specar.batch.jobs import Job
+from comfyui_specar.batch.journal import Journal
+from comfyui_specar.batch.overrides import fingerprint, with_overrides
+from comfyui_specar.tests.unit.fake_comfy import FakeComfy
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+WORKFLOW = {
+    "1": {"class_type": "Encoder", "inputs": {"text": "cat", "clip": ["2", 0]}},
+    "3": {"class_type": "Sampler", "inputs": {"positive": ["1", 0], "seed": 0}},
+    "9": {"class_type": "SaveImage", "inputs": {"filename_prefix": "p", "images": ["3", 0]}},
+}
+QUICK = Options(poll=0.005, grace=0.1, patience=0.4)
+
+
+def jobs_of(number: int, **overrides) -> list[Job]:
+    return [Job(f"j{i}", {"seed": i, **overrides}, i + 2) for i in range(number)]
+
+
+async def run(path: Path, servers: list, jobs: list[Job], options: Options = QUICK, during=None) -> Journal:
+    """One run of the command; `during(batch)` is awaited beside it."""
+    prompts = {job.id: with_overrides(WORKFLOW, job.overrides) for job in jobs}
+    with Journal(path) as found:
+        found.check({job: fingerprint(prompt) for job, prompt in prompts.items()})
+        still = [job for job in jobs if not found.ended(job.id, retry_failed=False)]
+        batch = Batch(found, [getattr(one, "url", one) for one in servers], options)
+        beside = asyncio.ensure_future(during(batch)) if during else None
+        try:
+            await asyncio.wait_for(batch.run(still, prompts), 20)
+        finally:
+            if beside:
+                beside.cancel()
+        return found
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def jobs_drawn(*servers: FakeComfy) -> Counter:
+    return Counter(name.removeprefix("p_").split(".")[0] for one in servers for name in one.drawn)
+
+
+def assert_each_once(path: Path, jobs: list[Job], *servers: FakeComfy) -> None:
+    assert Counter(record["id"] for record in lines(path)) == Counter(job.id for job in jobs)
+    assert {record["status"] for record in lines(path)} == {"success"}
+    assert jobs_drawn(*servers) == Counter(job.id for job in jobs)
+
+
+def test_a_result_has_files_seconds_and_each_trace_once(tmp_path):
+    async def check():
+        async with FakeComfy() as one:
+            told = await run(tmp_path / "r.jsonl", [one], jobs_of(1))
+            assert one.history == {}  # the server need not keep it
+            [record] = lines(tmp_path / "r.jsonl")
+            assert record == told.results["j0"] == {
+                "id": "j0", "status": "success", "overrides": {"seed": 0}, "server": one.url, "attempt": 1,
+                "prompt_id": told.prompt_id("j0", 1), "seconds": 0.25, "error": "",
+                "files": [{"filename": "p_j0_00001_.png", "subfolder": "", "type": "output"}],
+                "traces": [{"method": "sjd", "target_passes": 5}],
+            }
+            assert one.drawn == ["p_j0"]
+
+    asyncio.run(check())
+
+
+def test_the_least_busy_server_gets_the_job_and_none_gets_more_than_it_may(tmp_path):
+    async def check():
+        async with FakeComfy(0.01) as fast, FakeComfy(0.05) as middle, FakeComfy(0.6) as slow:
+            jobs = jobs_of(16)
+            await run(tmp_path / "r.jsonl", [slow, middle, fast], jobs)
+            assert_each_once(tmp_path / "r.jsonl", jobs, fast, middle, slow)
+            assert min(len(fast.drawn), len(middle.drawn)) > len(slow.drawn) >= 2
+            assert {fast.most_queued, middle.most_queued, slow.most_queued} == {QUICK.in_flight}
+
+    asyncio.run(check())
+
+
+def test_a_server_that_others_keep_busy_is_left_to_them(tmp_path):
+    async def check():
+        async with FakeComfy(0.3) as busy, FakeComfy(0.005) as free:
+            busy.pending += [(f"someone's {i}", WORKFLOW) for i in range(5)]
+            jobs = jobs_of(8)
+            await run(tmp_path / "r.jsonl", [busy, free], jobs)
+            assert_each_once(tmp_path / "r.jsonl", jobs, free)
+            busy.seconds, busy.drawn = 0.002, []
+            more = [Job(f"k{i}", {"seed": i}, i) for i in range(3)]
+            await run(tmp_path / "s.jsonl", [busy], more)  # where there is no other, ours wait in line
+            assert [name for name in busy.drawn if "_k" in name] == ["p_k0", "p_k1", "p_k2"]
+            assert {"someone's 4"} <= busy.history.keys()  # and what is not ours stays in the history
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(("text", "error"), [
+    ("refuse", "ComfyUI refused the workflow: Encoder: bad value (text)"),
+    ("half", "ComfyUI refused the workflow: Encoder: bad value (text)"),
+    ("fail", "Encoder: no such word"),
+])
+def test_a_job_that_cannot_be_made_fails_once_and_stops_nobody(tmp_path, text, error):
+    async def check():
+        async with FakeComfy(0.01) as one:
+            jobs = [Job("bad", {"prompt": text}, 2), *jobs_of(3)]
+            await run(tmp_path / "r.jsonl", [one], jobs)
+            records = {record["id"]: record for record in lines(tmp_path / "r.jsonl")}
+            assert records.pop("bad")["error"] == error and one.drawn == ["p_j0", "p_j1", "p_j2"]
+            assert {record["status"] for record in records.values()} == {"success"}
+            await run(tmp_path / "r.jsonl", [one], jobs)
+            assert len(lines(tmp_path / "r.jsonl")) == 4 and len(one.drawn) == 3
+
+    asyncio.run(check())
+
+
+def test_jobs_of_a_dying_server_go_to_the_other(tmp_path):
+    async def check():
+        async with FakeComfy(0.02) as mortal, FakeComfy(0.02) as other:
+            async def kill(_batch):
+                while not mortal.drawn or not mortal.running:
+                    await asyncio.sleep(0.001)
+                await mortal.die()
+
+            jobs = jobs_of(10)
+            found = await run(tmp_path / "r.jsonl", [mortal, other], jobs, during=kill)
+            assert {record["status"] for record in found.results.values()} == {"success"}
+            assert len(lines(tmp_path / "r.jsonl")) == 10
+            recorded = Counter(record["files"][0]["filename"] for record in lines(tmp_path / "r.jsonl"))
+            assert max(recorded.values()) == 1
+            # Only a picture that was finished, but not yet fetched, when the server died may have been drawn again.
+            assert set(jobs_drawn(mortal, other)) == {job.id for job in jobs}
+            assert max(jobs_drawn(other).values()) == 1 and jobs_drawn(mortal, other).total() <= 12
+
+    asyncio.run(check())
+
+
+def test_a_server_that_restarts_gets_its_jobs_again_under_another_name(tmp_path):
+    async def check():
+        async with FakeComfy(0.02) as one:
+            async def restart(_batch):
+                while not one.running:
+                    await asyncio.sleep(0.001)
+                await one.die()
+                await asyncio.sleep(0.05)
+                await one.start()
+
+            jobs = jobs_of(4)
+            await run(tmp_path / "r.jsonl", [one], jobs, during=restart)
+            assert_each_once(tmp_path / "r.jsonl", jobs, one)
+            assert "p_j0.try2" in one.drawn
+
+    asyncio.run(check())
+
+
+def test_a_server_that_was_only_silent_goes_on_with_what_it_has(tmp_path, monkeypatch):
+    """Longer than the grace, so that its jobs were taken back; but nobody else could begin them."""
+    silent = False
+    ask = server.Server._request
+
+    async def request(self, *given):
+        if silent:
+            raise server.ServerAwayError("no answer")
+        return await ask(self, *given)
+
+    monkeypatch.setattr(server.Server, "_request", request)
+
+    async def check():
+        async with FakeComfy(0.1) as one:
+            async def hush(_batch):
+                nonlocal silent
+                while not one.running:
+                    await asyncio.sleep(0.001)
+                silent = True
+                await asyncio.sleep(0.25)
+                silent = False
+
+            jobs = jobs_of(4)
+            await run(tmp_path / "r.jsonl", [one], jobs, Options(poll=0.005, grace=0.05, patience=5), during=hush)
+            assert_each_once(tmp_path / "r.jsonl", jobs, one)
+            assert {record["attempt"] for record in lines(tmp_path / "r.jsonl")} == {1}
+
+    asyncio.run(check())
+
+
+def test_a_job_that_kills_servers_is_given_up(tmp_path):
+    async def check():
+        async with FakeComfy(0.005) as one:
+            async def revive(_batch):
+                while True:
+                    await asyncio.sleep(0.01)
+                    if one._runner is None:
+                        await one.start()
+
+            jobs = [*jobs_of(2), Job("bad", {"prompt": "poison"}, 9), Job("last", {}, 10)]
+            options = Options(in_flight=1, retries=2, poll=0.005, grace=1, patience=5)
+            await run(tmp_path / "r.jsonl", [one], jobs, options, during=revive)
+            records = {record["id"]: record for record in lines(tmp_path / "r.jsonl")}
+            assert records["bad"]["status"] == "error" and "given up after 3 tries" in records["bad"]["error"]
+            assert sorted(one.drawn) == ["p_j0", "p_j1", "p_last"]
+
+    asyncio.run(check())
+
+
+def test_without_any_server_it_gives_up_and_can_go_on_later(tmp_path):
+    async def check():
+        one, jobs = FakeComfy(0.01), jobs_of(3)
+        await run(tmp_path / "r.jsonl", [one], jobs)
+        assert lines(tmp_path / "r.jsonl") == []
+        async with one:
+            async def kill(_batch):
+                while len(one.drawn) < 1:
+                    await asyncio.sleep(0.001)
+                await one.die()
+
+            await run(tmp_path / "r.jsonl", [one], jobs, during=kill)
+            assert len(lines(tmp_path / "r.jsonl")) < 3
+            await one.start()
+            await run(tmp_path / "r.jsonl", [one], jobs)
+            assert {record["id"] for record in lines(tmp_path / "r.jsonl")} == {"j0", "j1", "j2"}
+
+    asyncio.run(check())
+
+
+def test_cancelling_takes_ours_and_leaves_what_others_queued(tmp_path):
+    async def check():
+        async with FakeComfy(0.05) as one:
+            async def stop(batch):
+                while not one.drawn or not one.running:
+                    await asyncio.sleep(0.001)
+                one.pending.append(("someone's", WORKFLOW))
+                batch.stop()
+
+            jobs = jobs_of(6)
+            found = await run(tmp_path / "r.jsonl", [one], jobs, during=stop)
+            here = {key for key, _ in one.pending} | {one.running} | one.history.keys()
+            assert "someone's" in here and not set(found.queued) & here
+            before = len(lines(tmp_path / "r.jsonl"))
+            assert 0 < before < 6 and {record["status"] for record in lines(tmp_path / "r.jsonl")} == {"success"}
+            await run(tmp_path / "r.jsonl", [one], jobs)
+            ours = Counter(job for job, count in jobs_drawn(one).items() for _ in range(count) if job.startswith("j"))
+            assert ours == Counter(job.id for job in jobs)
+
+    asyncio.run(check())
+
+
+def test_results_of_a_server_that_is_no_longer_named_are_fetched_all_the_same(tmp_path):
+    async def check():
+        async with FakeComfy(0.05) as first, FakeComfy(0.01) as second:
+            jobs = jobs_of(4)
+            prompts = {job.id: with_overrides(WORKFLOW, job.overrides) for job in jobs}
+            with Journal(tmp_path / "r.jsonl") as found:
+                batch = asyncio.ensure_future(Batch(found, [first.url], QUICK).run(jobs, prompts))
+                while not first.running:
+                    await asyncio.sleep(0.001)
+                batch.cancel()
+                await asyncio.gather(batch, return_exceptions=True)
+            await run(tmp_path / "r.jsonl", [second], jobs)
+            assert_each_once(tmp_path / "r.jsonl", jobs, first, second)
+            assert first.drawn and second.drawn
+
+    asyncio.run(check())
+
+
+def test_copies_are_named_after_the_job(tmp_path):
+    async def check():
+        async with FakeComfy() as one:
+            options = Options(poll=0.005, download=tmp_path / "out")
+            found = await run(tmp_path / "r.jsonl", [one], jobs_of(2), options)
+            assert (tmp_path / "out/j1.png").read_bytes() == b"p_j1_00001_.png"
+            assert found.results["j1"]["copies"] == [str(tmp_path / "out/j1.png")]
+            assert len(list((tmp_path / "out").iterdir())) == 2
+
+    asyncio.run(check())
+    names = [{"filename": name} for name in ("a.png", "b.json", "c.png", "d.PNG", "e.png", "f")]
+    assert [path.name for path in dispatch.copies_of(names, Path("x/job"))] == [
+        "job.png", "job.json", "job.2.png", "job.PNG", "job.3.png", "job"]
+
+
+class CrashError(BaseException):
+    """As abrupt as kill -9, inside of this process."""
+
+
+class Fate:
+    """Crashes at the n-th step. A step is a line half written, a line written, a request sent or answered."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.left = None
+        append, submit, forget = journal.Lines.append, server.Server.submit, server.Server.forget
+
+        def torn(lines, record):
+            if self.strikes():
+                lines.file.write(json.dumps(record).encode()[:-5])
+                lines.file.flush()
+                raise CrashError
+            append(lines, record)
+            self.step()
+
+        def around(method):
+            async def wrapped(*given):
+                self.step()
+                answer = await method(*given)
+                self.step()
+                return answer
+
+            return wrapped
+
+        monkeypatch.setattr(journal.Lines, "append", torn)
+        monkeypatch.setattr(server.Server, "submit", around(submit))
+        monkeypatch.setattr(server.Server, "forget", around(forget))
+
+    def strikes(self) -> bool:
+        if self.left is None:
+            return False
+        self.left -= 1
+        return self.left < 0
+
+    def step(self) -> None:
+        if self.strikes():
+            raise CrashError
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(crashes=st.lists(st.integers(0, 24), min_size=1, max_size=4), number=st.integers(1, 5), two=st.booleans())
+def test_after_any_crashes_every_job_has_exactly_one_picture(tmp_path_factory, crashes, number, two):
+    path = tmp_path_factory.mktemp("batch") / "r.jsonl"
+
+    async def check(fate):
+        async with FakeComfy(0.002) as one, FakeComfy(0.004) as other:
+            servers, jobs = [one, other][: 1 + two], jobs_of(number)
+            for crash in crashes:
+                fate.left = crash
+                try:
+                    await run(path, servers, jobs)
+                except CrashError:
+                    pass
+            fate.left = None
+            await run(path, servers, jobs)
+            assert_each_once(path, jobs, *servers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        asyncio.run(check(Fate(patch)))
