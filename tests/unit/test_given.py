@@ -1,0 +1,178 @@
+"""Tokens given at the beginning of a picture: read with the prompt, and the law of what follows is not touched."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from comfyui_specar import api
+from comfyui_specar.model_loaders.detect import load_drafter
+from comfyui_specar.samplers import prefill
+from comfyui_specar.samplers.adt_tree import ADTTree
+from comfyui_specar.samplers.jacobi import REUSE, SJD, Jacobi
+from comfyui_specar.samplers.next_token import NextToken
+from comfyui_specar.samplers.prefill import given_tokens, read_given
+from comfyui_specar.samplers.protocols import SamplingParams, TokenLayout
+from comfyui_specar.samplers.skipping import Skipping
+from comfyui_specar.samplers.speculative import DraftTree
+from comfyui_specar.samplers.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.trace import Source
+
+from .test_captured_trees import agree, on_tape  # noqa: F401 (fixture)
+from .test_captured_windows import assert_same, captured
+from .tiny import CAPTION, caption_features, fill, llamagen, write_eagle, write_llamagen
+from .toy import ToyDrafter, ToyModel, chi_square, plain, request, with_line_ends
+
+RUNS = 6000
+
+
+def begun(layout: TokenLayout, *tokens: int) -> TokenLayout:
+    """The layout with its first tokens given: some of all images, or [B, n] each image's own (-1: not given)."""
+    given = torch.tensor(tokens)
+    given = given[None] if given.ndim == 1 else given
+    forced = layout.forced.expand(len(given), -1).clone()
+    forced[:, : given.shape[1]] = torch.where(given >= 0, given, forced[:, : given.shape[1]])
+    return replace(layout, forced=forced)
+
+
+ROW, ENDS = begun(plain(2, 3), 2, 0), begun(with_line_ends(2, 2), 1, 0)  # the row's end, which follows, is given too
+CASES = {"row": (ROW, 0, 2), "line_ends": (ENDS, 2, 3)}
+MODELS = {name: ToyModel(layout, specials) for name, (layout, specials, _) in CASES.items()}
+DRAFTERS = {name: ToyDrafter(model) for name, model in MODELS.items()}
+ADT = ADTTree(depths=(1, 3), widths=(1, 3), width_step=1, first=(2, 2), nodes=6)
+STRUCTURES = [Chain(2), Chain(3, "block"), Static(((0,), (1,), (0, 0))), Dynamic(2, 2, 4), ADT]
+METHODS = [NextToken(), *(SJD(3, reuse) for reuse in REUSE if reuse != "threshold_paper"), *STRUCTURES]
+
+
+def method_for(method, name):
+    return method if isinstance(method, (NextToken, SJD)) else DraftTree(DRAFTERS[name], method)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_behind_given_tokens_the_law_is_the_models_own(method, name):
+    layout, _, given = CASES[name]
+    params = SamplingParams(cfg=1.5, temperature=1.2)
+    decoded = method_for(method, name).sample(request(MODELS[name], layout, params, batch=RUNS))
+    assert chi_square(decoded.tokens, MODELS[name].law(layout, params)).z < 4
+    trace = decoded.trace
+    assert (trace.positions["source"][:, :given] == Source.FORCED).all()
+    assert not trace.positions["finalised_at"][:, :given].any() and (trace.positions["p"][:, :given] == 1).all()
+    committed = trace.rounds["committed"]
+    assert (committed.sum(0) == layout.length).all() and (committed[0] == given + 1).all()
+    assert trace.totals["target_passes"] <= layout.length - given
+    summary = trace.summary()
+    assert summary["given"] == RUNS * given and summary["step_compression"] >= 1
+
+
+@pytest.mark.parametrize("method", [NextToken(), SJD(3, "gumbel")], ids=str)
+@pytest.mark.parametrize("chunk", [2, 256])
+def test_fixed_noise_draws_what_reading_one_by_one_would(method, chunk, monkeypatch):
+    """The picture whose beginning is given back is drawn again, in chunks of any size and at any place."""
+    for name, (layout, specials, _) in CASES.items():
+        free = replace(layout, forced=plain(2, 3).forced if name == "row" else with_line_ends(2, 2).forced)
+        asked = request(MODELS[name], free, seed=3, batch=50)
+        whole = NextToken().sample(asked).tokens
+        monkeypatch.setattr(prefill, "CHUNK", chunk)
+        for count in range(layout.length + 1):
+            again = method.sample(replace(asked, layout=begun(free, *whole[:, :count].tolist()) if count else free))
+            assert torch.equal(again.tokens, whole), count
+            assert method != NextToken() or again.trace.totals["target_passes"] == max(
+                layout.length - given_tokens(begun(free, *whole[:, :count].tolist()) if count else free), 1)
+
+
+def test_a_batch_begins_where_its_shortest_beginning_ends():
+    layout = begun(plain(2, 3), [2, 0, 1, 1], [1, -1, 2, 0])
+    assert given_tokens(layout) == 1
+    for method in (NextToken(), SJD(3), DraftTree(DRAFTERS["row"], Chain(2))):
+        tokens = method.sample(request(MODELS["row"], layout, batch=2)).tokens
+        assert tokens[0, :4].tolist() == [2, 0, 1, 1] and tokens[1, [0, 2, 3]].tolist() == [1, 2, 0]
+    assert given_tokens(plain(2, 3)) == 0
+
+
+def test_a_picture_given_whole_is_given_back():
+    for layout, model in ((begun(plain(2, 3), 0, 1, 2, 0, 1, 2), MODELS["row"]),
+                          (begun(with_line_ends(2, 2), 0, 1, 3, 2, 0), MODELS["line_ends"])):
+        for method in (NextToken(), SJD(3), Jacobi(3)):
+            decoded = method.sample(request(model, layout, batch=3))
+            assert torch.equal(decoded.tokens, layout.forced.expand(3, -1))
+            assert decoded.trace.totals["target_passes"] == 1 and decoded.trace.summary()["step_compression"] == 0
+
+
+@pytest.mark.parametrize("method", [NextToken(), *(SJD(3, reuse) for reuse in REUSE)], ids=str)
+def test_steps_captured_behind_other_beginnings_are_replayed(method):
+    """How much is given is no part of a captured step."""
+    model = ToyModel(plain(2, 3))
+    layouts = [begun(plain(2, 3), *tokens) for tokens in ((1, 2), (0, 0, 1), (2, 1), (1, -1, 0), (0, 2, 2, 1))]
+    asked = [request(model, layout, seed=seed, batch=5) for seed, layout in enumerate(layouts)]
+    wanted = [method.sample(one) for one in asked]
+    with captured() as made:
+        found = [method.sample(one) for one in asked]
+    assert len(made) == made[0].captured == 1
+    for one, two in zip(found, wanted, strict=True):
+        assert_same(one, two)
+
+
+@pytest.mark.parametrize("structure", [STRUCTURES[2], STRUCTURES[3]], ids=str)
+def test_rounds_captured_behind_other_beginnings_are_replayed(structure, on_tape, monkeypatch):  # noqa: F811
+    model = ToyModel(plain(2, 3))
+    layouts = [begun(plain(2, 3), *tokens) for tokens in ((1, 2), (0, 0, 1), (2, 1), (1, -1, 0))]
+    drafter = ToyDrafter(model)
+    agree(DraftTree(drafter, structure), [request(model, each, seed=5, batch=4) for each in layouts], monkeypatch)
+    assert on_tape[0].captured > 0
+
+
+# A tiny backbone with caches, and drafters of both kinds
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return llamagen(folder, text=True)
+
+
+def test_real_caches_hold_what_was_given(model, monkeypatch):
+    """Next-token and Gumbel pictures are given back from any row of theirs on; the branches' prompts differ in length."""
+    prompt, negative = model.encode_features(caption_features(7)), model.encode_features(fill("no", (1, 3, CAPTION)))
+    monkeypatch.setattr(prefill, "CHUNK", 5)
+    options = {"negative": negative, "cfg": 2.0, "top_k": 12, "batch_size": 2, "seed": 9}
+    whole = api.sample(model, prompt, NextToken(), **options).tokens
+    keep = torch.zeros_like(whole, dtype=torch.bool)
+    for rows in (1, 2, 3):
+        keep[:, :rows] = True
+        for method in (NextToken(), SJD(5, "gumbel")):
+            layout = model.layout().keeping(whole, keep)
+            assert torch.equal(api.sample(model, prompt, method, layout=layout, **options).tokens, whole)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "twin"])
+def test_drafters_know_what_was_given(model, folder, kind, monkeypatch):
+    """Read in one go or token by token, a drafter predicts the same behind it."""
+    path = write_eagle(folder / kind, input_type=None, prompt="padded") if kind == "eagle" else write_llamagen(
+        folder / "small.safetensors", True)
+    drafter, layout = load_drafter(path, model), begun(model.layout(), 3, 1, 4, 1, 5, 9, 2)
+    prompt, found = model.encode_features(caption_features(7)), []
+    for chunk in (7, 3, 1):
+        monkeypatch.setattr(prefill, "CHUNK", chunk)
+        with torch.inference_mode():
+            target = model.start(prompt, None, 2, layout, slack=9, guided=True)
+            state = drafter.start(target, prompt, None, 2, layout, slack=9, guided=True)
+            start = read_given(model, target, layout, 2, drafter, state)
+            token = torch.full((2, 1), 6)
+            out = drafter.observe(state, token, token * 0 + 7, start.out.hidden, torch.ones(2, dtype=torch.int64))
+        assert start.count == 7 and start.committed.tolist() == [7, 7]
+        found.append((start.out.logits, start.out.hidden, out.logits, out.hidden))
+    for one in found[1:]:
+        for a, b in zip(found[0], one, strict=True):
+            assert torch.allclose(a, b, atol=2e-5)
+
+
+def test_skipping_behind_a_beginning():
+    drafter = ToyDrafter(MODELS["row"], stale=True)
+    method = DraftTree(drafter, Chain(1), skipping=Skipping(interval=2, guard=1))
+    trace = method.sample(request(MODELS["row"], ROW, batch=20)).trace
+    assert (trace.positions["source"] == Source.SKIPPED).any()
+    assert (trace.rounds["committed"].sum(0) == 6).all()
