@@ -12,6 +12,8 @@ from comfy_api.latest import io, ui
 from ..model_loaders.trace_files import load_trace, save_trace
 from ..samplers.trace import Trace
 from . import compare, folders, maps
+from .frames import check_pictures
+from .numbers import token_numbers
 from .sockets import ARTrace
 from .wording import describe
 
@@ -66,20 +68,23 @@ class AcceptanceMap(io.ComfyNode):
         cls, trace: Trace, metric: str, opacity: float, image: torch.Tensor | None = None
     ) -> io.NodeOutput:
         batch = trace.positions["source"].shape[0]
-        if image is not None and image.shape[0] != batch:
-            raise ValueError(f"The trace tells of {batch} pictures, but {image.shape[0]} are connected as image. "
-                             "Connect the pictures that were decoded from the same sampler.")
+        if image is not None:
+            check_pictures(trace, len(image))
         pictures = [None] * batch if image is None else list((image * 255).round().byte().cpu().numpy()[..., :3])
         height, width = (trace.rows * TOKEN_PIXELS, trace.cols * TOKEN_PIXELS) if image is None else image.shape[1:3]
         drawn = [maps.token_map(trace, metric, i) for i in range(batch)]
         layers = [maps.overlay(m, picture, opacity) for m, picture in zip(drawn, pictures, strict=True)]
         tallest = max(len(layer) for layer in layers)  # legends may differ in length
+        sizes = [(x.shape[1], len(x) - maps.legend_height(m)) for x, m in zip(layers, drawn, strict=True)]
         layers = [np.pad(x, ((0, tallest - len(x)), (0, 0), (0, 0)), constant_values=255) for x in layers]
         overlay = as_pictures(layers)
         colours = as_pictures([maps.enlarge(m.colours, height, width) for m in drawn])
         mask = torch.from_numpy(np.stack([maps.enlarge(m.strength, height, width) for m in drawn]))
         preview = ui.PreviewImage(overlay, cls=cls).as_dict()
-        return io.NodeOutput(overlay, colours, mask, json.dumps(trace.report(), indent=1), ui=shown(trace, **preview))
+        numbers = [folders.save_beside(picture, token_numbers(trace, i, sizes[i]))
+                   for i, picture in enumerate(preview["images"])]
+        told = shown(trace, **preview, specar_tokens=numbers)
+        return io.NodeOutput(overlay, colours, mask, json.dumps(trace.report(), indent=1), ui=told)
 
 
 class CompareTraces(io.ComfyNode):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import comfy.ops
@@ -155,6 +155,13 @@ def next_output(prefix: str) -> tuple[Path, str]:
     """The next free numbered file name (without suffix) for a prefix, as Save Image counts, and its subfolder."""
     folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(prefix, folder_paths.get_output_directory())
     return Path(folder) / f"{name}_{counter:05}_", subfolder
+
+
+def save_beside(preview: Mapping[str, str], text: str) -> dict[str, str]:
+    """Write a .json of the same name next to a preview in ComfyUI's temp folder -> how the front end asks for it."""
+    path = Path(folder_paths.get_temp_directory(), preview["subfolder"], preview["filename"]).with_suffix(".json")
+    path.write_text(text, encoding="utf-8")
+    return {**preview, "filename": path.name}
 
 
 def trace_choices() -> list[str]:

@@ -236,10 +236,14 @@ def overlay(token_map: TokenMap, picture: np.ndarray | None, opacity: float, sho
     return np.concatenate((canvas.round().astype(np.uint8), draw_legend(token_map, width)))
 
 
+def legend_height(token_map: TokenMap) -> int:
+    """Pixels of the legend below the map: title, then one line per swatch or scale."""
+    return (1 + len(token_map.legend)) * LINE + 2 * MARGIN
+
+
 def draw_legend(token_map: TokenMap, width: int) -> np.ndarray:
     """A white strip [n, width, 3] (uint8): title, then one line per swatch, or a colour bar with its ends."""
-    lines = 1 + len(token_map.legend)
-    strip = Image.new("RGB", (width, lines * LINE + 2 * MARGIN), "white")
+    strip = Image.new("RGB", (width, legend_height(token_map)), "white")
     draw, bold, font = ImageDraw.Draw(strip), ImageFont.load_default(16), ImageFont.load_default(14)
     draw.text((MARGIN, MARGIN), token_map.title, "black", bold)
     for i, item in enumerate(token_map.legend):

@@ -7,8 +7,8 @@ import folder_paths
 import numpy as np
 import pytest
 import torch
-from comfyui_specar.nodes import maps
-from comfyui_specar.samplers.trace import Source, Trace
+from comfyui_specar.nodes import maps, numbers
+from comfyui_specar.samplers.trace import POSITION_FIELDS, Source, Trace
 
 
 def as_json(trace: Trace) -> dict:
@@ -170,6 +170,67 @@ def test_acceptance_map_node(metric, run, nodes, sample, tiny):
         assert (Path(folder_paths.get_temp_directory()) / image["subfolder"] / image["filename"]).is_file()
     text = out.ui["text"][0]
     assert f"{trace.totals['passes_per_image'][0]}, {trace.totals['passes_per_image'][1]} passes for 16 tokens" in text
+
+
+def numbers_of(trace: Trace, image: int = 0) -> dict:
+    """The file for the front end, read as strict JSON."""
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    return json.loads(numbers.token_numbers(trace, image, (8, 4)), parse_constant=refuse)
+
+
+def assert_numbers_equal(data: dict, trace: Trace, image: int) -> None:
+    assert (data["schema"], data["rows"], data["cols"]) == ("specar.tokens/1", trace.rows, trace.cols)
+    assert set(data["fields"]) == {name for name in trace.positions if trace.grid(name)[image].any()}
+    for name, values in data["fields"].items():
+        np.testing.assert_allclose(values, trace.grid(name)[image].flatten(), rtol=6e-4, err_msg=name)
+
+
+def test_acceptance_map_hands_on_the_numbers_of_every_token(run, nodes, sample, tiny):
+    latent, trace = sample("DraftTree", batch=2)
+    picture = tiny[2].decode(latent["samples"])
+    out = run(nodes["SpecARAcceptanceMap"], trace=trace, metric="entropy", opacity=0.5, image=picture)
+    assert len(out.ui["specar_tokens"]) == 2
+    for i, (file, preview) in enumerate(zip(out.ui["specar_tokens"], out.ui["images"], strict=True)):
+        assert (file["type"], file["subfolder"]) == (preview["type"], preview["subfolder"]) == ("temp", "")
+        data = json.loads((Path(folder_paths.get_temp_directory()) / file["filename"]).read_text("utf-8"))
+        assert_numbers_equal(data, trace, i)
+        assert data["map"] == [512, 512] and not data["continuous"]  # above the legend, which the overlay has too
+        assert data["sources"] == [maps.SOURCES[kind][0] for kind in Source]
+
+
+def test_numbers_of_continuous_runs(draw_vectors):
+    _, trace = draw_vectors("", batch=2, head_steps=2, tolerance=1.0)
+    for image in range(2):
+        data = numbers_of(trace, image)
+        assert_numbers_equal(data, trace, image)
+    assert data["continuous"] and data["sources"][Source.RELAXED] == "accepted within the tolerance"
+    assert data["sources"][Source.RESIDUAL] == maps.SOURCES[Source.RESIDUAL][0]
+
+
+def test_numbers_are_strict_json_of_four_digits():
+    data = numbers_of(made_trace(ratio=[float("inf"), float("nan"), 0.123456, 98765.4321]))
+    assert data["fields"]["ratio"] == ["inf", "nan", 0.1235, 98770.0]
+    assert numbers_of(vector_trace(log_ratio=[-float("inf"), 1.0, 0.0, 0.0]))["fields"]["log_ratio"][0] == "-inf"
+
+
+def test_numbers_leave_out_ends_of_lines_and_empty_records():
+    rows, cols, stride = 2, 3, 4  # a forced end-of-line token after every row
+    order = torch.arange(rows * stride).reshape(1, -1)
+    kept = torch.where(order % stride == cols, int(Source.FORCED), int(Source.ACCEPTED))
+    trace = Trace(rows, cols, stride, {"source": kept, "finalised_at": order, "tv_leak": 0.0 * order}, {}, {}, {})
+    assert numbers_of(trace)["fields"] == {"source": [1] * 6, "finalised_at": [0, 1, 2, 4, 5, 6]}
+
+
+def test_numbers_of_large_pictures_stay_small():
+    generator = torch.Generator().manual_seed(0)
+    tokens = 64 * 64
+    positions = {name: torch.rand((1, tokens), generator=generator) if kind.is_floating_point
+                 else torch.randint(6, 4096, (1, tokens), generator=generator) % (6 if name == "source" else 4096)
+                 for name, kind in POSITION_FIELDS.items()}
+    text = numbers.token_numbers(Trace(64, 64, 64, positions, {}, {}, {}), 0, (512, 512))
+    assert len(text) < 80 * tokens  # 330 kB at worst
 
 
 def test_acceptance_map_without_picture(run, nodes, sample):

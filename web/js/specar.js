@@ -1,29 +1,101 @@
-// Shows the text that SpecAR's output nodes report ("text" in their UI output) in a read-only field on the node.
+// What SpecAR's output nodes show: the text of the report ("text" in their UI output) in a read-only field, and, on
+// Acceptance Map, the map itself with the numbers of every token. Without this file ComfyUI shows the map's picture.
 import { app } from "/scripts/app.js";
-import { ComfyWidgets } from "/scripts/widgets.js";
+import { MapView } from "./map.js";
 
+const MAP_NODE = "SpecARAcceptanceMap";
 const FIELD = "report_text";
+const MAP = "specar_map";
+const MAP_WIDTH = 400; // at least, when it first appears
+const MAP_HEIGHT = 460;
+
+document.head.append(Object.assign(document.createElement("link"), {
+  rel: "stylesheet", href: new URL("./map.css", import.meta.url).href,
+}));
+
+function widgetOf(node, name, make) {
+  return node.widgets?.find((widget) => widget.name === name) ?? make(node);
+}
 
 function reportField(node) {
-  const existing = node.widgets?.find((widget) => widget.name === FIELD);
-  if (existing) return existing;
-  const { widget } = ComfyWidgets.STRING(node, FIELD, ["STRING", { multiline: true }], app);
+  const { widget } = app.widgets.STRING(node, FIELD, ["STRING", { multiline: true }], app);
   widget.serialize = false; // neither in the workflow ...
   widget.options = { ...widget.options, serialize: false, read_only: true }; // ... nor in the prompt
-  if (widget.inputEl) widget.inputEl.readOnly = true;
+  const field = widget.element ?? widget.inputEl;
+  if (field) field.readOnly = true;
   return widget;
+}
+
+const view = (file) => `/view?${new URLSearchParams(file)}`;
+
+function mapWidget(node) {
+  const map = new MapView({
+    fetchFile: (file) => app.api.fetchApi(view(file)),
+    addressOf: (file) => app.api.apiURL(view(file)),
+  });
+  const widget = node.addDOMWidget(MAP, "specar_map", map.element, {
+    serialize: false, hideOnZoom: false, hideInPanel: true, getMinHeight: () => MAP_HEIGHT,
+  });
+  widget.serialize = false;
+  widget.map = map;
+  leaveToCanvas(map.element);
+  const [width, height] = node.size;
+  const [leastWidth, leastHeight] = node.computeSize();
+  node.setSize([Math.max(width, leastWidth, MAP_WIDTH), Math.max(height, leastHeight)]);
+  return widget;
+}
+
+/** On the canvas, zooming and panning also work above the map (the new renderer sees to it itself). */
+function leaveToCanvas(element) {
+  const pass = (handle) => (event) => !window.LiteGraph.vueNodesMode && handle(event);
+  element.addEventListener("wheel", pass((event) => app.canvas.processMouseWheel(event)));
+  element.addEventListener("pointerdown", pass((event) => event.button === 1 && app.canvas.processMouseDown(event)));
+  element.addEventListener("pointermove", pass((event) => event.buttons & 4 && app.canvas.processMouseMove(event)));
+  element.addEventListener("pointerup", pass((event) => event.button === 1 && app.canvas.processMouseUp(event)));
+}
+
+function show(node, output) {
+  if (node.type === MAP_NODE && output?.specar_tokens && output.images) {
+    const { map } = widgetOf(node, MAP, mapWidget);
+    map.show({ pictures: output.images, numbers: output.specar_tokens, report: output.text.join("\n") });
+    Object.assign(node, { images: output.images, imgs: [map.image], imageIndex: null, overIndex: 0 }); // for its menu
+  } else if (output?.text) {
+    widgetOf(node, FIELD, reportField).value = output.text.join("\n");
+  }
+  node.setDirtyCanvas?.(true, true);
+}
+
+/** The node that outputs belong to: "12", or "<id of a subgraph>:12". */
+function nodeAt(locator) {
+  const [id, subgraph] = locator.split(":").reverse();
+  const root = app.rootGraph ?? app.graph;
+  return (subgraph ? root.subgraphs?.get(subgraph) : root)?.getNodeById(id);
 }
 
 app.registerExtension({
   name: "specar.report",
   async beforeRegisterNodeDef(nodeType, nodeData) {
     if (!nodeData.name.startsWith("SpecAR") || !nodeData.output_node) return;
-    const onExecuted = nodeType.prototype.onExecuted;
+    const { onExecuted, onDrawBackground, onNodeCreated } = nodeType.prototype;
     nodeType.prototype.onExecuted = function (output) {
       onExecuted?.apply(this, arguments);
-      if (!output?.text) return;
-      reportField(this).value = output.text.join("\n");
-      this.setDirtyCanvas?.(true, true);
+      show(this, output);
     };
+    if (nodeData.name !== MAP_NODE) return;
+    // The map stands for the picture that ComfyUI would draw: on the canvas, and with the new renderer.
+    nodeType.prototype.onDrawBackground = function () {
+      if (!this.widgets?.some((widget) => widget.name === MAP)) onDrawBackground?.apply(this, arguments);
+    };
+    nodeType.prototype.onNodeCreated = function () {
+      onNodeCreated?.apply(this, arguments);
+      this.hideOutputImages = true;
+    };
+  },
+  /** Results that come back: another workflow's tab, or a run opened from the queue. */
+  onNodeOutputsUpdated(outputs) {
+    for (const [locator, output] of Object.entries(outputs)) {
+      const node = nodeAt(locator);
+      if (node?.type?.startsWith("SpecAR") && node.constructor.nodeData?.output_node) show(node, output);
+    }
   },
 });
