@@ -3,28 +3,64 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from errno import EDQUOT, ENOSPC
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from ..samplers.trace import CONTINUOUS_FIELDS, POSITION_FIELDS, SCHEMA, Trace
 
 
-def save_trace(trace: Trace, path: str | Path) -> None:
-    """Write ``path``.json (report) and ``path``.safetensors (every array)."""
-    path = Path(path)
+def save_trace(trace: Trace, path: str | Path) -> tuple[Path, Path]:
+    """Write ``path``.json (report) and ``path``.safetensors (every array), and return both.
+
+    Neither file is there before both are written whole. Raises OSError that says which could not be.
+    """
+    path = stem(path)
     tensors = {f"positions.{k}": v.contiguous() for k, v in trace.positions.items()}
     tensors |= {f"rounds.{k}": v.contiguous() for k, v in trace.rounds.items()}
     header = {"rows": trace.rows, "cols": trace.cols, "stride": trace.stride, "totals": trace.totals,
               "settings": trace.settings, "schema": SCHEMA, "continuous": trace.continuous}
-    save_file(tensors, str(path.with_suffix(".safetensors")), metadata={"specar": json.dumps(header)})
-    path.with_suffix(".json").write_text(json.dumps(trace.report(), indent=1), encoding="utf-8")
+    contents = {
+        with_ending(path, ".safetensors"): save(tensors, metadata={"specar": json.dumps(header)}),
+        with_ending(path, ".json"): json.dumps(trace.report(), indent=1).encode(),
+    }
+    write_together(contents)
+    record, report = contents
+    return report, record
+
+
+def stem(path: str | Path) -> Path:
+    """What both files of a trace are called, without the ending. (A name may hold dots.)"""
+    path = Path(path)
+    return path.with_suffix("") if path.suffix in (".json", ".safetensors") else path
+
+
+def with_ending(path: Path, ending: str) -> Path:
+    return path.with_name(path.name + ending)
+
+
+def write_together(contents: dict[Path, bytes]) -> None:
+    """Write several files, all of them or none. Raises OSError."""
+    parts = {file: with_ending(file, ".part") for file in contents}
+    try:
+        for file, content in contents.items():
+            parts[file].write_bytes(content)
+        for file, part in parts.items():
+            part.replace(file)
+    except OSError as error:
+        for part in parts.values():
+            with suppress(OSError):
+                part.unlink()
+        full = " The disk is full: make room on it." if error.errno in (ENOSPC, EDQUOT) else ""
+        raise OSError(error.errno, f"{file} could not be written ({error.strerror}).{full}") from error
 
 
 def load_trace(path: str | Path) -> Trace:
     """Read a trace written by save_trace (its .safetensors file). Raises ValueError if it is something else."""
-    path = Path(path).with_suffix(".safetensors")
+    path = with_ending(stem(path), ".safetensors")
     try:
         with safe_open(str(path), framework="pt") as file:
             header = json.loads((file.metadata() or {}).get("specar", "{}"))

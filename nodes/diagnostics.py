@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from .numbers import token_numbers
 from .sockets import ARTrace
 from .wording import describe
 
+log = logging.getLogger(__name__)
 MOST_RUNS = 8  # traces that Compare Runs takes
 TOKEN_PIXELS = 16  # side of a token in maps drawn without a picture
 
@@ -29,6 +32,20 @@ def shown(trace: Trace, **more: Any) -> dict[str, Any]:
 def as_pictures(arrays: list[np.ndarray]) -> torch.Tensor:
     """uint8 arrays [H, W, 3] -> an IMAGE batch [B, H, W, 3] in 0..1."""
     return torch.from_numpy(np.stack(arrays).astype(np.float32) / 255)
+
+
+def preview(pictures: torch.Tensor, cls: type[io.ComfyNode], numbers: Sequence[str] = ()) -> dict[str, Any]:
+    """UI output: pictures [B, H, W, 3] in ComfyUI's temp folder, and beside them the ``numbers`` of their tokens.
+
+    Nothing where they cannot be written: that must not cost the pictures of a run that are not saved yet.
+    """
+    try:
+        images = ui.PreviewImage(pictures, cls=cls).as_dict()
+        beside = [folders.save_beside(*pair) for pair in zip(images["images"], numbers, strict=False)]
+    except OSError as error:
+        log.error("%s shows no picture, because it could not be written: %s", cls.GET_SCHEMA().display_name, error)
+        return {"images": []}
+    return images | ({"specar_tokens": beside} if beside else {})
 
 
 class AcceptanceMap(io.ComfyNode):
@@ -80,10 +97,7 @@ class AcceptanceMap(io.ComfyNode):
         overlay = as_pictures(layers)
         colours = as_pictures([maps.enlarge(m.colours, height, width) for m in drawn])
         mask = torch.from_numpy(np.stack([maps.enlarge(m.strength, height, width) for m in drawn]))
-        preview = ui.PreviewImage(overlay, cls=cls).as_dict()
-        numbers = [folders.save_beside(picture, token_numbers(trace, i, sizes[i]))
-                   for i, picture in enumerate(preview["images"])]
-        told = shown(trace, **preview, specar_tokens=numbers)
+        told = shown(trace, **preview(overlay, cls, [token_numbers(trace, i, size) for i, size in enumerate(sizes)]))
         return io.NodeOutput(overlay, colours, mask, json.dumps(trace.report(), indent=1), ui=told)
 
 
@@ -112,9 +126,8 @@ class CompareTraces(io.ComfyNode):
     def execute(cls, **traces: Trace) -> io.NodeOutput:
         runs = [traces[name] for name in sorted(traces) if traces[name] is not None]  # one digit each
         chart = as_pictures([compare.chart(runs)])
-        preview = ui.PreviewImage(chart, cls=cls).as_dict()
         reports = {"specar": [trace.report() for trace in runs]}
-        return io.NodeOutput(chart, compare.table(runs), ui=preview | reports)
+        return io.NodeOutput(chart, compare.table(runs), ui=preview(chart, cls) | reports)
 
 
 class SaveTrace(io.ComfyNode):
@@ -136,11 +149,22 @@ class SaveTrace(io.ComfyNode):
 
     @classmethod
     def execute(cls, trace: Trace, filename_prefix: str) -> io.NodeOutput:
-        path, subfolder = folders.next_output(filename_prefix)
-        save_trace(trace, path)
-        files = [{"filename": path.with_suffix(suffix).name, "subfolder": subfolder, "type": "output"}
-                 for suffix in (".json", ".safetensors")]
+        problem = folders.outside_output(filename_prefix)
+        if problem:
+            raise ValueError(problem)
+        try:
+            path, subfolder = folders.next_output(filename_prefix)
+            written = save_trace(trace, path)
+        except OSError as error:  # which must not cost the picture: it may not be decoded and saved yet
+            log.error("Save Trace: %s", error)
+            return io.NodeOutput(ui=shown(trace) | {"text": [f"NOT SAVED: {error}"], "files": []})
+        files = [{"filename": file.name, "subfolder": subfolder, "type": "output"} for file in written]
         return io.NodeOutput(ui=shown(trace, files=files))
+
+    @classmethod
+    def validate_inputs(cls, filename_prefix: str | None = None) -> bool | str:
+        """Refuse a prompt before anything is drawn."""
+        return folders.outside_output(filename_prefix) or True if isinstance(filename_prefix, str) else True
 
 
 class LoadTrace(io.ComfyNode):

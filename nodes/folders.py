@@ -151,6 +151,16 @@ def stamp(files: list[Path]) -> str:
 # Traces
 
 
+def outside_output(prefix: str) -> str | None:
+    """What is wrong with a prefix of file names that is none inside the output folder; None: nothing."""
+    root = os.path.abspath(folder_paths.get_output_directory())
+    name = os.path.normpath(prefix) if "\0" not in prefix else "."
+    inside = os.path.abspath(os.path.join(root, name)).startswith(root + os.sep)
+    if inside and name not in (".", ".."):
+        return None
+    return f"filename_prefix is {prefix[:80]!r}, but must be a name inside ComfyUI's output folder, as in Save Image."
+
+
 def next_output(prefix: str) -> tuple[Path, str]:
     """The next free numbered file name (without suffix) for a prefix, as Save Image counts, and its subfolder."""
     folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(prefix, folder_paths.get_output_directory())
