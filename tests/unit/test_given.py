@@ -135,7 +135,7 @@ def model(folder):
 
 
 def test_real_caches_hold_what_was_given(model, monkeypatch):
-    """Next-token and Gumbel pictures are given back from any row of theirs on; the branches' prompts differ in length."""
+    """Next-token and Gumbel pictures are given back from any row of theirs on; one branch has a longer prompt."""
     prompt, negative = model.encode_features(caption_features(7)), model.encode_features(fill("no", (1, 3, CAPTION)))
     monkeypatch.setattr(prefill, "CHUNK", 5)
     options = {"negative": negative, "cfg": 2.0, "top_k": 12, "batch_size": 2, "seed": 9}
