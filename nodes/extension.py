@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
-from . import continuous, diagnostics, folders, info, loaders, rules, samplers, tree_samplers
+from . import continuous, diagnostics, folders, info, loaders, rules, samplers, timeline, tree_samplers
 
 folders.register_folders()
 
@@ -34,6 +34,7 @@ def node_classes() -> list[type[io.ComfyNode]]:
         rules.GroupedRule,
         rules.TVMeteredRule,
         diagnostics.AcceptanceMap,
+        timeline.Timeline,
         diagnostics.CompareTraces,
         diagnostics.SaveTrace,
         diagnostics.LoadTrace,

@@ -1,5 +1,4 @@
-"""Drawing of a run pass by pass: the picture as far as it is decided, what the latest passes decided tinted. Pure numpy.
-"""
+"""Drawing of a run pass by pass: the picture as far as it is decided, the latest tokens tinted. Pure numpy."""
 
 from __future__ import annotations
 

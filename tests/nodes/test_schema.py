@@ -14,9 +14,9 @@ IDS = {
     "SpecARCoolSDSampler", "SpecARADTTreeSampler", "SpecARVVSSampler", "SpecARContinuousNextTokenSampler",
     "SpecARContinuousSampler", "SpecARRuleExact", "SpecARRuleLantern",
     "SpecARRuleLanternPP", "SpecARRuleUniformRSD", "SpecARRuleCoolSD", "SpecARRuleGrouped", "SpecARRuleTVMetered",
-    "SpecARAcceptanceMap", "SpecARCompareTraces", "SpecARSaveTrace", "SpecARLoadTrace",
+    "SpecARAcceptanceMap", "SpecARCompareTraces", "SpecARSaveTrace", "SpecARLoadTrace", "SpecARTimeline",
 }  # fmt: skip
-OUTPUT_NODES = {"SpecARAcceptanceMap", "SpecARCompareTraces", "SpecARSaveTrace", "SpecARModelInfo"}
+OUTPUT_NODES = {"SpecARAcceptanceMap", "SpecARTimeline", "SpecARCompareTraces", "SpecARSaveTrace", "SpecARModelInfo"}
 
 
 def test_ids_are_the_released_ones(nodes):

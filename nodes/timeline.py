@@ -1,0 +1,102 @@
+"""Decoding Timeline: a run as frames of a film."""
+
+from __future__ import annotations
+
+import comfy.utils
+import torch
+import torch.nn.functional as F
+from comfy_api.latest import io, ui
+from torch import Tensor
+
+from ..samplers.trace import Trace
+from .frames import check_pictures, draw_frames, passes_of
+from .sockets import ARTrace
+
+MOST = 240  # frames of the run, where the user names no number
+ROOM = 2 * 2**30  # bytes that all frames may take: they are made at once, for the nodes behind
+SECONDS = 4.0  # that the run takes to play
+FASTEST = 60  # frames per second
+SHOWN = 512  # longest side in pixels of the film on the node
+
+
+def passes_shown(trace: Trace, picture: int, count: int, hold: int, height: int, width: int) -> list[int]:
+    """The passes that get a frame of so many pixels. count: as many as the user asked for, 0: automatic. Raises
+    ValueError where they take too much memory."""
+    frame = 12 * height * width
+    fit = ROOM // frame - hold
+    shown = passes_of(trace, picture, count or max(2, min(MOST, fit)))
+    if len(shown) > fit:
+        raise ValueError(
+            f"{len(shown)} frames of {width} x {height} pixels, and the last held {hold} times, would take "
+            f"{(len(shown) + hold) * frame / 2**30:.1f} GiB of memory. {ROOM / 2**30:.0f} GiB are allowed, which is "
+            f"{ROOM // frame} frames: set frames and hold lower, or make the picture smaller (Upscale Image By)."
+        )
+    return shown
+
+
+def speed(count: int) -> float:
+    """Frames per second at which so many frames take about SECONDS."""
+    return float(min(FASTEST, max(1, round(count / SECONDS))))
+
+
+def film(pixels: Tensor, fps: float, cls: type[io.ComfyNode]) -> dict:
+    """UI output: the frames [F, H, W, 3] as an animated picture, no larger than SHOWN."""
+    longest = max(pixels.shape[1:3])
+    if longest > SHOWN:
+        size = [max(1, side * SHOWN // longest) for side in pixels.shape[1:3]]
+        pixels = F.interpolate(pixels.movedim(-1, 1), size, mode="area").movedim(1, -1)
+    saved = ui.ImageSaveHelper.save_animated_webp(
+        pixels, "ComfyUI_temp_timeline", io.FolderType.temp, cls, fps, lossless=False, quality=80, method=0
+    )
+    return ui.SavedImages([saved], is_animated=True).as_dict()
+
+
+class Timeline(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpecARTimeline",
+            display_name="Decoding Timeline",
+            category="SpecAR/diagnostics",
+            description="Shows how a picture came about, pass by pass of the model: a film of its tokens, tinted "
+            "where they were just decided.",
+            inputs=[
+                ARTrace.Input("trace", tooltip="The trace of an AR sampler, or of Load Trace."),
+                io.Image.Input("image", tooltip="The decoded pictures of this run."),
+                io.Int.Input("frames", default=0, min=0, max=1000,
+                             tooltip="Frames of the run. 0: one for every pass of the model, up to 240. Fewer than "
+                             "passes: passes at even distances, the first and the last among them."),
+                io.Float.Input("tint", default=0.5, min=0, max=1, step=0.05, round=0.01,
+                               tooltip="How strongly a new token has the colour of how it came about (as in Acceptance "
+                               "Map, metric source). It fades over four frames. 0: no colours."),
+                io.Int.Input("hold", default=12, min=0, max=1000,
+                             tooltip="How often the finished picture, without tint, is repeated at the end."),
+                io.Int.Input("picture", default=0, min=0, max=4095,
+                             tooltip="Which picture of the batch; 0 is the first."),
+            ],
+            outputs=[
+                io.Image.Output("film", display_name="frames", tooltip="For Save Animated WEBP, or Create Video."),
+                io.Float.Output("fps", display_name="fps", tooltip="Frames per second at which the run takes about "
+                                "four seconds, for the same nodes."),
+            ],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(
+        cls, trace: Trace, image: Tensor, frames: int, tint: float, hold: int, picture: int
+    ) -> io.NodeOutput:
+        check_pictures(trace, len(image))
+        if picture >= len(image):
+            raise ValueError(f"picture is {picture}, but this run drew {len(image)}: use 0 to {len(image) - 1}.")
+        finished = image[picture, ..., :3].float().cpu()
+        shown = passes_shown(trace, picture, frames, hold, *finished.shape[:2])
+        pixels = finished.repeat(len(shown) + hold, 1, 1, 1)
+        bar = comfy.utils.ProgressBar(len(shown))
+        for number, frame in enumerate(draw_frames(trace, picture, finished.numpy(), shown, tint)):
+            pixels[number] = torch.from_numpy(frame)
+            bar.update(1)
+        fps = speed(len(shown))
+        text = (f"Passes {shown[0]} to {shown[-1]} of the model in {len(shown)} frames, {fps:.0f} a second; then the "
+                f"finished picture {hold} times.")
+        return io.NodeOutput(pixels, fps, ui={"text": [text], **film(pixels, fps, cls)})

@@ -1,0 +1,234 @@
+"""Decoding Timeline: exact pixels of small films, films of real runs, and what it refuses."""
+
+import comfy.model_management as mm
+import folder_paths
+import numpy as np
+import pytest
+import torch
+from comfyui_specar.nodes import frames, timeline
+from comfyui_specar.nodes.maps import SOURCES
+from comfyui_specar.nodes.previews import GREY
+from comfyui_specar.samplers.trace import Source, Trace
+from PIL import Image
+
+from .conftest import defaults
+
+BLANK = np.divide(GREY, 255).astype(np.float32)
+
+
+def trace_of(finished: list, source: list, rows=2, cols=2, stride=2) -> Trace:
+    positions = {"finalised_at": torch.tensor([finished], dtype=torch.int32),
+                 "source": torch.tensor([source], dtype=torch.uint8)}
+    return Trace(rows, cols, stride, positions, {}, {}, {})
+
+
+SMALL = trace_of([0, 1, 3, 9], [Source.PREFILL, Source.ACCEPTED, Source.RESIDUAL, Source.FORCED])
+
+
+def film(trace=SMALL, picture=None, after=None, tint=0.5, image=0) -> np.ndarray:
+    if picture is None:
+        picture = np.random.default_rng(0).random((4, 4, 3), np.float32)
+    after = frames.passes_of(trace, image, 1000) if after is None else after
+    return np.stack(list(frames.draw_frames(trace, image, picture, after, tint)))
+
+
+def blended(pixels, source, strength):
+    return pixels + strength * (np.divide(SOURCES[source][1], 255) - pixels)
+
+
+def test_every_pixel_of_a_small_film():
+    picture = np.random.default_rng(1).random((4, 4, 3), np.float32)
+    first, second, third, kept = picture[:2, :2], picture[:2, 2:], picture[2:, :2], picture[2:, 2:]
+    drawn = film(picture=picture)
+    assert drawn.shape == (4, 4, 4, 3) and drawn.dtype == np.float32, "passes 0 to 3"
+    for number, strength in enumerate((0.5, 0.25, 0.125, 0.0625)):
+        assert np.allclose(drawn[number, :2, :2], blended(first, Source.PREFILL, strength))
+        assert np.array_equal(drawn[number, 2:, 2:], kept), "what was kept is there, untinted, whenever it was passed"
+    assert (drawn[0, :2, 2:] == BLANK).all() and (drawn[:3, 2:, :2] == BLANK).all()
+    for number, strength in enumerate((0.5, 0.25, 0.125), start=1):
+        assert np.allclose(drawn[number, :2, 2:], blended(second, Source.ACCEPTED, strength))
+    assert np.allclose(drawn[3, 2:, :2], blended(third, Source.RESIDUAL, 0.5))
+
+
+def test_a_trail_ends_after_four_frames():
+    row = trace_of(list(range(8)), [Source.BONUS] * 8, 1, 8, 8)
+    picture = np.random.default_rng(2).random((2, 8, 3), np.float32)
+    last = film(row, picture, tint=1.0)[-1]
+    assert np.array_equal(last[:, :4], picture[:, :4])
+    assert np.allclose(last[:, 7], np.divide(SOURCES[Source.BONUS][1], 255))
+    assert np.allclose(last[:, 4], blended(picture[:, 4], Source.BONUS, 0.125))
+
+
+def test_fewer_frames_take_passes_together():
+    picture = np.random.default_rng(3).random((4, 4, 3), np.float32)
+    assert frames.passes_of(SMALL, 0, 2) == [0, 3]
+    drawn = film(picture=picture, after=[0, 3])
+    assert np.allclose(drawn[1, :2, 2:], blended(picture[:2, 2:], Source.ACCEPTED, 0.5)), "decided in between"
+    assert np.allclose(drawn[1, :2, :2], blended(picture[:2, :2], Source.PREFILL, 0.25))
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 50, 199, 200, 1000])
+def test_passes_are_even_and_have_both_ends(most):
+    trace = trace_of([i + 1 for i in range(200)], [Source.BONUS] * 200, 10, 20, 20)
+    chosen = frames.passes_of(trace, 0, most)
+    assert len(chosen) == min(most, 200) and chosen[-1] == 200
+    assert most == 1 or chosen[0] == 1
+    gaps = np.diff(chosen)
+    assert most == 1 or (gaps.min() >= 1 and gaps.max() - gaps.min() <= 1)
+
+
+def test_all_kept_is_one_frame():
+    trace = trace_of([0, 1, 2, 3], [Source.FORCED] * 4)
+    picture = np.random.default_rng(4).random((4, 4, 3), np.float32)
+    assert np.array_equal(film(trace, picture), picture[None])
+
+
+def test_ends_of_rows_are_no_part_of_the_picture():
+    """Positions 2 and 5 are ends of rows, 6 the end of the picture."""
+    source = [Source.BONUS, Source.BONUS, Source.FORCED] * 2 + [Source.FORCED]
+    picture = np.random.default_rng(5).random((4, 4, 3), np.float32)
+    drawn = film(trace_of(list(range(7)), source, stride=3), picture, tint=0.0)
+    assert len(drawn) == 5
+    for number, pieces in enumerate((1, 2, 2, 3, 4)):
+        shown = [not (drawn[number, y:y + 2, x:x + 2] == BLANK).all() for y in (0, 2) for x in (0, 2)]
+        assert shown == [i < pieces for i in range(4)]
+    assert np.array_equal(drawn[-1], picture)
+
+
+def test_pictures_that_are_no_multiple_of_the_grid():
+    picture = np.random.default_rng(6).random((5, 7, 3), np.float32)
+    drawn = film(picture=picture, tint=0.0)
+    assert np.array_equal(drawn[-1], picture)
+    assert not (drawn[0, :3, :4] == BLANK).any() and (drawn[0, :2, 4:] == BLANK).all()
+
+
+def test_colours_are_the_last_thing_that_is_gone():
+    assert np.array_equal(film(tint=0.0)[-1], film(tint=0.0, after=[3])[0])
+
+
+# The node
+
+
+@pytest.fixture
+def timeline_of(nodes, run):
+    def timeline_of(trace, image, **widgets):
+        node = nodes["SpecARTimeline"]
+        return run(node, **defaults(node) | {"trace": trace, "image": image} | widgets)
+
+    return timeline_of
+
+
+@pytest.mark.parametrize("method", ["NextToken", "SJD", "DraftTree"])
+def test_a_run_has_a_frame_for_every_pass_and_ends_with_its_picture(method, sample, tiny, timeline_of):
+    latent, trace = sample(method, batch=2)
+    image = tiny[2].decode(latent["samples"])
+    for number in range(2):
+        pixels, fps = timeline_of(trace, image, hold=2, picture=number).result
+        passes = trace.totals["passes_per_image"][number]
+        assert pixels.shape == (passes + 2, *image.shape[1:]) and pixels.dtype == torch.float32
+        assert torch.equal(pixels[-2:], image[number].expand(2, -1, -1, -1))
+        assert fps == max(1, round(passes / 4))
+        at = trace.grid("finalised_at")[number]
+        for after in range(passes):
+            grey = (pixels[after].unflatten(0, (4, 8)).unflatten(2, (4, 8)) == float(BLANK[0])).all(-1).all(3).all(1)
+            assert torch.equal(grey, at > after)
+
+
+@pytest.mark.parametrize("method", ["NextToken", ""])
+def test_vectors_appear_in_the_order_in_which_they_were_drawn(method, draw_vectors, continuous, timeline_of):
+    latent, trace = draw_vectors(method)
+    image = continuous[2].decode(latent["samples"])
+    pixels, _ = timeline_of(trace, image, hold=0, tint=0.0).result
+    assert len(pixels) == trace.totals["target_passes"] and torch.equal(pixels[-1], image[0])
+    shown = [int((frame.unflatten(0, (4, 8)).unflatten(2, (4, 8)) != float(BLANK[0])).any(-1).any(3).any(1).sum())
+             for frame in pixels]
+    assert shown == sorted(shown) and shown[0] < 16 == shown[-1]
+
+
+def test_inpainting_starts_from_what_is_kept(sample, tiny, timeline_of):
+    latent, _ = sample("SJD")
+    mask = torch.zeros(1, 1, 32, 32)
+    mask[..., 8:16, 8:24] = 1
+    again, trace = sample("SJD", latent_image={**latent, "noise_mask": mask}, seed=9)
+    image = tiny[2].decode(again["samples"])
+    pixels, _ = timeline_of(trace, image).result
+    hole = mask[0, 0].bool()
+    assert torch.equal(pixels[:, ~hole], image[0, ~hole].expand(len(pixels), -1, -1))
+    assert int((trace.positions["source"] == Source.FORCED).sum()) == 14
+    assert not torch.equal(pixels[0, hole], image[0, hole])
+
+
+def test_the_node_shows_a_film(sample, tiny, timeline_of, progress):
+    latent, trace = sample("SJD")
+    shown = timeline_of(trace, tiny[2].decode(latent["samples"]), hold=3)
+    [file] = shown.ui["images"]
+    assert shown.ui["animated"] == (True,) and file["type"] == "temp"
+    webp = Image.open(f"{folder_paths.get_temp_directory()}/{file['subfolder']}/{file['filename']}")
+    assert webp.format == "WEBP" and webp.is_animated and webp.size == (32, 32)
+    count = len(shown.result[0])
+    assert webp.n_frames <= count  # equal ones may be one, shown for longer
+    assert shown.ui["text"][0].startswith(f"Passes 0 to {count - 4} of the model in {count - 3} frames")
+    assert progress[-1][:2] == (count - 3, count - 3)
+
+
+def test_large_films_are_smaller_on_the_node(timeline_of):
+    shown = timeline_of(SMALL, torch.rand(1, 300, 1030, 3), hold=0)
+    [file] = shown.ui["images"]
+    assert Image.open(f"{folder_paths.get_temp_directory()}/{file['filename']}").size == (512, 149)
+    assert shown.result[0].shape == (4, 300, 1030, 3)
+
+
+def test_a_kept_trace_draws_the_same_film(sample, tiny, timeline_of, nodes, run):
+    latent, trace = sample("SJD")
+    image = tiny[2].decode(latent["samples"])
+    saved = run(nodes["SpecARSaveTrace"], trace=trace, filename_prefix="timeline/trace").ui["files"]
+    name = next(f["filename"] for f in saved if f["filename"].endswith(".safetensors"))
+    found = run(nodes["SpecARLoadTrace"], trace_name=f"timeline/{name} [output]").result[0]
+    assert torch.equal(timeline_of(found, image).result[0], timeline_of(trace, image).result[0])
+
+
+def test_alpha_is_left_out(timeline_of):
+    assert timeline_of(SMALL, torch.rand(1, 4, 4, 4)).result[0].shape == (16, 4, 4, 3)
+
+
+def long_run(passes: int) -> Trace:
+    side = int(passes**0.5)
+    return trace_of(list(range(passes)), [Source.BONUS] * passes, side, side, side)
+
+
+@pytest.mark.parametrize(
+    ("widgets", "count"),
+    [({}, 240), ({"hold": 0}, 240), ({"frames": 300}, 300), ({"frames": 1000, "hold": 1}, 400), ({"frames": 1}, 1)],
+)
+def test_number_of_frames(widgets, count, timeline_of):
+    pixels, fps = timeline_of(long_run(400), torch.rand(1, 20, 20, 3), **widgets).result
+    assert len(pixels) == count + widgets.get("hold", 12) and fps == min(60, max(1, round(count / 4)))
+
+
+def test_automatic_frames_are_as_many_as_fit(timeline_of, monkeypatch):
+    monkeypatch.setattr(timeline, "ROOM", 12 * 20 * 20 * 30)
+    image = torch.rand(1, 20, 20, 3)
+    assert len(timeline_of(long_run(400), image).result[0]) == 30  # 18 of the run
+    with pytest.raises(ValueError, match=r"19 frames of 20 x 20 pixels, and the last held 12 times.* 30 frames: set"):
+        timeline_of(long_run(400), image, frames=19)
+    with pytest.raises(ValueError, match="set frames and hold lower"):
+        timeline_of(long_run(400), image, hold=29)
+
+
+def test_what_does_not_belong_together_is_refused(timeline_of):
+    with pytest.raises(ValueError, match="tells of 1 pictures, but 2 are connected"):
+        timeline_of(SMALL, torch.rand(2, 4, 4, 3))
+    with pytest.raises(ValueError, match="picture is 1, but this run drew 1: use 0 to 0"):
+        timeline_of(SMALL, torch.rand(1, 4, 4, 3), picture=1)
+
+
+def test_interruption_stops_the_drawing(timeline_of, monkeypatch):
+    import comfy.utils
+
+    def hook(value, *_, **__):
+        if value == 3:
+            raise mm.InterruptProcessingException
+
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
+    with pytest.raises(mm.InterruptProcessingException):
+        timeline_of(long_run(100), torch.rand(1, 20, 20, 3))
