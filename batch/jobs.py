@@ -39,7 +39,7 @@ def read_jobs(path: Path) -> list[Job]:
     if path.suffix.lower() not in kinds:
         raise JobsError(f"{path}: a jobs file is one of {', '.join(kinds)}")
     try:
-        text = path.read_text(encoding="utf-8-sig")  # Excel begins "CSV UTF-8" with a byte order mark
+        text = path.read_bytes().decode("utf-8-sig")  # Excel begins "CSV UTF-8" with a byte order mark
     except OSError as error:
         raise JobsError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

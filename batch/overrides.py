@@ -94,15 +94,24 @@ def addressed(workflow: Workflow, name: str) -> bool:
     return "." in name and all(field != name for _, field, _ in widgets(workflow))
 
 
+def source(workflow: Workflow, node: str, field: str) -> Place | None:
+    """Where the value of an input is typed: there, or in one of ComfyUI's primitive nodes (Int, String) that feeds it."""
+    value = workflow[node]["inputs"].get(field)
+    if not isinstance(value, list):
+        return None if value is None else (node, field)
+    held = workflow.get(str(value[0]), {"inputs": {}})["inputs"]
+    return (str(value[0]), "value") if held.keys() == {"value"} and not isinstance(held["value"], list) else None
+
+
 def places(workflow: Workflow, name: str) -> list[Place]:
     if name in ROLES and (found := texts_behind(workflow, ROLES[name])):
         return found
-    if found := [(node, field) for node, field, _ in widgets(workflow) if field == name]:
-        return found
+    if found := [place for node in workflow if (place := source(workflow, node, name))]:
+        return list(dict.fromkeys(found))
     if addressed(workflow, name):
         return [place_of(workflow, name)]
     if any(name in node["inputs"] for node in workflow.values()):
-        raise OverrideError(f"{name} is connected to another node in this workflow, so it cannot be set")
+        raise OverrideError(f"{name} is computed by another node in this workflow, so it cannot be set")
     raise OverrideError(f"the workflow has no {name}; it has {', '.join(names(workflow))}")
 
 
@@ -116,10 +125,11 @@ def place_of(workflow: Workflow, name: str) -> Place:
     if len(found) > 1:
         by_id = ", ".join(f"{key}.{field}" for key in found)
         raise OverrideError(f"{name}: {len(found)} nodes have the title {who!r}; use one of {by_id}")
-    own = [key for node, key, _ in widgets(workflow) if node == found[0]]
-    if field not in own:
+    place = source(workflow, found[0], field)
+    if not place:
+        own = [key for key in workflow[found[0]]["inputs"] if source(workflow, found[0], key)]
         raise OverrideError(f"{name}: this node has no {field} to set; it has {', '.join(own) or 'none'}")
-    return found[0], field
+    return place
 
 
 def texts_behind(workflow: Workflow, role: str) -> list[Place]:
@@ -128,18 +138,18 @@ def texts_behind(workflow: Workflow, role: str) -> list[Place]:
     links = [node["inputs"][role] for node in workflow.values() if isinstance(node["inputs"].get(role), list)]
     seen: set[str] = set()
     while links:
-        node = links.pop(0)[0]
+        node = str(links.pop(0)[0])
         if node in seen or node not in workflow:
             continue
         seen.add(node)
         inputs = workflow[node]["inputs"]
-        if texts := [(node, field) for field in TEXTS if isinstance(inputs.get(field), str)]:
+        if texts := [place for field in TEXTS if (place := source(workflow, node, field))]:
             found += texts
         elif isinstance(inputs.get(role), list):  # such as Apply ControlNet, which passes both prompts on
             links.append(inputs[role])
         else:
             links += [value for value in inputs.values() if isinstance(value, list)]
-    return found
+    return list(dict.fromkeys(found))
 
 
 def names(workflow: Workflow) -> list[str]:

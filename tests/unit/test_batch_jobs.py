@@ -1,0 +1,236 @@
+"""The jobs file, and how its settings get into a workflow."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+from comfyui_specar.batch.jobs import JobsError, read_jobs
+from comfyui_specar.batch.overrides import (
+    OverrideError,
+    converted,
+    fingerprint,
+    named_after,
+    prompts_of,
+    read_workflow,
+    with_overrides,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).resolve().parents[2]
+QUIET = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def jobs_in(tmp_path: Path, name: str, content: str | bytes):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return read_jobs(path)
+
+
+def refused(tmp_path: Path, name: str, content: str | bytes) -> str:
+    with pytest.raises(JobsError) as caught:
+        jobs_in(tmp_path, name, content)
+    return str(caught.value)
+
+
+text = st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\0")).filter(str.strip)
+cells = st.lists(st.tuples(text, st.integers(0, 2**64 - 1), st.booleans()), min_size=1, max_size=5)
+
+
+@QUIET
+@given(rows=cells, delimiter=st.sampled_from(",;\t"), mark=st.booleans(), newline=st.sampled_from(["\n", "\r\n"]))
+def test_what_a_spreadsheet_writes_is_read_back(tmp_path_factory, rows, delimiter, mark, newline):
+    out = io.StringIO(newline="")
+    writer = csv.writer(out, delimiter=delimiter, lineterminator=newline, quoting=csv.QUOTE_NONNUMERIC)
+    writer.writerow(["prompt", "seed", "flag"])
+    writer.writerows(rows)
+    content = ("\ufeff" if mark else "") + out.getvalue()
+    jobs = jobs_in(tmp_path_factory.mktemp("jobs"), "jobs.csv", content)
+    assert [job.overrides for job in jobs] == [{"prompt": p, "seed": str(s), "flag": str(f)} for p, s, f in rows]
+    assert len({job.id for job in jobs}) == len(rows)
+
+
+@QUIET
+@given(rows=cells)
+def test_json_lines_keep_their_types(tmp_path_factory, rows):
+    rows = [{"prompt": p, "seed": s, "flag": f} for p, s, f in rows]
+    content = "\n".join(json.dumps(row, ensure_ascii=number % 2 == 0) for number, row in enumerate(rows))
+    jobs = jobs_in(tmp_path_factory.mktemp("jobs"), "jobs.jsonl", content)
+    assert [job.overrides for job in jobs] == rows
+
+
+@QUIET
+@given(content=st.one_of(st.text(), st.binary()), name=st.sampled_from(["jobs.csv", "jobs.jsonl", "jobs.tsv"]))
+def test_any_file_is_read_or_refused_with_a_reason(tmp_path_factory, content, name):
+    if isinstance(content, str):
+        content = content.encode(errors="replace")
+    try:
+        jobs = jobs_in(tmp_path_factory.mktemp("jobs"), name, content)
+    except JobsError as error:
+        assert str(error).startswith((name, "/")) and "\n\n" not in str(error)
+    else:
+        assert jobs
+
+
+def test_ids_come_from_their_column_or_from_row_and_contents(tmp_path):
+    assert [job.id for job in jobs_in(tmp_path, "a.csv", "seed;id\n1;cat\n2;Hütte_2-b\n")] == ["cat", "Hütte_2-b"]
+    assert jobs_in(tmp_path, "a.jsonl", '{"id": 7, "seed": null}')[0].overrides == {}
+    first, second = (jobs_in(tmp_path, "b.csv", content) for content in ("seed\n1\n1\n", "seed\n1\n2\n"))
+    assert first[0].id == second[0].id and first[1].id not in {job.id for job in second} and first[0].id != first[1].id
+
+
+def test_an_empty_cell_leaves_the_workflow_as_it_is_and_empty_lines_are_no_jobs(tmp_path):
+    jobs = jobs_in(tmp_path, "a.csv", '\nprompt,seed,,\n\n"two\nlines",\n ,5,,\n,,\n')
+    assert [(job.overrides, job.line) for job in jobs] == [({"prompt": "two\nlines"}, 4), ({"seed": "5"}, 6)]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("a.csv", "", "has no jobs"), ("a.csv", "prompt\n", "has no jobs"), ("a.jsonl", "\n\n", "has no jobs"),
+    ("a.txt", "prompt\ncat", "a jobs file is one of"),
+    ("a.csv", "prompt,seed\napple, 3d, on blue,1\n", "line 2: 4 values for the 2 columns prompt, seed"),
+    ("a.csv", "prompt,seed\n1\n", "line 2: 1 values"),
+    ("a.csv", 'prompt,seed\n"a"b,1\n', "line 2: "), ("a.csv", 'prompt,seed\n"a,1\n', "line 2: unexpected end"),
+    ("a.csv", "prompt,prompt\na,b\n", "line 1: the column prompt is there twice"),
+    ("a.csv", "prompt,,seed\na,,1\n", "line 1: column 2 has no name"),
+    ("a.csv", "id,seed\ncat,1\nCAT,2\n", "line 3: the id 'CAT' was used on line 2"),
+    ("a.csv", "id,seed\n../cat,1\n", "line 2: the id '../cat' may have only letters"),
+    ("a.csv", "prompt\nH\u00fctte\n".encode("cp1252"), "is not UTF-8"),
+    ("a.csv", "prompt\ncat\n".encode("utf-16"), "is not UTF-8"),
+    ("a.jsonl", '{"seed": 1}\n{"seed": 1', "line 2: "), ("a.jsonl", "[1]", "line 1: expected an object"),
+    ("a.jsonl", '{"a": [1]}', "line 1: a is neither"), ("a.jsonl", '{"a": NaN}', "line 1: NaN is not a number"),
+    ("a.jsonl", '{"a": 1, "a": 2}', "line 1: the same name"), ("a.jsonl", '{"a": "\\ud800"}', "half a character"),
+])
+def test_a_file_that_cannot_be_meant_is_refused_with_its_line(tmp_path, name, content, message):
+    assert message in refused(tmp_path, name, content)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(JobsError, match="cannot read .*gone.csv: No such file"):
+        read_jobs(tmp_path / "gone.csv")
+
+
+@pytest.fixture
+def workflow() -> dict:
+    def encoder(words):
+        return {"class_type": "CLIPTextEncode", "inputs": {"text": words, "clip": ["1", 0]}, "_meta": {"title": words}}
+
+    return {
+        "1": {"class_type": "Loader", "inputs": {"model_name": "default (bundled)"}},
+        "2": encoder("good"), "3": encoder("bad"), "4": encoder("other"),
+        "5": {"class_type": "Apply", "inputs": {"positive": ["2", 0], "negative": ["3", 0], "strength": 0.5}},
+        "6": {"class_type": "Sampler", "inputs": {"positive": ["5", 0], "negative": ["5", 1], "seed": 1, "cfg": 2}},
+        "7": {"class_type": "Sampler", "inputs": {"positive": ["4", 0], "seed": 1, "cfg": 2.5, "tiled": False},
+              "_meta": {"title": "Second v1.5"}},
+        "8": {"class_type": "SaveImage", "inputs": {"filename_prefix": "specar/p", "images": ["6", 0]}},
+        "9": {"class_type": "SaveTrace", "inputs": {"filename_prefix": "specar/t", "seed": ["6", 0]}},
+    }
+
+
+def test_settings_go_to_every_input_of_the_name_or_to_the_node_that_is_addressed(workflow):
+    before = json.dumps(workflow)
+    found = with_overrides(workflow, {
+        "prompt": "cat", "negative": "dog", "7.seed": "18446744073709551615", "seed": "3", "Second v1.5.cfg": "1e1",
+        "tiled": "TRUE", "strength": 1, "model_name": 5,
+    })
+    assert json.dumps(workflow) == before
+    assert [found[node]["inputs"]["text"] for node in "234"] == ["cat", "dog", "cat"]
+    assert [found[node]["inputs"]["seed"] for node in "67"] == [3, 2**64 - 1]
+    assert found["6"]["inputs"]["cfg"] == 2 and found["7"]["inputs"]["cfg"] == 10
+    assert found["7"]["inputs"]["tiled"] is True and found["5"]["inputs"]["strength"] == 1
+    assert found["1"]["inputs"]["model_name"] == "5"
+
+
+def test_a_seed_that_nodes_share_is_set_where_it_is_typed(workflow):
+    workflow["10"] = {"class_type": "PrimitiveInt", "inputs": {"value": 2}, "_meta": {"title": "Seed"}}
+    workflow["11"] = {"class_type": "PrimitiveString", "inputs": {"value": "cat"}}
+    for node in "67":
+        workflow[node]["inputs"]["seed"] = ["10", 0]
+    workflow["4"]["inputs"]["text"] = ["11", 0]
+    for name in ("seed", "Seed.value", "Sampler.seed"):
+        found = with_overrides(workflow, {name: "7", "prompt": "dog"})
+        assert found["10"]["inputs"]["value"] == 7 and found["7"]["inputs"]["seed"] == ["10", 0]
+        assert found["2"]["inputs"]["text"] == found["11"]["inputs"]["value"] == "dog"
+
+
+def test_the_inputs_own_name_is_taken_where_no_text_feeds_the_role(workflow):
+    workflow["10"] = {"class_type": "Chat", "inputs": {"prompt": "hello"}}
+    assert with_overrides(workflow, {"prompt": "cat"})["10"]["inputs"]["prompt"] == "hello"
+    for node in "67":
+        del workflow[node]["inputs"]["positive"]
+    del workflow["5"]
+    assert with_overrides(workflow, {"prompt": "cat"})["10"]["inputs"]["prompt"] == "cat"
+
+
+def test_a_text_that_two_roles_share_and_a_circle_are_survived(workflow):
+    workflow["5"]["inputs"] = {"positive": ["5", 0], "negative": ["2", 0]}
+    assert with_overrides(workflow, {"prompt": "cat"})["4"]["inputs"]["text"] == "cat"
+
+
+@pytest.mark.parametrize(("name", "value", "message"), [
+    ("sed", 1, "the workflow has no sed; it has prompt, negative, cfg, filename_prefix, model_name, seed, strength"),
+    ("clip", 1, "clip is computed by another node"),
+    ("Sampler.sed", 1, "Sampler.sed: this node has no sed to set; it has seed, cfg"),
+    ("Sampler.positive", 1, "this node has no positive to set"),
+    ("99.seed", 1, "no node has the id or title '99'; there are Apply, Loader"),
+    ("seed", "three", "seed is a number, not 'three'"), ("seed", True, "seed is a number, not True"),
+    ("cfg", "nan", "cfg is a number"), ("cfg", "1e999", "cfg is a number"), ("cfg", "1_0", "cfg is a number"),
+    ("cfg", "0,5", "cfg is a number, not '0,5'"), ("tiled", "maybe", "tiled is true or false, not 'maybe'"),
+    ("model_name", True, "model_name is a text"),
+])
+def test_a_setting_that_does_not_fit_says_what_does(workflow, name, value, message):
+    with pytest.raises(OverrideError) as caught:
+        with_overrides(workflow, {name: value})
+    assert message in str(caught.value)
+
+
+def test_two_nodes_of_one_title_are_told_apart_by_id(workflow):
+    workflow["7"]["_meta"]["title"] = "Sampler"
+    with pytest.raises(OverrideError, match="2 nodes have the title 'Sampler'; use one of 6.seed, 7.seed"):
+        with_overrides(workflow, {"Sampler.seed": 1})
+
+
+@QUIET
+@given(value=st.one_of(st.integers(-2**70, 2**70), st.floats(allow_nan=False, allow_infinity=False)))
+def test_numbers_survive_the_way_through_a_table(value):
+    for form in (value, str(value), f" {value} "):
+        found = converted(form, 0, "n")
+        assert found == value and isinstance(found, int | float)
+        assert isinstance(found, int) == (found == int(found))
+
+
+def test_all_bad_jobs_are_named_at_once(tmp_path, workflow):
+    jobs = jobs_in(tmp_path, "a.csv", "seed\n" + "1\nx\n" * 12)
+    with pytest.raises(JobsError) as caught:
+        prompts_of(workflow, jobs)
+    message = str(caught.value).splitlines()
+    assert message[0] == "line 3: seed is a number, not 'x'" and message[-1] == "... and 2 more" and len(message) == 11
+
+
+def test_every_file_of_a_job_has_its_name(workflow):
+    prefixes = [node["inputs"].get("filename_prefix") for node in named_after(workflow, "cat.try2").values()]
+    assert prefixes[-2:] == ["specar/p_cat.try2", "specar/t_cat.try2"]
+    assert named_after(workflow, "a") != named_after(workflow, "b")
+    assert fingerprint(workflow) == fingerprint(json.loads(json.dumps(workflow)))
+    assert fingerprint(workflow) != fingerprint(with_overrides(workflow, {"seed": 2}))
+
+
+def test_the_example_fits_every_shipped_text_workflow():
+    jobs = read_jobs(ROOT / "docs/jobs.csv")
+    assert len(jobs) == 20
+    fitting = 0
+    for path in sorted((ROOT / "workflows/api").glob("*.json")):
+        workflow = read_workflow(path)
+        if any("seed" in node["inputs"] for node in workflow.values()):
+            assert len(prompts_of(workflow, jobs)) == 20, path
+            fitting += 1
+    assert fitting > 15
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"nodes": [], "links": []}', '{"1": {"class_type": "A"}}'])
+def test_what_is_no_api_workflow_is_refused(tmp_path, content):
+    path = tmp_path / "w.json"
+    path.write_text(content)
+    with pytest.raises(OverrideError, match="API format|cannot read the workflow"):
+        read_workflow(path)

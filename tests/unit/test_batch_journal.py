@@ -1,0 +1,221 @@
+"""The journal of a batch: what it knows after a crash, and what it refuses to continue; and the command around it."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from comfyui_specar.batch import cli
+from comfyui_specar.batch.journal import Journal, JournalError
+from comfyui_specar.tests.unit.fake_comfy import FakeComfy
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORD = {"id": "a", "status": "success"}
+
+
+def test_a_torn_line_is_removed_wherever_it_was_cut(tmp_path):
+    path = tmp_path / "r.jsonl"
+    with Journal(path) as journal:
+        batch = journal.batch
+        journal.write_queued("a", "f", 1, "http://x")
+        journal.write_result(RECORD | {"text": "Hütte"})
+        journal.write_queued("b", "f", 1, "http://x")
+    files = {path: path.read_bytes(), Path(f"{path}.journal"): Path(f"{path}.journal").read_bytes()}
+    for file, whole in files.items():
+        last = whole.rstrip(b"\n").rfind(b"\n") + 1
+        for cut in range(last, len(whole) + 1):
+            for other, content in files.items():
+                other.write_bytes(content)
+            file.write_bytes(whole[:cut])
+            with Journal(path) as journal:
+                assert journal.batch == batch and "a" in journal.queued
+                complete = cut >= len(whole) - 1  # without its end the line is whole all the same
+                assert ("a" in journal.results) == (complete or file != path)
+                assert ("b" in journal.queued) == (complete or file == path)
+                journal.write_result({"id": "z", "status": "success"})
+            assert [json.loads(line)["id"] for line in path.read_text().splitlines()][-1] == "z"
+
+
+def test_ids_differ_by_batch_job_and_attempt_and_nothing_else(tmp_path):
+    with Journal(tmp_path / "r.jsonl") as journal, Journal(tmp_path / "other.jsonl") as other:
+        ids = {one.prompt_id(job, attempt) for one in (journal, other) for job in "ab" for attempt in (1, 2)}
+        assert len(ids) == 8
+        again = journal.prompt_id("a", 1)
+    with Journal(tmp_path / "r.jsonl") as journal:
+        assert journal.prompt_id("a", 1) == again
+
+
+def test_another_process_is_refused_until_this_one_ends(tmp_path):
+    code = ("import sys; from pathlib import Path\nfrom comfyui_specar.batch.journal import Journal\n"
+            "with Journal(Path(sys.argv[1])):\n    print('open')")
+    command = [sys.executable, "-c", code, str(tmp_path / "r.jsonl")]
+    with Journal(tmp_path / "r.jsonl"):
+        refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert "another process is writing" in refused.stderr and "open" not in refused.stdout
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout == "open\n"
+
+
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("r.jsonl", '{"id": "a", "status": "success"}\n{damaged}\n{}\n', "line 2 is damaged"),
+    ("r.jsonl", '{"name": "my notes"}\n', "holds no results"),
+    ("r.jsonl.journal", '{"schema": "other/1"}\n', "is not the journal of a batch"),
+    ("r.jsonl", "precious notes\nof somebody\n", "line 1 is damaged"),
+])
+def test_files_of_others_are_left_alone(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(JournalError, match=message), Journal(tmp_path / "r.jsonl"):
+        pass
+    assert (tmp_path / name).read_text() == content
+
+
+def test_a_job_cannot_change_under_its_id(tmp_path):
+    with Journal(tmp_path / "r.jsonl") as journal:
+        journal.write_queued("a", "old", 1, "http://x")
+        journal.check({"a": "old", "b": "new"})
+        with pytest.raises(JournalError, match="the job a is in .* with other settings or another workflow"):
+            journal.check({"a": "new"})
+
+
+def test_where_nothing_can_be_written_it_says_so(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(JournalError, match="cannot write"), Journal(tmp_path / "file/r.jsonl"):
+        pass
+
+
+WORKFLOW = {
+    "1": {"class_type": "Encoder", "inputs": {"text": "cat", "clip": ["2", 0]}},
+    "3": {"class_type": "Sampler", "inputs": {"positive": ["1", 0], "seed": 0}},
+    "9": {"class_type": "SaveImage", "inputs": {"filename_prefix": "p", "images": ["3", 0]}},
+}
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch) -> Path:
+    """jobs.csv with 8 jobs beside workflow.json, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "workflow.json").write_text(json.dumps(WORKFLOW))
+    (tmp_path / "jobs.csv").write_text("id,prompt,seed\n" + "".join(f"j{i},cat,{i}\n" for i in range(8)))
+    return tmp_path
+
+
+def command(*more: str) -> list[str]:
+    return ["jobs.csv", "--workflow", "workflow.json", *more]
+
+
+def recorded(path: Path) -> dict[str, dict]:
+    return {record["id"]: record for record in map(json.loads, path.read_text().splitlines())}
+
+
+async def started(*arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable, str(ROOT / "batch"), *command(*arguments), stderr=asyncio.subprocess.PIPE)
+
+
+def test_kill_9_again_and_again_loses_and_repeats_nothing(table):
+    """The pack's folder is run as a path, as those do who have not installed it."""
+    async def check():
+        async with FakeComfy(0.15) as one, FakeComfy(0.25) as other:
+            servers = ["--server", one.url, "--server", other.url, "--out", "out"]
+            for _ in range(3):
+                before = len(one.drawn) + len(other.drawn)
+                process = await started(*servers)
+                while len(one.drawn) + len(other.drawn) == before and process.returncode is None:
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(random.random() * 0.2)
+                if process.returncode is None:
+                    process.kill()
+                await process.wait()
+            process = await started(*servers)
+            assert await asyncio.wait_for(process.wait(), 60) == cli.DONE
+            names = [name for server in (one, other) for name in server.drawn]
+            assert Counter(name.split(".")[0] for name in names) == Counter(f"p_j{i}" for i in range(8))
+
+    asyncio.run(check())
+    records = [json.loads(line) for line in (table / "jobs.results.jsonl").read_text().splitlines()]
+    assert Counter((record["id"], record["status"]) for record in records) == Counter(
+        (f"j{i}", "success") for i in range(8))
+    assert sorted(path.name for path in (table / "out").iterdir()) == [f"j{i}.png" for i in range(8)]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signal for one process")
+def test_control_c_takes_the_jobs_from_the_server_and_the_same_command_goes_on(table):
+    async def check():
+        async with FakeComfy(0.3) as one:
+            process = await started("--server", one.url)
+            while not one.drawn:
+                await asyncio.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            _, said = await asyncio.wait_for(process.communicate(), 60)
+            assert process.returncode == cli.CANCELLED and b"Cancelling" in said and b"Traceback" not in said
+            assert not one.pending and not one.running
+            done = len(recorded(table / "jobs.results.jsonl"))
+            assert 1 <= done == len(one.drawn) < 8
+            one.seconds = 0.01
+            process = await started("--server", one.url)
+            assert await asyncio.wait_for(process.wait(), 60) == cli.DONE
+            assert len(one.drawn) == 8
+
+    asyncio.run(check())
+
+
+def run_beside(server: FakeComfy, *arguments: str) -> int:
+    """The command in this process, with the server in a loop of its own thread."""
+    async def serve():
+        async with server:
+            return await asyncio.to_thread(cli.main, command("--server", server.url, *arguments))
+
+    return asyncio.run(serve())
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Signals cannot be set outside of the main thread."""
+    monkeypatch.setattr(cli.signal, "signal", lambda *_given: None)
+
+
+def test_failed_jobs_are_told_and_made_again_only_when_asked(table, here, capsys):
+    (table / "jobs.csv").write_text("id,prompt\ngood,cat\nbad,fail\n")
+    assert run_beside(FakeComfy()) == cli.FAILED
+    said = capsys.readouterr().err
+    for part in ("bad: Encoder: no such word", "1 of 2 jobs are done, 1 failed", "--retry-failed"):
+        assert part in said
+    again = FakeComfy()
+    assert run_beside(again) == cli.FAILED and again.drawn == []
+    again._ended = lambda prompt, stopped: FakeComfy._ended(again, {**prompt, "1": WORKFLOW["1"]}, stopped)
+    assert run_beside(again, "--retry-failed") == cli.DONE and again.drawn == ["p_bad.try2"]
+    assert {record["status"] for record in recorded(table / "jobs.results.jsonl").values()} == {"success"}
+    assert run_beside(again, "--retry-failed") == cli.DONE and again.drawn == ["p_bad.try2"]
+
+
+@pytest.mark.parametrize(("jobs", "arguments", "message"), [
+    ("id,sed\na,1\n", (), "line 2: the workflow has no sed; it has prompt, filename_prefix, seed"),
+    ("", (), "jobs.csv has no jobs"),
+    ("seed\n1\n", ("--workflow", "jobs.csv"), "cannot read the workflow jobs.csv"),
+    ("id,seed\na,1\n", ("--out", "full"), "full has files of a already"),
+])
+def test_bad_input_begins_nothing(table, capsys, jobs, arguments, message):
+    (table / "jobs.csv").write_text(jobs)
+    (table / "full").mkdir()
+    (table / "full/a.png").write_text("somebody's")
+    assert cli.main(command("--server", "http://127.0.0.1:9", *arguments)) == cli.BAD_INPUT
+    assert message in capsys.readouterr().err
+    assert not (table / "jobs.results.jsonl").exists() or (table / "jobs.results.jsonl").read_text() == ""
+
+
+def test_a_dry_run_needs_no_server_and_leaves_nothing(table, capsys):
+    assert cli.main(command("--dry-run")) == cli.DONE
+    assert "8 jobs fit workflow.json" in capsys.readouterr().err
+    assert sorted(path.name for path in table.iterdir()) == ["jobs.csv", "workflow.json"]
+
+
+def test_without_a_server_it_says_so_soon(table, here, capsys):
+    begun = time.monotonic()
+    assert cli.main(command("--server", "127.0.0.1:9", "--patience", "0.5")) == cli.FAILED
+    assert time.monotonic() - begun < 10 and "8 are still to do" in capsys.readouterr().err
