@@ -52,7 +52,7 @@ class ContinuousBase(Prompted, nn.Module):
     ):
         super().__init__()
         if not (isinstance(scale, int | float) and 0 < scale < math.inf):
-            raise CheckpointError(f"The scale of latents is {scale!r}, but must be a positive number.")
+            raise ValueError(f"The scale of latents is {scale!r}, but must be a positive number.")
         self.family, self.grid, self.channels, self.scale = family, grid, channels, scale
         self.defaults, self.prompt_encoder, self.pixels_per_token = defaults, prompt_encoder, pixels_per_token
         self.device = torch.device("cpu")

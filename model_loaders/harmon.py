@@ -19,6 +19,7 @@ from . import mar
 from .ar_model import Conditioning, legal_grid
 from .checkpoint import Checkpoint, CheckpointError, load_weights
 from .continuous_model import MaskedModel, MaskedState
+from .language_model import read_qwen2, readable
 from .prompt_encoders import MissingEncoder, PromptEncoder, features_of
 from .qwen2 import HEADS, Qwen2
 
@@ -87,19 +88,17 @@ class ChatTokenizer:
         if self._tokenizer is None:
             self._tokenizer = self._load()
         request = f"Generate an image: {text.strip()}" if text.strip() else "Generate an image."
-        ids = self._tokenizer.encode(_TEMPLATE.format(request))
+        with readable(self.folder):
+            ids = self._tokenizer.encode(_TEMPLATE.format(request))
+        if max(ids) >= self.vocab:
+            raise CheckpointError(f"{self.folder} holds the tokenizer of another model: it writes ids of more than the "
+                                  f"{self.vocab} tokens that this one reads.")
         return features_of(ids)
 
     def _load(self):
-        from transformers import Qwen2TokenizerFast
-
-        try:
-            tokenizer = Qwen2TokenizerFast.from_pretrained(self.folder, local_files_only=True)
-        except Exception as error:  # noqa: BLE001 (the tokenizer library raises nothing more special)
-            raise CheckpointError(
-                f"{self.folder} cannot be read as Qwen2.5's tokenizer: {error}. It needs tokenizer.json, or vocab.json "
-                "and merges.txt, and tokenizer_config.json."
-            ) from error
+        with readable(self.folder, " as Qwen2.5's tokenizer (tokenizer.json, or vocab.json and merges.txt, and "
+                      "tokenizer_config.json)"):
+            tokenizer = read_qwen2(self.folder)
         if "<|im_start|>" not in tokenizer.get_vocab() or len(tokenizer) > self.vocab:
             raise CheckpointError(
                 f"{self.folder} holds the tokenizer of another model ({len(tokenizer)} tokens): this one needs "

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..models.backbone import BackboneConfig, join_gates
 from .checkpoint import Checkpoint, CheckpointError, refuse_large
 
-LARGEST_TOKENIZER = 64 * 2**20  # bytes; the released ones have 20 MB at most
+_LARGEST_TOKENIZER = 64 * 2**20  # bytes; the released ones have 20 MB at most
 _NAMES = {
     "self_attn.o_proj": "attention.wo", "self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm",
     "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
@@ -130,9 +130,9 @@ def find_tokenizer(
 
 
 @contextmanager
-def readable(file: Path) -> Iterator[None]:
-    """Turn what the tokenizer library raises over a file into CheckpointError: bare exceptions, and panics of Rust,
-    which are no exceptions of Python's and would end the thread."""
+def readable(path: Path, wanted: str = "") -> Iterator[None]:
+    """Turn what the tokenizer library raises over a file or folder into CheckpointError: bare exceptions, and panics of
+    Rust, which are no exceptions of Python's and would end the thread."""
     try:
         yield
     except CheckpointError:
@@ -140,7 +140,7 @@ def readable(file: Path) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise CheckpointError(f"{file} cannot be read: {error}. Download it again.") from error
+        raise CheckpointError(f"{path} cannot be read{wanted}: {error}. Download it again.") from error
 
 
 class Tokenizer:
@@ -155,7 +155,6 @@ class Tokenizer:
             raise FileNotFoundError(self.missing)
         if self._opened is None:
             with readable(self.file):
-                refuse_large(self.file, LARGEST_TOKENIZER)
                 self._opened = _read_tokenizer(self.file)
         return self._opened
 
@@ -178,9 +177,17 @@ class Tokenizer:
 
 def _read_tokenizer(file: Path):
     if file.name == "vocab.json":
-        from transformers import Qwen2TokenizerFast
-
-        return Qwen2TokenizerFast.from_pretrained(file.parent, local_files_only=True).backend_tokenizer
+        return read_qwen2(file.parent).backend_tokenizer
     import tokenizers
 
+    refuse_large(file, _LARGEST_TOKENIZER)
     return tokenizers.Tokenizer.from_file(str(file))
+
+
+def read_qwen2(folder: Path):
+    """Qwen2's tokenizer of transformers. Raises what that raises, and CheckpointError for files too large to be one."""
+    from transformers import Qwen2TokenizerFast
+
+    for file in (*folder.glob("*.json"), *folder.glob("*.txt"), *folder.glob("*.jinja")):
+        refuse_large(file, _LARGEST_TOKENIZER)
+    return Qwen2TokenizerFast.from_pretrained(folder, local_files_only=True)

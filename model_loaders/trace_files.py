@@ -7,10 +7,10 @@ from contextlib import suppress
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from ..samplers.trace import CONTINUOUS_FIELDS, POSITION_FIELDS, SCHEMA, Trace
+from ..samplers.trace import CONTINUOUS_FIELDS, POSITION_FIELDS, SCHEMA, Source, Trace
+from .checkpoint import CheckpointError, open_checkpoint
 
 
 def save_trace(trace: Trace, path: str | Path) -> tuple[Path, Path]:
@@ -62,13 +62,11 @@ def load_trace(path: str | Path) -> Trace:
     """Read a trace written by save_trace (its .safetensors file). Raises ValueError if it is something else."""
     path = with_ending(stem(path), ".safetensors")
     try:
-        with safe_open(str(path), framework="pt") as file:
-            header = json.loads((file.metadata() or {}).get("specar", "{}"))
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError, json.JSONDecodeError) as error:
-        message = f"{path.name} cannot be read as a trace ({error}). Save it again with Save Trace."
-        raise ValueError(message) from error
-    schema = header.get("schema") if isinstance(header, dict) else None
+        checkpoint = open_checkpoint(path)
+    except CheckpointError as error:
+        raise ValueError(f"{path.name} cannot be read as a trace: {error} Save it again with Save Trace.") from error
+    header, tensors = checkpoint.metadata, checkpoint.tensors
+    schema = header.get("schema")
     if schema != SCHEMA:
         found = schema or "no schema"
         raise ValueError(f"{path.name} is not a {SCHEMA} trace (found {found}). Save it again with Save Trace.")
@@ -81,5 +79,29 @@ def load_trace(path: str | Path) -> Trace:
         {key.removeprefix(group): tensor for key, tensor in tensors.items() if key.startswith(group)}
         for group in ("positions.", "rounds.")
     )
-    return Trace(header["rows"], header["cols"], header["stride"], positions, rounds, header["totals"],
-                 header["settings"])
+    trace = Trace(header["rows"], header["cols"], header["stride"], positions, rounds, header["totals"],
+                  header["settings"])
+    try:
+        check(trace)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{path.name} is damaged ({error}). Save it again with Save Trace.") from error
+    return trace
+
+
+def check(trace: Trace) -> None:
+    """Raise an error of some kind for a trace whose parts do not fit together, or whose numbers do not add up."""
+    sizes = trace.rows, trace.cols, trace.stride
+    if not all(type(size) is int for size in sizes) or not 1 <= min(sizes) or trace.stride < trace.cols:
+        raise ValueError(f"a grid of {sizes}")
+    shape = trace.positions["source"].shape
+    if len(shape) != 2 or not shape[0] or trace.rows * trace.stride > shape[1]:
+        raise ValueError(f"a grid of {sizes} in records of {list(shape)}")
+    known = POSITION_FIELDS | CONTINUOUS_FIELDS
+    for name, tensor in trace.positions.items():
+        if tensor.shape != shape or tensor.dtype != known.get(name, tensor.dtype):
+            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}")
+    if trace.positions["source"].max() > max(Source):
+        raise ValueError("tokens from nowhere")
+    if not isinstance(trace.settings, dict):
+        raise ValueError("no table of settings")
+    trace.summary()

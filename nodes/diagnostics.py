@@ -17,7 +17,7 @@ from . import compare, folders, maps
 from .frames import check_pictures
 from .numbers import token_numbers
 from .sockets import ARTrace
-from .wording import describe
+from .wording import check_words, describe
 
 log = logging.getLogger(__name__)
 MOST_RUNS = 8  # traces that Compare Runs takes
@@ -189,4 +189,6 @@ class LoadTrace(io.ComfyNode):
 
     @classmethod
     def execute(cls, trace_name: str) -> io.NodeOutput:
-        return io.NodeOutput(load_trace(folders.trace_path(trace_name)))
+        trace = load_trace(folders.trace_path(trace_name))
+        check_words(trace, trace_name)
+        return io.NodeOutput(trace)

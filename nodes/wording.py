@@ -116,6 +116,17 @@ def describe(trace: Trace) -> str:
     return "\n".join(lines)
 
 
+def check_words(trace: Trace, name: str) -> None:
+    """Raise ValueError for a trace from the file ``name`` whose settings are not such as a run of this pack has."""
+    try:
+        describe(trace), labels([trace])
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name} tells of a run with settings that this pack does not know ({type(error).__name__}: {error}). Save "
+            "it again with Save Trace."
+        ) from error
+
+
 def drawing(settings: dict[str, Any]) -> str:
     """With which parameters the model drew."""
     if "kind" not in settings:

@@ -23,6 +23,7 @@ from comfyui_specar.model_loaders.checkpoint import CheckpointError
 from comfyui_specar.model_loaders.detect import find_image_decoder, stays_fp8
 from comfyui_specar.model_loaders.tiktoken_file import RankTokenizer
 from comfyui_specar.models.kl_vae import KLConfig, KLModel
+from comfyui_specar.nodes.wording import check_words
 from comfyui_specar.samplers.trace import Source
 from safetensors.torch import save_file
 
@@ -107,6 +108,7 @@ def use_drafter(folder: Path, name: str) -> None:
 def use_trace(folder: Path) -> None:
     """What Load Trace and the nodes behind it do."""
     trace = api.load_trace(folder / "trace.safetensors")
+    check_words(trace, "trace.safetensors")
     json.dumps(trace.report())
     for name in trace.positions:
         trace.grid(name)
