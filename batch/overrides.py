@@ -95,7 +95,7 @@ def addressed(workflow: Workflow, name: str) -> bool:
 
 
 def source(workflow: Workflow, node: str, field: str) -> Place | None:
-    """Where the value of an input is typed: there, or in one of ComfyUI's primitive nodes (Int, String) that feeds it."""
+    """Where an input's value is typed: there, or in one of ComfyUI's primitive nodes (Int, String) that feeds it."""
     value = workflow[node]["inputs"].get(field)
     if not isinstance(value, list):
         return None if value is None else (node, field)
