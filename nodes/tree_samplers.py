@@ -285,7 +285,7 @@ class VVSSampler(io.ComfyNode):
                 rule_input(),
                 io.Mask.Input("where", optional=True,
                               tooltip="Where drafts may be taken unverified: 1 yes, 0 never. Any size; a token that "
-                              "lies outside with any part is always verified. Open: everywhere."),
+                              "lies outside with any part is always verified. Not connected: everywhere."),
             ],
             outputs=sampler_outputs(),
         )

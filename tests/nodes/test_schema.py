@@ -10,6 +10,7 @@ from comfyui_specar.nodes import extension
 ROOT = Path(comfyui_specar.nodes.__file__).parent.parent
 IDS = {
     "SpecARLoadCheckpoint", "SpecARLoadDrafter", "SpecARLoadImageDecoder", "SpecAREmptyLatent", "SpecARModelInfo",
+    "SpecARContinuePicture",
     "SpecARNextTokenSampler", "SpecARSJDSampler", "SpecARDraftTreeSampler", "SpecARLanternSampler",
     "SpecARCoolSDSampler", "SpecARADTTreeSampler", "SpecARVVSSampler", "SpecARContinuousNextTokenSampler",
     "SpecARContinuousSampler", "SpecARRuleExact", "SpecARRuleLantern",

@@ -1,0 +1,95 @@
+"""Continue Picture: a part of a picture is kept, the rest is the sampler's."""
+
+from __future__ import annotations
+
+from math import log
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from comfy_api.latest import io
+from torch import Tensor
+
+from ..model_loaders.continuous_model import ContinuousBase
+from . import host
+from .latents import Latent, Model
+from .sockets import ARModel
+from .widgets import choose
+
+SIDES = {"top": (0, 0.0), "bottom": (0, 1.0), "left": (1, 0.0), "right": (1, 1.0)}  # axis, and where on it
+
+
+def nearest_grid(model: Model, height: int, width: int) -> tuple[int, int]:
+    """The (rows, cols) of a picture that the model draws, most alike in its proportions and then in its size."""
+    grids = (model.grid,) if isinstance(model, ContinuousBase) else model.grids
+    side = model.pixels_per_token
+
+    def distance(grid: tuple[int, int]) -> tuple[float, float]:
+        taller, wider = log(grid[0] * side / height), log(grid[1] * side / width)
+        return round(abs(taller - wider), 3), abs(taller + wider)
+
+    return min(grids, key=distance)
+
+
+def fitted(image: Tensor, height: int, width: int, place: tuple[float, float]) -> Tensor:
+    """Pictures [B, H, W, 3] scaled until they fill so many pixels, and cut to them.
+
+    place (down, across): which part stays where one is cut off, 0 the beginning, 1/2 the middle, 1 the end.
+    """
+    scale = max(height / image.shape[1], width / image.shape[2])
+    size = max(height, round(image.shape[1] * scale)), max(width, round(image.shape[2] * scale))
+    planes = image.movedim(-1, 1)
+    if size != planes.shape[2:]:
+        planes = F.interpolate(planes, size, mode="bicubic", antialias=True).clamp(0, 1)
+    top, left = (int((have - wanted) * at) for have, wanted, at in zip(size, (height, width), place, strict=True))
+    return planes[..., top : top + height, left : left + width].movedim(1, -1).contiguous()
+
+
+def to_draw(rows: int, cols: int, side: str, keep: float) -> Tensor:
+    """The noise mask [1, 1, rows, cols] (fp32; 1: draw) that keeps whole rows or columns of tokens at a side."""
+    axis, end = SIDES[side]
+    count = (rows, cols)[axis]
+    kept = int(keep * count + 0.5)
+    place = torch.arange(count)
+    drawn = (place < count - kept if end else place >= kept).float()
+    return (drawn[:, None] if axis == 0 else drawn[None, :]).expand(rows, cols)[None, None].contiguous()
+
+
+class ContinuePicture(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpecARContinuePicture",
+            display_name="Continue Picture",
+            category="SpecAR/latent",
+            description="Keeps one side of a picture, most often its top, and leaves the rest for a sampler to draw.",
+            inputs=[
+                ARModel.Input("model", tooltip="The model that will draw; it knows which sizes are possible."),
+                io.Vae.Input("vae", tooltip="The model's image decoder, from Load AR Checkpoint."),
+                io.Image.Input("image", tooltip="The picture to be continued. It is scaled and cut to the size nearest "
+                               "to its own that the model draws. Several: each is continued, with seed + its number."),
+                io.Float.Input("keep", default=0.5, min=0, max=1, step=0.01, round=0.001,
+                               tooltip="How much of the picture stays, rounded to whole rows (or columns) of tokens."),
+                io.Combo.Input("side", options=list(SIDES), default="top",
+                               tooltip="Which side stays. Models of token ids draw row by row from the top and see "
+                               "only what is above and to the left: top works best, left works, right and bottom are "
+                               "kept without being looked at. MAR and Harmon see all sides."),
+            ],
+            outputs=[io.Latent.Output("latent", display_name="LATENT",
+                                      tooltip="The picture with its mask, for latent_image of an AR sampler.")],
+        )
+
+    @classmethod
+    def execute(cls, model: host.LoadedModel, vae: Any, image: Tensor, keep: float, side: str) -> io.NodeOutput:
+        axis, end = choose("side", side, SIDES)
+        rows, cols = nearest_grid(model.model, *image.shape[1:3])
+        place = (end, 0.5) if axis == 0 else (0.5, end)
+        patch = model.model.pixels_per_token
+        samples = vae.encode(fitted(image[..., :3].float(), rows * patch, cols * patch, place))
+        if samples.ndim != 4 or samples.shape[2:] != (rows, cols):
+            raise ValueError(
+                f"The VAE made a latent of the shape {list(samples.shape)} of a picture that this model draws with "
+                f"{rows} x {cols} tokens: they do not belong together. Connect the VAE of Load AR Checkpoint."
+            )
+        latent: Latent = {"samples": samples, "noise_mask": to_draw(rows, cols, side, keep)}
+        return io.NodeOutput(latent)

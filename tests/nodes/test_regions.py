@@ -1,0 +1,128 @@
+"""Continue Picture, and the mask of the VVS Sampler: what is kept, what may be skipped, and at which size."""
+
+import pytest
+import torch
+from comfyui_specar.nodes import latents, regions
+from comfyui_specar.samplers.protocols import TokenLayout
+from comfyui_specar.samplers.trace import Source
+
+from .conftest import FACTOR, GRID
+
+SIZE = GRID * FACTOR
+
+
+@pytest.fixture(scope="module")
+def picture(tiny):
+    """[1, 40, 64, 3]: wider than the model draws, with a margin above and below."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.rand(1, 40, 64, 3, generator=generator)
+
+
+def keep(nodes, run, loaded, image, share=0.5, side="top"):
+    node = nodes["SpecARContinuePicture"]
+    return run(node, model=loaded[0], vae=loaded[2], image=image, keep=share, side=side).result[0]
+
+
+@pytest.mark.parametrize("side, kept", [
+    ("top", [[1] * 4] * 3 + [[0] * 4]), ("bottom", [[0] * 4] + [[1] * 4] * 3),
+    ("left", [[1, 1, 1, 0]] * 4), ("right", [[0, 1, 1, 1]] * 4),
+])
+def test_whole_rows_or_columns_of_a_side_stay(nodes, run, tiny, picture, side, kept):
+    latent = keep(nodes, run, tiny, picture, 0.7, side)
+    assert latent["samples"].shape == (1, 8, GRID, GRID)
+    assert (1 - latent["noise_mask"]).tolist() == [[kept]]
+
+
+def test_all_and_nothing_may_stay(nodes, run, tiny, picture):
+    assert keep(nodes, run, tiny, picture, 0.0)["noise_mask"].all()
+    assert not keep(nodes, run, tiny, picture, 1.0)["noise_mask"].any()
+
+
+@pytest.mark.parametrize("method", ["NextToken", "SJD", "DraftTree", "VVS"])
+def test_samplers_go_on_behind_the_top(nodes, run, tiny, sample, picture, method):
+    latent = keep(nodes, run, tiny, picture.repeat(2, 1, 1, 1))
+    whole = tiny[0].model.quantize(latent["samples"])
+    drawn, trace = sample(method, latent_image=latent)
+    assert torch.equal(drawn["ar_tokens"][:, : GRID // 2], whole[:, : GRID // 2])
+    assert trace.summary()["given"] == 2 * GRID * GRID // 2
+    assert (trace.grid("source")[:, : GRID // 2] == Source.FORCED).all()
+    assert trace.totals["target_passes"] <= GRID * GRID // 2
+    repeated = {**latent, "samples": latent["samples"][:1].repeat(3, 1, 1, 1)}  # what Repeat Latent Batch makes
+    others = sample(method, latent_image=repeated)[0]["ar_tokens"]
+    assert torch.equal(others[0], drawn["ar_tokens"][0]) and not torch.equal(others[0], others[1])
+
+
+def test_a_continuous_model_goes_on_from_any_side(nodes, run, continuous, draw_vectors, picture):
+    for side in regions.SIDES:
+        latent = keep(nodes, run, continuous, picture, 0.5, side)
+        drawn, _ = draw_vectors("NextToken", latent_image=latent)
+        stays = latent["noise_mask"][0, 0] == 0
+        assert torch.allclose(drawn["samples"][..., stays], latent["samples"][..., stays].float(), atol=1e-5)
+        assert not torch.allclose(drawn["samples"][..., ~stays], latent["samples"][..., ~stays].float(), atol=1e-2)
+
+
+@pytest.mark.parametrize("size, place, rows, cols", [
+    ((32, 64), (0.0, 0.5), (0, 32), (16, 48)), ((64, 32), (0.0, 0.5), (0, 32), (0, 32)),
+    ((64, 32), (1.0, 0.5), (32, 64), (0, 32)), ((32, 32), (0.5, 0.5), (0, 32), (0, 32)),
+    ((32, 48), (0.5, 1.0), (0, 32), (16, 48)),
+])
+def test_a_picture_that_fills_the_size_is_only_cut(size, place, rows, cols):
+    image = torch.rand(1, *size, 3)
+    assert torch.equal(regions.fitted(image, 32, 32, place), image[:, slice(*rows), slice(*cols)])
+
+
+def test_a_picture_of_another_size_is_scaled_and_stays_in_range():
+    image = (torch.arange(100)[None, :, None, None] > 49).float().expand(2, 100, 300, 3)
+    out = regions.fitted(image, 32, 32, (0.0, 0.5))
+    assert out.shape == (2, 32, 32, 3) and 0 <= float(out.min()) and float(out.max()) <= 1
+    assert not out[:, :14].round().any() and out[:, 18:].round().all()
+    assert regions.fitted(torch.rand(1, 7, 5, 3), 32, 48, (0.5, 0.5)).shape == (1, 32, 48, 3)
+
+
+def test_the_nearest_size_has_the_pictures_proportions(tiny):
+    class Many:
+        grids, pixels_per_token = ((4, 4), (8, 8), (4, 8), (8, 4)), 8
+
+    found = [regions.nearest_grid(Many, *size) for size in ((100, 100), (20, 26), (30, 64), (900, 300), (64, 64))]
+    assert found == [(8, 8), (4, 4), (4, 8), (8, 4), (8, 8)]
+    assert regions.nearest_grid(tiny[0].model, 7, 900) == (GRID, GRID)
+
+
+def test_a_decoder_of_another_model_is_named(nodes, run, tiny, picture):
+    class Other:
+        def encode(self, pixels):
+            return torch.zeros(1, 4, 9, 9)
+
+    with pytest.raises(ValueError, match="Connect the VAE of Load AR Checkpoint"):
+        keep(nodes, run, (tiny[0], None, Other()), picture)
+    with pytest.raises(ValueError, match="side is 'front'"):
+        keep(nodes, run, tiny, picture, side="front")
+
+
+# Where verification may be skipped
+
+
+def test_a_token_that_is_protected_in_part_is_protected():
+    layout = TokenLayout.ruled(2, 2, (9,), (8,))
+    mask = torch.ones(1, 16, 16)
+    mask[0, 7, 15] = 0  # the last pixel of the second token
+    assert latents.skippable(mask, layout, 3).tolist() == [[True, False, True, True, True, True, True]]
+    assert latents.skippable(None, layout, 3) is None
+    feathered = torch.linspace(0, 1, 16).expand(1, 16, 16)
+    assert layout.to_grid(latents.skippable(feathered, layout, 1)).tolist() == [[[False, True]] * 2]
+    with pytest.raises(ValueError, match="sampler's mask holds 2 masks for a batch of 3"):
+        latents.skippable(mask.repeat(2, 1, 1), layout, 3)
+
+
+def test_vvs_skips_only_where_its_mask_says(sample):
+    where = torch.zeros(1, SIZE, SIZE)
+    where[:, SIZE // 2 :] = 1
+    inputs = {"batch": 6, "interval": 2, "structure": "chain"}
+    _, trace = sample("VVS", where=where, **inputs)
+    skipped = trace.grid("source") == Source.SKIPPED
+    assert not skipped[:, : GRID // 2].any()
+    _, everywhere = sample("VVS", **inputs)
+    assert (everywhere.grid("source") == Source.SKIPPED)[:, : GRID // 2].any()
+    nowhere, none = sample("VVS", where=where * 0, **inputs), sample("VVS", where=where * 0 + 1, **inputs)
+    assert not (nowhere[1].grid("source") == Source.SKIPPED).any()
+    assert torch.equal(none[1].grid("source"), everywhere.grid("source"))
