@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..samplers.trace import Source, Trace
-from .maps import SOURCES, enlarge
+from .maps import SOURCES
 from .previews import GREY
 
 TRAIL = 4  # frames in which a token is tinted, ...
@@ -42,21 +42,28 @@ def draw_frames(
     A token has the colour of its Source (see maps) with the strength ``tint`` (0..1) in the frame in which it appears,
     and fades. What was kept is there from the first frame on, and never tinted.
     """
-    source, height, width = _grid(trace, "source", image), *picture.shape[:2]
+    source = _grid(trace, "source", image)
     appears = np.searchsorted(after, _grid(trace, "finalised_at", image))  # in this frame
     appears = np.where(source == Source.FORCED, -TRAIL, appears)
-    colours = np.zeros((max(SOURCES) + 1, 3), np.float32)
-    for kind, (_, colour) in SOURCES.items():
-        colours[kind] = np.divide(colour, 255)
-    colours = enlarge(colours[source], height, width)
-    grey = np.divide(GREY, 255).astype(np.float32)
+    tops, lefts = (edges(size, count) for size, count in zip(picture.shape, source.shape, strict=False))
+    canvas = np.empty_like(picture)
+    canvas[:] = np.divide(GREY, 255)
     for number in range(len(after)):
         age = number - appears
-        frame = np.where(enlarge(age >= 0, height, width)[..., None], picture, grey)
-        strength = np.where((age >= 0) & (age < TRAIL), tint * FADE ** np.maximum(age, 0.0), 0).astype(np.float32)
-        tinted = enlarge(strength > 0, height, width)
-        frame[tinted] += enlarge(strength, height, width)[tinted][:, None] * (colours[tinted] - frame[tinted])
+        for row, col in np.argwhere(age >= 0 if number == 0 else age == 0):
+            area = np.s_[tops[row] : tops[row + 1], lefts[col] : lefts[col + 1]]
+            canvas[area] = picture[area]
+        frame = canvas.copy()
+        for row, col in np.argwhere((age >= 0) & (age < TRAIL)):
+            area = np.s_[tops[row] : tops[row + 1], lefts[col] : lefts[col + 1]]
+            colour = np.divide(SOURCES[source[row, col]][1], 255, dtype=np.float32)
+            frame[area] += tint * FADE ** age[row, col] * (colour - frame[area])
         yield frame
+
+
+def edges(size: int, count: int) -> np.ndarray:
+    """Where ``count`` tokens begin on a side of so many pixels, and its end: the same areas as in maps.enlarge."""
+    return -(-np.arange(count + 1) * size // count)
 
 
 def _grid(trace: Trace, name: str, image: int) -> np.ndarray:

@@ -16,7 +16,7 @@ MOST = 240  # frames of the run, where the user names no number
 ROOM = 2 * 2**30  # bytes that all frames may take: they are made at once, for the nodes behind
 SECONDS = 4.0  # that the run takes to play
 FASTEST = 60  # frames per second
-SHOWN = 512  # longest side in pixels of the film on the node
+SHOWN = 384  # longest side in pixels of the film on the node
 
 
 def passes_shown(trace: Trace, picture: int, count: int, hold: int, height: int, width: int) -> list[int]:

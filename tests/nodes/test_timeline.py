@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from comfyui_specar.nodes import frames, timeline
-from comfyui_specar.nodes.maps import SOURCES
+from comfyui_specar.nodes.maps import SOURCES, enlarge
 from comfyui_specar.nodes.previews import GREY
 from comfyui_specar.samplers.trace import Source, Trace
 from PIL import Image
@@ -102,8 +102,12 @@ def test_pictures_that_are_no_multiple_of_the_grid():
     assert not (drawn[0, :3, :4] == BLANK).any() and (drawn[0, :2, 4:] == BLANK).all()
 
 
-def test_colours_are_the_last_thing_that_is_gone():
-    assert np.array_equal(film(tint=0.0)[-1], film(tint=0.0, after=[3])[0])
+@pytest.mark.parametrize(("size", "count"), [(128, 16), (5, 2), (7, 3), (3, 4), (1, 1), (1000, 24)])
+def test_tokens_have_the_same_areas_as_in_maps(size, count):
+    row = enlarge(np.arange(count)[None], 1, size)[0]
+    edges = frames.edges(size, count)
+    assert edges[0] == 0 and edges[-1] == size
+    assert all((row[a:b] == token).all() for token, (a, b) in enumerate(zip(edges, edges[1:], strict=False)))
 
 
 # The node
@@ -174,7 +178,7 @@ def test_the_node_shows_a_film(sample, tiny, timeline_of, progress):
 def test_large_films_are_smaller_on_the_node(timeline_of):
     shown = timeline_of(SMALL, torch.rand(1, 300, 1030, 3), hold=0)
     [file] = shown.ui["images"]
-    assert Image.open(f"{folder_paths.get_temp_directory()}/{file['filename']}").size == (512, 149)
+    assert Image.open(f"{folder_paths.get_temp_directory()}/{file['filename']}").size == (384, 111)
     assert shown.result[0].shape == (4, 300, 1030, 3)
 
 
