@@ -32,13 +32,14 @@ class ComfyServer:
     """
 
     def __init__(self, comfyui: Path, log: Path, output: Path | None = None, port: int | None = None,
-                 start_seconds: float = 180.0):
+                 start_seconds: float = 180.0, previews: str = "auto"):
         self.comfyui = Path(comfyui).resolve()
         self.log = Path(log).resolve()
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._output = output
         self._start_seconds = start_seconds
+        self._previews = previews
 
     def __enter__(self) -> "ComfyServer":
         self._directory = tempfile.TemporaryDirectory(prefix="specar-comfyui-", ignore_cleanup_errors=True)
@@ -75,7 +76,7 @@ class ComfyServer:
             "--base-directory", str(self.base), "--output-directory", str(self.output),
             "--port", str(self.port), "--database-url", f"sqlite:///{self.base}/user/comfyui.db",
             "--disable-api-nodes", "--disable-all-custom-nodes", "--whitelist-custom-nodes", PACK_FOLDER,
-            "--preview-method", "auto",
+            "--preview-method", self._previews,
         ]
         return command if torch.cuda.is_available() else [*command, "--cpu"]
 

@@ -1,0 +1,164 @@
+"""Draws what documents the nodes, in a real ComfyUI: a picture for every help page and a thumbnail for every template.
+
+Run it again when nodes or workflows have changed (scripts/pictures.sh sets everything up), for all or for those named.
+"""
+
+import argparse
+import io
+import itertools
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from comfy_server import PACK, ComfyServer, ServerError
+from frontend import Frontend, FrontendError
+from PIL import Image
+
+DOCS = PACK / "web/docs"
+WORKFLOWS = PACK / "workflows"
+LOG = PACK / "output/pictures.log"
+MOST_BYTES = 40 * 1024
+DECODER = "vq_default.safetensors"  # the bundled model's decoder under a name of its own, for Load AR Image Decoder
+
+CHECKPOINT, DRAFTER, LATENT = "SpecARLoadCheckpoint", "SpecARLoadDrafter", "SpecAREmptyLatent"
+MAP, TREE, SJD = "SpecARAcceptanceMap", "SpecARDraftTreeSampler", "SpecARSJDSampler"
+TEXT, DECODE, SAVE = "CLIPTextEncode", "VAEDecode", "SaveImage"
+COLUMN = 350  # from one column of nodes to the next
+
+
+@dataclass
+class Scene:
+    """A help page's picture: a shipped workflow, what is changed in it, and the nodes that are shown.
+
+    `shown`: name -> (x, y, width[, height]), width 0 to collapse a node; `added`: new nodes and their widgets;
+    `values`: other widgets; `wires`: (from, output, to, input); `prepare` does what these cannot, before the run.
+    """
+
+    workflow: str
+    shown: dict[str, tuple]
+    added: dict[str, dict] = field(default_factory=dict)
+    values: dict[str, dict] = field(default_factory=dict)
+    wires: tuple[tuple[str, str, str, str], ...] = ()
+    run: bool = True
+    prepare: Callable[[Frontend], None] = lambda page: None
+
+    def draw(self, page: Frontend) -> bytes:
+        page.load(json.loads((WORKFLOWS / f"{self.workflow}.json").read_text(encoding="utf-8")))
+        for name in self.added:
+            page.add(name)
+        for name, values in {**self.added, **self.values}.items():
+            page.set(name, **values)
+        for wire in self.wires:
+            page.connect(*wire)
+        self.prepare(page)
+        if self.run:
+            page.run()
+        return page.photograph(self.shown)
+
+
+def sampler(workflow: str, kind: str) -> Scene:
+    """A sampler beside its picture and the map of what it did."""
+    return Scene(workflow, {kind: (0, 0, 330), SAVE: (COLUMN, 0, 330, 220), MAP: (COLUMN, 270, 330, 620)})
+
+
+def rule(kind: str, metric: str = "accepted by relaxation", workflow: str = "draft_tree_eagle", target: str = TREE,
+         **values: object) -> Scene:
+    """A rule beside the map of where it was lenient."""
+    shown = {kind: (0, 0, 300), target: (0, 230, 0), SAVE: (0, 290, 300, 220), MAP: (COLUMN, 0, 330, 620)}
+    return Scene(workflow, shown, added={kind: values}, values={MAP: {"metric": metric}},
+                 wires=((kind, "AR_RULE", target, "rule"),))
+
+
+def read_saved_trace(page: Frontend) -> None:
+    """Saves a trace first, then has Load Trace read it."""
+    page.run()
+    page.add("SpecARLoadTrace")
+    page.page.evaluate("() => app.refreshComboInNodes()")
+    page.page.wait_for_timeout(1000)
+    [name, *_] = page.page.evaluate("() => find('SpecARLoadTrace').widgets[0].options.values")
+    page.set("SpecARLoadTrace", trace_name=name)
+    page.connect("SpecARLoadTrace", "AR_TRACE", MAP, "trace")
+
+
+SCENES = {
+    CHECKPOINT: Scene("sjd_acceptance_map", {CHECKPOINT: (0, 0, 320), TEXT: (370, 0, 300, 110), LATENT: (370, 160, 300),
+                                             SJD: (720, 0, 0), DECODE: (720, 160, 0)}, run=False),
+    DRAFTER: Scene("draft_tree_eagle", {CHECKPOINT: (0, 0, 300), DRAFTER: (0, 210, 300), TREE: (360, 40, 0)}, run=False),
+    "SpecARLoadImageDecoder": Scene(
+        "text_to_picture", {"SpecARLoadImageDecoder": (0, 0, 300), "SpecARNextTokenSampler": (0, 110, 0),
+                            DECODE: (350, 0, 200), SAVE: (600, 0, 270, 235)},
+        added={"SpecARLoadImageDecoder": {"decoder_name": DECODER}},
+        wires=(("SpecARLoadImageDecoder", "VAE", DECODE, "vae"),)),
+    LATENT: Scene("batch_of_four", {CHECKPOINT: (0, 0, 0), LATENT: (240, 0, 260), SJD: (240, 180, 0),
+                                    SAVE: (550, 0, 330, 340)}),
+    "SpecARModelInfo": Scene("sjd_acceptance_map", {CHECKPOINT: (0, 0, 300), "SpecARModelInfo": (370, 0, 460, 300)},
+                             added={"SpecARModelInfo": {}}, wires=((CHECKPOINT, "AR_MODEL", "SpecARModelInfo", "model"),)),
+    "SpecARNextTokenSampler": Scene(
+        "text_to_picture", {"SpecARNextTokenSampler": (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)}),
+    SJD: sampler("sjd_acceptance_map", SJD),
+    TREE: sampler("draft_tree_eagle", TREE),
+    "SpecARLanternSampler": sampler("lantern", "SpecARLanternSampler"),
+    "SpecARCoolSDSampler": sampler("cool_sd", "SpecARCoolSDSampler"),
+    "SpecARADTTreeSampler": sampler("adt_tree", "SpecARADTTreeSampler"),
+    "SpecARVVSSampler": sampler("vvs", "SpecARVVSSampler"),
+    "SpecARContinuousNextTokenSampler": Scene(
+        "continuous_side_by_side", {"SpecARContinuousNextTokenSampler": (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)}),
+    "SpecARContinuousSampler": sampler("continuous_speculative", "SpecARContinuousSampler"),
+    "SpecARRuleExact": rule("SpecARRuleExact", "source"),
+    "SpecARRuleLantern": rule("SpecARRuleLantern", neighbours=30, delta=0.3),
+    "SpecARRuleLanternPP": rule("SpecARRuleLanternPP"),
+    "SpecARRuleUniformRSD": rule("SpecARRuleUniformRSD", delta=2),
+    "SpecARRuleCoolSD": Scene(
+        "exact_on_the_face", {"SpecARRuleCoolSD": (0, 0, 300), "MaskPreview": (0, 290, 300, 220), TREE: (0, 560, 0),
+                              SAVE: (COLUMN, 0, 330, 220), MAP: (COLUMN, 270, 330, 620)}),
+    "SpecARRuleGrouped": rule("SpecARRuleGrouped"),
+    "SpecARRuleTVMetered": rule("SpecARRuleTVMetered"),
+    MAP: Scene("sjd_acceptance_map", {SAVE: (0, 0, 240, 220), MAP: (300, 0, 420, 640)}),
+    "SpecARCompareTraces": Scene("all_methods_side_by_side", {"SpecARCompareTraces": (0, 0, 760, 700)}),
+    "SpecARSaveTrace": Scene("sjd_acceptance_map", {SJD: (0, 0, 0), "SpecARSaveTrace": (300, 0, 340, 240)}),
+    "SpecARLoadTrace": Scene("sjd_acceptance_map", {"SpecARLoadTrace": (0, 0, 340), MAP: (400, 0, 340, 620)},
+                             prepare=read_saved_trace),
+}
+
+
+def as_webp(png: bytes) -> bytes:
+    """Within MOST_BYTES, as sharp as that allows. Raises FrontendError where it would be unreadable."""
+    whole = Image.open(io.BytesIO(png)).convert("RGB")
+    for scale, quality in itertools.product((1, 0.75), (80, 70, 60, 50)):
+        picture = whole.resize((round(whole.width * scale), round(whole.height * scale)), Image.Resampling.LANCZOS)
+        picture.save(file := io.BytesIO(), "WEBP", quality=quality, method=6)
+        if file.tell() <= MOST_BYTES:
+            return file.getvalue()
+    raise FrontendError(f"{whole.width} x {whole.height} pixels do not fit into {MOST_BYTES} bytes")
+
+
+def draw_help(page: Frontend, names: list[str]) -> None:
+    for name in names or SCENES:
+        picture = as_webp(SCENES[name].draw(page))
+        (DOCS / name / "picture.webp").write_bytes(picture)
+        print(f"{name}: {Image.open(io.BytesIO(picture)).size} {len(picture) / 1024:.0f} KB", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="pictures.sh", description=__doc__)
+    parser.add_argument("names", nargs="*", help="nodes (default: all)")
+    parser.add_argument("--comfyui", type=Path, required=True, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    try:
+        with ComfyServer(arguments.comfyui, LOG, previews="none") as server:  # the last one would stay on a sampler
+            vae = server.base / "models/vae"
+            vae.mkdir(parents=True, exist_ok=True)
+            shutil.copy(PACK / "assets/default/vq.safetensors", vae / DECODER)
+            with Frontend(server.url) as page:
+                draw_help(page, arguments.names)
+    except (ServerError, FrontendError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
