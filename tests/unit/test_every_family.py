@@ -146,6 +146,20 @@ def test_the_same_seed_is_the_same_picture(family, guided):
 
 
 @torch.inference_mode()
+def test_the_beginning_of_a_picture_is_drawn_as_the_whole(family):
+    """A run over it sees the prompt and the positions of the whole picture (Emu3 and Lumina put its size there)."""
+    wanted = replace(asked(family, True), layout=family.model.layout())
+    short = replace(wanted, layout=wanted.layout.beginning(COLS + 2))
+    length = short.layout.length
+    assert COLS + 2 <= length < wanted.layout.length
+    for method in (NextToken(), SJD(window=3)):
+        begun = method.sample(short)
+        assert torch.equal(begun.tokens, method.sample(wanted).tokens[:, :length])
+        assert begun.trace.summary()["tokens"] == 2 * (COLS + 2)
+    assert DraftTree(family.eagle, TREE).sample(short).tokens.shape == (2, length)
+
+
+@torch.inference_mode()
 def test_greedy_is_the_same_picture_for_all(family):
     greedy = asked(family, True, temperature=0)
     picture = NextToken().sample(greedy).tokens

@@ -30,6 +30,20 @@ def test_keeping_forces_the_users_tokens_and_nothing_else():
     assert kept.keeping(tokens, torch.ones_like(keep)).to_grid(kept.forced).shape == (2, 2, 2)
 
 
+def test_the_beginning_of_a_layout_draws_what_is_asked():
+    layout = with_line_ends(2, 2)
+    assert layout.drawn == 4
+    assert layout.beginning(2).forced.tolist() == [[-1, -1]]
+    assert layout.beginning(3).forced.tolist() == [[-1, -1, VOCAB, -1]]
+    assert layout.beginning(4).forced.tolist() == [[-1, -1, VOCAB, -1, -1]]
+    assert layout.beginning(9) is layout, "there are no more"
+    assert layout.beginning(2).rows == 2
+    keep = torch.tensor([[[True, False], [False, False]], [[False, False], [False, True]]])
+    kept = layout.keeping(torch.zeros((2, 2, 2), dtype=torch.int64), keep)
+    assert kept.drawn == 3 and kept.beginning(2).length == 4, "the first picture has one token less in its first row"
+    assert kept.beginning(3).length == 5 and kept.keeping(keep.long(), torch.ones_like(keep)).drawn == 0
+
+
 def test_a_layout_moves_between_devices():
     layout = TokenLayout.plain(2, 2).to("meta")
     assert layout.forced.device.type == "meta" and (layout.rows, layout.cols, layout.stride) == (2, 2, 2)

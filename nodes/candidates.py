@@ -1,0 +1,75 @@
+"""The methods that Find Fastest tries, with the names and widgets of the sampler nodes that set them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ..samplers import presets
+from ..samplers.acceptance import AcceptanceRule, Exact
+from ..samplers.cool_sd import CoolSD
+from ..samplers.jacobi import SJD
+from ..samplers.lantern import LanternPP
+from ..samplers.next_token import NextToken
+from ..samplers.speculative import DraftTree
+from ..samplers.structures import Structure
+from ..samplers.tv_metered import TVMetered
+from .host import LoadedDrafter, LoadedModel
+from .method import ChosenMethod
+from .tree_samplers import DYNAMIC, PRESETS, STATIC, STRUCTURES
+
+WINDOWS = (16, 32, 8, 64)
+CHAIN, LARGE = "chain", "static tree, 57 drafts (LANTERN++)"
+ADAPTIVE = "LlamaGen"  # preset of the ADT-Tree Sampler
+NEIGHBOURS, MOST_CODES = 10, 20000  # the table for more codes takes minutes
+
+
+def next_token(model: LoadedModel) -> ChosenMethod:
+    return ChosenMethod(model, NextToken(), 1, None, "next token", "exact", "AR Sampler (next token)")
+
+
+def exact_methods(model: LoadedModel, drafter: LoadedDrafter | None, length: int) -> list[ChosenMethod]:
+    """Those that follow the model's own distribution, for runs of ``length`` tokens; the likeliest to be fast first."""
+    windows = [sjd(model, window) for window in WINDOWS if 2 * window <= length]
+    trees = [] if drafter is None else [
+        *(tree(model, drafter, name, STRUCTURES[name]) for name in (STATIC, CHAIN, DYNAMIC)),
+        tree(model, drafter, f"ADT tree, {ADAPTIVE}", PRESETS[ADAPTIVE]),
+        tree(model, drafter, LARGE, STRUCTURES[LARGE]),
+    ]
+    return [*windows[:1], *trees[:3], *windows[1:3], *trees[3:], *windows[3:]]
+
+
+def relaxed_methods(bases: Iterable[ChosenMethod], budget: float, codes: int) -> list[ChosenMethod]:
+    """``bases`` with rules that drift measurably, for a budget of drift per token and a codebook of so many codes."""
+    rules: list[tuple[AcceptanceRule, str, str]] = [
+        (TVMetered(budget), f"metered (epsilon {budget:g})", f"Metered Rule: epsilon {budget:g}"),
+        (CoolSD(1.1), "Cool-SD (delta 1.1)", "Cool-SD Rule: delta 1.1"),
+        (CoolSD(2.0), "Cool-SD (delta 2)", "Cool-SD Rule: delta 2"),
+    ]
+    if NEIGHBOURS < codes <= MOST_CODES:
+        rules.append((LanternPP(NEIGHBOURS, 2.0), f"LANTERN++ (neighbours {NEIGHBOURS}, ratio 2)",
+                      f"LANTERN++ Rule: neighbours {NEIGHBOURS}, ratio 2"))
+    return [relaxed(base, *rule) for base in bases for rule in rules]
+
+
+def sjd(model: LoadedModel, window: int) -> ChosenMethod:
+    return ChosenMethod(model, SJD(window), window, None, f"SJD++, window {window}", "exact",
+                        f"SJD++ Sampler: window {window}, refinement coupled (exact)")
+
+
+def tree(model: LoadedModel, drafter: LoadedDrafter, name: str, structure: Structure) -> ChosenMethod:
+    if structure is PRESETS[ADAPTIVE]:
+        method = presets.adt_tree(drafter.drafter, Exact(), **vars(structure))
+        by_hand = f"ADT-Tree Sampler: preset {ADAPTIVE}"
+    else:
+        method = DraftTree(drafter.drafter, structure)
+        by_hand = f"Draft-Tree Sampler (EAGLE): structure {name}"
+    if name == CHAIN:
+        name, by_hand = f"chain of {structure.length}", f"{by_hand}, depth {structure.length}"
+    return ChosenMethod(model, method, method.width, drafter, name, "exact", f"{by_hand}; drafter {drafter.name}")
+
+
+def relaxed(base: ChosenMethod, rule: AcceptanceRule, judges: str, by_hand: str) -> ChosenMethod:
+    """A method with another rule."""
+    by_hand = f"{base.by_hand}; rule {by_hand}"
+    return replace(base, method=replace(base.method, rule=rule), judges=judges, by_hand=by_hand)

@@ -1,0 +1,282 @@
+"""Find Fastest: short trials of several methods on the user's own model and device."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from comfy_api.latest import io, ui
+
+from ..model_loaders.continuous_model import ContinuousBase
+from ..samplers.jacobi import SJD
+from ..samplers.protocols import Progress, Request, TokenLayout
+from ..samplers.speculative import DraftTree
+from . import candidates, host, trials
+from .diagnostics import as_pictures
+from .host import LoadedDrafter, LoadedModel
+from .method import ChosenMethod
+from .progress import Report
+from .samplers import Inputs, memory_for, request_of
+from .sockets import ARDrafter, ARMethod
+from .trials import Trial
+from .widgets import common_inputs, negative_input
+from .wording import drawing
+
+RUNS = 3  # of a method that may be the fastest
+WORTH = 1.5  # times the fastest: a slower method is not run again
+HOPELESS = 2.0  # times the next-token sampler: a first run that takes longer is given up
+FEWEST = 64  # tokens of a trial, if the picture has so many
+WARM = 32  # tokens of a run that only warms up or estimates
+PER_METHOD = 2.5  # runs that a method takes with its warm-up, on average, in units of the next-token sampler's
+TIME_UP = "not tried: time was up"
+UNIT = 1000  # of the progress bar, per method
+
+clock = time.perf_counter
+
+
+class GivenUpError(Exception):
+    """A run took longer than it was worth."""
+
+
+@dataclass
+class Search:
+    """Trials of methods on what ``request`` asks. until (as clock()): when time is up; captured: are steps captured, so
+    that the first runs of a kind take longer?
+
+    ``layout`` is what a run draws of request.layout; the first of ``trials`` is the baseline, ``warm`` what its runs
+    have left with the model.
+    """
+
+    request: Request
+    report: Report
+    until: float
+    budget: float
+    captured: bool
+    layout: TokenLayout
+    trials: list[Trial] = field(default_factory=list)
+    warm: dict[Any, Any] = field(default_factory=dict)
+    stage: int = -1  # of the progress bar
+    lap: int = 0
+    laps: int = 1
+
+    # Runs
+
+    def run(self, method: ChosenMethod, layout: TokenLayout, seed: int = 0, until: float = math.inf) -> tuple:
+        """Draw the tokens of ``layout``: seconds and trace. Raises GivenUpError once it is later than ``until``."""
+        memory = memory_for(self.request, method.method, method.width, method.drafter)  # as drawing the picture takes
+
+        def watch(progress: Progress) -> None:
+            share = (self.lap + float(progress.committed.float().mean()) / layout.length) / self.laps
+            self.report(replace(progress, committed=torch.tensor(UNIT * (self.stage + min(1.0, share)))))
+            if clock() > until:
+                raise GivenUpError
+
+        with host.placed(method.model, memory, method.drafter):
+            began = clock()
+            decoded = method.method.sample(
+                replace(self.request, layout=layout, seed=self.request.seed + seed * self.request.batch, callback=watch)
+            )
+            seconds = clock() - began
+        self.lap += 1
+        return seconds, decoded.trace
+
+    def measure(self, trial: Trial, until: float = math.inf) -> None:
+        """One run that counts; the n-th of every method has the same seed."""
+        seconds, trace = self.run(trial.method, self.layout, len(trial.seconds), until)
+        totals = trace.summary()
+        trial.seconds.append(seconds / totals["tokens"])
+        trial.tokens += totals["tokens"]
+        trial.passes += sum(totals["passes_per_image"])
+        trial.leak += totals["tv_leak"]
+
+    def warm_up(self, method: ChosenMethod, until: float = math.inf) -> None:
+        """What the first runs of a kind do besides drawing: where steps are captured, the second still captures."""
+        for _ in range(1 + self.captured):
+            self.run(method, self.layout if self.captured else self.layout.beginning(WARM), 0, until)
+
+    # Methods
+
+    def begin(self, laps: int) -> None:
+        """The next stage, of so many runs."""
+        self.stage, self.lap, self.laps = self.stage + 1, 0, laps
+
+    def baseline(self, method: ChosenMethod, tokens: int, methods: int) -> None:
+        """Try the next-token sampler, which gets the time that it needs, and choose how many tokens a run draws: at
+        most so many, and fewer where there is not the time to try so many methods."""
+        self.begin(2 + 4 * self.captured)
+        for _ in range(1 + 2 * self.captured):
+            seconds, trace = self.run(method, self.request.layout.beginning(WARM))
+        per_token = seconds * self.request.batch / trace.totals["tokens"]
+        affordable = int((self.until - clock()) / (methods * PER_METHOD * per_token))
+        self.layout = self.request.layout.beginning(min(tokens, max(FEWEST, affordable)))
+        self.trials.append(Trial(method))
+        if self.captured:
+            self.warm_up(method)
+        self.warm = dict(method.model.model.kept)
+        self.measure(self.trials[0])
+
+    def once(self, methods: Iterable[ChosenMethod]) -> None:
+        """Try methods, as long as enough time is left to repeat the fastest."""
+        whole = self.trials[0].seconds[0] * self.trials[0].tokens  # a run of the baseline
+        enough = self.until - (RUNS - 1 + self.captured) * 2 * whole
+        for method in methods:
+            self.begin(2 + self.captured)
+            trial = Trial(method)
+            self.trials.append(trial)
+            if clock() >= enough:
+                trial.note = TIME_UP
+                continue
+            with self.noting(trial, enough):
+                self.warm_up(method, enough)
+                self.measure(trial, min(enough, clock() + HOPELESS * whole))
+
+    def repeat(self) -> None:
+        """Run those again that may be the fastest, in turns with the baseline; the fastest of them even if time is up.
+        """
+        plain, others = self.trials[0], [trial for trial in self.trials[1:] if self.promising(trial)]
+        self.begin(len(others) * (2 * (RUNS - 1) + 2 * self.captured))
+        for place, trial in enumerate(sorted(others, key=lambda trial: trial.median)):
+            if place and clock() >= self.until:
+                trial.note = "run only once: time was up"
+                continue
+            with self.noting(trial):
+                if self.captured:
+                    self.warm_up(trial.method)
+                if any(trial.method.model.model.kept.get(key) is not kept for key, kept in self.warm.items()):
+                    self.warm_up(plain.method)  # memory was short, and weights have moved
+                while len(trial.seconds) < RUNS:
+                    self.measure(plain)
+                    self.measure(trial)
+
+    @contextmanager
+    def noting(self, trial: Trial, until: float = math.inf) -> Iterator[None]:
+        """Note why a method could not be measured, and let it leave nothing with the model."""
+        kept = trial.method.model.model.kept
+        try:
+            yield
+        except GivenUpError:
+            slow = f"given up: took more than {HOPELESS:g} times as long as next token"
+            trial.note = TIME_UP if clock() >= until else slow
+        except host.OUT_OF_MEMORY:
+            trial.note = "did not fit in memory"
+        if trial.tokens and not trial.within(self.budget):
+            trial.note = f"over the leak budget ({trial.leak_per_token:.3f} per token)"
+        for key in kept.keys() - self.warm.keys():
+            del kept[key]  # a model keeps few, and the baseline's shall be among them
+
+    def promising(self, trial: Trial) -> bool:
+        """May it be the fastest?"""
+        medians = [other.median for other in self.trials if other.seconds and other.within(self.budget)]
+        return trial.within(self.budget) and trial.median <= WORTH * min(medians)
+
+    def bases(self) -> list[ChosenMethod]:
+        """The fastest window and the fastest tree so far, where these are not so slow that no rule could help."""
+        ran = [trial for trial in self.trials if trial.seconds]
+        of = [[t for t in ran if isinstance(t.method.method, kind)] for kind in (SJD, DraftTree)]
+        best = [min(trials, key=lambda trial: trial.median) for trials in of if trials]
+        limit = HOPELESS * min(trial.median for trial in ran)
+        return [trial.method for trial in best if trial.median <= limit]
+
+
+def search(
+    request: Request, model: LoadedModel, drafter: LoadedDrafter | None, budget: float, tokens: int, seconds: float
+) -> tuple[list[Trial], TokenLayout]:
+    """Try methods for about so many seconds, the next-token sampler first; the trials, and what a run drew.
+
+    Nothing is left with the model: no other run has this length.
+    """
+    until, total = clock() + seconds, request.layout.drawn
+    plain, exact = candidates.next_token(model), candidates.exact_methods(model, drafter, min(tokens, total))
+    rules = len(candidates.relaxed_methods(exact[:1], budget, model.model.vocab)) if budget else 0
+    planned = 1 + len(exact) + rules * (1 if drafter is None else 2)
+    captured = model.patcher.load_device.type != "cpu"
+    tried = Search(request, Report((planned + 1) * UNIT, None), until, budget, captured, request.layout)
+    model.patcher.release()
+    try:
+        tried.baseline(plain, tokens, planned)
+        tried.once(m for m in exact if m.width * 2 <= tried.layout.length or m.drafter)
+        if budget:
+            tried.once(candidates.relaxed_methods(tried.bases(), budget, model.model.vocab))
+        tried.repeat()
+        tried.report.finish()
+    finally:
+        model.patcher.release()
+    return tried.trials, tried.layout
+
+
+class FindFastest(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpecARFindFastest",
+            display_name="Find Fastest",
+            category="SpecAR/diagnostics",
+            description="Tries several methods on this model and device for a while, shows what each took, and hands "
+            "on the fastest one. A method counts as faster only if all its runs were.",
+            inputs=[
+                *(trial_seed_input() if i.id == "seed" else i for i in common_inputs()),
+                io.Float.Input("leak_budget", default=0, min=0, max=1, step=0.01, round=0.001,
+                               tooltip="Drift from the model's own distribution that is allowed per token (total "
+                               "variation, 0 to 1). 0: only exact methods. 0.05: one token in twenty may differ."),
+                io.Int.Input("tokens", default=256, min=16, max=65536,
+                             tooltip="Tokens of each picture that a trial draws at most, from the top. Fewer are drawn "
+                             "where time is short."),
+                io.Int.Input("seconds", default=60, min=1, max=3600,
+                             tooltip="For how long to try, roughly. What was not tried by then is named."),
+                ARDrafter.Input("drafter", optional=True,
+                                tooltip="A drafter from Load AR Drafter, to try draft trees too."),
+                negative_input(),
+            ],
+            outputs=[
+                ARMethod.Output("method", display_name="AR_METHOD", tooltip="For AR Sampler (chosen method)."),
+                io.Image.Output("chart", display_name="chart", tooltip="A row per method, a column per measure."),
+                io.String.Output("report", display_name="report",
+                                 tooltip="What was chosen, how to set it by hand, and all that was measured."),
+            ],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(
+        cls, model: LoadedModel, trial_seed: int, leak_budget: float, tokens: int, seconds: int,
+        drafter: LoadedDrafter | None = None, **inputs: Any,
+    ) -> io.NodeOutput:
+        if isinstance(model.model, ContinuousBase):
+            raise ValueError(
+                f"{model.name} is a continuous model, and Find Fastest tries methods for models that draw token ids. "
+                "Compare its samplers yourself: connect their traces to Compare Runs."
+            )
+        if drafter is not None:
+            drafter.check(model)
+        request = request_of(Inputs(model=model, seed=trial_seed, **inputs))
+        if not request.layout.drawn:
+            raise ValueError("The noise mask of latent_image keeps every token, so there is nothing to draw. Mask what "
+                             "is to be drawn, or connect Empty AR Latent.")
+        tried, layout = search(request, model, drafter, leak_budget, tokens, seconds)
+        verdict = trials.judge(tried, leak_budget)
+        setting = setting_in_words(request, layout)
+        chart = as_pictures([trials.chart(tried, verdict, setting)])
+        shown = {"text": [trials.summary(tried, verdict, setting, leak_budget)],
+                 "specar": [trials.report(tried, verdict)]}
+        preview = ui.PreviewImage(chart, cls=cls).as_dict()
+        text = trials.in_words(tried, verdict, setting, leak_budget)
+        return io.NodeOutput(verdict.chosen.method, chart, text, ui=preview | shown)
+
+
+def trial_seed_input() -> io.Input:
+    return io.Int.Input("trial_seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF,
+                        tooltip="Seed of the trials. ComfyUI keeps the result until an input changes: change this to "
+                        "measure again.")
+
+
+def setting_in_words(request: Request, layout: TokenLayout) -> str:
+    """What was measured."""
+    drawn, total = layout.drawn, request.layout.drawn
+    what = f"{total} tokens" if drawn == total else f"the first {drawn} of {total} tokens"
+    pictures = "a picture" if request.batch == 1 else f"each of {request.batch} pictures"
+    return f"Trials drew {what} of {pictures} on {request.model.device}, {drawing(asdict(request.params))}."

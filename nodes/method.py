@@ -1,0 +1,67 @@
+"""A sampling method with its settings as something to hand on, and the sampler that runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from comfy_api.latest import io
+
+from .host import LoadedDrafter, LoadedModel
+from .samplers import Inputs, sample
+from .sockets import ARMethod
+from .widgets import common_inputs, negative_input, sampler_outputs
+
+
+@dataclass(frozen=True)
+class ChosenMethod:
+    """A method of the samplers, which feeds ``width`` tokens per pass, and the model and drafter it is for.
+
+    name: how it guesses ("SJD++, window 16"); judges: how it judges guesses ("exact"); by_hand: the node and widgets
+    that set it.
+    """
+
+    model: LoadedModel
+    method: Any
+    width: int
+    drafter: LoadedDrafter | None
+    name: str
+    judges: str
+    by_hand: str
+
+    @property
+    def exact(self) -> bool:
+        """Does it follow the model's own distribution?"""
+        return self.judges == "exact"
+
+    def check(self, model: LoadedModel) -> None:
+        """Raise ValueError unless ``model`` is the one it was chosen for."""
+        if self.model is not model:
+            raise ValueError(
+                f"The method ({self.name}) was chosen for {self.model.name}, but this sampler's model is {model.name} "
+                "from another loader. Connect the same Load AR Checkpoint to this sampler and to Find Fastest."
+            )
+
+
+class MethodSampler(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpecARMethodSampler",
+            display_name="AR Sampler (chosen method)",
+            category="SpecAR/sampling",
+            description="Draws with the method that Find Fastest has chosen. Pictures are those of that method's own "
+            "sampler node.",
+            inputs=[
+                *common_inputs(),
+                ARMethod.Input("method", tooltip="The method that Find Fastest has chosen for the same model."),
+                negative_input(),
+            ],
+            outputs=sampler_outputs(),
+        )
+
+    @classmethod
+    def execute(cls, method: ChosenMethod, **inputs: Any) -> io.NodeOutput:
+        common = Inputs(**inputs)
+        method.check(common.model)
+        return sample(method.method, method.width, common, drafter=method.drafter)

@@ -1,0 +1,255 @@
+"""Find Fastest and the sampler for what it has chosen, on the tiny model."""
+
+import json
+
+import comfy.model_management as mm
+import pytest
+import torch
+from comfyui_specar.nodes import candidates, fastest
+from comfyui_specar.samplers import loop, session, speculative
+from comfyui_specar.samplers.jacobi import SJD
+from comfyui_specar.samplers.structures import Static
+
+from ..unit.tape import LatePoll, TapeGraphs
+from .conftest import GRID, defaults
+
+EXACT = ["next token", "SJD++, window 8", "static tree, 25 drafts (EAGLE)", "chain of 5", "dynamic tree (EAGLE-2)",
+         "ADT tree, LlamaGen", "static tree, 57 drafts (LANTERN++)"]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_trees(monkeypatch):
+    """The large ones take their time and show nothing more."""
+    for name in (candidates.STATIC, candidates.LARGE):
+        monkeypatch.setitem(candidates.STRUCTURES, name, Static(((0,), (1,), (0, 0))))
+
+
+@pytest.fixture
+def find(run, nodes, tiny, drafter, positive):
+    """find(**inputs) -> the node's output, with its default for every widget that is not named."""
+
+    def find(**inputs):
+        node = nodes["SpecARFindFastest"]
+        latent = {"samples": torch.zeros(inputs.pop("batch", 1), 8, GRID, GRID)}
+        common = {"model": tiny[0], "positive": positive, "latent_image": latent, "drafter": drafter, "seconds": 3600}
+        return run(node, **{k: v for k, v in (defaults(node) | common | inputs).items() if v is not None})
+
+    return find
+
+
+def told(out) -> list[dict]:
+    return out.ui["specar"][0]["trials"]
+
+
+def test_every_method_is_tried_and_the_result_is_all_of_a_piece(find, tiny, progress):
+    out = find()
+    method, chart, report = out.result
+    assert [t["method"] for t in told(out)] == EXACT and all(t["exact"] and not t["tv_leak"] for t in told(out))
+    for t in told(out):
+        runs = len(t["seconds_per_token"])
+        assert runs or t["note"].startswith("given up: took more than 2 times")
+        assert t["tokens"] == 16 * runs and t["passes"] <= t["tokens"] and all(s > 0 for s in t["seconds_per_token"])
+    assert told(out)[0]["passes"] == told(out)[0]["tokens"]
+    assert method.name == EXACT[out.ui["specar"][0]["chosen"]] and f"| {method.name} (chosen) " in report
+    assert chart.shape[::2] == (1, 1024) and out.ui["images"] and out.ui["text"][0] in report
+    assert "Trials drew 16 tokens of a picture on cpu, cfg 2, temperature 0.9" in report
+    json.dumps(out.ui["specar"])
+    values = [value for value, _, _ in progress]
+    assert values == sorted(values) and progress[-1][0] == progress[-1][1]
+    assert not tiny[0].model.kept
+
+
+def test_without_a_drafter_there_are_windows_only(find):
+    assert [t["method"] for t in told(find(drafter=None))] == EXACT[:2]
+
+
+def test_a_budget_brings_relaxed_methods_and_bounds_the_choice(find, monkeypatch):
+    monkeypatch.setattr(fastest, "HOPELESS", 1e9)  # of what is tried, time decides nothing here
+    out = find(leak_budget=1e-4, drafter=None, batch=2)
+    assert [t["acceptance"] for t in told(out)] == [
+        "exact", "exact", "metered (epsilon 0.0001)", "Cool-SD (delta 1.1)", "Cool-SD (delta 2)",
+        "LANTERN++ (neighbours 10, ratio 2)"]
+    for t in told(out)[2:]:
+        assert t["tokens"] % 32 == 0 and t["tv_leak"] > 0
+        over = t["tv_leak"] / t["tokens"] > 1e-4 * (1 + 1e-5)
+        assert ("over the leak budget" in t["note"]) == over == (t["acceptance"][:7] != "metered")
+        assert not over or len(t["seconds_per_token"]) == 1, "it need not be repeated"
+    chosen = told(out)[out.ui["specar"][0]["chosen"]]
+    assert chosen["tv_leak"] / chosen["tokens"] <= 1e-4 * (1 + 1e-5)
+    assert "leak (per token)" in out.result[2]
+
+
+def test_fast_methods_are_repeated_in_turns_with_the_baseline(find, monkeypatch):
+    for limit in ("HOPELESS", "WORTH"):
+        monkeypatch.setattr(fastest, limit, 1e9)
+    order, measure = [], fastest.Search.measure
+    monkeypatch.setattr(fastest.Search, "measure", lambda s, t, *a: (order.append(t.method.name), measure(s, t, *a)))
+    out = find(drafter=None)
+    assert order == [*EXACT[:2], *2 * EXACT[:2]]
+    assert [len(t["seconds_per_token"]) for t in told(out)] == [3, 3]
+
+
+def test_when_time_is_up_the_rest_is_named(find, monkeypatch):
+    """The clock jumps once the baseline was tried."""
+    late, baseline, clock = [], fastest.Search.baseline, fastest.clock
+    monkeypatch.setattr(fastest, "clock", lambda: clock() + (1e9 if late else 0))
+    monkeypatch.setattr(fastest.Search, "baseline", lambda *args: late.append(baseline(*args)))
+    out = find()
+    assert [bool(t["seconds_per_token"]) for t in told(out)] == [True] + 6 * [False]
+    assert {t["note"] for t in told(out)[1:]} == {"not tried: time was up"}
+    assert out.result[0].name == "next token" and not out.ui["specar"][0]["faster"]
+    assert out.ui["text"][0].startswith("Chosen: next token. No other method was faster, as far as")
+
+
+def test_time_that_runs_out_during_a_trial_ends_it(find, monkeypatch, tiny):
+    """The clock jumps once the windows are being tried."""
+    late, sample, clock = [], SJD.sample, fastest.clock
+    monkeypatch.setattr(fastest, "clock", lambda: clock() + (1e9 if late else 0))
+    monkeypatch.setattr(SJD, "sample", lambda self, request: (late.append(1), sample(self, request))[1])
+    assert {t["note"] for t in told(find())[1:]} == {"not tried: time was up"}
+    assert not tiny[0].model.kept
+
+
+def test_hopeless_methods_are_given_up(find, monkeypatch):
+    monkeypatch.setattr(fastest, "HOPELESS", 0.0)
+    out = find()
+    assert all(t["note"].startswith("given up") and not t["seconds_per_token"] for t in told(out)[1:])
+    assert out.result[0].name == "next token"
+
+
+def test_memory_that_runs_out_costs_one_method(find, monkeypatch, tiny):
+    def sample(self, request):
+        raise torch.OutOfMemoryError("the device is full")
+
+    monkeypatch.setattr(SJD, "sample", sample)
+    monkeypatch.setattr(fastest, "HOPELESS", 0.0)
+    out = find()
+    assert [t["note"] for t in told(out)][:2] == ["", "did not fit in memory"]
+    assert sum(t["note"].startswith("given up") for t in told(out)) == 5, "the search goes on"
+    assert not tiny[0].model.kept
+
+
+def test_other_errors_are_not_hidden(find, monkeypatch):
+    def sample(self, request):
+        raise ValueError("NaN")
+
+    monkeypatch.setattr(SJD, "sample", sample)
+    with pytest.raises(ValueError, match="NaN"):
+        find()
+
+
+def test_interruption_stops_the_search(find, monkeypatch, tiny):
+    original = SJD.sample
+
+    def sample(self, request):
+        mm.interrupt_current_processing()
+        return original(self, request)
+
+    monkeypatch.setattr(SJD, "sample", sample)
+    with pytest.raises(mm.InterruptProcessingException):
+        find()
+    assert not tiny[0].model.kept
+    monkeypatch.setattr(SJD, "sample", original)
+    assert all(t["seconds_per_token"] for t in told(find(drafter=None))[:1])
+
+
+def test_runs_on_a_gpu_are_warm_when_they_count(find, monkeypatch, tiny, drafter):
+    """Steps are captured (here: taped): no run that counts captures any, and in the end nothing is kept."""
+    made, captures, counted = [], [], []
+
+    class Graphs(TapeGraphs):
+        def _capture(self, step, inputs):
+            captures.append(1)
+            return super()._capture(step, inputs)
+
+    def graphs(device):
+        made.append(Graphs(device))
+        return made[-1]
+
+    monkeypatch.setattr(session, "Graphs", graphs)
+    for module in (loop, speculative):
+        monkeypatch.setattr(module, "Poll", LatePoll)
+    search, measure = fastest.Search, fastest.Search.measure
+
+    def measured(self, trial, *until):
+        before = len(captures)
+        measure(self, trial, *until)
+        counted.append((trial.method.name, len(captures) - before))
+
+    monkeypatch.setattr(fastest, "Search", lambda *a: search(*a[:4], True, *a[5:]))
+    monkeypatch.setattr(search, "measure", measured)
+    for limit in ("HOPELESS", "WORTH"):
+        monkeypatch.setattr(fastest, limit, 1e9)
+    few = [m for m in candidates.exact_methods(tiny[0], drafter, 16) if m.name in ("SJD++, window 8", "chain of 5")]
+    monkeypatch.setattr(candidates, "exact_methods", lambda *_: few)
+    find()
+    assert captures and len(counted) == 2 * 3 + 5 and not any(number for _, number in counted), counted
+    assert not tiny[0].model.kept
+
+
+METHODS = {  # name of a candidate -> the sampler node that it says to set, and its widgets
+    "next token": ("NextToken", {}),
+    "SJD++, window 8": ("SJD", {"window": 8}),
+    "static tree, 25 drafts (EAGLE)": ("DraftTree", {}),
+    "chain of 5": ("DraftTree", {"structure": "chain", "depth": 5}),
+    "dynamic tree (EAGLE-2)": ("DraftTree", {"structure": "dynamic tree (EAGLE-2)"}),
+    "ADT tree, LlamaGen": ("ADTTree", {"preset": "LlamaGen"}),
+    "static tree, 57 drafts (LANTERN++)": ("DraftTree", {"structure": "static tree, 57 drafts (LANTERN++)"}),
+}
+RULES = [None, ("TVMetered", {"epsilon": 0.3}), ("CoolSD", {"delta": 1.1}), ("CoolSD", {"delta": 2.0}),
+         ("LanternPP", {"neighbours": 10, "ratio": 2.0})]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_chosen_methods_draw_what_their_own_nodes_draw(name, sample, rule, run, nodes, tiny, drafter, positive):
+    plain = candidates.next_token(tiny[0])
+    base = {m.name: m for m in [plain, *candidates.exact_methods(tiny[0], drafter, 16)]}[name]
+    node, widgets = METHODS[name]
+    display = nodes[f"SpecAR{node}Sampler"].GET_SCHEMA().display_name
+    methods = [base]
+    if name in ("SJD++, window 8", "chain of 5"):  # the rules are the same for all
+        methods += candidates.relaxed_methods([base], 0.3, 64)
+    for chosen, relaxed in zip(methods, RULES, strict=False):
+        assert chosen.by_hand.startswith(display) and chosen.exact == (relaxed is None)
+        for widget in ("structure", "preset"):
+            assert widget not in widgets or f"{widget} {widgets[widget]}" in chosen.by_hand
+        more = {} if relaxed is None else {"rule": rule(relaxed[0], **relaxed[1])}
+        latent, trace = sample(node, **widgets, **more, batch=2)
+        common = {"model": tiny[0], "positive": positive, "seed": 7, "cfg": -1.0, "temperature": -1.0, "top_k": -1,
+                  "top_p": -1.0, "latent_image": {"samples": torch.zeros(2, 8, GRID, GRID)}}
+        found, same = run(nodes["SpecARMethodSampler"], method=chosen, **common).result
+        assert torch.equal(found["ar_tokens"], latent["ar_tokens"])
+        skip = ("method",)  # "draft_tree" or "cool_sd"
+        assert {k: v for k, v in same.settings.items() if k not in skip} == {
+            k: v for k, v in trace.settings.items() if k not in skip}
+
+
+def test_a_method_goes_with_its_model_only(run, nodes, tiny, positive, models):
+    again = run(nodes["SpecARLoadCheckpoint"], model_name="tiny", dtype="auto", grid="auto").result[0]
+    latent = {"samples": torch.zeros(1, 8, GRID, GRID)}
+    node = nodes["SpecARMethodSampler"]
+    with pytest.raises(ValueError, match="was chosen for tiny, but this sampler's model is tiny from another loader"):
+        run(node, **defaults(node), model=again, positive=positive, latent_image=latent,
+            method=candidates.next_token(tiny[0]))
+
+
+def test_what_cannot_be_tried_is_refused(find, run, nodes, continuous, models, positive):
+    with pytest.raises(ValueError, match="Find Fastest tries methods for models that draw token ids"):
+        find(model=continuous[0], drafter=None)
+    again = run(nodes["SpecARLoadCheckpoint"], model_name="tiny", dtype="auto", grid="auto").result[0]
+    with pytest.raises(ValueError, match="was loaded for tiny"):
+        find(model=again)
+    picture = {"samples": torch.ones(1, 8, GRID, GRID), "noise_mask": torch.zeros(1, 1, 32, 32)}
+    with pytest.raises(ValueError, match="nothing to draw"):
+        find(latent_image=picture)
+    with pytest.raises(ValueError, match="cfg is 0.5"):
+        find(cfg=0.5)
+
+
+def test_windows_and_tables_are_those_that_fit(tiny, drafter):
+    names = [m.name for m in candidates.exact_methods(tiny[0], None, 256)]
+    assert names == [f"SJD++, window {w}" for w in (16, 32, 8, 64)]
+    assert [m.name for m in candidates.exact_methods(tiny[0], None, 40)] == ["SJD++, window 16", "SJD++, window 8"]
+    base = candidates.exact_methods(tiny[0], drafter, 16)[:1]
+    few, many = (candidates.relaxed_methods(base, 0.1, codes) for codes in (10, 64000))
+    assert len(few) == len(many) == 3 and not any("LANTERN" in m.judges for m in few + many)

@@ -1,0 +1,115 @@
+"""Which method Find Fastest chooses, and what it says: decided on made-up measurements."""
+
+from dataclasses import dataclass
+
+import pytest
+from comfyui_specar.nodes import compare, trials
+from comfyui_specar.nodes.trials import Trial, judge
+
+
+@dataclass(frozen=True)
+class Method:
+    name: str
+    judges: str = "exact"
+    by_hand: str = "a node"
+
+    @property
+    def exact(self) -> bool:
+        return self.judges == "exact"
+
+
+def trial(name: str, *milliseconds: float, leak: float | None = None, note: str = "") -> Trial:
+    method = Method(name) if leak is None else Method(name, "relaxed")
+    tokens = 100 * len(milliseconds)
+    return Trial(method, [m / 1000 for m in milliseconds], tokens, tokens // 2, (leak or 0.0) * tokens, note)
+
+
+PLAIN = trial("next token", 10, 11, 12)
+
+
+def choice(*others: Trial, budget: float = 0.0, plain: Trial = PLAIN) -> tuple[str, bool, list[str]]:
+    verdict = judge([plain, *others], budget)
+    return verdict.chosen.method.name, verdict.faster, [t.method.name for t in verdict.alike]
+
+
+@pytest.mark.parametrize(
+    ("others", "budget", "wanted"),
+    [
+        ([], 0, ("next token", False, [])),
+        ([trial("a", 5, 6, 7), trial("b", 8, 9)], 0, ("a", True, [])),
+        ([trial("a", 5, 6, 7), trial("b", 4, 5, 6)], 0, ("b", True, ["a"])),
+        ([trial("a", 5, 5, 10)], 0, ("next token", False, [])),  # one run no faster than the fastest plain one
+        ([trial("a", 9, 9, 9.9)], 0, ("a", True, [])),
+        ([trial("a", 13, 14)], 0, ("next token", False, [])),
+        ([trial("a", 1)], 0, ("next token", False, [])),  # a single run proves nothing
+        ([trial("a"), trial("b", 5, 6)], 0, ("b", True, [])),
+        ([trial("a", 1, 1, leak=0.2), trial("b", 5, 6)], 0.1, ("b", True, [])),
+        ([trial("a", 1, 1, leak=0.2), trial("b", 5, 6)], 0.2, ("a", True, [])),
+        ([trial("a", 1, 1, leak=0.0), trial("b", 5, 6)], 0, ("a", True, [])),  # relaxed, but nothing leaked
+        ([trial("a", 4, 6, leak=0.1), trial("b", 5, 7)], 0.2, ("b", True, ["a"])),  # alike: the exact one
+        ([trial("a", 4, 4.5, leak=0.1), trial("b", 5, 7)], 0.2, ("a", True, [])),
+    ],
+)
+def test_the_choice(others, budget, wanted):
+    assert choice(*others, budget=budget) == wanted
+
+
+def test_a_single_run_of_the_baseline_proves_nothing_either():
+    assert choice(trial("a", 1, 1), plain=trial("next token", 10)) == ("next token", False, [])
+
+
+def test_what_is_said_is_what_was_measured():
+    tried = [PLAIN, trial("a", 4, 5, 6), trial("b", 5, 5), trial("c", note="not tried: time was up")]
+    verdict = judge(tried, 0)
+    text = trials.in_words(tried, verdict, "The setting.", 0)
+    # 11 / 5, 10 / 6, 12 / 4
+    assert text.startswith("Chosen: a. 2.20 times as fast as next token in these trials (1.67 to 3.00 over 3 runs).\n")
+    assert "Not to be told from the fastest by these runs: b." in text and "By hand: a node." in text
+    assert "\nThe setting.\nc: not tried: time was up.\n" in text
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    assert rows[0] == ["method", "acceptance", "time (ms per token)", "speed (times next token)",
+                       "model passes (per token)", "runs"]
+    assert rows[2] == ["next token", "exact", "11 (10 to 12)", "1.00", "0.50", "3"]
+    assert rows[3] == ["a (chosen)", "exact", "5 (4 to 6)", "2.20 (1.67 to 3.00)", "0.50", "3"]
+    assert rows[4][2] == "5" and rows[5] == ["c", "exact", "-", "-", "-", "0"]
+    report = trials.report(tried, verdict)
+    assert report["chosen"] == 1 and report["faster"] and report["schema"] == "specar.trials/1"
+    assert report["trials"][2]["seconds_per_token"] == [0.005, 0.005]
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.1])
+def test_no_speed_up_is_claimed_that_was_not_measured(budget):
+    tried = [PLAIN, trial("a", 9, 11), trial("b", 2), trial("c", 1, 1, leak=0.5)]
+    text = trials.in_words(tried, judge(tried, budget), "", budget)
+    first = text.splitlines()[0]
+    assert first.startswith("Chosen: next token. No other method") and "as far as these trials can tell" in first
+    assert ("leak budget" in first) == bool(budget) and "times as fast" not in text.split("\n\n")[0]
+
+
+def test_leaks_are_told_where_a_relaxed_method_was_tried():
+    tried = [PLAIN, trial("a", 5, 6, leak=0.03)]
+    row = trials.table(tried, judge(tried, 0.1)).splitlines()[-1]
+    assert "a (chosen)" in row and "| 0.030 " in row and "relaxed" in row
+    assert trials.title(tried[1]) == "a, relaxed"
+
+
+def test_the_chart_marks_what_was_chosen_and_says_what_was_not_tried():
+    tried = [PLAIN, trial("a", 4, 5, 6), trial("b", note="did not fit in memory")]
+    picture = trials.chart(tried, judge(tried, 0), "The setting.")
+    rows = [picture[compare.HEAD + i * compare.ROW : compare.HEAD + (i + 1) * compare.ROW - 8] for i in range(3)]
+    marked = [bool((row == compare.CHOSEN).all(-1).any()) for row in rows]
+    assert marked == [False, True, False] and picture.shape[1] == compare.WIDTH
+    blue = [int((row == compare.EXACT).all(-1).sum()) for row in rows]
+    assert blue[0] > 0 and blue[1] > 0 and blue[2] == 0
+    assert (rows[2][:, compare.LABELS :] < 128).any(), "a sentence stands there"
+
+
+def test_lines_under_the_bars_reach_from_the_least_to_the_greatest():
+    tried = [trial("next token", 10, 20), trial("a", 5, 5)]
+    picture = trials.chart(tried, judge(tried, 0), "")
+    width = (compare.WIDTH - compare.LABELS - compare.MARGIN) / 3 - compare.MARGIN
+    line = picture[compare.HEAD + 24 + compare.BAR + 4, compare.LABELS : compare.LABELS + int(width) + 5]
+    dark = (line < 60).all(-1).nonzero()[0]
+    assert dark.min() == pytest.approx(width / 2, abs=2) and dark.max() == pytest.approx(width, abs=2)
+    other = picture[compare.HEAD + compare.ROW + 24 + compare.BAR + 4, compare.LABELS : compare.LABELS + int(width)]
+    assert not (other < 60).all(-1).any(), "two equal runs span nothing"
