@@ -19,6 +19,7 @@ from ..models.positions import GridPositions, Positions, Table, rotation_of
 from ..models.prefix import TextPrefix
 from ..models.vq import nearest_codes
 from ..samplers.protocols import SamplingParams, StepOut, TokenLayout
+from .checkpoint import whole_number
 from .image_decoder import ImageDecoder
 from .neighbours import neighbour_table
 from .prompt_encoders import PromptEncoder
@@ -64,7 +65,8 @@ class DiscreteModel(Prompted, nn.Module):
         self.backbone, self.prefix, self.positions = backbone, prefix, positions
         self.family, self.grid, self.defaults = family, grid, defaults
         self.grids = tuple(grids) or (grid,)
-        self.prompt_encoder, self.pixels_per_token, self.longest = prompt_encoder, pixels_per_token, longest
+        self.prompt_encoder, self.longest = prompt_encoder, longest
+        self.pixels_per_token = whole_number("pixels_per_token", pixels_per_token, 1, 1024)
         self.row_ends, self.endings, self.word_ids = row_ends, endings, tuple(word_ids)
         self.vocab_total = backbone.config.vocab
         self.vocab = self.vocab_total - row_ends - endings

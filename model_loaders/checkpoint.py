@@ -80,6 +80,21 @@ def incomplete_without(needed: str, path: Path) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def as_released(path: Path) -> Iterator[None]:
+    """Turn what a file breaks that is not as it was released into a CheckpointError. Files come from anywhere: a tensor
+    without dimensions, words where config.json should have numbers ..."""
+    try:
+        yield
+    except (CheckpointError, torch.cuda.OutOfMemoryError):
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{path.name}, its metadata or the config.json beside it is not as it was released: {error} "
+            f"({type(error).__name__}). Download them again."
+        ) from error
+
+
 def read_settings(file: Path) -> dict[str, Any]:
     """The table in a .json file; empty if there is none. Raises CheckpointError for one that cannot be read."""
     if not file.is_file():
@@ -100,6 +115,13 @@ def refuse_large(file: Path, most: int) -> None:
     """Raise CheckpointError for a file of more than ``most`` bytes, which would be read as a whole."""
     if (size := file.stat().st_size) > most:
         raise CheckpointError(f"{file} has {size} bytes, far more than a file of its kind. Download it again.")
+
+
+def whole_number(name: str, value: Any, least: int, most: int) -> int:
+    """A number of somebody's metadata. Raises ValueError for what is none, or out of bounds."""
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{name} is {value!r:.100}, but must be a whole number from {least} to {most}.")
+    return value
 
 
 def title(path: Path) -> str:

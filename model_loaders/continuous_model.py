@@ -18,7 +18,7 @@ from ..models.diffusion_head import DiffusionHead, Schedule
 from ..models.mar import MAR, Positions
 from ..samplers.continuous_model import ContinuousParams, masked_guidance
 from ..samplers.laws import Normal
-from .checkpoint import CheckpointError
+from .checkpoint import CheckpointError, whole_number
 from .prompt_encoders import PromptEncoder, WordEncoder
 from .prompts import Conditioning, Prompted
 
@@ -54,7 +54,8 @@ class ContinuousBase(Prompted, nn.Module):
         if not (isinstance(scale, int | float) and 0 < scale < math.inf):
             raise ValueError(f"The scale of latents is {scale!r}, but must be a positive number.")
         self.family, self.grid, self.channels, self.scale = family, grid, channels, scale
-        self.defaults, self.prompt_encoder, self.pixels_per_token = defaults, prompt_encoder, pixels_per_token
+        self.defaults, self.prompt_encoder = defaults, prompt_encoder
+        self.pixels_per_token = whole_number("pixels_per_token", pixels_per_token, 1, 1024)
         self.device = torch.device("cpu")
         self.dtype = torch.float32
 

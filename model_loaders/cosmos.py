@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from ..models.cosmos import Cosmos, CosmosConfig
-from .checkpoint import SAFETENSORS, TORCHSCRIPT, Checkpoint, CheckpointError, load_weights, open_checkpoint
+from .checkpoint import (
+    SAFETENSORS,
+    TORCHSCRIPT,
+    Checkpoint,
+    CheckpointError,
+    load_weights,
+    open_checkpoint,
+    whole_number,
+)
 from .image_decoder import ImageDecoder
 
 FILES = ("decoder.jit", "autoencoder.jit", "decoder.safetensors", "autoencoder.safetensors")  # of the published folder
@@ -82,7 +90,7 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> ImageDeco
         module = Cosmos(config, operations, why_not)
     load_weights(module, _used(weights, config), checkpoint, dtype)
     module.eval().requires_grad_(False)
-    margin = int(checkpoint.metadata.get("margin", 0))
+    margin = whole_number("margin", checkpoint.metadata.get("margin", 0), 0, 64)
     return ImageDecoder(module, config.factor, channels, path.name, margin)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +23,7 @@ from .checkpoint import (
     WEIGHT_FILES,
     Checkpoint,
     CheckpointError,
+    as_released,
     holds_fp8,
     open_checkpoint,
     tensor_names,
@@ -129,21 +129,6 @@ def build(
         if isinstance(model, DiscreteModel):
             model.defaults.check(model.vocab)
     return model
-
-
-@contextmanager
-def as_released(path: Path) -> Iterator[None]:
-    """Turn what a file breaks that is not as it was released into a CheckpointError. Files come from anywhere: a tensor
-    without dimensions, words where config.json should have numbers ..."""
-    try:
-        yield
-    except (CheckpointError, torch.cuda.OutOfMemoryError):
-        raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{path.name}, its metadata or the config.json beside it is not as it was released: {error} "
-            f"({type(error).__name__}). Download them again."
-        ) from error
 
 
 def attach_decoder(model: DiscreteModel, paths: Sequence[Path], operations) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.kl_vae import KLConfig, KLModel
-from .checkpoint import Checkpoint, incomplete_without, load_weights
+from .checkpoint import Checkpoint, incomplete_without, load_weights, whole_number
 from .image_decoder import LatentDecoder
 
 
@@ -54,5 +54,5 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> LatentDec
         module = KLModel(config, operations)
     load_weights(module, tensors, checkpoint, dtype)
     module.eval().requires_grad_(False)
-    margin = int(checkpoint.metadata.get("margin", 0))
+    margin = whole_number("margin", checkpoint.metadata.get("margin", 0), 0, 64)
     return LatentDecoder(module, config.factor, config.channels, checkpoint.path.name, margin)

@@ -42,9 +42,15 @@ class WordEncoder:
         """Read ``text_encoder.safetensors``. Raises CheckpointError if it is another kind of file."""
         checkpoint = open_checkpoint(path)
         table, meta = checkpoint.tensors.get("word_embeddings.weight"), checkpoint.metadata
-        if table is None or len(meta.get("words", ())) != table.shape[0]:
-            raise CheckpointError(f"{path.name} is not a word-table text encoder.")
-        return cls(table, meta["words"], meta["stop_words"], meta["synonyms"], meta["backgrounds"], slots)
+        lists, synonyms = [meta.get(name) for name in ("words", "stop_words", "backgrounds")], meta.get("synonyms")
+        sound = isinstance(synonyms, dict) and all(isinstance(words, list) for words in lists) and all(
+            isinstance(word, str) for words in (*lists, synonyms.values()) for word in words
+        )
+        sound = sound and table is not None and table.ndim == 2 and len(lists[0]) == len(table)
+        if not sound or not table.float().isfinite().all():
+            raise CheckpointError(f"{path.name} is not a word-table text encoder, or damaged. Download it again.")
+        words, stop_words, backgrounds = lists
+        return cls(table, words, stop_words, synonyms, backgrounds, slots)
 
     def parse(self, text: str) -> tuple[list[str], list[str]]:
         """(known words in order, unknown words) of a prompt."""

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from .caption_cleaning import clean_caption
-from .checkpoint import PICKLES, SAFETENSORS, WEIGHT_FILES, Checkpoint, CheckpointError, load_weights, open_checkpoint
+from .checkpoint import (
+    PICKLES,
+    SAFETENSORS,
+    WEIGHT_FILES,
+    Checkpoint,
+    CheckpointError,
+    as_released,
+    load_weights,
+    open_checkpoint,
+)
 from .checkpoint import weight_file as weights_in
 from .language_model import Tokenizer, find_tokenizer
 
@@ -63,7 +72,8 @@ class T5Encoder:
     def module(self) -> T5:
         """The encoder, read from its file if it was not yet. Raises CheckpointError for a file that cannot be used."""
         if self._module is None:
-            self._module = load_t5(self.weights, self.width, self.dtype)
+            with as_released(self.weights):
+                self._module = load_t5(self.weights, self.width, self.dtype)
         return self._module
 
     @torch.inference_mode()

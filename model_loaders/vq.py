@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.vq import VQConfig, VQModel
-from .checkpoint import Checkpoint, incomplete_without, load_weights
+from .checkpoint import Checkpoint, incomplete_without, load_weights, whole_number
 from .image_decoder import ImageDecoder
 
 _ROOTS = ("", "gen_vision_model.", "model.vqmodel.", "vqmodel.")  # what the names begin with, in files and in models
@@ -80,5 +80,5 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> ImageDeco
         module = VQModel(config, operations)
     load_weights(module, tensors, checkpoint, dtype, ignore=("quantize.codebook_used",))
     module.eval().requires_grad_(False)
-    margin = int(checkpoint.metadata.get("margin", 0))
+    margin = whole_number("margin", checkpoint.metadata.get("margin", 0), 0, 64)
     return ImageDecoder(module, config.factor, config.codebook_dim, checkpoint.path.name, margin)
