@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
-from . import continuous, diagnostics, folders, info, loaders, rules, samplers, timeline, tree_samplers
+from . import continuous, diagnostics, fastest, folders, info, loaders, method, rules, samplers, timeline, tree_samplers
 
 folders.register_folders()
 
@@ -26,6 +26,7 @@ def node_classes() -> list[type[io.ComfyNode]]:
         tree_samplers.VVSSampler,
         continuous.ContinuousNextTokenSampler,
         continuous.ContinuousSampler,
+        method.MethodSampler,
         rules.ExactRule,
         rules.LanternRule,
         rules.LanternPPRule,
@@ -36,6 +37,7 @@ def node_classes() -> list[type[io.ComfyNode]]:
         diagnostics.AcceptanceMap,
         timeline.Timeline,
         diagnostics.CompareTraces,
+        fastest.FindFastest,
         diagnostics.SaveTrace,
         diagnostics.LoadTrace,
     ]

@@ -13,11 +13,12 @@ IDS = {
     "SpecARContinuePicture",
     "SpecARNextTokenSampler", "SpecARSJDSampler", "SpecARDraftTreeSampler", "SpecARLanternSampler",
     "SpecARCoolSDSampler", "SpecARADTTreeSampler", "SpecARVVSSampler", "SpecARContinuousNextTokenSampler",
-    "SpecARContinuousSampler", "SpecARRuleExact", "SpecARRuleLantern",
+    "SpecARContinuousSampler", "SpecARMethodSampler", "SpecARFindFastest", "SpecARRuleExact", "SpecARRuleLantern",
     "SpecARRuleLanternPP", "SpecARRuleUniformRSD", "SpecARRuleCoolSD", "SpecARRuleGrouped", "SpecARRuleTVMetered",
     "SpecARAcceptanceMap", "SpecARCompareTraces", "SpecARSaveTrace", "SpecARLoadTrace", "SpecARTimeline",
 }  # fmt: skip
-OUTPUT_NODES = {"SpecARAcceptanceMap", "SpecARTimeline", "SpecARCompareTraces", "SpecARSaveTrace", "SpecARModelInfo"}
+OUTPUT_NODES = {"SpecARAcceptanceMap", "SpecARTimeline", "SpecARCompareTraces", "SpecARFindFastest", "SpecARSaveTrace",
+                "SpecARModelInfo"}
 
 
 def test_ids_are_the_released_ones(nodes):
