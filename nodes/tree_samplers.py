@@ -284,8 +284,8 @@ class VVSSampler(io.ComfyNode):
                 negative_input(),
                 rule_input(),
                 io.Mask.Input("where", optional=True,
-                              tooltip="Where drafts may be taken unverified: 1 yes, 0 never. Any size; a token that "
-                              "lies outside with any part is always verified. Not connected: everywhere."),
+                              tooltip="Where drafts may be taken unverified: white yes, black never. Any size; a token "
+                              "that lies outside with any part is always verified. Not connected: everywhere."),
             ],
             outputs=sampler_outputs(),
         )
