@@ -2,12 +2,14 @@
 
 import io
 import json
+import re
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageSequence
 from safetensors.torch import load_file
 
 from .families import FAMILIES
@@ -22,8 +24,18 @@ def test_every_workflow_is_drawn_somewhere():
     assert set(SHIPPED) == {*SHIPPED_MODELS, *FAMILIES}
 
 
-def picture(data: bytes) -> np.ndarray:
-    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"), dtype=np.int16)
+def film(data: bytes, video: bool) -> list[np.ndarray]:
+    """The frames of a file of Save Video, or of one with one picture or many."""
+    if video:
+        with av.open(io.BytesIO(data)) as opened:
+            frames = [frame.to_ndarray(format="rgb24") for frame in opened.decode(video=0)]
+    else:
+        frames = [frame.convert("RGB") for frame in ImageSequence.Iterator(Image.open(io.BytesIO(data)))]
+    return [np.asarray(frame, dtype=np.int16) for frame in frames]
+
+
+def saved_film(comfy, file: dict) -> list[np.ndarray]:
+    return film(comfy.view(file), file["filename"].endswith(".mp4"))
 
 
 def statistics_are_in_the_history(comfy, run):
@@ -52,9 +64,28 @@ def the_face_is_exact(comfy, run):
     assert border.sum() > 0
 
 
+def films_of_the_run_are_saved(comfy, run):
+    """The run's frames at its speed, then the finished picture: not to the last level in the video, which is lossy."""
+    prompt = comfy.workflow("decoding_timeline")
+    [text] = run.outputs[comfy.node_id(prompt, "SpecARTimeline")]["text"]
+    told = re.search(r"Passes 0 to (\d+) of the model in (\d+) frames, (\d+) a second", text)
+    passes, count, fps = map(int, told.groups())
+    assert 10 < passes == count - 1 < 255 and fps == round(count / 4)
+    [webp] = run.outputs[comfy.node_id(prompt, "SaveAnimatedWEBP")]["images"]
+    [mp4] = run.outputs[comfy.node_id(prompt, "SaveVideo")]["images"]
+    frames, video = saved_film(comfy, webp), saved_film(comfy, mp4)
+    assert len(video) == count + 12 >= len(frames) > count, "equal frames of a WEBP are one, shown for longer"
+    finished = frames[-1]
+    assert np.abs(video[-1] - finished).mean() < 4
+    grey = [(frame == 128).all(-1).mean() for frame in frames[:count]]
+    assert grey == sorted(grey, reverse=True) and grey[0] == 255 / 256 and grey[-1] == 0
+    drawn = (frames[count // 2] != 128).any(-1) & (np.abs(frames[count // 2] - finished).max(-1) == 0)
+    assert drawn.mean() > 0.2, "what was decided long ago has no tint"
+
+
 MORE = {  # what else is to be seen of a workflow's run
     "same_seed_two_samplers": statistics_are_in_the_history, "continuous_inpaint": only_what_is_masked_is_drawn,
-    "exact_on_the_face": the_face_is_exact,
+    "exact_on_the_face": the_face_is_exact, "decoding_timeline": films_of_the_run_are_saved,
 }
 
 
@@ -66,7 +97,7 @@ def test_workflow_makes_pictures(comfy, name):
     saved = [file for file in run.collect("images") if file["type"] == "output"]
     assert saved, "the workflow saves no picture"
     for file in saved:
-        pixels = picture(comfy.view(file))
+        *_, pixels = saved_film(comfy, file)
         assert pixels.std() > 5, f"{file['filename']} is a flat colour"
     if name in MORE:
         MORE[name](comfy, run)
