@@ -1,13 +1,13 @@
 """Feed every loader files that went wrong, by accident and on purpose, and count what comes of it.
 
-    python -m benchmarks fuzz [--minutes 20 | --cases 500] [--seed 0] [--only "Janus"] [--out benchmarks/results/fuzz.json]
+    python -m benchmarks fuzz [--minutes 20 | --cases 500] [--seed 0] [--only Janus] [--out FILE]
 
 A case is a folder of sound files of some family, of which one or two are changed (tests/unit/fuzz.py says how), then
-loaded and used. It may work, or be refused with a message; anything else is a problem: another exception, a message that
-names no file, more than a gigabyte of memory beyond the files' own size, more than ten seconds, a process that dies, or
-anything run, opened for writing, or sent, on behalf of the file. Cases run one after the other in a process of their own
-with a limit on its memory, so that one that kills it is counted. A case is made of --seed and its number alone:
---case N runs just that one, and shows where it fails.
+loaded and used. It may work, or be refused with a message. Anything else is a problem: another exception, a message
+that names no file, more than a gigabyte of memory beyond the files' own size, more than ten seconds, a process that
+dies, or anything run, opened for writing, or sent, on behalf of the file. Cases run one after the other in a process of
+their own with a limit on its memory, so that one that kills it is counted. A case is made of --seed and its number
+alone: --case N runs just that one, and says where it fails.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from typing import Any
 from . import report
 
 MOST_MEMORY = 1 << 30  # bytes beyond the files' own
+LARGEST_FILE = 3 << 30  # bytes
 MOST_SECONDS = 10  # of the processor
 PATIENCE = 120  # seconds of the clock before a case counts as one that never ends
 WATCHED = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "subprocess.Popen", "socket.", "shutil.",
@@ -47,15 +48,15 @@ class Watch:
     def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self.on:
             return
-        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        if writes or event.startswith(WATCHED):
+        flags = arguments[2] if event == "open" and isinstance(arguments[2], int) else 0
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) or event.startswith(WATCHED):
             self.seen.append(f"{event} {arguments!r:.200}")
 
 
-def memory() -> int:
-    """The most bytes of memory that were in use since forget_memory()."""
+def memory(what: str = "VmHWM") -> int:
+    """Bytes of memory: the most that were in use since forget_memory(), or another line of /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(what))
 
 
 def forget_memory() -> None:
@@ -75,9 +76,8 @@ def work(seed: int, numbers: range, only: str) -> None:
         (folder := sound / name).mkdir()
         one.write(folder)
         fuzz_seeds.examine(one, folder)
-    held = next(int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines()
-                if line.startswith("VmSize"))
-    resource.setrlimit(resource.RLIMIT_AS, (held + 3 * MOST_MEMORY + (3 << 30),) * 2)  # files may be mapped: 3 GB at most
+    limit = memory("VmSize") + 3 * MOST_MEMORY + LARGEST_FILE  # files are mapped
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     for number in numbers:
         rng = random.Random(f"{seed}/{number}")
         name = rng.choice(list(seeds))
@@ -186,7 +186,8 @@ def run(options: argparse.Namespace, folder: str) -> Tally:
     tally, number, began, shown = Tally(), options.case or 0, time.monotonic(), Counter[str]()
     last = number + (1 if options.case is not None else options.cases or 10**9)
     worker = None
-    while number < last and (options.case is not None or options.cases or time.monotonic() - began < 60 * options.minutes):
+    endless = options.case is not None or options.cases
+    while number < last and (endless or time.monotonic() - began < 60 * options.minutes):
         started, worker = worker is None, worker or Worker(options, number, folder)
         case = worker.line(10 * PATIENCE if started else PATIENCE)
         if case is None:
@@ -228,12 +229,13 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     result = {"seed": options.seed, "minutes": round((time.monotonic() - began) / 60, 1)} | tally.report()
-    print(json.dumps({key: result[key] for key in ("cases", "outcomes", "deaths", "executed", "slowest", "largest")}, indent=1))
+    told = ("cases", "outcomes", "deaths", "executed", "slowest", "largest")
+    print(json.dumps({key: result[key] for key in told}, indent=1))
     if options.out:
         import torch
 
-        about = {"commit": report.commit(), "machine": report.machine(torch.device("cpu")), "versions": report.versions()}
-        report.write(about | result, options.out)
+        about = {"commit": report.commit(), "machine": report.machine(torch.device("cpu"))}
+        report.write(about | {"versions": report.versions()} | result, options.out)
         print(f"written to {options.out}")
     sys.exit(bool(tally.problems))
 

@@ -10,7 +10,7 @@ import json
 import shutil
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
@@ -28,7 +28,7 @@ from comfyui_specar.samplers.trace import Source
 from safetensors.torch import save_file
 
 from . import tiny, tiny_chameleon, tiny_emu3, tiny_harmon, tiny_janus, tiny_mar, tiny_simplear, tiny_t5, tiny_xar
-from .fuzz import CANARY
+from .fuzz_files import CANARY
 
 ROOT = Path(comfyui_specar.__file__).resolve().parent
 LONGEST = 1500  # characters of a message
@@ -156,8 +156,7 @@ def simplear(folder: Path) -> None:
 
 
 def mar(folder: Path) -> None:
-    config = tiny_mar.MARConfig(dim=32, encoder_layers=1, decoder_layers=1, heads=4, rows=4, cols=4, channels=16, slots=4,
-                                conditions=tiny.CAPTION, captions=True)
+    config = replace(tiny_mar.MAR, encoder_layers=1, conditions=tiny.CAPTION, captions=True)
     defaults = {"cfg": 2.0, "steps": 5, "iterations": 4}
     tiny_mar.write_mar(folder / "model.safetensors", config, caption_slots=4, defaults=defaults)
     write_words(folder, tiny.CAPTION)
@@ -214,7 +213,7 @@ SEEDS = {
     "EAGLE drafter": Seed(eagle, partial(use_drafter, name="eagle")),
     "small model as drafter": Seed(small, partial(use_drafter, name="small.safetensors")),
     "VQ": Seed(lambda folder: torch.save(tiny.vq_weights(), folder / "vq.pt"), partial(use_decoder, name="vq.pt")),
-    "VQGAN": Seed(lambda folder: tiny_chameleon.write_vqgan(folder / "vqgan.ckpt"), partial(use_decoder, name="vqgan.ckpt")),
+    "VQGAN": Seed(lambda folder: tiny_chameleon.write_vqgan(folder / "vq.ckpt"), partial(use_decoder, name="vq.ckpt")),
     "MoVQ": Seed(tiny_emu3.write_decoder, partial(use_decoder, name="")),
     "Cosmos": Seed(lambda folder: tiny_simplear.write_cosmos(folder, suffix=".jit"), partial(use_decoder, name="")),
     "KL": Seed(lambda folder: kl_vae(folder / "kl16.safetensors"), partial(use_decoder, name="kl16.safetensors")),
