@@ -74,7 +74,7 @@ class WordEncoder:
         if not known:
             some = ", ".join([w for w in self.words if not w.startswith("bg_")][:40])
             raise ValueError(
-                f"The bundled model knows none of the words in the prompt {text!r}. It was trained on a small "
+                f"The bundled model knows none of the words in the prompt {text[:200]!r}. It was trained on a small "
                 f"vocabulary; words it knows include: {some}. The model card lists all of them."
             )
         if unknown:
@@ -119,7 +119,7 @@ class ClassEncoder:
     def encode(self, text: str) -> Tensor:
         """Class number [1, 1, 1] (fp32). Raises ValueError for an unknown name or a number outside the classes."""
         wanted = text.strip().lower()
-        if wanted.isdecimal() and int(wanted) < self.classes:
+        if wanted.isdecimal() and len(wanted) < 10 and int(wanted) < self.classes:
             return torch.tensor([[[float(wanted)]]])
         matches = [i for i, name in enumerate(self.names) if wanted and wanted in (name, *re.split(r",\s*", name))]
         if matches:
@@ -127,7 +127,7 @@ class ClassEncoder:
         near = [name for name in self.names if wanted and wanted in name][:5]
         hint = f" Did you mean: {'; '.join(near)}?" if near else ""
         raise ValueError(
-            f"This model draws classes, not prompts: {text!r} is not a class. Type a number from 0 to "
+            f"This model draws classes, not prompts: {text[:200]!r} is not a class. Type a number from 0 to "
             f"{self.classes - 1}" + (" or a class name." if self.names else ".") + hint
         )
 

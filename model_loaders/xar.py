@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..models.prefix import check_class
 from ..models.xar import CELL, CELLS, GRID, XAR, Flow, XARConfig, cell_order
 from ..samplers.continuous_model import ContinuousParams
 from ..samplers.laws import Normal
@@ -62,12 +63,17 @@ class CellModel(ContinuousBase):
     def start(
         self, conditioning: Conditioning, negative: Conditioning | None, batch: int, grid: tuple[int, int], guided: bool
     ) -> CellState:
-        """Class embeddings of both guidance branches; without ``negative`` the second is the null class."""
+        """Class embeddings of both guidance branches; without ``negative`` the second is the null class.
+
+        Raises ValueError for the class of another model.
+        """
         self.check_grid(*grid)
         numbers = [self.features(conditioning, batch, "positive")[:, 0, 0].long()]
         if guided and negative is not None:
             numbers.append(self.features(negative, batch, "negative")[:, 0, 0].long())
-        elif guided:
+        for given in numbers:
+            check_class(given, self.backbone.config.classes)
+        if guided and negative is None:
             numbers.append(torch.full_like(numbers[0], self.backbone.config.classes))
         return CellState(self.backbone.class_emb(torch.cat(numbers)).to(self.dtype))
 

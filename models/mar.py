@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .prefix import check_class, check_width
+
 
 @dataclass(frozen=True)
 class MARConfig:
@@ -118,9 +120,14 @@ class MAR(nn.Module):
         self.diffusion_pos_embed_learned = nn.Parameter(torch.zeros(1, length, dim))
 
     def prompt(self, features: Tensor) -> Tensor:
-        """Slot vectors [B, slots, D] of prompt features: caption words [B, n, F], or class numbers [B, 1, 1]."""
+        """Slot vectors [B, slots, D] of prompt features: caption words [B, n, F], or class numbers [B, 1, 1].
+
+        Raises ValueError for the features of another model's prompt.
+        """
         if not self.config.captions:
+            check_class(features, self.config.conditions)
             return self.class_emb(features[:, 0, 0].long())[:, None].expand(-1, self.config.slots, -1)
+        check_width(features, self.config.conditions)
         words = self.caption_proj(features.to(self.fake_latent.dtype))[:, : self.config.slots]
         return torch.cat((words, self.unconditional(len(words))[:, words.shape[1] :]), dim=1)
 

@@ -37,11 +37,31 @@ class CaptionPrefix(nn.Module):
         self.register_buffer("uncond_embedding", torch.zeros(slots, caption_dim))
 
     def forward(self, features: Tensor) -> Tensor:
+        """Raises ValueError for the features of another text encoder."""
+        check_width(features, self.uncond_embedding.shape[1])
         return self.cap_proj(features.to(self.uncond_embedding.dtype))
 
     def unconditional(self, features: Tensor, grid: tuple[int, int]) -> Tensor:
         """Prefix embeddings [1, n, dim] of the learned null caption, as long as ``features`` [B, n, caption_dim]."""
         return self.cap_proj(self.uncond_embedding[None, -features.shape[1] :].to(features.device))
+
+
+def check_width(features: Tensor, width: int) -> None:
+    """Raise ValueError unless caption features [B, n, F] have so many numbers a word."""
+    if features.ndim != 3 or features.shape[2] != width:
+        raise ValueError(
+            f"The prompt has the shape {list(features.shape)}, but this model reads {width} numbers a word: it was "
+            "encoded with another model's CLIP. Connect the CLIP of this model's own loader to CLIP Text Encode."
+        )
+
+
+def check_class(number: Tensor, classes: int) -> None:
+    """Raise ValueError unless all numbers are whole and below ``classes``. (A GPU would end the process over them.)"""
+    if not ((number >= 0) & (number < classes) & (number == number.floor())).all():
+        raise ValueError(
+            f"The prompt holds the class {number.flatten()[0].item():g}, but this model has the classes 0 to "
+            f"{classes - 1}: it was encoded with another model's CLIP. Connect the CLIP of this model's own loader."
+        )
 
 
 class ClassPrefix(nn.Module):
@@ -53,6 +73,8 @@ class ClassPrefix(nn.Module):
         self.embedding_table = operations.Embedding(classes + 1, dim)
 
     def forward(self, features: Tensor) -> Tensor:
+        """Raises ValueError for what is no class number."""
+        check_class(features[..., 0], self.classes)
         return self.embedding_table(features[..., 0].long())
 
     def unconditional(self, features: Tensor, grid: tuple[int, int]) -> Tensor:

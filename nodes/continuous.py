@@ -81,7 +81,7 @@ def sample(
     samples = latent["samples"]
     batch, grid = samples.shape[0], model.check_grid(*samples.shape[-2:])
     keep = None
-    if "noise_mask" in latent:
+    if latent.get("noise_mask") is not None:
         keep = kept(latent["noise_mask"], batch, *grid)
         samples = picture_of(latent, model)
     params = params_of(inputs, iterations)

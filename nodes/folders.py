@@ -112,10 +112,10 @@ def resolve(choice: str, *keys: str) -> Path:
         return bundled(shipped[choice])
     inside = os.path.relpath(os.path.join("/", choice), "/")  # "../" cannot leave the folder
     roots = [Path(root) for key in keys for root in folder_paths.get_folder_paths(key)]
-    found = next((root / inside for root in roots if (root / inside).exists()), None)
+    found = next((root / inside for root in roots if inside != "." and (root / inside).exists()), None)
     if found is None:
         looked = ", ".join(map(str, roots))
-        raise FileNotFoundError(f"{choice} is not in {looked}. Choose another file, or press R to refresh the list.")
+        raise FileNotFoundError(f"{choice[:99]} is not in {looked}. Choose another file, or press R to refresh the list.")
     return found
 
 

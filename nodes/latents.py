@@ -66,10 +66,17 @@ def tokens_of(latent: Latent, model: DiscreteModel) -> Tensor:
     """
     samples, tokens = picture_of(latent, model), latent.get("ar_tokens")
     if model.codebook is None:
-        return samples.round().long()[:, 0]
-    if tokens is not None and tokens.shape == samples[:, 0].shape and torch.equal(model.dequantize(tokens), samples):
+        return samples.round().long()[:, 0].clamp(0, model.vocab - 1)
+    if are_tokens(tokens, samples, model.vocab) and torch.equal(model.dequantize(tokens), samples):
         return tokens
     return model.quantize(samples)
+
+
+def are_tokens(tokens: Any, samples: Tensor, vocab: int) -> bool:
+    """Is this a token id for every place of ``samples`` [B, C, h, w]? (Other nodes may put anything into a LATENT.)"""
+    if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64 or tokens.shape != samples[:, 0].shape:
+        return False
+    return bool(((tokens >= 0) & (tokens < vocab)).all())
 
 
 def token_means(mask: Tensor, batch: int, rows: int, cols: int, name: str) -> Tensor:
@@ -123,6 +130,11 @@ def first_image(latent: Latent) -> int:
     index = latent.get("batch_index")
     if index is None:
         return 0
+    if len(index) != len(latent["samples"]) or not all(isinstance(number, int) for number in index):
+        raise ValueError(
+            f"latent_image numbers its images {list(index)[:8]}, but holds {len(latent['samples'])}. Connect the "
+            "LATENT of the node before the last one that changed it."
+        )
     if list(index) != list(range(index[0], index[0] + len(index))):
         raise ValueError(
             f"latent_image holds the images {list(index)} of its batch, but one run draws consecutive ones. "

@@ -68,7 +68,7 @@ def layout_of(inputs: Inputs) -> TokenLayout:
     model, latent = inputs.model.model, inputs.latent_image
     batch, _, rows, cols = latent["samples"].shape
     layout = model.layout(rows, cols)
-    if "noise_mask" not in latent:
+    if latent.get("noise_mask") is None:
         return layout
     return layout.keeping(tokens_of(latent, model), kept(latent["noise_mask"], batch, rows, cols))
 

@@ -1,0 +1,153 @@
+"""What arrives at a node: ComfyUI checks types of links and bounds of typed numbers, but neither what a link brings
+nor what an API client writes in place of a link. Here every node's inputs are checked before it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+from comfy_api.latest import io
+from torch import Tensor
+
+from ..samplers.trace import Trace
+from . import host
+from .method import ChosenMethod
+from .rules import ChosenRule
+
+SHORT = 60  # characters of a value that a message repeats
+SOCKETS = {  # private sockets -> what they carry, and the node that makes it
+    "AR_MODEL": (host.LoadedModel, "Load AR Checkpoint"),
+    "AR_DRAFTER": (host.LoadedDrafter, "Load AR Drafter"),
+    "AR_RULE": (ChosenRule, "a rule node"),
+    "AR_TRACE": (Trace, "an AR sampler or Load Trace"),
+    "AR_METHOD": (ChosenMethod, "Find Fastest"),
+}
+
+
+def checked(node: type[io.ComfyNode]) -> type[io.ComfyNode]:
+    """The node, whose inputs are checked from now on before it runs: it raises ValueError naming the first bad one."""
+    execute = node.execute.__func__
+    if hasattr(execute, "__wrapped__"):
+        return node
+
+    @wraps(execute)
+    def run(cls: type[io.ComfyNode], **inputs: Any) -> io.NodeOutput:
+        return execute(cls, **checked_inputs(node.SCHEMA or node.GET_SCHEMA(), inputs))
+
+    node.execute = classmethod(run)
+    return node
+
+
+def checked_inputs(schema: io.Schema, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs without optional ones that are None (an API client's way to leave them open). Raises ValueError."""
+    known = {i.id: i for i in schema.inputs}
+    for name in inputs:
+        if name not in known:
+            raise ValueError(f"{schema.display_name} has no input {name!r}; it has {', '.join(known) or 'none'}.")
+    given = {name: value for name, value in inputs.items() if value is not None or not known[name].optional}
+    for name, wanted in known.items():
+        if name in given:
+            problem = problem_of(wanted, given[name])
+            if problem:
+                raise ValueError(f"{name} {problem}")
+        elif not wanted.optional:
+            raise ValueError(f"{name} is missing: {schema.display_name} needs it.")
+    return given
+
+
+def problem_of(wanted: io.Input, value: Any) -> str | None:
+    """What is wrong with a value for an input, as the rest of a sentence that begins with its name; None: nothing."""
+    kind = wanted.io_type
+    if kind in SOCKETS:
+        made, maker = SOCKETS[kind]
+        return None if isinstance(value, made) else f"is {told(value)}, but must be connected to {maker}."
+    return CHECKS[kind](wanted, value) if kind in CHECKS else None
+
+
+def told(value: Any) -> str:
+    """A value in a few words."""
+    if isinstance(value, Tensor):
+        return f"a tensor of the shape {list(value.shape)} ({str(value.dtype).removeprefix('torch.')})"
+    if isinstance(value, (str, int, float)):
+        text = repr(value) if not isinstance(value, int) or abs(value) < 10**SHORT else "a number of too many digits"
+    else:
+        text = f"of the type {type(value).__name__}"
+    return text if len(text) <= SHORT else text[:SHORT] + "..."
+
+
+def _number(wanted: io.Input, value: Any) -> str | None:
+    whole = isinstance(wanted, io.Int.Input)
+    sound = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if sound and wanted.min <= value <= wanted.max:
+        return None
+    return f"is {told(value)}, but must be a {'whole ' * whole}number from {wanted.min} to {wanted.max}."
+
+
+def _text(wanted: io.Input, value: Any) -> str | None:
+    if isinstance(value, str):
+        return None
+    return f"is {told(value)}, but must be a text, or one of the choices of the widget."
+
+
+def _switch(wanted: io.Input, value: Any) -> str | None:
+    return None if isinstance(value, bool) else f"is {told(value)}, but must be true or false."
+
+
+def _latent(wanted: io.Input, value: Any) -> str | None:
+    samples = value.get("samples") if isinstance(value, dict) else None
+    if not isinstance(samples, Tensor):
+        return f"is {told(value)}, but must be a LATENT (Empty AR Latent or VAE Encode)."
+    problem = flaw(samples, (4,)) or (None if samples.is_floating_point() else f"holds {told(samples)}, no floats.")
+    if problem:
+        return f"{problem} A LATENT is [pictures, channels, rows, columns]: use Empty AR Latent or VAE Encode."
+    if value.get("noise_mask") is not None:
+        problem = flaw(value["noise_mask"], (2, 3, 4))
+        return problem and f"has a noise mask that {problem} Draw the mask again (Set Latent Noise Mask)."
+    return None
+
+
+def _conditioning(wanted: io.Input, value: Any) -> str | None:
+    if not isinstance(value, list):
+        return f"is {told(value)}, but must be a CONDITIONING (CLIP Text Encode with the model's own CLIP)."
+    for entry in value:
+        if not (isinstance(entry, (list, tuple)) and len(entry) == 2 and isinstance(entry[0], Tensor)
+                and isinstance(entry[1], dict) and isinstance(entry[1].get("ar", {}), dict)):
+            return "is a CONDITIONING that no CLIP Text Encode made. Connect one with the model's own CLIP."
+        if entry[0].ndim != 3 and "ar" in entry[1]:
+            return f"is a CONDITIONING of the shape {list(entry[0].shape)}, no [prompts, words, numbers]. Make it anew."
+        if entry[0].numel() and not entry[0].isfinite().all():
+            return "is a CONDITIONING that holds NaN or infinite numbers. Make it anew with CLIP Text Encode."
+    return None
+
+
+def _image(wanted: io.Input, value: Any) -> str | None:
+    problem = flaw(value, (4,))
+    if not problem and (not value.is_floating_point() or value.shape[-1] < 3):
+        problem = f"is {told(value)}."
+    return problem and f"{problem} An IMAGE is [pictures, height, width, 3] with numbers from 0 to 1 (VAE Decode)."
+
+
+def _mask(wanted: io.Input, value: Any) -> str | None:
+    problem = flaw(value, (2, 3, 4))
+    return problem and f"{problem} A MASK is [masks, height, width] with numbers from 0 to 1."
+
+
+def _vae(wanted: io.Input, value: Any) -> str | None:
+    return None if hasattr(value, "encode") else f"is {told(value)}, but must be a VAE, from Load AR Checkpoint."
+
+
+def flaw(value: Any, dimensions: tuple[int, ...]) -> str | None:
+    """What is wrong with a tensor that should have one of these numbers of dimensions, entries, and no NaN."""
+    if not isinstance(value, Tensor) or value.ndim not in dimensions:
+        return f"is {told(value)}."
+    if not value.numel():
+        return f"is empty: {told(value)}."
+    return None if value.isfinite().all() else "holds NaN or infinite numbers."
+
+
+CHECKS: dict[str, Callable[[io.Input, Any], str | None]] = {
+    "INT": _number, "FLOAT": _number, "STRING": _text, "COMBO": _text, "BOOLEAN": _switch, "LATENT": _latent,
+    "CONDITIONING": _conditioning, "IMAGE": _image, "MASK": _mask, "VAE": _vae,
+}

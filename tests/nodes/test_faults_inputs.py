@@ -1,0 +1,288 @@
+"""Every input of every node, given everything: the node works, or says in a ValueError which input is wrong."""
+
+import math
+import os
+import re
+
+import pytest
+import torch
+from comfyui_specar.nodes import extension
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from .conftest import CODES, GRID, KL, defaults
+
+REFUSALS = (ValueError, FileNotFoundError)
+NAMES = [node.GET_SCHEMA().node_id for node in extension.node_classes()]
+CHEAP = {"SpecARSJDSampler": {"window": 4}, "SpecARFindFastest": {"tokens": 16, "seconds": 1},
+         "SpecARTimeline": {"frames": 2, "hold": 1}}
+
+
+def fuzz(share: float = 1.0):
+    """Some examples, always the same ones; SPECAR_FUZZ says how many, and then they are new ones."""
+    count = max(1, round(share * int(os.environ.get("SPECAR_FUZZ", 8))))
+    return settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize="SPECAR_FUZZ" not in os.environ,
+                    max_examples=count, database=None)
+
+
+@pytest.fixture(scope="session")
+def traces(sample, draw_vectors):
+    """A trace of token ids, one of vectors, and one of a batch."""
+    return {"ids": sample("SJD")[1], "vectors": draw_vectors("")[1], "batch": sample("DraftTree", batch=2)[1]}
+
+
+@pytest.fixture(scope="session")
+def draw_vectors(continuous, small_vectors, nodes, run):
+    def draw(method: str, **inputs):
+        node = nodes[f"SpecARContinuous{method}Sampler"]
+        return run(node, **sound_sockets(node, None, None, continuous, small_vectors, None), **inputs).result
+
+    return draw
+
+
+def sound_sockets(node, tiny, drafter, continuous, small_vectors, trace):
+    """Legal inputs of a node: its defaults and something for every socket that must be connected."""
+    vectors = "Continuous" in node.GET_SCHEMA().node_id
+    model, draws = (continuous, small_vectors) if vectors else (tiny, drafter)
+    made = {
+        "AR_MODEL": lambda: model[0], "AR_DRAFTER": lambda: draws, "AR_TRACE": lambda: trace,
+        "CONDITIONING": lambda: model[1].encode_from_tokens_scheduled("red apple"),
+        "LATENT": lambda: {"samples": torch.zeros(1, KL.channels if vectors else 8, GRID, GRID)},
+        "IMAGE": lambda: torch.rand(1, 32, 32, 3), "VAE": lambda: model[2], "MASK": lambda: torch.rand(1, 8, 8),
+    }
+    inputs = defaults(node) | CHEAP.get(node.GET_SCHEMA().node_id, {}) | {
+        i.id: made[i.io_type]() for i in node.GET_SCHEMA().inputs if i.io_type in made and not i.optional}
+    if "neighbours" in inputs:
+        inputs["neighbours"] = 5
+    return inputs
+
+
+@pytest.fixture(scope="session")
+def sound(nodes, tiny, drafter, continuous, small_vectors, traces, run):
+    """sound(name) -> legal inputs of a node."""
+
+    def sound(name: str) -> dict:
+        inputs = sound_sockets(nodes[name], tiny, drafter, continuous, small_vectors, traces["ids"])
+        inputs |= {"SpecAREmptyLatent": {"width": 32, "height": 32}, "SpecARLoadCheckpoint": {"model_name": "tiny"},
+                   "SpecARLoadDrafter": {"drafter_name": "eagle"}}.get(name, {})
+        if name == "SpecARLoadTrace":
+            [file, _] = run(nodes["SpecARSaveTrace"], trace=traces["ids"], filename_prefix="faults/t").ui["files"]
+            inputs["trace_name"] = f"{file['subfolder']}/{file['filename']} [output]".replace(".json", ".safetensors")
+        if name == "SpecARMethodSampler":
+            chosen = sound_sockets(nodes["SpecARFindFastest"], tiny, drafter, continuous, small_vectors, None)
+            found = run(nodes["SpecARFindFastest"], **chosen).result
+            inputs["method"] = next(r for r in found if type(r).__name__ == "ChosenMethod")
+        return inputs
+
+    kept = {}
+    return lambda name: dict(kept[name] if name in kept else kept.setdefault(name, sound(name)))
+
+
+def refused(run, node, inputs, *names):
+    """The message with which a node refuses inputs; None if it takes them. It names what is wrong."""
+    try:
+        run(node, **inputs)
+    except REFUSALS as error:
+        message = str(error)
+        assert len(message) > 20 and message[-1] in ".)" and "\n" not in message, message
+        assert not names or any(name in message for name in names), (names, message)
+        return message
+    return None
+
+
+ANYTHING = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.integers(-2, 70), st.sampled_from([2**31, 2**63, 2**64, 10**400]),
+    st.floats(), st.sampled_from([math.nan, math.inf, -math.inf, -0.0, 1e308]), st.text(max_size=30),
+    st.sampled_from(["", " ", "0", "\0", "ü" * 9999, "../../etc/passwd", "/etc/passwd", "C:\\x", "nan", "-1"]),
+    st.lists(st.integers(), max_size=3), st.just({}), st.just({"samples": 3}), st.just([[1, 2]]), st.just(b"x"),
+    st.sampled_from([torch.zeros(0), torch.zeros(()), torch.zeros(1, 4), torch.full((1, 8, 4, 4), math.nan),
+                     torch.ones(2, 32, 32, 3), torch.zeros(1, 4, 4, dtype=torch.uint8)]),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sound_inputs_are_taken(name, sound, nodes, run):
+    assert refused(run, nodes[name], sound(name)) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_value_of_any_input_is_taken_or_named(name, sound, nodes, run):
+    inputs = {i.id: i for i in nodes[name].GET_SCHEMA().inputs}
+    if not inputs:
+        return
+
+    @fuzz()
+    @given(st.sampled_from(sorted(inputs)), ANYTHING)
+    def check(key, value):
+        message = refused(run, nodes[name], sound(name) | {key: value}, key, "does not fit", "is not in", "no trace")
+        kind = inputs[key].io_type
+        if kind not in ("STRING", "COMBO", "MASK", "IMAGE", "LATENT", "CONDITIONING", "INT", "FLOAT", "BOOLEAN", "VAE"):
+            assert message or value is None and inputs[key].optional
+
+    check()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_missing_unknown_and_open_inputs(name, sound, nodes, run):
+    schema = nodes[name].GET_SCHEMA()
+    for wanted in schema.inputs:
+        inputs = sound(name)
+        inputs.pop(wanted.id, None)
+        if not wanted.optional:
+            assert f"{wanted.id} is missing" in refused(run, nodes[name], inputs)
+    assert "no input 'nonsense'" in refused(run, nodes[name], sound(name) | {"nonsense": 1})
+    assert refused(run, nodes[name], sound(name) | {i.id: None for i in schema.inputs if i.optional}) is None
+
+
+def legal(wanted):
+    """Legal values of a widget by itself; small ones more often."""
+    if wanted.io_type == "INT":
+        return st.one_of(st.integers(wanted.min, min(wanted.max, wanted.min + 40)), st.just(wanted.max))
+    if wanted.io_type == "FLOAT":
+        return st.one_of(st.floats(wanted.min, wanted.max), st.sampled_from([wanted.min, wanted.max, wanted.default]))
+    return st.booleans() if wanted.io_type == "BOOLEAN" else st.sampled_from(list(wanted.options))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "Load" not in name and "Fastest" not in name])
+def test_legal_values_together_are_taken_or_refused_in_words(name, sound, nodes, run):
+    # What is slow beside a tiny model, and legal by itself, stays at its default.
+    widgets = {i.id: legal(i) for i in nodes[name].GET_SCHEMA().inputs
+               if i.io_type in ("INT", "FLOAT", "BOOLEAN", "COMBO") and i.id not in ("head_steps", "nodes")}
+    if not widgets:
+        return
+
+    @fuzz(0.5)
+    @given(st.fixed_dictionaries(widgets))
+    def check(values):
+        refused(run, nodes[name], sound(name) | values)
+
+    check()
+
+
+def latents():
+    good = torch.randn(1, 8, GRID, GRID, generator=torch.Generator().manual_seed(0))
+    mask = torch.zeros(1, 1, 32, 32)
+    mask[..., 16:, :] = 1
+    yield "no samples", {}
+    yield "none", {"samples": None}
+    yield "a list", [good]
+    yield "five dimensions", {"samples": good[None]}
+    yield "three dimensions", {"samples": good[0]}
+    yield "no pictures", {"samples": good[:0]}
+    yield "no rows", {"samples": good[:, :, :0]}
+    yield "whole numbers", {"samples": good.long()}
+    yield "nan", {"samples": good * math.nan, "noise_mask": mask}
+    yield "other channels", {"samples": good[:, :4], "noise_mask": mask}
+    yield "other grid", {"samples": torch.zeros(1, 8, 5, 7)}
+    yield "mask of nan", {"samples": good, "noise_mask": mask * math.nan}
+    yield "empty mask", {"samples": good, "noise_mask": mask[:, :, :0]}
+    yield "mask of one dimension", {"samples": good, "noise_mask": mask[0, 0, 0]}
+    yield "mask of five dimensions", {"samples": good, "noise_mask": mask[None]}
+    yield "three masks", {"samples": good, "noise_mask": mask.expand(3, 1, 32, 32)}
+    yield "mask is a list", {"samples": good, "noise_mask": [1]}
+    yield "seeds out of order", {"samples": good.expand(2, -1, -1, -1), "batch_index": [3, 1]}
+    yield "no seeds", {"samples": good, "batch_index": []}
+    yield "too few seeds", {"samples": good.expand(2, -1, -1, -1), "batch_index": [0]}
+    yield "seeds that are none", {"samples": good, "batch_index": ["x"]}
+
+
+BAD_LATENTS = dict(latents())
+FINE_LATENTS = {
+    "bool mask": {"noise_mask": torch.ones(1, 8, 8, dtype=torch.bool)},
+    "integer mask": {"noise_mask": torch.ones(5, 5).long()},
+    "mask above one": {"noise_mask": torch.full((1, 1, 3, 3), 7.0)}, "no mask": {"noise_mask": None},
+    "tokens of another size": {"ar_tokens": torch.zeros(1, 9, 9, dtype=torch.int64), "noise_mask": torch.ones(1, 4, 4)},
+    "tokens out of range": {"ar_tokens": torch.full((1, 4, 4), 10**6), "noise_mask": torch.ones(1, 4, 4)},
+    "tokens that are floats": {"ar_tokens": torch.rand(1, 4, 4), "noise_mask": torch.ones(1, 4, 4)},
+    "negative tokens": {"ar_tokens": torch.full((1, 4, 4), -5), "noise_mask": torch.ones(1, 4, 4)},
+    "tokens that are none": {"ar_tokens": "x", "noise_mask": torch.ones(1, 4, 4)}, "half precision": {},
+}
+
+
+@pytest.mark.parametrize("method", ["NextToken", "SJD", "DraftTree"])
+@pytest.mark.parametrize("latent", BAD_LATENTS.values(), ids=BAD_LATENTS)
+def test_bad_latents_are_named(latent, method, sound, nodes, run):
+    node = f"SpecAR{method}Sampler"
+    assert re.search("latent_image|noise mask|8 x 8|model does not draw",
+                     refused(run, nodes[node], sound(node) | {"latent_image": latent}))
+
+
+@pytest.mark.parametrize("more", FINE_LATENTS.values(), ids=FINE_LATENTS)
+def test_odd_latents_are_drawn(more, sound, nodes, run):
+    samples = torch.randn(1, 8, GRID, GRID, generator=torch.Generator().manual_seed(0))
+    latent = {"samples": samples if more else samples.half(), **more}
+    drawn, _ = run(nodes["SpecARSJDSampler"], **sound("SpecARSJDSampler") | {"latent_image": latent}).result
+    tokens = drawn["ar_tokens"]
+    assert tokens.shape == (1, GRID, GRID) and 0 <= tokens.min() and tokens.max() < CODES
+
+
+def test_bad_latents_of_vectors_are_named(sound, nodes, run):
+    samples = torch.randn(1, KL.channels, GRID, GRID)
+    for latent in (samples[:, :2], samples[:, :, :3], samples * math.inf, samples.long(), samples[0]):
+        for mask in (None, torch.ones(1, 4, 4)):
+            name = "SpecARContinuousNextTokenSampler"
+            given = {"samples": latent} | ({} if mask is None else {"noise_mask": mask})
+            message = refused(run, nodes[name], sound(name) | {"latent_image": given})
+            assert message is None and mask is None or re.search("latent_image|draws", message), (latent.shape, message)
+
+
+@pytest.mark.parametrize("key", ["positive", "negative"])
+def test_bad_conditionings_are_named(key, sound, nodes, run, tiny, continuous):
+    good = tiny[1].encode_from_tokens_scheduled("red apple")
+    tensor, more = good[0]
+    cases = {
+        "of another family": continuous[1].encode_from_tokens_scheduled("red apple"), "several": good * 2,
+        "two dimensions": [[tensor[0], more]], "other width": [[tensor[..., :3], more]],
+        "nan": [[tensor * math.nan, more]], "whole numbers": [[tensor.long(), more]],
+        "of Stable Diffusion": [[torch.rand(1, 77, 768), {"pooled_output": None}]],
+        "no dictionary": [[tensor, None]], "a tuple": [(tensor, more)], "nothing in it": [[]], "text": "red apple",
+        "no list": tensor, "batch": [[tensor.expand(3, -1, -1), more]], "odd ar": [[tensor, {"ar": 5}]], "empty": [],
+        "too long": [[tensor.expand(1, 2, -1).repeat(1, 50, 1), more]],
+    }
+    for name, conditioning in cases.items():
+        inputs = sound("SpecARNextTokenSampler") | {"cfg": 2.0, key: conditioning}
+        refused(run, nodes["SpecARNextTokenSampler"], inputs, key, "CONDITIONING", "CLIP", "prompt"), name
+
+
+def test_models_drafters_and_traces_of_others(sound, nodes, run, tiny, continuous, drafter, small_vectors, traces):
+    for name in NAMES:
+        inputs = {i.id: i.io_type for i in nodes[name].GET_SCHEMA().inputs}
+        if "Sampler" in name:
+            other = tiny if "Continuous" in name else continuous
+            assert refused(run, nodes[name], sound(name) | {"model": other[0]})
+        if "AR_DRAFTER" in inputs.values():
+            other = drafter if "Continuous" in name else small_vectors
+            assert "drafter" in refused(run, nodes[name], sound(name) | {"drafter": other})
+    for trace in traces.values():
+        for image in (torch.rand(1, 32, 32, 3), torch.rand(2, 5, 7, 4), torch.rand(1, 1, 1, 3)):
+            for name, more in (("SpecARAcceptanceMap", {"metric": "entropy"}), ("SpecARAcceptanceMap", {}),
+                               ("SpecARTimeline", {"picture": 1})):
+                refused(run, nodes[name], sound(name) | {"trace": trace, "image": image} | more)
+    together = {f"trace_{i}": trace for i, trace in enumerate(traces.values(), 1)}
+    assert refused(run, nodes["SpecARCompareTraces"], together) is None
+
+
+@pytest.mark.parametrize("image", [
+    torch.zeros(1, 0, 0, 3), torch.zeros(0, 32, 32, 3), torch.zeros(1, 32, 32, 3).byte(), torch.zeros(32, 32, 3),
+    torch.full((1, 32, 32, 3), math.nan), torch.zeros(1, 32, 32, 1), torch.zeros(1, 2, 32, 32, 3), "image"], ids=str)
+def test_bad_pictures_are_named(image, sound, nodes, run):
+    for name in ("SpecARAcceptanceMap", "SpecARTimeline"):
+        assert "image" in refused(run, nodes[name], sound(name) | {"image": image})
+
+
+def test_pictures_of_four_channels_and_numbers_outside_are_taken(sound, nodes, run):
+    for image in (torch.rand(1, 32, 32, 4), 3 * torch.rand(1, 32, 32, 3) - 1, torch.rand(1, 32, 32, 3).half()):
+        assert refused(run, nodes["SpecARAcceptanceMap"], sound("SpecARAcceptanceMap") | {"image": image}) is None
+
+
+def test_texts_of_any_kind_are_encoded_or_refused(tiny, continuous):
+    @fuzz(2)
+    @given(st.one_of(st.text(), st.sampled_from(["\0", "red " * 5000, "ü" * 10**5, "red\nапple", "-1", "1e9", "None"])))
+    def check(text):
+        for model in (tiny, continuous):
+            try:
+                model[1].encode_from_tokens_scheduled(model[1].tokenize(text))
+            except REFUSALS as error:
+                assert len(str(error)) < 2000
+
+    check()
