@@ -115,7 +115,7 @@ def resolve(choice: str, *keys: str) -> Path:
     found = next((root / inside for root in roots if inside != "." and (root / inside).exists()), None)
     if found is None:
         looked = ", ".join(map(str, roots))
-        raise FileNotFoundError(f"{choice[:99]} is not in {looked}. Choose another file, or press R to refresh the list.")
+        raise FileNotFoundError(f"{choice[:99]} is not in {looked}. Choose another file, or press R for a new list.")
     return found
 
 
