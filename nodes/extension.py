@@ -4,18 +4,33 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
-from . import continuous, diagnostics, fastest, folders, info, loaders, method, rules, samplers, timeline, tree_samplers
+from . import (
+    continuous,
+    diagnostics,
+    fastest,
+    folders,
+    info,
+    loaders,
+    method,
+    regions,
+    rules,
+    samplers,
+    timeline,
+    tree_samplers,
+)
+from .checks import checked
 
 folders.register_folders()
 
 
 def node_classes() -> list[type[io.ComfyNode]]:
     """Every node of the pack, in the order of the menu."""
-    return [
+    classes = [
         loaders.LoadCheckpoint,
         loaders.LoadDrafter,
         loaders.LoadImageDecoder,
         loaders.EmptyLatent,
+        regions.ContinuePicture,
         info.ModelInfo,
         samplers.NextTokenSampler,
         samplers.SJDSampler,
@@ -41,6 +56,7 @@ def node_classes() -> list[type[io.ComfyNode]]:
         diagnostics.SaveTrace,
         diagnostics.LoadTrace,
     ]
+    return [checked(node) for node in classes]
 
 
 class SpecARExtension(ComfyExtension):
