@@ -6,7 +6,7 @@ from pathlib import Path
 from playwright.sync_api import Page, sync_playwright
 
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
-WIDTH, HEIGHT = 2400, 1800  # large enough for any arrangement beside ComfyUI's own bars
+WIDTH, HEIGHT = 2800, 1800  # large enough for any arrangement beside ComfyUI's own bars
 CORNER = (300, 160)  # where the upper left corner of an arrangement is put, clear of them
 SHARPNESS = 2  # pixels of a picture per pixel of the page
 RUN_SECONDS = 600
@@ -46,8 +46,8 @@ ARRANGE = """shown => {
         if (!nodes.includes(node)) node.pos = [node.pos[0] > left ? 9000 : -9000, 0];
     app.graph._groups.length = 0;
     Object.values(shown).forEach(([x, y, width, height], index) => {
-        const node = nodes[index], least = node.computeSize();
-        node.pos = [x, y];
+        const node = nodes[index], above = nodes[index - 1], least = node.computeSize();
+        node.pos = [x, y ?? above.pos[1] + above.size[1] + 60];
         if (!width) [node.flags.collapsed, node.title] = [true, node.title.replace(/ \\(.*/, '')];  // long ones are cut
         else node.setSize([width, height ?? Math.max(least[1], 60)]);
     });
@@ -117,7 +117,10 @@ class Frontend:
         self.page.wait_for_function(COMPLETE, timeout=60_000)
 
     def arrange(self, shown: dict[str, tuple]) -> dict[str, float]:
-        """Places nodes by name: (x, y, width[, height]); width 0 collapses one. Returns the page's area around them."""
+        """Places nodes by name: (x, y, width[, height]); y None is below the one before, width 0 collapses a node.
+
+        Returns the page's area around them.
+        """
         boxes = self.page.evaluate(ARRANGE, {name: list(place) for name, place in shown.items()})
         left, top = min(b[0] for b in boxes), min(b[1] for b in boxes)
         right, bottom = max(b[0] + b[2] for b in boxes), max(b[1] + b[3] for b in boxes)
@@ -136,6 +139,14 @@ class Frontend:
         clip = {"x": area["x"] - margin, "y": area["y"] - badge,
                 "width": area["width"] + 2 * margin, "height": area["height"] + badge + margin}
         return self.page.screenshot(clip=clip)
+
+    def render(self, html: str, size: tuple[int, int]) -> bytes:
+        """PNG of a page of our own."""
+        page = self._browser.new_page(viewport={"width": size[0], "height": size[1]})
+        page.set_content(html, wait_until="load")
+        picture = page.screenshot()
+        page.close()
+        return picture
 
 
 def chromium() -> Path:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import thumbnails
 from comfy_server import PACK, ComfyServer, ServerError
 from frontend import Frontend, FrontendError
 from PIL import Image
@@ -21,6 +22,7 @@ DOCS = PACK / "web/docs"
 WORKFLOWS = PACK / "workflows"
 LOG = PACK / "output/pictures.log"
 MOST_BYTES = 40 * 1024
+QUALITY = 88  # of thumbnails
 DECODER = "vq_default.safetensors"  # the bundled model's decoder under a name of its own, for Load AR Image Decoder
 
 CHECKPOINT, DRAFTER, LATENT = "SpecARLoadCheckpoint", "SpecARLoadDrafter", "SpecAREmptyLatent"
@@ -33,7 +35,7 @@ COLUMN = 350  # from one column of nodes to the next
 class Scene:
     """A help page's picture: a shipped workflow, what is changed in it, and the nodes that are shown.
 
-    `shown`: name -> (x, y, width[, height]), width 0 to collapse a node; `added`: new nodes and their widgets;
+    `shown`: name -> place, see Frontend.arrange; `added`: new nodes and their widgets;
     `values`: other widgets; `wires`: (from, output, to, input); `prepare` does what these cannot, before the run.
     """
 
@@ -61,13 +63,13 @@ class Scene:
 
 def sampler(workflow: str, kind: str) -> Scene:
     """A sampler beside its picture and the map of what it did."""
-    return Scene(workflow, {kind: (0, 0, 330), SAVE: (COLUMN, 0, 330, 220), MAP: (COLUMN, 270, 330, 620)})
+    return Scene(workflow, {kind: (0, 0, 330), SAVE: (0, None, 330, 240), MAP: (COLUMN, 0, 330, 700)})
 
 
 def rule(kind: str, metric: str = "accepted by relaxation", workflow: str = "draft_tree_eagle", target: str = TREE,
          **values: object) -> Scene:
     """A rule beside the map of where it was lenient."""
-    shown = {kind: (0, 0, 300), target: (0, 230, 0), SAVE: (0, 290, 300, 220), MAP: (COLUMN, 0, 330, 620)}
+    shown = {kind: (0, 0, 300), target: (0, None, 0), SAVE: (0, 350, 300, 240), MAP: (COLUMN, 0, 330, 680)}
     return Scene(workflow, shown, added={kind: values}, values={MAP: {"metric": metric}},
                  wires=((kind, "AR_RULE", target, "rule"),))
 
@@ -84,9 +86,11 @@ def read_saved_trace(page: Frontend) -> None:
 
 
 SCENES = {
-    CHECKPOINT: Scene("sjd_acceptance_map", {CHECKPOINT: (0, 0, 320), TEXT: (370, 0, 300, 110), LATENT: (370, 160, 300),
-                                             SJD: (720, 0, 0), DECODE: (720, 160, 0)}, run=False),
-    DRAFTER: Scene("draft_tree_eagle", {CHECKPOINT: (0, 0, 300), DRAFTER: (0, 210, 300), TREE: (360, 40, 0)}, run=False),
+    CHECKPOINT: Scene(
+        "sjd_acceptance_map", {CHECKPOINT: (0, 0, 320), TEXT: (370, 0, 300, 110), LATENT: (370, 160, 300),
+                               SJD: (720, 0, 0), DECODE: (720, 160, 0)}, run=False),
+    DRAFTER: Scene(
+        "draft_tree_eagle", {CHECKPOINT: (0, 0, 300), DRAFTER: (0, 210, 300), TREE: (360, 40, 0)}, run=False),
     "SpecARLoadImageDecoder": Scene(
         "text_to_picture", {"SpecARLoadImageDecoder": (0, 0, 300), "SpecARNextTokenSampler": (0, 110, 0),
                             DECODE: (350, 0, 200), SAVE: (600, 0, 270, 235)},
@@ -94,8 +98,9 @@ SCENES = {
         wires=(("SpecARLoadImageDecoder", "VAE", DECODE, "vae"),)),
     LATENT: Scene("batch_of_four", {CHECKPOINT: (0, 0, 0), LATENT: (240, 0, 260), SJD: (240, 180, 0),
                                     SAVE: (550, 0, 330, 340)}),
-    "SpecARModelInfo": Scene("sjd_acceptance_map", {CHECKPOINT: (0, 0, 300), "SpecARModelInfo": (370, 0, 460, 300)},
-                             added={"SpecARModelInfo": {}}, wires=((CHECKPOINT, "AR_MODEL", "SpecARModelInfo", "model"),)),
+    "SpecARModelInfo": Scene(
+        "sjd_acceptance_map", {CHECKPOINT: (0, 0, 300), "SpecARModelInfo": (370, 0, 460, 300)},
+        added={"SpecARModelInfo": {}}, wires=((CHECKPOINT, "AR_MODEL", "SpecARModelInfo", "model"),)),
     "SpecARNextTokenSampler": Scene(
         "text_to_picture", {"SpecARNextTokenSampler": (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)}),
     SJD: sampler("sjd_acceptance_map", SJD),
@@ -112,8 +117,8 @@ SCENES = {
     "SpecARRuleLanternPP": rule("SpecARRuleLanternPP"),
     "SpecARRuleUniformRSD": rule("SpecARRuleUniformRSD", delta=2),
     "SpecARRuleCoolSD": Scene(
-        "exact_on_the_face", {"SpecARRuleCoolSD": (0, 0, 300), "MaskPreview": (0, 290, 300, 220), TREE: (0, 560, 0),
-                              SAVE: (COLUMN, 0, 330, 220), MAP: (COLUMN, 270, 330, 620)}),
+        "exact_on_the_face", {"MaskPreview": (0, 0, 300, 220), "SpecARRuleCoolSD": (0, None, 300), TREE: (0, None, 0),
+                              SAVE: (0, 580, 300, 240), MAP: (COLUMN, 0, 330, 700)}),
     "SpecARRuleGrouped": rule("SpecARRuleGrouped"),
     "SpecARRuleTVMetered": rule("SpecARRuleTVMetered"),
     MAP: Scene("sjd_acceptance_map", {SAVE: (0, 0, 240, 220), MAP: (300, 0, 420, 640)}),
@@ -127,7 +132,7 @@ SCENES = {
 def as_webp(png: bytes) -> bytes:
     """Within MOST_BYTES, as sharp as that allows. Raises FrontendError where it would be unreadable."""
     whole = Image.open(io.BytesIO(png)).convert("RGB")
-    for scale, quality in itertools.product((1, 0.75), (80, 70, 60, 50)):
+    for scale, quality in itertools.product((1, 0.75, 0.6), (80, 70, 60, 50)):
         picture = whole.resize((round(whole.width * scale), round(whole.height * scale)), Image.Resampling.LANCZOS)
         picture.save(file := io.BytesIO(), "WEBP", quality=quality, method=6)
         if file.tell() <= MOST_BYTES:
@@ -135,25 +140,48 @@ def as_webp(png: bytes) -> bytes:
     raise FrontendError(f"{whole.width} x {whole.height} pixels do not fit into {MOST_BYTES} bytes")
 
 
-def draw_help(page: Frontend, names: list[str]) -> None:
-    for name in names or SCENES:
-        picture = as_webp(SCENES[name].draw(page))
-        (DOCS / name / "picture.webp").write_bytes(picture)
-        print(f"{name}: {Image.open(io.BytesIO(picture)).size} {len(picture) / 1024:.0f} KB", flush=True)
+def save(name: str, picture: Image.Image | bytes) -> None:
+    """A node's picture as it is encoded, or a workflow's thumbnail."""
+    if isinstance(picture, bytes):
+        file = DOCS / name / "picture.webp"
+        file.write_bytes(picture)
+    else:
+        file = WORKFLOWS / f"{name}.jpg"
+        picture.save(file, quality=QUALITY)
+    print(f"{file.relative_to(PACK)}: {Image.open(file).size}, {file.stat().st_size // 1024} KB", flush=True)
+
+
+def draw(url: str, names: list[str]) -> None:
+    """Draws with a server, then in a page of it (whose event loop leaves no room for a client's)."""
+    for name in names:
+        if name not in SCENES and thumbnails.draws(name):
+            save(name, thumbnails.result(url, WORKFLOWS / f"{name}.json"))
+    with Frontend(url) as page:
+        for name in names:
+            if name in SCENES:
+                save(name, as_webp(SCENES[name].draw(page)))
+            elif not thumbnails.draws(name):
+                save(name, thumbnails.card(page, WORKFLOWS / f"{name}.json"))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="pictures.sh", description=__doc__)
-    parser.add_argument("names", nargs="*", help="nodes (default: all)")
+    workflows = sorted(path.stem for path in WORKFLOWS.glob("*.json"))
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a node's id, a workflow's name, or help (all nodes), "
+                        "thumbnails (all workflows); default: both")
     parser.add_argument("--comfyui", type=Path, required=True, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    groups = {"help": list(SCENES), "thumbnails": workflows}
+    names = [each for name in arguments.names or groups for each in groups.get(name, [name])]
+    if unknown := set(names) - set(SCENES) - set(workflows):
+        parser.error(f"no node or workflow is called {', '.join(sorted(unknown))}")
     try:
-        with ComfyServer(arguments.comfyui, LOG, previews="none") as server:  # the last one would stay on a sampler
+        # Without previews: the last one would stay on a sampler.
+        with ComfyServer(arguments.comfyui, LOG, previews="none") as server:
             vae = server.base / "models/vae"
             vae.mkdir(parents=True, exist_ok=True)
             shutil.copy(PACK / "assets/default/vq.safetensors", vae / DECODER)
-            with Frontend(server.url) as page:
-                draw_help(page, arguments.names)
+            draw(server.url, names)
     except (ServerError, FrontendError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

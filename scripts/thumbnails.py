@@ -1,0 +1,92 @@
+"""The templates' thumbnails: what a workflow really draws, or, where its model does not ship, its graph and files."""
+
+import asyncio
+import base64
+import io
+import json
+from collections import Counter
+from pathlib import Path
+
+from comfyui_specar.batch.client import Run, run_prompt, view
+from frontend import Frontend, FrontendError
+from PIL import Image
+
+GAP = 8  # white, between pictures
+ALONE, PAIR, QUAD, GRID = 512, 384, 256, 200  # side of a picture, the fewer the larger
+CARD = (776, 388)
+
+# A card's upper part is the graph, its lower one tells what must be downloaded.
+CARD_PAGE = """<style>
+body {{ margin: 0; width: {width}px; height: {height}px; background: #141414; color: #eee; font-family: "DejaVu Sans";
+        display: flex; flex-direction: column; }}
+img {{ width: 100%; flex: 1; min-height: 0; object-fit: cover; object-position: top left; }}
+p {{ margin: 0; padding: 12px 18px; font-size: 19px; border-top: 4px solid #d55e00; }}
+small {{ display: block; color: #aaa; font-size: 15px; margin-top: 3px; }}
+</style><body><img src="data:image/png;base64,{graph}"><p>{title}<small>{needs}</small></p></body>"""
+TITLES = {
+    "anole": "Anole 7B with a drafter", "emu3": "Emu3 8B", "janus_pro": "Janus-Pro 1B, 7B",
+    "lumina_mgpt": "Lumina-mGPT 7B",
+    "llamagen_class": "LlamaGen, ImageNet classes", "llamagen_text": "LlamaGen, text to picture",
+    "simplear": "SimpleAR 0.5B, 1.5B",
+}
+
+
+def tiles(pictures: list[Image.Image], side: int, columns: int) -> Image.Image:
+    rows = -(-len(pictures) // columns)
+    size = (columns * (side + GAP) - GAP, rows * (side + GAP) - GAP)
+    sheet = Image.new("RGB", size, "white")
+    for i, picture in enumerate(pictures):
+        place = (i % columns * (side + GAP), i // columns * (side + GAP))
+        sheet.paste(picture.resize((side, side), Image.Resampling.BICUBIC), place)
+    return sheet
+
+
+def layout(pictures: list[Image.Image]) -> Image.Image:
+    count = len(pictures)
+    if count == 1:
+        return tiles(pictures, ALONE, 1)
+    if count <= 3:
+        return tiles(pictures, PAIR, count)
+    return tiles(pictures, QUAD, 2) if count == 4 else tiles(pictures, GRID, 4)
+
+
+def images(url: str, run: Run, prompt: dict, kind: str) -> list[Image.Image]:
+    """What the nodes of a class have made, in the order of their numbers."""
+    keys = sorted((key for key in run.outputs if prompt[key]["class_type"] == kind), key=int)
+    files = [file for key in keys for file in run.outputs[key].get("images", [])]
+    return [Image.open(io.BytesIO(asyncio.run(view(url, file)))).convert("RGB") for file in files]
+
+
+def draws(name: str) -> bool:
+    """Whether the workflow's model ships."""
+    return name not in TITLES
+
+
+def result(url: str, file: Path) -> Image.Image:
+    """The pictures that a workflow saves; beside a single one what it was made from, or else its map without legend."""
+    prompt = json.loads((file.parent / "api" / file.name).read_text(encoding="utf-8"))
+    run = asyncio.run(run_prompt(url, prompt))
+    if run.outcome != "success":
+        raise FrontendError(f"{file.stem}: {run.message()}")
+    square = [image for image in images(url, run, prompt, "SaveImage") if image.width == image.height]
+    before = [image for image in images(url, run, prompt, "PreviewImage") if image.size == square[0].size]
+    maps = [image.crop((0, 0, image.width, image.width)) for image in images(url, run, prompt, "SpecARAcceptanceMap")]
+    return layout([*before[:1], *square, *([] if before else maps[:1])] if len(square) == 1 else square)
+
+
+def card(page: Frontend, file: Path) -> Image.Image:
+    """The workflow's graph, with the names of its model's files under it."""
+    graph = json.loads(file.read_text(encoding="utf-8"))
+    loaders = {node["type"]: node["widgets_values"][0] for node in graph["nodes"] if "SpecARLoad" in node["type"]}
+    size = next(node["widgets_values"] for node in graph["nodes"] if node["type"] == "SpecAREmptyLatent")
+    needs = f"needs {' and '.join(loaders.values())}, which you download"
+    page.load(graph)
+    counted: Counter[str] = Counter()
+    shown = {}
+    for node in graph["nodes"]:
+        shown[f"{node['type']}#{counted[node['type']]}"] = (*node["pos"], *node["size"])
+        counted[node["type"]] += 1
+    photo = base64.b64encode(page.photograph(shown)).decode()
+    title = f"{TITLES[file.stem]} · {size[0]} x {size[1]} pixels"
+    html = CARD_PAGE.format(width=CARD[0], height=CARD[1], graph=photo, title=title, needs=needs)
+    return Image.open(io.BytesIO(page.render(html, CARD))).convert("RGB")
