@@ -47,6 +47,7 @@ ARRANGE = """shown => {
     app.graph._groups.length = 0;
     Object.values(shown).forEach(([x, y, width, height], index) => {
         const node = nodes[index], above = nodes[index - 1], least = node.computeSize();
+        if (node.type.startsWith('SpecAR')) node.title = node.constructor.title;  // workflows may call it otherwise
         node.pos = [x, y ?? above.pos[1] + above.size[1] + 60];
         if (!width) [node.flags.collapsed, node.title] = [true, node.title.replace(/ \\(.*/, '')];  // long ones are cut
         else node.setSize([width, height ?? Math.max(least[1], 60)]);

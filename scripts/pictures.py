@@ -27,7 +27,7 @@ DECODER = "vq_default.safetensors"  # the bundled model's decoder under a name o
 
 CHECKPOINT, DRAFTER, LATENT = "SpecARLoadCheckpoint", "SpecARLoadDrafter", "SpecAREmptyLatent"
 MAP, TREE, SJD = "SpecARAcceptanceMap", "SpecARDraftTreeSampler", "SpecARSJDSampler"
-TEXT, DECODE, SAVE = "CLIPTextEncode", "VAEDecode", "SaveImage"
+TEXT, DECODE, SAVE, PREVIEW = "CLIPTextEncode", "VAEDecode", "SaveImage", "PreviewImage"
 COLUMN = 350  # from one column of nodes to the next
 
 
@@ -98,6 +98,9 @@ SCENES = {
         wires=(("SpecARLoadImageDecoder", "VAE", DECODE, "vae"),)),
     LATENT: Scene("batch_of_four", {CHECKPOINT: (0, 0, 0), LATENT: (240, 0, 260), SJD: (240, 180, 0),
                                     SAVE: (550, 0, 330, 340)}),
+    "SpecARContinuePicture": Scene(
+        "continue_picture", {PREVIEW: (0, 0, 300, 240), "SpecARContinuePicture": (0, None, 300),
+                             "RepeatLatentBatch": (0, None, 0), SAVE: (COLUMN, 0, 360, 400)}),
     "SpecARModelInfo": Scene(
         "sjd_acceptance_map", {CHECKPOINT: (0, 0, 300), "SpecARModelInfo": (370, 0, 460, 300)},
         added={"SpecARModelInfo": {}}, wires=((CHECKPOINT, "AR_MODEL", "SpecARModelInfo", "model"),)),
@@ -112,6 +115,9 @@ SCENES = {
     "SpecARContinuousNextTokenSampler": Scene(
         "continuous_side_by_side", {"SpecARContinuousNextTokenSampler": (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)}),
     "SpecARContinuousSampler": sampler("continuous_speculative", "SpecARContinuousSampler"),
+    "SpecARMethodSampler": Scene(
+        "find_fastest", {"SpecARFindFastest": (0, 0, 0), "SpecARMethodSampler": (0, 60, 330),
+                         SAVE: (COLUMN, 0, 270, 240)}),
     "SpecARRuleExact": rule("SpecARRuleExact", "source"),
     "SpecARRuleLantern": rule("SpecARRuleLantern", neighbours=30, delta=0.3),
     "SpecARRuleLanternPP": rule("SpecARRuleLanternPP"),
@@ -122,6 +128,10 @@ SCENES = {
     "SpecARRuleGrouped": rule("SpecARRuleGrouped"),
     "SpecARRuleTVMetered": rule("SpecARRuleTVMetered"),
     MAP: Scene("sjd_acceptance_map", {SAVE: (0, 0, 240, 220), MAP: (300, 0, 420, 640)}),
+    "SpecARTimeline": Scene(
+        "decoding_timeline", {"SpecARTimeline": (0, 0, 330), PREVIEW: (COLUMN, 0, 420, 480)}, added={PREVIEW: {}},
+        values={"SpecARTimeline": {"frames": 12, "hold": 0}}, wires=(("SpecARTimeline", "frames", PREVIEW, "images"),)),
+    "SpecARFindFastest": Scene("find_fastest", {"SpecARFindFastest": (0, 0, 480, 900)}),
     "SpecARCompareTraces": Scene("all_methods_side_by_side", {"SpecARCompareTraces": (0, 0, 760, 700)}),
     "SpecARSaveTrace": Scene("sjd_acceptance_map", {SJD: (0, 0, 0), "SpecARSaveTrace": (300, 0, 340, 240)}),
     "SpecARLoadTrace": Scene("sjd_acceptance_map", {"SpecARLoadTrace": (0, 0, 340), MAP: (400, 0, 340, 620)},
