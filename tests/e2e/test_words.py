@@ -1,0 +1,37 @@
+"""Help pages, their pictures and translations, as a server gives them to the front end."""
+
+import asyncio
+import json
+import re
+
+import aiohttp
+import pytest
+
+from scripts.comfy_server import PACK, PACK_FOLDER
+
+NODES = json.loads((PACK / "locales/en/nodeDefs.json").read_text("utf-8"))
+
+
+async def fetch(url: str) -> tuple[int, str, bytes]:
+    async with aiohttp.ClientSession() as session, session.get(url) as reply:
+        return reply.status, reply.content_type, await reply.read()
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_translations_are_offered(comfy, language):
+    offered = comfy.get("/i18n")[language]
+    for file in ("nodeDefs", "main"):
+        own = json.loads((PACK / f"locales/{language}/{file}.json").read_text("utf-8"))
+        assert own == ({key: offered["nodeDefs"][key] for key in NODES} if file == "nodeDefs" else
+                       {key: offered[key] for key in own})
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_the_picture_of_a_help_page_is_served(comfy, node):
+    root = f"{comfy.url}/extensions/{PACK_FOLDER}/docs"  # from where the front end resolves what a page names
+    for language in ("en", "zh"):
+        status, _, page = asyncio.run(fetch(f"{root}/{node}/{language}.md"))
+        assert status == 200
+        [picture] = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page.decode())
+    status, kind, data = asyncio.run(fetch(f"{root}/{picture}"))
+    assert (status, kind) == (200, "image/webp") and data[:4] == b"RIFF"
