@@ -22,7 +22,6 @@ MUTATIONS: dict[str, Callable[[Path, random.Random], None]] = {
         fuzz_archives.lie_about_tensors, fuzz_archives.become_bomb, fuzz_archives.become_tar,
     )
 }  # fmt: skip
-ENORMOUS = 1 << 26  # bytes of a file that is not changed again
 OFTEN = ("edit json", "edit header", "edit metadata", "edit tensor", "edit archive", "flip bits")  # have most ways
 
 
@@ -32,8 +31,7 @@ def mutate(folder: Path, rng: random.Random) -> str:
     for _ in range(1 if rng.random() < 0.85 else 2):
         while True:
             name = rng.choice([*MUTATIONS, *OFTEN * 2])
-            files = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size < ENORMOUS)
-            file = rng.choice(files or [None])
+            file = rng.choice(fuzz_files.small_files(folder) or [None])
             if file is None:
                 break
             try:

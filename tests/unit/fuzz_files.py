@@ -12,6 +12,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+ENORMOUS = 1 << 26  # bytes of a file that is not changed again
 CANARY = "executed"  # a file that only content that is run would write, beside the changed one
 SETTINGS = (  # that files of ours may have
     "heads", "grid", "defaults", "scale", "margin", "levels", "pixels_per_token", "first_step", "target", "head_steps",
@@ -22,6 +23,11 @@ DTYPES = ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "I16", "F16", "BF16", "I32",
 
 class UnfitError(Exception):
     """This file cannot be changed in this way."""
+
+
+def small_files(folder: Path) -> list[Path]:
+    """The files below a folder, but for those that were made enormous."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size < ENORMOUS)
 
 
 # Bytes
@@ -68,7 +74,7 @@ def become_noise(file: Path, rng: random.Random) -> None:
 
 def swap(file: Path, rng: random.Random) -> None:
     """The content of another file of the folder; it may be of another kind."""
-    others = [other for other in sorted(file.parent.rglob("*")) if other.is_file() and other != file]
+    others = [other for other in small_files(file.parent) if other != file]
     if not others:
         raise UnfitError
     file.write_bytes(rng.choice(others).read_bytes())

@@ -1,0 +1,232 @@
+"""Files that went wrong, by accident and on purpose: a loader works, or says what is wrong with which file.
+
+What ran for long is in benchmarks/results/fuzz.json (python -m benchmarks fuzz); here are a few cases of every kind,
+and each that once was a defect.
+"""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from comfyui_specar.model_loaders.checkpoint import CheckpointError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from . import fuzz, fuzz_archives, fuzz_files
+from .fuzz_seeds import LONGEST, ROOT, SEEDS, Seed, examine
+
+LIGHT = ("LlamaGen with words", "LlamaGen of classes", "Janus-Pro", "Cosmos", "MAR", "Harmon", "Emu3's ranks", "trace",
+         "EAGLE drafter", "VQ")  # of every format one; the others are in the long run
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """Writes sound files once, and gives a copy each time."""
+    written: dict[str, Path] = {}
+
+    def copy(name: str) -> Path:
+        if name not in written:
+            written[name] = tmp_path_factory.mktemp("sound") / name
+            written[name].mkdir()
+            SEEDS[name].write(written[name])
+        return Path(shutil.copytree(written[name], tmp_path_factory.mktemp("case") / name))
+
+    return copy
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.sampled_from(LIGHT), st.integers(0, 10**6))
+def test_whatever_happens_to_a_file(sound, name, number):
+    folder = sound(name)
+    done = fuzz.mutate(folder, random.Random(number))
+    outcome = examine(SEEDS[name], folder)
+    shutil.rmtree(folder.parent)
+    assert outcome.problem is None, f"{name}: {done}: {outcome}"
+
+
+@pytest.mark.parametrize("change", fuzz.MUTATIONS.values(), ids=fuzz.MUTATIONS)
+def test_every_change_changes_something(sound, change):
+    """mutate() goes on where a change does not fit, so one that never does would not be missed."""
+    changed = 0
+    for name in ("LlamaGen of classes", "Janus-Pro"):
+        folder = sound(name)
+        for file in (path for path in sorted(folder.rglob("*")) if path.is_file()):
+            before = file.read_bytes()
+            try:
+                change(file, random.Random(0))
+            except fuzz_files.UnfitError:
+                continue
+            changed += not file.is_file() or file.stat().st_size != len(before) or file.read_bytes() != before
+        shutil.rmtree(folder.parent)
+    assert changed
+
+
+# What is no proper end
+
+
+def fails(error: BaseException):
+    def use(folder: Path) -> None:
+        raise error
+
+    return use
+
+
+def runs_code(folder: Path) -> None:
+    (folder / fuzz_files.CANARY).touch()
+
+
+def asks_for_memory(folder: Path) -> None:
+    try:
+        torch.empty(1 << 50)
+    except RuntimeError as error:
+        raise CheckpointError(f"{folder.name} is damaged.") from error
+
+
+class PanicException(BaseException):  # noqa: N818 (as a library in Rust calls it)
+    pass
+
+
+@pytest.mark.parametrize(("use", "problem"), [
+    (fails(KeyError("weight")), "raised KeyError"), (fails(UnicodeDecodeError("utf-8", b"x", 0, 1, "no")), "Unicode"),
+    (fails(PanicException("no such word")), "ends the process"), (fails(MemoryError()), "raised MemoryError"),
+    (lambda folder: int("words"), "not raise on purpose"), (asks_for_memory, "asked for the memory"),
+    (runs_code, "ran what is in the file"),
+])  # fmt: skip
+def test_what_is_no_proper_end_is_noticed(tmp_path, use, problem):
+    assert problem in examine(Seed(lambda folder: None, use), tmp_path).problem
+
+
+def test_the_files_attack(tmp_path):
+    """Were they harmless, nothing would be shown by their doing no harm."""
+    import pickle
+
+    ran = 0
+    for number in range(40):
+        attack = fuzz_archives.hostile(tmp_path / fuzz_files.CANARY, random.Random(number))
+        if b"system" in attack and b"nt" not in attack:
+            try:
+                pickle.loads(attack)
+            except Exception:  # the command is run, and what is made of its result is no pickle's business
+                pass
+            ran += (tmp_path / fuzz_files.CANARY).exists()
+            (tmp_path / fuzz_files.CANARY).unlink(missing_ok=True)
+    assert ran
+
+
+# Defects that there were
+
+
+def enormous(name: str):
+    return lambda folder: os.truncate(folder / name, 3 << 30)
+
+
+def in_json(name: str, **changes):
+    def change(folder: Path) -> None:
+        settings = json.loads((folder / name).read_text(encoding="utf-8"))
+        (folder / name).write_text(json.dumps(settings | changes), encoding="utf-8")
+
+    return change
+
+
+def in_metadata(name: str, **changes):
+    def change(folder: Path) -> None:
+        with safe_open(str(folder / name), framework="pt") as file:
+            metadata = json.loads(file.metadata()["specar"]) | changes
+        save_file(load_file(folder / name), str(folder / name), {"specar": json.dumps(metadata)})
+
+    return change
+
+
+def in_tensors(name: str, change):
+    """change: tensors -> what is different about them."""
+    def changed(folder: Path) -> None:
+        tensors, save = fuzz_archives.opened(folder / name)
+        save(tensors | change(tensors))
+
+    return changed
+
+
+def spread(tensors):
+    return {"norm.weight": tensors["norm.weight"][:1].expand(1 << 40)}
+
+
+def old_format(folder: Path) -> None:
+    fuzz_archives.become_tar(folder / "pytorch_model.bin", random.Random(0))
+
+
+def bomb(folder: Path) -> None:
+    fuzz_archives.become_bomb(folder / "pytorch_model.bin", random.Random(0))
+
+
+def no_word_for_the_unknown(folder: Path) -> None:
+    file = folder / "flan-t5-xl/tokenizer.json"
+    whole = file.read_text(encoding="utf-8")
+    file.write_text(whole.replace('"red"', '"blue"').replace('"unk_token": "<unk>"', '"unk_token": "?"'))
+
+
+DEFECTS = {
+    "settings of gigabytes": ("Janus-Pro", enormous("config.json"), "config.json has 3221225472 bytes"),
+    "a tokenizer of gigabytes": ("Janus-Pro", enormous("tokenizer.json"), "tokenizer.json has 3221225472 bytes"),
+    "a folder of a tokenizer with gigabytes": (
+        "Harmon", enormous("qwen25_tokenizer/tokenizer_config.json"), "tokenizer_config.json has 3221225472 bytes"),
+    "ranks of gigabytes": ("Emu3's ranks", enormous("emu3.tiktoken"), "emu3.tiktoken has 3221225472 bytes"),
+    "a few bytes that stand for gigabytes": ("LlamaGen of classes", bomb, "it is compressed"),
+    "a tensor that repeats one number": (
+        "LlamaGen of classes", in_tensors("pytorch_model.bin", spread), "tensors are larger than the file"),
+    "a tensor without numbers": (
+        "LlamaGen of classes",
+        in_tensors("pytorch_model.bin", lambda t: {"norm.weight": t["norm.weight"].to("meta")}), "no plain tensor"),
+    "the oldest format, whose reader unpacks": ("LlamaGen of classes", old_format, "PyTorch did not write it"),
+    "words that are none": (
+        "LlamaGen with words", in_metadata("text_encoder.safetensors", synonyms={"crimson": 3}), "text_encoder"),
+    "a table of words in four dimensions": (
+        "MAR", in_tensors("text_encoder.safetensors", lambda t: {n: x[..., None, None] for n, x in t.items()}),
+        "text_encoder"),
+    "a scale in words": ("MAR", in_metadata("model.safetensors", scale="small"), "scale of latents is 'small'"),
+    "a margin without end": (
+        "LlamaGen with words", in_metadata("vq.safetensors", margin=10**9), "margin is 1000000000"),
+    "pixels that are none": (
+        "LlamaGen with words", in_metadata("model.safetensors", pixels_per_token=[2]), "pixels_per_token is [2]"),
+    "a tokenizer without a word for the unknown": ("LlamaGen with T5", no_word_for_the_unknown, "tokenizer.json"),
+    "a trace of another size": (
+        "trace", in_tensors("trace.safetensors", lambda t: {"positions.p": t["positions.p"][:, :-1]}), "p is torch"),
+    "a trace without numbers of the run": ("trace", in_metadata("trace.safetensors", totals={}), "is damaged"),
+    "a trace of settings that nobody knows": (
+        "trace", in_metadata("trace.safetensors", settings={"method": "sjd", "reuse": 3}), "does not know"),
+    "a trace with tokens from nowhere": (
+        "trace", in_tensors("trace.safetensors", lambda t: {"positions.source": t["positions.source"] + 50}),
+        "tokens from nowhere"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "says"), DEFECTS.values(), ids=DEFECTS)
+def test_what_once_was_a_defect(sound, name, change, says):
+    folder = sound(name)
+    change(folder)
+    outcome = examine(SEEDS[name], folder)
+    assert outcome.problem is None and outcome.error and says in outcome.message, outcome
+
+
+def test_messages_have_an_end():
+    assert len(str(CheckpointError("x" * 10**6))) <= LONGEST and str(CheckpointError("short")) == "short"
+
+
+# The long run
+
+
+def test_the_long_run_reports_and_counts_processes_that_die(tmp_path):
+    """Two kinds of files that need little to be imported."""
+    out = tmp_path / "fuzz.json"
+    command = [sys.executable, "-m", "benchmarks", "fuzz", "--cases", "12", "--only", "e", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    report = json.loads(out.read_text())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert report["cases"] == 12 == sum(report["outcomes"].values()) and not report["problems"]
