@@ -6,6 +6,7 @@ import logging
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (JobsError, OverrideError, JournalError) as error:
         say(f"error: {error}")
         return BAD_INPUT
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         say(f"error: {error}; the same command goes on where this stopped")
         return FAILED
 
@@ -62,8 +63,8 @@ def parser() -> argparse.ArgumentParser:
     fleet.add_argument("--model", default="default", help="bundled name, or a file or folder (default: %(default)s)")
     fleet.add_argument("--decoder", help="image decoder, where the model's files have none")
     fleet.add_argument("--drafter", help="bundled name, file or folder, for methods that need one")
-    fleet.add_argument("--method", default="sjd", help="next_token, jacobi, sjd, draft_tree, lantern, lantern_pp, "
-                       "cool_sd, adt_tree, vvs (default: %(default)s); columns that are its settings set them")
+    fleet.add_argument("--method", default="sjd", help="sjd, next_token, cool_sd, ... (default: %(default)s; a wrong "
+                       "name lists all); columns of the jobs file set its settings")
     fleet.add_argument("--actors", type=positive, default=1, metavar="N",
                        help="models that draw at a time (default: %(default)s)")
     fleet.add_argument("--cpus", type=positive, default=1, metavar="N", help="threads of one (default: %(default)s)")
@@ -95,18 +96,30 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
 
 
 def on_ray(options: argparse.Namespace, jobs: list[Job]) -> int:
-    from .fleet import Studio, check, run
+    from .fleet import Fleet, draw_all
+    from .studio import Studio
 
     if not options.out and not options.dry_run:
         raise JobsError("--ray needs --out DIR, where the pictures go")
-    studio = Studio(options.model, options.decoder, options.drafter, options.method)
-    settings = check(studio, jobs)
+    device = "cuda" if options.gpus else "cpu"
+    studio = Studio(options.model, options.method, options.decoder, options.drafter, device)
+    settings = studio.settings(jobs)
     if options.dry_run:
         say(f"{len(jobs)} jobs fit {options.method}")
         return DONE
+    fleet = Fleet(options.ray, options.actors, options.cpus, options.gpus, options.retries)
+    prints = {job: fingerprint([asdict(studio), found]) for job, found in settings.items()}
     with Journal(results_of(options)) as journal:
-        open_jobs = left(journal, jobs, {job: fingerprint(found) for job, found in settings.items()}, options)
-        return followed(journal, jobs, open_jobs, lambda told: run(journal, studio, open_jobs, settings, options, told))
+        open_jobs = left(journal, jobs, prints, options)
+
+        def work(told: Callable[[dict], None]) -> bool:
+            try:
+                draw_all(journal, studio, fleet, open_jobs, settings, prints, options.out, told)
+            except KeyboardInterrupt:
+                return True
+            return False
+
+        return followed(journal, jobs, open_jobs, work)
 
 
 def results_of(options: argparse.Namespace) -> Path:

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0  # a server that computes may be slow to answer
+GONE = 0.1  # of the grace, where the server has ended: its queue is lost with it
 LAST_WORDS = 3.0  # seconds in which the servers are told to forget the last prompts
 SLOW = 5.0  # seconds: the longest pause before a server is asked again that takes long to answer
 
@@ -156,7 +157,7 @@ class Batch:
                 if lane.failures == 1:
                     logger.warning("%s", error)
                 silent = time.monotonic() - (lane.answered or begun)
-                if silent > self.options.grace:
+                if silent > self.options.grace * (GONE if error.gone else 1):
                     self._give_back(lane)
                 if self._abandoned(begun):
                     logger.error("no server answers")

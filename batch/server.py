@@ -11,7 +11,11 @@ ENDS = {"execution_success": "success", "execution_error": "error", "execution_i
 
 
 class ServerAwayError(ConnectionError):
-    """The server cannot be reached, or does not answer as ComfyUI does."""
+    """The server cannot be reached, or does not answer as ComfyUI does. gone: nobody is listening there."""
+
+    def __init__(self, message: str, gone: bool = False):
+        super().__init__(message)
+        self.gone = gone
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class Server:
                     raise ServerAwayError(f"{self.url} answered {reply.status}")
                 return await reply.read() if reply.status == 200 else None
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            raise ServerAwayError(f"{self.url}: {error or type(error).__name__}") from error
+            raise self._away(error) from error
 
     async def _json(self, method: str, path: str) -> Any:
         status, answer = await self._request(method, path)
@@ -87,7 +91,13 @@ class Server:
                     return reply.status, await reply.json()
                 return reply.status, await reply.text(errors="replace")
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
-            raise ServerAwayError(f"{self.url}: {error or type(error).__name__}") from error
+            raise self._away(error) from error
+
+    def _away(self, error: Exception) -> ServerAwayError:
+        if isinstance(error, ServerAwayError):
+            return error
+        return ServerAwayError(f"{self.url}: {str(error) or type(error).__name__}",
+                               gone=isinstance(getattr(error, "os_error", None), ConnectionRefusedError))
 
 
 def refusal(status: int, answer: Any) -> str:

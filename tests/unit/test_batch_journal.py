@@ -219,3 +219,18 @@ def test_without_a_server_it_says_so_soon(table, here, capsys):
     begun = time.monotonic()
     assert cli.main(command("--server", "127.0.0.1:9", "--patience", "0.5")) == cli.FAILED
     assert time.monotonic() - begun < 10 and "8 are still to do" in capsys.readouterr().err
+
+
+def test_a_full_disk_stops_the_batch_and_loses_nothing(table, here, capsys, monkeypatch):
+    one, write = FakeComfy(), Journal.write_result
+
+    def full(journal, record):
+        if journal.results:
+            raise OSError(28, "No space left on device")
+        write(journal, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "write_result", full)
+        assert run_beside(one) == cli.FAILED
+    assert "No space left on device; the same command goes on" in capsys.readouterr().err
+    assert run_beside(one) == cli.DONE and len(recorded(table / "jobs.results.jsonl")) == 8

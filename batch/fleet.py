@@ -1,0 +1,108 @@
+"""The same jobs on Ray, an engine for many machines: actors that hold a model draw, this process writes the results."""
+
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .dispatch import write_whole
+from .jobs import Job, JobsError
+from .journal import Journal
+from .studio import Painter, Studio
+
+LOCAL = "local"
+STORE_BYTES = 256 << 20  # of a local Ray's shared memory; a picture is a few megabytes
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """address: of a cluster, `auto`, or LOCAL for a Ray of this process. actors: how many models draw at a time, each
+    with so many CPUs and GPUs. retries: how often a job is drawn again whose actor died."""
+
+    address: str = LOCAL
+    actors: int = 1
+    cpus: int = 1
+    gpus: float = 0
+    retries: int = 3
+
+
+class FleetError(RuntimeError):
+    """Ray is not there, or has given up; the message says why."""
+
+
+def draw_all(journal: Journal, studio: Studio, fleet: Fleet, jobs: list[Job], settings: dict[str, dict[str, Any]],
+             prints: dict[str, str], out: Path, told: Callable[[dict[str, Any]], None],
+             painter: type = Painter) -> None:
+    """Draws the jobs; returns when every one has ended. Raises FleetError."""
+    if not jobs:
+        return
+    ray = started(fleet)
+    try:
+        for job in jobs:
+            journal.write_queued(job.id, prints[job.id], len(journal.queued.get(job.id, ())) + 1, "ray")
+        by_id = {job.id: job for job in jobs}
+        for row in rows(ray, studio, fleet, jobs, settings, painter):
+            record = json.loads(row["record"])
+            write(journal, by_id.pop(record["id"]), record, row["picture"], out, told)
+        for job in by_id.values():
+            record = {"status": "error", "traces": [], "seconds": 0.0,
+                      "error": f"given up after {fleet.retries + 1} tries: each time the process that drew it died"}
+            write(journal, job, record, b"", out, told)
+    except (ray.exceptions.RayError, ray.exceptions.RayTaskError) as error:
+        raise FleetError(f"Ray gave up: {str(error).strip().splitlines()[-1]}") from error
+    finally:
+        ray.shutdown()
+
+
+def started(fleet: Fleet):
+    """The ray module, connected."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reports home unless told otherwise
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise JobsError(f"--ray needs Ray ({error}): pip install -e '.[ray]' in this pack's folder") from error
+    given = {"address": fleet.address}
+    if fleet.address == LOCAL:
+        cpus = max(os.cpu_count() or 1, fleet.actors * fleet.cpus)
+        given |= {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": STORE_BYTES,
+                  "_node_ip_address": "127.0.0.1"}  # nobody else may give it work
+    try:
+        ray.init(log_to_driver=False, logging_level="ERROR", **given)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise FleetError(f"no Ray at {fleet.address}: {error}") from error
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.max_errored_blocks = -1  # a job whose actor dies each time is told at the end
+    return ray
+
+
+def rows(ray, studio: Studio, fleet: Fleet, jobs: list[Job], settings: dict[str, dict[str, Any]], painter: type):
+    """The painters' rows as they come. A block has one job, so that a job is all that a dying machine takes with it."""
+    items = [{"job": json.dumps({"id": job.id, "settings": settings[job.id]})} for job in jobs]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of max_task_retries, which has no other name yet
+        drawn = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
+            painter, fn_constructor_args=(studio,), batch_size=1, compute=ray.data.ActorPoolStrategy(size=fleet.actors),
+            num_cpus=fleet.cpus, num_gpus=fleet.gpus or None, max_task_retries=fleet.retries,
+        )
+    return drawn.iter_rows()
+
+
+def write(journal: Journal, job: Job, record: dict[str, Any], picture: bytes, out: Path,
+          told: Callable[[dict[str, Any]], None]) -> None:
+    """The picture first, so that a line of the results always has its picture."""
+    entry = journal.queued[job.id][-1]
+    copies = [out / f"{job.id}.png"] if picture else []
+    for path in copies:
+        write_whole(path, picture)
+    full = {"id": job.id, "status": record["status"], "overrides": job.overrides, "server": entry["server"],
+            "prompt_id": entry["prompt_id"], "attempt": entry["attempt"], "seconds": record["seconds"], "files": [],
+            "traces": record["traces"], "error": record["error"], "copies": [str(path) for path in copies]}
+    journal.write_result(full)
+    told(full)

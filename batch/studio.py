@@ -1,0 +1,148 @@
+"""One model that draws jobs without ComfyUI: what the actors of a Ray cluster hold (see fleet.py)."""
+
+import io
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from .. import api
+from .jobs import Job, JobsError, several
+from .overrides import OverrideError, converted
+
+EXAMPLES = {"int": 0, "int | None": 0, "float": 0.0, "bool": False, "str": "", "str | None": ""}  # of settable types
+SAMPLING = {"seed": "int", "cfg": "float", "temperature": "float", "top_k": "int", "top_p": "float"}
+TEXTS = {"prompt": "str", "negative": "str"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a method is made. settings: the dataclass whose plain fields jobs may set."""
+
+    build: Callable[..., Any]
+    settings: type | None = None
+    needs_drafter: bool = True
+
+    def columns(self) -> dict[str, str]:
+        own = fields(self.settings) if self.settings else ()
+        return {field.name: str(field.type) for field in own if str(field.type) in EXAMPLES}
+
+
+def alone(method: type) -> Recipe:
+    return Recipe(lambda _drafter, **settings: method(**settings), method, needs_drafter=False)
+
+
+RECIPES = {
+    "next_token": alone(api.methods.NextToken),
+    "jacobi": alone(api.methods.Jacobi),
+    "sjd": alone(api.methods.SJD),
+    "draft_tree": Recipe(api.methods.DraftTree),
+    "lantern": Recipe(api.methods.Lantern, api.rules.Lantern),
+    "lantern_pp": Recipe(api.methods.LanternPP, api.rules.LanternPP),
+    "cool_sd": Recipe(api.methods.CoolSD, api.rules.CoolSD),
+    "adt_tree": Recipe(api.methods.ADTTree, api.structures.ADTTree),
+    "vvs": Recipe(api.methods.VVS, api.methods.Skipping),
+    "continuous_next_token": alone(api.methods.ContinuousNextToken),
+    "continuous_speculative": Recipe(api.methods.ContinuousSpeculative, api.methods.ContinuousSpeculative),
+}
+
+
+@dataclass(frozen=True)
+class Studio:
+    """Which files to draw with, and how. Every one is the name of a bundled model, or a path that all machines have."""
+
+    model: str
+    method: str
+    decoder: str | None = None
+    drafter: str | None = None
+    device: str = "cpu"
+
+    def recipe(self) -> Recipe:
+        """Raises JobsError for a method that there is not, or that lacks its drafter."""
+        if self.method not in RECIPES:
+            raise JobsError(f"there is no method {self.method}; there are {', '.join(RECIPES)}")
+        recipe = RECIPES[self.method]
+        if recipe.needs_drafter and not self.drafter:
+            raise JobsError(f"{self.method} needs --drafter, such as default/eagle for the bundled model")
+        return recipe
+
+    def settings(self, jobs: list[Job]) -> dict[str, dict[str, Any]]:
+        """Job id -> its settings in their types. Raises JobsError with the lines of all jobs that do not fit."""
+        known = TEXTS | SAMPLING | self.recipe().columns()
+        found, problems = {}, []
+        for job in jobs:
+            try:
+                found[job.id] = {name: typed(name, value, known) for name, value in job.overrides.items()}
+                if "prompt" not in job.overrides:
+                    raise OverrideError("there is no prompt")
+            except OverrideError as error:
+                problems.append(f"line {job.line}: {error}")
+        if problems:
+            raise JobsError(several(problems))
+        return found
+
+
+def typed(name: str, value: Any, known: dict[str, str]) -> Any:
+    if name not in known:
+        raise OverrideError(f"there is no setting {name}; this method has {', '.join(known)}")
+    found = converted(value, EXAMPLES[known[name]], name)
+    if known[name].startswith("int") and not isinstance(found, int):
+        raise OverrideError(f"{name} is a whole number, not {value!r}")
+    return found
+
+
+class Painter:
+    """Holds what a studio names, and draws."""
+
+    def __init__(self, studio: Studio):
+        self.studio, self.recipe = studio, studio.recipe()
+        self.model = api.load_model(find(studio.model), device=studio.device)
+        self.decoder = api.load_image_decoder(find(studio.decoder or studio.model), device=studio.device)
+        self.drafter = api.load_drafter(find(studio.drafter), self.model) if studio.drafter else None
+
+    def draw(self, settings: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
+        """A PNG (with the settings and totals in it, under `specar`), and the run's totals. Raises what the sampler
+        raises."""
+        given = dict(settings)
+        prompt, negative = (given.pop(name, None) for name in TEXTS)
+        sampling = {name: given.pop(name) for name in SAMPLING if name in given}
+        out = api.sample(
+            self.model, self.model.encode_prompt(prompt), self.recipe.build(self.drafter, **given),
+            negative=negative and self.model.encode_prompt(negative), **sampling,
+        )
+        pixels = (self.decoder.decode(out.latent)[0] * 255).clamp(0, 255).byte().cpu().numpy()  # as Save Image does
+        totals = {"method": out.trace.settings.get("method"), **out.trace.summary()}
+        return png(pixels, {"settings": settings, "model": self.studio.model, "totals": totals}), totals
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list]:
+        """Draws the jobs of a batch; one that fails says why in its record, and stops none of the others."""
+        records, pictures = [], []
+        for text in batch["job"]:
+            job, begun, picture = json.loads(text), time.monotonic(), b""
+            record = {"id": job["id"], "status": "success", "traces": [], "error": ""}
+            try:
+                picture, totals = self.draw(job["settings"])
+                record["traces"] = [totals]
+            except Exception as error:  # of whatever kind: a job's trouble is not the batch's
+                record |= {"status": "error", "error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+            records.append(json.dumps(record | {"seconds": round(time.monotonic() - begun, 3)}))
+            pictures.append(picture)
+        return {"record": records, "picture": pictures}
+
+
+def find(name: str) -> Path:
+    """A file or folder, or else the bundled model of that name."""
+    return Path(name) if Path(name).exists() else api.bundled(name)
+
+
+def png(pixels: np.ndarray, about: dict[str, Any]) -> bytes:
+    texts, out = PngInfo(), io.BytesIO()
+    texts.add_text("specar", json.dumps(about))
+    Image.fromarray(pixels).save(out, format="PNG", pnginfo=texts)
+    return out.getvalue()

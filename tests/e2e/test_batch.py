@@ -1,0 +1,92 @@
+"""A batch on two real servers, one of which is killed while it draws."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from scripts.comfy_server import PACK, ComfyServer
+
+COLOURS = {"red": 0, "green": 1, "blue": 2}
+RUN_SECONDS = 240
+JOBS = [(f"{thing}-{colour}", f"{thing}, 3d, on a {colour} background", seed)
+        for seed, (thing, colour) in enumerate([("heart", "green"), ("apple", "blue"), ("panda", "red"),
+                                                ("star", "blue"), ("heart", "blue"), ("penguin", "red")])]
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, str(PACK / "batch"), "jobs.csv", "--out", "out", *arguments], cwd=folder,
+                            stderr=subprocess.PIPE, text=True)
+
+
+def results(folder: Path) -> list[dict]:
+    path = folder / "jobs.results.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for(condition, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + RUN_SECONDS
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_every_job_has_one_picture_although_a_server_is_killed(comfy, comfyui, tmp_path):
+    rows = [f'{job},"{prompt}",{seed}' for job, prompt, seed in JOBS]
+    (tmp_path / "jobs.csv").write_text("\n".join(["id,prompt,seed", *rows]) + "\n")
+    with ComfyServer(comfyui, tmp_path / "second.log") as second:
+        servers = ["--server", comfy.url, "--server", second.url]
+        batch = start(tmp_path, *servers)
+        wait_for(lambda: {record["server"] for record in results(tmp_path)} == {comfy.url, second.url}, batch)
+        batch.kill()  # the client first: what it handed out goes on without it
+        batch.communicate()
+        os.killpg(second.process.pid, signal.SIGKILL)
+        batch = start(tmp_path, *servers)
+        _, said = batch.communicate(timeout=RUN_SECONDS)
+    assert batch.returncode == 0, said
+    assert "6 of 6 jobs are done" in said
+
+    found = {record["id"]: record for record in results(tmp_path)}
+    assert Counter(record["id"] for record in results(tmp_path)) == Counter(job for job, _, _ in JOBS)
+    for job, prompt, seed in JOBS:
+        record = found[job]
+        assert record["status"] == "success" and record["overrides"] == {"prompt": prompt, "seed": str(seed)}
+        [trace] = record["traces"]
+        assert (trace["seed"], trace["method"], trace["tokens"]) == (seed, "sjd", 256)
+        assert 0 < trace["target_passes"] < 256
+        assert record["seconds"] > 0 and comfy.get(f"/history/{record['prompt_id']}") == {}
+        with Image.open(tmp_path / f"out/{job}.png") as picture:
+            assert picture.size == (128, 128)
+            assert json.loads(picture.text["prompt"])["5"]["inputs"]["seed"] == seed
+            border = np.asarray(picture.convert("RGB")).astype(int)[[0, -1]].reshape(-1, 3)
+            assert np.median(border, axis=0).argmax() == COLOURS[job.split("-")[1]], f"look at {picture.filename}"
+    names = [path.name for path in comfy.output.rglob("*.png")]
+    saved = [name for name in names for job, _, _ in JOBS if name.startswith(f"picture_{job}")]
+    assert len(saved) == sum(record["server"] == comfy.url for record in found.values())  # none was drawn twice there
+
+
+@pytest.fixture
+def twins(tmp_path) -> Path:
+    (tmp_path / "jobs.jsonl").write_text('{"id": "one", "seed": 3}\n{"id": "two", "seed": 3}\n{"id": "bad", "cfg": -9}')
+    return tmp_path
+
+
+def test_equal_jobs_have_a_picture_each_and_a_refused_one_says_why(comfy, twins):
+    """ComfyUI keeps what it has computed: the second is drawn in no time, and saved all the same."""
+    done = subprocess.run([sys.executable, str(PACK / "batch"), "jobs.jsonl", "--server", comfy.url, "--out", "out"],
+                          cwd=twins, capture_output=True, text=True, timeout=RUN_SECONDS)
+    assert done.returncode == 1 and "2 of 3 jobs are done, 1 failed" in done.stderr
+    one, two, bad = (json.loads(line) for line in sorted(
+        (twins / "jobs.results.jsonl").read_text().splitlines(), key=lambda line: '"one" "two" "bad"'.find(line[7:12])))
+    assert two["seconds"] < one["seconds"] and two["traces"] == one["traces"] != []
+    assert {Path(file["filename"]).stem[:-7] for file in two["files"]} == {"picture_two", "trace_two"}
+    assert (twins / "out/one.png").exists() and (twins / "out/two.png").exists()
+    assert "ComfyUI refused the workflow" in bad["error"] and "cfg" in bad["error"]

@@ -1,0 +1,12 @@
+"""A painter for Ray's actors whose process dies of one prompt, as of a lack of memory."""
+
+import os
+
+from comfyui_specar.batch.studio import Painter
+
+
+class MortalPainter(Painter):
+    def draw(self, settings):
+        if settings["prompt"] == "poison":
+            os._exit(1)
+        return super().draw(settings)

@@ -1,0 +1,121 @@
+"""The same jobs on Ray, started on this machine; and what is refused before Ray is started."""
+
+import json
+import sys
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+import comfyui_specar as specar
+import numpy as np
+import pytest
+from comfyui_specar.batch import cli, fleet
+from comfyui_specar.batch.fleet import Fleet, draw_all
+from comfyui_specar.batch.jobs import Job, JobsError, read_jobs
+from comfyui_specar.batch.journal import Journal
+from comfyui_specar.batch.overrides import fingerprint
+from comfyui_specar.batch.studio import RECIPES, Painter, Studio
+from comfyui_specar.tests.unit.mortal import MortalPainter
+from PIL import Image
+
+TABLE = """id,prompt,seed,window
+star,"star, 3d, on a blue background",1,16
+again,"star, 3d, on a blue background",1,
+nonsense,xyzzy plugh,1,
+poison,poison,1,
+late,"heart, 3d, on a red background",2,
+"""
+COMMAND = ["jobs.csv", "--ray", "--out", "out"]
+STUDIO = Studio("default", "sjd")
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "jobs.csv").write_text(TABLE)
+    return tmp_path
+
+
+def test_jobs_are_drawn_by_actors_and_go_on_after_a_stop(table, capsys):
+    jobs = read_jobs(table / "jobs.csv")
+    settings = STUDIO.settings(jobs)
+    prints = {job: fingerprint([asdict(STUDIO), found]) for job, found in settings.items()}
+    told = []
+    with Journal(table / "jobs.results.jsonl") as journal:
+        draw_all(journal, STUDIO, Fleet(retries=1), jobs[:-1], settings, prints, Path("out"), told.append,
+                 MortalPainter)
+        records = journal.results
+    assert [record["status"] for record in map(records.get, ("star", "again", "nonsense", "poison"))] == [
+        "success", "success", "error", "error"]
+    assert "xyzzy" in records["nonsense"]["error"] and "given up after 2 tries" in records["poison"]["error"]
+    assert Counter(record["id"] for record in told) == Counter(list(records))
+    [trace] = records["star"]["traces"]
+    assert trace["method"] == "sjd" and 0 < trace["target_passes"] < 256 and trace["seed"] == 1
+
+    assert cli.main(COMMAND) == cli.FAILED  # of the five, two have failed
+    assert "late: done" in capsys.readouterr().err
+    lines = [json.loads(line) for line in (table / "jobs.results.jsonl").read_text().splitlines()]
+    assert Counter(line["id"] for line in lines) == Counter(job.id for job in jobs)
+    assert sorted(path.name for path in Path("out").iterdir()) == ["again.png", "late.png", "star.png"]
+
+    model, decoder = (load(specar.bundled("default")) for load in (specar.load_model, specar.load_image_decoder))
+    out = specar.sample(model, model.encode_prompt("heart, 3d, on a red background"), specar.methods.SJD(), seed=2)
+    picture = Image.open("out/late.png")
+    difference = np.asarray(picture) / 255 - decoder.decode(out.latent)[0].numpy()
+    assert abs(difference).max() < 1.5 / 255
+    about = json.loads(picture.text["specar"])
+    assert about["settings"]["seed"] == 2 and about["totals"]["target_passes"] == out.trace.summary()["target_passes"]
+
+
+@pytest.mark.parametrize(("table_text", "arguments", "message"), [
+    ("prompt,windw\ncat,3\n", (), "line 2: there is no setting windw; this method has prompt, negative, seed, cfg"),
+    ("prompt,window\ncat,2.5\n", (), "line 2: window is a whole number, not '2.5'"),
+    ("seed\n3\n", (), "line 2: there is no prompt"),
+    ("prompt\ncat\n", ("--method", "sdj"), "there is no method sdj; there are next_token, jacobi, sjd"),
+    ("prompt\ncat\n", ("--method", "cool_sd"), "cool_sd needs --drafter, such as default/eagle"),
+])
+def test_what_does_not_fit_the_method_is_refused_before_ray_starts(table, monkeypatch, capsys, table_text, arguments,
+                                                                   message):
+    monkeypatch.setattr(fleet, "started", lambda _fleet: pytest.fail("Ray was started"))
+    (table / "jobs.csv").write_text(table_text)
+    assert cli.main([*COMMAND, *arguments]) == cli.BAD_INPUT
+    assert message in capsys.readouterr().err
+    assert cli.main([*COMMAND, *arguments, "--dry-run"]) == cli.BAD_INPUT
+
+
+def test_it_asks_for_a_folder_and_for_ray(table, monkeypatch, capsys):
+    assert cli.main(["jobs.csv", "--ray"]) == cli.BAD_INPUT
+    assert "--ray needs --out" in capsys.readouterr().err
+    assert cli.main([*COMMAND, "--dry-run"]) == cli.DONE
+    monkeypatch.setitem(sys.modules, "ray", None)  # not installed
+    assert cli.main(COMMAND) == cli.BAD_INPUT
+    assert "pip install -e '.[ray]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", RECIPES)
+def test_every_method_draws_with_its_settings(method, monkeypatch):
+    """Each by its name, with all of its settings given as their defaults; what it draws is shown elsewhere."""
+    drawn = []
+    monkeypatch.setattr("comfyui_specar.batch.studio.api.sample", lambda *given, **named: drawn.append((given, named)))
+    continuous = method.startswith("continuous")
+    bundled, drafter = ("continuous", "continuous/small") if continuous else ("default", "default/eagle")
+    studio = Studio(bundled, method, drafter=drafter if RECIPES[method].needs_drafter else None)
+    columns = RECIPES[method].columns()
+    made = RECIPES[method].settings
+    defaults = {name: getattr(made, name) for name in columns if getattr(made, name) is not None}
+    settings = studio.settings([Job("a", {"prompt": "cat", "negative": "dog", "cfg": "2", **defaults}, 1)])["a"]
+    with pytest.raises(AttributeError):  # nothing is drawn
+        Painter(studio).draw(settings)
+    [((_, prompt, built), named)] = drawn
+    assert named["cfg"] == 2 and named["negative"] is not None and prompt is not None and "seed" not in named
+    assert built == RECIPES[method].build(built.drafter if hasattr(built, "drafter") else None)
+
+
+def test_a_setting_of_a_method_that_needs_a_drafter_reaches_it():
+    studio = Studio("default", "cool_sd", drafter="default/eagle")
+    settings = studio.settings([Job("a", {"prompt": "cat", "delta": "2", "floor": "no"}, 1)])["a"]
+    painter = Painter(studio)
+    assert painter.recipe.build(painter.drafter, delta=settings["delta"], floor=settings["floor"]).rule == (
+        specar.rules.CoolSD(delta=2.0, floor=False))
+    with pytest.raises(JobsError, match="there is no setting window"):
+        studio.settings([Job("a", {"prompt": "cat", "window": 3}, 2)])
