@@ -129,7 +129,7 @@ SCENES = {
     "SpecARRuleTVMetered": rule("SpecARRuleTVMetered"),
     MAP: Scene("sjd_acceptance_map", {SAVE: (0, 0, 240, 220), MAP: (300, 0, 420, 640)}),
     "SpecARTimeline": Scene(
-        "decoding_timeline", {"SpecARTimeline": (0, 0, 330), PREVIEW: (COLUMN, 0, 420, 480)}, added={PREVIEW: {}},
+        "decoding_timeline", {"SpecARTimeline": (0, 0, 330, 480), PREVIEW: (COLUMN, 0, 420, 480)}, added={PREVIEW: {}},
         values={"SpecARTimeline": {"frames": 12, "hold": 0}}, wires=(("SpecARTimeline", "frames", PREVIEW, "images"),)),
     "SpecARFindFastest": Scene("find_fastest", {"SpecARFindFastest": (0, 0, 480, 900)}),
     "SpecARCompareTraces": Scene("all_methods_side_by_side", {"SpecARCompareTraces": (0, 0, 760, 700)}),
