@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .fuzz_files import CANARY, UnfitError, strange_name
+from .fuzz_files import CANARY, ENORMOUS, UnfitError, strange_name
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 
@@ -62,6 +62,7 @@ def opened(file: Path) -> tuple[dict[str, Tensor], Callable[[dict[str, Tensor]],
         return tensors, lambda new: save_file(
             {name: tensor.clone().contiguous() for name, tensor in new.items()}, str(file), metadata)
     if file.suffix in PICKLES:
+        refuse_bomb(file)
         content = torch.load(file, weights_only=True)
         inner = next((key for key, value in content.items() if isinstance(value, dict)), None)
         return dict(content if inner is None else content[inner]), lambda new: torch.save(
@@ -114,6 +115,13 @@ def become_hostile(file: Path, rng: random.Random) -> None:
     else:
         rewrite_archive(file, lambda members: {name: attack if name.endswith("data.pkl") else content
                                                for name, content in members.items()})
+
+
+def refuse_bomb(file: Path) -> None:
+    """Archives that were made bombs are not unpacked again."""
+    with zipfile.ZipFile(file) as archive:
+        if sum(member.file_size for member in archive.infolist()) > ENORMOUS:
+            raise UnfitError
 
 
 def edit_archive(file: Path, rng: random.Random) -> None:
@@ -185,8 +193,7 @@ def become_bomb(file: Path, rng: random.Random) -> None:
 
 def rewrite_archive(file: Path, change: Callable[[dict[str, bytes]], dict[str, bytes]],
                     compression: int = zipfile.ZIP_STORED) -> None:
-    if not zipfile.is_zipfile(file):
-        raise UnfitError
+    refuse_bomb(file)
     with zipfile.ZipFile(file) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(file, "w", compression) as archive:
