@@ -8,7 +8,9 @@
     storage     what weights in bf16, fp8 and int8 do to a model's predictions
     soak        hundreds of prompts over all workflows on one ComfyUI server: memory, files, repeated pictures
     fuzz        what every loader does with files that went wrong, by accident and on purpose
+    faults      what the server does with workflows of which one input is spoiled
     determinism whether the same seed gives the same picture in another process, in a batch, with more threads
+    throughput  how many pictures a machine makes, by batch size, processes and threads
     previews    what share of a run progress and previews take in ComfyUI (which COMFYUI_PATH names)
 
 python -m benchmarks WHAT --help explains the options. Reports are JSON, in benchmarks/results/ those that we made.
@@ -19,8 +21,8 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-WHAT = ("speed", "methods", "continuous", "loading", "storage", "previews", "soak", "determinism",
-        "fuzz")
+WHAT = ("speed", "methods", "continuous", "loading", "storage", "throughput", "previews", "soak", "determinism",
+        "fuzz", "faults")
 
 
 def main(arguments: list[str]) -> None:

@@ -209,8 +209,15 @@ def decode_tiled(decoder: Autoencoder, latent: Tensor, width: int, height: int, 
 
 @contextmanager
 def placed(loaded: LoadedModel, memory: int, drafter: LoadedDrafter | None = None) -> Iterator[None]:
-    """Model and drafter on the compute device with room for ``memory`` bytes."""
+    """Model and drafter on the compute device with room for ``memory`` bytes. Raises ValueError for more than there is:
+    a CPU would end the process over it."""
     memory += cast_room(loaded.model)
+    there_is = mm.get_total_memory(loaded.patcher.load_device)
+    if memory > there_is:
+        raise ValueError(
+            f"This run would take {memory / 2**30:.1f} GiB of memory beside the model, more than the "
+            f"{there_is / 2**30:.1f} GiB there are. Draw fewer pictures at once (batch_size), or smaller ones."
+        )
     together = [loaded.patcher] if drafter is None else [loaded.patcher, drafter.patcher]  # none must evict another
     if not fits(together, memory):
         loaded.patcher.release()

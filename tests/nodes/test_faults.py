@@ -1,0 +1,280 @@
+"""What happens to a run from outside: interrupts, too little memory, a full disk. Nothing is lost or left behind."""
+
+import errno
+import gc
+import json
+import weakref
+from pathlib import Path
+
+import comfy.model_management as mm
+import comfy.utils
+import folder_paths
+import psutil
+import pytest
+import torch
+from comfy_api.latest import ui
+from comfyui_specar.models import backbone
+from comfyui_specar.models.cache import KVCache
+from comfyui_specar.models.mar import MAR
+from comfyui_specar.nodes import progress as nodes_progress
+
+METHODS = {"NextToken": {}, "SJD": {}, "DraftTree": {}, "ADTTree": {}, "VVS": {"structure": "chain", "interval": 2}}
+VECTORS = {"": {"head_steps": 2}, "NextToken": {"head_steps": 2}}
+
+
+@pytest.fixture
+def draw(sample, draw_vectors):
+    """draw(name) -> what is drawn; "vectors ..." with a continuous sampler."""
+
+    def draw(name: str, batch: int = 2) -> torch.Tensor:
+        if name.startswith("vectors"):
+            method = name.removeprefix("vectors").strip()
+            return draw_vectors(method, batch=batch, **VECTORS[method])[0]["samples"]
+        return sample(name, batch=batch, **METHODS[name])[0]["ar_tokens"]
+
+    return draw
+
+
+EVERY = [*METHODS, *(f"vectors {name}".strip() for name in VECTORS)]
+
+
+@pytest.fixture
+def caches(monkeypatch):
+    """The key/value caches that are alive."""
+    alive, begin = weakref.WeakSet(), KVCache.__init__
+
+    def noted(self, *given):
+        begin(self, *given)
+        alive.add(self)
+
+    monkeypatch.setattr(KVCache, "__init__", noted)
+    return alive
+
+
+@pytest.fixture
+def interrupt_at(monkeypatch):
+    """interrupt_at(n): the user interrupts before the n-th callback of the next run. Returns the callbacks so far."""
+    calls, when = [], [0]
+    call = nodes_progress.Report.__call__
+
+    def counted(self, progress):
+        calls.append(int(progress.committed.min()))
+        if len(calls) == when[0]:
+            mm.interrupt_current_processing(True)
+        return call(self, progress)
+
+    monkeypatch.setattr(nodes_progress.Report, "__call__", counted)
+
+    def interrupt_at(n: int) -> list:
+        calls.clear()
+        when[0] = n
+        return calls
+
+    yield interrupt_at
+    mm.interrupt_current_processing(False)
+
+
+def interrupted(draw, name):
+    with pytest.raises(mm.InterruptProcessingException) as caught:
+        draw(name)
+    assert type(caught.value) is mm.InterruptProcessingException
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_an_interrupt_at_any_callback_leaves_nothing_behind(name, draw, tiny, interrupt_at, caches):
+    calls = interrupt_at(0)
+    whole, count = draw(name), len(calls)
+    assert count >= 2
+    for n in sorted({1, 2, 3, count // 2, count}):
+        interrupt_at(n)
+        interrupted(draw, name)
+        assert len(calls) == n and not tiny[0].model.kept
+    gc.collect()
+    assert not caches
+    interrupt_at(0)
+    assert torch.equal(draw(name), whole)
+
+
+def test_many_interrupts_take_no_memory(draw, interrupt_at):
+    process, sizes = psutil.Process(), []
+    for n in range(60):
+        interrupt_at(1 + n % 2)
+        interrupted(draw, ("SJD", "DraftTree", "vectors")[n % 3])
+        if n in (9, 59):
+            gc.collect()
+            sizes.append(process.memory_info().rss)
+    assert sizes[1] - sizes[0] < 16 * 2**20
+
+
+def test_an_interrupt_between_tiles_of_decoding(tiny, draw, monkeypatch):
+    latent = tiny[0].model.dequantize(draw("NextToken", 1))
+    whole = tiny[2].decode_tiled(latent, tile_x=2, tile_y=2, overlap=1)
+    seen = []
+
+    def hook(*event, **_more):
+        seen.append(event)
+        if len(seen) == 2:
+            mm.interrupt_current_processing(True)
+        mm.throw_exception_if_processing_interrupted()
+
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
+    with pytest.raises(mm.InterruptProcessingException):
+        tiny[2].decode_tiled(latent, tile_x=2, tile_y=2, overlap=1)
+    assert len(seen) == 2
+    assert torch.equal(tiny[2].decode_tiled(latent, tile_x=2, tile_y=2, overlap=1), whole)
+
+
+# Memory
+
+
+def out_of_memory_at(monkeypatch, kind: type, n: int) -> list:
+    """The n-th call of a kind of module finds no memory. Returns the calls so far."""
+    calls, forward = [], kind.forward
+
+    def counted(self, *given, **more):
+        calls.append(self)
+        if len(calls) == n:
+            raise mm.OOM_EXCEPTION("no memory left (a test)")
+        return forward(self, *given, **more)
+
+    monkeypatch.setattr(kind, "forward", counted)
+    return calls
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_too_little_memory_at_any_pass_ends_the_run_and_frees_its_caches(name, draw, tiny, monkeypatch, caches):
+    """At the prompt, at a step, while drafting: EAGLE's layers are those of the model."""
+    kind = MAR if name.startswith("vectors") else backbone.Block
+    with monkeypatch.context() as patch:
+        calls = out_of_memory_at(patch, kind, 0)
+        whole, count = draw(name), len(calls)
+    for n in sorted({1, 2, count // 2, count}):
+        with monkeypatch.context() as patch:
+            out_of_memory_at(patch, kind, n)
+            with pytest.raises(mm.OOM_EXCEPTION) as caught:
+                draw(name)
+        assert type(caught.value) is mm.OOM_EXCEPTION and not tiny[0].model.kept
+        del caught
+    gc.collect()
+    assert not caches
+    mm.unload_all_models()  # as ComfyUI does then
+    assert torch.equal(draw(name), whole)
+
+
+def test_too_little_memory_for_decoding_even_a_tile(tiny, draw, monkeypatch):
+    latent, decoder = tiny[0].model.dequantize(draw("NextToken", 1)), tiny[2]._found.decoder
+    whole = tiny[2].decode(latent)
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder, "decode", lambda latent: (_ for _ in ()).throw(mm.OOM_EXCEPTION("none (a test)")))
+        with pytest.raises(mm.OOM_EXCEPTION):
+            tiny[2].decode(latent)
+    assert torch.equal(tiny[2].decode(latent), whole)
+
+
+def test_without_free_memory_there_are_no_previews_and_the_same_picture(draw, monkeypatch, hurried, progress):
+    whole = draw("SJD")
+    monkeypatch.setattr(mm, "get_free_memory", lambda *_device, torch_free_too=False: (0, 0) if torch_free_too else 0)
+    assert torch.equal(draw("SJD"), whole)
+
+
+def test_more_memory_than_there_is_is_refused(draw, monkeypatch):
+    monkeypatch.setattr(mm, "get_total_memory", lambda device=None, torch_total_too=False: 10**4)
+    for name in EVERY:
+        with pytest.raises(ValueError, match="beside the model, more than the .* Draw fewer pictures at once"):
+            draw(name)
+
+
+# Predictions that are no numbers, through the nodes
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_layer_that_breaks_late_is_named_and_spoils_nothing(name, draw, tiny, continuous, monkeypatch, caches):
+    """fp16 that overflows, or weights that are damaged: at first all is well."""
+    whole = draw(name)
+    kind, after = (MAR, 2) if name.startswith("vectors") else (backbone.Block, 8)
+    mine = set((continuous if name.startswith("vectors") else tiny)[0].model.modules())
+    calls, forward = [], kind.forward
+
+    def breaking(self, *given, **more):
+        out = forward(self, *given, **more)
+        calls.extend([self] if self in mine else [])
+        return out * float("nan") if self in mine and len(calls) > after else out
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "forward", breaking)
+        with pytest.raises(ValueError, match="NaN or infinite.*fp32"):
+            draw(name)
+    gc.collect()
+    assert not tiny[0].model.kept and not caches
+    assert torch.equal(draw(name), whole)
+
+
+# Disks
+
+
+def full(*_given, **_more):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("writes", [0, 1])
+def test_a_full_disk_leaves_no_half_of_a_trace_and_the_prompt_goes_on(writes, sample, nodes, run, monkeypatch, caplog):
+    _, trace = sample("SJD")
+    output, written = Path(folder_paths.get_output_directory()), []
+    write = Path.write_bytes
+
+    def full_later(path, content):
+        written.append(path)
+        if len(written) > writes:
+            write(path, content[:20])
+            full()
+        return write(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full_later)
+        out = run(nodes["SpecARSaveTrace"], trace=trace, filename_prefix=f"full_{writes}/t").ui
+    [text] = out["text"]
+    assert text.startswith("NOT SAVED") and "t_00001_" in text and "The disk is full" in text
+    assert "The disk is full" in caplog.text and out["files"] == [] and out["specar"] == [trace.report()]
+    assert not list((output / f"full_{writes}").iterdir())
+    out = run(nodes["SpecARSaveTrace"], trace=trace, filename_prefix=f"full_{writes}/t").ui
+    assert [file["filename"] for file in out["files"]] == ["t_00001_.json", "t_00001_.safetensors"]
+
+
+def test_names_with_dots_are_kept_apart(sample, nodes, run):
+    _, trace = sample("SJD")
+    names = [file["filename"] for _ in range(2)
+             for file in run(nodes["SpecARSaveTrace"], trace=trace, filename_prefix="dots/v1.5.run").ui["files"]]
+    assert names == [f"v1.5.run_0000{i}_{ending}" for i in (1, 2) for ending in (".json", ".safetensors")]
+    loaded = run(nodes["SpecARLoadTrace"], trace_name=f"dots/{names[1]} [output]").result[0]
+    assert loaded.report() == json.loads(json.dumps(trace.report()))
+
+
+def test_a_folder_that_cannot_be_made_does_not_end_the_prompt(sample, nodes, run):
+    _, trace = sample("SJD")
+    (Path(folder_paths.get_output_directory()) / "a_file").write_text("in the way")
+    for prefix in ("a_file/t", "a_file/deeper/t", "n" * 300):
+        [text] = run(nodes["SpecARSaveTrace"], trace=trace, filename_prefix=prefix).ui["text"]
+        assert text.startswith("NOT SAVED")
+
+
+@pytest.mark.parametrize("prefix", ["../t", "/etc/t", "", ".", "..", "a/../../t", "a\0b"])
+def test_names_outside_the_output_folder_are_refused_before_anything_is_drawn(prefix, sample, nodes, run):
+    node = nodes["SpecARSaveTrace"]
+    assert "filename_prefix is" in node.validate_inputs(filename_prefix=prefix)
+    with pytest.raises(ValueError, match="filename_prefix is"):
+        run(node, trace=sample("SJD")[1], filename_prefix=prefix)
+
+
+def test_links_in_place_of_names_are_judged_when_they_arrive(nodes):
+    validate = nodes["SpecARSaveTrace"].validate_inputs
+    assert validate(filename_prefix=None) is True and validate(filename_prefix="specar/trace") is True
+
+
+def test_no_room_for_a_preview_costs_the_preview_only(sample, nodes, run, monkeypatch, caplog):
+    _, trace = sample("SJD")
+    expected = run(nodes["SpecARAcceptanceMap"], trace=trace, metric="source", opacity=0.5)
+    monkeypatch.setattr(ui, "PreviewImage", full)
+    out = run(nodes["SpecARAcceptanceMap"], trace=trace, metric="source", opacity=0.5)
+    assert torch.equal(out.result[0], expected.result[0]) and out.ui["images"] == []
+    chart = run(nodes["SpecARCompareTraces"], trace_1=trace)
+    assert chart.ui["images"] == [] and "No space left" in caplog.text
