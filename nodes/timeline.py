@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import comfy.utils
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,8 @@ from torch import Tensor
 from ..samplers.trace import Trace
 from .frames import check_pictures, draw_frames, passes_of
 from .sockets import ARTrace
+
+log = logging.getLogger(__name__)
 
 MOST = 240  # frames of the run, where the user names no number
 ROOM = 2 * 2**30  # bytes that all frames may take: they are made at once, for the nodes behind
@@ -40,14 +44,21 @@ def speed(count: int) -> float:
 
 
 def film(pixels: Tensor, fps: float, cls: type[io.ComfyNode]) -> dict:
-    """UI output: the frames [F, H, W, 3] as an animated picture, no larger than SHOWN."""
+    """UI output: the frames [F, H, W, 3] as an animated picture, no larger than SHOWN.
+
+    Nothing where it cannot be written: that must not cost the frames, which are not saved yet.
+    """
     longest = max(pixels.shape[1:3])
     if longest > SHOWN:
         size = [max(1, side * SHOWN // longest) for side in pixels.shape[1:3]]
         pixels = F.interpolate(pixels.movedim(-1, 1), size, mode="area").movedim(1, -1)
-    saved = ui.ImageSaveHelper.save_animated_webp(
-        pixels, "ComfyUI_temp_timeline", io.FolderType.temp, cls, fps, lossless=False, quality=80, method=0
-    )
+    try:
+        saved = ui.ImageSaveHelper.save_animated_webp(
+            pixels, "ComfyUI_temp_timeline", io.FolderType.temp, cls, fps, lossless=False, quality=80, method=0
+        )
+    except OSError as error:
+        log.error("Decoding Timeline shows no film, because it could not be written: %s", error)
+        return {"images": []}
     return ui.SavedImages([saved], is_animated=True).as_dict()
 
 
@@ -97,6 +108,4 @@ class Timeline(io.ComfyNode):
             pixels[number] = torch.from_numpy(frame)
             bar.update(1)
         fps = speed(len(shown))
-        text = (f"Passes {shown[0]} to {shown[-1]} of the model in {len(shown)} frames, {fps:.0f} a second; then the "
-                f"finished picture {hold} times.")
-        return io.NodeOutput(pixels, fps, ui={"text": [text], **film(pixels, fps, cls)})
+        return io.NodeOutput(pixels, fps, ui=film(pixels, fps, cls))

@@ -171,8 +171,17 @@ def test_the_node_shows_a_film(sample, tiny, timeline_of, progress):
     assert webp.format == "WEBP" and webp.is_animated and webp.size == (32, 32)
     count = len(shown.result[0])
     assert webp.n_frames <= count  # equal ones may be one, shown for longer
-    assert shown.ui["text"][0].startswith(f"Passes 0 to {count - 4} of the model in {count - 3} frames")
     assert progress[-1][:2] == (count - 3, count - 3)
+
+
+def test_a_full_disk_costs_the_film_on_the_node_and_nothing_else(timeline_of, monkeypatch, caplog):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Image.Image, "save", full)
+    shown = timeline_of(SMALL, torch.rand(1, 4, 4, 3))
+    assert shown.ui == {"images": []} and len(shown.result[0]) == 16
+    assert "Decoding Timeline shows no film, because it could not be written: [Errno 28]" in caplog.text
 
 
 def test_large_films_are_smaller_on_the_node(timeline_of):
