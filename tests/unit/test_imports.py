@@ -26,7 +26,7 @@ FOREIGN = {  # room -> third-party packages; all of them come with ComfyUI
     "model_loaders": {"torch", "einops", "safetensors", "transformers", "tokenizers", "torchvision"},
     "api": {"torch"},
     "nodes": {"torch", "numpy", "PIL", "aiohttp"} | HOST,
-    "batch": {"aiohttp", "tqdm", "numpy", "PIL", "ray"},  # ray: an optional extra, for batch/ray.py alone
+    "batch": {"aiohttp", "tqdm", "numpy", "PIL", "ray"},  # ray: an optional extra, for batch/fleet.py alone
 }
 
 
