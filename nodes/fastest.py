@@ -23,7 +23,7 @@ from .method import ChosenMethod
 from .progress import Report
 from .samplers import Inputs, memory_for, request_of
 from .sockets import ARDrafter, ARMethod
-from .trials import Trial
+from .trials import TIME_UP, Trial
 from .widgets import common_inputs, negative_input
 from .wording import drawing
 
@@ -33,7 +33,6 @@ HOPELESS = 2.0  # times the next-token sampler: a first run that takes longer is
 FEWEST = 64  # tokens of a trial, if the picture has so many
 WARM = 32  # tokens of a run that only warms up or estimates
 PER_METHOD = 2.5  # runs that a method takes with its warm-up, on average, in units of the next-token sampler's
-TIME_UP = "not tried: time was up"
 UNIT = 1000  # of the progress bar, per method
 
 clock = time.perf_counter
@@ -121,9 +120,9 @@ class Search:
         self.measure(self.trials[0])
 
     def once(self, methods: Iterable[ChosenMethod]) -> None:
-        """Try methods, as long as enough time is left to repeat the fastest."""
+        """Try methods, as long as enough time is left to repeat the fastest (or half of the time)."""
         whole = self.trials[0].seconds[0] * self.trials[0].tokens  # a run of the baseline
-        enough = self.until - (RUNS - 1 + self.captured) * 2 * whole
+        enough = max(self.until - (RUNS - 1 + self.captured) * 2 * whole, (clock() + self.until) / 2)
         for method in methods:
             self.begin(2 + self.captured)
             trial = Trial(method)
@@ -142,7 +141,7 @@ class Search:
         self.begin(len(others) * (2 * (RUNS - 1) + 2 * self.captured))
         for place, trial in enumerate(sorted(others, key=lambda trial: trial.median)):
             if place and clock() >= self.until:
-                trial.note = "run only once: time was up"
+                trial.note = "run only once, as time was up"
                 continue
             with self.noting(trial):
                 if self.captured:
@@ -160,7 +159,7 @@ class Search:
         try:
             yield
         except GivenUpError:
-            slow = f"given up: took more than {HOPELESS:g} times as long as next token"
+            slow = f"given up, as it took more than {HOPELESS:g} times as long as next token"
             trial.note = TIME_UP if clock() >= until else slow
         except host.OUT_OF_MEMORY:
             trial.note = "did not fit in memory"

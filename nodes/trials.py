@@ -14,6 +14,7 @@ import numpy as np
 from .compare import Column, bars, written_table
 
 SCHEMA = "specar.trials/1"
+TIME_UP = "not tried, as time was up"  # a note
 ROUNDING = 1e-5  # of leaks, which are summed in fp32
 
 
@@ -98,11 +99,16 @@ def summary(trials: list[Trial], verdict: Verdict, setting: str, budget: float) 
                  f"{most:.2f} over {len(chosen.seconds)} runs)."]
         if verdict.alike:
             lines.append(f"Not to be told from the fastest by these runs: {'; '.join(map(title, verdict.alike))}.")
+    elif trials[1:] and all(trial.note == TIME_UP for trial in trials[1:]):
+        lines = ["Chosen: next token, for want of time to try any other method. Allow more seconds."]
     else:
         within = " within the leak budget" if budget else ""
         lines = [f"Chosen: next token. No other method{within} was faster, as far as these trials can tell."]
-    lines += [f"By hand: {chosen.method.by_hand}.", setting]
-    return "\n".join(lines + [f"{title(trial)}: {trial.note}." for trial in trials if trial.note])
+    notes: dict[str, list[str]] = {}
+    for trial in trials:
+        notes.setdefault(trial.note, []).append(title(trial))
+    told = [f"{note[0].upper()}{note[1:]}: {'; '.join(titles)}." for note, titles in notes.items() if note]
+    return "\n".join([*lines, f"By hand: {chosen.method.by_hand}.", setting, *told])
 
 
 def in_words(trials: list[Trial], verdict: Verdict, setting: str, budget: float) -> str:

@@ -59,13 +59,13 @@ def test_a_single_run_of_the_baseline_proves_nothing_either():
 
 
 def test_what_is_said_is_what_was_measured():
-    tried = [PLAIN, trial("a", 4, 5, 6), trial("b", 5, 5), trial("c", note="not tried: time was up")]
+    tried = [PLAIN, trial("a", 4, 5, 6), trial("b", 5, 5), trial("c", note="not tried, as time was up")]
     verdict = judge(tried, 0)
     text = trials.in_words(tried, verdict, "The setting.", 0)
     # 11 / 5, 10 / 6, 12 / 4
     assert text.startswith("Chosen: a. 2.20 times as fast as next token in these trials (1.67 to 3.00 over 3 runs).\n")
     assert "Not to be told from the fastest by these runs: b." in text and "By hand: a node." in text
-    assert "\nThe setting.\nc: not tried: time was up.\n" in text
+    assert "\nThe setting.\nNot tried, as time was up: c.\n" in text
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     assert rows[0] == ["method", "acceptance", "time (ms per token)", "speed (times next token)",
                        "model passes (per token)", "runs"]
@@ -84,6 +84,13 @@ def test_no_speed_up_is_claimed_that_was_not_measured(budget):
     first = text.splitlines()[0]
     assert first.startswith("Chosen: next token. No other method") and "as far as these trials can tell" in first
     assert ("leak budget" in first) == bool(budget) and "times as fast" not in text.split("\n\n")[0]
+
+
+def test_next_token_for_want_of_time_is_no_verdict_on_the_others():
+    tried = [PLAIN, *(trial(name, note=trials.TIME_UP) for name in "ab")]
+    text = trials.summary(tried, judge(tried, 0), "", 0)
+    assert text.startswith("Chosen: next token, for want of time to try any other method.") and "was faster" not in text
+    assert text.endswith("Not tried, as time was up: a; b.")
 
 
 def test_leaks_are_told_where_a_relaxed_method_was_tried():
