@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from comfyui_specar.samplers import jacobi
-from comfyui_specar.samplers.prefill import read_given
+from comfyui_specar.samplers.prefill import Start
 from comfyui_specar.samplers.rng import Stream
 
 SIZE = 4  # of the window
@@ -18,7 +19,8 @@ def begun(method, model, params, prompt, strength=None, layout=None):
     state = model.start(prompt, None, 2, layout, slack=SIZE, guided=params.cfg != 1)
     memory = jacobi.Memory.empty(method.reuse, 2, layout.stride, SIZE, model.vocab_total, model.device)
     run = jacobi.Run(method, params, SIZE, forcing, model, state, memory)
-    start = read_given(model, state, layout, 2)
+    nothing = torch.zeros((2, layout.length + 1), dtype=torch.int64, device=model.device)
+    start = Start(0, nothing, state.prefill)
     return run, jacobi.begin(run, start, layout, Stream.of(3, 2, model.device), strength)
 
 
