@@ -47,17 +47,22 @@ class ComfyServer:
         self.output = Path(self._output or self.base / "output").resolve()
         prepare_base(self.base, self.output)
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(self._command(), cwd=self.base, stdin=subprocess.DEVNULL, stdout=log,
-                                            stderr=subprocess.STDOUT, start_new_session=True)
+        self.log.unlink(missing_ok=True)
         try:
-            self._wait_until_ready()
+            self.start()
             if "(IMPORT FAILED)" in self.log.read_text(errors="replace"):
                 raise ServerError(f"ComfyUI could not import this pack; see {self.log}")
         except BaseException:
             self.__exit__()
             raise
         return self
+
+    def start(self) -> None:
+        """Starts the process and waits for it: at first, and on the same base directory after it has ended."""
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(self._command(), cwd=self.base, stdin=subprocess.DEVNULL, stdout=log,
+                                            stderr=subprocess.STDOUT, start_new_session=True)
+        self._wait_until_ready()
 
     def __exit__(self, *_exc) -> None:
         for sign in (signal.SIGTERM, signal.SIGKILL):
