@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -131,7 +132,7 @@ def title(path: Path) -> str:
 
 def weight_file(path: Path, names: Sequence[str] = WEIGHT_FILES) -> Path:
     """The file itself, or the first of ``names`` in a folder. Raises CheckpointError if there is none."""
-    if not path.is_dir():
+    if not os.path.isdir(path):  # unlike Path's own, it bears names that no file can have
         return path
     for name in names:
         if (path / name).is_file():
@@ -145,7 +146,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     Raises CheckpointError for a missing, truncated, empty or code-carrying file.
     """
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise CheckpointError(f"{path} does not exist. Put the file there or choose another one.")
     if path.name.endswith(INDEX):
         return _open_shards(path)

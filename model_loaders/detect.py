@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -256,7 +257,7 @@ def load_image_decoder(
     dtype None is fp32. Raises CheckpointError for files that cannot be used.
     """
     path = Path(path)
-    beside = own_decoder(path) if path.is_dir() else None
+    beside = own_decoder(path) if os.path.isdir(path) else None
     checkpoint = open_checkpoint(beside or weight_file(path, (*WEIGHT_FILES, *cosmos.FILES)))
     family = next((kind for kind in DECODER_KINDS if kind.recognise(checkpoint.tensors)), None)
     if family is None:

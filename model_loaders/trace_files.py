@@ -39,7 +39,7 @@ def stem(path: str | Path) -> Path:
 
 
 def with_ending(path: Path, ending: str) -> Path:
-    return path.with_name(path.name + ending)
+    return path.parent / (path.name + ending)
 
 
 def write_together(contents: dict[Path, bytes]) -> None:

@@ -49,11 +49,10 @@ class Seed:
     use: Callable[[Path], None]
 
 
-def use_model(folder: Path, name: str, prompt: str = "a red cat") -> None:
+def use_model(folder: Path, name: str, prompt: str = "a red cat", storage: torch.dtype | None = None) -> None:
     """What Load AR Checkpoint, CLIP Text Encode, a sampler and VAE Decode do."""
     path = folder / name if name else folder
-    stays_fp8(path)
-    model = api.load_model(path)
+    model = api.load_model(path, storage=torch.float8_e4m3fn if stays_fp8(path) else storage)
     draw(model, prompt)
     decoder = getattr(model, "image_decoder", None)
     if decoder is None and (found := find_image_decoder(path, model.family)):
@@ -201,6 +200,7 @@ SEEDS = {
     "LlamaGen of classes": Seed(llamagen_classes, partial(use_model, name="", prompt="3")),
     "Janus-Pro": Seed(partial(tiny_janus.write, shards=2), partial(use_model, name="")),
     "Janus-Pro as released": Seed(partial(tiny_janus.write, original=True, pickled=True), partial(use_model, name="")),
+    "Janus-Pro in int8": Seed(tiny_janus.write, partial(use_model, name="", storage=torch.int8)),
     "SimpleAR": Seed(simplear, partial(use_model, name="")),
     "Lumina-mGPT": Seed(partial(tiny_chameleon.write, kind="lumina"), partial(use_model, name="Lumina-mGPT-tiny")),
     "Anole": Seed(partial(tiny_chameleon.write, kind="anole", shards=3), partial(use_model, name="Anole-tiny-hf")),

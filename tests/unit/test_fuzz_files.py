@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from comfyui_specar import api
 from comfyui_specar.model_loaders.checkpoint import CheckpointError
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from . import fuzz, fuzz_archives, fuzz_files
-from .fuzz_seeds import LONGEST, ROOT, SEEDS, Seed, examine
+from .fuzz_seeds import LONGEST, ROOT, SEEDS, Seed, examine, target
 
 LIGHT = ("LlamaGen with words", "LlamaGen of classes", "Janus-Pro", "Cosmos", "MAR", "Harmon", "Emu3's ranks", "trace",
          "EAGLE drafter", "VQ")  # of every format one; the others are in the long run
@@ -166,6 +167,13 @@ def bomb(folder: Path) -> None:
     fuzz_archives.become_bomb(folder / "pytorch_model.bin", random.Random(0))
 
 
+def far_memo(folder: Path) -> None:
+    """Remember something under the number 2^31 - 1."""
+    description = b"\x80\x02}r\xff\xff\xff\x7f."
+    fuzz_archives.rewrite_archive(folder / "decoder.jit", lambda members: {
+        name: description if name.endswith("data.pkl") else content for name, content in members.items()})
+
+
 def no_word_for_the_unknown(folder: Path) -> None:
     file = folder / "flan-t5-xl/tokenizer.json"
     whole = file.read_text(encoding="utf-8")
@@ -184,6 +192,7 @@ DEFECTS = {
     "a tensor without numbers": (
         "LlamaGen of classes",
         in_tensors("pytorch_model.bin", lambda t: {"norm.weight": t["norm.weight"].to("meta")}), "no plain tensor"),
+    "a memo of gigabytes": ("Cosmos", far_memo, "it holds no module"),
     "the oldest format, whose reader unpacks": ("LlamaGen of classes", old_format, "PyTorch did not write it"),
     "words that are none": (
         "LlamaGen with words", in_metadata("text_encoder.safetensors", synonyms={"crimson": 3}), "text_encoder"),
@@ -213,6 +222,16 @@ def test_what_once_was_a_defect(sound, name, change, says):
     change(folder)
     outcome = examine(SEEDS[name], folder)
     assert outcome.problem is None and outcome.error and says in outcome.message, outcome
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "", ".", "/dev/zero", "/dev/stdin"])
+@pytest.mark.parametrize("load", [api.load_model, api.load_image_decoder, api.load_trace,
+                                  lambda path: api.load_drafter(path, target())])
+def test_names_that_no_file_has(tmp_path, monkeypatch, name, load):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"does not exist|holds no|is a") as error:
+        load(name)
+    assert type(error.value) in (ValueError, CheckpointError)
 
 
 def test_messages_have_an_end():
