@@ -95,11 +95,12 @@ def describe(trace: Trace) -> str:
     if "window" in settings:
         method += f", window {settings['window']}, initial {settings['initial']}"
     length = trace.positions["source"].shape[1]
+    drawn = length - totals["given"] // totals["images"]
     lines = [
         method,
         f"acceptance: {judgement(settings)}; {fidelity(trace)}",
-        f"{', '.join(map(str, passes))} passes for {length} tokens: {totals['step_compression']:.2f} tokens per pass "
-        f"({'one token a pass' if trace.continuous else 'next token'}: {length} passes)",
+        f"{', '.join(map(str, passes))} passes for {drawn} tokens: {totals['step_compression']:.2f} tokens per pass "
+        f"({'one token a pass' if trace.continuous else 'next token'}: {drawn} passes)",
     ]
     if totals["draft_passes"]:
         lines.append(f"{totals['draft_passes']} passes of the drafter")
