@@ -40,7 +40,8 @@ def main() -> None:
 
     canvas = Image.new("RGB", (4 * SIDE + 5 * MARGIN, HEAD + SIDE + MARGIN), "white")
     panel(canvas, 0, pictures[0], f"{passes[0]} passes", "AR Sampler (next token)")
-    panel(canvas, 1, (halfway * 255).round().astype(np.uint8), f"pass {passes[1] // 2} of {passes[1]}", "SJD++ Sampler: runs of guesses are taken")
+    panel(canvas, 1, (halfway * 255).round().astype(np.uint8), f"pass {passes[1] // 2} of {passes[1]}",
+          "SJD++ Sampler: runs of guesses are taken")
     panel(canvas, 2, pictures[1], f"{passes[1]} passes{', the same picture' if same else ''}",
           "SJD++ Sampler, same seed")
     accepted = float(source.strength.mean())

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from comfyui_specar.batch import client as comfy_client
+
 from scripts.comfy_server import PACK, ComfyServer
 
 WORKFLOWS = PACK / "workflows"
@@ -23,7 +23,7 @@ class Comfy:
     """The running server, as the tests talk to it."""
 
     def __init__(self, server: ComfyServer):
-        self.url, self.base, self.output = server.url, server.base, server.output
+        self.url, self.base, self.output, self.pid = server.url, server.base, server.output, server.process.pid
 
     def run(self, prompt: dict, follow: comfy_client.Follower | None = None) -> comfy_client.Run:
         return asyncio.run(comfy_client.run_prompt(self.url, prompt, follow=follow, timeout=RUN_SECONDS))
@@ -61,4 +61,11 @@ def comfyui() -> Path:
 @pytest.fixture(scope="session")
 def comfy(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
     with ComfyServer(comfyui, tmp_path_factory.mktemp("comfyui") / "server.log") as server:
+        yield Comfy(server)
+
+
+@pytest.fixture(scope="session")
+def another(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
+    """A second server. It must be left as it was found, and alive."""
+    with ComfyServer(comfyui, tmp_path_factory.mktemp("another") / "server.log") as server:
         yield Comfy(server)

@@ -4,9 +4,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
-
 from comfyui_specar.batch.client import interrupt
+from safetensors.torch import load_file, save_file
 
 DRAFTER = Path(__file__).resolve().parents[2] / "assets/default/eagle"
 WORKFLOW = "draft_tree_eagle"

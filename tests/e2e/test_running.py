@@ -5,9 +5,8 @@ import time
 
 import numpy as np
 import pytest
-from PIL import Image
-
 from comfyui_specar.batch.client import interrupt
+from PIL import Image
 
 SAMPLERS = {"text_to_picture": "SpecARNextTokenSampler", "sjd_acceptance_map": "SpecARSJDSampler",
             "draft_tree_eagle": "SpecARDraftTreeSampler", "continuous_speculative": "SpecARContinuousSampler"}

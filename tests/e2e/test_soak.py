@@ -1,0 +1,35 @@
+"""Some of what the long run of benchmarks/soak.py looks at: many prompts, two clients, another model each time."""
+
+import asyncio
+import itertools
+
+from benchmarks import soak
+
+QUICK = ["text_to_picture", "sjd_acceptance_map", "continuous_speculative"]
+GROWTH = 64  # MiB that 16 prompts may add once every workflow has run twice; a kept model or picture is 20 or more
+
+
+def test_prompts_of_two_clients_leave_nothing_behind(comfy):
+    before = set(comfy.get("/history"))
+    jobs = itertools.islice(soak.switching(QUICK), 24)
+    seen = asyncio.run(soak.soak(comfy.url, comfy.pid, jobs, clients=2))
+    assert seen.outcomes == {"success": 24}, seen.failures
+    assert len(seen.pictures) == 9 and all(len(kinds) == 1 for kinds in seen.pictures.values())
+    resident = [m["rss"] for m in seen.memory]
+    assert max(resident[8:]) - max(resident[:8]) < GROWTH, resident
+    assert set(comfy.get("/history")) == before
+    queue = comfy.get("/queue")
+    assert not queue["queue_running"] and not queue["queue_pending"]
+
+
+def test_every_prompt_uses_another_model_and_the_growth_of_memory_is_told():
+    jobs = list(itertools.islice(soak.switching(), 60))
+    prompts = soak.workflows()
+    assert {job.workflow for job in jobs} == set(prompts)
+
+    def model(job: soak.Job) -> set:
+        return {node["inputs"].get("model_name") for node in job.prompt.values()} - {None}
+
+    assert all(model(one) != model(other) for one, other in zip(jobs, jobs[1:], strict=False))
+    numbers = soak.growth([0.0] * 20 + [100 + 2 * i for i in range(80)])
+    assert numbers["per_100_prompts"] == 200 and numbers["standard_error"] == 0 and numbers["last"] == 258
