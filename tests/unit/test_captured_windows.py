@@ -157,6 +157,43 @@ def test_a_late_host_launches_one_step_more_and_tells_what_it_knows():
     assert (found.trace.rounds["committed"].sum(1) > 0).all() and len(found.trace.rounds["committed"]) == passes
 
 
+class Fed(ToyModel):
+    """Writes down what it is fed."""
+
+    def step(self, state, tokens, *more, **named):
+        self.fed.append(tokens.tolist())
+        return super().step(state, tokens, *more, **named)
+
+
+@pytest.mark.parametrize("reuse", REUSE)
+def test_the_callback_is_shown_the_guesses_that_the_next_pass_feeds(reuse):
+    """Also where the host is told late: tokens, guesses and their start are those of the newest pass."""
+    layout = plain(2, 4)
+
+    def run():
+        model, seen = Fed(layout), []
+        model.fed = []
+        asked = request(model, layout, batch=2, callback=lambda p: seen.append(
+            (p.start.tolist(), p.draft.tolist(), p.tokens.tolist())))
+        SJD(4, reuse).sample(asked)
+        return model.fed, seen
+
+    fed, seen = run()
+    assert len(seen) == len(fed) + 1 > 3
+    for (start, draft, tokens), given in zip(seen, fed, strict=False):
+        roots = [row[n - 1] for row, n in zip(tokens, start, strict=True)]
+        assert given == [[root, *guesses] for root, guesses in zip(roots, draft, strict=True)]
+    with captured():
+        late = run()[1]
+    assert late[: len(seen)] == seen and len(late) == len(seen) + 1
+
+
+def test_a_method_without_guesses_shows_none():
+    layout, seen = plain(2, 3), []
+    NextToken().sample(request(ToyModel(layout), layout, callback=lambda p: seen.append((p.draft, int(p.start)))))
+    assert seen == [(None, n + 1) for n in range(6)]
+
+
 # A real (tiny) backbone
 
 
