@@ -41,6 +41,7 @@ SCHEMA = "specar.faults/1"
 ALLOWED = ("ValueError", "FileNotFoundError", "CheckpointError")  # what a node of ours may raise
 CHECKED_EVERY = 20  # prompts between two sound ones
 PATIENCE = 240.0  # seconds for a prompt
+ENOUGH = 8  # tokens after which a prompt may be interrupted, for its spoiled node was content
 LONG_RUN = 12  # a batch or a number of passes beyond which a prompt would only be slow
 
 JUNK: dict[str, list[Any]] = {
@@ -56,7 +57,8 @@ JUNK: dict[str, list[Any]] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """A prompt with one thing spoiled: in which workflow, node and input, of what kind, and how."""
+    """A prompt with one thing spoiled: in which workflow, node (its class, and its ``key``) and input, of what kind,
+    and how."""
 
     workflow: str
     node: str
@@ -64,6 +66,7 @@ class Fault:
     kind: str
     value: str
     prompt: dict
+    key: str = ""
 
 
 @dataclass
@@ -107,7 +110,7 @@ def spoiled(name: str, prompt: dict, dice: random.Random) -> Fault:
         if wanted == "batch_size":
             values = [value for value in values if not isinstance(value, int) or value <= LONG_RUN]
         value = node["inputs"][wanted] = dice.choice(values)
-    return Fault(name, str(prompt[key]["class_type"]), wanted, kind, repr(value)[:60], prompt)
+    return Fault(name, str(prompt[key]["class_type"]), wanted, kind, repr(value)[:60], prompt, key)
 
 
 def faults(prompts: dict[str, dict], seed: int) -> Iterator[Fault]:
@@ -132,8 +135,17 @@ def problem_of(fault: Fault, run: Run) -> str | None:
 async def queue(url: str, fault: Fault, seen: Seen) -> None:
     """Queue a spoiled prompt and note how it ended."""
     began, what = time.monotonic(), f"{fault.workflow}: {fault.node}.{fault.name} = {fault.value}"
+    begun = set()
+
+    async def follow(run: Run, event: str, data: dict) -> None:
+        """Most prompts whose spoiled node was content need not be drawn to the end."""
+        begun.update(data["nodes"] if event == "execution_cached" else [data.get("node")])
+        if event == "progress_state" and fault.key in begun and hash(run.prompt_id) % 4:
+            if any(ENOUGH <= state["value"] < state["max"] for state in data["nodes"].values()):
+                await interrupt(url, run.prompt_id)
+
     try:
-        run = await run_prompt(url, fault.prompt, timeout=PATIENCE)
+        run = await run_prompt(url, fault.prompt, follow=follow, timeout=PATIENCE)
     except TimeoutError:
         seen.outcomes[fault.kind]["no end"] += 1
         seen.defects.append(f"{what}: no end after {PATIENCE:.0f} s")
@@ -142,7 +154,7 @@ async def queue(url: str, fault: Fault, seen: Seen) -> None:
     except aiohttp.ContentTypeError as error:  # ComfyUI's own answer to what it cannot read at all
         seen.outcomes[fault.kind][f"HTTP {error.status}"] += 1
         return
-    outcome = "drawn in part" if run.outcome == "success" and run.node_errors else run.outcome
+    outcome = "some outputs only" if run.outcome == "success" and run.node_errors else run.outcome
     seen.outcomes[fault.kind][outcome] += 1
     seen.slowest = max(seen.slowest, time.monotonic() - began)
     if problem := problem_of(fault, run):

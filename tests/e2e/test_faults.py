@@ -1,0 +1,111 @@
+"""What a real server makes of spoiled prompts, of a disk that takes no files, and of being killed."""
+
+import asyncio
+import json
+import math
+import os
+import signal
+from pathlib import Path
+
+import aiohttp
+import pytest
+from comfyui_specar.benchmarks.faults import Fault, problem_of
+from comfyui_specar.model_loaders.trace_files import load_trace
+from PIL import Image
+
+from scripts.comfy_server import ComfyServer
+from tests.conftest import Comfy
+
+SPOILED = [  # node, input, value, and what the answer says
+    ("SpecARSJDSampler", "window", math.nan, "window"),
+    ("SpecARSJDSampler", "temperature", math.nan, "temperature"),
+    ("SpecARSJDSampler", "cfg", 1e308, "cfg"),
+    ("SpecARSJDSampler", "seed", 2**64, "seed"),
+    ("SpecARSJDSampler", "initialisation", {"__value__": [1]}, "initialisation"),
+    ("SpecARSJDSampler", "model", "1", "model is '1', but must be connected to Load AR Checkpoint"),
+    ("SpecARSJDSampler", "positive", None, "positive is of the type NoneType"),
+    ("SpecARSJDSampler", "latent_image", {"samples": 1}, "latent_image is of the type dict"),
+    ("SpecARSJDSampler", "latent_image", ["999", 0], "999"),
+    ("SpecARSJDSampler", "model", ["5", 0], "model"),  # its own output
+    ("SpecARSJDSampler", "rule", 7, "rule is 7, but must be connected to a rule node"),
+    ("SpecARAcceptanceMap", "trace", {}, "trace is of the type dict, but must be connected to"),
+    ("SpecARAcceptanceMap", "image", 0, "image is 0"),
+    ("SpecAREmptyLatent", "width", 10**9, "width"),
+    ("CLIPTextEncode", "text", "\0" * 9999, "knows none of the words"),
+    ("SpecARLoadCheckpoint", "model_name", "..", ".. is not in"),
+]
+
+
+@pytest.mark.parametrize(("node", "name", "value", "says"), SPOILED)
+def test_a_spoiled_input_is_named_and_no_traceback_is_needed(comfy, node, name, value, says):
+    prompt = comfy.workflow("sjd_acceptance_map", seed=600)
+    prompt[comfy.node_id(prompt, node)]["inputs"][name] = value
+    run = comfy.run(prompt)
+    assert run.outcome in ("rejected", "error") or run.node_errors
+    assert says in run.message()
+    assert problem_of(Fault("sjd_acceptance_map", node, name, "", repr(value), prompt), run) is None
+
+
+def test_the_server_draws_after_all_that(comfy):
+    assert comfy.run(comfy.workflow("sjd_acceptance_map", seed=601)).outcome == "success"
+
+
+def test_a_trace_that_cannot_be_written_does_not_cost_the_picture(comfy):
+    prompt = comfy.workflow("exact_on_the_face", seed=602)
+    saver = comfy.node_id(prompt, "SpecARSaveTrace")
+    (comfy.output / "in_the_way").write_text("")
+    prompt[saver]["inputs"]["filename_prefix"] = "in_the_way/trace"
+    run = comfy.run(prompt)
+    assert run.outcome == "success", run.message()
+    order = [data["node"] for event, data in run.events if event == "executed"]
+    assert order.index(saver) < order.index(comfy.node_id(prompt, "SaveImage")), "is this test still needed?"
+    [text] = run.outputs[saver]["text"]
+    assert text.startswith("NOT SAVED") and "in_the_way" in text
+    assert [file for file in run.collect("images") if file["type"] == "output"]
+
+
+def test_names_outside_the_output_folder_are_refused_before_anything_is_drawn(comfy):
+    prompt = comfy.workflow("exact_on_the_face", seed=603)
+    prompt[comfy.node_id(prompt, "SpecARSaveTrace")]["inputs"]["filename_prefix"] = "../../trace"
+    others = ("SaveImage", "SpecARAcceptanceMap", "MaskPreview")
+    run = comfy.run({key: node for key, node in prompt.items() if node["class_type"] not in others})
+    assert run.outcome == "rejected" and "filename_prefix is '../../trace'" in run.message()
+
+
+def test_a_server_that_is_killed_leaves_whole_files_and_starts_again(comfyui, tmp_path):
+    with ComfyServer(comfyui, tmp_path / "server.log") as server:
+        comfy = Comfy(server)
+        prompt = comfy.workflow("exact_on_the_face", seed=604)
+        sampler = comfy.node_id(prompt, "SpecARDraftTreeSampler")
+
+        async def kill(run, event, data):
+            state = data.get("nodes", {}).get(sampler) if event == "progress_state" else None
+            if state and 3 <= state["value"] < state["max"]:
+                os.killpg(server.process.pid, signal.SIGKILL)
+
+        assert comfy.run(prompt).outcome == "success"
+        for node in prompt.values():
+            node["inputs"].update({"seed": 605} if "seed" in node["inputs"] else {})
+        with pytest.raises((aiohttp.ClientError, asyncio.TimeoutError)):
+            comfy.run(prompt, kill)
+        server.process.wait(10)
+        whole = files_are_whole(comfy.output)
+        server.start()
+        comfy = Comfy(server)
+        options = comfy.get("/object_info/SpecARLoadTrace")["SpecARLoadTrace"]["input"]["required"]["trace_name"]
+        assert whole["traces"] == 1 and "face_trace_00001_" in str(options)
+        run = comfy.run(prompt)
+        assert run.outcome == "success", run.message()
+        assert files_are_whole(comfy.output) == {"traces": 2, "pictures": whole["pictures"] + 1}
+
+
+def files_are_whole(output: Path) -> dict[str, int]:
+    """How many traces and pictures there are; each can be read, and there is nothing else."""
+    files = [path for path in output.rglob("*") if path.is_file()]
+    traces, pictures = ([path for path in files if path.suffix == ending] for ending in (".safetensors", ".png"))
+    for path in traces:
+        assert load_trace(path).report() == json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    for path in pictures:
+        Image.open(path).load()
+    assert len(files) == 2 * len(traces) + len(pictures)
+    return {"traces": len(traces), "pictures": len(pictures)}
