@@ -131,7 +131,8 @@ SCENES = {
     "SpecARTimeline": Scene(
         "decoding_timeline", {"SpecARTimeline": (0, 0, 330, 480), PREVIEW: (COLUMN, 0, 420, 480)}, added={PREVIEW: {}},
         values={"SpecARTimeline": {"frames": 12, "hold": 0}}, wires=(("SpecARTimeline", "frames", PREVIEW, "images"),)),
-    "SpecARFindFastest": Scene("find_fastest", {"SpecARFindFastest": (0, 0, 480, 900)}),
+    "SpecARFindFastest": Scene(
+        "find_fastest", {"SpecARFindFastest": (0, 0, 480, 900)}, values={"SpecARFindFastest": {"seconds": 180}}),
     "SpecARCompareTraces": Scene("all_methods_side_by_side", {"SpecARCompareTraces": (0, 0, 760, 700)}),
     "SpecARSaveTrace": Scene("sjd_acceptance_map", {SJD: (0, 0, 0), "SpecARSaveTrace": (300, 0, 340, 240)}),
     "SpecARLoadTrace": Scene("sjd_acceptance_map", {"SpecARLoadTrace": (0, 0, 340), MAP: (400, 0, 340, 620)},
