@@ -107,17 +107,21 @@ def work(seed: int, numbers: range, only: str) -> None:
         lines.flush()
 
 
+def command(options: argparse.Namespace, first: int) -> list[str]:
+    """What runs the cases from ``first`` on."""
+    return [sys.executable, "-m", "benchmarks.fuzz", "--work", str(first), "--seed", str(options.seed),
+            "--only", options.only]
+
+
 class Worker:
     """A process that runs the cases from ``first`` on."""
 
     def __init__(self, options: argparse.Namespace, first: int, folder: str):
-        command = [sys.executable, "-m", "benchmarks.fuzz", "--work", str(first), "--seed", str(options.seed),
-                   "--only", options.only]
         environment = os.environ | {"FUZZ_FOLDER": folder, "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1",
                                     "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         self.errors = tempfile.TemporaryFile(mode="w+")
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment,
-                                        cwd=Path(__file__).resolve().parent.parent)
+        self.process = subprocess.Popen(command(options, first), stdout=subprocess.PIPE, stderr=self.errors,
+                                        env=environment, cwd=Path(__file__).resolve().parent.parent)
         self.buffer = b""
 
     def line(self, patience: float) -> dict[str, Any] | None:

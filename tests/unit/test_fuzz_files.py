@@ -4,6 +4,7 @@ What ran for long is in benchmarks/results/fuzz.json (python -m benchmarks fuzz)
 and each that once was a defect.
 """
 
+import argparse
 import json
 import os
 import random
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_specar import api
+from comfyui_specar.benchmarks import fuzz as long_run
 from comfyui_specar.model_loaders.checkpoint import CheckpointError
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,7 +45,7 @@ def sound(tmp_path_factory):
     return copy
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.sampled_from(LIGHT), st.integers(0, 10**6))
 def test_whatever_happens_to_a_file(sound, name, number):
     folder = sound(name)
@@ -241,11 +243,27 @@ def test_messages_have_an_end():
 # The long run
 
 
-def test_the_long_run_reports_and_counts_processes_that_die(tmp_path):
-    """Two kinds of files that need little to be imported."""
+def test_the_long_run_reports_what_came_of_every_case(tmp_path):
+    """Of files that need little to be imported."""
     out = tmp_path / "fuzz.json"
-    command = [sys.executable, "-m", "benchmarks", "fuzz", "--cases", "12", "--only", "e", "--out", str(out)]
+    command = [sys.executable, "-m", "benchmarks", "fuzz", "--cases", "12", "--only", "trace", "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     report = json.loads(out.read_text())
     assert done.returncode == 0, done.stdout + done.stderr
     assert report["cases"] == 12 == sum(report["outcomes"].values()) and not report["problems"]
+    assert report["families"] == {"trace": report["outcomes"]} and report["deaths"] == report["executed"] == 0
+
+
+@pytest.mark.parametrize(("ends", "told"), [("os.abort()", "killed the process (exit code -6)"),
+                                            ("time.sleep(100)", "never ended")])
+def test_the_long_run_counts_processes_that_die(tmp_path, monkeypatch, ends, told):
+    def command(options, first):
+        case = json.dumps({"number": first, "seed": "VQ", "mutation": "truncate: vq.pt"})
+        return [sys.executable, "-c", f"import os, time; print({case!r}, flush=True); {ends}"]
+
+    monkeypatch.setattr(long_run, "command", command)
+    monkeypatch.setattr(long_run, "PATIENCE", 2)
+    options = argparse.Namespace(case=None, cases=2, minutes=0, seed=0, only="")
+    report = long_run.run(options, str(tmp_path)).report()
+    assert report["cases"] == report["deaths"] == 2 and report["outcomes"] == {"problem": 2}
+    assert [case["number"] for case in report["problems"]] == [0, 1] and told in report["problems"][1]["problem"]
