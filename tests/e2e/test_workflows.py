@@ -79,6 +79,24 @@ def films_of_the_run_are_saved(comfy, run):
     assert drawn.mean() > 0.2, "what was decided long ago has no tint"
 
 
+def what_is_found_is_drawn_with(comfy, run):
+    """Another picture with another prompt is drawn without another search."""
+    prompt = comfy.workflow("find_fastest")
+    node, sampler = (comfy.node_id(prompt, kind) for kind in ("SpecARFindFastest", "SpecARMethodSampler"))
+    [found] = run.outputs[node]["specar"]
+    [drawn] = [report for report in run.collect("specar") if report["schema"] == "specar.trace/1"]
+    chosen = found["trials"][found["chosen"]]
+    assert drawn["settings"].get("lossless", True) and not chosen["tv_leak"]
+    assert (chosen["method"] == "next token") == (drawn["settings"]["method"] == "next_token")
+    if "window" in chosen["method"]:
+        assert chosen["method"].endswith(f"window {drawn['settings']['window']}")
+    prompt[sampler]["inputs"]["seed"] += 1
+    prompt[next(k for k, n in prompt.items() if n["_meta"]["title"] == "Prompt")]["inputs"]["text"] = "cat, 3d"
+    again = comfy.run(prompt)
+    [cached] = [data["nodes"] for event, data in again.events if event == "execution_cached"]
+    assert again.outcome == "success" and node in cached and sampler not in cached
+
+
 MORE = {  # what else is to be seen of a workflow's run
     "same_seed_two_samplers": statistics_are_in_the_history, "continuous_inpaint": only_what_is_masked_is_drawn,
     "exact_on_the_face": the_face_is_exact, "decoding_timeline": films_of_the_run_are_saved,
