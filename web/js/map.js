@@ -3,6 +3,7 @@ import { describeToken } from "./tokens.js";
 
 const HINT = "Point at a token to read its numbers.";
 const GONE = "The server no longer has this map (it was restarted, or cannot be reached). Run again.";
+const UNWRITTEN = "The map could not be written; ComfyUI's log says why.";
 const STEPS = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -51,12 +52,12 @@ export class MapView {
     this.text = made("div", "specar-text", this.element, { "aria-live": "polite" });
   }
 
-  /** pictures, numbers: files of ComfyUI's temp folder, one of each per picture; report: text. */
+  /** pictures, numbers: files of ComfyUI's temp folder, one of each per picture (none, if they could not be written). */
   show({ pictures, numbers, report }) {
     this.shown = { pictures, numbers };
     this.report = report;
     this.pages.hidden = pictures.length < 2;
-    this.open(Math.min(this.page, pictures.length - 1));
+    this.open(Math.min(this.page, Math.max(pictures.length - 1, 0)));
   }
 
   turn(step) {
@@ -67,6 +68,10 @@ export class MapView {
   open(page) {
     this.page = page;
     this.data = null;
+    if (!this.shown.pictures.length) {
+      this.image.removeAttribute("src");
+      return this.close(UNWRITTEN);
+    }
     this.pageText.textContent = `picture ${page + 1} of ${this.shown.pictures.length}`;
     this.select(null);
     this.image.src = this.addressOf(this.shown.pictures[page]);
@@ -76,8 +81,8 @@ export class MapView {
   async read(file) {
     let data = null;
     try {
-      const response = await this.fetchFile(file);
-      if (response.ok) data = await response.json();
+      const response = file && (await this.fetchFile(file));
+      if (response?.ok) data = await response.json();
     } catch {
       // No server: told below, like a file that is not there.
     }
@@ -87,9 +92,9 @@ export class MapView {
     else this.close();
   }
 
-  close() {
+  close(reason = GONE) {
     this.data = null;
-    this.select(null, GONE);
+    this.select(null, reason);
   }
 
   loaded() {
@@ -108,7 +113,8 @@ export class MapView {
     const row = Math.floor((y / height) * this.data.rows);
     const column = Math.floor((x / width) * this.data.cols);
     const inside = row >= 0 && row < this.data.rows && column >= 0 && column < this.data.cols;
-    this.select(inside ? row * this.data.cols + column : null);
+    const token = inside ? row * this.data.cols + column : null;
+    if (token !== this.token) this.select(token);
   }
 
   walk(event) {

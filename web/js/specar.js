@@ -55,12 +55,14 @@ function leaveToCanvas(element) {
 }
 
 function show(node, output) {
-  if (node.type === MAP_NODE && output?.specar_tokens && output.images) {
+  if (!output?.text) return;
+  const report = output.text.join("\n");
+  if (node.type === MAP_NODE) {
     const { map } = widgetOf(node, MAP, mapWidget);
-    map.show({ pictures: output.images, numbers: output.specar_tokens, report: output.text.join("\n") });
+    map.show({ pictures: output.images ?? [], numbers: output.specar_tokens ?? [], report });
     Object.assign(node, { images: output.images, imgs: [map.image], imageIndex: null, overIndex: 0 }); // for its menu
-  } else if (output?.text) {
-    widgetOf(node, FIELD, reportField).value = output.text.join("\n");
+  } else {
+    widgetOf(node, FIELD, reportField).value = report;
   }
   node.setDirtyCanvas?.(true, true);
 }

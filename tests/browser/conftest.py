@@ -1,0 +1,48 @@
+"""One Chromium and one page of ComfyUI for all browser tests."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from .pages import Problems, open_page, setting
+
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=os.environ["SPECAR_CHROMIUM"], args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def opened(comfy, browser) -> tuple[Page, Problems]:
+    # Other tests may have left values in the history that no browser can read (NaN).
+    browser.new_context().request.post(f"{comfy.url}/history", data={"clear": True})
+    return open_page(browser, comfy.url)
+
+
+@pytest.fixture
+def page(opened) -> Iterator[Page]:
+    """The open page; the test fails if anything is reported meanwhile, to the console or to the user."""
+    page, problems = opened
+    assert not problems, "errors while the page opened"
+    yield page
+    for message in page.locator(".p-toast-message").all_inner_texts():
+        problems.add(message)
+    page.evaluate("() => app.extensionManager.toast.removeAll()")
+    found = list(problems)
+    problems.clear()
+    assert not found
+
+
+@pytest.fixture
+def renderer(page, request) -> Iterator[str]:
+    """Which of ComfyUI's renderers draws the nodes: "canvas" or "vue" (as parametrized)."""
+    setting(page, "Comfy.VueNodes.Enabled", request.param == "vue")
+    yield request.param
+    setting(page, "Comfy.VueNodes.Enabled", False)

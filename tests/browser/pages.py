@@ -1,0 +1,81 @@
+"""ComfyUI's page as the tests use it: errors it reports, loading and running workflows, screenshots."""
+
+import json
+from pathlib import Path
+
+from playwright.sync_api import Browser, ConsoleMessage, Page
+
+ROOT = Path(__file__).resolve().parents[2]
+SCREENSHOTS = ROOT / "output/browser"
+RENDERERS = ("canvas", "vue")
+
+# What frontend 1.32.9 reports by itself on a fresh ComfyUI: files of a user and a templates package that are not there,
+# its one error at start, look-ups of packs and of the sizes of missing models, which the server's content security
+# policy blocks, and a question when the renderer is changed.
+KNOWN_ERRORS = ("favicon.ico", "user.css", "comfy.templates.json", "/templates/index", "core workflow templates",
+                "/api/userdata?dir=", "reading 'id'", "api.comfy.org", "huggingface.co", "Error fetching file size",
+                "Prefer the legacy design?")
+
+READY = """() => window.app && window.app.graph && window.LiteGraph
+    && 'SpecARSJDSampler' in window.LiteGraph.registered_node_types"""
+LISTEN = """() => {
+    window.seen = [];
+    for (const name of ['execution_success', 'execution_error', 'execution_interrupted', 'b_preview_with_metadata'])
+        app.api.addEventListener(name, event =>
+            window.seen.push({name, detail: name.startsWith('b_') ? null : event.detail}));
+}"""
+FINISHED = "() => window.seen.some(event => event.name.startsWith('execution_'))"
+
+
+class Problems(list):
+    """Errors of the page that are not among the known ones."""
+
+    def console(self, message: ConsoleMessage) -> None:
+        if message.type == "error":
+            self.add(f"{message.text} ({message.location.get('url', '')})")
+
+    def add(self, text: object) -> None:
+        if not any(known in str(text) for known in KNOWN_ERRORS):
+            self.append(str(text))
+
+
+def open_page(browser: Browser, url: str, without: str | None = None) -> tuple[Page, Problems]:
+    """ComfyUI's page, ready; ``without``: addresses (a pattern) that are not served to it."""
+    problems = Problems()
+    page = browser.new_page(viewport={"width": 1600, "height": 900})
+    if without:
+        page.route(without, lambda route: route.abort())
+    page.on("console", problems.console)
+    page.on("pageerror", problems.add)
+    page.goto(url, wait_until="domcontentloaded")
+    page.wait_for_function(READY, timeout=90_000)
+    page.evaluate(LISTEN)
+    page.wait_for_timeout(1000)
+    return page, problems
+
+
+def setting(page: Page, name: str, value: object) -> None:
+    page.evaluate("([name, value]) => app.extensionManager.setting.set(name, value)", [name, value])
+
+
+def load(page: Page, template: Path, missing_models: bool = False, name: str = "test") -> None:
+    """Opens a template; missing_models: with the dialog that names those, which covers the page."""
+    page.evaluate("([graph, name, showMissingModelsDialog]) => app.loadGraphData(graph, true, true, name, "
+                  "{showMissingModelsDialog})", [json.loads(template.read_text("utf-8")), name, missing_models])
+    page.wait_for_timeout(500)
+
+
+def run(page: Page) -> list[str]:
+    """Queues the open workflow; the events that were seen until it had succeeded."""
+    page.evaluate("() => { window.seen.length = 0; app.queuePrompt(0, 1); }")
+    page.wait_for_function(FINISHED, timeout=180_000)
+    seen = page.evaluate("() => window.seen")
+    assert [event["name"] for event in seen if event["name"].startswith("execution_")] == ["execution_success"], seen
+    return [event["name"] for event in seen]
+
+
+def screenshot(page: Page, name: str) -> None:
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page.evaluate("() => app.extensionManager.command.execute('Comfy.Canvas.FitView')")
+    page.wait_for_timeout(1000)
+    page.screenshot(path=SCREENSHOTS / f"{name}.png")

@@ -1,0 +1,174 @@
+"""Acceptance Map on its node: the picture, the numbers of the token pointed at, and the report, with both renderers."""
+
+from pathlib import Path
+
+import pytest
+from comfyui_specar.model_loaders.trace_files import load_trace
+from comfyui_specar.samplers.trace import Source, Trace
+from playwright.sync_api import Page
+
+from .pages import RENDERERS, ROOT, SCREENSHOTS, load, run, screenshot
+
+pytestmark = pytest.mark.browser
+
+MAP, SJD, CONTINUOUS = "SpecARAcceptanceMap", "sjd_acceptance_map", "continuous_speculative"
+NAMES = {  # record of the trace -> what the map calls it
+    "finalised_at": "fixed in pass", "depth": "place in the draft", "p": "p of the token", "q": "q of the guess",
+    "ratio": "p/q of the guess", "refinements": "passes as a guess", "entropy": "entropy, nats",
+    "top1": "top-1 probability", "order": "place in the order", "block": "guessed in round", "distance": "distance",
+    "log_ratio": "log ratio",
+}
+OF_GUESSES = ("depth", "q", "ratio", "block", "distance", "log_ratio")  # told where a guess was judged
+PARTS = "[...document.querySelectorAll('.specar-map')].filter(map => map.checkVisibility())"
+IS_SHOWN = f"() => {PARTS}.length && {PARTS}.every(map => map.querySelector('img').naturalWidth && " \
+           "map.querySelector('.specar-hint')?.textContent === 'Point at a token to read its numbers.')"
+
+
+def open_and_run(page: Page, name: str, batch: int = 1) -> None:
+    load(page, ROOT / "workflows" / f"{name}.json", name=name)
+    page.evaluate("""batch => {
+        app.graph._nodes.find(node => node.type === 'SpecAREmptyLatent').widgets.at(-1).value = batch;
+    }""", batch)
+    run(page)
+    page.wait_for_function(IS_SHOWN, timeout=15_000)
+    come_near(page)
+
+
+def come_near(page: Page) -> None:
+    """The first map in the middle of the window, at its own size."""
+    page.evaluate("""type => {
+        const node = app.graph._nodes.find(node => node.type === type);
+        app.canvas.ds.scale = 0.9;
+        app.canvas.ds.offset = [620 - node.pos[0], 110 - node.pos[1]];
+        app.canvas.setDirty(true, true);
+    }""", MAP)
+    page.wait_for_timeout(500)
+
+
+def newest_trace(output: Path) -> Trace:
+    return load_trace(max((output / "specar").glob("*trace_*.safetensors"), key=lambda path: path.stat().st_mtime))
+
+
+def point_at(page: Page, trace: Trace, row: int, column: int) -> None:
+    """Moves the mouse over a token of the first map."""
+    x, y = page.evaluate("""([row, column, rows, cols]) => {
+        const image = document.querySelector('.specar-picture img'), box = image.getBoundingClientRect();
+        const scale = Math.min(box.width / image.naturalWidth, box.height / image.naturalHeight);
+        const side = image.naturalWidth;  // the map is square, above its legend
+        return [box.x + box.width / 2 + ((column + 0.5) / cols - 0.5) * side * scale,
+                box.y + box.height / 2 + ((row + 0.5) / rows * side - image.naturalHeight / 2) * scale];
+    }""", [row, column, trace.rows, trace.cols])
+    page.mouse.move(x, y)
+
+
+def text(page: Page) -> str:
+    return page.locator(".specar-text").first.inner_text()
+
+
+def told(page: Page) -> tuple[str, dict[str, str]]:
+    """Title and numbers of the first map."""
+    pairs = page.locator(".specar-text").first.locator(".specar-pair")
+    return (page.locator(".specar-title").first.inner_text(),
+            dict(zip(pairs.locator("dt").all_inner_texts(), pairs.locator("dd").all_inner_texts(), strict=True)))
+
+
+def assert_tells(page: Page, trace: Trace, image: int, row: int, column: int) -> None:
+    title, pairs = told(page)
+    assert title.startswith(f"row {row + 1}, column {column + 1}: ")
+    values = {name: trace.grid(name)[image, row, column].item() for name in trace.positions}
+    assert title.endswith("redrawn after rejection") == (values["source"] == Source.RESIDUAL)
+    expected = {NAMES[name]: value for name, value in values.items()
+                if name in NAMES and (values["depth"] or name not in OF_GUESSES)}
+    assert set(expected) <= set(pairs) <= set(expected) | {"tries to redraw", "TV leak"}
+    assert {name: float(pairs[name]) for name in expected} == pytest.approx(expected, rel=6e-4)
+
+
+@pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
+@pytest.mark.parametrize("name", [SJD, CONTINUOUS])
+def test_pointing_at_a_token_tells_its_numbers(page, comfy, renderer, name):
+    open_and_run(page, name, batch=2)
+    trace = newest_trace(comfy.output)
+    report = text(page)
+    assert f"seed {trace.totals['seed']}" in report and "passes for" in report
+    last = trace.rows - 1, trace.cols - 1
+    for row, column in ((0, 0), (trace.rows // 2, 1), last):
+        point_at(page, trace, row, column)
+        assert_tells(page, trace, 0, row, column)
+    page.screenshot(path=SCREENSHOTS / f"map_{name}-{renderer}.png")
+
+    page.locator(".specar-turn").nth(1).click()  # to the second picture
+    page.wait_for_function(IS_SHOWN, timeout=15_000)
+    assert page.locator(".specar-page").first.inner_text() == "picture 2 of 2"
+    assert text(page) == report
+    point_at(page, trace, *last)
+    assert_tells(page, trace, 1, *last)
+
+
+@pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
+def test_the_map_is_shown_once_and_kept_nowhere(page, renderer):
+    open_and_run(page, SJD)
+    shown = page.evaluate("""type => {
+        const node = app.graph._nodes.find(node => node.type === type);
+        const elsewhere = document.querySelectorAll(`[data-node-id="${node.id}"] img`);
+        return {
+            widgets: node.widgets.map(widget => widget.name),
+            pictures: [...elsewhere].filter(image => image.checkVisibility()).length,
+            saved: node.serialize().widgets_values,
+        };
+    }""", MAP)
+    assert shown == {"widgets": ["metric", "opacity", "specar_map"], "pictures": int(renderer == "vue"),
+                     "saved": ["source", 0.5]}
+    prompt = page.evaluate("async () => (await app.graphToPrompt()).output")
+    [inputs] = [set(node["inputs"]) for node in prompt.values() if node["class_type"] == MAP]
+    assert inputs == {"metric", "opacity", "trace", "image"}
+
+
+@pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
+def test_arrow_keys_walk_over_the_tokens_and_leave_the_node_where_it_is(page, comfy, renderer):
+    open_and_run(page, SJD)
+    trace = newest_trace(comfy.output)
+    place = "type => [...app.graph._nodes.find(node => node.type === type).pos]"
+    before = page.evaluate(place, MAP)
+    page.evaluate("type => app.canvas.selectNode(app.graph._nodes.find(node => node.type === type))", MAP)
+    point_at(page, trace, 1, trace.cols - 2)
+    page.mouse.down()
+    page.mouse.up()
+    for key in ("ArrowRight", "ArrowDown"):
+        page.keyboard.press(key)
+    assert_tells(page, trace, 0, 2, trace.cols - 1)
+    page.keyboard.press("ArrowRight")  # over the edge
+    assert_tells(page, trace, 0, 2, 0)
+    assert page.evaluate(place, MAP) == before
+
+
+def test_the_map_comes_back_with_its_workflow_unless_the_server_has_lost_it(page, opened, comfy):
+    open_and_run(page, SJD)
+    report = text(page)
+
+    def leave_and_return() -> None:
+        for command in ("NextOpenedWorkflow", "PreviousOpenedWorkflow"):
+            page.evaluate("command => app.extensionManager.command.execute(command)", f"Workspace.{command}")
+            page.wait_for_timeout(700)
+
+    leave_and_return()
+    page.wait_for_function(IS_SHOWN, timeout=15_000)
+    assert text(page) == report
+    for file in (comfy.base / "temp").iterdir():
+        file.unlink()
+    leave_and_return()
+    page.get_by_text("The server no longer has this map").wait_for(timeout=15_000)
+    assert report.splitlines()[-1] in text(page)
+    _, problems = opened
+    missing = [text for text in problems if "404" in text and "/view?" in text]
+    assert 1 <= len(missing) == len(problems) <= 2, problems  # the picture and its numbers, at most once each
+    problems.clear()
+
+
+def test_a_collapsed_or_removed_node_takes_its_map_along(page):
+    open_and_run(page, CONTINUOUS)
+    assert page.evaluate(f"() => {PARTS}.length") == 2
+    page.evaluate("type => app.graph._nodes.find(node => node.type === type).collapse()", MAP)
+    page.wait_for_function(f"() => {PARTS}.length === 1", timeout=5000)
+    page.evaluate("type => app.graph.remove(app.graph._nodes.findLast(node => node.type === type))", MAP)
+    page.wait_for_function(f"() => {PARTS}.length === 0", timeout=5000)
+    screenshot(page, "map_collapsed_and_removed")
