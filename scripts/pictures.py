@@ -80,8 +80,8 @@ def read_saved_trace(page: Frontend) -> None:
     page.add("SpecARLoadTrace")
     page.page.evaluate("() => app.refreshComboInNodes()")
     page.page.wait_for_timeout(1000)
-    [name, *_] = page.page.evaluate("() => find('SpecARLoadTrace').widgets[0].options.values")
-    page.set("SpecARLoadTrace", trace_name=name)
+    names = page.page.evaluate("() => find('SpecARLoadTrace').widgets[0].options.values")
+    page.set("SpecARLoadTrace", trace_name=next(name for name in names if name.startswith("specar/trace")))
     page.connect("SpecARLoadTrace", "AR_TRACE", MAP, "trace")
 
 

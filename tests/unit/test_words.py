@@ -1,0 +1,103 @@
+"""Help pages and translations: complete, of the same shape in every language, and with a picture."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[2]
+LANGUAGES = ("en", "zh")
+NODES = json.loads((ROOT / "locales/en/nodeDefs.json").read_text("utf-8"))
+REFERENCE = {"en": r"other inputs are those of (.+?)\.", "zh": r"其他输入与“(.+?)”相同"}  # to another node's page
+CHINESE = re.compile(r"[\u4e00-\u9fff]")
+MOST_BYTES = 40 * 1024
+
+
+def page(node: str, language: str) -> str:
+    return (ROOT / f"web/docs/{node}/{language}.md").read_text("utf-8")
+
+
+def locale(language: str, file: str) -> dict:
+    return json.loads((ROOT / f"locales/{language}/{file}.json").read_text("utf-8"))
+
+
+def code(text: str) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+def named_inputs(node: str, language: str) -> set[str]:
+    """Inputs that the page names, itself or through the page that it refers to (`a_1` ... `a_8` names eight)."""
+    text = page(node, language)
+    named = set(code(text))
+    for stem, first, last in re.findall(r"`(\w+_)(\d)` \.\.\. `\1(\d)`", text):
+        named |= {f"{stem}{i}" for i in range(int(first), int(last) + 1)}
+    for title in re.findall(REFERENCE[language], text):
+        [other] = [key for key, words in locale(language, "nodeDefs").items() if words["display_name"] == title]
+        named |= named_inputs(other, language)
+    return named
+
+
+def leaves(words: dict, path: str = ""):
+    for key, value in words.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{path}.{key}")
+        else:
+            yield f"{path}.{key}", value
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("node", NODES)
+def test_help_page_names_every_widget_and_shows_the_picture(node, language):
+    text = page(node, language)
+    assert text.startswith(f"# {locale(language, 'nodeDefs')[node]['display_name']}\n")
+    sockets = {"model", "positive", "negative", "latent_image"}  # of every sampler, told on one page
+    missing = NODES[node]["inputs"].keys() - named_inputs(node, language) - sockets
+    assert not missing
+    # The frontend resolves paths from web/docs.
+    assert re.search(rf"!\[[^\]]+\]\({node}/picture\.webp\)", text), "no picture"
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_picture_is_small_and_readable(node):
+    file = ROOT / f"web/docs/{node}/picture.webp"
+    assert file.stat().st_size <= MOST_BYTES
+    width, height = Image.open(file).size
+    assert width > 500 and height > 200
+
+
+def test_no_picture_or_page_is_left_of_nodes_that_are_gone():
+    assert {path.name for path in (ROOT / "web/docs").iterdir()} == set(NODES)
+
+
+@pytest.mark.parametrize("file", ["nodeDefs", "main"])
+def test_translation_has_the_same_keys(file):
+    english, chinese = dict(leaves(locale("en", file))), dict(leaves(locale("zh", file)))
+    assert list(chinese) == list(english)
+    assert all(text.strip() for text in chinese.values())
+    untranslated = [key for key, text in chinese.items() if not key.endswith(".name") and not CHINESE.search(text)]
+    assert not untranslated
+
+
+def test_categories_are_translated():
+    """Those that ComfyUI does not know itself (it looks up every part of a path by itself)."""
+    used = set(re.findall(r'category="SpecAR/(\w+)"', "".join(p.read_text() for p in (ROOT / "nodes").glob("*.py"))))
+    assert used - {"loaders", "latent", "sampling"} == set(locale("zh", "main")["nodeCategories"])
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_translated_page_has_the_same_tables_and_code(node):
+    english, chinese = page(node, "en"), page(node, "zh")
+    for what in (r"^\|.*\|$", r"^#+ ", r"^\* "):
+        assert len(re.findall(what, chinese, re.M)) == len(re.findall(what, english, re.M)), what
+    assert set(code(chinese)) == set(code(english))
+    assert CHINESE.search(chinese)
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_chinese_punctuation_is_wide_and_code_is_not(node):
+    words = [text for _, text in leaves(locale("zh", "nodeDefs")[node])]
+    for text in [page(node, "zh"), *words]:
+        assert not any(re.search(r"[\u3000-\u303f\uff00-\uffef\u4e00-\u9fff]", span) for span in code(text))
+        assert not re.findall(r"[\u4e00-\u9fff][,;:?!.](?=\s|$|[\u4e00-\u9fff])", text)
