@@ -114,9 +114,11 @@ class Search:
         affordable = int((self.until - clock()) / (methods * PER_METHOD * per_token))
         self.layout = self.request.layout.beginning(min(tokens, max(FEWEST, affordable)))
         self.trials.append(Trial(method))
+        kept = method.model.model.kept
+        kept.clear()  # what the estimate has left is of another length
         if self.captured:
             self.warm_up(method)
-        self.warm = dict(method.model.model.kept)
+        self.warm = dict(kept)
         self.measure(self.trials[0])
 
     def once(self, methods: Iterable[ChosenMethod]) -> None:
@@ -127,6 +129,9 @@ class Search:
             self.begin(2 + self.captured)
             trial = Trial(method)
             self.trials.append(trial)
+            if method.drafter is None and 2 * method.width > self.layout.length:
+                trial.note = f"not tried, as trials of {self.layout.drawn} tokens are too short for it"
+                continue
             if clock() >= enough:
                 trial.note = TIME_UP
                 continue
@@ -189,8 +194,8 @@ def search(
 
     Nothing is left with the model: no other run has this length.
     """
-    until, total = clock() + seconds, request.layout.drawn
-    plain, exact = candidates.next_token(model), candidates.exact_methods(model, drafter, min(tokens, total))
+    until, plain = clock() + seconds, candidates.next_token(model)
+    exact = candidates.exact_methods(model, drafter, request.layout.drawn)
     rules = len(candidates.relaxed_methods(exact[:1], budget, model.model.vocab)) if budget else 0
     planned = 1 + len(exact) + rules * (1 if drafter is None else 2)
     captured = model.patcher.load_device.type != "cpu"
@@ -198,7 +203,7 @@ def search(
     model.patcher.release()
     try:
         tried.baseline(plain, tokens, planned)
-        tried.once(m for m in exact if m.width * 2 <= tried.layout.length or m.drafter)
+        tried.once(exact)
         if budget:
             tried.once(candidates.relaxed_methods(tried.bases(), budget, model.model.vocab))
         tried.repeat()

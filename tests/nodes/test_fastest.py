@@ -181,7 +181,10 @@ def test_runs_on_a_gpu_are_warm_when_they_count(find, monkeypatch, tiny):
     monkeypatch.setattr(search, "measure", measured)
     for limit in ("HOPELESS", "WORTH"):
         monkeypatch.setattr(fastest, limit, 1e9)
+    runs, run = [], search.run
+    monkeypatch.setattr(search, "run", lambda *args: (runs.append(1), run(*args))[1])
     find(drafter=None)
+    assert len(runs) == 3 + 2 * (2 + 1) + 2 + 4, "estimate; each once; the window again, its baseline being still warm"
     assert captures and len(counted) == 2 * 3 and not any(number for _, number in counted), counted
     assert not tiny[0].model.kept
 
@@ -243,6 +246,16 @@ def test_what_cannot_be_tried_is_refused(find, run, nodes, continuous, models, p
         find(latent_image=picture)
     with pytest.raises(ValueError, match="cfg is 0.5"):
         find(cfg=0.5)
+
+
+def test_methods_for_which_trials_are_too_short_are_named(find, monkeypatch):
+    monkeypatch.setattr(candidates, "WINDOWS", (4, 8))
+    monkeypatch.setattr(fastest, "PER_METHOD", 1e9)  # no time for more than the fewest tokens
+    monkeypatch.setattr(fastest, "FEWEST", 10)
+    out = find(drafter=None)
+    assert told(out)[0]["tokens"] % 10 == 0
+    assert [t["note"] for t in told(out)][2] == "not tried, as trials of 10 tokens are too short for it"
+    assert "Trials drew the first 10 of 16 tokens of a picture" in out.result[2]
 
 
 def test_windows_and_tables_are_those_that_fit(tiny, drafter):
