@@ -22,8 +22,8 @@ def test_translations_are_offered(comfy, language):
     offered = comfy.get("/i18n")[language]
     for file in ("nodeDefs", "main"):
         own = json.loads((PACK / f"locales/{language}/{file}.json").read_text("utf-8"))
-        assert own == ({key: offered["nodeDefs"][key] for key in NODES} if file == "nodeDefs" else
-                       {key: offered[key] for key in own})
+        given = offered["nodeDefs"] if file == "nodeDefs" else offered
+        assert own == {key: given[key] for key in own}
 
 
 @pytest.mark.parametrize("node", NODES)

@@ -80,10 +80,13 @@ def test_translation_has_the_same_keys(file):
     assert not untranslated
 
 
-def test_categories_are_translated():
-    """Those that ComfyUI does not know itself (it looks up every part of a path by itself)."""
-    used = set(re.findall(r'category="SpecAR/(\w+)"', "".join(p.read_text() for p in (ROOT / "nodes").glob("*.py"))))
-    assert used - {"loaders", "latent", "sampling"} == set(locale("zh", "main")["nodeCategories"])
+def test_categories_and_types_are_translated():
+    """Those that ComfyUI does not know: parts of categories, and types, from which outputs of that name are called."""
+    source = "".join(path.read_text() for path in (ROOT / "nodes").glob("*.py"))
+    main = locale("zh", "main")
+    used = set(re.findall(r'category="SpecAR/(\w+)"', source)) - {"loaders", "latent", "sampling"}
+    assert set(main["nodeCategories"]) == used
+    assert set(main["dataTypes"]) == set(re.findall(r'"(AR_[A-Z]+)"', (ROOT / "nodes/sockets.py").read_text()))
 
 
 @pytest.mark.parametrize("node", NODES)
