@@ -8,6 +8,7 @@ import av
 import numpy as np
 import pytest
 import torch
+from comfyui_specar.samplers.trace import Source
 from PIL import Image, ImageSequence
 from safetensors.torch import load_file
 
@@ -54,10 +55,30 @@ def only_what_is_masked_is_drawn(comfy, run):
     assert report["settings"]["tolerance"] == 1 and not report["settings"]["lossless"]
 
 
-def the_face_is_exact(comfy, run):
+def saved_positions(comfy, run):
     [file] = [f for f in run.collect("files") if f["filename"].endswith(".safetensors")]
-    record = load_file(comfy.output / file["subfolder"] / file["filename"])
-    leak = record["positions.tv_leak"].reshape(16, 16)
+    return load_file(comfy.output / file["subfolder"] / file["filename"])
+
+
+def the_face_is_judged(comfy, run):
+    skipped = saved_positions(comfy, run)["positions.source"].reshape(16, 16) == Source.SKIPPED
+    assert skipped.any() and not skipped[4:12, 4:12].any()
+
+
+def the_upper_half_is_given(comfy, run):
+    [report] = run.collect("specar")
+    totals = report["totals"]
+    assert totals["images"] == 3 and totals["given"] == totals["sources"]["forced"] == totals["tokens"] == 3 * 128
+    assert max(totals["passes_per_image"]) < 64
+
+
+def the_middle_is_kept(comfy, run):
+    [report] = run.collect("specar")
+    assert report["totals"]["sources"]["forced"] == 12 * 12 and report["totals"]["given"] == 0
+
+
+def the_face_is_exact(comfy, run):
+    leak = saved_positions(comfy, run)["positions.tv_leak"].reshape(16, 16)
     assert (leak[6:10, 6:10] == 0).all()  # the middle of the face
     border = torch.cat([leak[0], leak[-1], leak[:, 0], leak[:, -1]])
     assert border.sum() > 0
@@ -99,7 +120,9 @@ def what_is_found_is_drawn_with(comfy, run):
 
 MORE = {  # what else is to be seen of a workflow's run
     "same_seed_two_samplers": statistics_are_in_the_history, "continuous_inpaint": only_what_is_masked_is_drawn,
-    "exact_on_the_face": the_face_is_exact, "decoding_timeline": films_of_the_run_are_saved,
+    "exact_on_the_face": the_face_is_exact, "skip_only_the_background": the_face_is_judged,
+    "continue_picture": the_upper_half_is_given, "outpaint": the_middle_is_kept,
+    "decoding_timeline": films_of_the_run_are_saved,
 }
 
 
