@@ -123,8 +123,9 @@ def check(trace: Trace, metric: str) -> None:
 def _continuous(metric: str, grids: dict[str, np.ndarray], free: np.ndarray) -> TokenMap:
     judged = free & (grids["depth"] > 0)
     if metric == "distance":
-        most = max(float(grids["distance"][judged].max(initial=0)), 1e-6)
-        return _amount(grids["distance"], most, judged, "Distance of the two models' draws (latent units)", "0",
+        distances = grids["distance"]
+        most = max(float(distances[judged & np.isfinite(distances)].max(initial=0)), 1e-6)  # a drafter may draw garbage
+        return _amount(np.minimum(distances, most), most, judged, "Distance of the two models' draws (latent units)", "0",
                        f"{most:.2f}", NOT_JUDGED)
     if metric == "log ratio":
         return _log_ratio(grids["log_ratio"], judged)

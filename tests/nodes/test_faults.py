@@ -17,6 +17,7 @@ from comfyui_specar.models import backbone
 from comfyui_specar.models.cache import KVCache
 from comfyui_specar.models.mar import MAR
 from comfyui_specar.nodes import progress as nodes_progress
+from comfyui_specar.nodes.continuous import MODES
 
 METHODS = {"NextToken": {}, "SJD": {}, "DraftTree": {}, "ADTTree": {}, "VVS": {"structure": "chain", "interval": 2}}
 VECTORS = {"": {"head_steps": 2}, "NextToken": {"head_steps": 2}}
@@ -278,3 +279,34 @@ def test_no_room_for_a_preview_costs_the_preview_only(sample, nodes, run, monkey
     assert torch.equal(out.result[0], expected.result[0]) and out.ui["images"] == []
     chart = run(nodes["SpecARCompareTraces"], trace_1=trace)
     assert chart.ui["images"] == [] and "No space left" in caplog.text
+
+
+# Drafters that guess garbage, through the nodes
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_drafter_of_vectors_that_computes_nan_costs_no_picture(mode, continuous, nodes, run, draw_vectors, caplog):
+    drafter = run(nodes["SpecARLoadDrafter"], model=continuous[0], drafter_name="vectors.safetensors").result[0]
+    with torch.inference_mode():
+        for weight in drafter.patcher.model.parameters():
+            weight.mul_(float("nan"))
+    latent, trace = draw_vectors("", drafter=drafter, mode=mode, head_steps=2, batch=2)
+    assert latent["samples"].isfinite().all() and trace.summary()["accepted_drafts"] == 0
+    assert "No guess of the drafter" in caplog.text
+    for metric in ("source", "distance", "log ratio"):
+        shown = run(nodes["SpecARAcceptanceMap"], trace=trace, metric=metric, opacity=0.5)
+        json.dumps(shown.ui["specar"], allow_nan=False)
+        assert all(values.isfinite().all() for values in shown.result[:3])
+
+
+def test_a_drafter_that_computes_nan_costs_passes_only(tiny, nodes, run, sample, drafters, caplog):
+    for name in ("eagle", "small.safetensors"):
+        drafter = run(nodes["SpecARLoadDrafter"], model=tiny[0], drafter_name=name).result[0]
+        with torch.inference_mode():
+            for weight in drafter.patcher.model.parameters():
+                weight.mul_(float("nan"))
+        for method in ("DraftTree", "ADTTree", "Lantern", "VVS"):
+            caplog.clear()
+            _, trace = sample(method, drafter=drafter, **({"neighbours": 5} if method == "Lantern" else {}))
+            assert trace.totals["target_passes"] == 16 and "not a single guess" in caplog.text, (name, method)
+            json.dumps(trace.report(), allow_nan=False)
