@@ -9,7 +9,7 @@ from pathlib import Path
 
 from comfyui_specar.batch.client import Run, run_prompt, view
 from frontend import Frontend, FrontendError
-from PIL import Image
+from PIL import Image, ImageSequence
 
 GAP = 8  # white, between pictures
 ALONE, PAIR, QUAD, GRID = 512, 384, 256, 200  # side of a picture, the fewer the larger
@@ -20,8 +20,8 @@ CARD_PAGE = """<style>
 body {{ margin: 0; width: {width}px; height: {height}px; background: #141414; color: #eee; font-family: "DejaVu Sans";
         display: flex; flex-direction: column; }}
 img {{ width: 100%; flex: 1; min-height: 0; object-fit: cover; object-position: top left; }}
-p {{ margin: 0; padding: 12px 18px; font-size: 19px; border-top: 4px solid #d55e00; }}
-small {{ display: block; color: #aaa; font-size: 15px; margin-top: 3px; }}
+p {{ margin: 0; padding: 10px 18px 14px; font-size: 30px; font-weight: bold; border-top: 4px solid #d55e00; }}
+small {{ display: block; color: #bbb; font-size: 20px; font-weight: normal; margin-top: 3px; }}
 </style><body><img src="data:image/png;base64,{graph}"><p>{title}<small>{needs}</small></p></body>"""
 TITLES = {
     "anole": "Anole 7B with a drafter", "emu3": "Emu3 8B", "janus_pro": "Janus-Pro 1B, 7B",
@@ -50,27 +50,39 @@ def layout(pictures: list[Image.Image]) -> Image.Image:
     return tiles(pictures, QUAD, 2) if count == 4 else tiles(pictures, GRID, 4)
 
 
-def images(url: str, run: Run, prompt: dict, kind: str) -> list[Image.Image]:
+def beside(chart: Image.Image, pictures: list[Image.Image]) -> Image.Image:
+    """A chart, and pictures in a column as high as it."""
+    side = (PAIR - GAP) // 2
+    chart = chart.resize((round(chart.width * PAIR / chart.height), PAIR), Image.Resampling.LANCZOS)
+    sheet = Image.new("RGB", (chart.width + GAP + side, PAIR), "white")
+    sheet.paste(chart, (0, 0))
+    sheet.paste(tiles(pictures[:2], side, 1), (chart.width + GAP, 0))
+    return sheet
+
+
+def files(url: str, run: Run, prompt: dict, kind: str) -> list[Image.Image]:
     """What the nodes of a class have made, in the order of their numbers."""
     keys = sorted((key for key in run.outputs if prompt[key]["class_type"] == kind), key=int)
-    files = [file for key in keys for file in run.outputs[key].get("images", [])]
-    return [Image.open(io.BytesIO(asyncio.run(view(url, file)))).convert("RGB") for file in files]
-
-
-def draws(name: str) -> bool:
-    """Whether the workflow's model ships."""
-    return name not in TITLES
+    made = [file for key in keys for file in run.outputs[key].get("images", [])]
+    return [Image.open(io.BytesIO(asyncio.run(view(url, file)))) for file in made]
 
 
 def result(url: str, file: Path) -> Image.Image:
-    """The pictures that a workflow saves; beside a single one what it was made from, or else its map without legend."""
+    """The pictures that a workflow saves; beside a single one what it was made from, or else its map without legend.
+
+    Of a film two frames; a chart is shown whole.
+    """
     prompt = json.loads((file.parent / "api" / file.name).read_text(encoding="utf-8"))
     run = asyncio.run(run_prompt(url, prompt))
     if run.outcome != "success":
         raise FrontendError(f"{file.stem}: {run.message()}")
-    square = [image for image in images(url, run, prompt, "SaveImage") if image.width == image.height]
-    before = [image for image in images(url, run, prompt, "PreviewImage") if image.size == square[0].size]
-    maps = [image.crop((0, 0, image.width, image.width)) for image in images(url, run, prompt, "SpecARAcceptanceMap")]
+    square = [image for image in files(url, run, prompt, "SaveImage") if image.width == image.height]
+    before = [image for image in files(url, run, prompt, "PreviewImage") if square and image.size == square[0].size]
+    maps = [image.crop((0, 0, image.width, image.width)) for image in files(url, run, prompt, "SpecARAcceptanceMap")]
+    if films := files(url, run, prompt, "SpecARTimeline"):
+        return layout([ImageSequence.all_frames(films[0])[i] for i in (films[0].n_frames // 3, -1)])
+    if charts := files(url, run, prompt, "SpecARFindFastest"):
+        return beside(charts[0], [*square, *maps])
     return layout([*before[:1], *square, *([] if before else maps[:1])] if len(square) == 1 else square)
 
 
