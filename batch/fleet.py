@@ -35,8 +35,7 @@ class FleetError(RuntimeError):
 
 
 def draw_all(journal: Journal, studio: Studio, fleet: Fleet, jobs: list[Job], settings: dict[str, dict[str, Any]],
-             prints: dict[str, str], out: Path, told: Callable[[dict[str, Any]], None],
-             painter: type = Painter) -> None:
+             prints: dict[str, str], out: Path, told: Callable[[dict[str, Any]], None]) -> None:
     """Draws the jobs; returns when every one has ended. Raises FleetError."""
     if not jobs:
         return
@@ -45,7 +44,7 @@ def draw_all(journal: Journal, studio: Studio, fleet: Fleet, jobs: list[Job], se
         for job in jobs:
             journal.write_queued(job.id, prints[job.id], len(journal.queued.get(job.id, ())) + 1, "ray")
         by_id = {job.id: job for job in jobs}
-        for row in rows(ray, studio, fleet, jobs, settings, painter):
+        for row in rows(ray, studio, fleet, jobs, settings):
             record = json.loads(row["record"])
             write(journal, by_id.pop(record["id"]), record, row["picture"], out, told)
         for job in by_id.values():
@@ -82,13 +81,15 @@ def started(fleet: Fleet):
     return ray
 
 
-def rows(ray, studio: Studio, fleet: Fleet, jobs: list[Job], settings: dict[str, dict[str, Any]], painter: type):
-    """The painters' rows as they come. A block has one job, so that a job is all that a dying machine takes with it."""
+def rows(ray, studio: Studio, fleet: Fleet, jobs: list[Job], settings: dict[str, dict[str, Any]]):
+    """The painters' rows as they come. A block has one job, and an actor one block at a time, so that nothing but the
+    job that an actor draws dies with it."""
     items = [{"job": json.dumps({"id": job.id, "settings": settings[job.id]})} for job in jobs]
+    pool = ray.data.ActorPoolStrategy(size=fleet.actors, max_tasks_in_flight_per_actor=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of max_task_retries, which has no other name yet
         drawn = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
-            painter, fn_constructor_args=(studio,), batch_size=1, compute=ray.data.ActorPoolStrategy(size=fleet.actors),
+            Painter, fn_constructor_args=(studio,), batch_size=1, compute=pool,
             num_cpus=fleet.cpus, num_gpus=fleet.gpus or None, max_task_retries=fleet.retries,
         )
     return drawn.iter_rows()

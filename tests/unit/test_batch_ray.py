@@ -10,7 +10,6 @@ import comfyui_specar as specar
 import numpy as np
 import pytest
 from comfyui_specar.batch import cli, fleet
-from comfyui_specar.batch.fleet import Fleet, draw_all
 from comfyui_specar.batch.jobs import Job, JobsError, read_jobs
 from comfyui_specar.batch.journal import Journal
 from comfyui_specar.batch.overrides import fingerprint
@@ -19,8 +18,8 @@ from comfyui_specar.tests.unit.mortal import MortalPainter
 from PIL import Image
 
 TABLE = """id,prompt,seed,window
+before,"star, 3d, on a blue background",1,
 star,"star, 3d, on a blue background",1,16
-again,"star, 3d, on a blue background",1,
 nonsense,xyzzy plugh,1,
 poison,poison,1,
 late,"heart, 3d, on a red background",2,
@@ -36,27 +35,25 @@ def table(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_jobs_are_drawn_by_actors_and_go_on_after_a_stop(table, capsys):
+def test_jobs_are_drawn_by_actors_and_those_that_were_drawn_before_are_not(table, monkeypatch, capsys):
     jobs = read_jobs(table / "jobs.csv")
-    settings = STUDIO.settings(jobs)
-    prints = {job: fingerprint([asdict(STUDIO), found]) for job, found in settings.items()}
-    told = []
+    prints = {job: fingerprint([asdict(STUDIO), found]) for job, found in STUDIO.settings(jobs).items()}
     with Journal(table / "jobs.results.jsonl") as journal:
-        draw_all(journal, STUDIO, Fleet(retries=1), jobs[:-1], settings, prints, Path("out"), told.append,
-                 MortalPainter)
-        records = journal.results
-    assert [record["status"] for record in map(records.get, ("star", "again", "nonsense", "poison"))] == [
-        "success", "success", "error", "error"]
-    assert "xyzzy" in records["nonsense"]["error"] and "given up after 2 tries" in records["poison"]["error"]
-    assert Counter(record["id"] for record in told) == Counter(list(records))
-    [trace] = records["star"]["traces"]
-    assert trace["method"] == "sjd" and 0 < trace["target_passes"] < 256 and trace["seed"] == 1
-
-    assert cli.main(COMMAND) == cli.FAILED  # of the five, two have failed
-    assert "late: done" in capsys.readouterr().err
+        journal.write_queued("before", prints["before"], 1, "ray")
+        journal.write_result({"id": "before", "status": "success"})
+    monkeypatch.setattr(fleet, "Painter", MortalPainter)
+    assert cli.main([*COMMAND, "--retries", "1"]) == cli.FAILED
+    assert "late: done" in (said := capsys.readouterr().err) and "3 of 5 jobs are done, 2 failed" in said
     lines = [json.loads(line) for line in (table / "jobs.results.jsonl").read_text().splitlines()]
     assert Counter(line["id"] for line in lines) == Counter(job.id for job in jobs)
-    assert sorted(path.name for path in Path("out").iterdir()) == ["again.png", "late.png", "star.png"]
+    records = {line["id"]: line for line in lines}
+    assert records["star"]["status"] == records["late"]["status"] == "success"
+    assert "xyzzy" in records["nonsense"]["error"] and "given up after 2 tries" in records["poison"]["error"]
+    [trace] = records["star"]["traces"]
+    assert trace["method"] == "sjd" and 0 < trace["target_passes"] < 256 and trace["seed"] == 1
+    assert sorted(path.name for path in Path("out").iterdir()) == ["late.png", "star.png"]
+    monkeypatch.setattr(fleet, "started", lambda _fleet: pytest.fail("there is nothing left to draw"))
+    assert cli.main(COMMAND) == cli.FAILED
 
     model, decoder = (load(specar.bundled("default")) for load in (specar.load_model, specar.load_image_decoder))
     out = specar.sample(model, model.encode_prompt("heart, 3d, on a red background"), specar.methods.SJD(), seed=2)
