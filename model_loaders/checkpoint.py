@@ -113,7 +113,10 @@ def read_settings(file: Path) -> dict[str, Any]:
 
 
 def refuse_large(file: Path, most: int) -> None:
-    """Raise CheckpointError for a file of more than ``most`` bytes, which would be read as a whole."""
+    """Raise CheckpointError for a file of more than ``most`` bytes, which would be read as a whole, and for a pipe or a
+    device, whose reading never ends."""
+    if not os.path.isfile(file):
+        raise CheckpointError(f"{file} is no file any more. Put it there again.")
     if (size := file.stat().st_size) > most:
         raise CheckpointError(f"{file} has {size} bytes, far more than a file of its kind. Download it again.")
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..models.harmon import Harmon
 from . import mar
 from .ar_model import Conditioning, legal_grid
-from .checkpoint import Checkpoint, CheckpointError, load_weights
+from .checkpoint import Checkpoint, CheckpointError, load_weights, whole_number
 from .continuous_model import MaskedModel, MaskedState
 from .language_model import read_qwen2, readable
 from .prompt_encoders import MissingEncoder, PromptEncoder, features_of
@@ -116,7 +116,7 @@ def language_model(tensors: dict[str, Tensor], heads: int | None, path: Path) ->
     """The language model by its shapes. Raises CheckpointError if its number of heads cannot be known."""
     vocab, width = tensors[f"{_LLM}embed_tokens.weight"].shape
     heads = heads or HEADS.get(width)
-    if heads is None or width % heads:
+    if heads is None or width % (2 * whole_number("llm_heads", heads, 1, width)):
         raise CheckpointError(
             f"{path.name} has a language model of width {width}, which is no released Harmon size, so its number of "
             "attention heads is unknown. Add safetensors metadata specar = {\"llm_heads\": ...}."

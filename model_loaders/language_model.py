@@ -62,7 +62,9 @@ def backbone_config(checkpoint: Checkpoint, root: str, vocab: int, known_heads: 
                   for part in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"))
     dim = q.shape[1]
     heads = settings.get("num_attention_heads") or known_heads.get(dim)
-    if not isinstance(heads, int) or heads < 1 or len(q) % heads or len(k) % (len(q) // heads):
+    known = type(heads) is int and heads > 0 and len(q) % (2 * heads) == 0  # positions turn channels by twos
+    kv_heads, rest = divmod(len(k), len(q) // heads) if known else (0, 0)
+    if not kv_heads or rest or heads % kv_heads:
         raise CheckpointError(
             f"{path.name} has a width of {dim}, and how many attention heads share it is not known ({heads}). Keep it "
             "under its released name, together with its config.json, in a folder of its own."
@@ -70,7 +72,7 @@ def backbone_config(checkpoint: Checkpoint, root: str, vocab: int, known_heads: 
     head_norm = tensors.get(f"{root}layers.0.self_attn.q_norm.weight")
     return BackboneConfig(
         dim, len(layers), heads, len(gate), vocab, positive(settings, "rms_norm_eps", norm_eps),
-        kv_heads=len(k) // (len(q) // heads), qkv_bias=f"{root}layers.0.self_attn.q_proj.bias" in tensors,
+        kv_heads=kv_heads, qkv_bias=f"{root}layers.0.self_attn.q_proj.bias" in tensors,
         head_norms=0 if head_norm is None else len(head_norm),
     )  # fmt: skip
 

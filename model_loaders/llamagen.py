@@ -21,7 +21,8 @@ from ..models.prefix import CaptionPrefix, ClassPrefix
 from ..samplers.protocols import SamplingParams
 from . import t5
 from .ar_model import DiscreteModel, legal_grid
-from .checkpoint import WEIGHT_FILES, Checkpoint, CheckpointError, load_weights
+from .checkpoint import WEIGHT_FILES, Checkpoint, CheckpointError, load_weights, whole_number
+from .language_model import positive
 from .prompt_encoders import ClassEncoder, MissingEncoder, PromptEncoder, WordEncoder
 
 _HEADS = {  # (dim, layers) -> heads of the official sizes
@@ -69,12 +70,12 @@ def backbone_config(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> Backb
     if gate is None:
         raise CheckpointError(f"{path.name} has no transformer layers. It is incomplete.")
     heads = checkpoint.metadata.get("heads") or settings.get("num_attention_heads") or _HEADS.get((dim, layers))
-    if heads is None or dim % heads:
+    if heads is None or dim % (4 * whole_number("heads", heads, 1, dim)):  # positions turn channels by fours
         raise CheckpointError(
             f"{path.name} has width {dim} and {layers} layers, which is no released LlamaGen size, so its number of "
             "attention heads is unknown. Add safetensors metadata specar = {\"heads\": ...}."
         )
-    return BackboneConfig(dim, layers, heads, gate.shape[0], vocab, settings.get("rms_norm_eps", 1e-5))
+    return BackboneConfig(dim, layers, heads, gate.shape[0], vocab, positive(settings, "rms_norm_eps", 1e-5))
 
 
 def grid_of(checkpoint: Checkpoint) -> tuple[int, int]:

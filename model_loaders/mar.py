@@ -19,7 +19,7 @@ from ..models.diffusion_head import TRAINING_STEPS, DiffusionHead, Schedule
 from ..models.mar import MAR, MARConfig
 from ..samplers.continuous_model import ContinuousParams
 from .ar_model import legal_grid
-from .checkpoint import Checkpoint, CheckpointError, load_weights
+from .checkpoint import Checkpoint, CheckpointError, load_weights, whole_number
 from .continuous_model import MaskedModel
 from .llamagen import class_names
 from .prompt_encoders import ClassEncoder, MissingEncoder, PromptEncoder, WordEncoder
@@ -44,7 +44,7 @@ def config_of(tensors: dict[str, Tensor], heads: int | None, grid: tuple[int, in
     places = tensors["diffusion_pos_embed_learned"].shape
     length, dim = places[1], places[2]
     heads = heads or _HEADS.get(dim)
-    if heads is None or dim % heads:
+    if heads is None or dim % whole_number("heads", heads, 1, dim):
         raise CheckpointError(
             f"{path.name} has width {dim}, which is no released MAR size, so its number of attention heads is unknown"
             f"{'' if heads is None else f' ({heads} does not divide it)'}. Add safetensors metadata "

@@ -18,7 +18,7 @@ from ..models.xar import CELL, CELLS, GRID, XAR, Flow, XARConfig, cell_order
 from ..samplers.continuous_model import ContinuousParams
 from ..samplers.laws import Normal
 from .ar_model import Conditioning
-from .checkpoint import Checkpoint, CheckpointError, load_weights
+from .checkpoint import Checkpoint, CheckpointError, load_weights, whole_number
 from .continuous_model import ContinuousBase
 from .llamagen import class_names
 from .mar import count, defaults_of
@@ -135,7 +135,7 @@ def config_of(tensors: dict[str, Tensor], heads: int | None, path: Path) -> XARC
             f"{path.name} has width {dim} and {encoder} encoder blocks, which is no released xAR size, so its number "
             "of attention heads is unknown. Add safetensors metadata specar = {\"heads\": ...}."
         )
-    if dim % (4 * heads):
+    if dim % (4 * whole_number("heads", heads, 1, dim)):
         raise CheckpointError(f"{path.name}: {heads} heads do not fit its width {dim}.")
     classes, channels = tensors["class_emb.weight"].shape[0] - 1, tensors["pred.weight"].shape[0]
     return XARConfig(dim, encoder, decoder, heads, hidden, channels, classes)

@@ -176,6 +176,11 @@ def far_memo(folder: Path) -> None:
         name: description if name.endswith("data.pkl") else content for name, content in members.items()})
 
 
+def pipe(folder: Path) -> None:
+    (folder / "emu3.tiktoken").unlink()
+    os.mkfifo(folder / "emu3.tiktoken")
+
+
 def no_word_for_the_unknown(folder: Path) -> None:
     file = folder / "flan-t5-xl/tokenizer.json"
     whole = file.read_text(encoding="utf-8")
@@ -188,6 +193,7 @@ DEFECTS = {
     "a folder of a tokenizer with gigabytes": (
         "Harmon", enormous("qwen25_tokenizer/tokenizer_config.json"), "tokenizer_config.json has 3221225472 bytes"),
     "ranks of gigabytes": ("Emu3's ranks", enormous("emu3.tiktoken"), "emu3.tiktoken has 3221225472 bytes"),
+    "a pipe": ("Emu3's ranks", pipe, "is no file any more"),
     "a few bytes that stand for gigabytes": ("LlamaGen of classes", bomb, "it is compressed"),
     "a tensor that repeats one number": (
         "LlamaGen of classes", in_tensors("pytorch_model.bin", spread), "tensors are larger than the file"),
@@ -201,6 +207,10 @@ DEFECTS = {
     "a table of words in four dimensions": (
         "MAR", in_tensors("text_encoder.safetensors", lambda t: {n: x[..., None, None] for n, x in t.items()}),
         "text_encoder"),
+    "a list in place of a number": (
+        "LlamaGen of classes", in_json("config.json", rms_norm_eps=[1e-5]), "rms_norm_eps [1e-05]"),
+    "heads too narrow to be turned": (
+        "LlamaGen of classes", in_json("config.json", num_attention_heads=32), "number of attention heads is unknown"),
     "a scale in words": ("MAR", in_metadata("model.safetensors", scale="small"), "scale of latents is 'small'"),
     "a margin without end": (
         "LlamaGen with words", in_metadata("vq.safetensors", margin=10**9), "margin is 1000000000"),
