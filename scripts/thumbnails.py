@@ -26,7 +26,7 @@ small {{ display: block; color: #bbb; font-size: 20px; font-weight: normal; marg
 TITLES = {
     "anole": "Anole 7B with a drafter", "emu3": "Emu3 8B", "janus_pro": "Janus-Pro 1B, 7B",
     "lumina_mgpt": "Lumina-mGPT 7B",
-    "llamagen_class": "LlamaGen, ImageNet classes", "llamagen_text": "LlamaGen, text to picture",
+    "llamagen_class": "LlamaGen, classes", "llamagen_text": "LlamaGen, text",
     "simplear": "SimpleAR 0.5B, 1.5B",
 }
 
