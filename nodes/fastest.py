@@ -95,8 +95,9 @@ class Search:
 
     def warm_up(self, method: ChosenMethod, until: float = math.inf) -> None:
         """What the first runs of a kind do besides drawing: where steps are captured, the second still captures."""
+        layout = self.layout if self.captured else self.layout.beginning(max(WARM, method.width))
         for _ in range(1 + self.captured):
-            self.run(method, self.layout if self.captured else self.layout.beginning(WARM), 0, until)
+            self.run(method, layout, 0, until)
 
     # Methods
 

@@ -258,6 +258,12 @@ def test_methods_for_which_trials_are_too_short_are_named(find, monkeypatch):
     assert "Trials drew the first 10 of 16 tokens of a picture" in out.result[2]
 
 
+def test_a_window_wider_than_a_warming_run_is_tried(find, monkeypatch):
+    monkeypatch.setattr(fastest, "WARM", 4)
+    monkeypatch.setattr(fastest, "HOPELESS", 1e9)
+    assert told(find(drafter=None))[1]["seconds_per_token"]
+
+
 def test_windows_and_tables_are_those_that_fit(tiny, drafter):
     names = [m.name for m in candidates.exact_methods(tiny[0], None, 256)]
     assert names == [f"SJD++, window {w}" for w in (16, 32, 8, 64)]
