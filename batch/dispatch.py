@@ -264,8 +264,9 @@ class Batch:
             self.waiting.appendleft(work)
 
     def _give_back(self, lane: Lane) -> None:
-        """The server is silent: its jobs go to others. Should it come back, it is told to drop them."""
-        for prompt_id in reversed(list(lane.sent)):
+        """The server is silent: its jobs go to others, those first that it had not come to: the job that it was drawing
+        may be what kills servers, and should not take the same neighbours with it each time."""
+        for prompt_id in list(lane.sent):
             work = lane.strays[prompt_id] = lane.sent.pop(prompt_id)
             self._again(work, lane, "is silent")
         while lane.given:
