@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 
 from ..model_loaders.continuous_model import ContinuousBase
 from ..samplers.jacobi import SJD
 from ..samplers.protocols import Progress, Request, TokenLayout
 from ..samplers.speculative import DraftTree
 from . import candidates, host, trials
-from .diagnostics import as_pictures
+from .diagnostics import as_pictures, preview
 from .host import LoadedDrafter, LoadedModel
 from .method import ChosenMethod
 from .progress import Report
@@ -268,9 +268,8 @@ class FindFastest(io.ComfyNode):
         chart = as_pictures([trials.chart(tried, verdict, setting)])
         shown = {"text": [trials.summary(tried, verdict, setting, leak_budget)],
                  "specar": [trials.report(tried, verdict)]}
-        preview = ui.PreviewImage(chart, cls=cls).as_dict()
         text = trials.in_words(tried, verdict, setting, leak_budget)
-        return io.NodeOutput(verdict.chosen.method, chart, text, ui=preview | shown)
+        return io.NodeOutput(verdict.chosen.method, chart, text, ui=preview(chart, cls) | shown)
 
 
 def trial_seed_input() -> io.Input:

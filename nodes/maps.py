@@ -125,8 +125,8 @@ def _continuous(metric: str, grids: dict[str, np.ndarray], free: np.ndarray) -> 
     if metric == "distance":
         distances = grids["distance"]
         most = max(float(distances[judged & np.isfinite(distances)].max(initial=0)), 1e-6)  # a drafter may draw garbage
-        return _amount(np.minimum(distances, most), most, judged, "Distance of the two models' draws (latent units)", "0",
-                       f"{most:.2f}", NOT_JUDGED)
+        distances, title = np.minimum(distances, most), "Distance of the two models' draws (latent units)"
+        return _amount(distances, most, judged, title, "0", f"{most:.2f}", NOT_JUDGED)
     if metric == "log ratio":
         return _log_ratio(grids["log_ratio"], judged)
     if metric == "order":

@@ -19,6 +19,8 @@ from comfyui_specar.models.mar import MAR
 from comfyui_specar.nodes import progress as nodes_progress
 from comfyui_specar.nodes.continuous import MODES
 
+from .conftest import GRID, defaults
+
 METHODS = {"NextToken": {}, "SJD": {}, "DraftTree": {}, "ADTTree": {}, "VVS": {"structure": "chain", "interval": 2}}
 VECTORS = {"": {"head_steps": 2}, "NextToken": {"head_steps": 2}}
 
@@ -94,6 +96,23 @@ def test_an_interrupt_at_any_callback_leaves_nothing_behind(name, draw, tiny, in
     assert not caches
     interrupt_at(0)
     assert torch.equal(draw(name), whole)
+
+
+def test_find_fastest_can_be_interrupted_at_any_trial(tiny, positive, drafter, nodes, run, draw, interrupt_at, caches):
+    """It keeps what its runs leave with the model: that must not survive it."""
+    whole, node = draw("SJD"), nodes["SpecARFindFastest"]
+    latent = {"samples": torch.zeros(1, 8, GRID, GRID)}
+    inputs = defaults(node) | {"model": tiny[0], "positive": positive, "latent_image": latent, "drafter": drafter,
+                               "seconds": 60, "tokens": 16}
+    for n in (1, 2, 20):
+        calls = interrupt_at(n)
+        with pytest.raises(mm.InterruptProcessingException):
+            run(node, **inputs)
+        assert len(calls) == n and not tiny[0].model.kept
+    gc.collect()
+    assert not caches
+    interrupt_at(0)
+    assert torch.equal(draw("SJD"), whole)
 
 
 def test_many_interrupts_take_no_memory(draw, interrupt_at):
