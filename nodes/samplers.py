@@ -124,7 +124,7 @@ def memory_of(
 ) -> int:
     """Bytes of the caches, laws and activations of a run behind prompts of ``prompt`` tokens, in which model and
     drafter work on so many tokens in a round, and before that on those given at the beginning."""
-    rows, widest, read = batch * (1 + guided), max(width, draft_width) + 1, min(given_tokens(layout), CHUNK)
+    rows, widest, read = batch * (1 + guided), max(width, draft_width) + 1, min(int(given_tokens(layout).max()), CHUNK)
     config = model.backbone.config
     laws = rows * max(8 * widest, 4 * read) * model.vocab_total * 4  # eight rows of fp32 laws, or a few of logits
     activations = rows * max(prompt, widest, read) * (8 * config.dim + 4 * config.ffn_dim) * model.dtype.itemsize

@@ -295,7 +295,7 @@ def begin(run: Run, start: Start, layout: TokenLayout, stream: Stream, strength:
         stream=stream, initial=stream.uniform(places, Purpose.INITIAL), layout=layout, strength=strength,
     )
     carry = decide(run, carry, start.out.logits[:, -1:], Source.PREFILL)
-    return replace(carry, record=carry.record.given(start.count))
+    return replace(carry, record=carry.record.given(start.committed))
 
 
 @dataclass(frozen=True)
@@ -361,7 +361,7 @@ class SJD:
             check_finite(start.out)
             run = Run(method, params, width, forcing, model, state, memory)
             carry = begin(run, start, layout, Stream.of(request.seed, batch, model.device), strength)
-            carry, laps = decode(request, kept, state, partial(step, run), carry, width, start.count, begun)
+            carry, laps = decode(request, kept, state, partial(step, run), carry, width, start.given, begun)
             settings = {
                 "method": "sjd", "window": width, "reuse": self.reuse, "initial": self.initial,
                 "rule": method.rule.describe(), "lossless": self.rule.lossless and self.reuse != "threshold_paper",

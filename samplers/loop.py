@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from .protocols import Progress, Request, TokenLayout
@@ -42,19 +43,20 @@ def kind(request: Request, layout: TokenLayout, *settings: Hashable) -> tuple[Ha
 
 
 def decode(
-    request: Request, kept: Session, state: Any, step: Callable[[C], C], carry: C, width: int, given: int, begun: float
+    request: Request, kept: Session, state: Any, step: Callable[[C], C], carry: C, width: int, given: Tensor,
+    begun: float,
 ) -> tuple[C, list[float]]:
     """Repeat ``step``, which feeds ``width`` tokens behind the decided ones, until all images are complete.
 
-    ``carry`` is that of the first prediction, behind the prompt and ``given`` tokens; ``begun`` (perf_counter) is when
-    the run began. Returns the last carry, which stands until the session's next run, and the milliseconds of every
-    pass. On a GPU one step more than necessary is launched.
+    ``carry`` is that of the first prediction, behind the prompt and ``given`` [B] tokens (on the CPU); ``begun``
+    (perf_counter) is when the run began. Returns the last carry, which stands until the session's next run, and the
+    milliseconds of every pass. On a GPU one step more than necessary is launched.
     """
     length, model = request.layout.length, request.model
     poll = Poll(model.device, request.batch)
     times = [begun]
     while True:
-        known = poll(carry.committed).clamp(min=given)
+        known = torch.maximum(poll(carry.committed), given)
         times.append(time.perf_counter())
         if request.callback:
             passes = len(times) - 1 - poll.lag

@@ -22,7 +22,7 @@ from .trace import Record, Source
 
 @dataclass(frozen=True)
 class Carry:
-    """tokens [B, S + 1]; committed [B] (int64), the same for all images; what the run was asked, as tensors."""
+    """tokens [B, S + 1]; committed [B] (int64): they grow alike, from as many as were given; what the run was asked."""
 
     tokens: Tensor
     committed: Tensor
@@ -42,9 +42,9 @@ class Noise:
         self.first, self.rows = -1, torch.zeros(0)
 
     def __call__(self, stream: Stream, position: Tensor, total: int) -> Tensor:
-        """Noise [B, 1, total] at a position [B, 1] that all images share."""
+        """Noise [B, 1, total] at positions [B, 1]."""
         ahead = self.ENOUGH // (total * len(position))
-        if ahead < 2 or not readable(position):
+        if ahead < 2 or not readable(position) or (position != position[0]).any():
             return stream.gumbel(position, total)
         place = int(position[0]) % ahead
         if int(position[0]) - place != self.first:
@@ -82,8 +82,8 @@ class NextToken:
             )
             run = Run(model, params, forcing, state, Noise())
             carry = draw(run, start.out, carry, Source.PREFILL)
-            carry = replace(carry, record=carry.record.given(start.count))
-            carry, _ = decode(request, kept, state, partial(step, run), carry, 1, start.count, begun)
+            carry = replace(carry, record=carry.record.given(start.committed))
+            carry, _ = decode(request, kept, state, partial(step, run), carry, 1, start.given, begun)
             settings = {"method": "next_token", **asdict(params)}
             trace = carry.record.finish(layout, request.seed, settings, time.perf_counter() - begun)
             return Decoded(carry.tokens[:, :-1].clone(), trace)

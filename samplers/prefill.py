@@ -11,55 +11,66 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.sampling import take
 from .protocols import ARModel, Drafter, StepOut, TokenLayout
+from .rounds import choose
 
 CHUNK = 256  # given tokens read in a pass, whose logits all stand in memory
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where sampling begins: ``count`` tokens of every image are given, and ``out`` [R, 1, ...] predicts the next.
+    """Where sampling begins: ``given`` [B] tokens (int64, on the CPU) of each image stand, ``out`` [R, 1, ...] predicts
+    the next.
 
     tokens [B, S + 1] (int64): the given ones, then zeros.
     """
 
-    count: int
+    given: Tensor
     tokens: Tensor
     out: StepOut
 
     @property
     def committed(self) -> Tensor:
-        """Decided tokens [B] (int64)."""
-        return torch.full_like(self.tokens[:, 0], self.count)
+        """Decided tokens [B] (int64) on the device."""
+        return self.given.to(self.tokens.device)
 
 
-def given_tokens(layout: TokenLayout) -> int:
-    """How many tokens are forced at the beginning of all images of the batch; the very last one is left to the sampler.
+def given_tokens(layout: TokenLayout) -> Tensor:
+    """How many tokens are forced at the beginning [1 or B] (int64, on the CPU); the very last is left to the sampler.
 
     Reads the device.
     """
-    leading = (layout.forced >= 0).long().cumprod(1).sum(1)
-    return min(int(leading.min()), layout.length - 1)
+    return (layout.forced >= 0).long().cumprod(1).sum(1).clamp(max=layout.length - 1).cpu()
 
 
 def read_given(
     model: ARModel, state: Any, layout: TokenLayout, batch: int, drafter: Drafter | None = None,
     draft_state: Any = None,
 ) -> Start:
-    """Feed a fresh state (and its drafter's) the tokens given at the beginning of ``batch`` images, in few passes."""
-    count, out = given_tokens(layout), state.prefill
-    tokens = torch.zeros((batch, layout.length + 1), dtype=torch.int64, device=layout.forced.device)
-    tokens[:, :count] = layout.forced[:, :count]
-    for begin in range(0, count, CHUNK):
-        end = min(begin + CHUNK, count)
-        part, positions = tokens[:, begin:end], torch.arange(begin, end, device=tokens.device).expand(batch, -1)
-        every = torch.full((batch,), end - begin, device=tokens.device)
-        model.reach(state, end)
+    """Feed a fresh state (and its drafter's) the tokens given at the beginning of ``batch`` images, in few passes.
+
+    An image with fewer of them waits for the others, so that it is drawn as it would be alone.
+    """
+    given, out = given_tokens(layout).expand(batch), state.prefill
+    device, most = layout.forced.device, int(given.max())
+    left = given.to(device)[:, None]
+    meant = torch.arange(layout.length, device=device) < left
+    tokens = torch.nn.functional.pad(torch.where(meant, layout.forced, 0), (0, 1))
+    fed = torch.zeros_like(left)
+    for begin in range(0, most, CHUNK):
+        index = torch.arange(min(CHUNK, most - begin), device=device)
+        positions = fed + index
+        part, count = tokens.gather(1, positions), (left - fed).clamp(max=len(index))
+        model.reach(state, begin + len(index))
         after = model.step(state, part, positions)
-        model.commit(state, every)
+        model.commit(state, count[:, 0])
         if drafter is not None:
             before = torch.cat((out.hidden, after.hidden[:, :-1]), dim=1)
-            drafter.reach(draft_state, end)
-            drafter.observe(draft_state, part, positions, before, every)
-        out = StepOut(after.logits[:, -1:], after.hidden[:, -1:])
-    return Start(count, tokens, out)
+            drafter.reach(draft_state, begin + len(index))
+            drafter.observe(draft_state, part, positions, before, count[:, 0])
+        last, more = (count - 1).clamp(min=0), count[:, 0] > 0
+        out = StepOut(*(choose(more, take(new, last), old) for new, old in (
+            (after.logits, out.logits[:, -1:]), (after.hidden, out.hidden[:, -1:]))))
+        fed = fed + count
+    return Start(given, tokens, out)

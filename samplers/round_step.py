@@ -66,7 +66,7 @@ class RoundStep:
         record = Record.empty(self.length, batch, device, round_fields=ROUND)
         record = record.tokens(
             first, first >= 0, token, p, finalised_at=0, source=self.source(first, Source.PREFILL, layout)
-        ).round(accepted=0, committed=1, width=1, nodes=0, depth=0, skipped=0).given(start.count)
+        ).round(accepted=0, committed=1, width=1, nodes=0, depth=0, skipped=0).given(start.committed)
         history = self.structure.start(batch, layout, device)
         told = Told(token, begin, one, out.hidden)
         carry = Carry(

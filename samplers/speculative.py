@@ -140,7 +140,7 @@ class Run:
         stream = Stream.of(request.seed, batch, model.device)
         self.carry = self.step.begin(start, stream, layout, strength.expand(batch, -1), skippable)
         self.poll = Poll(model.device, batch)
-        self.known = self.poll(self.carry.committed).clamp(min=start.count + 1)  # the given ones, and the first drawn
+        self.known = torch.maximum(self.poll(self.carry.committed), start.given + 1)  # and the first that is drawn
         self.passes, self.expansions = 1, []
         self.times, self.drafted = [self.begun, time.perf_counter()], [self.begun]
         self.extent = self.read_extent()

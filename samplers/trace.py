@@ -197,15 +197,14 @@ class Record:
         place = self.count.clamp(max=len(self.rounds) - 1).reshape(1)
         return replace(self, rounds=self.rounds.index_copy(0, place, row[None]), count=self.count + 1)
 
-    def given(self, count: int) -> Record:
-        """With the first ``count`` tokens of all images as read with the prompt, to whose round, the first, they count.
-        """
+    def given(self, count: Tensor) -> Record:
+        """With the first ``count`` [B] tokens as read with the prompt, to whose round, the first, they count."""
         certain = {"finalised_at": 0.0, "source": float(Source.FORCED), "p": 1.0, "top1": 1.0}
         row = torch.tensor([certain.get(name, 0.0) for name in self.fields], device=self.positions.device)
-        positions, rounds = self.positions.clone(), self.rounds.clone()
-        positions[:, :count] = row
+        meant = torch.arange(self.positions.shape[1], device=count.device) < count[:, None]
+        rounds = self.rounds.clone()
         rounds[0, :, self.round_fields.index("committed")] += count
-        return replace(self, positions=positions, rounds=rounds)
+        return replace(self, positions=torch.where(meant[..., None], row, self.positions), rounds=rounds)
 
     def finish(
         self, layout: TokenLayout, seed: int, settings: dict[str, Any], seconds: float, draft_passes: int = 0,

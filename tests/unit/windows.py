@@ -20,7 +20,7 @@ def begun(method, model, params, prompt, strength=None, layout=None):
     memory = jacobi.Memory.empty(method.reuse, 2, layout.stride, SIZE, model.vocab_total, model.device)
     run = jacobi.Run(method, params, SIZE, forcing, model, state, memory)
     nothing = torch.zeros((2, layout.length + 1), dtype=torch.int64, device=model.device)
-    start = Start(0, nothing, state.prefill)
+    start = Start(nothing[:, 0], nothing, state.prefill)
     return run, jacobi.begin(run, start, layout, Stream.of(3, 2, model.device), strength)
 
 
