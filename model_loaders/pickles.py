@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 _ZIP = b"PK\3\4"
-_OLD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # how files begin that PyTorch wrote before it took to zip files
+_OLD = b"\nl\xfc\x9cF\xf9 j\xa8P\x19"  # stands where files begin that PyTorch wrote before it took to zip files
 _SPREAD = 4  # times a file's size that its tensors may take: some stand there under two names
 
 
@@ -40,8 +40,8 @@ def _is_zip(path: Path) -> bool:
     """Is this a zip file, and not of the format before? Raises ValueError for what PyTorch did not write: its readers
     unpack anything, however much comes out."""
     with path.open("rb") as file:
-        start = file.read(len(_OLD))
-    if start == _OLD:
+        start = file.read(32)
+    if start[:1] == b"\x80" and _OLD in start:
         return False
     if not start.startswith(_ZIP):
         raise ValueError("PyTorch did not write it")
