@@ -40,7 +40,8 @@ def exact_methods(model: LoadedModel, drafter: LoadedDrafter | None, length: int
 
 
 def relaxed_methods(bases: Iterable[ChosenMethod], budget: float, codes: int) -> list[ChosenMethod]:
-    """``bases`` with rules that drift measurably, for a budget of drift per token and a codebook of so many codes."""
+    """``bases`` with rules that drift measurably, for a budget of drift per token and a codebook of so many codes
+    (0: there is none)."""
     rules: list[tuple[AcceptanceRule, str, str]] = [
         (TVMetered(budget), f"metered (epsilon {budget:g})", f"Metered Rule: epsilon {budget:g}"),
         (CoolSD(1.1), "Cool-SD (delta 1.1)", "Cool-SD Rule: delta 1.1"),

@@ -197,7 +197,8 @@ def search(
     """
     until, plain = clock() + seconds, candidates.next_token(model)
     exact = candidates.exact_methods(model, drafter, request.layout.drawn)
-    rules = len(candidates.relaxed_methods(exact[:1], budget, model.model.vocab)) if budget else 0
+    codes = 0 if model.model.codebook is None else model.model.vocab
+    rules = len(candidates.relaxed_methods(exact[:1], budget, codes)) if budget else 0
     planned = 1 + len(exact) + rules * (1 if drafter is None else 2)
     captured = model.patcher.load_device.type != "cpu"
     tried = Search(request, Report((planned + 1) * UNIT, None), until, budget, captured, request.layout)
@@ -206,7 +207,7 @@ def search(
         tried.baseline(plain, tokens, planned)
         tried.once(exact)
         if budget:
-            tried.once(candidates.relaxed_methods(tried.bases(), budget, model.model.vocab))
+            tried.once(candidates.relaxed_methods(tried.bases(), budget, codes))
         tried.repeat()
         tried.report.finish()
     finally:

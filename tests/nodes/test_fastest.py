@@ -264,6 +264,13 @@ def test_a_window_wider_than_a_warming_run_is_tried(find, monkeypatch):
     assert told(find(drafter=None))[1]["seconds_per_token"]
 
 
+def test_a_model_without_code_vectors_gets_no_rule_that_compares_them(find, monkeypatch, tiny):
+    monkeypatch.setattr(tiny[0].model, "codebook", None)
+    monkeypatch.setattr(fastest, "HOPELESS", 1e9)
+    tried = told(find(leak_budget=0.5, drafter=None, latent_image={"samples": torch.zeros(1, 1, GRID, GRID)}))
+    assert len(tried) == 5 and not any("LANTERN" in t["acceptance"] for t in tried)
+
+
 def test_windows_and_tables_are_those_that_fit(tiny, drafter):
     names = [m.name for m in candidates.exact_methods(tiny[0], None, 256)]
     assert names == [f"SJD++, window {w}" for w in (16, 32, 8, 64)]
