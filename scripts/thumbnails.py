@@ -50,6 +50,11 @@ def layout(pictures: list[Image.Image]) -> Image.Image:
     return tiles(pictures, QUAD, 2) if count == 4 else tiles(pictures, GRID, 4)
 
 
+def draws(name: str) -> bool:
+    """Whether the workflow's model ships."""
+    return name not in TITLES
+
+
 def beside(chart: Image.Image, pictures: list[Image.Image]) -> Image.Image:
     """A chart, and pictures in a column as high as it."""
     side = (PAIR - GAP) // 2
