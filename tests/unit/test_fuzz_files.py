@@ -14,10 +14,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from comfyui_specar import api
 from comfyui_specar.benchmarks import fuzz as long_run
 from comfyui_specar.model_loaders.checkpoint import CheckpointError
+from comfyui_specar.model_loaders.language_model import Tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -244,6 +246,20 @@ def test_names_that_no_file_has(tmp_path, monkeypatch, name, load):
     with pytest.raises(ValueError, match=r"does not exist|holds no|is a") as error:
         load(name)
     assert type(error.value) in (ValueError, CheckpointError)
+
+
+def test_a_panic_of_the_tokenizer_library_is_an_error_like_others(tmp_path):
+    """A pattern in tokenizer.json that takes forever: what the library then raises is no Exception."""
+    file = tmp_path / "tokenizer.json"
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
+    made.save(str(file))
+    prompt = "a" * 40 + "!"
+    with pytest.raises(BaseException) as panic:
+        made.encode(prompt)
+    assert not isinstance(panic.value, Exception)
+    with pytest.raises(CheckpointError, match="tokenizer.json cannot be read"):
+        Tokenizer(file, "missing").ids(prompt)
 
 
 def test_messages_have_an_end():
