@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
+import numpy as np
 from comfy_api.latest import io
 from torch import Tensor
 
@@ -41,12 +42,14 @@ def checked(node: type[io.ComfyNode]) -> type[io.ComfyNode]:
 
 
 def checked_inputs(schema: io.Schema, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs without optional ones that are None (an API client's way to leave them open). Raises ValueError."""
+    """The inputs without optional ones that are None (an API client's way to leave them open), and with numbers of
+    numpy's, which other packs' nodes hand on, as Python's. Raises ValueError."""
     known = {i.id: i for i in schema.inputs}
     for name in inputs:
         if name not in known:
             raise ValueError(f"{schema.display_name} has no input {name!r}; it has {', '.join(known) or 'none'}.")
-    given = {name: value for name, value in inputs.items() if value is not None or not known[name].optional}
+    given = {name: value.item() if isinstance(value, np.generic) else value for name, value in inputs.items()
+             if value is not None or not known[name].optional}
     for name, wanted in known.items():
         if name in given:
             problem = problem_of(wanted, given[name])

@@ -1,9 +1,11 @@
 """Every input of every node, given everything: the node works, or says in a ValueError which input is wrong."""
 
+import json
 import math
 import os
 import re
 
+import numpy as np
 import pytest
 import torch
 from comfyui_specar.nodes import extension
@@ -214,6 +216,14 @@ def test_odd_latents_are_drawn(more, sound, nodes, run):
     drawn, _ = run(nodes["SpecARSJDSampler"], **sound("SpecARSJDSampler") | {"latent_image": latent}).result
     tokens = drawn["ar_tokens"]
     assert tokens.shape == (1, GRID, GRID) and 0 <= tokens.min() and tokens.max() < CODES
+
+
+def test_numbers_of_numpy_are_numbers(sound, nodes, run):
+    inputs = sound("SpecARSJDSampler") | {"window": np.int64(3), "cfg": np.float32(2), "seed": np.uint8(5)}
+    _, trace = run(nodes["SpecARSJDSampler"], **inputs).result
+    assert json.dumps(trace.report()) and trace.settings["window"] == 3 and trace.totals["seed"] == 5
+    message = refused(run, nodes["SpecARSJDSampler"], inputs | {"seed": np.float64(5)})
+    assert message == "seed is 5.0, but must be a whole number from 0 to 18446744073709551615."
 
 
 def test_bad_latents_of_vectors_are_named(sound, nodes, run):
