@@ -167,7 +167,7 @@ class Search:
         except GivenUpError:
             slow = f"given up, as it took more than {HOPELESS:g} times as long as next token"
             trial.note = TIME_UP if clock() >= until else slow
-        except host.OUT_OF_MEMORY:
+        except (host.OUT_OF_MEMORY, host.TooLargeError):
             trial.note = "did not fit in memory"
         if trial.tokens and not trial.within(self.budget):
             trial.note = f"over the leak budget ({trial.leak_per_token:.3f} per token)"

@@ -207,14 +207,18 @@ def decode_tiled(decoder: Autoencoder, latent: Tensor, width: int, height: int, 
 # Runs
 
 
+class TooLargeError(ValueError):
+    """A run that takes more memory than the device has."""
+
+
 @contextmanager
 def placed(loaded: LoadedModel, memory: int, drafter: LoadedDrafter | None = None) -> Iterator[None]:
-    """Model and drafter on the compute device with room for ``memory`` bytes. Raises ValueError for more than there is:
-    a CPU would end the process over it."""
+    """Model and drafter on the compute device with room for ``memory`` bytes. Raises TooLargeError for more than there
+    is: a CPU would end the process over it."""
     memory += cast_room(loaded.model)
     there_is = mm.get_total_memory(loaded.patcher.load_device)
     if memory > there_is:
-        raise ValueError(
+        raise TooLargeError(
             f"This run would take {memory / 2**30:.1f} GiB of memory beside the model, more than the "
             f"{there_is / 2**30:.1f} GiB there are. Draw fewer pictures at once (batch_size), or smaller ones."
         )

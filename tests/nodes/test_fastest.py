@@ -130,6 +130,14 @@ def test_memory_that_runs_out_costs_one_method(find, monkeypatch, tiny):
     assert not tiny[0].model.kept
 
 
+def test_a_method_larger_than_the_memory_costs_only_itself(find, monkeypatch):
+    def memory_for(request, method, width, drafter):
+        return 2**60 if isinstance(method, SJD) else 0
+
+    monkeypatch.setattr(fastest, "memory_for", memory_for)
+    assert [t["note"] for t in told(find(drafter=None))] == ["", "did not fit in memory"]
+
+
 def test_other_errors_are_not_hidden(find, monkeypatch):
     def sample(self, request):
         raise ValueError("NaN")
