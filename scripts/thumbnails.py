@@ -85,7 +85,7 @@ def result(url: str, file: Path) -> Image.Image:
     before = [image for image in files(url, run, prompt, "PreviewImage") if square and image.size == square[0].size]
     maps = [image.crop((0, 0, image.width, image.width)) for image in files(url, run, prompt, "SpecARAcceptanceMap")]
     if films := files(url, run, prompt, "SpecARTimeline"):
-        return layout([ImageSequence.all_frames(films[0])[i] for i in (films[0].n_frames // 3, -1)])
+        return layout([ImageSequence.all_frames(films[0])[i] for i in (films[0].n_frames // 2, -1)])
     if charts := files(url, run, prompt, "SpecARFindFastest"):
         return beside(charts[0], [*square, *maps])
     return layout([*before[:1], *square, *([] if before else maps[:1])] if len(square) == 1 else square)
