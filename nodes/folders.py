@@ -112,7 +112,7 @@ def resolve(choice: str, *keys: str) -> Path:
         return bundled(shipped[choice])
     inside = os.path.relpath(os.path.join("/", choice), "/")  # "../" cannot leave the folder
     roots = [Path(root) for key in keys for root in folder_paths.get_folder_paths(key)]
-    found = next((root / inside for root in roots if inside != "." and (root / inside).exists()), None)
+    found = next((root / inside for root in roots if inside != "." and os.path.exists(root / inside)), None)
     if found is None:
         looked = ", ".join(map(str, roots))
         raise FileNotFoundError(f"{choice[:99]} is not in {looked}. Choose another file, or press R for a new list.")
@@ -193,6 +193,6 @@ def trace_path(choice: str) -> Path:
     path = (root / name).resolve()
     if not path.is_relative_to(root):
         raise ValueError(f"{choice} lies outside ComfyUI's folders. Choose a trace from the output or input folder.")
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no trace {choice}. Write one with Save Trace, or press R to refresh.")
+    if not os.path.isfile(path):  # unlike Path's own, it bears names that no file can have
+        raise FileNotFoundError(f"There is no trace {choice[:99]}. Write one with Save Trace, or press R to refresh.")
     return path

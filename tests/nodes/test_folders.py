@@ -146,3 +146,11 @@ def test_quantised_files_are_refused_with_a_remedy(put):
     save_file({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}, folder / "scaled.safetensors")
     with pytest.raises(CheckpointError, match="scaled.safetensors is quantised with scales.*plain fp8"):
         host.open_model("scaled.safetensors", "auto", None)
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "ü" * 200, "a\0b"], ids=len)
+def test_names_that_no_file_can_have_are_not_there(name):
+    with pytest.raises(FileNotFoundError):
+        folders.resolve(name, folders.MODELS)
+    with pytest.raises((FileNotFoundError, ValueError)):
+        folders.trace_path(name)
