@@ -38,7 +38,8 @@ from .report import commit, machine, versions, write
 from .soak import seeded, workflows
 
 SCHEMA = "specar.faults/1"
-ALLOWED = ("ValueError", "FileNotFoundError", "CheckpointError")  # what a node of ours may raise
+ALLOWED = ("ValueError", "FileNotFoundError", "CheckpointError")  # what a node of ours may raise ...
+OF_COMFYUI = ("DependencyCycleError",)  # ... and what ComfyUI raises in its name
 CHECKED_EVERY = 20  # prompts between two sound ones
 PATIENCE = 240.0  # seconds for a prompt
 ENOUGH = 8  # tokens after which a prompt may be interrupted, for its spoiled node was content
@@ -127,7 +128,7 @@ def problem_of(fault: Fault, run: Run) -> str | None:
         return None
     ours = str(run.error["node_type"]).startswith("SpecAR")
     kind = run.error["exception_type"].rsplit(".", 1)[-1]
-    if ours and kind not in ALLOWED:
+    if ours and kind not in (*ALLOWED, *OF_COMFYUI):
         return f"{run.error['node_type']} raised {kind}: {run.message()[:300]}"
     return f"{run.error['node_type']} shows a traceback" if ours and "Traceback" in run.message() else None
 

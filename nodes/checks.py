@@ -138,7 +138,8 @@ def _mask(wanted: io.Input, value: Any) -> str | None:
 
 
 def _vae(wanted: io.Input, value: Any) -> str | None:
-    return None if hasattr(value, "encode") else f"is {told(value)}, but must be a VAE, from Load AR Checkpoint."
+    sound = hasattr(value, "encode") and hasattr(value, "decode")
+    return None if sound else f"is {told(value)}, but must be a VAE, from Load AR Checkpoint."
 
 
 def flaw(value: Any, dimensions: tuple[int, ...]) -> str | None:

@@ -272,6 +272,14 @@ def test_models_drafters_and_traces_of_others(sound, nodes, run, tiny, continuou
     assert refused(run, nodes["SpecARCompareTraces"], together) is None
 
 
+@pytest.mark.parametrize(("name", "key", "value", "says"), [
+    ("SpecARContinuePicture", "vae", "", "vae is ''"), ("SpecARContinuePicture", "vae", b"x", "vae is of the type bytes"),
+    ("SpecARLoadDrafter", "drafter_name", "n" * 999, "is not in"), ("SpecARLoadDrafter", "drafter_name", ".", "is not in"),
+])
+def test_what_fuzzing_found_stays_found(name, key, value, says, sound, nodes, run):
+    assert says in refused(run, nodes[name], sound(name) | {key: value})
+
+
 @pytest.mark.parametrize("image", [
     torch.zeros(1, 0, 0, 3), torch.zeros(0, 32, 32, 3), torch.zeros(1, 32, 32, 3).byte(), torch.zeros(32, 32, 3),
     torch.full((1, 32, 32, 3), math.nan), torch.zeros(1, 32, 32, 1), torch.zeros(1, 2, 32, 32, 3), "image"], ids=str)
