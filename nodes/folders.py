@@ -188,11 +188,11 @@ def trace_choices() -> list[str]:
 
 def trace_path(choice: str) -> Path:
     """File behind a choice of Load Trace. Raises FileNotFoundError if it is gone, ValueError if it is elsewhere."""
-    name, root = folder_paths.annotated_filepath(choice)
+    name, root = folder_paths.annotated_filepath(choice.replace("\0", ""))
     root = Path(root or folder_paths.get_output_directory()).resolve()
     path = (root / name).resolve()
     if not path.is_relative_to(root):
-        raise ValueError(f"{choice} lies outside ComfyUI's folders. Choose a trace from the output or input folder.")
+        raise ValueError(f"{choice[:99]} lies outside ComfyUI's folders. Choose one from the output or input folder.")
     if not os.path.isfile(path):  # unlike Path's own, it bears names that no file can have
         raise FileNotFoundError(f"There is no trace {choice[:99]}. Write one with Save Trace, or press R to refresh.")
     return path

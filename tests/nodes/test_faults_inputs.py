@@ -273,8 +273,13 @@ def test_models_drafters_and_traces_of_others(sound, nodes, run, tiny, continuou
 
 
 @pytest.mark.parametrize(("name", "key", "value", "says"), [
-    ("SpecARContinuePicture", "vae", "", "vae is ''"), ("SpecARContinuePicture", "vae", b"x", "vae is of the type bytes"),
-    ("SpecARLoadDrafter", "drafter_name", "n" * 999, "is not in"), ("SpecARLoadDrafter", "drafter_name", ".", "is not in"),
+    ("SpecARContinuePicture", "vae", "", "vae is ''"),
+    ("SpecARContinuePicture", "vae", b"x", "vae is of the type bytes"),
+    ("SpecARLoadDrafter", "drafter_name", "n" * 999, "is not in"),
+    ("SpecARLoadDrafter", "drafter_name", ".", "is not in"),
+    ("SpecARLoadTrace", "trace_name", "n" * 999, "There is no trace"),
+    ("SpecARLoadTrace", "trace_name", "\0", "There is no trace"),
+    ("SpecARLoadTrace", "trace_name", "", "There is no trace"),
 ])
 def test_what_fuzzing_found_stays_found(name, key, value, says, sound, nodes, run):
     assert says in refused(run, nodes[name], sound(name) | {key: value})
