@@ -116,7 +116,8 @@ def test_any_value_of_any_input_is_taken_or_named(name, sound, nodes, run):
     @fuzz()
     @given(st.sampled_from(sorted(inputs)), ANYTHING)
     def check(key, value):
-        message = refused(run, nodes[name], sound(name) | {key: value}, key, "does not fit", "is not in", "no trace")
+        told = key, "does not draw", "is not in", "no trace", "lies outside"
+        message = refused(run, nodes[name], sound(name) | {key: value}, *told)
         kind = inputs[key].io_type
         if kind not in ("STRING", "COMBO", "MASK", "IMAGE", "LATENT", "CONDITIONING", "INT", "FLOAT", "BOOLEAN", "VAE"):
             assert message or value is None and inputs[key].optional
