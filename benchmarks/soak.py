@@ -40,6 +40,7 @@ from .report import commit, machine, versions, write
 SCHEMA = "specar.soak/1"
 SEEDS = (11, 12, 13)
 SETTLED = 0.2  # share of the run after which memory is expected to have stopped growing
+PICTURES = (".png", ".webp")
 VARYING = ("find_fastest",)  # what these draw depends on the clock
 
 
@@ -159,7 +160,7 @@ async def one(url: str, pid: int, job: Job, seen: Seen) -> None:
     drawn = hashlib.sha256()
     for file in run.collect("images"):
         seen.files.add(Path(file["type"], file["subfolder"], file["filename"]))
-        if file["type"] == "output":
+        if file["type"] == "output" and Path(file["filename"]).suffix in PICTURES:
             pixels = Image.open(io.BytesIO(await view(url, file)))
             drawn.update(repr(pixels.size).encode() + pixels.tobytes())
     seen.files |= {Path(file["type"], file["subfolder"], file["filename"]) for file in run.collect("files")}
