@@ -68,7 +68,8 @@ def work(seed: int, numbers: range, only: str) -> None:
     from tests.unit import fuzz, fuzz_seeds
 
     warnings.filterwarnings("ignore")
-    lines, sys.stdout = sys.stdout, sys.stderr
+    lines = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries write there too
     watch = Watch()
     sound = Path(tempfile.mkdtemp(dir=os.environ["FUZZ_FOLDER"]))
     seeds = {name: one for name, one in fuzz_seeds.SEEDS.items() if only.lower() in name.lower()}
@@ -185,6 +186,14 @@ class Tally:
         }
 
 
+def save(options: argparse.Namespace, tally: Tally, minutes: float) -> None:
+    """Write the report, so far as it has come."""
+    import torch
+
+    about = {"commit": report.commit(), "machine": report.machine(torch.device("cpu")), "versions": report.versions()}
+    report.write(about | {"seed": options.seed, "minutes": round(minutes, 1)} | tally.report(), options.out)
+
+
 def run(options: argparse.Namespace, folder: str) -> Tally:
     """Cases until there were enough, or the time is over."""
     tally, number, began, shown = Tally(), options.case or 0, time.monotonic(), Counter[str]()
@@ -209,6 +218,8 @@ def run(options: argparse.Namespace, folder: str) -> Tally:
         number += 1
         if tally.cases % 500 == 0:
             print(f"{tally.cases} cases, {dict(tally.outcomes)}", flush=True)
+            if options.out:
+                save(options, tally, (time.monotonic() - began) / 60)
     if worker is not None:
         worker.end()
     return tally
@@ -232,14 +243,11 @@ def main() -> None:
         tally = run(options, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    result = {"seed": options.seed, "minutes": round((time.monotonic() - began) / 60, 1)} | tally.report()
+    result = tally.report()
     told = ("cases", "outcomes", "deaths", "executed", "slowest", "largest")
     print(json.dumps({key: result[key] for key in told}, indent=1))
     if options.out:
-        import torch
-
-        about = {"commit": report.commit(), "machine": report.machine(torch.device("cpu"))}
-        report.write(about | {"versions": report.versions()} | result, options.out)
+        save(options, tally, (time.monotonic() - began) / 60)
         print(f"written to {options.out}")
     sys.exit(bool(tally.problems))
 
