@@ -188,11 +188,14 @@ class Drafter(Protocol):
         ...
 
 
+COLDEST = 1e-6  # temperature above 0: logits divided by less may become infinite
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How logits become probabilities.
 
-    cfg >= 1 (1: no guidance); temperature >= 0 (0: greedy); top_k 0 (off) .. V; top_p in (0, 1];
+    cfg >= 1 (1: no guidance); temperature 0 (greedy) or >= COLDEST; top_k 0 (off) .. V; top_p in (0, 1];
     order: the base model's own sequence of the two filters, ("top_k", "top_p") or ("top_p", "top_k").
     """
 
@@ -206,8 +209,8 @@ class SamplingParams:
         """Raise ValueError naming the parameter and its legal range."""
         if not self.cfg >= 1:
             raise ValueError(f"cfg is {self.cfg}, but must be 1 (no guidance) or more.")
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature is {self.temperature}, but must be 0 (greedy) or more.")
+        if not (self.temperature == 0 or self.temperature >= COLDEST):
+            raise ValueError(f"temperature is {self.temperature}, but must be 0 (greedy) or more, from {COLDEST} on.")
         if not 0 <= self.top_k <= vocab:
             raise ValueError(f"top_k is {self.top_k}, but this model has {vocab} image tokens: use 0 (off) to {vocab}.")
         if not 0 < self.top_p <= 1:
