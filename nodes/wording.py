@@ -120,7 +120,8 @@ def describe(trace: Trace) -> str:
 def check_words(trace: Trace, name: str) -> None:
     """Raise ValueError for a trace from the file ``name`` whose settings are not such as a run of this pack has."""
     try:
-        describe(trace), labels([trace])
+        describe(trace)
+        labels([trace])
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(
             f"{name} tells of a run with settings that this pack does not know ({type(error).__name__}: {error}). Save "

@@ -357,7 +357,7 @@ class SJD:
             )
             mapped(Tensor.zero_, memory)
             kept.adopt(state, memory)
-            start = read_given(model, state, layout, batch)
+            start = read_given(model, state, layout, batch, callback=request.callback)
             check_finite(start.out)
             run = Run(method, params, width, forcing, model, state, memory)
             carry = begin(run, start, layout, Stream.of(request.seed, batch, model.device), strength)

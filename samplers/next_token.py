@@ -74,7 +74,7 @@ class NextToken:
                 request.conditioning, request.negative, batch, layout, slack=1, guided=params.cfg != 1, into=kept.state
             )
             kept.adopt(state)
-            start = read_given(model, state, layout, batch)
+            start = read_given(model, state, layout, batch, callback=request.callback)
             check_finite(start.out)
             carry = Carry(
                 start.tokens, start.committed, Record.empty(layout.length, batch, model.device),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.sampling import take
-from .protocols import ARModel, Drafter, StepOut, TokenLayout
+from .protocols import ARModel, Callback, Drafter, Progress, StepOut, TokenLayout
 from .rounds import choose
 
 CHUNK = 256  # given tokens read in a pass, whose logits all stand in memory
@@ -46,11 +46,12 @@ def given_tokens(layout: TokenLayout) -> Tensor:
 
 def read_given(
     model: ARModel, state: Any, layout: TokenLayout, batch: int, drafter: Drafter | None = None,
-    draft_state: Any = None,
+    draft_state: Any = None, callback: Callback | None = None,
 ) -> Start:
     """Feed a fresh state (and its drafter's) the tokens given at the beginning of ``batch`` images, in few passes.
 
-    An image with fewer of them waits for the others, so that it is drawn as it would be alone.
+    An image with fewer of them waits for the others, so that it is drawn as it would be alone. callback: told of every
+    such pass (none is counted), so that it can interrupt.
     """
     given, out = given_tokens(layout).expand(batch), state.prefill
     device, most = layout.forced.device, int(given.max())
@@ -73,4 +74,6 @@ def read_given(
         out = StepOut(*(choose(more, take(new, last), old) for new, old in (
             (after.logits, out.logits[:, -1:]), (after.hidden, out.hidden[:, -1:]))))
         fed = fed + count
+        if callback:
+            callback(Progress(tokens[:, :-1], fed[:, 0].cpu(), layout.length, 0))
     return Start(given, tokens, out)

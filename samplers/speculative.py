@@ -131,7 +131,7 @@ class Run:
         target = model.start(*prompt, slack=method.width, guided=guided, into=kept.state)
         state = method.drafter.start(target, *prompt, slack=method.draft_width, guided=guided, into=kept.draft_state)
         kept.adopt(target, state)
-        start = read_given(model, target, layout, batch, method.drafter, state)
+        start = read_given(model, target, layout, batch, method.drafter, state, request.callback)
         check_finite(start.out)
         self.step = RoundStep(
             model, target, method.drafter, state, method.structure, rule, method.skipping, params, codebook,

@@ -156,6 +156,25 @@ def test_real_caches_hold_what_was_given(model, monkeypatch):
             assert torch.equal(api.sample(model, prompt, method, layout=layout, **options).tokens, whole)
 
 
+def test_reading_what_was_given_can_be_interrupted(model, monkeypatch):
+    monkeypatch.setattr(prefill, "CHUNK", 2)
+    layout, seen = begun(model.layout(), 3, 1, 4, 1, 5), []
+
+    class StopError(Exception):
+        pass
+
+    def stop(progress):
+        seen.append((progress.committed.tolist(), progress.tokens[0, :4].tolist(), progress.passes))
+        if len(seen) == 2:
+            raise StopError
+
+    for method in (NextToken(), SJD(5)):
+        seen.clear()
+        with pytest.raises(StopError):
+            api.sample(model, model.encode_features(caption_features(7)), method, layout=layout, callback=stop)
+        assert seen == [([2], [3, 1, 4, 1], 0), ([4], [3, 1, 4, 1], 0)]
+
+
 @pytest.mark.parametrize("kind", ["eagle", "twin"])
 def test_drafters_know_what_was_given(model, folder, kind, monkeypatch):
     """Read in one go or token by token, a drafter predicts the same behind it."""
