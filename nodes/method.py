@@ -39,8 +39,8 @@ class ChosenMethod:
         if self.model is not model:
             raise ValueError(
                 f"The method ({self.name}) was chosen for {self.model.name}, but this sampler's model is {model.name} "
-                "from another loader. Connect the same Load AR Checkpoint to this sampler and to Find Fastest; if it is, "
-                "change trial_seed there to measure again."
+                "from another loader. Connect the same Load AR Checkpoint to this sampler and to Find Fastest; if it "
+                "is, change trial_seed there to measure again."
             )
 
 
