@@ -47,7 +47,7 @@ def test_template_names_the_models_that_are_missing(page, comfy):
     file.touch()
     load(page, template, missing_models=True)
     dialog = page.get_by_role("dialog")
-    dialog.locator(".comfy-missing-models").wait_for(timeout=10_000)
+    dialog.locator(".comfy-missing-models").wait_for(timeout=30_000)
     text = dialog.inner_text()
     assert len(missing) == 2 and all(f"{model['directory']} / {model['name']}" in text for model in missing)
     assert there["name"] not in text, "a file that is there"
@@ -55,15 +55,15 @@ def test_template_names_the_models_that_are_missing(page, comfy):
     assert dialog.get_by_role("button", name="Download").count() == len(missing)
     screenshot(page, "missing_models")
     page.keyboard.press("Escape")
-    dialog.wait_for(state="hidden", timeout=10_000)
+    dialog.wait_for(state="hidden", timeout=30_000)
     file.unlink()
 
 
 def test_template_dialog_offers_and_opens_the_default(page):
     page.evaluate("() => app.graph.clear()")
     page.evaluate("() => app.extensionManager.command.execute('Comfy.BrowseTemplates')")
-    page.get_by_text(DEFAULT, exact=True).first.click(timeout=10_000)
-    page.wait_for_function("() => app.graph._nodes.some(node => node.type === 'SpecARSJDSampler')", timeout=10_000)
+    page.get_by_text(DEFAULT, exact=True).first.click(timeout=30_000)
+    page.wait_for_function("() => app.graph._nodes.some(node => node.type === 'SpecARSJDSampler')", timeout=30_000)
 
 
 @pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
@@ -80,7 +80,7 @@ def test_template_runs_and_shows_pictures_and_map(page, renderer, name):
             && pictures.every(picture => picture.complete && picture.naturalWidth > 0));
     }}"""
     for kind in ("SaveImage", "SpecARAcceptanceMap"):
-        page.wait_for_function(complete, arg=kind, timeout=15_000)
+        page.wait_for_function(complete, arg=kind, timeout=30_000)
     screenshot(page, f"{name}-{renderer}")
 
 
@@ -91,12 +91,12 @@ def test_help_page_of_a_node_opens_with_its_picture(page):
         app.canvas.selectNode(node);
         app.canvas.centerOnNode(node);
     }""")
-    page.locator("[data-testid=info-button], button:has(.icon-\\[lucide--info\\])").first.click(timeout=10_000)
+    page.locator("[data-testid=info-button], button:has(.icon-\\[lucide--info\\])").first.click(timeout=30_000)
     help_text = (ROOT / "web/docs/SpecARSJDSampler/en.md").read_text("utf-8")
     heading = next(line.lstrip("# ").strip() for line in help_text.splitlines() if line.startswith("#"))
-    page.get_by_role("heading", name=heading).first.wait_for(timeout=10_000)
+    page.get_by_role("heading", name=heading).first.wait_for(timeout=30_000)
     page.wait_for_function("""() => [...document.images].some(image => image.src.includes('SpecARSJDSampler/picture')
-        && image.complete && image.naturalWidth > 0)""", timeout=10_000)
+        && image.complete && image.naturalWidth > 0)""", timeout=30_000)
     screenshot(page, "help")
 
 
@@ -121,7 +121,7 @@ def test_without_its_javascript_and_in_chinese(browser, comfy):
         const node = app.graph._nodes.find(node => node.type === 'SpecARAcceptanceMap');
         return node.imgs?.length === 1 && node.imgs[0].naturalWidth > 0
             && node.widgets.map(widget => widget.name).join() === 'metric,opacity,$$canvas-image-preview';
-    }""", timeout=15_000)
+    }""", timeout=30_000)
     assert not problems
     screenshot(page, "chinese_without_javascript")
     page.close()

@@ -30,7 +30,7 @@ def open_and_run(page: Page, name: str, batch: int = 1) -> None:
         app.graph._nodes.find(node => node.type === 'SpecAREmptyLatent').widgets.at(-1).value = batch;
     }""", batch)
     run(page)
-    page.wait_for_function(IS_SHOWN, timeout=15_000)
+    page.wait_for_function(IS_SHOWN, timeout=30_000)
     come_near(page)
 
 
@@ -97,7 +97,7 @@ def test_pointing_at_a_token_tells_its_numbers(page, comfy, renderer, name):
     page.screenshot(path=SCREENSHOTS / f"map_{name}-{renderer}.png")
 
     page.locator(".specar-turn").nth(1).click()  # to the second picture
-    page.wait_for_function(IS_SHOWN, timeout=15_000)
+    page.wait_for_function(IS_SHOWN, timeout=30_000)
     assert page.locator(".specar-page").first.inner_text() == "picture 2 of 2"
     assert text(page) == report
     point_at(page, trace, *last)
@@ -148,18 +148,18 @@ def test_the_map_comes_back_with_its_workflow_unless_the_server_has_lost_it(page
     def switch(direction: str, maps: int) -> None:
         page.evaluate("name => app.extensionManager.command.execute(name)", f"Workspace.{direction}OpenedWorkflow")
         page.wait_for_function("maps => document.querySelectorAll('.specar-map').length === maps", arg=maps,
-                               timeout=15_000)
+                               timeout=30_000)
         come_near(page)
 
     load(page, ROOT / "workflows/llamagen_class.json", name="other")
     switch("Previous", maps=1)
-    page.wait_for_function(IS_SHOWN, timeout=15_000)
+    page.wait_for_function(IS_SHOWN, timeout=30_000)
     assert text(page) == report
     switch("Next", maps=0)
     for file in (comfy.base / "temp").iterdir():
         file.unlink()
     switch("Previous", maps=1)
-    page.get_by_text("The server no longer has this map").wait_for(timeout=15_000)
+    page.get_by_text("The server no longer has this map").wait_for(timeout=30_000)
     assert report.splitlines()[-1] in text(page)
     _, problems = opened
     missing = [text for text in problems if "404" in text and "/view?" in text]
