@@ -22,7 +22,7 @@ CHEAP = {"SpecARSJDSampler": {"window": 4}, "SpecARFindFastest": {"tokens": 16, 
 
 def fuzz(share: float = 1.0):
     """Some examples, always the same ones; SPECAR_FUZZ says how many, and then they are new ones."""
-    count = max(1, round(share * int(os.environ.get("SPECAR_FUZZ", 8))))
+    count = max(1, round(share * int(os.environ.get("SPECAR_FUZZ", 4))))
     return settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize="SPECAR_FUZZ" not in os.environ,
                     max_examples=count, database=None)
 

@@ -74,7 +74,7 @@ def methods(drafter):
 
 
 @pytest.mark.parametrize(("after", "kind", "params"), [
-    (4, "one nan", "plain"), (1, "infinite", "filters"), (5, "nan", "greedy"),
+    (3, "one nan", "filters"), (5, "infinite", "greedy"),
 ])
 def test_predictions_that_become_nan_end_in_an_error_with_every_method(after, kind, params):
     model, params = Breaking(after, kind), PARAMS[params]
@@ -107,7 +107,7 @@ def test_a_forced_token_needs_no_prediction():
 
 @pytest.mark.parametrize("order", [("top_k", "top_p"), ("top_p", "top_k")], ids=["top-k first", "top-p first"])
 @pytest.mark.parametrize(("cfg", "temperature", "top_k", "top_p"), [
-    (2, 0, 0, 1), (1, 1, 0, 1), (1, 0.7, 3, 1), (3, 1, 0, 0.5), (1, 1, 3, 0.5)])
+    (2, 0, 0, 1), (1, 0.7, 3, 1), (3, 1, 3, 0.5)])
 def test_flawed_rows_become_nan_in_both_twins(cfg, temperature, top_k, top_p, order):
     rows = torch.randn(2, 7, 10, generator=torch.Generator().manual_seed(0))
     rows[0, 0], rows[0, 1, 4], rows[0, 2, 4], rows[0, 3, 4] = math.nan, math.nan, -math.nan, math.inf
@@ -158,17 +158,16 @@ def sometimes(logits):
 
 
 GARBAGE = {
-    "nan": lambda logits: logits * math.nan, "infinite": lambda logits: logits + math.inf, "constant": torch.zeros_like,
-    "huge": lambda logits: logits * 1e30, "reversed": lambda logits: -5 * logits, "holes": holes,
-    "one token": first_only, "nan for some": sometimes, "nothing": lambda logits: logits - math.inf,
+    "nan": lambda logits: logits * math.nan, "huge": lambda logits: logits * 1e30,
+    "reversed": lambda logits: -5 * logits, "holes": holes, "one token": first_only, "nan for some": sometimes,
 }
 
 
 @pytest.mark.parametrize("spoil", GARBAGE.values(), ids=GARBAGE)
 def test_any_drafter_leaves_the_law_alone(spoil):
     law = MODEL.law(LAYOUT, SamplingParams())
-    for name, structure in STRUCTURES.items():
-        decoded = DraftTree(Garbage(spoil), structure).sample(request(MODEL, LAYOUT, batch=1500))
+    for name in ("blocks", "two levels", "top-k", "adaptive, sampled"):
+        decoded = DraftTree(Garbage(spoil), STRUCTURES[name]).sample(request(MODEL, LAYOUT, batch=1500))
         whole = chi_square(decoded.tokens, law)
         late = chi_square(decoded.tokens[:, 4:], marginal(law, [4, 5]))
         assert whole.z < 4 and late.z < 4, (name, whole, late)
