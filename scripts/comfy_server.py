@@ -1,5 +1,6 @@
 """Starts and stops a real headless ComfyUI that has only this pack, in a base directory of its own."""
 
+import ctypes
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import torch
 PACK = Path(__file__).resolve().parent.parent
 PACK_FOLDER = "ComfyUI-SpecAR"
 STOP_SECONDS = 10
+PR_SET_PDEATHSIG = 1
 
 
 class ServerError(RuntimeError):
@@ -60,8 +62,10 @@ class ComfyServer:
     def start(self) -> None:
         """Starts the process and waits for it: at first, and on the same base directory after it has ended."""
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(self._command(), cwd=self.base, stdin=subprocess.DEVNULL, stdout=log,
-                                            stderr=subprocess.STDOUT, start_new_session=True)
+            self.process = subprocess.Popen(
+                self._command(), cwd=self.base, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                start_new_session=True, preexec_fn=end_with_parent,
+            )
         self._wait_until_ready()
 
     def __exit__(self, *_exc) -> None:
@@ -96,6 +100,12 @@ class ComfyServer:
             except (urllib.error.URLError, OSError):
                 time.sleep(0.3)
         raise ServerError(f"ComfyUI did not answer on {self.url} within {self._start_seconds:.0f} s; see {self.log}")
+
+
+def end_with_parent() -> None:
+    """Has Linux end this process when the one that started it is killed and cannot do so itself."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def prepare_base(base: Path, output: Path) -> None:
