@@ -42,7 +42,7 @@ CONDITIONS = ("prefix", "drafts")
 PATHS = {"off": 0.0, "paper": 1.0, "official": -1.0}  # sign of log Sigma
 TRIES = 100  # proposals of the residual, as in the published code; giving up then costs up to 0.4 % in total variation
 PATIENCE = 100  # times as many in mode "exact", so that it is exact to less than 0.004 %
-ABSURD = 1e4  # no model draws a number as large: such a guess is garbage, as NaN is
+ABSURD = 1e10  # no model draws a number as large: such a guess is garbage, as NaN is
 SMALLEST_KAPPA, LARGEST_KAPPA = 1e-6, 1e15  # tolerances of zero and infinity
 
 
