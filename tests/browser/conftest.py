@@ -1,4 +1,4 @@
-"""One Chromium and one page of ComfyUI for all browser tests."""
+"""One Chromium and one page of ComfyUI for the browser tests of a file."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from .pages import Problems, open_page, setting
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while a page is open, no other test can run an event loop
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=os.environ["SPECAR_CHROMIUM"], args=ARGUMENTS)
@@ -19,7 +19,7 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while a page is open, no other test can run an event loop
 def opened(comfy, browser) -> tuple[Page, Problems]:
     # Other tests may have left values in the history that no browser can read (NaN).
     browser.new_context().request.post(f"{comfy.url}/history", data={"clear": True})
