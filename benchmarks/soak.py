@@ -4,8 +4,9 @@
 
 All shipped workflows take part, those of models that do not ship with tiny random files in the released layouts. Every
 prompt uses another model than the one before. Seeds come round again, so that pictures of the same workflow and seed
-can be compared over the whole run (but not those of Find Fastest, which may choose another method each time). After
-every prompt its entry in the history is deleted, as clients of long batches do.
+can be compared over the whole run (but not what depends on the clock: charts, and the picture of Find Fastest, which
+may choose another method each time). After every prompt its entry in the history is deleted, as clients of long batches
+do.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ SCHEMA = "specar.soak/1"
 SEEDS = (11, 12, 13)
 SETTLED = 0.2  # share of the run after which memory is expected to have stopped growing
 PICTURES = (".png", ".webp")
+TIMED = {"SpecARCompareTraces", "SpecARFindFastest"}  # their charts tell seconds
 VARYING = ("find_fastest",)  # what these draw depends on the clock
+FILES = ("images", "files", "specar_tokens")  # what nodes say of the files that they have written
 
 
 @dataclass(frozen=True)
@@ -157,17 +160,26 @@ async def one(url: str, pid: int, job: Job, seen: Seen) -> None:
     seen.outcomes[run.outcome] += 1
     if run.outcome != "success" or run.node_errors:
         seen.failures.append(f"{job.workflow}, seed {job.seed}: {run.message()[:500]}")
+    written = [file for key in FILES for file in run.collect(key)]
+    seen.files |= {Path(file["type"], file["subfolder"], file["filename"]) for file in written}
     drawn = hashlib.sha256()
-    for file in run.collect("images"):
-        seen.files.add(Path(file["type"], file["subfolder"], file["filename"]))
-        if file["type"] == "output" and Path(file["filename"]).suffix in PICTURES:
-            pixels = Image.open(io.BytesIO(await view(url, file)))
-            drawn.update(repr(pixels.size).encode() + pixels.tobytes())
-    seen.files |= {Path(file["type"], file["subfolder"], file["filename"]) for file in run.collect("files")}
+    for node, output in run.outputs.items():
+        if feeders(job.prompt, node) & TIMED:
+            continue
+        for file in output.get("images", []):
+            if file["type"] == "output" and Path(file["filename"]).suffix in PICTURES:
+                pixels = Image.open(io.BytesIO(await view(url, file)))
+                drawn.update(repr(pixels.size).encode() + pixels.tobytes())
     seen.pictures[job.workflow, job.seed].add(drawn.hexdigest())
     async with aiohttp.ClientSession() as session:
         await session.post(f"{url}/history", json={"delete": [run.prompt_id]})
     seen.memory.append(await memory(url, pid))
+
+
+def feeders(prompt: dict, node: str) -> set[str]:
+    """Classes of the nodes that a node is linked to."""
+    links = (value for value in prompt[node]["inputs"].values() if isinstance(value, list))
+    return {prompt[link[0]]["class_type"] for link in links}
 
 
 async def memory(url: str, pid: int) -> dict[str, float]:
