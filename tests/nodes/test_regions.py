@@ -93,6 +93,9 @@ def test_a_decoder_of_another_model_is_named(nodes, run, tiny, picture):
         def encode(self, pixels):
             return torch.zeros(1, 4, 9, 9)
 
+        def decode(self, latent):
+            raise AssertionError("nothing is to be decoded")
+
     with pytest.raises(ValueError, match="Connect the VAE of Load AR Checkpoint"):
         keep(nodes, run, (tiny[0], None, Other()), picture)
     with pytest.raises(ValueError, match="side is 'front'"):

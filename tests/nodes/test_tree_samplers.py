@@ -130,14 +130,14 @@ def test_adt_presets_and_own_values(draw):
 @pytest.mark.parametrize(
     ("name", "widgets", "message"),
     [
-        ("Lantern", {"delta": 2.0}, "delta is 2.0, but must be 0"),
+        ("Lantern", {"delta": 2.0}, "delta is 2.0, but must be a number from 0"),
         ("Lantern", {"redraw": "magic"}, "redraw is 'magic'"),
-        ("LanternPP", {"ratio": 0.5}, "ratio is 0.5, but must be 1"),
-        ("UniformRSD", {"delta": -3.0}, "delta is -3.0, but must be 1"),
+        ("LanternPP", {"ratio": 0.5}, "ratio is 0.5, but must be a number from 1"),
+        ("UniformRSD", {"delta": -3.0}, "delta is -3.0, but must be a number from 1"),
         ("CoolSD", {"schedule": "magic"}, "schedule is 'magic'"),
         ("CoolSD", {"steps": 0}, "steps is 0"),
-        ("Grouped", {"gap": 7.0}, "gap is 7.0, but must be 0"),
-        ("TVMetered", {"epsilon": 1e9}, "epsilon is 1000000000.0, but must be 0"),
+        ("Grouped", {"gap": 7.0}, "gap is 7.0, but must be a number from 0"),
+        ("TVMetered", {"epsilon": 1e9}, "epsilon is 1000000000.0, but must be a number from 0"),
     ],
 )
 def test_absurd_numbers_show_on_the_rule_s_own_node(rule, name, widgets, message):
@@ -152,7 +152,7 @@ def test_absurd_numbers_show_on_the_rule_s_own_node(rule, name, widgets, message
         ("DraftTree", {"structure": "own tree", "tree_paths": "0; x"}, "tree_paths is '0; x'"),
         ("DraftTree", {"structure": "own tree", "tree_paths": ""}, "tree is a list of distinct"),
         ("DraftTree", {"structure": "own tree", "tree_paths": "0; 0,1"}, "has .0, 1. but lacks .0, 0."),
-        ("DraftTree", {"structure": "chain", "depth": 0}, "length is 0"),
+        ("DraftTree", {"structure": "chain", "depth": 0}, "depth is 0"),
         ("DraftTree", {"structure": "dynamic tree (EAGLE-2)", "nodes": 10**6}, "nodes is 1000000"),
         ("Lantern", {"variant": "magic"}, "variant is 'magic'"),
         ("Lantern", {"neighbours": 900}, "neighbours is 900, but this model has 64"),
