@@ -56,8 +56,9 @@ def check_width(features: Tensor, width: int) -> None:
 
 
 def check_class(number: Tensor, classes: int) -> None:
-    """Raise ValueError unless all numbers are whole and below ``classes``. (A GPU would end the process over them.)"""
-    if not ((number >= 0) & (number < classes) & (number == number.floor())).all():
+    """Raise ValueError unless all numbers are whole and at most ``classes``, the null class. (Over others a GPU would end
+    the process.)"""
+    if not ((number >= 0) & (number <= classes) & (number == number.floor())).all():
         raise ValueError(
             f"The prompt holds the class {number.flatten()[0].item():g}, but this model has the classes 0 to "
             f"{classes - 1}: it was encoded with another model's CLIP. Connect the CLIP of this model's own loader."
