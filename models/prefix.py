@@ -56,8 +56,8 @@ def check_width(features: Tensor, width: int) -> None:
 
 
 def check_class(number: Tensor, classes: int) -> None:
-    """Raise ValueError unless all numbers are whole and at most ``classes``, the null class. (Over others a GPU would end
-    the process.)"""
+    """Raise ValueError unless all numbers are whole and at most ``classes``, the null class. (Others could end a GPU's
+    process.)"""
     if not ((number >= 0) & (number <= classes) & (number == number.floor())).all():
         raise ValueError(
             f"The prompt holds the class {number.flatten()[0].item():g}, but this model has the classes 0 to "
