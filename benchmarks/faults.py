@@ -232,7 +232,9 @@ def main() -> None:
         "outcomes_by_kind": {kind: dict(counts) for kind, counts in sorted(seen.outcomes.items())},
         "raised": dict(seen.raised.most_common()), "errors": dict(seen.unnamed), "defects": seen.defects,
         "sound_prompts": seen.sounds, "pictures_per_seed": [len(kinds) for kinds in seen.sound.values()],
-        "slowest_seconds": round(seen.slowest, 1), "some_messages": dict(list(seen.messages.items())[:60]),
+        "slowest_seconds": round(seen.slowest, 1), "some_messages": {
+            what: text.replace(str(server.base), "BASE") for what, text in list(seen.messages.items())[:60]
+        },
         "machine": machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")), "versions": versions(),
         "commit": commit(),
     }

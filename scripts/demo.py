@@ -10,6 +10,7 @@ import aiohttp
 from comfy_server import PACK, PACK_FOLDER, ComfyServer, ServerError
 from comfyui_specar.batch.client import Run, run_prompt
 from comfyui_specar.batch.overrides import OverrideError, read_workflow, with_overrides
+from comfyui_specar.batch.server import refusal
 
 DEFAULT_WORKFLOW = PACK / "workflows/api/same_seed_two_samplers.json"
 OUTPUT = PACK / "output"
@@ -84,9 +85,7 @@ def files_in_output() -> set[Path]:
 
 def failure(run: Run) -> str:
     if run.outcome == "rejected":
-        problems = [f"{node['class_type']}: {error['message']} ({error['details']})"
-                    for node in run.node_errors.values() for error in node["errors"]]
-        return "ComfyUI refused the workflow: " + "; ".join(problems or [run.error.get("message", "no reason given")])
+        return refusal(400, {"node_errors": run.node_errors, "error": run.error})
     if run.outcome == "interrupted":
         return "the run was interrupted"
     return f"{run.error['node_type']}: {' '.join(run.error['exception_message'].split())}"
