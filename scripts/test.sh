@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# Runs every check of the project: bash scripts/test.sh [pytest arguments]
+# Runs the tests: bash scripts/test.sh [pytest arguments]
+# Without arguments: everything on the ComfyUI that this fetches (or on COMFYUI_PATH), then what touches ComfyUI on every
+# tree of SPECAR_COMFYUI_TREES (folders or archives, separated by colons).
 # Chromium (for the browser tests) comes from Debian's packages when this runs as root.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -25,20 +27,30 @@ else
     selection=(-m "not browser")
 fi
 
-status=0
-"$PYTHON" -m ruff check . || status=1
 if [ $# -gt 0 ]; then
-    "$PYTHON" -m pytest "${selection[@]}" "$@" || status=1
-    exit "$status"
+    exec "$PYTHON" -m pytest "${selection[@]}" "$@"
 fi
 
 # Everything: what computes beside what waits for ComfyUI and the browser, each on half of the processors.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((($(nproc) + 1) / 2))}"
+status=0
 report="$(mktemp)"
 trap 'rm -f "$report"; kill "${computing:-}" 2>/dev/null || true' EXIT
 "$PYTHON" -m pytest tests/unit tests/parity >"$report" 2>&1 &
 computing=$!
-"$PYTHON" -m pytest "${selection[@]}" --ignore tests/unit --ignore tests/parity || status=1
+
+test_with_comfyui() {
+    echo "ComfyUI in $COMFYUI_PATH, with $("$PYTHON" -m pip list 2>/dev/null | grep comfyui-frontend-package | tr -s ' ')"
+    "$PYTHON" -m pytest "${selection[@]}" tests/nodes tests/e2e tests/browser || status=1
+}
+
+test_with_comfyui
+IFS=: read -ra trees <<<"${SPECAR_COMFYUI_TREES:-}"
+for tree in "${trees[@]}"; do
+    use_tree "$tree"
+    test_with_comfyui
+done
+
 wait "$computing" || status=1
 cat "$report"
 exit "$status"
