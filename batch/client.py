@@ -58,7 +58,7 @@ async def run_prompt(url: str, prompt: dict, workflow: dict | None = None, follo
 
 
 async def _run_prompt(url: str, prompt: dict, workflow: dict | None, follow: Follower | None) -> Run:
-    client_id, run = uuid.uuid4().hex, Run(uuid.uuid4().hex)
+    client_id, run = uuid.uuid4().hex, Run(str(uuid.uuid4()))
     async with aiohttp.ClientSession() as session, session.ws_connect(
             f"{url}/ws?clientId={client_id}", max_msg_size=0) as socket:
         await socket.send_json({"type": "feature_flags", "data": {"supports_preview_metadata": True}})

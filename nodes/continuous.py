@@ -199,7 +199,7 @@ class ContinuousSampler(io.ComfyNode):
     ) -> io.NodeOutput:
         common = Inputs(**inputs)
         common.model.continuous()
-        drafter.check(common.model)
+        drafter.follow(common.model)
         method = ContinuousSpeculative(
             drafter.drafter, draft_length, prefill, choose("mode", mode, MODES),
             choose("target_sees", target_sees, SEES), tolerance, choose("sigma", sigma, SIGMA), alignment,

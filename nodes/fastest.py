@@ -258,7 +258,7 @@ class FindFastest(io.ComfyNode):
                 "Compare its samplers yourself: connect their traces to Compare Runs."
             )
         if drafter is not None:
-            drafter.check(model)
+            drafter.follow(model)
         request = request_of(Inputs(model=model, seed=trial_seed, **inputs))
         if not request.layout.drawn:
             raise ValueError("The noise mask of latent_image keeps every token, so there is nothing to draw. Mask what "

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import comfy.model_management as mm
-import comfy.ops
 import comfy.utils
 import torch
 from comfy.cli_args import LatentPreviewMethod, args
@@ -23,7 +22,8 @@ from ..model_loaders.continuous_model import ContinuousBase
 from ..model_loaders.detect import find_image_decoder, load_drafter, load_image_decoder, load_model, stays_fp8
 from ..model_loaders.image_decoder import Autoencoder
 from ..model_loaders.t5 import T5, T5Encoder
-from .folders import DRAFTERS, MODELS, resolve, search_folders
+from .folders import DRAFTERS, MODELS, fingerprint, resolve, search_folders
+from .operations import Operations
 from .patcher import Patcher
 from .previews import Palette, Previews, Sketcher, measure_palette, measured_tokens
 from .progress import Report
@@ -51,7 +51,7 @@ class LoadedDecoder:
         fit at once."""
         memory = self.bytes_for(pixels)
         mm.load_models_gpu([self.patcher], memory_required=memory, force_full_load=True)
-        return max(1, int(mm.get_free_memory(self.patcher.load_device) / memory))
+        return max(1, int(free_memory(self.patcher) / memory))
 
     @property
     def area(self) -> int:
@@ -69,12 +69,16 @@ class LoadedDecoder:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """An AR model under ComfyUI's memory management, its image decoder where one was found, and what it is called."""
+    """An AR model under ComfyUI's memory management, its image decoder where one was found, and what it is called.
+
+    source: equal for models loaded from the same files in the same way.
+    """
 
     model: DiscreteModel | ContinuousBase
     patcher: ModelPatcher
     decoder: LoadedDecoder | None
     name: str
+    source: Hashable = field(default_factory=object)
 
     def discrete(self) -> DiscreteModel:
         """The model. Raises ValueError if it draws vectors."""
@@ -104,13 +108,14 @@ def open_model(choice: str, dtype: str, grid: tuple[int, int] | None) -> LoadedM
     storage = torch.float8_e4m3fn if dtype == "auto" and stays_fp8(path) else STORAGE.get(dtype)
     model = load_model(
         path, dtype=DTYPES[dtype] or auto_dtype(device), grid=grid, search_folders=search_folders(),
-        operations=comfy.ops.disable_weight_init, storage=storage,
+        operations=Operations, storage=storage,
     )
     if isinstance(model, DiscreteModel):
         model.keep_words_back()
     if isinstance(getattr(model, "prompt_encoder", None), T5Encoder):
         manage_text_encoder(model.prompt_encoder)
-    return LoadedModel(model, patcher_of(model, model), decoder_of(model, path), choice)
+    source = choice, dtype, grid, fingerprint(choice, MODELS)
+    return LoadedModel(model, patcher_of(model, model), decoder_of(model, path), choice, source)
 
 
 def decoder_of(model: DiscreteModel | ContinuousBase, path: Path) -> LoadedDecoder | None:
@@ -138,7 +143,7 @@ def manage_text_encoder(encoder: T5Encoder) -> None:
     encoder.place = place
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class LoadedDrafter:
     """A drafter under ComfyUI's memory management, what it is called, and the model it was loaded for."""
 
@@ -147,19 +152,24 @@ class LoadedDrafter:
     name: str
     target: LoadedModel
 
-    def check(self, model: LoadedModel) -> None:
-        """Raise ValueError unless ``model`` is the one this drafter belongs to."""
-        if self.target is not model:
+    def follow(self, model: LoadedModel) -> None:
+        """Belong to ``model``, which is the target or the same files loaded again: where memory is short, ComfyUI may
+        drop a model from its cache and keep the model's drafter. Raises ValueError for another model."""
+        if self.target is model:
+            return
+        if self.target.source != model.source:
             raise ValueError(
                 f"The drafter {self.name} was loaded for {self.target.name}, but the sampler's model is {model.name} "
                 "from another loader. Connect the same Load AR Checkpoint to the sampler and to Load AR Drafter."
             )
+        again = open_drafter(self.name, model)
+        self.drafter, self.patcher, self.target = again.drafter, again.patcher, model
 
 
 def open_drafter(choice: str, target: LoadedModel) -> LoadedDrafter:
     """Load a drafter for a model, in its precision. Raises ValueError where the two do not fit."""
     path = resolve(choice, DRAFTERS)
-    drafter = load_drafter(path, target.model, device="cpu", operations=comfy.ops.disable_weight_init)
+    drafter = load_drafter(path, target.model, device="cpu", operations=Operations)
     if isinstance(drafter.module, DiscreteModel):
         drafter.module.keep_words_back()
     return LoadedDrafter(drafter, patcher_of(drafter.module, target.model), choice, target)
@@ -173,7 +183,7 @@ def patcher_of(module: torch.nn.Module, model: DiscreteModel | ContinuousBase) -
 
 def open_decoder(path: Path) -> LoadedDecoder:
     """Load an image decoder in fp32 (it is small, and rounding would change tokens). Raises ValueError."""
-    return managed(load_image_decoder(path, dtype=torch.float32, operations=comfy.ops.disable_weight_init))
+    return managed(load_image_decoder(path, dtype=torch.float32, operations=Operations))
 
 
 def managed(decoder: Autoencoder) -> LoadedDecoder:
@@ -253,7 +263,13 @@ def fits(patchers: list[ModelPatcher], memory: int) -> bool:
     """Is there room for these models and ``memory`` bytes beside what is loaded?"""
     missing = sum(patcher.model_size() - patcher.loaded_size() for patcher in patchers)
     need = 1.1 * missing + memory + mm.minimum_inference_memory()  # 1.1: as ComfyUI reckons
-    return mm.get_free_memory(patchers[0].load_device) >= need
+    return free_memory(patchers[0]) >= need
+
+
+def free_memory(patcher: ModelPatcher) -> int:
+    """Free bytes on a patcher's device. What models under dynamic VRAM hold there counts as free: ComfyUI takes it from
+    them on demand, and says how much that is where it has dynamic VRAM."""
+    return getattr(patcher, "get_free_memory", mm.get_free_memory)(patcher.load_device)
 
 
 def previews_of(loaded: LoadedModel, memory: int, length: int, sketch: Sketcher) -> Previews | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from comfy_api.latest import io
@@ -34,14 +34,19 @@ class ChosenMethod:
         """Does it follow the model's own distribution?"""
         return self.judges == "exact"
 
-    def check(self, model: LoadedModel) -> None:
-        """Raise ValueError unless ``model`` is the one it was chosen for."""
-        if self.model is not model:
+    def follow(self, model: LoadedModel) -> Any:
+        """The method for ``model``, which is the one it was chosen for or the same files loaded again (see
+        LoadedDrafter.follow). Raises ValueError for another model."""
+        if self.model.source != model.source:
             raise ValueError(
                 f"The method ({self.name}) was chosen for {self.model.name}, but this sampler's model is {model.name} "
                 "from another loader. Connect the same Load AR Checkpoint to this sampler and to Find Fastest; if it "
                 "is, change trial_seed there to measure again."
             )
+        if self.drafter is None:
+            return self.method
+        self.drafter.follow(model)
+        return replace(self.method, drafter=self.drafter.drafter)
 
 
 class MethodSampler(io.ComfyNode):
@@ -64,5 +69,4 @@ class MethodSampler(io.ComfyNode):
     @classmethod
     def execute(cls, method: ChosenMethod, **inputs: Any) -> io.NodeOutput:
         common = Inputs(**inputs)
-        method.check(common.model)
-        return sample(method.method, method.width, common, drafter=method.drafter)
+        return sample(method.follow(common.model), method.width, common, drafter=method.drafter)

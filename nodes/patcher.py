@@ -19,9 +19,9 @@ class Patcher(ModelPatcher):
         super().__init__(*args, **options)
         self.kept = {} if kept is None else kept
 
-    def clone(self) -> Patcher:
+    def clone(self, *args: Any, **options: Any) -> Patcher:
         """Weights are the same, and so is what runs keep."""
-        clone = super().clone()
+        clone = super().clone(*args, **options)
         clone.kept = self.kept
         return clone
 

@@ -66,7 +66,8 @@ def decode(
     """Run a method with a drafter. Raises ValueError for illegal values and for a drafter of another model."""
     common = Inputs(**inputs)
     common.model.discrete()
-    drafter.check(common.model)
+    drafter.follow(common.model)
+    method = replace(method, drafter=drafter.drafter)
     method.check()
     return sample(method, method.width, common, where, drafter, skip)
 

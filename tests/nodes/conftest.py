@@ -33,6 +33,10 @@ from comfyui_specar.models.vq import VQConfig, VQModel  # noqa: E402
 from comfyui_specar.nodes import extension, previews  # noqa: E402
 from comfyui_specar.nodes import progress as nodes_progress  # noqa: E402
 
+from ..custom_nodes.simulated_dynamic_vram import ENABLED  # noqa: E402
+
+DYNAMIC_VRAM = ENABLED  # from here on, as on an NVIDIA card
+
 for _folder in ("input", "output", "temp", "models/ar_models", "models/ar_drafters", "models/vae"):
     (Path(args.base_directory) / _folder).mkdir(parents=True, exist_ok=True)
 
@@ -187,6 +191,16 @@ def tiny(models, nodes, run):
     return run(nodes["SpecARLoadCheckpoint"], model_name="tiny", dtype="auto", grid="auto").result
 
 
+@pytest.fixture
+def tiny_again(models, nodes, run):
+    """tiny_again(dtype) -> AR_MODEL of the tiny text model, loaded once more."""
+
+    def load(dtype: str = "auto"):
+        return run(nodes["SpecARLoadCheckpoint"], model_name="tiny", dtype=dtype, grid="auto").result[0]
+
+    return load
+
+
 @pytest.fixture(scope="session")
 def positive(tiny):
     return tiny[1].encode_from_tokens_scheduled(tiny[1].tokenize("red apple"))
@@ -234,6 +248,8 @@ def hurried(monkeypatch):
     monkeypatch.setattr(nodes_progress, "SECONDS", (0.0, 0.0))
     monkeypatch.setattr(previews, "SECONDS", 0.0)
     monkeypatch.setattr(previews, "SHARE", 1e9)
+    for limit in ("PROGRESS_THROTTLE_MIN_INTERVAL", "PROGRESS_THROTTLE_MIN_PERCENT"):  # of newer ComfyUIs
+        monkeypatch.setattr(comfy.utils, limit, 0, raising=False)
 
 
 @pytest.fixture(scope="session")

@@ -39,10 +39,21 @@ def test_model_and_drafter_are_loaded_together_with_room_for_both_caches(sample,
     assert memory > sum(both)
 
 
-def test_a_drafter_of_another_loader_is_refused(run, nodes, tiny, drafter, sample):
-    other = run(nodes["SpecARLoadCheckpoint"], model_name="tiny", dtype="auto", grid="auto").result[0]
+def test_a_drafter_of_another_model_is_refused(tiny_again, drafter, sample):
     with pytest.raises(ValueError, match="drafter eagle was loaded for tiny.*Connect the same Load AR Checkpoint"):
-        sample("DraftTree", model=other)
+        sample("DraftTree", model=tiny_again("bf16"))
+
+
+def test_a_drafter_follows_its_model_when_that_is_loaded_again(run, nodes, tiny, drafters, tiny_again, sample):
+    """ComfyUI may drop the model from its cache and keep the drafter."""
+    ours, again = load(run, nodes, tiny[0], "eagle"), tiny_again()
+    wanted, _ = sample("DraftTree", drafter=ours)
+    latent, _ = sample("DraftTree", drafter=ours, model=again)
+    assert torch.equal(latent["ar_tokens"], wanted["ar_tokens"])
+    assert ours.target is again and ours.drafter.model is again.model and ours.patcher.kept is again.model.kept
+    followed = ours.drafter
+    sample("DraftTree", drafter=ours, model=again)
+    assert ours.drafter is followed, "it is read again once, not in every run"
 
 
 def test_files_that_do_not_fit_are_named(run, nodes, models, tiny, drafters):

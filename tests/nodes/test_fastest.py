@@ -234,21 +234,27 @@ def test_chosen_methods_draw_what_their_own_nodes_draw(name, sample, rule, run, 
             k: v for k, v in trace.settings.items() if k not in skip}
 
 
-def test_a_method_goes_with_its_model_only(run, nodes, tiny, positive, models):
-    again = run(nodes["SpecARLoadCheckpoint"], model_name="tiny", dtype="auto", grid="auto").result[0]
-    latent = {"samples": torch.zeros(1, 8, GRID, GRID)}
-    node = nodes["SpecARMethodSampler"]
+def test_a_method_goes_with_its_model_only(run, nodes, tiny, tiny_again, positive, drafters):
+    node, latent = nodes["SpecARMethodSampler"], {"samples": torch.zeros(1, 8, GRID, GRID)}
+
+    def drawn(method, model):
+        inputs = defaults(node) | {"model": model, "positive": positive, "latent_image": latent, "method": method}
+        return run(node, **inputs).result[0]["ar_tokens"]
+
     with pytest.raises(ValueError, match="was chosen for tiny, but this sampler's model is tiny from another loader"):
-        run(node, **defaults(node), model=again, positive=positive, latent_image=latent,
-            method=candidates.next_token(tiny[0]))
+        drawn(candidates.next_token(tiny[0]), tiny_again("bf16"))
+    ours = run(nodes["SpecARLoadDrafter"], model=tiny[0], drafter_name="eagle").result[0]
+    for method in (candidates.next_token(tiny[0]), candidates.exact_methods(tiny[0], ours, 16)[-1]):
+        wanted, again = drawn(method, tiny[0]), tiny_again()
+        assert torch.equal(drawn(method, again), wanted), "the same files, loaded again"
+    assert ours.target is again
 
 
-def test_what_cannot_be_tried_is_refused(find, run, nodes, continuous, models, positive):
+def test_what_cannot_be_tried_is_refused(find, tiny_again, continuous, models, positive):
     with pytest.raises(ValueError, match="Find Fastest tries methods for models that draw token ids"):
         find(model=continuous[0], drafter=None)
-    again = run(nodes["SpecARLoadCheckpoint"], model_name="tiny", dtype="auto", grid="auto").result[0]
     with pytest.raises(ValueError, match="was loaded for tiny"):
-        find(model=again)
+        find(model=tiny_again("bf16"))
     picture = {"samples": torch.ones(1, 8, GRID, GRID), "noise_mask": torch.zeros(1, 1, 32, 32)}
     with pytest.raises(ValueError, match="nothing to draw"):
         find(latent_image=picture)

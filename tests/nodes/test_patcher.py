@@ -4,10 +4,10 @@ import gc
 import weakref
 
 import comfy.model_management as mm
-import comfy.ops
 import pytest
 import torch
 from comfyui_specar.model_loaders.detect import load_model
+from comfyui_specar.nodes.operations import Operations
 from comfyui_specar.nodes.patcher import Patcher
 
 from ..unit import tiny as tiny_models
@@ -109,7 +109,7 @@ def dropped(patcher, action) -> bool:
 @pytest.fixture
 def patcher(tmp_path):
     model = load_model(tiny_models.write_llamagen(tmp_path / "model.safetensors", False),
-                       operations=comfy.ops.disable_weight_init)
+                       operations=Operations)
     return Patcher(model, CPU, CPU, kept=model.kept)
 
 

@@ -6,13 +6,13 @@ A GPU is simulated by tensors without data, which refuse to be mixed across devi
 from functools import partial
 
 import comfy.model_management as mm
-import comfy.ops
 import pytest
 import torch
 from comfy.model_patcher import ModelPatcher
 from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.models import prefix
 from comfyui_specar.nodes import host
+from comfyui_specar.nodes.operations import Operations
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..unit import tiny, tiny_chameleon, tiny_emu3, tiny_janus, tiny_simplear
@@ -29,6 +29,7 @@ FAMILIES = {
 def gpu(monkeypatch):
     """Within it, tensors have no data, and may be moved to a GPU that is not there."""
     monkeypatch.setattr(mm, "device_supports_non_blocking", lambda device: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(prefix, "check_class", lambda number, classes: None)  # it reads what such tensors have not
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
@@ -50,7 +51,7 @@ def run(model, prompt):
     ("emu3", torch.float8_e4m3fn), ("simplear", torch.float8_e4m3fn),
 ], ids=str)
 def test_every_family_runs_when_half_of_it_stays_behind(family, storage, tmp_path, request):
-    model = load_model(FAMILIES[family](tmp_path), operations=comfy.ops.disable_weight_init, storage=storage)
+    model = load_model(FAMILIES[family](tmp_path), operations=Operations, storage=storage)
     assert storage in (None, *(parameter.dtype for parameter in model.parameters()))
     model.keep_words_back()
     prompt = model.encode_class(3) if family == "llamagen" else model.encode_ids([1, 2, 3])
@@ -67,7 +68,7 @@ def test_every_family_runs_when_half_of_it_stays_behind(family, storage, tmp_pat
 
 
 def test_a_layer_that_cannot_cast_would_be_noticed(tmp_path, request):
-    model = load_model(FAMILIES["llamagen"](tmp_path), operations=comfy.ops.disable_weight_init)
+    model = load_model(FAMILIES["llamagen"](tmp_path), operations=Operations)
     model.backbone.output = torch.nn.Linear(*reversed(model.backbone.output.weight.shape), bias=False)
     request.getfixturevalue("gpu")
     ModelPatcher(model, GPU, CPU).load(GPU, lowvram_model_memory=1)
@@ -78,7 +79,7 @@ def test_a_layer_that_cannot_cast_would_be_noticed(tmp_path, request):
 
 
 def test_the_words_of_a_language_model_stay_in_main_memory(tmp_path):
-    model = load_model(tiny_chameleon.write(tmp_path), operations=comfy.ops.disable_weight_init)
+    model = load_model(tiny_chameleon.write(tmp_path), operations=Operations)
     before = ModelPatcher(model, CPU, CPU).model_size()
     features = torch.tensor([[[1.0], [2.0]]])
     embedded, words = model.prefix(features), model.prefix.embedding.weight
