@@ -80,6 +80,23 @@ def told(value: Any) -> str:
     return text if len(text) <= SHORT else text[:SHORT] + "..."
 
 
+def available(choice: Any, find: Callable[[str], Any]) -> bool | str:
+    """Can a loader find the file of this choice? True, or why not; asked before a prompt is queued, in place of
+    ComfyUI's own "Value not in list".
+
+    find: raises FileNotFoundError or ValueError. A choice of None stands for the value of a link, not known yet.
+    """
+    if choice is None:
+        return True
+    if not isinstance(choice, str):
+        return f"{told(choice)} is not the name of a file or folder."
+    try:
+        find(choice)
+    except (FileNotFoundError, ValueError) as error:
+        return str(error)
+    return True
+
+
 def _number(wanted: io.Input, value: Any) -> str | None:
     whole = isinstance(wanted, io.Int.Input)
     sound = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
@@ -100,6 +117,8 @@ def _switch(wanted: io.Input, value: Any) -> str | None:
 
 def _latent(wanted: io.Input, value: Any) -> str | None:
     samples = value.get("samples") if isinstance(value, dict) else None
+    if getattr(samples, "is_nested", False):
+        return "holds several latents in one (a video and its sound, say). Use Empty AR Latent or VAE Encode."
     if not isinstance(samples, Tensor):
         return f"is {told(value)}, but must be a LATENT (Empty AR Latent or VAE Encode)."
     problem = flaw(samples, (4,)) or (None if samples.is_floating_point() else f"holds {told(samples)}, no floats.")

@@ -14,6 +14,7 @@ from comfy_api.latest import io, ui
 from ..model_loaders.trace_files import load_trace, save_trace
 from ..samplers.trace import Trace
 from . import compare, folders, maps
+from .checks import available
 from .frames import check_pictures
 from .numbers import token_numbers
 from .sockets import ARTrace
@@ -182,6 +183,10 @@ class LoadTrace(io.ComfyNode):
             ],
             outputs=[ARTrace.Output("trace", display_name="AR_TRACE", tooltip="For Acceptance Map.")],
         )
+
+    @classmethod
+    def validate_inputs(cls, trace_name: str) -> bool | str:
+        return available(trace_name, folders.trace_path)
 
     @classmethod
     def fingerprint_inputs(cls, trace_name: str) -> str:

@@ -9,6 +9,7 @@ from comfy_api.latest import io
 from ..model_loaders.continuous_model import ContinuousBase
 from ..model_loaders.detect import missing_decoder
 from . import folders, host
+from .checks import available
 from .clip import ARClip
 from .latents import empty_latent, grid_of
 from .sockets import ARDrafter, ARModel
@@ -56,6 +57,10 @@ class LoadCheckpoint(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, model_name: str) -> bool | str:
+        return available(model_name, lambda name: folders.resolve(name, folders.MODELS))
+
+    @classmethod
     def fingerprint_inputs(cls, model_name: str, **_others: str) -> str:
         return folders.fingerprint(model_name, folders.MODELS) + folders.companions()
 
@@ -92,6 +97,10 @@ class LoadDrafter(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, drafter_name: str) -> bool | str:
+        return available(drafter_name, lambda name: folders.resolve(name, folders.DRAFTERS))
+
+    @classmethod
     def fingerprint_inputs(cls, drafter_name: str, **_others: Any) -> str:
         return folders.fingerprint(drafter_name, folders.DRAFTERS)
 
@@ -118,6 +127,10 @@ class LoadImageDecoder(io.ComfyNode):
             ],
             outputs=[io.Vae.Output("vae", display_name="VAE", tooltip="For VAE Decode and VAE Encode.")],
         )
+
+    @classmethod
+    def validate_inputs(cls, decoder_name: str) -> bool | str:
+        return available(decoder_name, lambda name: folders.resolve(name, "vae", folders.MODELS))
 
     @classmethod
     def fingerprint_inputs(cls, decoder_name: str) -> str:

@@ -11,12 +11,14 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 PACK = Path(__file__).resolve().parent.parent
 PACK_FOLDER = "ComfyUI-SpecAR"
+NO_PAID_NODES = "--disable-api-nodes"
 STOP_SECONDS = 10
 PR_SET_PDEATHSIG = 1
 
@@ -30,11 +32,11 @@ class ComfyServer:
 
     `url` answers once the block is entered; `base` is ComfyUI's base directory (models/, input/, temp/, user/), made
     afresh and removed at the end; `log` keeps the server's output afterwards. The whole process group is ended on
-    leaving the block.
+    leaving the block. `more_nodes`: folders of other custom nodes to load beside this pack.
     """
 
     def __init__(self, comfyui: Path, log: Path, output: Path | None = None, port: int | None = None,
-                 start_seconds: float = 180.0, previews: str = "auto"):
+                 start_seconds: float = 180.0, previews: str = "auto", more_nodes: Sequence[Path] = ()):
         self.comfyui = Path(comfyui).resolve()
         self.log = Path(log).resolve()
         self.port = port or free_port()
@@ -42,12 +44,13 @@ class ComfyServer:
         self._output = output
         self._start_seconds = start_seconds
         self._previews = previews
+        self._custom_nodes = {PACK_FOLDER: PACK, **{folder.name: folder for folder in more_nodes}}
 
     def __enter__(self) -> "ComfyServer":
         self._directory = tempfile.TemporaryDirectory(prefix="specar-comfyui-", ignore_cleanup_errors=True)
         self.base = Path(self._directory.name)
         self.output = Path(self._output or self.base / "output").resolve()
-        prepare_base(self.base, self.output)
+        prepare_base(self.base, self.output, self._custom_nodes)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.unlink(missing_ok=True)
         try:
@@ -84,9 +87,11 @@ class ComfyServer:
             sys.executable, str(self.comfyui / "main.py"),
             "--base-directory", str(self.base), "--output-directory", str(self.output),
             "--port", str(self.port), "--database-url", f"sqlite:///{self.base}/user/comfyui.db",
-            "--disable-api-nodes", "--disable-all-custom-nodes", "--whitelist-custom-nodes", PACK_FOLDER,
+            "--disable-all-custom-nodes", "--whitelist-custom-nodes", *self._custom_nodes,
             "--preview-method", self._previews,
         ]
+        if NO_PAID_NODES in (self.comfyui / "comfy/cli_args.py").read_text(encoding="utf-8"):  # it is deprecated
+            command.append(NO_PAID_NODES)
         return command if torch.cuda.is_available() else [*command, "--cpu"]
 
     def _wait_until_ready(self) -> None:
@@ -108,12 +113,13 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def prepare_base(base: Path, output: Path) -> None:
-    """Lays out ComfyUI's base directory with this pack as its only custom node."""
+def prepare_base(base: Path, output: Path, custom_nodes: Mapping[str, Path]) -> None:
+    """Lays out ComfyUI's base directory with links to the custom nodes."""
     for name in ("custom_nodes", "models", "input", "temp", "user/default"):
         (base / name).mkdir(parents=True)
     output.mkdir(parents=True, exist_ok=True)
-    (base / "custom_nodes" / PACK_FOLDER).symlink_to(PACK, target_is_directory=True)
+    for name, folder in custom_nodes.items():
+        (base / "custom_nodes" / name).symlink_to(folder, target_is_directory=True)
     # Without this the tutorial's dialog covers the canvas on the first visit.
     (base / "user/default/comfy.settings.json").write_text(json.dumps({"Comfy.TutorialCompleted": True}))
 

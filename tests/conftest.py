@@ -12,6 +12,7 @@ from comfyui_specar.batch import client as comfy_client
 from scripts.comfy_server import PACK, ComfyServer
 
 WORKFLOWS = PACK / "workflows"
+DYNAMIC_VRAM = Path(__file__).parent / "custom_nodes/simulated_dynamic_vram"  # as on an NVIDIA card
 RUN_SECONDS = 180.0
 
 
@@ -60,12 +61,14 @@ def comfyui() -> Path:
 
 @pytest.fixture(scope="session")
 def comfy(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
-    with ComfyServer(comfyui, tmp_path_factory.mktemp("comfyui") / "server.log") as server:
+    log = tmp_path_factory.mktemp("comfyui") / "server.log"
+    with ComfyServer(comfyui, log, more_nodes=[DYNAMIC_VRAM]) as server:
         yield Comfy(server)
 
 
 @pytest.fixture(scope="session")
 def another(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Comfy]:
     """A second server. It must be left as it was found, and alive."""
-    with ComfyServer(comfyui, tmp_path_factory.mktemp("another") / "server.log") as server:
+    log = tmp_path_factory.mktemp("another") / "server.log"
+    with ComfyServer(comfyui, log, more_nodes=[DYNAMIC_VRAM]) as server:
         yield Comfy(server)

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -167,6 +168,7 @@ def latents():
     mask = torch.zeros(1, 1, 32, 32)
     mask[..., 16:, :] = 1
     yield "no samples", {}
+    yield "several latents in one", {"samples": SimpleNamespace(is_nested=True, tensors=[good, good])}
     yield "none", {"samples": None}
     yield "a list", [good]
     yield "five dimensions", {"samples": good[None]}

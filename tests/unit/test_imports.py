@@ -1,6 +1,7 @@
 """The rooms of the pack and the doors between them, read from the source; and what importing the pack costs."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -114,3 +115,33 @@ def test_the_headless_names_are_there():
               "except AttributeError as e:\n    print(e)")
     assert out.startswith("True\ncoupled ")
     assert out.endswith("False False\nmodule 'comfyui_specar' has no attribute 'nonsense'")
+
+
+def said_by(code: str, path: Path) -> str:
+    """What a Python that finds modules in ``path`` prints when it runs the code in a folder of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(path)}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=path, env=environment)
+    return ended.stdout + ended.stderr
+
+
+def test_a_comfyui_that_is_too_old_says_so_in_the_log(tmp_path):
+    """It asks for NODE_CLASS_MAPPINGS, as every ComfyUI does, and knows nothing else."""
+    (tmp_path / "folder_paths.py").touch()
+    ask = "import comfyui_specar; print(hasattr(comfyui_specar, 'NODE_CLASS_MAPPINGS'))"
+    said = said_by(ask, tmp_path)
+    assert "needs ComfyUI 0.3.75 or newer" in said and "update ComfyUI" in said and "False\n" in said
+    (tmp_path / "comfy_api/latest").mkdir(parents=True)
+    for package in ("comfy_api", "comfy_api/latest"):
+        (tmp_path / package / "__init__.py").touch()
+    assert said_by(ask, tmp_path) == "False\n"
+
+
+def test_a_comfyui_that_lacks_something_is_named_as_the_reason(tmp_path):
+    """Its loader prints the exception of the entry point."""
+    load = "import asyncio, comfyui_specar; asyncio.run(comfyui_specar.comfy_entrypoint())"
+    (tmp_path / "comfy_api/latest").mkdir(parents=True)
+    for package in ("comfy_api", "comfy_api/latest"):
+        (tmp_path / package / "__init__.py").touch()
+    last = said_by(load, tmp_path).splitlines()[-1]
+    assert "ImportError: ComfyUI-SpecAR does not work with this ComfyUI" in last and "update ComfyUI" in last
+    assert "comfy_api.latest" in last, "what is missing"

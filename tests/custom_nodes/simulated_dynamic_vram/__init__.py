@@ -4,6 +4,8 @@ Models that are loaded to a CPU stay under the older management, as in ComfyUI i
 built and files are read, and what runs after every node.
 """
 
+import logging
+
 import comfy.model_patcher
 
 try:
@@ -24,3 +26,4 @@ def enable() -> bool:
 
 
 ENABLED = enable()
+logging.info("Dynamic VRAM is simulated" if ENABLED else "This ComfyUI has no dynamic VRAM")
