@@ -7,13 +7,16 @@ import comfy.model_management as mm
 import pytest
 import torch
 from comfyui_specar.model_loaders.detect import load_model
+from comfyui_specar.nodes import host
 from comfyui_specar.nodes.operations import Operations
 from comfyui_specar.nodes.patcher import Patcher
 
 from ..unit import tiny as tiny_models
+from .conftest import DYNAMIC_VRAM
 from .test_placement import CPU, GPU, gpu
 
 __all__ = ["gpu"]
+FOR_DYNAMIC = {"for_dynamic": True} if DYNAMIC_VRAM else {}  # on behalf of a model under dynamic VRAM, as most are now
 HELD = 20000  # bytes that a kept session holds, in the simulation
 
 
@@ -76,7 +79,7 @@ def test_they_make_way_before_any_weight_does(short, kept, memory, tiny, drafter
     assert whole == patcher.model_size()
     memory(free=1000)
     mm.current_loaded_models[:] = [entry for entry in mm.current_loaded_models if entry.model is patcher]
-    mm.free_memory(1000 + HELD + others if short else 1000 + HELD // 2, patcher.load_device)
+    mm.free_memory(1000 + HELD + others if short else 1000 + HELD // 2, patcher.load_device, **FOR_DYNAMIC)
     assert not kept
     assert (patcher.loaded_size() < whole) == short
     assert patcher.loaded_size() >= whole - others - max(p.numel() * 4 for p in tiny[0].model.parameters())
@@ -85,7 +88,7 @@ def test_they_make_way_before_any_weight_does(short, kept, memory, tiny, drafter
 
 def test_nothing_goes_where_there_is_room(kept, memory, tiny):
     memory(free=2**40)
-    mm.free_memory(2**30, tiny[0].patcher.load_device)
+    mm.free_memory(2**30, tiny[0].patcher.load_device, **FOR_DYNAMIC)
     assert "kind" in kept
 
 
@@ -148,3 +151,14 @@ def test_a_model_that_comfyui_forgets_is_freed_although_its_graphs_refer_to_it()
         assert reference() is None
     finally:
         gc.enable()
+
+
+def test_memory_that_models_under_dynamic_vram_hold_counts_as_free(tiny, monkeypatch):
+    """They give it up on demand. Otherwise a run would drop its caches beside a large model that only waits."""
+    patcher = tiny[0].patcher
+    asked = []
+    monkeypatch.setattr(mm, "get_free_memory", lambda *_: 1000)
+    if DYNAMIC_VRAM:
+        monkeypatch.setattr("comfy_aimdo.model_vbar.vbars_analyze", lambda device=None: asked.append(device) or 2**40)
+    assert host.free_memory(patcher) == 1000 + (2**40 if DYNAMIC_VRAM else 0)
+    assert host.fits([patcher], 2**30) == DYNAMIC_VRAM == bool(asked)
