@@ -55,12 +55,12 @@ class Watch:
 
 def memory(what: str = "VmHWM") -> int:
     """Bytes of memory: the most that were in use since forget_memory(), or another line of /proc/self/status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(what))
 
 
 def forget_memory() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def work(seed: int, numbers: range, only: str) -> None:
@@ -68,7 +68,7 @@ def work(seed: int, numbers: range, only: str) -> None:
     from tests.unit import fuzz, fuzz_seeds
 
     warnings.filterwarnings("ignore")
-    lines = os.fdopen(os.dup(1), "w")
+    lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # libraries write there too
     watch = Watch()
     sound = Path(tempfile.mkdtemp(dir=os.environ["FUZZ_FOLDER"]))
@@ -120,7 +120,7 @@ class Worker:
     def __init__(self, options: argparse.Namespace, first: int, folder: str):
         environment = os.environ | {"FUZZ_FOLDER": folder, "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1",
                                     "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        self.errors = tempfile.TemporaryFile(mode="w+")
+        self.errors = tempfile.TemporaryFile(mode="w+", encoding="utf-8")
         self.process = subprocess.Popen(command(options, first), stdout=subprocess.PIPE, stderr=self.errors,
                                         env=environment, cwd=Path(__file__).resolve().parent.parent)
         self.buffer = b""

@@ -111,7 +111,7 @@ def _size(shape: tuple[int, ...]) -> int:
 
 def memory() -> dict[str, int]:
     """Bytes that this process holds, by kind."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
     return {kind: int(lines[entry].split()[0]) * 1024 for kind, entry in KINDS.items()}
 
 
@@ -148,7 +148,7 @@ def measure(folder: Path, dtype: str, storage: str | None, threads: int) -> dict
     options = {"dtype": getattr(torch, dtype), "storage": storage and getattr(torch, storage)}
     model, costs = watch(lambda: specar.load_model(folder, **options))
     held = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
-    read = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["read_bytes"]
+    read = dict(line.split(": ") for line in Path("/proc/self/io").read_text("utf-8").splitlines())["read_bytes"]
     weights, used = sum(held.values()), sum(tensor.numel() for tensor in model.parameters())
     return {"dtype": dtype, "storage": storage, "parameters": used, "weights": weights, "read": int(read)} | costs
 

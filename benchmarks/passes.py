@@ -271,7 +271,7 @@ def bandwidth(device: torch.device, size: int) -> float:
 
 def resident() -> int:
     """Bytes of anonymous memory that this process holds."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 

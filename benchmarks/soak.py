@@ -184,7 +184,7 @@ def feeders(prompt: dict, node: str) -> set[str]:
 
 async def memory(url: str, pid: int) -> dict[str, float]:
     """MiB of the server's main memory, and of a GPU's that PyTorch has allocated."""
-    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     [resident] = [int(line.split()[1]) for line in status if line.startswith("VmRSS")]
     found = {"rss": round(resident / 1024, 1)}
     device = (await get_json(url, "/system_stats"))["devices"][0]
@@ -219,7 +219,7 @@ def result(seen: Seen, server: ComfyServer, before: set[Path], log: Path) -> dic
     left = [str(path.relative_to(server.base)) for path in files_below(server.base) - before - told
             if not path.is_relative_to(server.base / "user")]  # ComfyUI's own database
     steady = {key: len(kinds) for key, kinds in seen.pictures.items() if key[0] not in VARYING}
-    lines = log.read_text(errors="replace").splitlines()
+    lines = log.read_text(errors="replace", encoding="utf-8").splitlines()
     return {
         "schema": SCHEMA,
         "prompts": sum(seen.outcomes.values()),

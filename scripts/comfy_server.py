@@ -55,7 +55,7 @@ class ComfyServer:
         self.log.unlink(missing_ok=True)
         try:
             self.start()
-            if "(IMPORT FAILED)" in self.log.read_text(errors="replace"):
+            if "(IMPORT FAILED)" in self.log.read_text(errors="replace", encoding="utf-8"):
                 raise ServerError(f"ComfyUI could not import this pack; see {self.log}")
         except BaseException:
             self.__exit__()
@@ -121,7 +121,7 @@ def prepare_base(base: Path, output: Path, custom_nodes: Mapping[str, Path]) -> 
     for name, folder in custom_nodes.items():
         (base / "custom_nodes" / name).symlink_to(folder, target_is_directory=True)
     # Without this the tutorial's dialog covers the canvas on the first visit.
-    (base / "user/default/comfy.settings.json").write_text(json.dumps({"Comfy.TutorialCompleted": True}))
+    (base / "user/default/comfy.settings.json").write_text(json.dumps({"Comfy.TutorialCompleted": True}), "utf-8")
 
 
 def free_port() -> int:

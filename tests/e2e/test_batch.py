@@ -29,7 +29,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen:
 
 def results(folder: Path) -> list[dict]:
     path = folder / "jobs.results.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def wait_for(condition, process: subprocess.Popen) -> None:
@@ -41,7 +41,7 @@ def wait_for(condition, process: subprocess.Popen) -> None:
 
 def test_every_job_has_one_picture_although_a_server_is_killed(comfy, comfyui, tmp_path):
     rows = [f'{job},"{prompt}",{seed}' for job, prompt, seed in JOBS]
-    (tmp_path / "jobs.csv").write_text("\n".join(["id,prompt,seed", *rows]) + "\n")
+    (tmp_path / "jobs.csv").write_text("\n".join(["id,prompt,seed", *rows]) + "\n", encoding="utf-8")
     with ComfyServer(comfyui, tmp_path / "second.log") as second:
         servers = ["--server", comfy.url, "--server", second.url]
         batch = start(tmp_path, *servers)
@@ -75,7 +75,8 @@ def test_every_job_has_one_picture_although_a_server_is_killed(comfy, comfyui, t
 
 @pytest.fixture
 def twins(tmp_path) -> Path:
-    (tmp_path / "jobs.jsonl").write_text('{"id": "one", "seed": 3}\n{"id": "two", "seed": 3}\n{"id": "bad", "cfg": -9}')
+    jobs = '{"id": "one", "seed": 3}\n{"id": "two", "seed": 3}\n{"id": "bad", "cfg": -9}'
+    (tmp_path / "jobs.jsonl").write_text(jobs, encoding="utf-8")
     return tmp_path
 
 
@@ -84,8 +85,8 @@ def test_equal_jobs_have_a_picture_each_and_a_refused_one_says_why(comfy, twins)
     done = subprocess.run([sys.executable, str(PACK / "batch"), "jobs.jsonl", "--server", comfy.url, "--out", "out"],
                           cwd=twins, capture_output=True, text=True, timeout=RUN_SECONDS)
     assert done.returncode == 1 and "2 of 3 jobs are done, 1 failed" in done.stderr
-    one, two, bad = (json.loads(line) for line in sorted(
-        (twins / "jobs.results.jsonl").read_text().splitlines(), key=lambda line: '"one" "two" "bad"'.find(line[7:12])))
+    results = (twins / "jobs.results.jsonl").read_text(encoding="utf-8").splitlines()
+    one, two, bad = map(json.loads, sorted(results, key=lambda line: '"one" "two" "bad"'.find(line[7:12])))
     assert two["seconds"] < one["seconds"] and two["traces"] == one["traces"] != []
     assert {Path(file["filename"]).stem[:-7] for file in two["files"]} == {"picture_two", "trace_two"}
     assert (twins / "out/one.png").exists() and (twins / "out/two.png").exists()

@@ -53,7 +53,7 @@ def test_the_server_draws_after_all_that(comfy):
 def test_a_trace_that_cannot_be_written_does_not_cost_the_picture(comfy):
     prompt = comfy.workflow("exact_on_the_face", seed=602)
     saver = comfy.node_id(prompt, "SpecARSaveTrace")
-    (comfy.output / "in_the_way").write_text("")
+    (comfy.output / "in_the_way").write_text("", encoding="utf-8")
     prompt[saver]["inputs"]["filename_prefix"] = "in_the_way/trace"
     run = comfy.run(prompt)
     assert run.outcome == "success", run.message()

@@ -156,7 +156,7 @@ def drafters(models) -> Path:
     root = Path(folder_paths.get_folder_paths("ar_drafters")[0])
     (root / "eagle").mkdir(exist_ok=True)
     save_file(eagle_tensors(), root / "eagle/model.safetensors")
-    (root / "eagle/config.json").write_text(json.dumps({"num_attention_heads": 2, "rms_norm_eps": 1e-5}))
+    (root / "eagle/config.json").write_text(json.dumps({"num_attention_heads": 2, "rms_norm_eps": 1e-5}), "utf-8")
     small = {name: tensor for name, tensor in model_tensors(CaptionPrefix(8, 4, 32)).items() if "layers.1." not in name}
     save_file(small, root / "small.safetensors", metadata(heads=2, grid=[GRID, GRID], pixels_per_token=FACTOR,
                                                           caption_slots=4))

@@ -261,7 +261,7 @@ def test_traces_survive_saving_and_loading(run, nodes, sample):
     assert as_json(loaded) == as_json(trace)
     for name, values in trace.positions.items():
         assert torch.equal(values, loaded.positions[name]), name
-    written = json.loads((Path(folder_paths.get_output_directory()) / "specar/t_00001_.json").read_text())
+    written = json.loads((Path(folder_paths.get_output_directory()) / "specar/t_00001_.json").read_text("utf-8"))
     assert written == as_json(trace)
 
 

@@ -271,7 +271,7 @@ def test_names_with_dots_are_kept_apart(sample, nodes, run):
 
 def test_a_folder_that_cannot_be_made_does_not_end_the_prompt(sample, nodes, run):
     _, trace = sample("SJD")
-    (Path(folder_paths.get_output_directory()) / "a_file").write_text("in the way")
+    (Path(folder_paths.get_output_directory()) / "a_file").write_text("in the way", encoding="utf-8")
     for prefix in ("a_file/t", "a_file/deeper/t", "n" * 300):
         [text] = run(nodes["SpecARSaveTrace"], trace=trace, filename_prefix=prefix).ui["text"]
         assert text.startswith("NOT SAVED")

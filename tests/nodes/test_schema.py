@@ -26,7 +26,7 @@ def test_ids_are_the_released_ones(nodes):
 
 
 def test_ids_are_literals_in_the_source():
-    source = "".join(p.read_text() for p in (ROOT / "nodes").glob("*.py"))
+    source = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "nodes").glob("*.py"))
     assert sorted(re.findall(r'node_id="(\w+)"', source)) == sorted(IDS)
 
 

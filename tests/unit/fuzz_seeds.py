@@ -146,7 +146,7 @@ def llamagen_classes(folder: Path) -> None:
     """A pickle with config.json, as conversions have them."""
     torch.save({"model": tiny.llamagen_weights(False), "steps": 5}, folder / "pytorch_model.bin")
     settings = {"num_attention_heads": tiny.HEADS, "block_size": 16, "rms_norm_eps": 1e-5, "model_type": "llamagen"}
-    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
 def simplear(folder: Path) -> None:

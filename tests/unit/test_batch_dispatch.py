@@ -45,7 +45,7 @@ async def run(path: Path, servers: list, jobs: list[Job], options: Options = QUI
 
 
 def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def jobs_drawn(*servers: FakeComfy) -> Counter:

@@ -231,6 +231,6 @@ def test_the_example_fits_every_shipped_text_workflow():
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"nodes": [], "links": []}', '{"1": {"class_type": "A"}}'])
 def test_what_is_no_api_workflow_is_refused(tmp_path, content):
     path = tmp_path / "w.json"
-    path.write_text(content)
+    path.write_text(content, encoding="utf-8")
     with pytest.raises(OverrideError, match="API format|cannot read the workflow"):
         read_workflow(path)

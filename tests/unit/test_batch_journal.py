@@ -40,7 +40,7 @@ def test_a_torn_line_is_removed_wherever_it_was_cut(tmp_path):
                 assert ("a" in journal.results) == (complete or file != path)
                 assert ("b" in journal.queued) == (complete or file == path)
                 journal.write_result({"id": "z", "status": "success"})
-            assert [json.loads(line)["id"] for line in path.read_text().splitlines()][-1] == "z"
+            assert [json.loads(line)["id"] for line in path.read_text(encoding="utf-8").splitlines()][-1] == "z"
 
 
 def test_ids_differ_by_batch_job_and_attempt_and_nothing_else(tmp_path):
@@ -69,10 +69,10 @@ def test_another_process_is_refused_until_this_one_ends(tmp_path):
     ("r.jsonl", "precious notes\nof somebody\n", "line 1 is damaged"),
 ])
 def test_files_of_others_are_left_alone(tmp_path, name, content, message):
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(JournalError, match=message), Journal(tmp_path / "r.jsonl"):
         pass
-    assert (tmp_path / name).read_text() == content
+    assert (tmp_path / name).read_text(encoding="utf-8") == content
 
 
 def test_a_job_cannot_change_under_its_id(tmp_path):
@@ -84,7 +84,7 @@ def test_a_job_cannot_change_under_its_id(tmp_path):
 
 
 def test_where_nothing_can_be_written_it_says_so(tmp_path):
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(JournalError, match="cannot write"), Journal(tmp_path / "file/r.jsonl"):
         pass
 
@@ -100,8 +100,8 @@ WORKFLOW = {
 def table(tmp_path, monkeypatch) -> Path:
     """jobs.csv with 8 jobs beside workflow.json, in the current folder."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "workflow.json").write_text(json.dumps(WORKFLOW))
-    (tmp_path / "jobs.csv").write_text("id,prompt,seed\n" + "".join(f"j{i},cat,{i}\n" for i in range(8)))
+    (tmp_path / "workflow.json").write_text(json.dumps(WORKFLOW), encoding="utf-8")
+    (tmp_path / "jobs.csv").write_text("id,prompt,seed\n" + "".join(f"j{i},cat,{i}\n" for i in range(8)), "utf-8")
     return tmp_path
 
 
@@ -110,7 +110,7 @@ def command(*more: str) -> list[str]:
 
 
 def recorded(path: Path) -> dict[str, dict]:
-    return {record["id"]: record for record in map(json.loads, path.read_text().splitlines())}
+    return {record["id"]: record for record in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
 
 
 async def started(*arguments: str) -> asyncio.subprocess.Process:
@@ -138,7 +138,7 @@ def test_kill_9_again_and_again_loses_and_repeats_nothing(table):
             assert Counter(name.split(".")[0] for name in names) == Counter(f"p_j{i}" for i in range(8))
 
     asyncio.run(check())
-    records = [json.loads(line) for line in (table / "jobs.results.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (table / "jobs.results.jsonl").read_text(encoding="utf-8").splitlines()]
     assert Counter((record["id"], record["status"]) for record in records) == Counter(
         (f"j{i}", "success") for i in range(8))
     assert sorted(path.name for path in (table / "out").iterdir()) == [f"j{i}.png" for i in range(8)]
@@ -181,7 +181,7 @@ def here(monkeypatch):
 
 
 def test_failed_jobs_are_told_and_made_again_only_when_asked(table, here, capsys):
-    (table / "jobs.csv").write_text("id,prompt\ngood,cat\nbad,fail\n")
+    (table / "jobs.csv").write_text("id,prompt\ngood,cat\nbad,fail\n", encoding="utf-8")
     assert run_beside(FakeComfy()) == cli.FAILED
     said = capsys.readouterr().err
     for part in ("bad: Encoder: no such word", "1 of 2 jobs are done, 1 failed", "--retry-failed"):
@@ -201,12 +201,12 @@ def test_failed_jobs_are_told_and_made_again_only_when_asked(table, here, capsys
     ("id,seed\na,1\n", ("--out", "full"), "full has files of a already"),
 ])
 def test_bad_input_begins_nothing(table, capsys, jobs, arguments, message):
-    (table / "jobs.csv").write_text(jobs)
+    (table / "jobs.csv").write_text(jobs, encoding="utf-8")
     (table / "full").mkdir()
-    (table / "full/a.png").write_text("somebody's")
+    (table / "full/a.png").write_text("somebody's", encoding="utf-8")
     assert cli.main(command("--server", "http://127.0.0.1:9", *arguments)) == cli.BAD_INPUT
     assert message in capsys.readouterr().err
-    assert not (table / "jobs.results.jsonl").exists() or (table / "jobs.results.jsonl").read_text() == ""
+    assert not (table / "jobs.results.jsonl").exists() or (table / "jobs.results.jsonl").read_text("utf-8") == ""
 
 
 def test_a_dry_run_needs_no_server_and_leaves_nothing(table, capsys):

@@ -31,7 +31,7 @@ STUDIO = Studio("default", "sjd")
 @pytest.fixture
 def table(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "jobs.csv").write_text(TABLE)
+    (tmp_path / "jobs.csv").write_text(TABLE, encoding="utf-8")
     return tmp_path
 
 
@@ -44,7 +44,7 @@ def test_jobs_are_drawn_by_actors_and_those_that_were_drawn_before_are_not(table
     monkeypatch.setattr(fleet, "Painter", MortalPainter)
     assert cli.main([*COMMAND, "--retries", "1"]) == cli.FAILED
     assert "late: done" in (said := capsys.readouterr().err) and "3 of 5 jobs are done, 2 failed" in said
-    lines = [json.loads(line) for line in (table / "jobs.results.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (table / "jobs.results.jsonl").read_text(encoding="utf-8").splitlines()]
     assert Counter(line["id"] for line in lines) == Counter(job.id for job in jobs)
     records = {line["id"]: line for line in lines}
     assert records["star"]["status"] == records["late"]["status"] == "success"
@@ -74,7 +74,7 @@ def test_jobs_are_drawn_by_actors_and_those_that_were_drawn_before_are_not(table
 def test_what_does_not_fit_the_method_is_refused_before_ray_starts(table, monkeypatch, capsys, table_text, arguments,
                                                                    message):
     monkeypatch.setattr(fleet, "started", lambda _fleet: pytest.fail("Ray was started"))
-    (table / "jobs.csv").write_text(table_text)
+    (table / "jobs.csv").write_text(table_text, encoding="utf-8")
     assert cli.main([*COMMAND, *arguments]) == cli.BAD_INPUT
     assert message in capsys.readouterr().err
     assert cli.main([*COMMAND, *arguments, "--dry-run"]) == cli.BAD_INPUT

@@ -97,7 +97,7 @@ def test_a_report_is_complete(small_world, monkeypatch, tmp_path, capsys):
     methods = ["next_token", "chain of 5"]
     measured(monkeypatch, "--models", "bundled", "tiny", "--methods", *methods, "--tokens", "16", "--passes", "4",
              "--cfg", "3", "--repetitions", "2", "--out", str(out))
-    report = json.loads(out.read_text())
+    report = json.loads(out.read_text(encoding="utf-8"))
     assert report["not_run"] == {} and report["machine"]["threads"] and report["versions"]["transformers"]
     bundled, random = report["models"]
     baselines = ["generate, static cache", "generate, dynamic cache", "plain loop"]
@@ -117,7 +117,7 @@ def test_a_report_is_complete(small_world, monkeypatch, tmp_path, capsys):
     assert random["rows"][0]["passes"] == 4 and bundled["rows"][0]["passes"] == 17
     assert random["rows"][1]["pictures_passes"] == bundled["rows"][1]["passes"] + 1
     assert {(p["tokens"], p["place"]) for p in random["sizes"]} == {(64, p) for p in ("start", "middle", "end")}
-    printed = out.with_suffix(".md").read_text()
+    printed = out.with_suffix(".md").read_text(encoding="utf-8")
     assert printed.strip() in capsys.readouterr().out
     assert all(f"| {name} |" in printed for name in methods + baselines) and "| 64 | end |" in printed
 
@@ -133,16 +133,16 @@ def test_narrow_weights_are_read_as_such(small_world, storage):
 def test_without_a_gpu_its_rows_are_not_run(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     measured(monkeypatch, "--device", "cuda", "--out", str(tmp_path / "gpu.json"))
-    report = json.loads((tmp_path / "gpu.json").read_text())
+    report = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
     assert set(report["not_run"]) == {*speed.MODELS["cuda"], "kernels", "trace"} and report["models"] == []
-    assert "* llamagen-xl: not run (no CUDA GPU on this machine)" in (tmp_path / "gpu.md").read_text()
+    assert "* llamagen-xl: not run (no CUDA GPU on this machine)" in (tmp_path / "gpu.md").read_text(encoding="utf-8")
 
 
 def test_what_fails_is_written_down_and_the_rest_goes_on(small_world, monkeypatch, tmp_path):
     monkeypatch.setattr("comfyui_specar.benchmarks.passes.plain_loop", lambda *_: 1 / 0)
     measured(monkeypatch, "--models", "tiny", "--methods", "next_token", "--parts", "methods", "--tokens", "8",
              "--passes", "2", "--repetitions", "1", "--out", str(tmp_path / "x.json"))
-    report = json.loads((tmp_path / "x.json").read_text())
+    report = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))
     assert "ZeroDivisionError" in report["not_run"]["tiny: plain loop"]
     assert [row["name"] for row in report["models"][0]["rows"]][-1] == "generate, dynamic cache"
 

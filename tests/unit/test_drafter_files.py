@@ -125,9 +125,9 @@ def test_nothing_there(tmp_path, target):
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", target, "empty", "model.safetensors")
     (tmp_path / "config only").mkdir()
-    (tmp_path / "config only" / "config.json").write_text(json.dumps(eagle_config()))
+    (tmp_path / "config only" / "config.json").write_text(json.dumps(eagle_config()), encoding="utf-8")
     refused(tmp_path / "config only", target, "config only", "model.safetensors")
-    (tmp_path / "weights.txt").write_text("hello")
+    (tmp_path / "weights.txt").write_text("hello", encoding="utf-8")
     refused(tmp_path / "weights.txt", target, "weights.txt", "not a weight file")
 
 

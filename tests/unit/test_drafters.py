@@ -330,7 +330,7 @@ def test_pictures_of_a_folder_with_their_prompts(tmp_path):
         Image.fromarray(picture.numpy()).save(folder / name)
     with pytest.raises(ValueError, match="no picture with a .txt"):
         from_folder(target, decoder, folder)
-    (folder / "b.txt").write_text("3\n")
+    (folder / "b.txt").write_text("3\n", encoding="utf-8")
     (example,) = from_folder(target, decoder, folder)
     assert torch.equal(example.tokens, decoder.encode(pixels[1:] / 255.0).flatten())
     assert torch.equal(example.features, target.encode_class(3)[0][0][0])
@@ -346,7 +346,7 @@ def test_pictures_of_a_folder_with_their_prompts(tmp_path):
 @pytest.mark.parametrize("kind", ["eagle", "small"])
 def test_the_command_line_trains_a_drafter_for_a_model_of_ones_own(tmp_path, monkeypatch, kind):
     model, prompts = write_llamagen(tmp_path / "model.safetensors", False), tmp_path / "prompts.txt"
-    prompts.write_text("3\n\n5\n")
+    prompts.write_text("3\n\n5\n", encoding="utf-8")
     command = ["drafter", "--kind", kind, "--model", str(model), "--out", str(tmp_path / "out"), "--prompts",
                str(prompts), "--samples", "22", "--minutes", "0.005", "--width", "32", "--layers", "1"]
     monkeypatch.setattr("sys.argv", command)

@@ -92,7 +92,8 @@ def write_eagle(model: DiscreteModel, folder):
         tensors = load_file(folder / "model.safetensors")
         tensors["embed_tokens.weight"] = fill("words embedding", (model.prefix.words, model.backbone.config.dim)).half()
         save_file(tensors, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps({"model_type": "chameleon", "vocab_size": model.prefix.words}))
+        config = {"model_type": "chameleon", "vocab_size": model.prefix.words}
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 

@@ -186,7 +186,7 @@ def pipe(folder: Path) -> None:
 def no_word_for_the_unknown(folder: Path) -> None:
     file = folder / "flan-t5-xl/tokenizer.json"
     whole = file.read_text(encoding="utf-8")
-    file.write_text(whole.replace('"red"', '"blue"').replace('"unk_token": "<unk>"', '"unk_token": "?"'))
+    file.write_text(whole.replace('"red"', '"blue"').replace('"unk_token": "<unk>"', '"unk_token": "?"'), "utf-8")
 
 
 DEFECTS = {
@@ -274,7 +274,7 @@ def test_the_long_run_reports_what_came_of_every_case(tmp_path):
     out = tmp_path / "fuzz.json"
     command = [sys.executable, "-m", "benchmarks", "fuzz", "--cases", "12", "--only", "trace", "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    report = json.loads(out.read_text())
+    report = json.loads(out.read_text(encoding="utf-8"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert report["cases"] == 12 == sum(report["outcomes"].values()) and not report["problems"]
     assert report["families"] == {"trace": report["outcomes"]} and report["deaths"] == report["executed"] == 0

@@ -189,9 +189,9 @@ def test_the_tokenizer_is_found_in_every_place_it_may_have(tmp_path):
 @pytest.mark.parametrize("damage", ["no json", "no merges", "other special tokens", "too many tokens"])
 def test_a_wrong_tokenizer_is_refused_in_words(tmp_path, damage):
     write_tokenizer(tmp_path)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
     if damage == "no json":
-        (tmp_path / "vocab.json").write_text("not json")
+        (tmp_path / "vocab.json").write_text("not json", encoding="utf-8")
     elif damage == "no merges":
         (tmp_path / "merges.txt").unlink()
     elif damage == "other special tokens":
@@ -199,7 +199,7 @@ def test_a_wrong_tokenizer_is_refused_in_words(tmp_path, damage):
     else:
         extra = {"special": False, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
         config["added_tokens_decoder"] |= {str(i): {"content": f"<{i}>"} | extra for i in range(259, VOCAB + 1)}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     model = load_model(write_harmon(tmp_path / "harmon.safetensors"))
     words = "tokenizer of another model" if damage in ("other special tokens", "too many tokens") else "tokenizer"
     with pytest.raises(CheckpointError, match=words):

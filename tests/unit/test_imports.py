@@ -82,7 +82,8 @@ def test_the_scan_sees_imports_of_every_form(tmp_path, monkeypatch):
     path = tmp_path / "models" / "x.py"
     path.write_text(
         "import comfy.ops as o\nfrom . import a\nfrom .b import c\ndef f():\n    from ..samplers import rng\n"
-        "    from ..samplers.trace import Trace\n    from .. import nodes\n    from torch import nn\n"
+        "    from ..samplers.trace import Trace\n    from .. import nodes\n    from torch import nn\n",
+        encoding="utf-8",
     )
     assert set(imports(path)) == {
         (False, "comfy.ops"), (True, "models.a"), (True, "models.b"), (True, "samplers"), (True, "samplers.trace"),

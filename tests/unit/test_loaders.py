@@ -174,7 +174,7 @@ def refused(path, *words, loader=load_model, error=CheckpointError, **options):
 def test_missing_files_and_strange_kinds(tmp_path):
     refused(tmp_path / "none.safetensors", "none.safetensors", "does not exist", "Put the file there")
     refused(tmp_path, "holds no model.safetensors", error=CheckpointError)
-    (tmp_path / "weights.txt").write_text("hello")
+    (tmp_path / "weights.txt").write_text("hello", encoding="utf-8")
     refused(tmp_path / "weights.txt", "weights.txt", "not a weight file", ".safetensors")
 
 
@@ -241,7 +241,7 @@ def test_code_in_a_file_is_never_run(tmp_path, known_size, loader):
 
 def test_the_attack_of_the_test_above_works(tmp_path):
     pickle.loads(pickle.dumps(Attack(tmp_path / "proof")))
-    assert (tmp_path / "proof").read_text() == "gotcha"
+    assert (tmp_path / "proof").read_text(encoding="utf-8") == "gotcha"
 
 
 def test_other_classes_in_a_pickle_are_refused(tmp_path):

@@ -144,7 +144,7 @@ def test_a_damaged_file_is_computed_again_and_replaced(cache, monkeypatch, caplo
 def test_a_folder_that_cannot_be_written_only_costs_time(cache, monkeypatch, caplog, obstacle):
     """A file stands where the folder should be (this also stops root, whom permissions do not); or the disk is full."""
     if obstacle == "folder":
-        cache.parent.write_text("in the way")
+        cache.parent.write_text("in the way", encoding="utf-8")
     else:
         def full(*given):
             raise OSError(28, "No space left on device")

@@ -27,9 +27,9 @@ def shards_of(index):
 
 
 def rewrite(index, **changes):
-    settings = json.loads(index.read_text())
+    settings = json.loads(index.read_text(encoding="utf-8"))
     settings["weight_map"] |= changes
-    index.write_text(json.dumps(settings))
+    index.write_text(json.dumps(settings), encoding="utf-8")
 
 
 def refused(path, *words, load=open_checkpoint):
@@ -93,7 +93,7 @@ def test_an_index_leads_nowhere_else(index, tmp_path, name):
     "", "{", "[]", "null", "{}", '{"weight_map": []}', '{"weight_map": {}}', "\0", "[" * 9999,
 ])
 def test_an_index_that_is_none(index, content):
-    index.write_text(content)
+    index.write_text(content, encoding="utf-8")
     refused(index, index, "Download it again")
 
 
@@ -133,7 +133,7 @@ def test_a_model_that_lacks_a_shard_says_so_before_anything_else(tmp_path):
 def test_an_unknown_architecture_is_told_with_what_is_supported(tmp_path, config, told, shards):
     folder = write_folder(tmp_path / "Strange-7B", WEIGHTS, config, shards)
     refused(folder, "Strange-7B", told, "part.0.weight", *NAMES.split(", "), load=load_model)
-    (folder / "config.json").write_text("{")
+    (folder / "config.json").write_text("{", encoding="utf-8")
     refused(folder, "config.json", "cannot be read", load=load_model)
 
 

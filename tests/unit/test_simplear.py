@@ -56,9 +56,9 @@ def test_layout(model):
 def test_sizes(tmp_path):
     """The released models draw 1024 and 512 pixels, and say so when asked for others."""
     path = write(tmp_path / "model", grid=(64, 64), decoder=False)
-    settings = json.loads((path / "config.json").read_text())
+    settings = json.loads((path / "config.json").read_text(encoding="utf-8"))
     del settings["specar"]["grid"]
-    (path / "config.json").write_text(json.dumps(settings))
+    (path / "config.json").write_text(json.dumps(settings), encoding="utf-8")
     model = load_model(path)
     assert model.grid == (64, 64) and model.layout(32, 32).length == 1024
     assert load_model(path, grid=(32, 32)).grid == (32, 32)
@@ -138,9 +138,9 @@ def test_the_older_tokenizer_files(folder, model, tmp_path):
     path = write(tmp_path / "model", decoder=False)
     (path / "tokenizer.json").unlink()
     vocab = {text: i for text, i in tokenizer().get_vocab().items() if text not in SPECIALS}
-    (path / "vocab.json").write_text(json.dumps(vocab))
-    (path / "merges.txt").write_text("#version: 0.2\n")
-    (path / "added_tokens.json").write_text(json.dumps({text: 256 + i for i, text in enumerate(SPECIALS)}))
+    (path / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
+    (path / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    (path / "added_tokens.json").write_text(json.dumps({text: 256 + i for i, text in enumerate(SPECIALS)}), "utf-8")
     other = load_model(path)
     assert other.word_ids == model.word_ids
     for text in ("a red cup", "été <|sov|> 3"):
@@ -169,7 +169,7 @@ def test_the_tokenizer_of_another_model(tmp_path):
     byte_tokenizer([*SPECIALS, "<|more|>"], first=300).save(str(path / "tokenizer.json"))
     with pytest.raises(CheckpointError, match="301 words, too few for the 309 words of .*tokenizer.json and 32 im"):
         load_model(path)
-    (path / "tokenizer.json").write_text("{")
+    (path / "tokenizer.json").write_text("{", encoding="utf-8")
     with pytest.raises(CheckpointError, match="tokenizer.json cannot be read"):
         load_model(path)
 

@@ -55,12 +55,12 @@ def write(model, folder, words: bool, config: BackboneConfig | None = None, **se
     drafter_export.write_eagle(module, model, folder)
     if words or settings:
         path = folder / "model.safetensors"
-        tensors, written = load_file(path), json.loads((folder / "config.json").read_text())
+        tensors, written = load_file(path), json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if words:
             tensors["embed_tokens.weight"] = fill("words embedding", (WORDS, config.dim)).half()
             written["vocab_size"] = WORDS
         save_file(tensors, path)
-        (folder / "config.json").write_text(json.dumps(written | settings))
+        (folder / "config.json").write_text(json.dumps(written | settings), encoding="utf-8")
     return folder
 
 
@@ -281,7 +281,7 @@ def test_pictures_become_sequences_with_their_forced_tokens(tmp_path):
     path = tiny_chameleon.write(tmp_path, kind="lumina", layers=1)
     model, decoder = load_model(path), load_image_decoder(path / "chameleon_vqgan.safetensors")
     Image.new("RGB", (20, 30), "red").save(tmp_path / "a.png")
-    (tmp_path / "a.txt").write_text("a cup")
+    (tmp_path / "a.txt").write_text("a cup", encoding="utf-8")
     (example,) = from_folder(model, decoder, tmp_path)
     layout = model.layout()
     assert torch.equal(example.tokens[layout.forced[0] >= 0], layout.forced[layout.forced >= 0])
@@ -291,7 +291,7 @@ def test_pictures_become_sequences_with_their_forced_tokens(tmp_path):
 
 def test_the_command_line_trains_a_drafter_for_a_language_model(tmp_path, monkeypatch):
     model, prompts = tiny_simplear.write(tmp_path / "model", layers=1), tmp_path / "prompts.txt"
-    prompts.write_text("a cup\n")
+    prompts.write_text("a cup\n", encoding="utf-8")
     command = ["drafter", "--kind", "eagle", "--model", str(model), "--out", str(tmp_path / "out"), "--prompts",
                str(prompts), "--samples", "3", "--minutes", "0.005"]
     monkeypatch.setattr("sys.argv", command)

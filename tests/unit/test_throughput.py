@@ -59,7 +59,7 @@ def test_the_command_measures_the_bundled_model(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("sys.argv", ["throughput", "--layouts", "1x1", "--methods", "sjd coupled w16", "--batches", "2",
                                      "--pictures", "1", "--out", str(out)])
     throughput.main()
-    report = json.loads(out.read_text())
+    report = json.loads(out.read_text(encoding="utf-8"))
     [row] = report["rows"]
     assert row["pictures"] == 2 and 0 < row["seconds_per_picture"] < row["seconds_until_there"]
-    assert 20 < row["passes"] < 256 and "| 2 |" in out.with_suffix(".md").read_text()
+    assert 20 < row["passes"] < 256 and "| 2 |" in out.with_suffix(".md").read_text(encoding="utf-8")

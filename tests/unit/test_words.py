@@ -82,11 +82,11 @@ def test_translation_has_the_same_keys(file):
 
 def test_categories_and_types_are_translated():
     """Those that ComfyUI does not know: parts of categories, and types, from which outputs of that name are called."""
-    source = "".join(path.read_text() for path in (ROOT / "nodes").glob("*.py"))
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "nodes").glob("*.py"))
     main = locale("zh", "main")
     used = set(re.findall(r'category="SpecAR/(\w+)"', source)) - {"loaders", "latent", "sampling"}
     assert set(main["nodeCategories"]) == used
-    assert set(main["dataTypes"]) == set(re.findall(r'"(AR_[A-Z]+)"', (ROOT / "nodes/sockets.py").read_text()))
+    assert set(main["dataTypes"]) == set(re.findall(r'"(AR_[A-Z]+)"', (ROOT / "nodes/sockets.py").read_text("utf-8")))
 
 
 @pytest.mark.parametrize("node", NODES)
