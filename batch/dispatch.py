@@ -7,12 +7,14 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from ..files import FileInUseError, replace
 from .jobs import Job
 from .journal import Journal
 from .overrides import Workflow, fingerprint, named_after
@@ -234,8 +236,11 @@ class Batch:
             if content is None:
                 record |= {"status": "error", "error": f"{lane.server.url} no longer has {file['filename']}"}
             else:
-                write_whole(path, content)
-                copies.append(str(path))
+                try:
+                    write_whole(path, content)
+                    copies.append(str(path))
+                except FileInUseError as error:  # the others go on
+                    record |= {"status": "error", "error": f"{path} could not be replaced: {error.strerror}"}
         return record | {"copies": copies}
 
     def _line(self, lane: Lane, work: Work, prompt_id: str, found: Entry) -> dict[str, Any]:
@@ -327,11 +332,17 @@ def copies_of(files: list[dict[str, str]], stem: Path) -> list[Path]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """The file is there with all its bytes, or not at all."""
+    """Write a file with all its bytes or not at all. Raises FileInUseError where it cannot be replaced, OSError where
+    nothing can be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    try:
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        replace(part, path)
+    except OSError:
+        with suppress(OSError):
+            part.unlink()
+        raise

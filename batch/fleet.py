@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..files import FileInUseError
 from .dispatch import write_whole
 from .jobs import Job, JobsError
 from .journal import Journal
@@ -100,8 +101,11 @@ def write(journal: Journal, job: Job, record: dict[str, Any], picture: bytes, ou
     """The picture first, so that a line of the results always has its picture."""
     entry = journal.queued[job.id][-1]
     copies = [out / f"{job.id}.png"] if picture else []
-    for path in copies:
-        write_whole(path, picture)
+    try:
+        for path in copies:
+            write_whole(path, picture)
+    except FileInUseError as error:
+        record |= {"status": "error", "error": f"{copies.pop()} could not be replaced: {error.strerror}"}
     full = {"id": job.id, "status": record["status"], "overrides": job.overrides, "server": entry["server"],
             "prompt_id": entry["prompt_id"], "attempt": entry["attempt"], "seconds": record["seconds"], "files": [],
             "traces": record["traces"], "error": record["error"], "copies": [str(path) for path in copies]}

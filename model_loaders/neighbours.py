@@ -18,6 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ..files import replace
+
 log = logging.getLogger(__name__)
 
 COLUMNS = 1000  # kept in a file, so that asking for fewer next time finds it
@@ -104,7 +106,7 @@ def _write(path: Path, table: Tensor) -> None:
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
         os.close(handle)
         save_file({"neighbours": table}, temporary)
-        os.replace(temporary, path)
+        replace(Path(temporary), path)
     except (OSError, SafetensorError) as error:
         log.warning("The neighbour table could not be kept in %s (%s); it will be computed again.", path.parent, error)
         if temporary:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from safetensors.torch import save
 
+from ..files import replace
 from ..samplers.trace import CONTINUOUS_FIELDS, POSITION_FIELDS, SCHEMA, Source, Trace
 from .checkpoint import CheckpointError, open_checkpoint
 
@@ -49,7 +50,7 @@ def write_together(contents: dict[Path, bytes]) -> None:
         for file, content in contents.items():
             parts[file].write_bytes(content)
         for file, part in parts.items():
-            part.replace(file)
+            replace(part, file)
     except OSError as error:
         for part in parts.values():
             with suppress(OSError):

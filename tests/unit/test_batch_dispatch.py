@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from comfyui_specar import files
 from comfyui_specar.batch import dispatch, journal, server
 from comfyui_specar.batch.dispatch import Batch, Options
 from comfyui_specar.batch.jobs import Job
@@ -284,6 +285,24 @@ def test_copies_are_named_after_the_job(tmp_path):
     names = [{"filename": name} for name in ("a.png", "b.json", "c.png", "d.PNG", "e.png", "f")]
     assert [path.name for path in dispatch.copies_of(names, Path("x/job"))] == [
         "job.png", "job.json", "job.2.png", "job.PNG", "job.3.png", "job"]
+
+
+def test_a_picture_that_another_program_holds_open_is_waited_for_and_then_costs_that_job_alone(tmp_path, locked):
+    """j1.png is free again after a moment, j2.png never is."""
+    attempts = locked({"j1.png": 2, "j2.png": 99})
+
+    async def check():
+        async with FakeComfy() as one:
+            options = Options(poll=0.005, download=tmp_path / "out")
+            return await run(tmp_path / "r.jsonl", [one], jobs_of(4), options)
+
+    results = asyncio.run(check()).results
+    assert {job: record["status"] for job, record in results.items()} == {
+        "j0": "success", "j1": "success", "j2": "error", "j3": "success"}
+    assert "j2.png" in results["j2"]["error"] and "open in another program" in results["j2"]["error"]
+    assert results["j2"]["copies"] == [] and results["j1"]["copies"] == [str(tmp_path / "out/j1.png")]
+    assert attempts == {"j0.png": 1, "j1.png": 3, "j2.png": 1 + len(files.PAUSES), "j3.png": 1}
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["j0.png", "j1.png", "j3.png"]
 
 
 class CrashError(BaseException):

@@ -80,6 +80,19 @@ def test_what_does_not_fit_the_method_is_refused_before_ray_starts(table, monkey
     assert cli.main([*COMMAND, *arguments, "--dry-run"]) == cli.BAD_INPUT
 
 
+def test_a_picture_that_another_program_holds_open_costs_that_job_alone(tmp_path, locked):
+    locked({"a.png": 99})
+    jobs, told = [Job(name, {}, 1) for name in "ab"], []
+    with Journal(tmp_path / "r.jsonl") as journal:
+        for job in jobs:
+            journal.write_queued(job.id, "same", 1, "ray")
+            record = {"status": "success", "traces": [], "seconds": 1.0, "error": ""}
+            fleet.write(journal, job, record, b"picture", tmp_path / "out", told.append)
+    assert [record["status"] for record in told] == ["error", "success"]
+    assert "a.png" in told[0]["error"] and "open in another program" in told[0]["error"] and told[0]["copies"] == []
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["b.png"]
+
+
 def test_it_asks_for_a_folder_and_for_ray(table, monkeypatch, capsys):
     assert cli.main(["jobs.csv", "--ray"]) == cli.BAD_INPUT
     assert "--ray needs --out" in capsys.readouterr().err

@@ -15,10 +15,13 @@ OWN = {  # room -> modules of the pack it may import (a room, or one module of i
     "kernels": set(),
     "models": {"kernels"},
     "samplers": {"kernels"},
-    "model_loaders": {"models", "samplers.protocols", "samplers.trace", "samplers.continuous_model", "samplers.laws"},
+    "files": set(),
+    "model_loaders": {
+        "files", "models", "samplers.protocols", "samplers.trace", "samplers.continuous_model", "samplers.laws",
+    },
     "api": {"model_loaders", "samplers"},
     "nodes": {"model_loaders", "samplers", "kernels"},
-    "batch": {"api"},
+    "batch": {"api", "files"},
 }
 FOREIGN = {  # room -> third-party packages; all of them come with ComfyUI
     "kernels": {"torch", "triton"},
@@ -27,13 +30,13 @@ FOREIGN = {  # room -> third-party packages; all of them come with ComfyUI
     "model_loaders": {"torch", "einops", "safetensors", "transformers", "tokenizers", "torchvision"},
     "api": {"torch"},
     "nodes": {"torch", "numpy", "PIL", "aiohttp"} | HOST,
+    "files": set(),
     "batch": {"aiohttp", "tqdm", "numpy", "PIL", "ray"},  # ray: an optional extra, for batch/fleet.py alone
 }
 
 
 def sources(room: str) -> list[Path]:
-    files = [ROOT / f"{room}.py"] if room == "api" else sorted((ROOT / room).glob("**/*.py"))
-    assert files, f"{room} is empty"
+    files = sorted((ROOT / room).glob("**/*.py")) or [ROOT / f"{room}.py"]
     return files
 
 

@@ -160,6 +160,17 @@ def test_a_folder_that_cannot_be_written_only_costs_time(cache, monkeypatch, cap
     assert obstacle == "folder" or list(cache.iterdir()) == [], "no half-written file stays behind"
 
 
+def test_a_cached_file_in_use_is_waited_for(cache, monkeypatch, caplog, locked):
+    book = codes(60)
+    neighbour_table(book, 7)
+    [file] = cache.iterdir()
+    corrupt(file, "noise")
+    computed, attempts = spy(monkeypatch), locked({file.name: 2})
+    neighbour_table(book, 7)
+    neighbour_table(book, 7)
+    assert attempts[file.name] == 3 and computed == [40] and list(cache.iterdir()) == [file]
+
+
 @pytest.mark.parametrize(("platform", "variables", "wanted"), [
     ("linux", {"XDG_CACHE_HOME": "/elsewhere"}, "/elsewhere/comfyui-specar"),
     ("linux", {"HOME": "/home/me"}, "/home/me/.cache/comfyui-specar"),

@@ -119,6 +119,16 @@ def test_save_and_load_give_the_same_trace(tmp_path):
     assert report["settings"]["lossless"] is True and report["totals"]["tokens"] == 20
 
 
+def test_a_file_in_use_is_waited_for_and_then_named(tmp_path, locked):
+    trace = trace_of(NextToken())
+    attempts = locked({"a.safetensors": 3, "b.json": 99})
+    save_trace(trace, tmp_path / "a")
+    assert attempts["a.safetensors"] == 4 and load_trace(tmp_path / "a.safetensors").totals == trace.totals
+    with pytest.raises(OSError, match=r"b\.json could not be written \(.*open in another program\)"):
+        save_trace(trace, tmp_path / "b")
+    assert not list(tmp_path.glob("*.part"))
+
+
 def test_the_report_says_what_is_not_lossless():
     assert trace_of(SJD(window=3, reuse="threshold_paper")).report()["settings"]["lossless"] is False
 
