@@ -50,7 +50,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--dry-run", action="store_true", help="only check that all jobs fit the workflow")
     comfy = top.add_argument_group("on ComfyUI servers")
     comfy.add_argument("--server", action="append", metavar="URL", help=f"may be repeated (default: {SERVER})")
-    comfy.add_argument("--workflow", type=Path, default=WORKFLOW, help="in API format (default: %(default)s)")
+    comfy.add_argument("--workflow", type=Path, default=WORKFLOW,
+                       help=f"in API format (default: {WORKFLOW.name} of this pack)")
     comfy.add_argument("--in-flight", type=positive, default=Options.in_flight, metavar="N",
                        help="jobs that a server has at a time (default: %(default)s: it draws one, the next one waits)")
     comfy.add_argument("--retries", type=int, default=Options.retries, metavar="N",
@@ -131,8 +132,8 @@ def left(journal: Journal, jobs: list[Job], prints: dict[str, str], options: arg
     journal.check(prints)
     found = [job for job in jobs if not journal.ended(job.id, options.retry_failed)]
     if options.out and options.out.is_dir():
-        there = {path.name.split(".")[0] for path in options.out.iterdir()}
-        if strangers := [job.id for job in found if job.id in there and job.id not in journal.queued]:
+        there = {path.name.split(".")[0].casefold() for path in options.out.iterdir()}  # as case-blind systems compare
+        if strangers := [job.id for job in found if job.id.casefold() in there and job.id not in journal.queued]:
             raise JournalError(f"{options.out} has files of {strangers[0]} already, which are not of this batch: "
                                "choose another --out, or give the job another id")
     return found

@@ -12,6 +12,7 @@ from typing import Any
 
 DELIMITERS = ",;\t"
 ID = re.compile(r"[\w-]{1,100}")  # becomes part of file names, on any system
+DEVICE = re.compile(r"con|prn|aux|nul|(com|lpt)[0-9¹²³]", re.IGNORECASE)  # on Windows, whatever the ending of the file
 SHOWN = 10  # problems that one message lists
 Row = tuple[int, dict[str, Any]]  # the line it begins on, and its values
 
@@ -139,6 +140,9 @@ def with_ids(rows: list[Row], name: str) -> list[Job]:
         if not ID.fullmatch(job_id):
             problems.append(f"line {line}: the id {job_id!r} may have only letters, digits, _ and - (100 at most), "
                             "because files are named after it")
+        if DEVICE.fullmatch(job_id):
+            problems.append(f"line {line}: the id {job_id!r} is the name of a device on Windows, so it cannot be the "
+                            "name of a file there: add something to it")
         first = lines.setdefault(job_id.casefold(), line)  # some file systems do not tell A from a
         if first != line:
             problems.append(f"line {line}: the id {job_id!r} was used on line {first}")

@@ -153,10 +153,9 @@ def stamp(files: list[Path]) -> str:
 
 def outside_output(prefix: str) -> str | None:
     """What is wrong with a prefix of file names that is none inside the output folder; None: nothing."""
-    root = os.path.abspath(folder_paths.get_output_directory())
+    root = Path(os.path.abspath(folder_paths.get_output_directory()))
     name = os.path.normpath(prefix) if "\0" not in prefix else "."
-    inside = os.path.abspath(os.path.join(root, name)).startswith(root + os.sep)
-    if inside and name not in (".", ".."):
+    if root in Path(os.path.abspath(root / name)).parents:
         return None
     return f"filename_prefix is {prefix[:80]!r}, but must be a name inside ComfyUI's output folder, as in Save Image."
 

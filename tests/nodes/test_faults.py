@@ -3,6 +3,7 @@
 import errno
 import gc
 import json
+import os
 import weakref
 from pathlib import Path
 
@@ -283,6 +284,13 @@ def test_names_outside_the_output_folder_are_refused_before_anything_is_drawn(pr
     assert "filename_prefix is" in node.validate_inputs(filename_prefix=prefix)
     with pytest.raises(ValueError, match="filename_prefix is"):
         run(node, trace=sample("SJD")[1], filename_prefix=prefix)
+
+
+def test_the_output_folder_may_be_the_root_of_a_drive(nodes, monkeypatch):
+    monkeypatch.setattr(folder_paths, "get_output_directory", lambda: os.path.abspath(os.sep))
+    validate = nodes["SpecARSaveTrace"].validate_inputs
+    assert validate(filename_prefix="specar/trace") is True
+    assert all("filename_prefix is" in validate(filename_prefix=prefix) for prefix in ("", ".", "..", "a\0b"))
 
 
 def test_links_in_place_of_names_are_judged_when_they_arrive(nodes):

@@ -81,6 +81,13 @@ def test_ids_come_from_their_column_or_from_row_and_contents(tmp_path):
     assert first[0].id == second[0].id and first[1].id not in {job.id for job in second} and first[0].id != first[1].id
 
 
+@pytest.mark.parametrize("name", ["con", "PRN", "aux", "nul", "com0", "COM1", "com9", "lpt1", "LPT9", "com\u00b9"])
+def test_names_of_devices_are_no_ids(tmp_path, name):
+    """A file nul.png cannot be written on Windows: it goes nowhere."""
+    assert "is the name of a device" in refused(tmp_path, "a.csv", f"id,seed\n{name},1\n")
+    assert jobs_in(tmp_path, "a.csv", f"id,seed\n{name}-1,1\nx{name},1\n")
+
+
 def test_an_empty_cell_leaves_the_workflow_as_it_is_and_empty_lines_are_no_jobs(tmp_path):
     jobs = jobs_in(tmp_path, "a.csv", '\nprompt,seed,,\n\n"two\nlines",\n ,5,,\n,,\n')
     assert [(job.overrides, job.line) for job in jobs] == [({"prompt": "two\nlines"}, 4), ({"seed": "5"}, 6)]
@@ -96,6 +103,7 @@ def test_an_empty_cell_leaves_the_workflow_as_it_is_and_empty_lines_are_no_jobs(
     ("a.csv", "prompt,,seed\na,,1\n", "line 1: column 2 has no name"),
     ("a.csv", "id,seed\ncat,1\nCAT,2\n", "line 3: the id 'CAT' was used on line 2"),
     ("a.csv", "id,seed\n../cat,1\n", "line 2: the id '../cat' may have only letters"),
+    ("a.csv", "id,seed\ncat,1\nNul,2\n", "line 3: the id 'Nul' is the name of a device on Windows"),
     ("a.csv", "prompt\nH\u00fctte\n".encode("cp1252"), "is not UTF-8"),
     ("a.csv", "prompt\ncat\n".encode("utf-16"), "is not UTF-8"),
     ("a.jsonl", '{"seed": 1}\n{"seed": 1', "line 2: "), ("a.jsonl", "[1]", "line 1: expected an object"),

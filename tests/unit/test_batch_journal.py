@@ -199,6 +199,7 @@ def test_failed_jobs_are_told_and_made_again_only_when_asked(table, here, capsys
     ("", (), "jobs.csv has no jobs"),
     ("seed\n1\n", ("--workflow", "jobs.csv"), "cannot read the workflow jobs.csv"),
     ("id,seed\na,1\n", ("--out", "full"), "full has files of a already"),
+    ("id,seed\nA,1\n", ("--out", "full"), "full has files of A already"),
 ])
 def test_bad_input_begins_nothing(table, capsys, jobs, arguments, message):
     (table / "jobs.csv").write_text(jobs, encoding="utf-8")
@@ -207,6 +208,12 @@ def test_bad_input_begins_nothing(table, capsys, jobs, arguments, message):
     assert cli.main(command("--server", "http://127.0.0.1:9", *arguments)) == cli.BAD_INPUT
     assert message in capsys.readouterr().err
     assert not (table / "jobs.results.jsonl").exists() or (table / "jobs.results.jsonl").read_text("utf-8") == ""
+
+
+def test_the_help_can_be_printed_in_the_console_of_any_system(monkeypatch):
+    """A Windows console has a code page, in which the path of the pack need not exist."""
+    monkeypatch.setattr(cli, "WORKFLOW", Path("/home/\u65e5\u672c/ComfyUI") / cli.WORKFLOW.name)
+    assert b"sjd_acceptance_map.json" in cli.parser().format_help().encode("ascii")
 
 
 def test_a_dry_run_needs_no_server_and_leaves_nothing(table, capsys):
