@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ..models.quantised import narrow_names, put_narrow, quantise
+from . import safetensors_files
 from .pickles import read_pickle, refuse_unreal
 from .torchscript import read_torchscript
 
@@ -30,6 +32,8 @@ _CHECKED = 2**20  # values looked at together
 _CONTAINERS = ("model_ema", "model", "module", "state_dict")
 
 
+_PAGE_FILE = re.compile(r"(os error |error code: <|WinError )1455\b")  # as safetensors, PyTorch and Python tell it
+_NO_MEMORY = re.compile(r"not enough memory|(can't|cannot) allocate memory", re.IGNORECASE)
 _LARGEST_SETTINGS = 32 * 2**20  # bytes of a .json file; the released ones have 10 MB at most
 _LONGEST_MESSAGE = 1200  # characters
 
@@ -47,7 +51,8 @@ class CheckpointError(ValueError):
 class Checkpoint:
     """Tensors by name, the ``specar`` metadata of our own files (else empty), and the file they came from.
 
-    A checkpoint in shards has its index for a file. The tensors are maps of the files: reading one is what costs.
+    A checkpoint in shards has its index for a file. The tensors are maps of the files (see keep_maps): reading one is
+    what costs.
     storage: a narrower dtype, of NARROW, in which the large matrices are to be kept (see load_weights).
     """
 
@@ -89,7 +94,8 @@ def as_released(path: Path) -> Iterator[None]:
         yield
     except (CheckpointError, torch.cuda.OutOfMemoryError):
         raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError, RuntimeError) as error:
+        refuse_shortage(error, path)
         raise CheckpointError(
             f"{path.name}, its metadata or the config.json beside it is not as it was released: {error} "
             f"({type(error).__name__}). Download them again."
@@ -143,21 +149,69 @@ def weight_file(path: Path, names: Sequence[str] = WEIGHT_FILES) -> Path:
     raise CheckpointError(f"The folder {path} holds no {' and no '.join(names)}.")
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Read a .safetensors file, a pickle of tensors (weights only), whichever container it uses, the tensors of a
-    TorchScript archive, or all the shards of an index.
+_mapped = True
 
-    Raises CheckpointError for a missing, truncated, empty or code-carrying file.
+
+def keep_maps(wanted: bool) -> None:
+    """Choose, for this process, how weights are read from now on: as maps of their files (at first), or into memory.
+
+    A map takes no memory of its own for weights that are used in the file's dtype. But Windows refuses to replace or
+    delete a mapped file until the model is gone, and reserves memory for all of it; and some network drives cannot map.
     """
+    global _mapped
+    _mapped = wanted
+
+
+def open_checkpoint(path: Path, mapped: bool | None = None) -> Checkpoint:
+    """Read a .safetensors file, a pickle of tensors (weights only), whichever container it uses, the tensors of a
+    TorchScript archive, or all the shards of an index. mapped: see keep_maps (None: as chosen there).
+
+    Raises CheckpointError for a missing, truncated, empty or code-carrying file, and where memory is short.
+    """
+    mapped = _mapped if mapped is None else mapped
+    return _open(path, _map if mapped else safetensors_files.read, mapped)
+
+
+def outline(path: Path) -> Checkpoint:
+    """A checkpoint whose tensors are on the meta device: names, shapes and dtypes. Raises as open_checkpoint does."""
+    checkpoint = _open(path, safetensors_files.outline, mapped=True)
+    return replace(checkpoint, tensors={name: tensor.to("meta") for name, tensor in checkpoint.tensors.items()})
+
+
+_Read = Callable[[Path], tuple[dict[str, Tensor], dict[str, str]]]  # safetensors file -> tensors, metadata
+
+
+def _map(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    with safe_open(str(path), framework="pt", device="cpu") as file:
+        return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118 (not a dict)
+
+
+def refuse_shortage(error: BaseException, path: Path) -> None:
+    """Raise CheckpointError if a file could not be read, or its weights not be held, for want of memory."""
+    told = " ".join(str(cause) for cause in (error, error.__cause__) if cause)
+    size = f"{path.name} ({path.stat().st_size / 1e9:.1f} GB)" if path.is_file() else path.name
+    if _PAGE_FILE.search(told):
+        raise CheckpointError(
+            f"Windows cannot reserve memory for {size}, because its page file is too small (error 1455). Let Windows "
+            "manage the size of the page file (System > About > Advanced system settings > Performance > Advanced > "
+            "Virtual memory), close other programs, or start ComfyUI with --disable-mmap."
+        ) from error
+    if isinstance(error, MemoryError) or isinstance(error.__cause__, MemoryError) or _NO_MEMORY.search(told):
+        raise CheckpointError(
+            f"There is not enough memory to load {size}. Close other programs, or choose a dtype with fewer bytes."
+        ) from error
+
+
+def _open(path: Path, read: _Read, mapped: bool) -> Checkpoint:
     if not os.path.isfile(path):
         raise CheckpointError(f"{path} does not exist. Put the file there or choose another one.")
     if path.name.endswith(INDEX):
-        return _open_shards(path)
+        return _open_shards(path, read, mapped)
     suffix = path.suffix.lower()
     if suffix in SAFETENSORS:
-        return _open_safetensors(path)
+        return _open_safetensors(path, read)
     if suffix in PICKLES:
-        return _open_pickle(path)
+        return _open_pickle(path, mapped)
     if suffix in TORCHSCRIPT:
         return _open_torchscript(path)
     kinds = ", ".join(SAFETENSORS + PICKLES + TORCHSCRIPT)
@@ -176,7 +230,7 @@ def shard_of(index: Path) -> dict[str, str]:
     return shards
 
 
-def _open_shards(index: Path) -> Checkpoint:
+def _open_shards(index: Path, read: _Read, mapped: bool) -> Checkpoint:
     shards = shard_of(index)
     tensors: dict[str, Tensor] = {}
     files = sorted(set(shards.values()))
@@ -187,7 +241,7 @@ def _open_shards(index: Path) -> Checkpoint:
             f"({', '.join(missing[:3])}). Download them into the folder {index.parent}."
         )
     for file in files:
-        tensors |= open_checkpoint(index.parent / file).tensors
+        tensors |= _open(index.parent / file, read, mapped).tensors
     absent = [name for name in shards if name not in tensors]
     if absent:
         raise CheckpointError(
@@ -197,12 +251,16 @@ def _open_shards(index: Path) -> Checkpoint:
     return Checkpoint(tensors, {}, index)
 
 
-def _open_safetensors(path: Path) -> Checkpoint:
+def _open_safetensors(path: Path, read: _Read) -> Checkpoint:
     try:
-        with safe_open(str(path), framework="pt", device="cpu") as file:
-            metadata = json.loads((file.metadata() or {}).get("specar", "{}"))
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, ValueError, RecursionError, OSError) as error:
+        tensors, strings = read(path)
+        metadata = json.loads(strings.get("specar", "{}"))
+    except (SafetensorError, ValueError, RuntimeError, OSError, MemoryError) as error:
+        refuse_shortage(error, path)
+        if isinstance(error, OSError):
+            raise CheckpointError(
+                f"{path} cannot be read: {error}. If its drive cannot map files, start ComfyUI with --disable-mmap."
+            ) from error
         size = path.stat().st_size
         raise CheckpointError(
             f"{path.name} ({size} bytes) is damaged or not a safetensors file: {error}. Download or copy it again."
@@ -212,9 +270,9 @@ def _open_safetensors(path: Path) -> Checkpoint:
     return Checkpoint(tensors, metadata if isinstance(metadata, dict) else {}, path)
 
 
-def _open_pickle(path: Path) -> Checkpoint:
+def _open_pickle(path: Path, mapped: bool) -> Checkpoint:
     try:
-        content = read_pickle(path)
+        content = read_pickle(path, mapped)
         for _ in range(2):
             if isinstance(content, dict):
                 content = next((content[key] for key in _CONTAINERS if isinstance(content.get(key), dict)), content)
@@ -222,6 +280,7 @@ def _open_pickle(path: Path) -> Checkpoint:
         tensors = {name: tensor for name, tensor in named if isinstance(name, str) and isinstance(tensor, Tensor)}
         refuse_unreal(tensors, path)
     except ValueError as error:
+        refuse_shortage(error, path)
         raise CheckpointError(
             f"{path.name} ({path.stat().st_size} bytes) cannot be read as plain weights: it is damaged or contains "
             f"code, which is never run. Convert it to .safetensors where you trust it. {error}"
@@ -236,6 +295,7 @@ def _open_torchscript(path: Path) -> Checkpoint:
         tensors = read_torchscript(path)
         refuse_unreal(tensors, path)
     except ValueError as error:
+        refuse_shortage(error, path)
         raise CheckpointError(
             f"{path.name} ({path.stat().st_size} bytes) cannot be read as the weights of a TorchScript archive, which "
             f"are all that is ever taken from one: {error}. Download it again from where it was released."
@@ -250,10 +310,8 @@ def tensor_names(path: Path) -> set[str]:
     them; none for other files."""
     if path.name.endswith(INDEX):
         return set(shard_of(path))
-    if path.suffix.lower() in SAFETENSORS:
-        with safe_open(str(path), framework="pt", device="cpu") as file:
-            return set(file.keys())
-    return set(open_checkpoint(path).tensors) if path.name in WEIGHT_FILES else set()
+    known = path.suffix.lower() in SAFETENSORS or path.name in WEIGHT_FILES
+    return set(outline(path).tensors) if known else set()
 
 
 def holds_fp8(path: Path) -> bool:
@@ -263,9 +321,8 @@ def holds_fp8(path: Path) -> bool:
     if path.suffix.lower() not in SAFETENSORS or not path.is_file():
         return False
     try:
-        with safe_open(str(path), framework="pt") as file:
-            return any(file.get_slice(name).get_dtype() == "F8_E4M3" for name in file.keys())  # noqa: SIM118
-    except (SafetensorError, OSError):
+        return any(tensor.dtype == torch.float8_e4m3fn for tensor in outline(path).tensors.values())
+    except CheckpointError:
         return False  # who loads it says what is wrong with it
 
 

@@ -27,6 +27,7 @@ from .checkpoint import (
     as_released,
     holds_fp8,
     open_checkpoint,
+    outline,
     tensor_names,
     title,
     weight_file,
@@ -294,7 +295,7 @@ def image_decoders(path: Path, family: str, search_folders: Sequence[Path]) -> l
 def stays_fp8(path: str | Path) -> bool:
     """Is a model of token ids stored in fp8? Nothing but names and sizes is read."""
     file = weight_file(Path(path))
-    return holds_fp8(file) and family_of(open_checkpoint(file)) not in CONTINUOUS
+    return holds_fp8(file) and family_of(outline(file)) not in CONTINUOUS
 
 
 def missing_decoder(model: str, family: str) -> str:

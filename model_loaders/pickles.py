@@ -22,15 +22,18 @@ class _InertNamespace:
         pass
 
 
-def read_pickle(path: Path) -> Any:
-    """The content of a file, of which nothing is run. Raises ValueError for one that is damaged or asks for more."""
+def read_pickle(path: Path, mapped: bool) -> Any:
+    """The content of a file, of which nothing is run; ``mapped``: its tensors are maps of it, where it is a zip file.
+
+    Raises ValueError for one that is damaged or asks for more.
+    """
     try:
         packed = _is_zip(path)
         allowed: list[Any] = []
         if packed and _unsafe_globals(path) == {"argparse.Namespace"}:
             allowed = [(_InertNamespace, "argparse.Namespace")]
         with torch.serialization.safe_globals(allowed):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=packed)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=packed and mapped)
     except Exception as error:  # a pickle of nonsense can fail in any way
         unsafe = ", ".join(sorted(_unsafe_globals(path))[:3])
         raise ValueError(f"(It asks for {unsafe}.)" if unsafe else f"({str(error)[:200]})") from error

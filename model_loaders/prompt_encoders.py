@@ -40,7 +40,7 @@ class WordEncoder:
     @classmethod
     def open(cls, path: Path, slots: int) -> WordEncoder:
         """Read ``text_encoder.safetensors``. Raises CheckpointError if it is another kind of file."""
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_checkpoint(path, mapped=False)  # a small table, not worth a map
         table, meta = checkpoint.tensors.get("word_embeddings.weight"), checkpoint.metadata
         lists, synonyms = [meta.get(name) for name in ("words", "stop_words", "backgrounds")], meta.get("synonyms")
         sound = isinstance(synonyms, dict) and all(isinstance(words, list) for words in lists) and all(

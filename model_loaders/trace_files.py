@@ -63,7 +63,7 @@ def load_trace(path: str | Path) -> Trace:
     """Read a trace written by save_trace (its .safetensors file). Raises ValueError if it is something else."""
     path = with_ending(stem(path), ".safetensors")
     try:
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_checkpoint(path, mapped=False)  # the file may be replaced while the trace is shown
     except CheckpointError as error:
         raise ValueError(f"{path.name} cannot be read as a trace: {error} Save it again with Save Trace.") from error
     header, tensors = checkpoint.metadata, checkpoint.tensors

@@ -21,6 +21,7 @@ from . import (
 from .checks import checked
 
 folders.register_folders()
+folders.read_as_asked()
 
 
 def node_classes() -> list[type[io.ComfyNode]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..model_loaders import eagle
 from ..model_loaders.ar_model import DiscreteModel
-from ..model_loaders.checkpoint import CheckpointError, open_checkpoint, weight_file
+from ..model_loaders.checkpoint import CheckpointError, outline, weight_file
 from ..model_loaders.continuous_model import ContinuousBase
 from ..model_loaders.detect import family_of, load_drafter
 from ..model_loaders.image_decoder import Autoencoder
@@ -129,7 +129,7 @@ def fitting(
 
 def _fits(path: Path, model: DiscreteModel | ContinuousBase, family: ModuleType | None) -> bool:
     try:
-        checkpoint = open_checkpoint(weight_file(path))
+        checkpoint = outline(weight_file(path))
         if sum(t.numel() * t.element_size() for t in checkpoint.tensors.values()) <= TRIED:
             load_drafter(path, model, device="cpu")
         elif not eagle.recognise(checkpoint.tensors):

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import comfy.ops
 import folder_paths
+from comfy.cli_args import args
 
 from ..model_loaders import cosmos
-from ..model_loaders.checkpoint import PICKLES, SAFETENSORS, TORCHSCRIPT, WEIGHT_FILES
+from ..model_loaders.checkpoint import PICKLES, SAFETENSORS, TORCHSCRIPT, WEIGHT_FILES, keep_maps
 from ..model_loaders.detect import DECODERS, bundled
 
 MODELS = "ar_models"
@@ -38,6 +39,11 @@ def register_folders() -> None:
         folder_paths.add_model_folder_path(key, os.path.join(folder_paths.models_dir, key))
         paths, extensions = folder_paths.folder_names_and_paths[key]
         folder_paths.folder_names_and_paths[key] = (paths, set(extensions) | set(SAFETENSORS + PICKLES))
+
+
+def read_as_asked() -> None:
+    """Read weights into memory, not as maps of their files, if ComfyUI was started with --disable-mmap."""
+    keep_maps(not getattr(args, "disable_mmap", False))
 
 
 def search_folders() -> list[Path]:

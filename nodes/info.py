@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from comfy_api.latest import io
 
-from ..model_loaders.checkpoint import open_checkpoint, weight_file
+from ..model_loaders.checkpoint import outline, weight_file
 from ..model_loaders.detect import family_of, missing_decoder
 from . import folders, host
 from .facts import facts_of, fitting, in_words
@@ -29,7 +29,7 @@ class ModelInfo(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: host.LoadedModel) -> io.NodeOutput:
-        family = family_of(open_checkpoint(weight_file(folders.resolve(model.name, folders.MODELS))))
+        family = family_of(outline(weight_file(folders.resolve(model.name, folders.MODELS))))
         drafters = {name: folders.resolve(name, folders.DRAFTERS) for name in folders.drafter_choices()}
         decoder = model.decoder and model.decoder.decoder
         facts = facts_of(model.model, decoder, fitting(drafters, model.model, family))

@@ -3,11 +3,13 @@
 import folder_paths
 import pytest
 import torch
-from comfyui_specar.model_loaders.checkpoint import CheckpointError
+from comfy.cli_args import args
+from comfyui_specar.model_loaders.checkpoint import CheckpointError, keep_maps
 from comfyui_specar.nodes import folders, host
 from safetensors.torch import save_file
 
 from ..unit import tiny_janus, tiny_simplear
+from ..unit.test_maps import maps
 
 SHARDS = {"config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
 
@@ -154,3 +156,20 @@ def test_names_that_no_file_can_have_are_not_there(name):
         folders.resolve(name, folders.MODELS)
     with pytest.raises((FileNotFoundError, ValueError)):
         folders.trace_path(name)
+
+
+@pytest.mark.parametrize("disabled", [True, False, None])
+def test_weights_are_mapped_unless_the_user_says_no(put, monkeypatch, disabled):
+    """With --disable-mmap, without it, and on a ComfyUI that has no such flag."""
+    tiny_janus.write(put("ar_models") / "Janus")
+    if disabled is None:
+        monkeypatch.delattr(args, "disable_mmap")
+    else:
+        monkeypatch.setattr(args, "disable_mmap", disabled)
+    folders.read_as_asked()
+    try:
+        model = host.open_model("Janus", "fp32", None)
+    finally:
+        keep_maps(True)
+    assert bool(maps(put("ar_models"))) == (not disabled)
+    del model

@@ -18,7 +18,7 @@ import tokenizers
 import torch
 from comfyui_specar import api
 from comfyui_specar.benchmarks import fuzz as long_run
-from comfyui_specar.model_loaders.checkpoint import CheckpointError
+from comfyui_specar.model_loaders.checkpoint import CheckpointError, keep_maps
 from comfyui_specar.model_loaders.language_model import Tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,12 +47,16 @@ def sound(tmp_path_factory):
     return copy
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(st.sampled_from(LIGHT), st.integers(0, 10**6))
-def test_whatever_happens_to_a_file(sound, name, number):
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.sampled_from(LIGHT), st.integers(0, 10**6), st.booleans())
+def test_whatever_happens_to_a_file(sound, name, number, mapped):
     folder = sound(name)
     done = fuzz.mutate(folder, random.Random(number))
-    outcome = examine(SEEDS[name], folder)
+    keep_maps(mapped)
+    try:
+        outcome = examine(SEEDS[name], folder)
+    finally:
+        keep_maps(True)
     shutil.rmtree(folder.parent)
     assert outcome.problem is None, f"{name}: {done}: {outcome}"
 

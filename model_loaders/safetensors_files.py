@@ -1,0 +1,100 @@
+"""The .safetensors format read from its file, without a memory map: names and shapes alone, or all the numbers.
+
+A file is eight bytes (the length of the header), the header in JSON (dtype, shape and place of every tensor) and the
+numbers. What lies about itself is refused before memory is taken for it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16,
+    "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32, "C64": torch.complex64,
+    "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64,
+}  # fmt: skip
+_LONGEST_HEADER = 100_000_000  # bytes, as in the format's own library
+_LARGEST = 2**63  # what no dimension and no place can be
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor of a file, and how many bytes it has there."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    size: int
+
+
+def outline(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a file on the meta device (their shapes and dtypes), and its metadata. Raises as ``read`` does."""
+    with path.open("rb") as file:
+        entries, metadata = _header(file, path.stat().st_size)
+    return {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in entries}, metadata
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a file in memory of their own, and its metadata.
+
+    Raises ValueError or RecursionError for a file that is not as the format says, OSError for one that cannot be read,
+    RuntimeError where there is not enough memory.
+    """
+    tensors = {}
+    with path.open("rb") as file:
+        entries, metadata = _header(file, path.stat().st_size)
+        for entry in entries:
+            content = torch.empty(entry.size, dtype=torch.uint8)
+            if file.readinto(content.numpy()) != entry.size:
+                raise ValueError(f"it ends within {entry.name}")
+            tensors[entry.name] = content.view(entry.dtype).view(entry.shape)
+    return tensors, metadata
+
+
+def _header(file: BinaryIO, size: int) -> tuple[list[_Entry], dict[str, str]]:
+    """The tensors in the order in which their numbers follow, without a gap, up to the end of a file of ``size`` bytes,
+    and the metadata. The file stands at the first number then."""
+    length = int.from_bytes(file.read(8), "little")
+    if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
+        raise ValueError(f"its header cannot have {length} bytes")
+    header = json.loads(file.read(length).decode("utf-8"))
+    if not isinstance(header, dict):
+        raise ValueError("its header is not a table")
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its metadata are not a table of strings")
+    placed = sorted((_entry(name, value) for name, value in header.items()), key=lambda found: found[0])
+    end = 0
+    for (begin, _), entry in placed:
+        if begin != end:
+            raise ValueError(f"{entry.name} begins at byte {begin} instead of {end}")
+        end += entry.size
+    if end != size - 8 - length:
+        raise ValueError(f"its tensors have {end} bytes, but {size - 8 - length} follow the header")
+    return [entry for _, entry in placed], metadata
+
+
+def _entry(name: str, value: Any) -> tuple[tuple[int, int], _Entry]:
+    """A tensor of the header, after the place where it begins and ends. Raises ValueError."""
+    dtype, shape, place = (value.get(key) if isinstance(value, dict) else None
+                           for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise ValueError(f"{name} has the dtype {dtype!r:.50}")
+    if not _whole(shape) or not _whole(place) or len(place) != 2:
+        raise ValueError(f"{name} has the shape {shape!r:.50} at the place {place!r:.50}")
+    size = prod(shape) * _DTYPES[dtype].itemsize
+    if place[1] - place[0] != size:
+        raise ValueError(f"{name} has {place[1] - place[0]} bytes instead of {size}")
+    return (place[0], place[1]), _Entry(name, _DTYPES[dtype], tuple(shape), size)
+
+
+def _whole(numbers: Any) -> bool:
+    return isinstance(numbers, list) and all(type(number) is int and 0 <= number < _LARGEST for number in numbers)

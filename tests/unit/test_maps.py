@@ -1,0 +1,196 @@
+"""Weights as memory maps of their files, or read into memory: Windows refuses to replace or delete a mapped file."""
+
+import gc
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from comfyui_specar import api
+from comfyui_specar.model_loaders import checkpoint
+from comfyui_specar.model_loaders.checkpoint import CheckpointError
+from comfyui_specar.samplers.next_token import NextToken
+from safetensors.torch import save_file
+
+from .fuzz_seeds import SEEDS
+from .test_trace import trace_of
+from .tiny import VOCAB, llamagen, vq_weights, write_llamagen
+
+LOADERS = ("load_model", "load_drafter", "load_image_decoder", "load_trace")
+KINDS = [name for name in SEEDS if name != "MAR as released"]  # too small to be known without metadata
+COPIED = {"Emu3's ranks", "Cosmos", "trace"}  # that keep no map in any case
+WITH_TEXT = "text_encoder.safetensors"
+
+
+@pytest.fixture
+def without_maps():
+    checkpoint.keep_maps(False)
+    yield
+    checkpoint.keep_maps(True)
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    """What the loaders of the headless interface return, kept alive."""
+    found = []
+    for name in LOADERS:
+        def load(*given, loader=getattr(api, name), **more):
+            found.append(loader(*given, **more))
+            return found[-1]
+
+        monkeypatch.setattr(api, name, load)
+    return found
+
+
+def maps(folder: Path) -> set[str]:
+    """Names of the files in a folder that this process has mapped."""
+    if sys.platform != "linux":
+        pytest.skip("only Linux lists maps in a file")
+    gc.collect()
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    return {Path(line.split(maxsplit=5)[5]).name for line in lines if f"{folder}/" in line}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_without_maps_nothing_that_was_loaded_is_one(tmp_path, kept, without_maps, name):
+    """Models, the text encoders and image decoders beside them, drafters and traces of every kind, after their use."""
+    SEEDS[name].write(tmp_path)
+    SEEDS[name].use(tmp_path)
+    assert not maps(tmp_path)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_with_maps_only_weights_are_some(tmp_path, kept, name):
+    SEEDS[name].write(tmp_path)
+    SEEDS[name].use(tmp_path)
+    found = maps(tmp_path)
+    assert WITH_TEXT not in found and bool(found) == (name not in COPIED)
+    kept.clear()
+    assert not maps(tmp_path)
+
+
+@pytest.mark.parametrize("write", [
+    lambda folder: write_llamagen(folder / "model.safetensors", False),
+    lambda folder: SEEDS["LlamaGen of classes"].write(folder) or folder,
+], ids=["safetensors", "pickle"])
+def test_the_same_weights_either_way(tmp_path, write):
+    path = write(tmp_path)
+    mapped = api.load_model(path).state_dict()
+    checkpoint.keep_maps(False)
+    try:
+        read = api.load_model(path).state_dict()
+    finally:
+        checkpoint.keep_maps(True)
+    assert mapped.keys() == read.keys() and all(torch.equal(mapped[name], read[name]) for name in mapped)
+
+
+@pytest.mark.parametrize("write", [save_file, torch.save], ids=["safetensors", "pickle"])
+def test_a_file_that_was_refused_can_be_replaced(tmp_path, write):
+    """The message asks for another download: nothing may hold the file that it is to replace."""
+    tensors = vq_weights()
+    tensors["post_quant_conv.bias"][0] = torch.nan
+    path = tmp_path / ("vq.pt" if write is torch.save else "vq.safetensors")
+    write(tensors, path)
+    with pytest.raises(CheckpointError, match=f"{path.name}.*NaN") as caught:
+        api.load_image_decoder(path)
+    del caught
+    assert not maps(tmp_path)
+
+
+def test_the_outline_of_a_file_has_its_names_shapes_and_dtypes(tmp_path):
+    for kind in ("LlamaGen of classes", "Janus-Pro", "Cosmos"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        SEEDS[kind].write(folder)
+        path = next(path for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".jit", ".json")
+                    and path.name != "config.json")
+        whole, outline = checkpoint.open_checkpoint(path), checkpoint.outline(path)
+        assert {tensor.device.type for tensor in outline.tensors.values()} == {"meta"}
+        assert outline.metadata == whole.metadata and outline.path == whole.path
+        assert {name: (t.shape, t.dtype) for name, t in outline.tensors.items()} == {
+            name: (t.shape, t.dtype) for name, t in whole.tensors.items()}
+        del whole
+        assert not maps(folder)
+
+
+# What goes wrong
+
+
+PAGE_FILE = {  # error 1455, as it is told in a German Windows by safetensors, and by PyTorch and Python
+    "safetensors": OSError("Die Auslagerungsdatei ist zu klein, um diesen Vorgang durchzuführen. (os error 1455)"),
+    "PyTorch": RuntimeError("Couldn't open file mapping: <C:\\x.pt>, error code: <1455>"),
+    "Python": OSError("[WinError 1455] The paging file is too small for this operation to complete"),
+}
+NO_MEMORY = {
+    "Windows": RuntimeError("[enforce fail at alloc_cpu.cpp:121] data. DefaultCPUAllocator: not enough memory: you "
+                            "tried to allocate 134217728 bytes."),
+    "Linux": RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: "
+                          "you tried to allocate 134217728 bytes. Error code 12 (Cannot allocate memory)"),
+    "map": RuntimeError("unable to mmap 23802932552 bytes from file </x>: Cannot allocate memory (12)"),
+    "Python": MemoryError(),
+}
+
+
+def failing(error):
+    def fail(*given, **more):
+        raise error
+
+    return fail
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        api.load_model(path)
+    assert path.name in str(caught.value) and "damaged" not in str(caught.value)
+    assert "ownload" not in str(caught.value) and "code" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", PAGE_FILE)
+def test_a_page_file_that_is_too_small_is_no_damage(tmp_path, monkeypatch, kind):
+    path = write_llamagen(tmp_path / "model.safetensors", False)
+    torch.save({}, tmp_path / "model.pt")
+    monkeypatch.setattr(checkpoint, "safe_open", failing(PAGE_FILE[kind]))
+    monkeypatch.setattr(torch, "load", failing(PAGE_FILE[kind]))
+    for file in (path, tmp_path / "model.pt"):
+        message = refused(file)
+        assert "page file" in message and "1455" in message and "--disable-mmap" in message
+
+
+@pytest.mark.parametrize("kind", NO_MEMORY)
+def test_too_little_memory_is_no_damage(tmp_path, monkeypatch, kind):
+    path = write_llamagen(tmp_path / "model.safetensors", False)
+    torch.save({}, tmp_path / "model.pt")
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "safe_open", failing(NO_MEMORY[kind]))
+        patch.setattr(torch, "load", failing(NO_MEMORY[kind]))
+        for file in (path, tmp_path / "model.pt"):
+            assert "not enough memory" in refused(file)
+    monkeypatch.setattr(checkpoint, "_cast", failing(NO_MEMORY[kind]))
+    assert "not enough memory" in refused(path)
+
+
+def test_a_drive_that_cannot_map_is_no_damage(tmp_path, monkeypatch, without_maps):
+    path = write_llamagen(tmp_path / "model.safetensors", False)
+    monkeypatch.setattr(checkpoint, "safe_open", failing(OSError(19, "No such device (os error 19)")))
+    assert api.load_model(path).family == "llamagen-c2i"
+    checkpoint.keep_maps(True)
+    assert "cannot be read" in (message := refused(path)) and "--disable-mmap" in message
+
+
+def test_a_trace_may_be_replaced_while_it_is_shown(tmp_path):
+    trace = trace_of(NextToken())
+    api.save_trace(trace, tmp_path / "run")
+    loaded = api.load_trace(tmp_path / "run")
+    assert not maps(tmp_path)
+    (tmp_path / "run.safetensors").unlink()
+    assert loaded.totals == trace.totals
+
+
+def test_a_model_draws_after_its_file_was_overwritten(tmp_path, without_maps):
+    """Where it was mapped, the system would end the process."""
+    model = llamagen(tmp_path, False)
+    prompt, tokens = model.encode_class(3), torch.arange(16)[None] % VOCAB
+    wanted = model.teacher_forced(prompt, tokens)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert torch.equal(model.teacher_forced(prompt, tokens), wanted)
