@@ -5,7 +5,10 @@ import re
 from pathlib import Path
 
 import comfyui_specar.nodes
+from comfy.cli_args import args
 from comfyui_specar.nodes import extension
+
+from ..unit import other_systems
 
 ROOT = Path(comfyui_specar.nodes.__file__).parent.parent
 IDS = {
@@ -97,3 +100,8 @@ def test_folders_are_registered_once_with_their_extensions():
     for key, paths in before.items():
         assert folder_paths.get_folder_paths(key) == paths
         assert ".safetensors" in folder_paths.folder_names_and_paths[key][1]
+
+
+def test_every_module_can_be_imported_without_posix():
+    flags = f"from comfy.cli_args import args\nargs.cpu, args.base_directory = True, {args.base_directory!r}"
+    assert other_systems.imported(["nodes"], flags) > 25
