@@ -10,7 +10,7 @@ from pathlib import Path
 from safetensors.torch import save
 
 from ..files import replace
-from ..samplers.trace import CONTINUOUS_FIELDS, POSITION_FIELDS, SCHEMA, Source, Trace
+from ..samplers.trace import CONTINUOUS_FIELDS, POSITION_FIELDS, SCHEMA, Source, Trace, derived_totals
 from .checkpoint import CheckpointError, open_checkpoint
 
 
@@ -60,7 +60,11 @@ def write_together(contents: dict[Path, bytes]) -> None:
 
 
 def load_trace(path: str | Path) -> Trace:
-    """Read a trace written by save_trace (its .safetensors file). Raises ValueError if it is something else."""
+    """Read a trace written by save_trace (its .safetensors file). Raises ValueError if it is something else.
+
+    Its totals are those that were stored. Files of earlier versions have only what the run counted: the others are
+    computed here.
+    """
     path = with_ending(stem(path), ".safetensors")
     try:
         checkpoint = open_checkpoint(path, mapped=False)  # the file may be replaced while the trace is shown
@@ -83,14 +87,15 @@ def load_trace(path: str | Path) -> Trace:
     trace = Trace(header["rows"], header["cols"], header["stride"], positions, rounds, header["totals"],
                   header["settings"])
     try:
-        check(trace)
+        complete(trace)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{path.name} is damaged ({error}). Save it again with Save Trace.") from error
     return trace
 
 
-def check(trace: Trace) -> None:
-    """Raise an error of some kind for a trace whose parts do not fit together, or whose numbers do not add up."""
+def complete(trace: Trace) -> None:
+    """Complete the totals of a trace; raise an error of some kind where its parts do not fit together, or its numbers
+    do not add up."""
     sizes = trace.rows, trace.cols, trace.stride
     if not all(type(size) is int for size in sizes) or not 1 <= min(sizes) or trace.stride < trace.cols:
         raise ValueError(f"a grid of {sizes}")
@@ -105,4 +110,7 @@ def check(trace: Trace) -> None:
         raise ValueError("tokens from nowhere")
     if not isinstance(trace.settings, dict):
         raise ValueError("no table of settings")
-    trace.summary()
+    for name, number in derived_totals(trace.positions, trace.totals).items():
+        stored = trace.totals.setdefault(name, number)
+        if type(stored) is not type(number) or (stored != number and not isinstance(number, float)):
+            raise ValueError(f"{name} is {stored!r}, but its records say {number!r}")

@@ -6,6 +6,7 @@ design", 2008), amounts run from dark blue to light yellow with rising lightness
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,7 +105,7 @@ def token_map(trace: Trace, metric: str, image: int) -> TokenMap:
         return _marks(source == kind, free, SOURCES[kind][1], names.get(kind, SOURCES[kind][0]), title)
     if metric == "TV leak":
         most = max(float(grids["tv_leak"].max()), 1e-6)
-        total = f"Leak: drift added, {grids['tv_leak'].sum():.2f} in all"
+        total = f"Leak: drift added, {math.fsum(grids['tv_leak'].flat):.2f} in all"
         return _amount(grids["tv_leak"], most, free, total, "0, exact", f"{most:.2g}")
     return _continuous(metric, grids, free)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -61,8 +62,8 @@ class Trace:
     """The record of a run.
 
     positions: name -> tensor [B, S] (see POSITION_FIELDS, CONTINUOUS_FIELDS); rounds: name -> tensor [passes] or
-    [passes, B]; totals: JSON-ready numbers (target_passes, draft_passes, tokens, seed, ...); settings: JSON-ready
-    method settings.
+    [passes, B]; totals: JSON-ready numbers, those that the run counted (target_passes, draft_passes, tokens, seed, ...)
+    and those of :func:`derived_totals`; settings: JSON-ready method settings.
     """
 
     rows: int
@@ -88,42 +89,8 @@ class Trace:
         return self.layout.to_grid(self.positions[name])
 
     def summary(self) -> dict[str, Any]:
-        """Numbers of the whole run, forced tokens excluded from the counts.
-
-        given: those that stood before the first token was drawn; no pass was spent on them.
-        """
-        source = self.positions["source"]
-        free = source != Source.FORCED
-        verified = free & (self.positions["depth"] > 0) & (source != Source.SKIPPED)
-        accepted = (source == Source.ACCEPTED) | (source == Source.RELAXED)
-        given = int((~free & (self.positions["finalised_at"] == 0)).sum())
-        passes = self.totals["passes_per_image"]
-        numbers = self._continuous_numbers(verified) if self.continuous else self._discrete_numbers(free)
-        return {
-            **self.totals,
-            "accepted_drafts": int(accepted.sum()),
-            "acceptance_rate": float(accepted.sum() / verified.sum()) if verified.any() else 0.0,
-            "accepted_length": float(self.totals["tokens"] / max(sum(passes), 1)),
-            "step_compression": float((source.numel() - given) / max(sum(passes), 1)),
-            "given": given,
-            **numbers,
-            "sources": {s.name.lower(): int((source == s).sum()) for s in Source if (source == s).any()},
-        }
-
-    def _discrete_numbers(self, free: Tensor) -> dict[str, float]:
-        return {
-            "tv_leak": float(self.positions["tv_leak"].sum()),
-            "mean_log_p": float(self.positions["p"][free].clamp(min=1e-30).log().mean()) if free.any() else 0.0,
-        }
-
-    def _continuous_numbers(self, verified: Tensor) -> dict[str, float]:
-        """The paper's E||x^q - x^p||^2 (its table 4), and how often the residual gave up."""
-        squares = self.positions["distance"][verified].square()
-        squares = squares[squares.isfinite()]  # a drafter may draw garbage
-        return {
-            "mean_square_distance": float(squares.mean()) if len(squares) else 0.0,
-            "last_resorts": int((self.positions["tries"] < 0).sum()),
-        }
+        """Numbers of the whole run, as they were computed at its end."""
+        return dict(self.totals)
 
     def report(self) -> dict[str, Any]:
         """The versioned JSON report: schema, settings and summary."""
@@ -133,6 +100,47 @@ class Trace:
             "settings": self.settings,
             "totals": self.summary(),
         }
+
+
+def derived_totals(positions: dict[str, Tensor], counted: dict[str, Any]) -> dict[str, Any]:
+    """Numbers of a whole run that follow from its records and from what it counted, forced tokens excluded.
+
+    They are computed once, when the run ends, and stored with it. Sums are exact and rounded once, so they depend
+    neither on the number of threads nor on how the records lie in memory. given: tokens that stood before the first
+    one was drawn; no pass was spent on them.
+    """
+    source = positions["source"]
+    free = source != Source.FORCED
+    verified = free & (positions["depth"] > 0) & (source != Source.SKIPPED)
+    accepted = int(((source == Source.ACCEPTED) | (source == Source.RELAXED)).sum())
+    given = int((~free & (positions["finalised_at"] == 0)).sum())
+    passes = max(sum(counted["passes_per_image"]), 1)
+    continuous = "log_ratio" in positions
+    return {
+        "accepted_drafts": accepted,
+        "acceptance_rate": accepted / int(verified.sum()) if verified.any() else 0.0,
+        "accepted_length": counted["tokens"] / passes,
+        "step_compression": (source.numel() - given) / passes,
+        "given": given,
+        **(_continuous_numbers(positions, verified) if continuous else _discrete_numbers(positions, free)),
+        "sources": {s.name.lower(): int((source == s).sum()) for s in Source if (source == s).any()},
+    }
+
+
+def _discrete_numbers(positions: dict[str, Tensor], free: Tensor) -> dict[str, float]:
+    log_p = [math.log(max(p, 1e-30)) for p in positions["p"][free].tolist()]
+    return {"tv_leak": math.fsum(positions["tv_leak"].flatten().tolist()), "mean_log_p": _mean(log_p)}
+
+
+def _continuous_numbers(positions: dict[str, Tensor], verified: Tensor) -> dict[str, float]:
+    """The paper's E||x^q - x^p||^2 (its table 4), and how often the residual gave up."""
+    distances = positions["distance"][verified].tolist()
+    squares = [distance**2 for distance in distances if math.isfinite(distance)]  # a drafter may draw garbage
+    return {"mean_square_distance": _mean(squares), "last_resorts": int((positions["tries"] < 0).sum())}
+
+
+def _mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values) if values else 0.0
 
 
 ROUND_FIELDS = {  # name -> dtype, of every round and image
@@ -217,7 +225,7 @@ class Record:
         """
         types = POSITION_FIELDS | CONTINUOUS_FIELDS
         values = self.positions[:, :-1].to("cpu", copy=True).unbind(-1)  # the next run writes there
-        positions = {name: value.to(types[name]) for name, value in zip(self.fields, values, strict=True)}
+        positions = {name: value.to(types[name]).contiguous() for name, value in zip(self.fields, values, strict=True)}
         if "p" in positions:
             check_predicted(positions["p"])
         rounds = self.rounds.cpu()
@@ -239,6 +247,7 @@ class Record:
             "seed": seed,
             "seconds": round(seconds, 3),
         }
+        totals |= derived_totals(positions, totals)
         return Trace(layout.rows, layout.cols, layout.stride, positions, rounds, totals, settings)
 
 

@@ -154,6 +154,27 @@ def test_traces_of_continuous_runs_survive_saving_and_loading(run, nodes, draw_v
     assert all(torch.equal(values, loaded.positions[name]) for name, values in trace.positions.items())
 
 
+@pytest.mark.parametrize("kind", ["discrete", "continuous"])
+def test_a_loaded_trace_shows_what_the_run_showed(kind, run, nodes, sample, rule, draw_vectors):
+    """Every picture, mask, table and report, bit for bit."""
+    made = sample("DraftTree", batch=2, rule=rule("TVMetered", epsilon=0.3)) if kind == "discrete" else draw_vectors("")
+    trace = made[1]
+    [file, _] = run(nodes["SpecARSaveTrace"], trace=trace, filename_prefix=f"specar/{kind}").ui["files"]
+    choice = f"specar/{Path(file['filename']).with_suffix('.safetensors')} [output]"
+    (loaded,) = run(nodes["SpecARLoadTrace"], trace_name=choice).result
+    for metric in maps.METRICS:
+        if metric not in (maps.CONTINUOUS if kind == "discrete" else maps.DISCRETE):
+            ours, theirs = (run(nodes["SpecARAcceptanceMap"], trace=t, metric=metric, opacity=0.5)
+                            for t in (trace, loaded))
+            assert all(torch.equal(one, other) for one, other in zip(ours.result[:3], theirs.result[:3], strict=True))
+            assert ours.result[3] == theirs.result[3] and ours.ui["text"] == theirs.ui["text"]
+            [one, other] = (json.dumps(out.ui["specar"]) for out in (ours, theirs))
+            assert one == other
+    assert all(numbers_of(trace, i) == numbers_of(loaded, i) for i in range(trace.totals["images"]))
+    ours, theirs = (run(nodes["SpecARCompareTraces"], trace_1=t, trace_2=t) for t in (trace, loaded))
+    assert torch.equal(ours.result[0], theirs.result[0]) and ours.result[1] == theirs.result[1]
+
+
 @pytest.mark.parametrize("metric", [m for m in maps.METRICS if m not in maps.CONTINUOUS])
 def test_acceptance_map_node(metric, run, nodes, sample, tiny):
     latent, trace = sample("DraftTree", batch=2)

@@ -1,17 +1,30 @@
 """The trace: every token accounted for, numbers that add up, files that survive and files that do not."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from comfyui_specar.model_loaders.trace_files import load_trace, save_trace
-from comfyui_specar.samplers.jacobi import REUSE, SJD
+from comfyui_specar.samplers.adt_tree import ADTTree
+from comfyui_specar.samplers.continuous import ContinuousSpeculative
+from comfyui_specar.samplers.continuous_next_token import ContinuousNextToken
+from comfyui_specar.samplers.cool_sd import UniformRSD
+from comfyui_specar.samplers.jacobi import REUSE, SJD, Jacobi
+from comfyui_specar.samplers.lantern import Lantern, LanternPP
 from comfyui_specar.samplers.next_token import NextToken
 from comfyui_specar.samplers.protocols import SamplingParams
-from comfyui_specar.samplers.trace import Record, Source
-from safetensors.torch import save_file
+from comfyui_specar.samplers.skipping import Skipping
+from comfyui_specar.samplers.speculative import DraftTree
+from comfyui_specar.samplers.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.trace import CONTINUOUS_FIELDS, POSITION_FIELDS, Record, Source
+from comfyui_specar.samplers.tv_metered import TVMetered
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
-from .toy import VOCAB, ToyModel, plain, request, with_kept_tokens, with_line_ends
+from . import toy_heads
+from .toy import VOCAB, ToyDrafter, ToyModel, plain, request, with_kept_tokens, with_line_ends
+from .toy_heads import ToyHead
 
 LINE_ENDS, KEPT = with_line_ends(2, 2), with_kept_tokens(2, 3)
 CASES = {"line_ends": (ToyModel(LINE_ENDS, 2), LINE_ENDS), "kept": (ToyModel(KEPT), KEPT)}
@@ -127,6 +140,125 @@ def test_a_file_in_use_is_waited_for_and_then_named(tmp_path, locked):
     with pytest.raises(OSError, match=r"b\.json could not be written \(.*open in another program\)"):
         save_trace(trace, tmp_path / "b")
     assert not list(tmp_path.glob("*.part"))
+
+
+def drafted(structure, *settings, **more):
+    model, layout = CASES["line_ends"]
+    run = DraftTree(ToyDrafter(model, stale=True), structure, *settings, **more)
+    return run.sample(request(model, layout, batch=64)).trace
+
+
+def vectors(method):
+    return method.sample(toy_heads.request(ToyHead(2, (3, 3), bend=0.3), 32)).trace
+
+
+TREE = Static(((0,), (1,), (2,), (0, 0)))
+RUNS = {  # a run of every kind of method
+    "next token": lambda: trace_of(NextToken(), batch=64),
+    "jacobi": lambda: trace_of(Jacobi(window=3), batch=64),
+    "sjd": lambda: trace_of(SJD(window=3), batch=64),
+    "sjd, relaxed": lambda: trace_of(SJD(window=3, rule=Lantern(neighbours=2)), batch=64),
+    "chain": lambda: drafted(Chain(2)),
+    "blocks": lambda: drafted(Chain(3, "block")),
+    "static tree": lambda: drafted(TREE),
+    "dynamic tree, relaxed": lambda: drafted(Dynamic(2, 3, 5), LanternPP(2, 4)),
+    "adt tree, metered": lambda: drafted(
+        ADTTree(depths=(1, 3), widths=(1, 3), width_step=1, first=(2, 3), nodes=8), TVMetered(0.3)),
+    "vvs": lambda: drafted(TREE, UniformRSD(2.0), skipping=Skipping(interval=2, guard=1)),
+    "continuous next token": lambda: vectors(ContinuousNextToken()),
+    **{f"continuous, {mode}": lambda mode=mode: vectors(ContinuousSpeculative(
+        ToyHead(2, (3, 3), noise=0.3, bend=0.2, widths=(0.4, 0.35, 0.5)), length=4, prefill=0.2, mode=mode,
+        tolerance=0.5)) for mode in ("block", "prefix", "exact")},
+}
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads, until the end of the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_number_is_read_back_bit_for_bit(name, tmp_path, threads):
+    trace = RUNS[name]()
+    whole = json.dumps(trace.report())  # a float's text has all its bits
+    report, record = save_trace(trace, tmp_path / "run")
+    assert json.dumps(json.loads(report.read_text(encoding="utf-8"))) == whole
+    for number in (1, 2, 4):
+        threads(number)
+        assert json.dumps(load_trace(record).report()) == whole
+    sums = {"mean_square_distance": "continuous, " in name, "tv_leak": {"relaxed", "metered", "vvs"} & {*name.split()},
+            "mean_log_p": name != "jacobi" and not trace.continuous}  # Jacobi decoding is greedy: its p are 1
+    assert all(trace.totals[number] for number, expected in sums.items() if expected), "no sum to read back"
+
+
+COUNTED = ("target_passes", "passes_per_image", "draft_passes", "images", "tokens", "seed", "seconds")
+
+
+def as_earlier_versions_wrote(record):
+    """The same file with only those totals that the run counted, as before the others were stored."""
+    with safe_open(record, "pt") as file:
+        header = json.loads(file.metadata()["specar"])
+    header["totals"] = {name: header["totals"][name] for name in COUNTED}
+    save_file(load_file(record), record, metadata={"specar": json.dumps(header)})
+
+
+def long_run(continuous):
+    """The trace of a run of so many tokens that a sum of their numbers is divided among threads."""
+    fields = CONTINUOUS_FIELDS if continuous else POSITION_FIELDS
+    record = Record.empty(4096, 16, torch.device("cpu"), fields)
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.rand(record.positions.shape, generator=generator)
+    integers = torch.tensor([not kind.is_floating_point for kind in fields.values()])
+    record = replace(record, positions=torch.where(integers, (3 * numbers).floor(), numbers))
+    return record.round(accepted=0, committed=4096, width=4096).finish(
+        plain(64, 64), 1, {"method": "by hand", "lossless": False}, 1.0)
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("continuous", [False, True])
+def test_sums_of_many_numbers_do_not_depend_on_threads(continuous, earlier, tmp_path, threads):
+    reports = set()
+    for number in (1, 2, 4):
+        threads(number)
+        trace = long_run(continuous)
+        reports.add(json.dumps(trace.report()))
+        _, record = save_trace(trace, tmp_path / f"run{number}")
+        if earlier:
+            as_earlier_versions_wrote(record)
+        for other in (1, 2, 4):
+            threads(other)
+            reports.add(json.dumps(load_trace(record).report()))
+    [report] = reports
+    totals, positions = json.loads(report)["totals"], trace.positions
+    if continuous:
+        judged = positions["depth"] > 0
+        wanted = {"mean_square_distance": positions["distance"][judged].double().square().mean().item()}
+    else:
+        wanted = {"tv_leak": positions["tv_leak"].double().sum().item(),
+                  "mean_log_p": positions["p"].double().log().mean().item()}
+    assert {name: totals[name] for name in wanted} == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_files_of_earlier_versions_are_completed(name, tmp_path):
+    trace = RUNS[name]()
+    _, record = save_trace(trace, tmp_path / "run")
+    as_earlier_versions_wrote(record)
+    assert json.dumps(load_trace(record).report()) == json.dumps(trace.report())
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("accepted_drafts", 10**6), ("given", -1), ("given", 0.0), ("sources", {"accepted": 1}), ("tv_leak", "much"),
+    ("acceptance_rate", None), ("mean_log_p", 1), ("passes_per_image", "many"), ("tokens", None),
+])
+def test_totals_that_contradict_the_records_are_refused(name, value, tmp_path):
+    trace = trace_of(SJD(window=3))
+    trace.totals[name] = value
+    _, record = save_trace(trace, tmp_path / "run")
+    assert "damaged" in refused(record)
 
 
 def test_the_report_says_what_is_not_lossless():
