@@ -7,6 +7,7 @@ in memory that stays where it is (key/value caches).
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from . import switches
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -64,6 +67,25 @@ class _Graph:
         return self.outputs
 
 
+_allowed = True
+
+
+def allow(allowed: bool) -> None:
+    """May steps be captured from now on? ComfyUI's command line can forbid it."""
+    global _allowed
+    _allowed = allowed
+
+
+def capturable(device: torch.device) -> bool:
+    """Are steps captured on this device? On NVIDIA GPUs, unless it was forbidden.
+
+    HIP, which ROCm shows as ``cuda``, may end the process over a capture that CUDA refuses with an error.
+    """
+    return (
+        device.type == "cuda" and torch.version.hip is None and _allowed and not switches.on(switches.NO_GRAPHS)
+    )
+
+
 _recording = False
 
 
@@ -74,20 +96,27 @@ def recording() -> bool:
 
 @contextmanager
 def capturing() -> Iterator[None]:
-    """While this lasts, a step is being captured."""
+    """While this lasts, a step is being captured.
+
+    Python's garbage collector waits: a tensor or event of anybody's that it destroys may call what no capture bears.
+    """
     global _recording
+    collects = gc.isenabled()
+    gc.disable()
     _recording = True
     try:
         yield
     finally:
         _recording = False
+        if collects:
+            gc.enable()
 
 
 class Graphs:
     """The captured steps of one kind of run, by key. Results of a call stand until the next call."""
 
     def __init__(self, device: torch.device):
-        self.active = device.type == "cuda"
+        self.active = capturable(device)
         self._graphs: dict[Hashable, _Graph | None] = {}  # None: called once, which warmed it up
         self._pool: Any = None
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 
 import pytest
 import torch
-from comfyui_specar.kernels.graphs import leaves, mapped
+from comfyui_specar.kernels import graphs, switches
+from comfyui_specar.kernels.graphs import Graphs, leaves, mapped
 from comfyui_specar.samplers.session import Poll
 
 from .tape import TapeGraphs
@@ -31,40 +33,86 @@ def test_a_replayed_step_computes_what_a_called_one_does():
 
         return step
 
-    graphs = TapeGraphs(torch.device("cpu"))
+    tape = TapeGraphs(torch.device("cpu"))
     one = two = Carry(torch.arange(4.0), (torch.ones(2), torch.ones(3)))
     for _ in range(6):
-        one = graphs("k", step_over(memory), one)
+        one = tape("k", step_over(memory), one)
         two = step_over(plain)(two)
         assert all(torch.equal(a, b) for a, b in zip(leaves(one), leaves(two), strict=True))
         assert torch.equal(memory, plain)
         two = mapped(torch.Tensor.clone, two)
-    assert (graphs.captured, graphs.replayed) == (1, 4)
+    assert (tape.captured, tape.replayed) == (1, 4)
 
 
 def test_values_that_change_places_are_not_lost():
-    graphs, pair = TapeGraphs(torch.device("cpu")), (torch.ones(1), torch.ones(1))
+    tape, pair = TapeGraphs(torch.device("cpu")), (torch.ones(1), torch.ones(1))
     for _ in range(8):  # Fibonacci: the second becomes the first
-        pair = graphs("k", lambda pair: (pair[1], pair[0] + pair[1]), pair)
+        pair = tape("k", lambda pair: (pair[1], pair[0] + pair[1]), pair)
     assert [int(x) for x in pair] == [34, 55]
     for _ in range(4):
-        pair = graphs("j", lambda pair: (pair[0] + pair[1], pair[0]), pair)
+        pair = tape("j", lambda pair: (pair[0] + pair[1], pair[0]), pair)
     assert [int(x) for x in pair] == [34 * 5 + 55 * 3, 34 * 3 + 55 * 2]
 
 
 def test_a_step_that_reads_the_device_is_not_captured(caplog):
-    graphs = TapeGraphs(torch.device("cpu"))
+    tape = TapeGraphs(torch.device("cpu"))
     for _ in range(3):
-        assert graphs("k", lambda x: x + int(x.sum()), torch.ones(2)).tolist() == [3, 3]
-    assert not graphs.active and "without CUDA graphs" in caplog.text and caplog.text.count("without") == 1
+        assert tape("k", lambda x: x + int(x.sum()), torch.ones(2)).tolist() == [3, 3]
+    assert not tape.active and "without CUDA graphs" in caplog.text and caplog.text.count("without") == 1
 
 
 @pytest.mark.parametrize("shape", [lambda x: x[x > 0], lambda x: x.nonzero(), lambda x: x.masked_select(x > 0)])
 def test_shapes_that_depend_on_values_are_not_captured(shape):
-    graphs = TapeGraphs(torch.device("cpu"))
+    tape = TapeGraphs(torch.device("cpu"))
     for _ in range(2):
-        graphs("k", shape, torch.ones(2))
-    assert not graphs.active
+        tape("k", shape, torch.ones(2))
+    assert not tape.active
+
+
+GPU = torch.device("cuda:0")
+
+
+@pytest.fixture
+def nvidia(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.delenv(switches.NO_GRAPHS, raising=False)
+
+
+def test_steps_are_captured_on_nvidias_gpus_alone(nvidia, monkeypatch):
+    assert Graphs(GPU).active
+    assert not any(Graphs(torch.device(name)).active for name in ("cpu", "mps", "xpu", "privateuseone"))
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")  # a GPU of AMD, which torch calls cuda
+    assert not Graphs(GPU).active
+
+
+def test_capturing_can_be_switched_off(nvidia, monkeypatch):
+    monkeypatch.setenv(switches.NO_GRAPHS, "1")
+    assert not Graphs(GPU).active
+    monkeypatch.delenv(switches.NO_GRAPHS)
+    graphs.allow(False)
+    try:
+        assert not Graphs(GPU).active
+    finally:
+        graphs.allow(True)
+    assert Graphs(GPU).active
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_nothing_is_collected_while_a_step_is_captured(collects):
+    """What the collector destroys may call the GPU, which would break the capture. It is as before afterwards."""
+    seen = []
+    was = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        tape = TapeGraphs(torch.device("cpu"))
+        for _ in range(2):
+            tape("k", lambda x: seen.append(gc.isenabled()) or x + 1, torch.ones(1))
+        assert seen == [collects, False] and gc.isenabled() is collects
+        for _ in range(2):
+            tape("fails", lambda x: x + int(x), torch.ones(1))
+        assert not tape.active and gc.isenabled() is collects
+    finally:
+        (gc.enable if was else gc.disable)()
 
 
 def test_a_poll_on_the_cpu_is_never_late():
