@@ -4,12 +4,14 @@ import inspect
 import logging
 import sys
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from comfyui_specar.kernels import dispatch
+from comfyui_specar.kernels import dispatch, switches
 
 KERNELS = Path(dispatch.__file__).parent
 
@@ -67,10 +69,63 @@ def test_a_twin_is_tried_again_with_other_kinds_of_arguments():
     assert kinds[0] == kinds[1] != kinds[2] and kinds[3:5] == [None, True] and kinds[5] == kinds[6] != kinds[7]
 
 
-def test_without_triton_the_reference_runs(monkeypatch):
-    monkeypatch.setattr(dispatch, "has_triton", lambda: False)
-    x = torch.arange(4.0)
-    assert dispatch._choose(double, x, n=3)[0] is double and x.tolist() == [0, 2, 4, 3]
+class Gpu:
+    """As much of a tensor on a GPU as the choice of a kernel looks at."""
+
+    is_cuda, requires_grad, device = True, False, torch.device("cuda:0")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU on which everything runs."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.delenv(switches.NO_TRITON, raising=False)
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: ModuleSpec(name, None))
+    dispatch.runs_triton.cache_clear()
+    yield Gpu()
+    dispatch.runs_triton.cache_clear()
+
+
+def test_a_gpu_runs_triton(gpu, caplog):
+    with caplog.at_level(logging.INFO):
+        assert dispatch.runs_triton(gpu.device) and not dispatch.runs_triton(torch.device("cpu"))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("change", "told"), [
+    (lambda patch: patch.setattr(dispatch, "find_spec", lambda name: None), "Triton is not installed"),
+    (lambda patch: patch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5)), "capability 8.0"),
+    (lambda patch: patch.setattr(torch.version, "hip", "6.4"), "for NVIDIA GPUs"),
+    (lambda patch: patch.setenv(switches.NO_TRITON, "1"), switches.NO_TRITON),
+], ids=["missing", "old", "AMD", "switch"])
+def test_where_triton_does_not_run_the_reference_does(change, told, gpu, monkeypatch, caplog):
+    """Nothing is compiled, and the log tells why, once."""
+    change(monkeypatch)
+    monkeypatch.setattr(dispatch, "_choose", lambda *given: pytest.fail("the twin was tried"))
+    plain = dispatch.accelerated(lambda x, n: n)
+    with caplog.at_level(logging.INFO):
+        assert [plain(gpu, 3), plain(gpu, 4)] == [3, 4]
+    [record] = caplog.records
+    assert told in record.message
+
+
+def test_an_empty_module_in_the_place_of_triton_is_none(gpu, monkeypatch):
+    """Other packs put one there, so that imports of it do not fail."""
+    monkeypatch.setattr(dispatch, "find_spec", find_spec)
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    with pytest.raises(ValueError, match="__spec__"):
+        find_spec("triton")
+    assert not dispatch.runs_triton(gpu.device)
+
+
+@pytest.mark.parametrize(("value", "on"), [(None, False), ("", False), ("0", False), ("1", True), ("yes", True)])
+def test_switches(value, on, monkeypatch):
+    if value is None:
+        monkeypatch.delenv("SPECAR_TEST", raising=False)
+    else:
+        monkeypatch.setenv("SPECAR_TEST", value)
+    assert switches.on("SPECAR_TEST") is on
 
 
 def test_round_off_is_no_difference_and_a_decision_in_a_hundred_neither():
