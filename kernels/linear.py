@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import accelerated, has_triton
+from .dispatch import accelerated
 
 FEW = 128  # rows of a pass that is bound by its weights
 _BLOCK = 2**18  # weights widened at once on a CPU
@@ -23,14 +23,16 @@ def linear_narrow(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Ten
     scale [N] (fp32); None: 1. Returns [..., N] in the dtype of x (fp32, bf16 or fp16), summed in fp32.
     """
     rows = x.flatten(0, -2)
-    in_place = len(rows) <= FEW and has_triton() if x.is_cuda else True
+    in_place = x.device.type == "cpu" or len(rows) <= FEW
     product = few_rows(rows, weight, scale) if in_place else F.linear(rows, widened(weight, scale, x.dtype))
     return product.unflatten(0, x.shape[:-1])
 
 
 @accelerated
 def few_rows(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
-    """``linear_narrow`` for x [M, K]."""
+    """``linear_narrow`` for x [M, K]. Only a CPU gains by blocks; on a GPU each is a launch."""
+    if x.device.type != "cpu":
+        return F.linear(x, widened(weight, scale, x.dtype))
     blocks = weight.split(max(1, _BLOCK // weight.shape[1]))
     product = torch.cat([F.linear(x.float(), widened(block, None, torch.float32)) for block in blocks], dim=-1)
     return (product if scale is None else product * scale).to(x.dtype)

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comfyui_specar.kernels import linear
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .twins import compiled, interpreted
 
@@ -59,6 +60,27 @@ def test_matrices_are_widened_in_blocks(monkeypatch):
     monkeypatch.setattr(linear, "widened", lambda part, *rest: sizes.append(len(part)) or widened(part, *rest))
     assert_near(linear.few_rows(x, weight, scale), found)
     assert sizes == [2] * 35
+
+
+class Counting(TorchDispatchMode):
+    """Counts operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.count += 1
+        return operation(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("storage", [INT8, FP8], ids=str)
+@pytest.mark.parametrize("rows", [1, linear.FEW, linear.FEW + 1])
+def test_devices_without_a_kernel_of_ours_multiply_once(rows, storage):
+    """Each of the blocks that a CPU makes would be several launches there, hundreds for a matrix."""
+    x, weight = (torch.empty(shape, device="meta") for shape in ((rows, 4096), (11008, 4096)))
+    weight, scale = weight.to(storage), torch.empty(11008, device="meta") if storage == INT8 else None
+    with Counting() as operations:
+        assert linear.linear_narrow(x, weight, scale).shape == (rows, 11008)
+    assert operations.count < 16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
