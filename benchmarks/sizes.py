@@ -20,7 +20,7 @@ from comfyui_specar.models.eagle import Eagle
 from comfyui_specar.models.janus import CodeEmbedding, CodeHead
 from comfyui_specar.models.positions import GridPositions, SequencePositions
 from comfyui_specar.models.prefix import CaptionPrefix, TextPrefix
-from comfyui_specar.models.quantised import narrow_names, put_narrow, quantise
+from comfyui_specar.models.quantised import narrow_names, put_narrow, quantise, stored
 from comfyui_specar.samplers.protocols import SamplingParams
 from torch import nn
 
@@ -125,7 +125,7 @@ def _narrow(model: DiscreteModel, storage: torch.dtype) -> None:
     """Keep the large matrices in int8 or fp8."""
     for name in narrow_names(model, storage):
         weight = model.get_submodule(name).weight.detach()
-        put_narrow(model, name, *(quantise(weight) if storage == torch.int8 else (weight.to(storage), None)))
+        put_narrow(model, name, *(quantise(weight) if storage == torch.int8 else (stored(weight.to(storage)), None)))
 
 
 def prompt(model: DiscreteModel) -> list:

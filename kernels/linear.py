@@ -1,4 +1,6 @@
-"""Products with matrices kept in one byte per number: int8 with a scale for every row, or fp8 (e4m3).
+"""Products with matrices kept in one byte per number: int8 with a scale for every row, or the bits of fp8 (e4m3).
+
+The bits are uint8: Apple's GPUs do not know torch's own type of them, not even to hold them.
 
 A pass of few tokens costs what reading its weights costs. So there they are widened where they are multiplied: in the
 registers of a GPU, or block by block in the cache of a CPU, and never written in a wider form. Prompts have many
@@ -13,12 +15,13 @@ from torch import Tensor
 
 from .dispatch import accelerated
 
+STORED = {torch.int8: "int8", torch.uint8: "float8_e4m3fn"}  # dtype of a matrix -> what it holds
 FEW = 128  # rows of a pass that is bound by its weights
 _BLOCK = 2**18  # weights widened at once on a CPU
 
 
 def linear_narrow(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
-    """x [..., K] times the rows of ``weight`` [N, K] (int8 or float8_e4m3fn), row n multiplied by scale[n].
+    """x [..., K] times the rows of ``weight`` [N, K] (int8, or the bits of fp8 in uint8), row n multiplied by scale[n].
 
     scale [N] (fp32); None: 1. Returns [..., N] in the dtype of x (fp32, bf16 or fp16), summed in fp32.
     """
@@ -40,10 +43,12 @@ def few_rows(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
 
 def widened(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The matrix that a narrow one [N, K] with its scales stands for, in a wide dtype."""
-    if weight.dtype == torch.float8_e4m3fn and not weight.is_cuda:
+    if weight.dtype == torch.int8:
+        wide = weight.to(dtype)
+    elif weight.is_cuda:
+        wide = weight.view(torch.float8_e4m3fn).to(dtype)
+    else:
         # The bits of a 256th of the number in fp16: torch's own conversion is eight times slower on a CPU.
         bits = (weight.view(torch.int8).to(torch.int16) << 7) & ~(1 << 14)
         wide = bits.view(torch.float16).to(dtype).mul_(256)
-    else:
-        wide = weight.to(dtype)
     return wide if scale is None else wide.mul_(scale[:, None])

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ..models.quantised import narrow_names, put_narrow, quantise
+from ..models.quantised import narrow_names, put_narrow, quantise, stored
 from . import safetensors_files
 from .pickles import read_pickle, refuse_unreal
 from .torchscript import read_torchscript
@@ -362,6 +362,7 @@ def load_weights(module: nn.Module, tensors: Mapping[str, Tensor | tuple[Tensor,
             kept = checkpoint.storage if layer is not None else torch.float32 if name.startswith(precise) else dtype
             cast[name] = _joined([_cast(part, kept, tensor.is_floating_point(), name, path) for part in found[name]])
         if layer is not None:
+            cast[name] = stored(cast[name])
             put_narrow(module, layer, cast[name], scale)
     module.load_state_dict(cast, strict=True, assign=True)
 

@@ -1,4 +1,5 @@
-"""Linear layers whose matrix takes one byte per number: int8, every row with a scale of its own, or fp8 (e4m3)."""
+"""Linear layers whose matrix takes one byte per number: int8, every row with a scale of its own, or fp8 (e4m3), of
+which the bits are kept."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ _TOGETHER = 2**20  # numbers that are rounded at once: that takes several copies
 
 
 class NarrowLinear(nn.Module):
-    """Stands in for a Linear; takes over its bias. weight [N, K] (int8, or float8_e4m3fn with scale None), scale [N].
+    """Stands in for a Linear; takes over its bias. weight [N, K] as ``stored`` makes it, scale [N] (None for fp8).
 
     comfy_cast_weights tells ComfyUI that it may leave the weights in main memory: they are brought over when used.
     """
@@ -40,8 +41,13 @@ def narrow_names(module: nn.Module, storage: torch.dtype) -> list[str]:
             if isinstance(layer, nn.Linear) and any(part in name for part in NARROW[storage])]
 
 
+def stored(weight: Tensor) -> Tensor:
+    """What is kept of a matrix in int8 or fp8: itself, or its bits (uint8), which every device can hold."""
+    return weight.view(torch.uint8) if weight.dtype == torch.float8_e4m3fn else weight
+
+
 def put_narrow(module: nn.Module, name: str, weight: Tensor, scale: Tensor | None) -> None:
-    """Put a NarrowLinear in the place of a Linear."""
+    """Put a NarrowLinear in the place of a Linear. weight and scale: see there."""
     above, _, last = name.rpartition(".")
     setattr(module.get_submodule(above), last, NarrowLinear(weight, scale, module.get_submodule(name).bias))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ..kernels.linear import STORED
 from ..model_loaders import eagle
 from ..model_loaders.ar_model import DiscreteModel
 from ..model_loaders.checkpoint import CheckpointError, outline, weight_file
@@ -59,7 +60,7 @@ def facts_of(
     weights = [weight for weight in model.parameters() if weight is not words]
     by_dtype: dict[str, int] = {}
     for weight in weights:
-        name = str(weight.dtype).removeprefix("torch.")
+        name = STORED.get(weight.dtype, str(weight.dtype).removeprefix("torch."))
         by_dtype[name] = by_dtype.get(name, 0) + weight.numel() * weight.element_size()
     caches, specials, prompt = None, {}, 0
     if discrete:

@@ -17,6 +17,7 @@ from comfy.cli_args import LatentPreviewMethod, args
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
+from ..kernels.linear import STORED
 from ..model_loaders.ar_model import DiscreteModel
 from ..model_loaders.continuous_model import ContinuousBase
 from ..model_loaders.detect import find_image_decoder, load_drafter, load_image_decoder, load_model, stays_fp8
@@ -318,5 +319,5 @@ def bring_the_rest(model: torch.nn.Module, device: torch.device) -> None:
 def cast_room(model: torch.nn.Module) -> int:
     """Bytes of the two largest matrices that are kept in one byte per number, in the dtype in which they are used: the
     one in use, and the next."""
-    stored = (weight.numel() for weight in model.parameters() if weight.dtype in STORAGE.values())
+    stored = (weight.numel() for weight in model.parameters() if weight.dtype in STORED)
     return 2 * max(stored, default=0) * model.dtype.itemsize

@@ -20,7 +20,7 @@ def open_fp8(name="tiny"):
 
 
 def matrices(model):
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.dtype == torch.float8_e4m3fn}
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.dtype == torch.uint8}
 
 
 def drawn(model):

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comfyui_specar.kernels import linear
+from comfyui_specar.models.quantised import stored
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .twins import compiled, interpreted
@@ -18,13 +19,13 @@ def problem(rows, outer, inner, storage, dtype=torch.float32):
     generator = torch.Generator().manual_seed(rows + outer + inner)
     x = torch.randn(rows, inner, generator=generator).to(dtype)
     if storage == FP8:
-        return x, (torch.randn(outer, inner, generator=generator) * 3).to(FP8), None
+        return x, stored((torch.randn(outer, inner, generator=generator) * 3).to(FP8)), None
     weight = torch.randint(-127, 128, (outer, inner), generator=generator, dtype=INT8)
     return x, weight, torch.rand(outer, generator=generator)
 
 
 def plain(x, weight, scale):
-    wide = weight.double() if scale is None else weight.double() * scale.double()[:, None]
+    wide = weight.view(FP8).double() if scale is None else weight.double() * scale.double()[:, None]
     return (x.double() @ wide.T).to(x.dtype)
 
 
@@ -36,8 +37,8 @@ def assert_near(found, wanted):
 
 def every_number():
     """All numbers in e4m3 but its two NaN, as one row."""
-    numbers = torch.arange(256, dtype=torch.uint8).view(FP8)
-    return numbers[~torch.isnan(numbers.float())][None]
+    numbers = torch.arange(256, dtype=torch.uint8)
+    return numbers[~torch.isnan(numbers.view(FP8).float())][None]
 
 
 @pytest.mark.parametrize("storage", [INT8, FP8], ids=str)
@@ -77,7 +78,7 @@ class Counting(TorchDispatchMode):
 def test_devices_without_a_kernel_of_ours_multiply_once(rows, storage):
     """Each of the blocks that a CPU makes would be several launches there, hundreds for a matrix."""
     x, weight = (torch.empty(shape, device="meta") for shape in ((rows, 4096), (11008, 4096)))
-    weight, scale = weight.to(storage), torch.empty(11008, device="meta") if storage == INT8 else None
+    weight, scale = stored(weight.to(storage)), torch.empty(11008, device="meta") if storage == INT8 else None
     with Counting() as operations:
         assert linear.linear_narrow(x, weight, scale).shape == (rows, 11008)
     assert operations.count < 16
@@ -86,7 +87,7 @@ def test_devices_without_a_kernel_of_ours_multiply_once(rows, storage):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_every_number_in_fp8_is_widened_exactly(dtype):
     numbers = every_number()
-    assert torch.equal(linear.widened(numbers, None, dtype), numbers.to(dtype))
+    assert torch.equal(linear.widened(numbers, None, dtype), numbers.view(FP8).to(dtype))
 
 
 def test_a_copy_for_prompts_holds_scaled_numbers():
@@ -114,7 +115,7 @@ def test_the_twin_agrees_in_fp16(storage):
 def test_the_twin_knows_every_number_in_fp8():
     numbers = every_number()
     found = [interpreted("linear.few_rows", x, numbers, None) for x in torch.eye(numbers.shape[1]).split(linear.FEW)]
-    assert torch.equal(torch.cat(found)[:, 0], numbers[0].float())
+    assert torch.equal(torch.cat(found)[:, 0], numbers[0].view(FP8).float())
 
 
 @pytest.mark.parametrize("storage", [INT8, FP8], ids=str)

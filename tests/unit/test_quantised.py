@@ -26,7 +26,9 @@ FAMILIES = [name for name in WRITE if name != "llamagen-t2i"]
 
 def restored(narrow: NarrowLinear) -> torch.Tensor:
     """The matrix that a narrow one stands for."""
-    return narrow.weight.float() if narrow.scale is None else narrow.weight.float() * narrow.scale[:, None]
+    if narrow.scale is None:
+        return narrow.weight.view(FP8).float()
+    return narrow.weight.float() * narrow.scale[:, None]
 
 
 # Rounding
@@ -83,6 +85,7 @@ def test_every_family_computes_with_the_rounded_weights(name, storage, tmp_path)
     wanted = {n for n, m in whole.named_modules() if isinstance(m, nn.Linear) and any(part in n for part in parts)}
     assert set(layers) == wanted and len(wanted) >= 8 and narrow.dtype == torch.float32
     assert {p.dtype for n, p in narrow.named_parameters() if n.rpartition(".")[0] not in layers} == {torch.float32}
+    assert {layer.weight.dtype for layer in layers.values()} == {INT8 if storage == INT8 else torch.uint8}, "Metal's"
     prompt = narrow.encode_prompt("3")
     tokens = torch.arange(16).view(1, 4, 4) % narrow.vocab
     before = whole.teacher_forced(prompt, tokens)
