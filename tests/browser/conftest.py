@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from .pages import Problems, open_page, setting
+from .pages import Problems, open_page, setting, take_messages
 
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 
@@ -32,9 +32,8 @@ def page(opened) -> Iterator[Page]:
     page, problems = opened
     assert not problems, "errors while the page opened"
     yield page
-    for message in page.locator(".p-toast-message").all_inner_texts():
+    for message in take_messages(page):
         problems.add(message)
-    page.evaluate("() => app.extensionManager.toast.removeAll()")
     found = list(problems)
     problems.clear()
     assert not found

@@ -9,9 +9,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SCREENSHOTS = ROOT / "output/browser"
 RENDERERS = ("canvas", "vue")
 
-# What frontend 1.32.9 reports by itself on a fresh ComfyUI: files of a user and a templates package that are not there,
-# its one error at start, look-ups of packs and of the sizes of missing models, which the server's content security
-# policy blocks, and a question when the renderer is changed.
+# What the front end reports by itself on a fresh ComfyUI: files of a user and a templates package that are not there,
+# the one error of 1.32.9 at start, look-ups of packs and of the sizes of missing models, which the server's content
+# security policy blocks, and a question when the renderer is changed.
 KNOWN_ERRORS = ("favicon.ico", "user.css", "comfy.templates.json", "/templates/index", "core workflow templates",
                 "/api/userdata?dir=", "reading 'id'", "api.comfy.org", "huggingface.co", "Error fetching file size",
                 "Prefer the legacy design?")
@@ -58,10 +58,22 @@ def setting(page: Page, name: str, value: object) -> None:
     page.evaluate("([name, value]) => app.extensionManager.setting.set(name, value)", [name, value])
 
 
+def take_messages(page: Page) -> list[str]:
+    """What the page tells its user (toasts, and 1.58.1's overlay of errors), which is then closed."""
+    messages = page.locator(".p-toast-message, [data-testid=toast], [data-testid=error-overlay]").all_inner_texts()
+    page.evaluate("""() => {
+        const { toast } = app.extensionManager;
+        toast.removeAll ? toast.removeAll() : toast.dismissAll();
+        document.querySelector('[data-testid=error-overlay-dismiss]')?.click();
+    }""")
+    return messages
+
+
 def load(page: Page, template: Path, missing_models: bool = False, name: str = "test") -> None:
-    """Opens a template; missing_models: with the dialog that names those, which covers the page."""
-    page.evaluate("([graph, name, showMissingModelsDialog]) => app.loadGraphData(graph, true, true, name, "
-                  "{showMissingModelsDialog})", [json.loads(template.read_text("utf-8")), name, missing_models])
+    """Opens a template; missing_models: with the dialog or the message that names those, which covers the page."""
+    options = {"showMissingModelsDialog": missing_models, "silentAssetErrors": not missing_models}
+    page.evaluate("([graph, name, options]) => app.loadGraphData(graph, true, true, name, options)",
+                  [json.loads(template.read_text("utf-8")), name, options])
     page.wait_for_timeout(500)
 
 

@@ -26,17 +26,28 @@ REMIND = """async () => {
 }"""
 
 
-def api_form(prompt: dict) -> dict:
-    return {key: (node["class_type"], node["inputs"]) for key, node in prompt.items()}
+# The nodes that the front end marks, but for loaders of a file that is not here: 1.58.1 marks those.
+MARKED = """() => app.graph._nodes.filter(node => node.has_errors && !node.widgets?.some(widget =>
+    widget.type === 'combo' && !widget.options.values.includes(widget.value))).map(node => node.type)"""
+
+
+def api_form(prompt: dict, twin: dict) -> dict:
+    """Classes and inputs of a prompt, without those that a newer core has added to its own nodes since the twin was
+    written (it fills them in itself)."""
+    def inputs(key: str, node: dict) -> dict:
+        known = node["inputs"] if node["class_type"].startswith("SpecAR") else twin[key]["inputs"]
+        return {name: value for name, value in node["inputs"].items() if name in known}
+
+    return {key: (node["class_type"], inputs(key, node)) for key, node in prompt.items()}
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
 def test_template_loads_and_equals_its_api_twin(page, template):
     load(page, template)
-    assert page.evaluate("() => app.graph._nodes.filter(node => node.has_errors).map(node => node.type)") == []
+    assert page.evaluate(MARKED) == []
     prompt = page.evaluate("async () => (await app.graphToPrompt()).output")
     twin = json.loads((template.parent / "api" / template.name).read_text("utf-8"))
-    assert api_form(prompt) == api_form(twin)
+    assert api_form(prompt, twin) == api_form(twin, twin)
 
 
 def test_template_names_the_models_that_are_missing(page, comfy):
