@@ -24,10 +24,10 @@ p {{ margin: 0; padding: 10px 18px 14px; font-size: 30px; font-weight: bold; bor
 small {{ display: block; color: #bbb; font-size: 20px; font-weight: normal; margin-top: 3px; }}
 </style><body><img src="data:image/png;base64,{graph}"><p>{title}<small>{needs}</small></p></body>"""
 TITLES = {
-    "anole": "Anole 7B with a drafter", "emu3": "Emu3 8B", "janus_pro": "Janus-Pro 1B, 7B",
-    "lumina_mgpt": "Lumina-mGPT 7B",
-    "llamagen_class": "LlamaGen, classes", "llamagen_text": "LlamaGen, text",
-    "simplear": "SimpleAR 0.5B, 1.5B",
+    "41_llamagen_class_needs_download": "LlamaGen, classes", "42_llamagen_text_needs_download": "LlamaGen, text",
+    "43_simplear_needs_download": "SimpleAR 0.5B, 1.5B", "44_janus_pro_needs_download": "Janus-Pro 1B, 7B",
+    "45_lumina_mgpt_needs_download": "Lumina-mGPT 7B", "46_anole_needs_download": "Anole 7B with a drafter",
+    "47_emu3_needs_download": "Emu3 8B",
 }
 
 

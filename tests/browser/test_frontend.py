@@ -9,7 +9,7 @@ from .pages import RENDERERS, ROOT, load, open_page, run, screenshot
 pytestmark = pytest.mark.browser
 
 TEMPLATES = sorted((ROOT / "workflows").glob("*.json"))
-DEFAULT = "same_seed_two_samplers"
+DEFAULT = "02_same_seed_two_samplers"
 
 # The pictures that a node shows, with either renderer.
 PICTURES = """type => app.graph._nodes.filter(node => node.type === type).map(node => [
@@ -51,7 +51,7 @@ def test_template_loads_and_equals_its_api_twin(page, template):
 
 
 def test_template_names_the_models_that_are_missing(page, comfy):
-    template = ROOT / "workflows/lumina_mgpt.json"
+    template = ROOT / "workflows/45_lumina_mgpt_needs_download.json"
     *missing, there = json.loads(template.read_text("utf-8"))["models"]
     file = comfy.base / "models" / there["directory"] / there["name"]
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def test_template_dialog_offers_and_opens_the_default(page):
 
 
 @pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
-@pytest.mark.parametrize("name", [DEFAULT, "continuous_speculative"])
+@pytest.mark.parametrize("name", [DEFAULT, "31_continuous_speculative"])
 def test_template_runs_and_shows_pictures_and_map(page, renderer, name):
     load(page, ROOT / "workflows" / f"{name}.json")
     if renderer == "canvas":  # the first to run it: nothing is cached
@@ -126,7 +126,7 @@ def test_without_its_javascript_and_in_chinese(browser, comfy):
 
     assert problems and all("/js/" in text for text in problems), problems
     problems.clear()
-    load(page, ROOT / "workflows/sjd_acceptance_map.json")
+    load(page, ROOT / "workflows/03_sjd_acceptance_map.json")
     run(page)
     page.wait_for_function("""() => {
         const node = app.graph._nodes.find(node => node.type === 'SpecARAcceptanceMap');

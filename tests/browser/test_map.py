@@ -11,7 +11,7 @@ from .pages import RENDERERS, ROOT, SCREENSHOTS, load, run, screenshot
 
 pytestmark = pytest.mark.browser
 
-MAP, SJD, CONTINUOUS = "SpecARAcceptanceMap", "sjd_acceptance_map", "continuous_speculative"
+MAP, SJD, CONTINUOUS = "SpecARAcceptanceMap", "03_sjd_acceptance_map", "31_continuous_speculative"
 NAMES = {  # record of the trace -> what the map calls it
     "finalised_at": "fixed in pass", "depth": "place in the draft", "p": "p of the token", "q": "q of the guess",
     "ratio": "p/q of the guess", "refinements": "passes as a guess", "entropy": "entropy, nats",
@@ -151,7 +151,7 @@ def test_the_map_comes_back_with_its_workflow_unless_the_server_has_lost_it(page
                                timeout=30_000)
         come_near(page)
 
-    load(page, ROOT / "workflows/llamagen_class.json", name="other")
+    load(page, ROOT / "workflows/41_llamagen_class_needs_download.json", name="other")
     switch("Previous", maps=1)
     page.wait_for_function(IS_SHOWN, timeout=30_000)
     assert text(page) == report

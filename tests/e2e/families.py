@@ -62,12 +62,13 @@ def emu3(models: Path) -> None:
 
 
 FAMILIES: dict[str, Callable[[Path], None]] = {  # workflow -> writes its files into ComfyUI's models folder
-    write.__name__: write
-    for write in (llamagen_text, llamagen_class, janus_pro, simplear, lumina_mgpt, anole, emu3)
+    "41_llamagen_class_needs_download": llamagen_class, "42_llamagen_text_needs_download": llamagen_text,
+    "43_simplear_needs_download": simplear, "44_janus_pro_needs_download": janus_pro,
+    "45_lumina_mgpt_needs_download": lumina_mgpt, "46_anole_needs_download": anole, "47_emu3_needs_download": emu3,
 }
 CHANGES = {  # what a workflow's inputs must be for the tiny files
-    "llamagen_text": {"model_name": "t2i_XL_stage2_512.safetensors", "text": "a red cat"},
-    "llamagen_class": {"model_name": "c2i_L_384.safetensors", "text": "7"},  # of ten classes
+    "42_llamagen_text_needs_download": {"model_name": "t2i_XL_stage2_512.safetensors", "text": "a red cat"},
+    "41_llamagen_class_needs_download": {"model_name": "c2i_L_384.safetensors", "text": "7"},  # of ten classes
 }
 
 

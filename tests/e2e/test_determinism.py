@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-WORKFLOWS = ("text_to_picture", "sjd_acceptance_map", "draft_tree_eagle", "vvs", "continuous_speculative")
+WORKFLOWS = ("01_start_here_text_to_image", "03_sjd_acceptance_map", "21_draft_tree_eagle", "26_vvs",
+             "31_continuous_speculative")
 
 
 def drawn(comfy, name: str) -> list[np.ndarray]:

@@ -13,6 +13,8 @@ from scripts.comfy_server import PACK
 from .families import CHANGES, FAMILIES, SMALL, Placed
 
 WORKFLOWS = PACK / "workflows"
+JANUS, ANOLE = "44_janus_pro_needs_download", "46_anole_needs_download"
+LLAMAGEN, LUMINA = "42_llamagen_text_needs_download", "45_lumina_mgpt_needs_download"
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +52,11 @@ def test_the_workflow_draws(comfy, models, name):
     loader = prompt[comfy.node_id(prompt, "SpecARLoadCheckpoint")]["inputs"]["model_name"]
     assert text.startswith(f"{loader}: {facts['family']}, ") and "4 rows of 4 tokens of 32 codes" in text
     assert (picture.shape[1], picture.shape[0]) == tuple(facts["sizes"][0]) and facts["decoder"]
-    assert ("anole_drafter" in facts["drafters"]) == (name == "anole")
+    assert ("anole_drafter" in facts["drafters"]) == (name == ANOLE)
 
 
 def test_an_illegal_size_is_an_error_that_names_legal_ones(comfy, models):
-    run = comfy.run(workflow(comfy, "lumina_mgpt", width=32, height=32))
+    run = comfy.run(workflow(comfy, LUMINA, width=32, height=32))
     assert run.outcome == "error" and run.error["node_type"] == "SpecAREmptyLatent", run.message()
     assert "does not draw 32 x 32 pixels" in run.message() and "nearest sizes" in run.message()
 
@@ -74,7 +76,7 @@ def test_the_files_that_a_workflow_lists_belong_to_it(name):
 
 def janus(comfy, sampler: str, **inputs) -> dict:
     """The workflow with another sampler, whose inputs are among those of the one it has."""
-    prompt = workflow(comfy, "janus_pro", **inputs)
+    prompt = workflow(comfy, JANUS, **inputs)
     prompt[comfy.node_id(prompt, "SpecARSJDSampler")]["class_type"] = sampler
     return prompt
 
@@ -101,12 +103,12 @@ def without(models, tmp_path):
 
 
 MISSING = [  # workflow, what is missing, the node that says so, what it says
-    ("anole", "ar_models/Anole-7b-v0.1-hf/model-00002-of-00003.safetensors", "SpecARLoadCheckpoint",
+    (ANOLE, "ar_models/Anole-7b-v0.1-hf/model-00002-of-00003.safetensors", "SpecARLoadCheckpoint",
      "Anole-7b-v0.1-hf is incomplete"),
-    ("janus_pro", "ar_models/Janus-Pro-1B/tokenizer.json", "CLIPTextEncode", "tokenizer.json, which was not found"),
-    ("llamagen_text", "text_encoders/flan-t5-xl", "CLIPTextEncode", "Put the folder flan-t5-xl"),
-    ("lumina_mgpt", "vae/Anole-7b-v0.1-vqvae-hf", "VAEDecode", "No image decoder was found for Lumina-mGPT-7B-768"),
-    ("anole", "ar_drafters/anole_drafter/pytorch_model.bin", "SpecARLoadDrafter", "pytorch_model.bin"),
+    (JANUS, "ar_models/Janus-Pro-1B/tokenizer.json", "CLIPTextEncode", "tokenizer.json, which was not found"),
+    (LLAMAGEN, "text_encoders/flan-t5-xl", "CLIPTextEncode", "Put the folder flan-t5-xl"),
+    (LUMINA, "vae/Anole-7b-v0.1-vqvae-hf", "VAEDecode", "No image decoder was found for Lumina-mGPT-7B-768"),
+    (ANOLE, "ar_drafters/anole_drafter/pytorch_model.bin", "SpecARLoadDrafter", "pytorch_model.bin"),
 ]
 
 

@@ -5,7 +5,7 @@ import itertools
 
 from benchmarks import soak
 
-QUICK = ["text_to_picture", "sjd_acceptance_map", "continuous_speculative"]
+QUICK = ["01_start_here_text_to_image", "03_sjd_acceptance_map", "31_continuous_speculative"]
 GROWTH = 64  # MiB that 16 prompts may add once every workflow has run twice; a kept model or picture is 20 or more
 
 

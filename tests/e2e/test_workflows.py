@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 
 import av
@@ -30,6 +31,14 @@ def test_every_workflow_is_drawn_somewhere():
     assert set(SHIPPED) == {*SHIPPED_MODELS, *FAMILIES}
 
 
+def test_a_template_is_three_files_whose_name_tells_its_place_and_whether_it_needs_a_download():
+    files = {kind: {path.stem for path in WORKFLOWS.glob(f"*{kind}")} for kind in (".json", ".jpg")}
+    assert files[".json"] == files[".jpg"] == set(SHIPPED)
+    assert all(re.fullmatch(r"\d\d_[a-z0-9_]+", name) for name in SHIPPED), "ComfyUI shows it, and puts it into an address"
+    assert len({name[:2] for name in SHIPPED}) == len(SHIPPED)
+    assert {name for name in SHIPPED if name.endswith("_needs_download")} == set(FAMILIES)
+
+
 def film(data: bytes, video: bool) -> list[np.ndarray]:
     """The frames of a file of Save Video, or of one with one picture or many."""
     if video:
@@ -48,7 +57,7 @@ def statistics_are_in_the_history(comfy, run):
     reports = run.collect("specar")
     assert {report["schema"] for report in reports} == {"specar.trace/1"}
     [seed] = {report["totals"]["seed"] for report in reports}
-    prompt = comfy.workflow("same_seed_two_samplers")
+    prompt = comfy.workflow("02_same_seed_two_samplers")
     assert seed == prompt[comfy.node_id(prompt, "PrimitiveInt")]["inputs"]["value"]
     passes = {report["settings"]["method"]: report["totals"]["target_passes"] for report in reports}
     [tokens] = {report["totals"]["tokens"] for report in reports}
@@ -92,7 +101,7 @@ def the_face_is_exact(comfy, run):
 
 def films_of_the_run_are_saved(comfy, run):
     """The run's frames at its speed, then the finished picture: not to the last level in the video, which is lossy."""
-    prompt = comfy.workflow("decoding_timeline")
+    prompt = comfy.workflow("06_decoding_timeline")
     [webp] = run.outputs[comfy.node_id(prompt, "SaveAnimatedWEBP")]["images"]
     [mp4] = run.outputs[comfy.node_id(prompt, "SaveVideo")]["images"]
     frames, video = saved_film(comfy, webp), saved_film(comfy, mp4)
@@ -108,7 +117,7 @@ def films_of_the_run_are_saved(comfy, run):
 
 def what_is_found_is_drawn_with(comfy, run):
     """Another picture with another prompt is drawn without another search."""
-    prompt = comfy.workflow("find_fastest")
+    prompt = comfy.workflow("04_find_fastest")
     node, sampler = (comfy.node_id(prompt, kind) for kind in ("SpecARFindFastest", "SpecARMethodSampler"))
     [found] = run.outputs[node]["specar"]
     [drawn] = [report for report in run.collect("specar") if report["schema"] == "specar.trace/1"]
@@ -125,10 +134,10 @@ def what_is_found_is_drawn_with(comfy, run):
 
 
 MORE = {  # what else is to be seen of a workflow's run
-    "same_seed_two_samplers": statistics_are_in_the_history, "continuous_inpaint": only_what_is_masked_is_drawn,
-    "exact_on_the_face": the_face_is_exact, "skip_only_the_background": the_face_is_judged,
-    "continue_picture": the_upper_half_is_given, "outpaint": the_middle_is_kept,
-    "decoding_timeline": films_of_the_run_are_saved,
+    "02_same_seed_two_samplers": statistics_are_in_the_history, "32_continuous_inpaint": only_what_is_masked_is_drawn,
+    "14_exact_on_the_face": the_face_is_exact, "15_skip_only_the_background": the_face_is_judged,
+    "13_continue_image": the_upper_half_is_given, "12_outpaint": the_middle_is_kept,
+    "06_decoding_timeline": films_of_the_run_are_saved,
 }
 
 
