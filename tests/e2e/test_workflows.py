@@ -34,7 +34,7 @@ def test_every_workflow_is_drawn_somewhere():
 def test_a_template_is_three_files_whose_name_tells_its_place_and_whether_it_needs_a_download():
     files = {kind: {path.stem for path in WORKFLOWS.glob(f"*{kind}")} for kind in (".json", ".jpg")}
     assert files[".json"] == files[".jpg"] == set(SHIPPED)
-    assert all(re.fullmatch(r"\d\d_[a-z0-9_]+", name) for name in SHIPPED), "ComfyUI shows it, and puts it into an address"
+    assert all(re.fullmatch(r"\d\d_[a-z0-9_]+", name) for name in SHIPPED), "shown, and part of an address"
     assert len({name[:2] for name in SHIPPED}) == len(SHIPPED)
     assert {name for name in SHIPPED if name.endswith("_needs_download")} == set(FAMILIES)
 
