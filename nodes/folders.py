@@ -15,6 +15,7 @@ from comfy.cli_args import args
 from ..model_loaders import cosmos
 from ..model_loaders.checkpoint import PICKLES, SAFETENSORS, TORCHSCRIPT, WEIGHT_FILES, keep_maps
 from ..model_loaders.detect import DECODERS, bundled
+from .downloads import where_to_get
 
 MODELS = "ar_models"
 DRAFTERS = "ar_drafters"
@@ -121,7 +122,8 @@ def resolve(choice: str, *keys: str) -> Path:
     found = next((root / inside for root in roots if inside != "." and os.path.exists(root / inside)), None)
     if found is None:
         looked = ", ".join(map(str, roots))
-        raise FileNotFoundError(f"{choice[:99]} is not in {looked}. Choose another file, or press R for a new list.")
+        remedy = where_to_get(choice) or "Choose another file, or press R for a new list."
+        raise FileNotFoundError(f"{choice[:99]} is not in {looked}. {remedy}")
     return found
 
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from playwright.sync_api import Browser, ConsoleMessage, Page
+from playwright.sync_api import Browser, ConsoleMessage, Locator, Page
 
 ROOT = Path(__file__).resolve().parents[2]
 SCREENSHOTS = ROOT / "output/browser"
@@ -24,6 +24,8 @@ LISTEN = """() => {
         app.api.addEventListener(name, event =>
             window.seen.push({name, detail: name.startsWith('b_') ? null : event.detail}));
 }"""
+# Front end 1.58.1 looks whether what nodes have chosen is there; 1.32.9 opens a dialog with the workflow's own list.
+BY_CHOICE = "() => 'refreshMissingModels' in app"
 FINISHED = "() => window.seen.some(event => event.name.startsWith('execution_'))"
 
 
@@ -75,6 +77,37 @@ def load(page: Page, template: Path, missing_models: bool = False, name: str = "
     page.evaluate("([graph, name, options]) => app.loadGraphData(graph, true, true, name, options)",
                   [json.loads(template.read_text("utf-8")), name, options])
     page.wait_for_timeout(500)
+
+
+def missing_models(page: Page, name: str) -> dict[str, bool]:
+    """What the page calls missing after `load`, as "directory / file", and whether it offers the download."""
+    if page.evaluate(BY_CHOICE):
+        page.wait_for_timeout(1000)  # if there is nothing to tell, nothing appears
+        details = page.locator("[data-testid=error-overlay-see-errors]")
+        if not details.count():
+            return {}
+        details.click()
+        rows = page.locator("[data-testid=missing-model-importable-rows] > *")
+        button = "[data-testid=missing-model-download]"
+    else:
+        rows, button = page.locator(".comfy-missing-models [role=option]"), "button:has-text('Download'):enabled"
+    rows.first.wait_for(timeout=30_000)
+    found = {label(row): row.locator(button).count() == 1 for row in rows.all()}
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SCREENSHOTS / f"missing_models-{name}.png")
+    if page.evaluate(BY_CHOICE):
+        setting(page, "Comfy.RightSidePanel.IsOpen", False)
+    else:
+        page.keyboard.press("Escape")
+        page.get_by_role("dialog").wait_for(state="hidden", timeout=30_000)
+    return found
+
+
+def label(row: Locator) -> str:
+    """A line of the page's list of missing models, as "directory / file"."""
+    lines = row.inner_text().splitlines()
+    named = next((line for line in lines if " / " in line), None)
+    return named or f"{lines[1]} / {lines[0]}"
 
 
 def run(page: Page) -> list[str]:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from ..unit import tiny, tiny_chameleon, tiny_emu3, tiny_janus, tiny_simplear, tiny_t5
 
@@ -19,7 +18,7 @@ def llamagen(models: Path, name: str, decoder: str, text: bool) -> None:
     tiny.write_llamagen(models / "ar_models" / f"{name}.safetensors", text)
     file = models / "vae" / decoder
     file.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tiny.vq_weights(), str(file)) if file.suffix == ".safetensors" else torch.save(tiny.vq_weights(), file)
+    torch.save(tiny.vq_weights(), file)
 
 
 def llamagen_text(models: Path) -> None:
@@ -28,7 +27,7 @@ def llamagen_text(models: Path) -> None:
 
 
 def llamagen_class(models: Path) -> None:
-    llamagen(models, "c2i_L_384", "vq-ds16-c2i/model.safetensors", False)
+    llamagen(models, "c2i_L_384", "vq_ds16_c2i.pt", False)
 
 
 def janus_pro(models: Path) -> None:

@@ -1,0 +1,48 @@
+"""What to download, and into which folder: the message of the node, the note and the list of the template agree."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from comfyui_specar.nodes import folders
+from comfyui_specar.nodes.downloads import where_to_get
+
+TEMPLATES = sorted((Path(__file__).parents[2] / "workflows").glob("*_needs_download.json"))
+REPOSITORY = re.compile(r"https://huggingface\.co/([\w.-]+/[\w.-]+)")
+PLACE = re.compile(r"into (models/[\w./-]*\w)")
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
+def test_a_template_tells_what_its_loaders_tell(template):
+    graph = json.loads(template.read_text(encoding="utf-8"))
+    choices = [node["widgets_values"][0] for node in graph["nodes"] if node["type"].startswith("SpecARLoad")]
+    told = "\n".join(map(where_to_get, choices))
+    [note] = [node["widgets_values"][0] for node in graph["nodes"] if node["type"] == "MarkdownNote"]
+    repositories = set(REPOSITORY.findall(told))
+    assert repositories and repositories <= set(REPOSITORY.findall(note))
+    assert {REPOSITORY.match(model["url"])[1] for model in graph["models"]} <= repositories
+    assert all(place in note for place in PLACE.findall(told))
+    assert {f"models/{model['directory']}/{model['name']}".rpartition("/")[0] for model in graph["models"]} <= {
+        *PLACE.findall(told)}
+
+
+@pytest.mark.parametrize(("choice", "words"), [
+    ("c2i_XXL_384.pt", ["c2i_XXL_384.pt of https://huggingface.co/FoundationVision/LlamaGen into models/ar_models",
+                        "vq_ds16_c2i.pt of"]),
+    ("Janus-Pro-7B", ["all files of https://huggingface.co/deepseek-community/Janus-Pro-7B into "
+                      "models/ar_models/Janus-Pro-7B"]),
+    ("Lumina-mGPT-7B-512", ["Alpha-VLLM/Lumina-mGPT-7B-512 into", "tokenizer.json of", "Lumina-mGPT-7B-768 into "
+                            "models/ar_models/Lumina-mGPT-7B-512", "Anole-7b-v0.1-vqvae-hf"]),
+    ("llamagen2_drafter", ["jadohu/llamagen2_drafter into models/ar_drafters/llamagen2_drafter"]),
+])
+def test_a_released_model_is_told_with_all_that_it_needs(choice, words):
+    assert all(word in where_to_get(choice) for word in words)
+    with pytest.raises(FileNotFoundError, match=re.escape(f"{choice} is not in ")) as told:
+        folders.resolve(choice, folders.MODELS, folders.DRAFTERS)
+    assert where_to_get(choice) in str(told.value)
+
+
+@pytest.mark.parametrize("choice", ["", "..", "Janus-Pro-1B/", "../Janus-Pro-1B", "my c2i.pt", "n" * 999, "\ud800"])
+def test_of_other_names_nothing_is_known(choice):
+    assert where_to_get(choice) is None
