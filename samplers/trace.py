@@ -88,6 +88,10 @@ class Trace:
         """A per-position record as pictures [B, rows, cols]."""
         return self.layout.to_grid(self.positions[name])
 
+    def _comfy_cache_tensors(self) -> list[Tensor]:
+        """The tensors that ComfyUI counts when main memory is short and it looks for cached outputs to drop."""
+        return [*self.positions.values(), *self.rounds.values()]
+
     def summary(self) -> dict[str, Any]:
         """Numbers of the whole run, as they were computed at its end."""
         return dict(self.totals)

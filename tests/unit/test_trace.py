@@ -114,6 +114,12 @@ def test_everything_forced_still_gives_numbers():
         assert summary["tokens"] == 0 and summary["acceptance_rate"] == 0 and summary["mean_log_p"] == 0
 
 
+def test_every_tensor_is_counted_where_comfyui_measures_its_cache():
+    trace = trace_of(NextToken())
+    counted = {tensor.data_ptr() for tensor in trace._comfy_cache_tensors()}
+    assert counted == {tensor.data_ptr() for tensor in (trace.positions | trace.rounds).values()} and len(counted) > 10
+
+
 def test_save_and_load_give_the_same_trace(tmp_path):
     method = SJD(window=3, reuse="threshold_exact", threshold=0.7)
     trace = trace_of(method, params=SamplingParams(top_k=2, temperature=0.9))
