@@ -25,6 +25,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter, defaultdict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ MOST_MEMORY = 1 << 30  # bytes beyond the files' own
 LARGEST_FILE = 3 << 30  # bytes
 MOST_SECONDS = 10  # of the processor
 PATIENCE = 120  # seconds of the clock before a case counts as one that never ends
+PATIENCE_AT_FIRST = 1200  # the same before the first case: the process imports everything and writes its seeds first
 WATCHED = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "subprocess.Popen", "socket.", "shutil.",
            "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "ctypes.dlopen", "urllib.")
 
@@ -123,7 +125,7 @@ class Worker:
         self.errors = tempfile.TemporaryFile(mode="w+", encoding="utf-8")
         self.process = subprocess.Popen(command(options, first), stdout=subprocess.PIPE, stderr=self.errors,
                                         env=environment, cwd=Path(__file__).resolve().parent.parent)
-        self.buffer = b""
+        self.buffer, self.closed = b"", False
 
     def line(self, patience: float) -> dict[str, Any] | None:
         """What it says next; None if it died or says nothing any more."""
@@ -132,14 +134,17 @@ class Worker:
             ready, _, _ = select.select([source], [], [], max(0, until - time.monotonic()))
             read = os.read(source, 1 << 16) if ready else b""
             if not read:
+                self.closed = bool(ready)
                 return None
             self.buffer += read
         text, _, self.buffer = self.buffer.partition(b"\n")
         return json.loads(text)
 
     def end(self) -> str:
-        """Stop it, and say how it ended by itself, if it did."""
-        time.sleep(0.1)
+        """Stop it, and say how it ended by itself, if it did: it closes its output a moment before it is gone."""
+        if self.closed:
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(PATIENCE)
         code = self.process.poll()
         self.process.kill()
         self.process.wait()
@@ -202,7 +207,7 @@ def run(options: argparse.Namespace, folder: str) -> Tally:
     endless = options.case is not None or options.cases
     while number < last and (endless or time.monotonic() - began < 60 * options.minutes):
         started, worker = worker is None, worker or Worker(options, number, folder)
-        case = worker.line(10 * PATIENCE if started else PATIENCE)
+        case = worker.line(PATIENCE_AT_FIRST if started else PATIENCE)
         if case is None:
             raise RuntimeError(f"The process that runs the cases {worker.end()}")
         outcome = worker.line(PATIENCE)

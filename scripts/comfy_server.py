@@ -36,7 +36,7 @@ class ComfyServer:
     """
 
     def __init__(self, comfyui: Path, log: Path, output: Path | None = None, port: int | None = None,
-                 start_seconds: float = 180.0, previews: str = "auto", more_nodes: Sequence[Path] = ()):
+                 start_seconds: float = 600.0, previews: str = "auto", more_nodes: Sequence[Path] = ()):
         self.comfyui = Path(comfyui).resolve()
         self.log = Path(log).resolve()
         self.port = port or free_port()

@@ -10,10 +10,10 @@ import pytest
 from comfyui_specar.batch import client as comfy_client
 
 from scripts.comfy_server import PACK, ComfyServer
+from tests.patience import PATIENCE
 
 WORKFLOWS = PACK / "workflows"
 DYNAMIC_VRAM = Path(__file__).parent / "custom_nodes/simulated_dynamic_vram"  # as on an NVIDIA card
-RUN_SECONDS = 1200.0  # on a busy machine; nothing should take that long
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,7 +27,7 @@ class Comfy:
         self.url, self.base, self.output, self.pid = server.url, server.base, server.output, server.process.pid
 
     def run(self, prompt: dict, follow: comfy_client.Follower | None = None) -> comfy_client.Run:
-        return asyncio.run(comfy_client.run_prompt(self.url, prompt, follow=follow, timeout=RUN_SECONDS))
+        return asyncio.run(comfy_client.run_prompt(self.url, prompt, follow=follow, timeout=PATIENCE))
 
     def get(self, path: str):
         return asyncio.run(comfy_client.get_json(self.url, path))

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[2]
-RUN_SECONDS = 300
 
 
 def demo(comfyui: Path, *arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, str(ROOT / "scripts/demo.py"), "--comfyui", str(comfyui), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=RUN_SECONDS)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def test_demo_leaves_pictures_map_and_traces_and_tells_the_passes(comfyui):

@@ -2,20 +2,30 @@
 
 import asyncio
 import socket
+from collections.abc import Callable
+from typing import Any
 
 from aiohttp import web
 
 
-class FakeComfy:
-    """`seconds`: what a prompt takes. `drawn`: the filename prefix of every picture that was finished. A prompt whose
-    `text` is "refuse" is refused, "half" accepted in part, "fail" breaks while it runs; "poison" kills the server."""
+async def until(condition: Callable[[], Any]) -> None:
+    """Wait until it holds. Others get their turn first."""
+    await asyncio.sleep(0.001)
+    while not condition():
+        await asyncio.sleep(0.001)
 
-    def __init__(self, seconds: float = 0.0):
+
+class FakeComfy:
+    """`ends`: may the prompt that runs end yet? A test sets it to hold the server until something else has happened.
+    `drawn`: the filename prefix of every picture that was finished. A prompt whose `text` is "refuse" is refused,
+    "half" accepted in part, "fail" breaks while it runs; "poison" kills the server."""
+
+    def __init__(self):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.seconds = seconds
+        self.ends: Callable[[], bool] = lambda: True
         self.drawn: list[str] = []
         self.most_queued = 0
         self._runner = None
@@ -26,6 +36,10 @@ class FakeComfy:
         self.running: str | None = None
         self.history: dict[str, dict] = {}
         self.interrupted = asyncio.Event()
+
+    @property
+    def dead(self) -> bool:
+        return self._runner is None
 
     async def __aenter__(self) -> "FakeComfy":
         await self.start()
@@ -56,17 +70,11 @@ class FakeComfy:
 
     async def _work(self) -> None:
         while True:
-            if not self.pending:
-                await asyncio.sleep(0.001)
-                continue
+            await until(lambda: self.pending)
             self.running, prompt = self.pending.pop(0)
             self.interrupted.clear()
-            stopped = False
-            try:
-                await asyncio.wait_for(self.interrupted.wait(), self.seconds or 0.001)
-                stopped = True
-            except asyncio.TimeoutError:
-                pass
+            await until(lambda: self.ends() or self.interrupted.is_set())
+            stopped = self.interrupted.is_set()
             if prompt["1"]["inputs"]["text"] == "poison":
                 asyncio.ensure_future(self.die())
                 return

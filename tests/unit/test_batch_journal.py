@@ -1,20 +1,21 @@
 """The journal of a batch: what it knows after a crash, and what it refuses to continue; and the command around it."""
 
 import asyncio
+import itertools
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from comfyui_specar.batch import cli
+from comfyui_specar.batch import cli, dispatch
 from comfyui_specar.batch.journal import Journal, JournalError
-from comfyui_specar.tests.unit.fake_comfy import FakeComfy
+from comfyui_specar.tests.patience import PATIENCE
+from comfyui_specar.tests.unit.fake_comfy import FakeComfy, until
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = {"id": "a", "status": "success"}
@@ -57,9 +58,9 @@ def test_another_process_is_refused_until_this_one_ends(tmp_path):
             "with Journal(Path(sys.argv[1])):\n    print('open')")
     command = [sys.executable, "-c", code, str(tmp_path / "r.jsonl")]
     with Journal(tmp_path / "r.jsonl"):
-        refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        refused = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
         assert "another process is writing" in refused.stderr and "open" not in refused.stdout
-    assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout == "open\n"
+    assert subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE).stdout == "open\n"
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [
@@ -113,27 +114,48 @@ def recorded(path: Path) -> dict[str, dict]:
     return {record["id"]: record for record in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
 
 
-async def started(*arguments: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable, str(ROOT / "batch"), *command(*arguments), stderr=asyncio.subprocess.PIPE)
+# The command, as those run it who have not installed the pack: by the path of its folder.
+COMMAND = [sys.executable, str(ROOT / "batch")]
+KILLED = """import os, runpy, signal, sys
+left, fsync = int(sys.argv.pop(1)), os.fsync
+
+def sync(file):
+    global left
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))  # Windows has one way to end a process
+    fsync(file)
+
+os.fsync = sync
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")"""  # whatever is written is synchronised
+
+
+def killed_at(write: int) -> list[str]:
+    """The same, killed (as by kill -9) when it has written so many lines or pictures."""
+    return [sys.executable, "-c", KILLED, str(write), *COMMAND[1:]]
+
+
+async def started(program: list[str], *arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(*program, *command(*arguments), stderr=asyncio.subprocess.PIPE)
+
+
+async def code_of(process: asyncio.subprocess.Process) -> tuple[int, str]:
+    """How it ended, and what it said."""
+    _, said = await asyncio.wait_for(process.communicate(), PATIENCE)
+    return process.returncode, said.decode()
 
 
 def test_kill_9_again_and_again_loses_and_repeats_nothing(table):
-    """The pack's folder is run as a path, as those do who have not installed it."""
+    """At the first write, at the second of the next start, and so on: at its header, its lines and its pictures."""
     async def check():
-        async with FakeComfy(0.15) as one, FakeComfy(0.25) as other:
+        async with FakeComfy() as one, FakeComfy() as other:
             servers = ["--server", one.url, "--server", other.url, "--out", "out"]
-            for _ in range(3):
-                before = len(one.drawn) + len(other.drawn)
-                process = await started(*servers)
-                while len(one.drawn) + len(other.drawn) == before and process.returncode is None:
-                    await asyncio.sleep(0.01)
-                await asyncio.sleep(random.random() * 0.2)
-                if process.returncode is None:
-                    process.kill()
-                await process.wait()
-            process = await started(*servers)
-            assert await asyncio.wait_for(process.wait(), 60) == cli.DONE
+            for write in range(1, 7):  # 21 of the 25 writes
+                code, said = await code_of(await started(killed_at(write), *servers))
+                assert code not in (cli.DONE, cli.FAILED) and "Traceback" not in said, said
+            code, said = await code_of(await started(COMMAND, *servers))
+            assert code == cli.DONE, said
             names = [name for server in (one, other) for name in server.drawn]
             assert Counter(name.split(".")[0] for name in names) == Counter(f"p_j{i}" for i in range(8))
 
@@ -146,20 +168,19 @@ def test_kill_9_again_and_again_loses_and_repeats_nothing(table):
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signal for one process")
 def test_control_c_takes_the_jobs_from_the_server_and_the_same_command_goes_on(table):
+    """While the server draws the second picture."""
     async def check():
-        async with FakeComfy(0.3) as one:
-            process = await started("--server", one.url)
-            while not one.drawn:
-                await asyncio.sleep(0.01)
+        async with FakeComfy() as one:
+            one.ends = lambda: not one.drawn
+            process = await started(COMMAND, "--server", one.url)
+            await asyncio.wait_for(until(lambda: one.drawn and one.running), PATIENCE)
             process.send_signal(signal.SIGINT)
-            _, said = await asyncio.wait_for(process.communicate(), 60)
-            assert process.returncode == cli.CANCELLED and b"Cancelling" in said and b"Traceback" not in said
+            code, said = await code_of(process)
+            assert code == cli.CANCELLED and "Cancelling" in said and "Traceback" not in said
             assert not one.pending and not one.running
-            done = len(recorded(table / "jobs.results.jsonl"))
-            assert 1 <= done == len(one.drawn) < 8
-            one.seconds = 0.01
-            process = await started("--server", one.url)
-            assert await asyncio.wait_for(process.wait(), 60) == cli.DONE
+            assert list(recorded(table / "jobs.results.jsonl")) == ["j0"] and one.drawn == ["p_j0"]
+            one.ends = lambda: True
+            assert (await code_of(await started(COMMAND, "--server", one.url)))[0] == cli.DONE
             assert len(one.drawn) == 8
 
     asyncio.run(check())
@@ -222,10 +243,12 @@ def test_a_dry_run_needs_no_server_and_leaves_nothing(table, capsys):
     assert sorted(path.name for path in table.iterdir()) == ["jobs.csv", "workflow.json"]
 
 
-def test_without_a_server_it_says_so_soon(table, here, capsys):
-    begun = time.monotonic()
+def test_without_a_server_it_says_so_soon(table, here, capsys, monkeypatch):
+    """By a clock that goes on by a tenth of a second whenever it is asked."""
+    asked = itertools.count()
+    monkeypatch.setattr(dispatch, "time", SimpleNamespace(monotonic=lambda: next(asked) / 10))
     assert cli.main(command("--server", "127.0.0.1:9", "--patience", "0.5")) == cli.FAILED
-    assert time.monotonic() - begun < 10 and "8 are still to do" in capsys.readouterr().err
+    assert next(asked) / 10 < 2 and "8 are still to do" in capsys.readouterr().err
 
 
 def test_a_full_disk_stops_the_batch_and_loses_nothing(table, here, capsys, monkeypatch):

@@ -20,6 +20,7 @@ from comfyui_specar import api
 from comfyui_specar.benchmarks import fuzz as long_run
 from comfyui_specar.model_loaders.checkpoint import CheckpointError, keep_maps
 from comfyui_specar.model_loaders.language_model import Tokenizer
+from comfyui_specar.tests.patience import PATIENCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -277,22 +278,22 @@ def test_the_long_run_reports_what_came_of_every_case(tmp_path):
     """Of files that need little to be imported."""
     out = tmp_path / "fuzz.json"
     command = [sys.executable, "-m", "benchmarks", "fuzz", "--cases", "12", "--only", "trace", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     report = json.loads(out.read_text(encoding="utf-8"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert report["cases"] == 12 == sum(report["outcomes"].values()) and not report["problems"]
     assert report["families"] == {"trace": report["outcomes"]} and report["deaths"] == report["executed"] == 0
 
 
-@pytest.mark.parametrize(("ends", "told"), [("os.abort()", "killed the process (exit code -6)"),
-                                            ("time.sleep(100)", "never ended")])
-def test_the_long_run_counts_processes_that_die(tmp_path, monkeypatch, ends, told):
+@pytest.mark.parametrize(("ends", "patience", "told"), [("os.abort()", PATIENCE, "killed the process (exit code -6)"),
+                                                        ("time.sleep(3600)", 0.2, "never ended")])
+def test_the_long_run_counts_processes_that_die(tmp_path, monkeypatch, ends, patience, told):
     def command(options, first):
         case = json.dumps({"number": first, "seed": "VQ", "mutation": "truncate: vq.pt"})
         return [sys.executable, "-c", f"import os, time; print({case!r}, flush=True); {ends}"]
 
     monkeypatch.setattr(long_run, "command", command)
-    monkeypatch.setattr(long_run, "PATIENCE", 2)
+    monkeypatch.setattr(long_run, "PATIENCE", patience)
     options = argparse.Namespace(case=None, cases=2, minutes=0, seed=0, only="")
     report = long_run.run(options, str(tmp_path)).report()
     assert report["cases"] == report["deaths"] == 2 and report["outcomes"] == {"problem": 2}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import comfyui_specar
 import pytest
+from comfyui_specar.tests.patience import PATIENCE
 
 ROOT = Path(comfyui_specar.__file__).resolve().parent
 HOST = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "node_helpers", "nodes", "server"}
@@ -98,7 +99,7 @@ def run(code: str) -> str:
     """Standard output of a fresh interpreter that can import the pack."""
     path = [p for p in sys.path if p]
     program = f"import sys; sys.path[:0] = {path!r}\n{code}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd="/")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE, cwd="/")
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
