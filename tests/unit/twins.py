@@ -4,13 +4,15 @@
     compiled("noise.uniform", *given)        compiles what that call would launch, down to machine code for a GPU
 
 Triton decides once per process which of the two it does, and must be told before it is imported, which half of the
-world does. So each has a process of its own, started at the first use.
+world does. So each has a process of its own, started at the first use. There this module is known by its name in the
+pack: ComfyUI's tree, which is on the path once its nodes are tested, has a package ``tests`` too.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -34,17 +36,21 @@ class Kernel:
 
 def interpreted(twin: str, *given: Any) -> Any:
     """The result of a twin, named ``module.function``. Tensors are shared with it: what it writes is seen here."""
-    return _process("1").submit(_call, twin, given).result()
+    return _process("1").submit(_there("_call"), twin, given).result()
 
 
 def compiled(twin: str, *given: Any) -> list[Kernel]:
     """The kernels that a call of a twin launches, compiled for compute capability 9.0. Nothing is run."""
-    return _process("0").submit(_compile, twin, given).result()
+    return _process("0").submit(_there("_compile"), twin, given).result()
+
+
+def _there(name: str) -> Callable[..., Any]:
+    return getattr(import_module("comfyui_specar.tests.unit.twins"), name)
 
 
 @cache
 def _process(interpret: str) -> ProcessPoolExecutor:
-    process = ProcessPoolExecutor(1, get_context("spawn"), _begin, (interpret,))
+    process = ProcessPoolExecutor(1, get_context("spawn"), _there("_begin"), (interpret,))
     atexit.register(process.shutdown)
     return process
 
