@@ -26,7 +26,7 @@ import json, sys
 from pathlib import Path
 import comfyui_specar as specar, torch
 from comfyui_specar.benchmarks.loading import watch
-from comfyui_specar.model_loaders.checkpoint import open_checkpoint
+from comfyui_specar.model_loaders.checkpoint import keep_maps, open_checkpoint
 
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])
@@ -36,6 +36,8 @@ def twice():
 kept = {"bfloat16": watch(lambda: specar.load_model(folder, dtype=torch.bfloat16)),
         "float32": watch(lambda: specar.load_model(folder, dtype=torch.float32)), "twice": watch(twice),
         "int8": watch(lambda: specar.load_model(folder, dtype=torch.bfloat16, storage=torch.int8))}
+keep_maps(False)
+kept["read"] = watch(lambda: specar.load_model(folder, dtype=torch.bfloat16))
 print(json.dumps({name: costs for name, (_, costs) in kept.items()}))
 """
 
@@ -64,6 +66,12 @@ def test_rounded_weights_are_held_once_and_never_whole_in_another_precision(cost
     """The matrices of the layers are there in int8 alone; the rest stays maps of the file."""
     assert LAYERS < costs["int8"]["anonymous peak"] < LAYERS + SLACK < 2 * LAYERS
     assert costs["int8"]["anonymous"] < 1.2 * LAYERS
+
+
+def test_weights_that_are_read_are_held_once_but_for_what_is_joined(costs):
+    assert 2 * SIZE < costs["read"]["anonymous peak"] < 2 * SIZE + 2 * JOINED + SLACK
+    assert costs["read"]["anonymous"] < 2 * SIZE + SLACK
+    assert costs["read"]["file-backed"] < SLACK
 
 
 def test_weights_held_twice_are_noticed(costs):
