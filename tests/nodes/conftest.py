@@ -235,7 +235,14 @@ def sample(tiny, drafter, nodes, positive, run):
 
 
 @pytest.fixture
-def progress(monkeypatch):
+def unthrottled(monkeypatch):
+    """Every step of a progress bar reaches ComfyUI's progress hook; newer ComfyUIs leave some out."""
+    for limit in ("PROGRESS_THROTTLE_MIN_INTERVAL", "PROGRESS_THROTTLE_MIN_PERCENT"):
+        monkeypatch.setattr(comfy.utils, limit, 0, raising=False)
+
+
+@pytest.fixture
+def progress(monkeypatch, unthrottled):
     """Every (value, total, preview) that reaches ComfyUI's progress hook."""
     seen = []
     monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", lambda *event, **_: seen.append(event))
@@ -248,8 +255,6 @@ def hurried(monkeypatch):
     monkeypatch.setattr(nodes_progress, "SECONDS", (0.0, 0.0))
     monkeypatch.setattr(previews, "SECONDS", 0.0)
     monkeypatch.setattr(previews, "SHARE", 1e9)
-    for limit in ("PROGRESS_THROTTLE_MIN_INTERVAL", "PROGRESS_THROTTLE_MIN_PERCENT"):  # of newer ComfyUIs
-        monkeypatch.setattr(comfy.utils, limit, 0, raising=False)
 
 
 @pytest.fixture(scope="session")

@@ -235,7 +235,7 @@ def test_what_does_not_belong_together_is_refused(timeline_of):
         timeline_of(SMALL, torch.rand(1, 4, 4, 3), picture=1)
 
 
-def test_interruption_stops_the_drawing(timeline_of, monkeypatch):
+def test_interruption_stops_the_drawing(timeline_of, monkeypatch, unthrottled):
     import comfy.utils
 
     def hook(value, *_, **__):
