@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from tests.patience import PATIENCE
+
 from .pages import Problems, open_page, setting, take_messages
 
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
@@ -14,7 +16,8 @@ ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking",
 @pytest.fixture(scope="module")  # while a page is open, no other test can run an event loop
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=os.environ["SPECAR_CHROMIUM"], args=ARGUMENTS)
+        browser = playwright.chromium.launch(executable_path=os.environ["SPECAR_CHROMIUM"], args=ARGUMENTS,
+                                             timeout=1000 * PATIENCE)
         yield browser
         browser.close()
 

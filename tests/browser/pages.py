@@ -5,6 +5,8 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, ConsoleMessage, Locator, Page
 
+from tests.patience import PATIENCE
+
 ROOT = Path(__file__).resolve().parents[2]
 SCREENSHOTS = ROOT / "output/browser"
 RENDERERS = ("canvas", "vue")
@@ -26,6 +28,16 @@ LISTEN = """() => {
 }"""
 # Front end 1.58.1 looks whether what nodes have chosen is there; 1.32.9 opens a dialog with the workflow's own list.
 BY_CHOICE = "() => 'refreshMissingModels' in app"
+STILL = """selector => new Promise(done => {
+    let before, frames = 0;
+    const look = () => {
+        const now = JSON.stringify(document.querySelector(selector)?.getBoundingClientRect());
+        frames = now === before ? frames + 1 : 0;
+        before = now;
+        frames < 10 ? requestAnimationFrame(look) : done();
+    };
+    look();
+})"""  # where the element is, if it is there, does not change for ten frames
 FINISHED = "() => window.seen.some(event => event.name.startsWith('execution_'))"
 
 
@@ -45,12 +57,13 @@ def open_page(browser: Browser, url: str, without: str | None = None) -> tuple[P
     """ComfyUI's page, ready; ``without``: addresses (a pattern) that are not served to it."""
     problems = Problems()
     page = browser.new_page(viewport={"width": 1600, "height": 900})
+    page.set_default_timeout(1000 * PATIENCE)
     if without:
         page.route(without, lambda route: route.abort())
     page.on("console", problems.console)
     page.on("pageerror", problems.add)
     page.goto(url, wait_until="domcontentloaded")
-    page.wait_for_function(READY, timeout=90_000)
+    page.wait_for_function(READY)
     page.evaluate(LISTEN)
     page.wait_for_timeout(1000)
     return page, problems
@@ -91,7 +104,7 @@ def missing_models(page: Page, name: str) -> dict[str, bool]:
         button = "[data-testid=missing-model-download]"
     else:
         rows, button = page.locator(".comfy-missing-models [role=option]"), "button:has-text('Download'):enabled"
-    rows.first.wait_for(timeout=30_000)
+    rows.first.wait_for()
     found = {label(row): row.locator(button).count() == 1 for row in rows.all()}
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SCREENSHOTS / f"missing_models-{name}.png")
@@ -99,7 +112,7 @@ def missing_models(page: Page, name: str) -> dict[str, bool]:
         setting(page, "Comfy.RightSidePanel.IsOpen", False)
     else:
         page.keyboard.press("Escape")
-        page.get_by_role("dialog").wait_for(state="hidden", timeout=30_000)
+        page.get_by_role("dialog").wait_for(state="hidden")
     return found
 
 
@@ -110,10 +123,17 @@ def label(row: Locator) -> str:
     return named or f"{lines[1]} / {lines[0]}"
 
 
+def set_batch(page: Page, batch: int) -> None:
+    """How many pictures the open workflow draws."""
+    page.evaluate("""batch => {
+        app.graph._nodes.find(node => node.type === 'SpecAREmptyLatent').widgets.at(-1).value = batch;
+    }""", batch)
+
+
 def run(page: Page) -> list[str]:
     """Queues the open workflow; the events that were seen until it had succeeded."""
     page.evaluate("() => { window.seen.length = 0; app.queuePrompt(0, 1); }")
-    page.wait_for_function(FINISHED, timeout=180_000)
+    page.wait_for_function(FINISHED)
     seen = page.evaluate("() => window.seen")
     assert [event["name"] for event in seen if event["name"].startswith("execution_")] == ["execution_success"], seen
     return [event["name"] for event in seen]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page
 
-from .pages import BY_CHOICE, RENDERERS, ROOT, load, missing_models, open_page, run, screenshot
+from .pages import BY_CHOICE, RENDERERS, ROOT, load, missing_models, open_page, run, screenshot, set_batch
 
 pytestmark = pytest.mark.browser
 
@@ -86,25 +86,27 @@ def expected_missing(page: Page, template: Path) -> dict[str, bool]:
 def test_template_dialog_offers_and_opens_the_default(page):
     page.evaluate("() => app.graph.clear()")
     page.evaluate("() => app.extensionManager.command.execute('Comfy.BrowseTemplates')")
-    page.get_by_text(DEFAULT, exact=True).first.click(timeout=30_000)
-    page.wait_for_function("() => app.graph._nodes.some(node => node.type === 'SpecARSJDSampler')", timeout=30_000)
+    page.get_by_text(DEFAULT, exact=True).first.click()
+    page.wait_for_function("() => app.graph._nodes.some(node => node.type === 'SpecARSJDSampler')")
 
 
 @pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
 @pytest.mark.parametrize("name", [DEFAULT, "31_continuous_speculative"])
 def test_template_runs_and_shows_pictures_and_map(page, renderer, name):
     load(page, ROOT / "workflows" / f"{name}.json")
-    if renderer == "canvas":  # the first to run it: nothing is cached
-        assert "b_preview_with_metadata" in run(page), "no preview arrived"
+    for batch in (1, 8, 64):  # a run shows previews if it takes more than a moment
+        set_batch(page, batch)
+        if "b_preview_with_metadata" in run(page) or renderer == "vue":  # which has the other's results
+            break
     else:
-        run(page)
+        pytest.fail("no preview arrived")
     complete = f"""type => {{
         const shown = ({PICTURES})(type);
         return shown.length && shown.every(pictures => pictures.length
             && pictures.every(picture => picture.complete && picture.naturalWidth > 0));
     }}"""
     for kind in ("SaveImage", "SpecARAcceptanceMap"):
-        page.wait_for_function(complete, arg=kind, timeout=30_000)
+        page.wait_for_function(complete, arg=kind)
     screenshot(page, f"{name}-{renderer}")
 
 
@@ -115,12 +117,12 @@ def test_help_page_of_a_node_opens_with_its_picture(page):
         app.canvas.selectNode(node);
         app.canvas.centerOnNode(node);
     }""")
-    page.locator("[data-testid=info-button], button:has(.icon-\\[lucide--info\\])").first.click(timeout=30_000)
+    page.locator("[data-testid=info-button], button:has(.icon-\\[lucide--info\\])").first.click()
     help_text = (ROOT / "web/docs/SpecARSJDSampler/en.md").read_text("utf-8")
     heading = next(line.lstrip("# ").strip() for line in help_text.splitlines() if line.startswith("#"))
-    page.get_by_role("heading", name=heading).first.wait_for(timeout=30_000)
+    page.get_by_role("heading", name=heading).first.wait_for()
     page.wait_for_function("""() => [...document.images].some(image => image.src.includes('SpecARSJDSampler/picture')
-        && image.complete && image.naturalWidth > 0)""", timeout=30_000)
+        && image.complete && image.naturalWidth > 0)""")
     screenshot(page, "help")
 
 
@@ -145,7 +147,7 @@ def test_without_its_javascript_and_in_chinese(browser, comfy):
         const node = app.graph._nodes.find(node => node.type === 'SpecARAcceptanceMap');
         return node.imgs?.length === 1 && node.imgs[0].naturalWidth > 0
             && node.widgets.map(widget => widget.name).join() === 'metric,opacity,$$canvas-image-preview';
-    }""", timeout=30_000)
+    }""")
     assert not problems
     screenshot(page, "chinese_without_javascript")
     page.close()

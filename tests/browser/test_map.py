@@ -7,7 +7,7 @@ from comfyui_specar.model_loaders.trace_files import load_trace
 from comfyui_specar.samplers.trace import Source, Trace
 from playwright.sync_api import Page
 
-from .pages import RENDERERS, ROOT, SCREENSHOTS, load, run, screenshot
+from .pages import RENDERERS, ROOT, SCREENSHOTS, STILL, load, run, screenshot, set_batch
 
 pytestmark = pytest.mark.browser
 
@@ -26,11 +26,9 @@ IS_SHOWN = f"() => {PARTS}.length && {PARTS}.every(map => map.querySelector('img
 
 def open_and_run(page: Page, name: str, batch: int = 1) -> None:
     load(page, ROOT / "workflows" / f"{name}.json", name=name)
-    page.evaluate("""batch => {
-        app.graph._nodes.find(node => node.type === 'SpecAREmptyLatent').widgets.at(-1).value = batch;
-    }""", batch)
+    set_batch(page, batch)
     run(page)
-    page.wait_for_function(IS_SHOWN, timeout=30_000)
+    page.wait_for_function(IS_SHOWN)
     come_near(page)
 
 
@@ -42,7 +40,7 @@ def come_near(page: Page) -> None:
         app.canvas.ds.offset = [620 - node.pos[0], 110 - node.pos[1]];
         app.canvas.setDirty(true, true);
     }""", MAP)
-    page.wait_for_timeout(500)
+    page.evaluate(STILL, ".specar-map")
 
 
 def newest_trace(output: Path) -> Trace:
@@ -73,8 +71,9 @@ def told(page: Page) -> tuple[str, dict[str, str]]:
 
 
 def assert_tells(page: Page, trace: Trace, image: int, row: int, column: int) -> None:
+    page.wait_for_function("place => document.querySelector('.specar-title')?.innerText.startsWith(place)",
+                           arg=f"row {row + 1}, column {column + 1}: ")
     title, pairs = told(page)
-    assert title.startswith(f"row {row + 1}, column {column + 1}: ")
     values = {name: trace.grid(name)[image, row, column].item() for name in trace.positions}
     assert title.endswith("redrawn after rejection") == (values["source"] == Source.RESIDUAL)
     expected = {NAMES[name]: value for name, value in values.items()
@@ -97,7 +96,7 @@ def test_pointing_at_a_token_tells_its_numbers(page, comfy, renderer, name):
     page.screenshot(path=SCREENSHOTS / f"map_{name}-{renderer}.png")
 
     page.locator(".specar-turn").nth(1).click()  # to the second picture
-    page.wait_for_function(IS_SHOWN, timeout=30_000)
+    page.wait_for_function(IS_SHOWN)
     assert page.locator(".specar-page").first.inner_text() == "picture 2 of 2"
     assert text(page) == report
     point_at(page, trace, *last)
@@ -147,19 +146,18 @@ def test_the_map_comes_back_with_its_workflow_unless_the_server_has_lost_it(page
 
     def switch(direction: str, maps: int) -> None:
         page.evaluate("name => app.extensionManager.command.execute(name)", f"Workspace.{direction}OpenedWorkflow")
-        page.wait_for_function("maps => document.querySelectorAll('.specar-map').length === maps", arg=maps,
-                               timeout=30_000)
+        page.wait_for_function("maps => document.querySelectorAll('.specar-map').length === maps", arg=maps)
         come_near(page)
 
     load(page, ROOT / "workflows/41_llamagen_class_needs_download.json", name="other")
     switch("Previous", maps=1)
-    page.wait_for_function(IS_SHOWN, timeout=30_000)
+    page.wait_for_function(IS_SHOWN)
     assert text(page) == report
     switch("Next", maps=0)
     for file in (comfy.base / "temp").iterdir():
         file.unlink()
     switch("Previous", maps=1)
-    page.get_by_text("The server no longer has this map").wait_for(timeout=30_000)
+    page.get_by_text("The server no longer has this map").wait_for()
     assert report.splitlines()[-1] in text(page)
     _, problems = opened
     missing = [text for text in problems if "404" in text and "/view?" in text]
@@ -171,7 +169,7 @@ def test_a_collapsed_or_removed_node_takes_its_map_along(page):
     open_and_run(page, CONTINUOUS)
     assert page.evaluate(f"() => {PARTS}.length") == 2
     page.evaluate("type => app.graph._nodes.find(node => node.type === type).collapse()", MAP)
-    page.wait_for_function(f"() => {PARTS}.length === 1", timeout=5000)
+    page.wait_for_function(f"() => {PARTS}.length === 1")
     page.evaluate("type => app.graph.remove(app.graph._nodes.findLast(node => node.type === type))", MAP)
-    page.wait_for_function(f"() => {PARTS}.length === 0", timeout=5000)
+    page.wait_for_function(f"() => {PARTS}.length === 0")
     screenshot(page, "map_collapsed_and_removed")

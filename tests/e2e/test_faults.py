@@ -1,6 +1,5 @@
 """What a real server makes of spoiled prompts, of a disk that takes no files, and of being killed."""
 
-import asyncio
 import json
 import math
 import os
@@ -15,6 +14,7 @@ from PIL import Image
 
 from scripts.comfy_server import ComfyServer
 from tests.conftest import Comfy
+from tests.patience import PATIENCE
 
 SPOILED = [  # node, input, value, and what the answer says
     ("SpecARSJDSampler", "window", math.nan, "window"),
@@ -84,17 +84,16 @@ def test_a_server_that_is_killed_leaves_whole_files_and_starts_again(comfyui, tm
                 os.killpg(server.process.pid, signal.SIGKILL)
 
         assert comfy.run(prompt).outcome == "success"
-        for node in prompt.values():
-            node["inputs"].update({"seed": 605} if "seed" in node["inputs"] else {})
-        with pytest.raises((aiohttp.ClientError, asyncio.TimeoutError)):
-            comfy.run(prompt, kill)
-        server.process.wait(10)
+        mortal = comfy.workflow("14_exact_on_the_face", seed=605, batch_size=16)  # long enough to die while it draws
+        with pytest.raises(aiohttp.ClientError):
+            comfy.run(mortal, kill)
+        server.process.wait(PATIENCE)
         whole = files_are_whole(comfy.output)
         server.start()
         comfy = Comfy(server)
         options = comfy.get("/object_info/SpecARLoadTrace")["SpecARLoadTrace"]["input"]["required"]["trace_name"]
         assert whole["traces"] == 1 and "face_trace_00001_" in str(options)
-        run = comfy.run(prompt)
+        run = comfy.run(comfy.workflow("14_exact_on_the_face", seed=605))
         assert run.outcome == "success", run.message()
         assert files_are_whole(comfy.output) == {"traces": 2, "pictures": whole["pictures"] + 1}
 
