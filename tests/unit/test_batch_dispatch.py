@@ -130,6 +130,16 @@ def test_the_least_busy_server_gets_the_job_and_none_gets_more_than_it_may(tmp_p
     asyncio.run(check())
 
 
+def test_the_server_that_has_nothing_to_do_gets_the_first_job(tmp_path):
+    async def check():
+        async with FakeComfy() as busy, FakeComfy() as free:
+            busy.ends, busy.pending = lambda: False, [("someone's", WORKFLOW)]
+            await run(tmp_path / "r.jsonl", [busy, free], jobs_of(1))
+            assert_each_once(tmp_path / "r.jsonl", jobs_of(1), free)
+
+    asyncio.run(check())
+
+
 def test_a_server_that_others_keep_busy_is_left_to_them(tmp_path):
     async def check():
         async with FakeComfy() as busy, FakeComfy() as free:
