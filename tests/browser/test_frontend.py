@@ -1,5 +1,6 @@
 """The frontend in a real Chromium: templates open, run, and show their pictures, without an error in the console."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -33,6 +34,14 @@ MARKED = """() => app.graph._nodes.filter(node => node.has_errors && !node.widge
     widget.type === 'combo' && !widget.options.values.includes(widget.value))).map(node => node.type)"""
 
 
+# Title, left, top, right and bottom of every node; with the new renderer in pixels of the page.
+BOXES = """vue => app.graph._nodes.map(node => {
+    const box = vue && document.querySelector(`[data-node-id="${node.id}"]`).getBoundingClientRect();
+    const [x, y, width, height] = vue ? [box.x, box.y, box.width, box.height] : node.getBounding();
+    return [node.title, x, y, x + width, y + height];
+})"""
+
+
 def api_form(prompt: dict, twin: dict) -> dict:
     """Classes and inputs of a prompt, without those that a newer core has added to its own nodes since the twin was
     written (it fills them in itself)."""
@@ -50,6 +59,20 @@ def test_template_loads_and_equals_its_api_twin(page, template):
     prompt = page.evaluate("async () => (await app.graphToPrompt()).output")
     twin = json.loads((template.parent / "api" / template.name).read_text("utf-8"))
     assert api_form(prompt, twin) == api_form(twin, twin)
+
+
+@pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
+def test_nodes_of_a_template_do_not_overlap(page, renderer):
+    """The new renderer draws nodes taller than they are saved, where their widgets need it."""
+    overlapping = {}
+    for template in TEMPLATES:
+        load(page, template)
+        page.wait_for_timeout(300)
+        boxes = page.evaluate(BOXES, renderer == "vue")
+        pairs = [(a, b) for (a, *p), (b, *q) in itertools.combinations(boxes, 2)
+                 if min(p[2], q[2]) - max(p[0], q[0]) > 1 and min(p[3], q[3]) - max(p[1], q[1]) > 1]
+        overlapping |= {template.stem: pairs} if pairs else {}
+    assert not overlapping
 
 
 @pytest.mark.parametrize("template", [each for each in TEMPLATES if each.stem.endswith("_needs_download")],
