@@ -242,7 +242,7 @@ def test_a_server_that_was_only_silent_goes_on_with_what_it_has(tmp_path, monkey
 
             async def hush(batch):
                 nonlocal silent
-                await until(lambda: one.running)
+                await until(lambda: one.running and one.pending)  # nothing is on its way there
                 silent = True
                 await clock.away(batch, SILENT)
                 await until(lambda: batch.lanes[0].strays)
