@@ -21,6 +21,12 @@ def take(rows: Tensor, index: Tensor) -> Tensor:
     return rows.gather(1, index.reshape(shape).expand(*index.shape, *rows.shape[2:]))
 
 
+def inverse(order: Tensor) -> Tensor:
+    """The inverses [B, n] of permutations ``order`` [B, n] (int64): where each number stands."""
+    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    return torch.empty(order.shape, dtype=order.dtype, device=order.device).scatter_(1, order, places)
+
+
 def point_mass(token: Tensor, vocab: int) -> Tensor:
     """Rows [..., vocab] (fp32) with all mass on ``token`` [...] (int64)."""
     return torch.zeros((*token.shape, vocab), device=token.device).scatter_(-1, token.unsqueeze(-1), 1.0)

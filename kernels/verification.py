@@ -81,7 +81,7 @@ def couple(
     q = laws.reshape(-1, vocab).index_select(0, (rows * laws.shape[1] + slot).reshape(-1)[refused])
     q = q.mul_(exists.reshape(-1, 1)[refused])
     drawn = redraw(p.reshape(-1, vocab).index_select(0, refused), q, v.reshape(-1)[refused])
-    redrawn = token.reshape(-1).index_copy(0, refused, drawn).view(batch, count)
+    redrawn = token.reshape(-1).scatter(0, refused, drawn).view(batch, count)
     return torch.where(accepted, token, redrawn), accepted, p_token, q_token
 
 

@@ -91,7 +91,7 @@ class CellModel(ContinuousBase):
             raise ValueError(f"This model draws cells of {CELL} tokens; {count} tokens were asked for.")
         order, branches = self.order.to(tokens.device), len(state.classes) // batch
         each = variants * count // CELL  # queried cells of an image
-        cells = (order.argsort()[query[..., ::CELL]] // CELL).flatten()
+        cells = (self.order.argsort().to(query.device)[query[..., ::CELL]] // CELL).flatten()
         readable = min(-(-seen // CELL), CELLS - 1)
         past = mask = None
         if readable:

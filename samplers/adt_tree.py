@@ -139,8 +139,8 @@ class ADTTree:
 
     def start(self, batch: int, layout: TokenLayout, device: torch.device) -> History:
         """Nothing verified yet."""
-        free = layout.forced.to(device).expand(batch, -1) < 0
-        drawn = torch.where(free, torch.arange(layout.length, device=device), 0).cummax(1).values
+        free = layout.forced.cpu().expand(batch, -1) < 0  # Apple's GPUs have had no cummax
+        drawn = torch.where(free, torch.arange(layout.length), 0).cummax(1).values.to(device)
         return History(self.opening(drawn), self.opening(drawn[:, 0]), drawn)
 
     def opening(self, like: Tensor) -> Shaped:

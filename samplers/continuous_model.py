@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..kernels.sampling import inverse
 from .laws import Law
 from .rng import Purpose, Stream
 from .trace import Record, Source, Trace
@@ -162,7 +163,7 @@ class Canvas:
             self.order = self.order.gather(1, (~self.kept.gather(1, self.order)).byte().argsort(dim=1, stable=True))
             self.tokens.copy_(torch.where(self.kept[..., None], request.tokens.to(self.device), 0.0))
             self.done = self.kept.sum(1)
-        self.rank = self.order.argsort(dim=1)
+        self.rank = inverse(self.order)
 
     def _check_kept(self, request: ContinuousRequest) -> None:
         kept, tokens, model = request.kept, request.tokens, request.model

@@ -173,7 +173,8 @@ def _keep_best(found: list[_Candidates], root: Root, nodes: int, levels: int, wi
     best = score.sort(dim=1, descending=True, stable=True)
     kept = best.indices[:, :nodes]
     alive = best.values[:, :nodes] > -torch.inf
-    place = torch.where(alive, kept, total + kept).sort(dim=1).values  # the dead go last
+    # The dead go last. In int32, as Apple's GPUs have sorted more than 256 int64 numbers wrongly.
+    place = torch.where(alive, kept, total + kept).int().sort(dim=1).values.long()
     alive, place = place < total, place % total
     slots = torch.arange(1, place.shape[1] + 1, device=place.device).expand_as(place)
     # Slot of every candidate; the root's, 0, stands behind the last candidate, where the parent -1 points.

@@ -40,11 +40,11 @@ class Ring:
 
     def entry(self, position: Tensor, token: Tensor) -> Tensor:
         """One number [B, T] of each row."""
-        return self.rows.view(-1).take(self.index(position) * self.rows.shape[-1] + token)
+        return self.rows.flatten(0, 1)[self.index(position), token]
 
     def put(self, position: Tensor, rows: Tensor) -> None:
         """Write rows [B, T, V+] for different positions [B, T], T being R at most."""
-        self.rows.flatten(0, 1).index_copy_(0, self.index(position).flatten(), rows.flatten(0, 1))
+        self.rows.flatten(0, 1)[self.index(position).flatten()] = rows.flatten(0, 1)
 
 
 @dataclass(frozen=True)

@@ -207,7 +207,7 @@ class Record:
         like = self.rounds[0, :, 0]
         row = torch.stack([_filled(values[name], like) for name in self.round_fields], dim=-1)
         place = self.count.clamp(max=len(self.rounds) - 1).reshape(1)
-        return replace(self, rounds=self.rounds.index_copy(0, place, row[None]), count=self.count + 1)
+        return replace(self, rounds=self.rounds.index_put((place,), row[None]), count=self.count + 1)
 
     def given(self, count: Tensor) -> Record:
         """With the first ``count`` [B] tokens as read with the prompt, to whose round, the first, they count."""

@@ -97,18 +97,25 @@ def write_eagle(model: DiscreteModel, folder):
     return folder
 
 
-@pytest.fixture(scope="module", params=WRITE)
-def family(request, tmp_path_factory):
-    write, _ = WRITE[request.param]
-    folders = [tmp_path_factory.mktemp(name) for name in ("target", "small", "eagle")]
-    model = load_model(write(folders[0], layers=1))
+def make_family(name, folder, device="cpu"):
+    """The model of a family, with its drafters, from files that are written to a folder."""
+    write, _ = WRITE[name]
+    folders = [folder / part for part in ("target", "small", "eagle")]
+    for each in folders:
+        each.mkdir(exist_ok=True)
+    model = load_model(write(folders[0], layers=1), device, torch.float32)
     small = load_drafter(write(folders[1], seed=1, layers=1), model)
     if model.codebook is None:
         model.attach_codebook(fill("codebook embedding", (model.vocab, 4)), 16)
     eagle = load_drafter(write_eagle(model, folders[2]), model)
-    if request.param == "llamagen-t2i":
+    if name == "llamagen-t2i":
         return Family(model, small, eagle, model.encode_features(caption_features()))
     return Family(model, small, eagle, model.encode_prompt("3"))
+
+
+@pytest.fixture(scope="module", params=WRITE)
+def family(request, tmp_path_factory):
+    return make_family(request.param, tmp_path_factory.mktemp("family"))
 
 
 def asked(family: Family, guided: bool, seed: int = 0, temperature: float = 1.0) -> Request:

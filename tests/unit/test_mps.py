@@ -1,0 +1,198 @@
+"""All that runs on a device, on Apple's: as far as tests/unit/mps.py knows it, and that it knows something."""
+
+import pytest
+import torch
+from comfyui_specar import api
+from comfyui_specar.kernels import noise
+from comfyui_specar.model_loaders.detect import load_drafter, load_image_decoder, load_model
+from comfyui_specar.samplers.jacobi import SJD
+from comfyui_specar.samplers.protocols import Request
+from comfyui_specar.samplers.rng import Purpose, Stream
+from comfyui_specar.samplers.speculative import DraftTree
+from safetensors.torch import save_file
+
+from . import tiny_chameleon, tiny_emu3, tiny_simplear
+from .mps import DEVICE, MetalTensor, metal
+from .test_every_family import METHODS, WRITE, Family, asked, make_family
+from .tiny_mar import write_mar
+from .tiny_xar import HEADS, xar_weights
+
+FULLY = ("llamagen-c2i", "emu3")  # families that all methods run on: one without and one with tokens between rows
+FEW = ("next token", "sjd coupled", "static", "dynamic")  # those that run on the others
+PROMPT = "heart, 3d, on a blue background"
+STORAGE = (None, torch.int8, torch.float8_e4m3fn)
+
+
+def both(make):
+    """What is made on the CPU and on the device."""
+    on_cpu = make("cpu")
+    with metal():
+        return on_cpu, make(DEVICE)
+
+
+def same(found, wanted) -> bool:
+    return isinstance(found, MetalTensor) and torch.equal(found.inner, wanted)
+
+
+# Methods
+
+
+@pytest.fixture(scope="module")
+def families(request, tmp_path_factory) -> tuple[Family, Family]:
+    folder = tmp_path_factory.mktemp("family")
+    return both(lambda device: make_family(request.param, folder, device))
+
+
+@pytest.mark.parametrize(("families", "name"), [
+    (family, name) for family in WRITE for name in (METHODS if family in FULLY else FEW)
+], indirect=["families"])
+@torch.inference_mode()
+def test_every_method_draws_what_it_draws_on_the_cpu(families, name):
+    on_cpu, on_metal = families
+    guided = (list(METHODS).index(name) + list(WRITE).index(on_cpu.model.family)) % 2 > 0
+    wanted = METHODS[name](on_cpu).sample(asked(on_cpu, guided))
+    with metal() as device:
+        found = METHODS[name](on_metal).sample(asked(on_metal, guided))
+    assert same(found.tokens, wanted.tokens) and len(device.called) > 30
+    assert not any(isinstance(x, MetalTensor) for x in (found.trace.positions | found.trace.rounds).values())
+
+
+@pytest.mark.parametrize("storage", STORAGE, ids=str)
+def test_the_bundled_model_draws_what_it_draws_on_the_cpu(storage):
+    """With drafters, text encoder and image decoder, and its matrices in one byte per number, too."""
+    folder = api.bundled("default")
+
+    def drawn(device):
+        model = load_model(folder, device, torch.float32, storage=storage)
+        drafter = load_drafter(folder / "eagle", model)
+        request = Request(model, model.encode_prompt(PROMPT), model.layout().beginning(32), model.defaults)
+        with torch.inference_mode():
+            return [method.sample(request).tokens for method in (SJD(window=6), DraftTree(drafter))]
+
+    wanted, found = both(drawn)
+    assert all(map(same, found, wanted))
+
+
+def mar(folder):
+    return write_mar(folder / "model.safetensors", defaults={"steps": 4})
+
+
+def xar(folder):
+    file = folder / "model.safetensors"
+    save_file(xar_weights(), file, metadata={"specar": '{"heads": %d, "defaults": {"steps": 3}}' % HEADS})
+    return file
+
+
+@pytest.mark.parametrize(("write", "mode", "keeping"), [
+    *((mar, mode, keeping) for mode in ("plain", "block", "prefix", "exact") for keeping in (False, True)),
+    (xar, "plain", False), (xar, "block", False),
+])
+def test_vectors_are_those_of_the_cpu(write, mode, keeping, tmp_path):
+    file = write(tmp_path)
+
+    def drawn(device):
+        model = load_model(file, device, torch.float32)
+        method = api.methods.ContinuousNextToken(8)
+        if mode != "plain":
+            method = api.methods.ContinuousSpeculative(model, length=3, mode=mode, tolerance=0.5)
+        rows, cols = model.grid
+        kept = (torch.arange(2 * rows * cols) % 3 == 0).view(2, rows, cols)
+        keep = {"kept": kept, "tokens": torch.ones(2, rows, cols, 16)} if keeping else {}
+        return api.sample(model, model.encode_class(3), method, seed=1, batch_size=2, cfg=2.0, **keep).tokens
+
+    wanted, found = both(drawn)
+    assert same(found, wanted)
+
+
+DECODERS = {
+    "vq": lambda folder: api.bundled("default") / "vq.safetensors",
+    "kl": lambda folder: api.bundled("continuous") / "vae.safetensors",
+    "chameleon": lambda folder: tiny_chameleon.write_vqgan(folder / "vqgan.ckpt"),
+    "movq": tiny_emu3.write_decoder,
+    "cosmos": tiny_simplear.write_cosmos,
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_pictures_are_those_of_the_cpu(name, tmp_path):
+    path = DECODERS[name](tmp_path)
+
+    def decoded(device):
+        decoder = load_image_decoder(path or tmp_path, device)
+        pixels = torch.rand(1, *[4 * decoder.factor] * 2, 3, generator=torch.Generator().manual_seed(1))
+        latent = decoder.encode_latent(pixels)
+        return latent, decoder.decode(latent)
+
+    wanted, found = both(decoded)
+    assert all(map(same, found, wanted))
+
+
+# Random numbers
+
+
+def numbers(device):
+    stream = Stream.of(2**63 + 2**33 + 5, 2, device)
+    at = torch.arange(5, device=device).expand(2, -1)
+    return (*stream.uniforms(at, (Purpose.ACCEPT, Purpose.REDRAW), 2), stream.gumbel(at, 9),
+            stream.normal(at, 6, Purpose.NOISE, torch.tensor([[3]], device=device)))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_random_numbers_are_those_of_the_cpu(exact, caplog):
+    """Even where large int64 products were rounded."""
+    noise.multiplies_exactly.cache_clear()
+    wanted = numbers("cpu")
+    with metal(exact):
+        if not exact:
+            word = torch.tensor([noise.WORD], device=DEVICE)
+            assert (word * word).tolist() != [noise.WORD**2 - 2**64], "the device is as wrong as meant"
+        found = numbers(DEVICE)
+    noise.multiplies_exactly.cache_clear()
+    assert all(map(same, found, wanted))
+    assert ("multiplies int64 numbers wrongly" in caplog.text) is not exact
+
+
+# The device itself
+
+INTS, FLOATS = torch.arange(6), torch.rand(2, 3)
+
+
+@pytest.mark.parametrize(("error", "told", "run"), [
+    (NotImplementedError, "no kernel for take", lambda x, f: x.take(x)),
+    (NotImplementedError, "no kernel for index_copy_", lambda x, f: f.index_copy_(0, x[:2], f)),
+    (NotImplementedError, "no kernel for _cummax_helper", lambda x, f: x.cummax(0)),
+    (NotImplementedError, "no kernel for linalg_svd|no kernel for _linalg_svd", lambda x, f: torch.linalg.svd(f)),
+    (TypeError, "float64", lambda x, f: f.double()),
+    (TypeError, "float64", lambda x, f: torch.zeros(2, dtype=torch.float64, device=DEVICE)),
+    (TypeError, "float64", lambda x, f: torch.rand(2, dtype=torch.float64).to(DEVICE)),
+    (TypeError, "float8", lambda x, f: f.to(torch.float8_e4m3fn)),
+    (RuntimeError, "different devices", lambda x, f: f + torch.ones(3)),
+    (RuntimeError, "int64 numbers behind", lambda x, f: x.argsort()),
+    (RuntimeError, "strides", lambda x, f: f.t().sort()),
+    (RuntimeError, "as fp32", lambda x, f: (x + 2**24) // 7),
+    (RuntimeError, "as fp32", lambda x, f: (x + 2**24) % 7),
+    (RuntimeError, "another place", lambda x, f: (x > 2)[1:] & (x < 4)[1:]),
+])
+@torch.inference_mode()
+def test_the_device_refuses(error, told, run):
+    with metal(), pytest.raises(error, match=told):
+        run(INTS.to(DEVICE), FLOATS.to(DEVICE))
+
+
+@torch.inference_mode()
+def test_the_device_computes():
+    """Views share memory, what is written in place is seen, and operators made of others come to what they are made of.
+    """
+    with metal() as device:
+        x = FLOATS.clone().to(DEVICE)
+        view = x[:, 1:]
+        view.mul_(2)
+        x.reshape(-1)[0] = 7
+        row = torch.tensor([1, 0], device=DEVICE)
+        found = torch.stack((x[row], x.softmax(-1).flip(0)))
+    wanted = FLOATS.clone()
+    wanted[:, 1:] *= 2
+    wanted[0, 0] = 7
+    assert same(found, torch.stack((wanted[[1, 0]], wanted.softmax(-1).flip(0))))
+    assert {"mul_.Tensor", "index.Tensor", "_softmax", "cat"} <= device.called
+    assert x.device == DEVICE and x.device.type not in ("cpu", "cuda") and not x.is_cuda
