@@ -7,6 +7,7 @@ and ``draw`` (an int or int64 [B or 1, T or 1]) must be in [0, 2^32).
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from .dispatch import accelerated
 
+log = logging.getLogger(__name__)
 WORD = 0xFFFFFFFF
 ROUNDS = 10
 
@@ -27,13 +29,31 @@ def _constants(device: torch.device) -> tuple[Tensor, ...]:
     return tuple(torch.tensor(number, dtype=torch.int64, device=device) for number in numbers)
 
 
+@cache
+def multiplies_exactly(device: torch.device) -> bool:
+    """Are products of int64 numbers exact modulo 2^64 on this device? Elsewhere than on CPUs and NVIDIA's and AMD's
+    GPUs that is not a matter of course, and so it is tried, once."""
+    if device.type in ("cpu", "cuda"):
+        return True
+    words = torch.tensor([0xD2511F53, 0xCD9E8D57, 2**24 + 1, WORD], dtype=torch.int64, device="cpu")
+    there = words.to(device)
+    exact = torch.equal((there[:, None] * there).cpu(), words[:, None] * words)
+    if not exact:
+        log.warning("%s multiplies int64 numbers wrongly: random numbers are made on the CPU (slower).", device)
+    return exact
+
+
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Four 32-bit words for four counter words and two key words (int64 tensors in [0, 2^32), broadcast together).
 
     Words 0 and 2 lie in one tensor, 1 and 3 in another, so that both halves of a round are the same few operations.
     The 64-bit products wrap modulo 2^64 in int64; their high words come back by an arithmetic shift and a mask.
     """
-    multipliers, weyl, half, mask = _constants(key[0].device)
+    device = key[0].device
+    if not multiplies_exactly(device):
+        words = philox(*(tuple(x.cpu() for x in given) for given in (counter, key)))
+        return tuple(word.to(device) for word in words)
+    multipliers, weyl, half, mask = _constants(device)
     even, odd, key = (torch.stack(torch.broadcast_tensors(*pair)) for pair in (counter[::2], counter[1::2], key))
     rank = max(even.ndim, odd.ndim, key.ndim)
     even, odd, key = (words.reshape(2, *[1] * (rank - words.ndim), *words.shape[1:]) for words in (even, odd, key))
