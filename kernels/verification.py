@@ -214,7 +214,7 @@ def block(p: Tensor, laws: Tensor, token: Tensor, exists: Tensor, u: Tensor, v: 
     [B, L + 1], the root being column 0; u [B, L], v [B, L + 1]: as in walk().
     """
     batch, levels = u.shape
-    exists, draft = exists[:, 1:], token[:, 1:]
+    exists, draft = exists[:, 1:].clone(), token[:, 1:]  # Metal reads no bytes that begin between multiples of four
     q_draft = at(laws, draft)
     ratio = at(p[:, :-1], draft) / q_draft.clamp(min=SMALLEST)
     weight = [torch.ones_like(u[:, 0])]

@@ -73,12 +73,13 @@ class Grouped(AcceptanceRule):
         sorted_p, order = p.sort(dim=-1, descending=True, stable=True)
         sorted_q = q.gather(-1, order)
         group_p, group_q = sorted_p.clone(), sorted_q.clone()
-        real = order < len(self.codes)  # special tokens have no code vector
+        # Special tokens have no code vector. (As numbers: Metal reads no bytes that begin between multiples of four.)
+        real = (order < len(self.codes)).float()
         weight = strength.unsqueeze(-1)
         for step, distance in enumerate(self._distances(order), start=1):
             upper, lower = (..., slice(None, -step)), (..., slice(step, None))
             alike = (distance < self.radius) & (sorted_p[upper] - sorted_p[lower] < self.gap)
-            share = weight * (alike & real[upper] & real[lower])
+            share = weight * (alike * real[upper] * real[lower])
             group_p[upper] += share * sorted_p[lower]
             group_q[upper] += share * sorted_q[lower]
             if step <= (self.window - 1) // 2:
