@@ -89,7 +89,7 @@ class Frontend:
     def load(self, graph: dict) -> None:
         """Opens a workflow; seeds are kept after a run, so that what is shown is what was run."""
         self.page.evaluate("graph => app.loadGraphData(graph, true, true, 'pictures', {showMissingModelsDialog: false, "
-                           "showMissingNodesDialog: false})", graph)
+                           "showMissingNodesDialog: false, silentAssetErrors: true})", graph)
         self.page.evaluate("() => app.graph._nodes.forEach(node => node.widgets?.forEach(widget => "
                            "{ if (widget.name === 'control_after_generate') widget.value = 'fixed'; }))")
 
