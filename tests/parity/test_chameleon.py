@@ -26,6 +26,7 @@ from comfyui_specar.samplers.next_token import NextToken
 from comfyui_specar.samplers.protocols import TokenLayout
 from tokenizers import Tokenizer
 
+from ..closeness import assert_as_exact, decided, fp64
 from ..unit.tiny_chameleon import (
     CHANNELS,
     CODE,
@@ -61,21 +62,24 @@ def references(folders):
 
     found = {}
     for kind, folder in folders.items():
-        model = ChameleonForConditionalGeneration(ChameleonConfig.from_pretrained(folder)).eval()
-        heads = model.config.num_attention_heads
-        tensors = {name: tensor.repeat(heads, 1) if "_norm." in name and len(tensor) == 1 else tensor
-                   for name, tensor in open_checkpoint(weight_file(folder)).tensors.items()}
-        missing, unexpected = model.load_state_dict(tensors, strict=False)
+        tensors = dict(open_checkpoint(weight_file(folder)).tensors)
+        with fp64():
+            model = ChameleonForConditionalGeneration(ChameleonConfig.from_pretrained(folder)).eval()
+            heads = model.config.num_attention_heads
+            tensors = {name: tensor.repeat(heads, 1) if "_norm." in name and len(tensor) == 1 else tensor
+                       for name, tensor in tensors.items()}
+            missing, unexpected = model.load_state_dict(tensors, strict=False)
         assert all(name.startswith("model.vqmodel.") for name in missing) and (kind == "lumina" or not missing)
         assert all(name.startswith("model.vqmodel.decoder.") for name in unexpected)
         found[kind] = model
     return found
 
 
+@fp64()
 def reference_step(reference, ids):
     """Hidden states and logits over the whole vocabulary for ids [B, T]."""
     hidden = reference.model(input_ids=torch.tensor(ids)).last_hidden_state
-    return hidden, reference.lm_head(hidden).float()
+    return hidden, reference.lm_head(hidden)
 
 
 def contexts(folder, kind, grid):
@@ -106,15 +110,9 @@ def test_hidden_states_and_logits_of_both_branches(folders, models, references, 
         hidden, logits = reference_step(reference, [prompt + words[tokens[0]].tolist()])
         wanted.append((hidden[0, len(prompt) - 1 : -1], logits[0, len(prompt) - 1 : -1][:, words]))
     wanted_hidden, wanted_logits = (torch.stack(part) for part in zip(*wanted, strict=True))
-
-    def close(found, wanted):
-        assert (found - wanted).abs().max() < 1e-5 * max(1, wanted.abs().max()), (found - wanted).abs().max()
-
     conditioning = model.encode_prompt(PROMPT)
-    close(model.teacher_forced(conditioning, picture), wanted_logits[:1])
-    hidden, logits = stepwise(model, conditioning, tokens, layout)
-    close(hidden, wanted_hidden)
-    close(logits, wanted_logits)
+    assert_as_exact(lambda: model.teacher_forced(conditioning, picture), wanted_logits[:1])
+    assert_as_exact(lambda: stepwise(model, conditioning, tokens, layout), [wanted_hidden, wanted_logits])
 
 
 @pytest.mark.parametrize(("kind", "grid"), CASES)
@@ -134,10 +132,11 @@ def test_greedy_guided_pictures(folders, models, references, kind, grid):
             codes = (uncond + 3 * (cond - uncond))[ids["IMGIMGAZ"] : ids["IMGIMGDBZ"] + 1]
             token = ids["IMGIMGAZ"] + int(codes.argmax())
         drawn.append(token)
+    prompt, layout = model.encode_prompt(PROMPT), model.layout(*grid)
+    wanted = torch.tensor(drawn[:-1]).view(grid[0], -1)[:, : grid[1]] - ids["IMGIMGAZ"]
     for method in (NextToken(), SJD(window=5)):
-        out = api.sample(model, model.encode_prompt(PROMPT), method, cfg=3, temperature=0, layout=model.layout(*grid))
-        wanted = torch.tensor(drawn[:-1]).view(grid[0], -1)[:, : grid[1]] - ids["IMGIMGAZ"]
-        assert torch.equal(out.tokens[0], wanted)
+        tokens = decided(lambda by=method: api.sample(model, prompt, by, cfg=3, temperature=0, layout=layout).tokens)
+        assert torch.equal(tokens[0], wanted)
     assert len(wanted.unique()) > 3
 
 
@@ -171,29 +170,29 @@ def test_decoded_pixels(folders, tmp_path):
     codes = torch.tensor([[(m * i + b) % 32 for i in range(12)] for m, b in ((7, 2), (11, 5))]).view(2, 3, 4)
     beside, training = folders["lumina"] / "chameleon_vqgan.safetensors", write_vqgan(tmp_path / "vqgan.ckpt")
     for decoder in map(api.load_image_decoder, (folders["anole"], beside, training)):
-        found = decoder.module.decode(decoder.dequantize(codes))
-        wanted = torch.tensor(OFFICIAL["decode"]).view(found.shape)
-        assert (found - wanted).abs().max() < 1e-5 * max(1, wanted.abs().max())
+        assert_as_exact(lambda it=decoder: it.module.decode(it.dequantize(codes)), torch.tensor(OFFICIAL["decode"]))
 
 
 @torch.inference_mode()
 def test_encoded_pictures(folders):
     from transformers import ChameleonVQVAE, ChameleonVQVAEConfig
 
-    reference = ChameleonVQVAE(ChameleonVQVAEConfig(
-        resolution=16, channel_multiplier=list(WIDTHS), base_channels=CHANNELS, latent_channels=CHANNELS,
-        embed_dim=CODE, num_embeddings=32, num_res_blocks=1,
-    )).eval()  # fmt: skip
-    missing, unexpected = reference.load_state_dict(vqgan_weights(), strict=False)
-    assert not missing and all(name.startswith("decoder.") for name in unexpected)
     decoder = api.load_image_decoder(folders["anole"])
     planes = torch.rand((2, 3, 16, 24), generator=torch.Generator().manual_seed(3)) * 2 - 1
-    latent = reference.quant_conv(reference.encoder(planes))
-    assert (decoder.module.encode_latent(planes) - latent).abs().max() < 1e-5
-    tokens = reference.encode(planes).image_tokens.view(2, 4, 6)
-    assert torch.equal(decoder.encode(planes.movedim(1, -1) / 2 + 0.5), tokens) and len(tokens.unique()) > 5
+    with fp64():
+        reference = ChameleonVQVAE(ChameleonVQVAEConfig(
+            resolution=16, channel_multiplier=list(WIDTHS), base_channels=CHANNELS, latent_channels=CHANNELS,
+            embed_dim=CODE, num_embeddings=32, num_res_blocks=1,
+        )).eval()  # fmt: skip
+        missing, unexpected = reference.load_state_dict(vqgan_weights(), strict=False)
+        latent = reference.quant_conv(reference.encoder(planes))
+        tokens = reference.encode(planes).image_tokens.view(2, 4, 6)
+    assert not missing and all(name.startswith("decoder.") for name in unexpected)
+    assert_as_exact(lambda: decoder.module.encode_latent(planes), latent)
+    found = decided(lambda: decoder.encode(planes.movedim(1, -1) / 2 + 0.5))
+    assert torch.equal(found, tokens) and len(tokens.unique()) > 5
     # Raw codes have different lengths, so the nearest one is not the one of the most similar direction.
-    assert not torch.equal(torch.einsum("bchw,vc->bhwv", latent, decoder.codebook).argmax(-1), tokens)
+    assert not torch.equal(torch.einsum("bchw,vc->bhwv", latent.float(), decoder.codebook).argmax(-1), tokens)
 
 
 def test_the_released_tokenizer_has_the_official_names_and_shapes(monkeypatch):

@@ -31,6 +31,7 @@ from comfyui_specar.models.harmon import Harmon
 from comfyui_specar.models.mar import MARConfig
 from comfyui_specar.samplers.continuous_model import ContinuousParams
 
+from ..closeness import assert_as_exact
 from ..unit.tiny_harmon import STEPS, VOCAB, fill, harmon_fill, write_harmon
 
 OFFICIAL = json.loads((Path(__file__).parent / "harmon.json").read_text(encoding="utf-8"))
@@ -47,14 +48,13 @@ def prompt(model, ids):
     return model.encode_features(torch.tensor(ids, dtype=torch.float32)[None, :, None])
 
 
-def close(found, name, tolerance=1e-5):
-    wanted = torch.tensor(OFFICIAL[name]).view(found.shape)
-    assert (found - wanted).abs().max() < tolerance * max(1, wanted.abs().max()), (found - wanted).abs().max()
+def close(compute, name):
+    assert_as_exact(compute, torch.tensor(OFFICIAL[name]))
 
 
 @pytest.mark.parametrize("table", ["encoder", "decoder", "head"])
 def test_positions_of_another_grid(model, table):
-    close(getattr(model.backbone.positions(3, 5), table)[0, :, ::5], f"positions_{table}")
+    close(lambda: getattr(model.backbone.positions(3, 5), table)[0, :, ::5], f"positions_{table}")
 
 
 @pytest.mark.parametrize("padding", [0, 3])
@@ -65,10 +65,13 @@ def test_condition_vectors_of_both_guidance_branches(model, grid, count, padding
     length = math.prod(grid)
     known = torch.zeros(1, 1, length, dtype=torch.bool)
     known[0, 0, np.random.RandomState(count).permutation(length)[:count]] = True
-    with torch.inference_mode():
-        state = model.start(prompt(model, PROMPT), prompt(model, NULL), 1, grid, guided=True)
-        z = model.condition_vectors(state, fill("tokens embedding", (1, length, 16)), known, count + padding)
-    close(z[:, 0, 0, :, ::4], f"z_{grid[0]}x{grid[1]}_{count}")
+    prompts, tokens = (prompt(model, PROMPT), prompt(model, NULL)), fill("tokens embedding", (1, length, 16))
+
+    def compute():
+        state = model.start(*prompts, 1, grid, guided=True)
+        return model.condition_vectors(state, tokens, known, count + padding)[:, 0, 0, :, ::4]
+
+    close(compute, f"z_{grid[0]}x{grid[1]}_{count}")
 
 
 def noises(images, length):
@@ -86,12 +89,10 @@ def official_counts(length, iterations):
     yield 0
 
 
-@torch.inference_mode()
-def draw(model, grid, images, iterations, params):
+def draw(model, grid, images, iterations, params, schedule):
     length = math.prod(grid)
     order = torch.stack([torch.from_numpy(np.random.RandomState(100 + i).permutation(length)) for i in range(images)])
     first, steps = noises(images, length)
-    schedule = model.schedule(params)
     state = model.start(prompt(model, PROMPT), prompt(model, NULL), images, grid, params.cfg > 1)
     tokens, known = torch.zeros(images, length, 16), torch.zeros(images, length, dtype=torch.bool)
     for unknown in official_counts(length, iterations):
@@ -115,7 +116,9 @@ def draw(model, grid, images, iterations, params):
     ("sample_unguided", (4, 4), 1, 4, {"cfg": 1.0, "cfg_schedule": "constant"}),
 ])
 def test_whole_pictures(model, name, grid, images, iterations, params):
-    close(draw(model, grid, images, iterations, ContinuousParams(steps=STEPS, **params)), name, 1e-4)
+    params = ContinuousParams(steps=STEPS, **params)
+    schedule = model.schedule(params)
+    close(lambda: draw(model, grid, images, iterations, params, schedule), name)
 
 
 RELEASED = {

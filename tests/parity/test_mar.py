@@ -31,6 +31,7 @@ from comfyui_specar.samplers import continuous_next_token
 from comfyui_specar.samplers.continuous_model import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.continuous_next_token import ContinuousNextToken, mask_schedule
 
+from ..closeness import assert_as_exact
 from ..unit.tiny import fill
 from ..unit.tiny_mar import last_steps, mar_fill, write_mar
 
@@ -54,13 +55,8 @@ def model(tmp_path_factory):
     return mar.load(open_checkpoint(path), torch.float32, None, ())
 
 
-def official(name, *shape):
-    return torch.tensor(OFFICIAL[name]).view(shape)
-
-
-def close(found, name, tolerance=1e-5):
-    wanted = official(name, *found.shape)
-    assert (found - wanted).abs().max() < tolerance * max(1, wanted.abs().max()), (found - wanted).abs().max()
+def close(compute, *names, apart=0):
+    assert_as_exact(compute, [torch.tensor(OFFICIAL[name]) for name in names], apart)
 
 
 def schedule(steps, last=None, kind="ddpm"):
@@ -74,38 +70,39 @@ def schedule(steps, last=None, kind="ddpm"):
 
 @pytest.mark.parametrize("more", [0, 3, 16], ids=lambda n: f"padded by {n}")
 @pytest.mark.parametrize("count", [0, 1, 7, 15])
-@torch.inference_mode()
 def test_hidden_states_and_condition_vectors(model, count, more):
     """Also when there is room for more known tokens than there are, as in batches of unequal progress."""
     backbone, positions = model.backbone, model.backbone.positions(4, 4)
     known = torch.zeros(2, 16, dtype=torch.bool).scatter(1, ORDER[:, 16 - count :], True)
-    prompt = backbone.prompt(torch.tensor([3.0, 8.0]).view(2, 1, 1))
-    if count == 7:
-        prompt = torch.cat((prompt[:1], backbone.unconditional(1)))
-    encoded = backbone.encode(prompt, TOKENS, known, min(count + more, 16), positions)
-    close(encoded.hidden[:, : 4 + count], f"encoder_{count}", 1e-6)  # finer than the usual epsilons of LayerNorm
-    close(backbone.decode(encoded, positions), f"z_{count}", 1e-6)
+
+    def compute():
+        prompt = backbone.prompt(torch.tensor([3.0, 8.0]).view(2, 1, 1))
+        if count == 7:
+            prompt = torch.cat((prompt[:1], backbone.unconditional(1)))
+        encoded = backbone.encode(prompt, TOKENS, known, min(count + more, 16), positions)
+        return encoded.hidden[:, : 4 + count], backbone.decode(encoded, positions)
+
+    close(compute, f"encoder_{count}", f"z_{count}")
 
 
 # Head
 
 
-@torch.inference_mode()
 def test_denoising_network(model):
-    head = model.head
-    outputs = [head.net(NOISY, head.net.time_embed(TIMESTEPS, torch.float32), head.embed(z)) for z in (Z, Z_UNCOND)]
-    close(outputs[0], "net", 1e-6)
-    noise, unguided = (output[:, :16] for output in outputs)
-    close(torch.cat((unguided + 2.5 * (noise - unguided), outputs[0][:, 16:]), dim=1), "net_cfg")
+    def compute():
+        head = model.head
+        outputs = [head.net(NOISY, head.net.time_embed(TIMESTEPS, torch.float32), head.embed(z)) for z in (Z, Z_UNCOND)]
+        noise, unguided = (output[:, :16] for output in outputs)
+        return outputs[0], torch.cat((unguided + 2.5 * (noise - unguided), outputs[0][:, 16:]), dim=1)
+
+    close(compute, "net", "net_cfg", apart=1)
 
 
 @pytest.mark.parametrize("steps", INDICES)
-@torch.inference_mode()
 def test_mean_and_log_variance(model, steps):
-    mean, log_variance = model.head.mean_log_variance(NOISY, torch.tensor(INDICES[steps]), Z, Schedule.cosine(steps))
-    wanted = official(f"mean_{steps}", 6, 16)  # of very different sizes, row by row
-    assert ((mean - wanted).abs() < 1e-5 * (1 + wanted.abs())).all()  # the first step multiplies round-off by 316
-    close(log_variance, f"log_variance_{steps}")
+    """Row by row: the first step multiplies numbers and their errors by 316."""
+    given = NOISY, torch.tensor(INDICES[steps]), Z, Schedule.cosine(steps)
+    close(lambda: model.head.mean_log_variance(*given), f"mean_{steps}", f"log_variance_{steps}", apart=1)
 
 
 def test_respacing():
@@ -133,16 +130,15 @@ LOOPS = [name for name in OFFICIAL if name.startswith(("loop_", "ddim_"))]
 
 
 @pytest.mark.parametrize("name", LOOPS)
-@torch.inference_mode()
 def test_denoising_loops(model, name):
     kind, steps, last, cfg, *temperature = name.split("_")
     steps = schedule(int(steps), None if last == "None" else int(last), "ddim" if kind == "ddim" else "ddpm")
     guided = cfg != "None"
-    end = model.head.denoise(
+    run = (
         Z, Z_UNCOND if guided else None, float(cfg) if guided else 1.0, float(*temperature or [1.0]),
         numbers("first noise", 6, 16), numbers("later noise", steps.steps, 6, 16), steps,
     )
-    close(end.mean, name)
+    close(lambda: model.head.denoise(*run).mean, name, apart=1)
 
 
 def test_there_are_loops_of_every_kind():
@@ -174,9 +170,12 @@ def test_whole_pictures(model, monkeypatch, name):
     monkeypatch.setattr(model, "schedule", lambda params: steps)
     monkeypatch.setattr(model, "order", ORDER.flip(1))
     classes = model.encode_features(torch.tensor([3.0, 8.0]).view(2, 1, 1))
-    params = ContinuousParams(cfg, guidance, temperature)
-    out = ContinuousNextToken(iterations).sample(ContinuousRequest(model, classes, (4, 4), params, batch=2))
-    close(model.to_latent(out.tokens, (4, 4)) * model.scale, f"sample_{name}", 1e-5)
+    request = ContinuousRequest(model, classes, (4, 4), ContinuousParams(cfg, guidance, temperature), batch=2)
+
+    def compute():
+        return model.to_latent(ContinuousNextToken(iterations).sample(request).tokens, (4, 4)) * model.scale
+
+    close(compute, f"sample_{name}")
     assert mask_schedule(iterations, 16) == OFFICIAL[f"counts_{name}"]
 
 

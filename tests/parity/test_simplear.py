@@ -16,6 +16,7 @@ from comfyui_specar.samplers.next_token import NextToken
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from ..closeness import assert_as_exact, decided, fp64
 from ..unit.tiny_simplear import CODES, GRID, WORDS, config, tokenizer, write
 
 PROMPT = "<|t2i|>A highly realistic image of a red cup<|soi|>"
@@ -27,14 +28,16 @@ NEGATIVE = (
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def pair(request, tmp_path_factory):
-    """Our model, and the reference with the file's weights."""
+    """Our model, and the reference with the file's weights, in fp64."""
     folder = write(tmp_path_factory.mktemp("model"), tied=request.param, decoder=False)
     settings = config(tied=request.param)
     del settings["architectures"], settings["specar"]
-    reference = Qwen2ForCausalLM(Qwen2Config(**settings)).eval().requires_grad_(False)
-    missing, unexpected = reference.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+    weights = load_file(folder / "model.safetensors")
+    with fp64():
+        reference = Qwen2ForCausalLM(Qwen2Config(**settings)).eval().requires_grad_(False)
+        missing, unexpected = reference.load_state_dict(weights, strict=False)
+        reference.tie_weights()
     assert not unexpected and missing == (["lm_head.weight"] if request.param else [])
-    reference.tie_weights()
     return load_model(folder), reference
 
 
@@ -42,11 +45,7 @@ def ids(text):
     return torch.tensor([tokenizer().encode(text, add_special_tokens=False).ids])
 
 
-def close(found, wanted):
-    assert found.shape == wanted.shape
-    assert (found - wanted).abs().max() < 1e-5 * max(1, wanted.abs().max()), (found - wanted).abs().max()
-
-
+@fp64()
 def reference_pass(reference, words, codes):
     """Hidden states and image logits of the last prompt word and all codes but the last."""
     everything = torch.cat((words, codes[:, :-1] + WORDS), dim=1)
@@ -59,26 +58,31 @@ CODED = torch.tensor([[(7 * i + 3) % CODES for i in range(GRID[0] * GRID[1])]])
 
 def test_teacher_forced_logits(pair):
     model, reference = pair
-    found = model.teacher_forced(model.encode_prompt("a red cup"), CODED.view(1, *GRID))
-    close(found, reference_pass(reference, ids(PROMPT), CODED)[1])
+    prompt = model.encode_prompt("a red cup")
+    wanted = reference_pass(reference, ids(PROMPT), CODED)[1]
+    assert_as_exact(lambda: model.teacher_forced(prompt, CODED.view(1, *GRID)), wanted)
 
 
-@torch.inference_mode()
 def test_both_guidance_branches_step_by_step(pair):
     """Branches of different length, each with its own positions; 5 tokens in a chain, then one by one."""
     model, reference = pair
-    state = model.start(model.encode_prompt("a red cup"), None, 1, model.layout(), 1, guided=True)
-    wanted = [reference_pass(reference, ids(text), CODED) for text in (PROMPT, NEGATIVE)]
-    outs, position = [state.prefill], 0
-    for count in (5, *[1] * (CODED.shape[1] - 6)):
-        places = torch.arange(position, position + count)[None]
-        outs.append(model.step(state, CODED[:, position : position + count], places))
-        model.commit(state, torch.tensor([count]))
-        position += count
-    close(torch.cat([out.hidden for out in outs], dim=1), torch.cat([hidden for hidden, _ in wanted]))
-    close(torch.cat([out.logits for out in outs], dim=1), torch.cat([logits for _, logits in wanted]))
+    prompt = model.encode_prompt("a red cup")
+
+    def compute():
+        state = model.start(prompt, None, 1, model.layout(), 1, guided=True)
+        outs, position = [state.prefill], 0
+        for count in (5, *[1] * (CODED.shape[1] - 6)):
+            places = torch.arange(position, position + count)[None]
+            outs.append(model.step(state, CODED[:, position : position + count], places))
+            model.commit(state, torch.tensor([count]))
+            position += count
+        return torch.cat([out.hidden for out in outs], dim=1), torch.cat([out.logits for out in outs], dim=1)
+
+    hidden, logits = zip(*(reference_pass(reference, ids(text), CODED) for text in (PROMPT, NEGATIVE)), strict=True)
+    assert_as_exact(compute, [torch.cat(hidden), torch.cat(logits)])
 
 
+@fp64()
 @torch.inference_mode()
 def greedy(reference, scale, negative):
     """The official loop without its dice."""
@@ -101,19 +105,21 @@ def greedy(reference, scale, negative):
 def test_greedy_guided_tokens(pair, method, negative):
     model, reference = pair
     other = None if negative is None else model.encode_prompt(negative)
-    out = api.sample(model, model.encode_prompt("a red cup"), method, negative=other, cfg=6.0, temperature=0)
+    prompt = model.encode_prompt("a red cup")
+    tokens = decided(lambda: api.sample(model, prompt, method, negative=other, cfg=6.0, temperature=0).tokens)
     written = NEGATIVE if negative is None else f"<|t2i|>{negative}<|soi|>"
-    assert out.tokens.flatten().tolist() == greedy(reference, 6.0, written)
+    assert tokens.flatten().tolist() == greedy(reference, 6.0, written)
 
 
 def test_guiding_logits_is_guiding_probabilities():
     """What the two add to all words of a position, the softmax takes away again."""
     with_prompt, without = (torch.randn(5, 300, generator=torch.Generator().manual_seed(seed)) * 4 for seed in (1, 2))
-    raw = without + 6 * (with_prompt - without)
-    logs = [logits.log_softmax(-1) for logits in (with_prompt, without)]
-    official = logs[1] + 6 * (logs[0] - logs[1])
-    for part in (slice(None), slice(WORDS, None)):  # over all words, and over the image codes alone
-        assert (raw[:, part].softmax(-1) - official[:, part].softmax(-1)).abs().max() < 1e-5
+    with fp64():
+        raw = without + 6 * (with_prompt - without)
+        logs = [logits.log_softmax(-1) for logits in (with_prompt, without)]
+        official = logs[1] + 6 * (logs[0] - logs[1])
+        for part in (slice(None), slice(WORDS, None)):  # over all words, and over the image codes alone
+            torch.testing.assert_close(raw[:, part].softmax(-1), official[:, part].softmax(-1))
 
 
 RELEASED = {  # hidden, intermediate, layers, heads, key heads, millions of parameters
