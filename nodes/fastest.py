@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from comfy_api.latest import io
 
+from ..kernels.graphs import capturable
 from ..model_loaders.continuous_model import ContinuousBase
 from ..samplers.jacobi import SJD
 from ..samplers.protocols import Progress, Request, TokenLayout
@@ -19,6 +20,7 @@ from ..samplers.speculative import DraftTree
 from . import candidates, host, trials
 from .diagnostics import as_pictures, preview
 from .host import LoadedDrafter, LoadedModel
+from .memory import out_of_memory
 from .method import ChosenMethod
 from .progress import Report
 from .samplers import Inputs, memory_for, request_of
@@ -167,7 +169,9 @@ class Search:
         except GivenUpError:
             slow = f"given up, as it took more than {HOPELESS:g} times as long as next token"
             trial.note = TIME_UP if clock() >= until else slow
-        except (host.OUT_OF_MEMORY, host.TooLargeError):
+        except (RuntimeError, host.TooLargeError) as error:
+            if not isinstance(error, host.TooLargeError) and not out_of_memory(error):
+                raise
             trial.note = "did not fit in memory"
         if trial.tokens and not trial.within(self.budget):
             trial.note = f"over the leak budget ({trial.leak_per_token:.3f} per token)"
@@ -200,7 +204,7 @@ def search(
     codes = 0 if model.model.codebook is None else model.model.vocab
     rules = len(candidates.relaxed_methods(exact[:1], budget, codes)) if budget else 0
     planned = 1 + len(exact) + rules * (1 if drafter is None else 2)
-    captured = model.patcher.load_device.type != "cpu"
+    captured = capturable(model.patcher.load_device)
     tried = Search(request, Report((planned + 1) * UNIT, None), until, budget, captured, request.layout)
     model.patcher.release()
     try:

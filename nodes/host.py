@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from comfy.cli_args import LatentPreviewMethod, args
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
+from ..kernels import graphs
 from ..kernels.linear import STORED
 from ..model_loaders.ar_model import DiscreteModel
 from ..model_loaders.continuous_model import ContinuousBase
@@ -24,6 +25,7 @@ from ..model_loaders.detect import find_image_decoder, load_drafter, load_image_
 from ..model_loaders.image_decoder import Autoencoder
 from ..model_loaders.t5 import T5, T5Encoder
 from .folders import DRAFTERS, MODELS, fingerprint, resolve, search_folders
+from .memory import out_of_memory, total_memory
 from .operations import Operations
 from .patcher import Patcher
 from .previews import Palette, Previews, Sketcher, measure_palette, measured_tokens
@@ -33,7 +35,6 @@ log = logging.getLogger(__name__)
 SERVER = uuid.uuid4().hex  # wall times of runs with the same one may be compared
 STORAGE = {"fp8 (storage)": torch.float8_e4m3fn, "int8 (storage)": torch.int8}
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, **dict.fromkeys(STORAGE)}
-OUT_OF_MEMORY = mm.OOM_EXCEPTION
 
 
 # Models
@@ -102,6 +103,7 @@ class LoadedModel:
 
 def open_model(choice: str, dtype: str, grid: tuple[int, int] | None) -> LoadedModel:
     """Load a model, built from ComfyUI's casting layers, so that it may be loaded in part. Raises ValueError."""
+    graphs.allow(not getattr(args, "disable_cuda_graphs", False))  # newer ComfyUIs have the option
     path = resolve(choice, MODELS)
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}.")
@@ -227,7 +229,7 @@ def placed(loaded: LoadedModel, memory: int, drafter: LoadedDrafter | None = Non
     """Model and drafter on the compute device with room for ``memory`` bytes. Raises TooLargeError for more than there
     is: a CPU would end the process over it."""
     memory += cast_room(loaded.model)
-    there_is = mm.get_total_memory(loaded.patcher.load_device)
+    there_is = total_memory(loaded.patcher.load_device)
     if memory > there_is:
         raise TooLargeError(
             f"This run would take {memory / 2**30:.1f} GiB of memory beside the model, more than the "
@@ -286,8 +288,11 @@ def previews_of(loaded: LoadedModel, memory: int, length: int, sketch: Sketcher)
     if method != LatentPreviewMethod.Latent2RGB or found.palette is None:
         decoder = preview_decoder(found, memory, max(length, measured_tokens(found.decoder.channels)))
         if decoder is not None and found.palette is None:
-            with suppress(OUT_OF_MEMORY):
+            try:
                 found.palette = measure_palette(decoder, loaded.model)
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
     if found.palette is None:
         log.info("No previews: the memory that decoding them takes is not free beside the model.")
         return None

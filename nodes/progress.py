@@ -11,6 +11,7 @@ import comfy.utils
 from comfy.cli_args import args
 from PIL import Image
 
+from .memory import out_of_memory
 from .previews import Previews
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,9 @@ class Report:
             return None
         try:
             picture = self.previews(self.last)
-        except mm.OOM_EXCEPTION:
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
             log.warning("Too little memory to decode previews: this run goes on without them.")
             self.previews = None
             return None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..model_loaders.image_decoder import ImageDecoder
 from . import host
+from .memory import out_of_memory
 
 log = logging.getLogger(__name__)
 TILE = 256  # pixels per side, where memory ran out
@@ -101,7 +102,9 @@ class ARVae:
         try:
             count = self._found.load(pixels)
             return torch.cat([host.output(function(part)) for part in batch.split(count)])
-        except host.OUT_OF_MEMORY:
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
             log.warning("Too little memory for a whole picture: working in tiles of %d pixels.", TILE)
         return None
 

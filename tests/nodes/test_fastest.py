@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import comfy.model_management as mm
 import pytest
@@ -240,6 +241,24 @@ def test_runs_on_a_gpu_are_warm_when_they_count(find, monkeypatch, tiny):
     assert len(runs) == 3 + 2 * (2 + 1) + 2 + 4, "estimate; each once; the window again, its baseline being still warm"
     assert captures and len(counted) == 2 * 3 and not any(number for _, number in counted), counted
     assert not tiny[0].model.kept
+
+
+@pytest.mark.parametrize(("kind", "captured"), [("cuda", True), ("mps", False), ("xpu", False), ("cpu", False)])
+def test_only_where_steps_are_captured_runs_are_warmed_up_for_it(kind, captured, tiny, monkeypatch):
+    """On an Apple or Intel GPU every run took twice as long for nothing."""
+    given = []
+
+    def search(*arguments):
+        given.append(arguments[4])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(fastest, "Search", search)
+    monkeypatch.setattr(tiny[0].patcher, "load_device", torch.device(kind))
+    request = SimpleNamespace(layout=tiny[0].model.layout())
+    with pytest.raises(KeyboardInterrupt):
+        fastest.search(request, tiny[0], None, 0.0, 16, 1.0)
+    assert given == [captured]
 
 
 METHODS = {  # name of a candidate -> the sampler node that it says to set, and its widgets

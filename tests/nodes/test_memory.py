@@ -1,0 +1,95 @@
+"""Devices whose memory ComfyUI knows little of, and options of its command line."""
+
+import logging
+
+import comfy.model_management as mm
+import pytest
+import torch
+from comfyui_specar.kernels import graphs, switches
+from comfyui_specar.nodes import host
+from comfyui_specar.nodes.memory import out_of_memory
+from comfyui_specar.nodes.vae import ARVae
+
+SHORT = {  # where -> what it says
+    "CUDA": mm.OOM_EXCEPTION("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    "MPS": RuntimeError("MPS backend out of memory (MPS allocated: 8.20 GB, other allocations: 384.00 KB, max allowed: "
+                        "9.07 GB). Tried to allocate 1.00 GB on private pool."),
+    "DirectML": RuntimeError("Could not allocate tensor with 1073741824 bytes. There is not enough GPU video memory "
+                             "available!"),
+    "CPU": RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+                        "tried to allocate 4000000000000 bytes. Error code 12 (Cannot allocate memory)"),
+    "Windows": RuntimeError("[enforce fail at alloc_cpu.cpp:116] data. DefaultCPUAllocator: not enough memory: you "
+                            "tried to allocate 4000000000000 bytes."),
+}
+
+
+@pytest.mark.parametrize("where", SHORT)
+def test_errors_that_mean_too_little_memory(where):
+    assert out_of_memory(SHORT[where])
+
+
+def test_a_cpu_without_memory_says_so():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60)
+    assert out_of_memory(caught.value)
+
+
+@pytest.mark.parametrize("error", [
+    RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), ValueError("out of memory"),
+    RuntimeError("Expected all tensors to be on the same device"),
+], ids=str)
+def test_errors_that_mean_something_else(error):
+    assert not out_of_memory(error)
+
+
+def test_what_comfyui_knows_counts(monkeypatch):
+    monkeypatch.setattr(mm, "is_oom", lambda error: "error 2" in str(error), raising=False)
+    assert out_of_memory(RuntimeError("error 2")) and not out_of_memory(RuntimeError("error 3"))
+
+
+@pytest.mark.parametrize("where", SHORT)
+def test_without_memory_for_the_whole_picture_tiles_are_used(where, tiny, monkeypatch, caplog):
+    kind = type(tiny[0].decoder.decoder)
+    decode = kind.decode
+
+    def short(self, latent):
+        if latent.shape[-1] > 32:
+            raise SHORT[where]
+        return decode(self, latent)
+
+    monkeypatch.setattr(kind, "decode", short)
+    with caplog.at_level(logging.WARNING):
+        assert ARVae(tiny[0].decoder).decode(torch.randn(1, 8, 4, 40)).shape == (1, 32, 320, 3)
+    assert "working in tiles" in caplog.text
+
+
+def test_other_errors_while_decoding_are_told(tiny, monkeypatch):
+    monkeypatch.setattr(type(tiny[0].decoder.decoder), "decode", lambda *_: torch.ones(2) + torch.ones(3))
+    with pytest.raises(RuntimeError, match="must match"):
+        ARVae(tiny[0].decoder).decode(torch.randn(1, 8, 4, 4))
+
+
+def test_directml_has_more_than_comfyui_says(tiny, monkeypatch):
+    """It takes 1 GiB for every GPU there, whose size torch-directml does not tell."""
+    monkeypatch.setattr(mm, "get_total_memory", lambda device=None, torch_total_too=False: 2**30)
+    with pytest.raises(host.TooLargeError), host.placed(tiny[0], 2**31):
+        pass
+    monkeypatch.setattr(mm, "directml_enabled", True)
+    with host.placed(tiny[0], 2**31):
+        pass
+
+
+@pytest.mark.parametrize("disabled", [None, False, True])
+def test_comfyuis_option_against_cuda_graphs_is_obeyed(disabled, models, monkeypatch):
+    """Only newer ComfyUIs have it."""
+    monkeypatch.delenv(switches.NO_GRAPHS, raising=False)
+    monkeypatch.setattr(torch.version, "hip", None)
+    if disabled is None:
+        monkeypatch.delattr(host.args, "disable_cuda_graphs", raising=False)
+    else:
+        monkeypatch.setattr(host.args, "disable_cuda_graphs", disabled, raising=False)
+    try:
+        host.open_model("tiny", "auto", None)
+        assert graphs.capturable(torch.device("cuda:0")) is not bool(disabled)
+    finally:
+        graphs.allow(True)
