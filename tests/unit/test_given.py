@@ -17,6 +17,7 @@ from comfyui_specar.samplers.speculative import DraftTree
 from comfyui_specar.samplers.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.trace import Source
 
+from ..closeness import fp64
 from .test_captured_trees import agree, on_tape  # noqa: F401 (fixture)
 from .test_captured_windows import assert_same, captured
 from .tiny import CAPTION, caption_features, fill, llamagen, write_eagle, write_llamagen
@@ -184,7 +185,7 @@ def test_drafters_know_what_was_given(model, folder, kind, monkeypatch):
     prompt, found = model.encode_features(caption_features(7)), []
     for chunk in (7, 3, 1):
         monkeypatch.setattr(prefill, "CHUNK", chunk)
-        with torch.inference_mode():
+        with torch.inference_mode(), fp64():
             target = model.start(prompt, None, 2, layout, slack=9, guided=True)
             state = drafter.start(target, prompt, None, 2, layout, slack=9, guided=True)
             start = read_given(model, target, layout, 2, drafter, state)
@@ -194,7 +195,7 @@ def test_drafters_know_what_was_given(model, folder, kind, monkeypatch):
         found.append((start.out.logits, start.out.hidden, out.logits, out.hidden))
     for one in found[1:]:
         for a, b in zip(found[0], one, strict=True):
-            assert torch.allclose(a, b, atol=2e-5)
+            torch.testing.assert_close(a, b)
 
 
 def test_skipping_behind_a_beginning():

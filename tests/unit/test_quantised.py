@@ -43,7 +43,7 @@ def test_no_number_moves_by_more_than_half_a_level(rows, columns, power, dtype):
     rounded, scale = quantise(weight)
     assert rounded.dtype == INT8 and scale.dtype == torch.float32 and int(rounded.min()) >= -127
     error = (rounded.double() * scale.double()[:, None] - weight.double()).abs()
-    assert (error <= scale.double()[:, None] * 0.5001).all()
+    assert (error <= scale.double()[:, None] * 0.5001).all()  # levels of up to 127 are off by 127 * 2^-23 in fp32
     assert (rounded.abs().amax(1) == 127).all(), "every row uses its whole range"
 
 
@@ -58,7 +58,7 @@ def test_rows_of_zeros_and_the_smallest_numbers_stay_finite():
     weight = torch.tensor([[0.0, 0.0], [1e-45, -1e-45], [3e38, -1e38], [1e-38, 0.0]])
     rounded, scale = quantise(weight)
     assert torch.isfinite(scale).all() and (scale > 0).all()
-    torch.testing.assert_close(rounded * scale[:, None], weight, rtol=0.01, atol=1e-38)
+    assert ((rounded * scale[:, None] - weight).abs() <= 0.5001 * scale[:, None]).all()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -10,6 +10,7 @@ from comfyui_specar.model_loaders.detect import load_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
+from ..closeness import assert_as_exact, fp64
 from .tiny import CAPTION, write_llamagen
 from .tiny_folder import write_folder
 from .tiny_t5 import WORDS, weights, write_words
@@ -19,13 +20,14 @@ SIZES = {"vocab_size": len(WORDS), "d_model": CAPTION, "d_kv": 4, "d_ff": 32, "n
 
 @pytest.fixture(scope="module")
 def reference():
-    """The encoder of transformers, with random weights that make a difference."""
+    """What the encoder of transformers computes in fp64, with random weights that make a difference."""
     from transformers import T5Config, T5EncoderModel
 
-    model = T5EncoderModel(T5Config(**SIZES, feed_forward_proj="gated-gelu")).eval()
     own = weights(CAPTION)
-    model.load_state_dict(own | {"encoder.embed_tokens.weight": own["shared.weight"]})
-    return model
+    with fp64():
+        model = T5EncoderModel(T5Config(**SIZES, feed_forward_proj="gated-gelu")).eval()
+        model.load_state_dict(own | {"encoder.embed_tokens.weight": own["shared.weight"]})
+    return fp64()(lambda ids: model(ids).last_hidden_state.detach())
 
 
 @pytest.fixture
@@ -43,16 +45,16 @@ def model_of(folder):
 
 
 def test_features_are_those_of_transformers(folder, reference):
-    [[features, _]] = model_of(folder).encode_prompt("  A red CAT ")
-    ids = torch.tensor([[3, 4, 5, 1]])
+    model, ids = model_of(folder), torch.tensor([[3, 4, 5, 1]])
+    [[features, _]] = model.encode_prompt("  A red CAT ")
     assert features.shape == (1, 4, CAPTION), "three words and the end token, no padding"
-    torch.testing.assert_close(features, reference(ids).last_hidden_state.detach(), atol=1e-5, rtol=1e-5)
+    assert_as_exact(lambda: model.encode_prompt("  A red CAT ")[0][0], reference(ids))
 
 
 def test_positions_far_apart_are_those_of_transformers(folder, reference):
     ids = torch.randint(6, (1, 200), generator=torch.Generator().manual_seed(1))
-    ours = t5.load_t5(folder, CAPTION, torch.float32)(ids)
-    torch.testing.assert_close(ours, reference(ids).last_hidden_state.detach(), atol=1e-5, rtol=1e-5)
+    encoder = t5.load_t5(folder, CAPTION, torch.float32)
+    assert_as_exact(lambda: encoder(ids), reference(ids))
 
 
 def test_captions_are_cleaned_unless_switched_off(folder):
@@ -73,7 +75,7 @@ def test_a_file_of_the_encoder_alone(tmp_path, reference, root):
     model = load_model(write_llamagen(tmp_path / "m.safetensors", True), search_folders=[tmp_path / "text_encoders"])
     assert model.prompt_encoder.weights == file
     [[features, _]] = model.encode_prompt("a red cat")
-    expected = reference(torch.tensor([[3, 4, 5, 1]])).last_hidden_state.detach()
+    expected = reference(torch.tensor([[3, 4, 5, 1]])).float()
     torch.testing.assert_close(features, expected, atol=0.05, rtol=0.05)
 
 
