@@ -18,6 +18,7 @@ from .dispatch import accelerated
 log = logging.getLogger(__name__)
 WORD = 0xFFFFFFFF
 ROUNDS = 10
+_EXACT = ("cpu", "cuda", "meta")  # devices that are known to multiply exactly; tensors on meta hold no numbers
 
 
 @cache
@@ -33,7 +34,7 @@ def _constants(device: torch.device) -> tuple[Tensor, ...]:
 def multiplies_exactly(device: torch.device) -> bool:
     """Are products of int64 numbers exact modulo 2^64 on this device? Elsewhere than on CPUs and NVIDIA's and AMD's
     GPUs that is not a matter of course, and so it is tried, once."""
-    if device.type in ("cpu", "cuda"):
+    if device.type in _EXACT:
         return True
     words = torch.tensor([0xD2511F53, 0xCD9E8D57, 2**24 + 1, WORD], dtype=torch.int64, device="cpu")
     there = words.to(device)
