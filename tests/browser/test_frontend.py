@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -106,9 +107,12 @@ def expected_missing(page: Page, template: Path) -> dict[str, bool]:
     return {label: True for label, name in models.items() if name in chosen}
 
 
-def test_template_dialog_offers_and_opens_the_default(page):
+def test_template_dialog_offers_the_templates_in_order_and_opens_the_one_clicked(page):
     page.evaluate("() => app.graph.clear()")
     page.evaluate("() => app.extensionManager.command.execute('Comfy.BrowseTemplates')")
+    page.get_by_text(DEFAULT, exact=True).first.wait_for()
+    shown = page.get_by_role("dialog").get_by_text(re.compile(r"^\d\d_\w+$")).all_inner_texts()
+    assert shown[0] == TEMPLATES[0].stem and shown == sorted(shown), shown
     page.get_by_text(DEFAULT, exact=True).first.click()
     page.wait_for_function("() => app.graph._nodes.some(node => node.type === 'SpecARSJDSampler')")
 

@@ -1,5 +1,6 @@
 // What SpecAR's output nodes show: the text of the report ("text" in their UI output) in a read-only field, and, on
 // Acceptance Map, the map itself with the numbers of every token. Without this file ComfyUI shows the map's picture.
+// And the order of the pack's templates.
 import { app } from "/scripts/app.js";
 import { MapView } from "./map.js";
 
@@ -74,8 +75,22 @@ function nodeAt(locator) {
   return (subgraph ? root.subgraphs?.get(subgraph) : root)?.getNodeById(id);
 }
 
+/** Lists this pack's templates by name: ComfyUI lists them as the file system does, which is in no order on Linux. */
+function sortTemplates() {
+  const { api } = app;
+  const pack = decodeURIComponent(new URL(import.meta.url).pathname.split("/").at(-3)); // <pack>/js/specar.js
+  const list = api.getWorkflowTemplates;
+  if (!list) return;
+  api.getWorkflowTemplates = async function () {
+    const templates = await list.apply(this, arguments);
+    templates?.[pack]?.sort?.();
+    return templates;
+  };
+}
+
 app.registerExtension({
   name: "specar.report",
+  init: sortTemplates,
   async beforeRegisterNodeDef(nodeType, nodeData) {
     if (!nodeData.name.startsWith("SpecAR") || !nodeData.output_node) return;
     const { onExecuted, onDrawBackground, onNodeCreated } = nodeType.prototype;
