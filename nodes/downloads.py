@@ -30,7 +30,8 @@ RELEASES: dict[str, tuple[Source, ...]] = {  # a choice of a loader -> all that 
     r"c2i_\w+\.pt": (Source(LLAMAGEN, "ar_models", r"\g<0>"), Source(LLAMAGEN, "vae", "vq_ds16_c2i.pt")),
     r"t2i_XL_stage\w+\.pt": (
         Source(LLAMAGEN_TEXT, "ar_models", r"\g<0>"), Source(LLAMAGEN_TEXT, "vae", "vq_ds16_t2i.pt"),
-        Source("google/flan-t5-xl", "text_encoders/flan-t5-xl"),
+        Source("google/flan-t5-xl", "text_encoders/flan-t5-xl",
+               "config.json, tokenizer.json, both *.safetensors and their index"),
     ),
     r"vq_ds16_c2i\.pt": (Source(LLAMAGEN, "vae", r"\g<0>"),),
     r"vq_ds16_t2i\.pt": (Source(LLAMAGEN_TEXT, "vae", r"\g<0>"),),
