@@ -2,7 +2,7 @@
 dependence on the known tokens, and mixtures of Gaussians.
 
 Everything is added up element by element in a fixed order, so that a row of a batch and a run of its own agree to the
-last bit.
+last bit, as far as a processor's tanh, sin and exp do not depend on where in a tensor a number stands.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Toy:
                 temperature: float, noise0: Tensor, noise_t: Tensor, schedule: ToySchedule):
         assert known.shape[:2] == query.shape[:2] == cfg.shape[:2] and cfg.shape == query.shape
         assert noise0.shape == (*query.shape, self.channels) and noise_t.shape == (schedule.steps, *noise0.shape)
-        assert tokens.dtype == noise0.dtype == noise_t.dtype == cfg.dtype == torch.float32
+        assert tokens.dtype == noise0.dtype == noise_t.dtype == cfg.dtype == torch.get_default_dtype()
         assert int(known.sum(-1).max()) <= seen <= tokens.shape[1]
         self.calls.append(tuple(query.shape))
         context = self.context(tokens, known, query, cfg if state else 1.0)
