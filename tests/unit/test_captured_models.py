@@ -9,6 +9,7 @@ from comfyui_specar.kernels.graphs import leaves, mapped
 from comfyui_specar.model_loaders.detect import load_drafter
 from comfyui_specar.models.cache import BUCKET, CPU_BUCKET
 
+from ..closeness import fp64
 from .tape import TapeGraphs
 from .tiny import caption_features, fill, llamagen, write_eagle, write_llamagen
 from .tiny_text import text_model
@@ -109,6 +110,7 @@ def test_a_captured_step_is_a_called_one_over_trees_and_runs(models, name):
 
 
 @pytest.mark.parametrize("name", ["grid", "sequence"])
+@fp64()
 def test_looking_no_further_than_promised_changes_nothing(models, name):
     model = models[name]
     same(run(model, begin(model, name, 0), reach=True), run(model, begin(model, name, 0)))

@@ -9,6 +9,7 @@ from comfyui_specar.model_loaders.checkpoint import CheckpointError
 from comfyui_specar.model_loaders.detect import load_drafter, load_model
 from safetensors.torch import save_file
 
+from ..closeness import fp64
 from .test_loaders import Attack
 from .tiny import (
     HEADS,
@@ -39,7 +40,8 @@ def target(tmp_path_factory):
 def features(drafter) -> torch.Tensor:
     """Something that depends on every weight of a drafter."""
     ids = torch.tensor([[0, 0, 5, 9, 1], [0, 0, 5, 9, 1]])
-    return drafter.teacher_forced(fill("hidden embedding", (2, 5, 64)), ids)
+    with fp64():
+        return drafter.teacher_forced(fill("hidden embedding", (2, 5, 64)), ids)
 
 
 def refused(path: Path, target, *words: str) -> None:
