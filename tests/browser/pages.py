@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from playwright.sync_api import Browser, ConsoleMessage, Locator, Page
 
@@ -18,7 +19,7 @@ KNOWN_ERRORS = ("favicon.ico", "user.css", "comfy.templates.json", "/templates/i
                 "/api/userdata?dir=", "reading 'id'", "api.comfy.org", "huggingface.co", "Error fetching file size",
                 "Prefer the legacy design?")
 
-READY = """() => window.app && window.app.graph && window.LiteGraph
+READY = """() => window.app?.graph && window.LiteGraph && app.extensionManager?.workflow?.activeWorkflow
     && 'SpecARSJDSampler' in window.LiteGraph.registered_node_types"""
 LISTEN = """() => {
     window.seen = [];
@@ -28,16 +29,17 @@ LISTEN = """() => {
 }"""
 # Front end 1.58.1 looks whether what nodes have chosen is there; 1.32.9 opens a dialog with the workflow's own list.
 BY_CHOICE = "() => 'refreshMissingModels' in app"
-STILL = """selector => new Promise(done => {
+STILL = """argument => new Promise(done => {
+    const look = LOOK;
     let before, frames = 0;
-    const look = () => {
-        const now = JSON.stringify(document.querySelector(selector)?.getBoundingClientRect());
+    const again = () => {
+        const seen = look(argument), now = JSON.stringify(seen);
         frames = now === before ? frames + 1 : 0;
         before = now;
-        frames < 10 ? requestAnimationFrame(look) : done();
+        frames < 10 ? requestAnimationFrame(again) : done(seen);
     };
-    look();
-})"""  # where the element is, if it is there, does not change for ten frames
+    again();
+})"""
 FINISHED = "() => window.seen.some(event => event.name.startsWith('execution_'))"
 
 
@@ -65,7 +67,6 @@ def open_page(browser: Browser, url: str, without: str | None = None) -> tuple[P
     page.goto(url, wait_until="domcontentloaded")
     page.wait_for_function(READY)
     page.evaluate(LISTEN)
-    page.wait_for_timeout(1000)
     return page, problems
 
 
@@ -89,16 +90,17 @@ def load(page: Page, template: Path, missing_models: bool = False, name: str = "
     options = {"showMissingModelsDialog": missing_models, "silentAssetErrors": not missing_models}
     page.evaluate("([graph, name, options]) => app.loadGraphData(graph, true, true, name, options)",
                   [json.loads(template.read_text("utf-8")), name, options])
-    page.wait_for_timeout(500)
+    page.wait_for_timeout(500)  # for what should not follow: nodes that are marked, messages
 
 
-def missing_models(page: Page, name: str) -> dict[str, bool]:
-    """What the page calls missing after `load`, as "directory / file", and whether it offers the download."""
+def missing_models(page: Page, name: str, some: bool = True) -> dict[str, bool]:
+    """What the page calls missing after `load`, as "directory / file", and whether it offers the download. some: is
+    there anything to wait for?"""
     if page.evaluate(BY_CHOICE):
-        page.wait_for_timeout(1000)  # if there is nothing to tell, nothing appears
         details = page.locator("[data-testid=error-overlay-see-errors]")
-        if not details.count():
-            return {}
+        if not some:
+            page.wait_for_timeout(1000)  # for what should not appear
+            return {} if not details.count() else {"something": True}
         details.click()
         rows = page.locator("[data-testid=missing-model-importable-rows] > *")
         button = "[data-testid=missing-model-download]"
@@ -123,6 +125,11 @@ def label(row: Locator) -> str:
     return named or f"{lines[1]} / {lines[0]}"
 
 
+def still(page: Page, look: str, argument: object = None) -> Any:
+    """What ``look`` (a function in JavaScript) returns, as soon as that is the same in ten frames after each other."""
+    return page.evaluate(STILL.replace("LOOK", look), argument)
+
+
 def set_batch(page: Page, batch: int) -> None:
     """How many pictures the open workflow draws."""
     page.evaluate("""batch => {
@@ -142,5 +149,5 @@ def run(page: Page) -> list[str]:
 def screenshot(page: Page, name: str) -> None:
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     page.evaluate("() => app.extensionManager.command.execute('Comfy.Canvas.FitView')")
-    page.wait_for_timeout(1000)
+    still(page, "() => [app.canvas.ds.scale, ...app.canvas.ds.offset]")
     page.screenshot(path=SCREENSHOTS / f"{name}.png")

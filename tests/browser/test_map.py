@@ -7,7 +7,7 @@ from comfyui_specar.model_loaders.trace_files import load_trace
 from comfyui_specar.samplers.trace import Source, Trace
 from playwright.sync_api import Page
 
-from .pages import RENDERERS, ROOT, SCREENSHOTS, STILL, load, run, screenshot, set_batch
+from .pages import RENDERERS, ROOT, SCREENSHOTS, load, run, screenshot, set_batch, still
 
 pytestmark = pytest.mark.browser
 
@@ -40,7 +40,7 @@ def come_near(page: Page) -> None:
         app.canvas.ds.offset = [620 - node.pos[0], 110 - node.pos[1]];
         app.canvas.setDirty(true, true);
     }""", MAP)
-    page.evaluate(STILL, ".specar-map")
+    still(page, "() => document.querySelector('.specar-map')?.getBoundingClientRect()")
 
 
 def newest_trace(output: Path) -> Trace:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from comfyui_specar.model_loaders.trace_files import load_trace
 from PIL import Image
 
 from scripts.comfy_server import PACK, ComfyServer
@@ -89,6 +90,9 @@ def test_equal_jobs_have_a_picture_each_and_a_refused_one_says_why(comfy, twins)
     results = (twins / "jobs.results.jsonl").read_text(encoding="utf-8").splitlines()
     one, two, bad = map(json.loads, sorted(results, key=lambda line: '"one" "two" "bad"'.find(line[7:12])))
     assert two["traces"] == one["traces"] != []
+    [saved] = comfy.output.rglob("trace_two_*.safetensors")
+    told = load_trace(saved)
+    assert json.dumps(one["traces"]) == json.dumps([{"method": told.settings["method"], **told.totals}])
     assert {Path(file["filename"]).stem[:-7] for file in two["files"]} == {"picture_two", "trace_two"}
     assert (twins / "out/one.png").exists() and (twins / "out/two.png").exists()
     assert "ComfyUI refused the workflow" in bad["error"] and "cfg" in bad["error"]

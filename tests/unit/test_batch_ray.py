@@ -62,6 +62,7 @@ def test_jobs_are_drawn_by_actors_and_those_that_were_drawn_before_are_not(table
     assert abs(difference).max() < 1.5 / 255
     about = json.loads(picture.text["specar"])
     assert about["settings"]["seed"] == 2 and about["totals"]["target_passes"] == out.trace.summary()["target_passes"]
+    assert json.dumps([about["totals"]]) == json.dumps(records["late"]["traces"])
 
 
 @pytest.mark.parametrize(("table_text", "arguments", "message"), [
