@@ -104,9 +104,10 @@ def train(
     sampler = Sampler(setting, cfg, pictures, seed=step)
     held_out = Sampler(setting, cfg, pictures, seed=10**6).whole(HELD_OUT, only_chosen=True)
     log.info("%.2f M parameters", sum(p.numel() for p in model.parameters()) / 1e6)
-    while budget.fraction < 1.0:
-        set_rate([muon, adamw], cfg.learning_rate, rate(budget.fraction, step))
-        whole = budget.fraction > WHOLE_PICTURES_FROM
+    fraction = budget.fraction
+    while fraction < 1.0:
+        set_rate([muon, adamw], cfg.learning_rate, rate(fraction, step))
+        whole = fraction > WHOLE_PICTURES_FROM
         pixels = sampler.whole(cfg.whole_batch) if whole else sampler.crops(cfg.crop_batch)
         with mixed():
             mean, log_variance = model.encode_moments(pixels)
@@ -126,8 +127,8 @@ def train(
             psnr = float(-10 * ((output.detach() - pixels) / 2).square().mean().log10())
             numbers = step, budget.spent / 60, float(loss), psnr, float(nats)
             log.info("step %d, %.1f min, loss %.4f, batch psnr %.2f, %.2f nats per number", *numbers)
-        done = budget.fraction >= 1.0
-        if checkpoint.save(force=done, step=step, spent=budget.spent):
+        fraction = budget.fraction
+        if checkpoint.save(force=fraction >= 1.0, step=step, spent=budget.spent):
             metrics, output = evaluate(average.module, held_out)
             log.info("step %d, held-out augmentations: %s", step, metrics)
             sheet(torch.cat([held_out[:16], output[:16]]), 16).save(out / "kl_reconstructions.png")

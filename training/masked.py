@@ -229,9 +229,9 @@ def train(
     schedule = Schedule.cosine(TRAINING_STEPS, device=device)
     generator = torch.Generator(device).manual_seed(step)
     log.info("%.2f M parameters, %d pictures", sum(p.numel() for p in model.parameters()) / 1e6, len(pictures.code))
-    begin, running = step, torch.zeros(3)
-    while budget.fraction < 1.0:
-        set_rate([muon, adamw], cfg.learning_rate, rate(budget.fraction, step))
+    begin, running, fraction = step, torch.zeros(3), budget.fraction
+    while fraction < 1.0:
+        set_rate([muon, adamw], cfg.learning_rate, rate(fraction, step))
         caption, dropped, tokens = latents.draw(cfg.batch)
         length = tokens.shape[1]
         known = random_known(cfg.batch, length, known_count(length, cfg.known_power, step), generator)
@@ -254,7 +254,8 @@ def train(
             views = step * cfg.batch / len(pictures.code)
             numbers = step, budget.spent / 60, *running, views
             log.info("step %d, %.1f min, error %.4f, bound %.4f, guess %.4f, %.0f views", *numbers)
-        if checkpoint.save(force=budget.fraction >= 1.0, step=step, spent=budget.spent):
+        fraction = budget.fraction
+        if checkpoint.save(force=fraction >= 1.0, step=step, spent=budget.spent):
             log.info("step %d, held-out error at 0, 1/4, 1/2, 3/4 known: %s",
                      step, held_out_error(average.module, schedule, unseen))
 

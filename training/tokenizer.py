@@ -122,9 +122,10 @@ def train(setting: Setting, pictures: Pictures, out: Path, minutes: float | None
     step, budget = counters["step"], Budget(minutes or cfg.minutes, counters["spent"])
     sampler, codes, mixed = Sampler(setting, cfg, pictures, seed=step), Codes(model), autocast(setting)
     held_out = Sampler(setting, cfg, pictures, seed=10**6).whole(48, only_chosen=True)
-    while budget.fraction < 1.0:
-        set_rate([muon, adamw], cfg.learning_rate, rate(budget.fraction, step))
-        whole = budget.fraction > WHOLE_PICTURES_FROM
+    fraction = budget.fraction
+    while fraction < 1.0:
+        set_rate([muon, adamw], cfg.learning_rate, rate(fraction, step))
+        whole = fraction > WHOLE_PICTURES_FROM
         pixels = sampler.whole(cfg.whole_batch) if whole else sampler.crops(cfg.crop_batch)
         if step == cfg.warm_start_steps:
             _start_codebook(model, average, sampler)
@@ -150,13 +151,13 @@ def train(setting: Setting, pictures: Pictures, out: Path, minutes: float | None
         adamw.step()
         average.update(model, step)
         step += 1
-        if step > cfg.warm_start_steps and step % REVIVE_EVERY == 0 and budget.fraction < REVIVE_UNTIL:
+        if step > cfg.warm_start_steps and step % REVIVE_EVERY == 0 and fraction < REVIVE_UNTIL:
             codes.revive([model, average.module], latent.detach())
         if step % 50 == 0:
             psnr = float(-10 * ((output.detach() - pixels) / 2).square().mean().log10())
             log.info("step %d, %.1f min, loss %.4f, batch psnr %.2f", step, budget.spent / 60, float(loss), psnr)
-        done = budget.fraction >= 1.0
-        if checkpoint.save(force=done, step=step, spent=budget.spent):
+        fraction = budget.fraction
+        if checkpoint.save(force=fraction >= 1.0, step=step, spent=budget.spent):
             metrics, output = evaluate(average.module, held_out)
             log.info("step %d, held-out augmentations: %s", step, metrics)
             sheet(torch.cat([held_out[:16], output[:16]]), 16).save(out / "reconstructions.png")

@@ -1,13 +1,16 @@
 """What every unit test begins with: the same random numbers, whatever ran before it. And fixtures they share."""
 
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from comfyui_specar import files
+from comfyui_specar.training import loop
 from hypothesis import settings
 
 settings.register_profile("specar", derandomize="SPECAR_FUZZ" not in os.environ)
@@ -39,3 +42,10 @@ def locked(monkeypatch) -> Callable[[dict[str, int]], Counter]:
         return attempts
 
     return install
+
+
+@pytest.fixture
+def steady_clock(monkeypatch):
+    """Every look at the clock takes 10 ms, so that a time budget of training buys the same steps on any machine."""
+    ticks = itertools.count()
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(ticks) / 100))

@@ -1,9 +1,7 @@
 """Drafters: what they predict step by step is what one pass over the same pairs gives, in training and in use."""
 
-import itertools
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ from comfyui_specar.model_loaders.checkpoint import CheckpointError
 from comfyui_specar.model_loaders.detect import bundled, load_drafter, load_image_decoder, load_model
 from comfyui_specar.models.backbone import HeadNorm, Rotation
 from comfyui_specar.training import drafter as command_line
-from comfyui_specar.training import drafter_export, loop
+from comfyui_specar.training import drafter_export
 from comfyui_specar.training.drafter_data import Example, Pool, from_folder, hidden_states, own_samples
 from comfyui_specar.training.drafter_lessons import EagleLesson, SmallLesson, draft_mask, overlap, train
 from PIL import Image
@@ -285,13 +283,6 @@ def test_the_mask_of_drafts():
     assert who(1, 2) == [(0, 0), (0, 1), (1, 2)]
     assert who(2, 3) == [(0, 0), (0, 1), (1, 2), (2, 3)]
     assert mask.diagonal().all()
-
-
-@pytest.fixture
-def steady_clock(monkeypatch):
-    """Every look at the clock takes 10 ms, so that a time budget buys the same steps on any machine: two looks each."""
-    ticks = itertools.count()
-    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(ticks) / 100))
 
 
 @pytest.mark.parametrize("kind", ["eagle", "small"])

@@ -150,7 +150,7 @@ class Pooled(torch.nn.Conv2d):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_training_ends_on_time_and_goes_on_where_it_stopped(tmp_path, captions, autocast):
+def test_training_ends_on_time_and_goes_on_where_it_stopped(tmp_path, captions, steady_clock, autocast):
     torch.manual_seed(0)
     setting, vae = replace(CONTINUOUS, autocast=autocast), Pooled()
     words, file = torch.randn(len(captions.words), 16), tmp_path / "masked_model.pt"
@@ -163,7 +163,7 @@ def test_training_ends_on_time_and_goes_on_where_it_stopped(tmp_path, captions, 
     assert start.isfinite().all() and start.abs().max() > 0, "it has learnt something"
 
 
-def test_the_autoencoder_trains_from_crops_to_whole_pictures(tmp_path, monkeypatch):
+def test_the_autoencoder_trains_from_crops_to_whole_pictures(tmp_path, steady_clock, monkeypatch):
     monkeypatch.setattr(kl_vae, "HELD_OUT", 2)
     torch.manual_seed(0)
     vae = kl_vae.train(CONTINUOUS, pictures(), tmp_path, 0.03)
