@@ -40,7 +40,8 @@ trap 'rm -f "$report"; kill "${computing:-}" 2>/dev/null || true' EXIT
 computing=$!
 
 test_with_comfyui() {
-    echo "ComfyUI in $COMFYUI_PATH, with $("$PYTHON" -m pip list 2>/dev/null | grep comfyui-frontend-package | tr -s ' ')"
+    echo "ComfyUI in $COMFYUI_PATH, front end $("$PYTHON" -c \
+        'from importlib.metadata import version; print(version("comfyui-frontend-package"))')"
     "$PYTHON" -m pytest "${selection[@]}" tests/nodes tests/e2e tests/browser || status=1
 }
 
