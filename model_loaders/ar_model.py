@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..models.backbone import Backbone
 from ..models.cache import KVCache, rounded
+from ..models.placed import Placed
 from ..models.positions import GridPositions, Positions, Table, rotation_of
 from ..models.prefix import TextPrefix
 from ..models.vq import nearest_codes
@@ -42,7 +43,7 @@ class State:
     prefix_features: list[Tensor | None]  # one [1 or B, n, F] per branch: its prompt; None: the model's own
 
 
-class DiscreteModel(Prompted, nn.Module):
+class DiscreteModel(Prompted, Placed):
     """See ARModel in samplers/protocols.py for the contract.
 
     grid: the (rows, cols) drawn where nobody asks for another; grids: all it can draw (none given: only that one).
@@ -74,7 +75,6 @@ class DiscreteModel(Prompted, nn.Module):
         self.image_decoder: ImageDecoder | None = None
         self._neighbours: Tensor | None = None  # the widest table asked for so far
         self.kept: dict[Hashable, Any] = {}
-        self.device = torch.device("cpu")
         self.dtype = torch.float32
 
     def keep_words_back(self) -> None:

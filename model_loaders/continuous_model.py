@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..models.diffusion_head import DiffusionHead, Schedule
 from ..models.mar import MAR, Positions
+from ..models.placed import Placed
 from ..samplers.continuous_model import ContinuousParams, masked_guidance
 from ..samplers.laws import Normal
 from .checkpoint import CheckpointError, whole_number
@@ -35,7 +36,7 @@ class MaskedState:
     positions: Positions
 
 
-class ContinuousBase(Prompted, nn.Module):
+class ContinuousBase(Prompted, Placed):
     """What continuous models of all families share: prompts, units, and the names samplers and nodes ask for.
 
     grid: the (rows, cols) the model was trained on. scale: what latents of its VAE are multiplied by to have unit
@@ -56,7 +57,6 @@ class ContinuousBase(Prompted, nn.Module):
         self.family, self.grid, self.channels, self.scale = family, grid, channels, scale
         self.defaults, self.prompt_encoder = defaults, prompt_encoder
         self.pixels_per_token = whole_number("pixels_per_token", pixels_per_token, 1, 1024)
-        self.device = torch.device("cpu")
         self.dtype = torch.float32
 
     @property

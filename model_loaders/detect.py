@@ -77,14 +77,6 @@ def bundled(name: str = "default") -> Path:
     return folder
 
 
-def numbered(device: torch.device | str) -> torch.device:
-    """The device with its number, as tensors on it tell it: cuda is cuda:0, unless another GPU is the current one."""
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
 def load_model(
     path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None,
     grid: tuple[int, int] | None = None, operations=nn, search_folders: Sequence[Path] = (),
@@ -102,7 +94,7 @@ def load_model(
     """
     if storage is not None and storage not in NARROW:
         raise ValueError(f"storage is {storage}; choose None or one of {', '.join(map(str, NARROW))}.")
-    device, grid = numbered(device), grid and legal_grid(grid)
+    device, grid = torch.device(device), grid and legal_grid(grid)
     checkpoint = replace(open_checkpoint(weight_file(Path(path))), storage=storage)
     model = build(checkpoint, resolve_dtype(dtype, device), grid, search_folders, operations)
     if isinstance(model, DiscreteModel):
@@ -197,7 +189,7 @@ def load_drafter(
         drafter = as_drafter(small, model, checkpoint.path)
     else:
         raise CheckpointError(unknown_drafter(checkpoint.path, checkpoint.tensors))
-    device = numbered(device or model.device)
+    device = device or model.device
     drafter.module.to(device)
     drafter.module.device = device
     return drafter

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from ..kernels.attention import added
 from .backbone import BackboneConfig, Block, Rotation
 from .cache import KVCache
+from .placed import Placed
 
 
-class Eagle(nn.Module):
+class Eagle(Placed):
     """``config`` describes the one block and the token table; ``bias`` is that of the layer joining token and feature.
-
-    ``device``: where it computes; whoever moves the module sets it.
     """
 
     def __init__(self, config: BackboneConfig, bias: bool = True, operations=nn):
@@ -26,7 +25,6 @@ class Eagle(nn.Module):
         self.tok_embeddings = operations.Embedding(config.vocab, config.dim)
         self.fc = operations.Linear(2 * config.dim, config.dim, bias=bias)
         self.layer = Block(config, operations)
-        self.device = torch.device("cpu")
 
     def forward(
         self, hidden: Tensor, ids: Tensor, rotation: Rotation, cache: KVCache | None = None, mask: Tensor | None = None

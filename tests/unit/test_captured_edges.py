@@ -1,9 +1,11 @@
 """Sessions and captured steps at their edges: other kept tokens, smallest pictures, what is in memory at once."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
+from comfyui_specar.benchmarks import sizes
 from comfyui_specar.kernels import dispatch
 from comfyui_specar.kernels.graphs import Graphs
 from comfyui_specar.model_loaders.detect import load_model
@@ -15,6 +17,7 @@ from comfyui_specar.samplers.next_token import NextToken
 from comfyui_specar.samplers.protocols import TokenLayout
 from comfyui_specar.samplers.speculative import DraftTree
 from comfyui_specar.samplers.structures import Chain, Dynamic
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .tape import LatePoll, TapeGraphs
 from .tiny import write_llamagen
@@ -121,3 +124,15 @@ def test_a_device_has_its_number(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, *args: self)
     model = load_model(write_llamagen(tmp_path / "model.safetensors", False), device="cuda", dtype=torch.float32)
     assert model.device == torch.device("cuda:0")
+
+
+def test_random_models_of_the_benchmark_are_wholly_on_the_gpu_they_name(monkeypatch, caplog):
+    """Else their runs would go on without graphs, and what is measured would mean nothing."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(dispatch, "runs_triton", lambda device: False)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = sizes.build(sizes.SIZES["llamagen-b"], torch.bfloat16, torch.device("cuda"))
+        drafter = sizes.eagle(model)
+        with session.session(model, "kind", drafter) as kept:
+            assert kept.graphs.active and "without CUDA graphs" not in caplog.text
