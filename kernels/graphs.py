@@ -123,7 +123,9 @@ class Graphs:
     def __call__(self, key: Hashable, step: Callable[..., T], *inputs: Any) -> T:
         """step(*inputs). The key stands for all that is not a tensor: shapes, settings, the branches a step takes.
 
-        The first call is an ordinary one; the second captures, and from then on the graph is replayed.
+        The first call is an ordinary one; the second captures, and from then on the graph is replayed. Where a GPU
+        refuses to capture or to launch a graph, nothing of it was executed: this and all further steps are called. (An
+        error of something launched before comes back from the step, and ends the run.)
         """
         if not self.active:
             return step(*inputs)
@@ -131,11 +133,9 @@ class Graphs:
             if len(self._graphs) < MOST:
                 self._graphs[key] = None
             return step(*inputs)
-        if self._graphs[key] is not None:
-            return self._graphs[key].replay(inputs)
         try:
-            self._graphs[key] = self._capture(step, inputs)
-            return self._graphs[key].replay(inputs)
+            graph = self._graphs[key] = self._graphs[key] or self._capture(step, inputs)
+            return graph.replay(inputs)
         except RuntimeError as error:
             log.warning("This run goes on without CUDA graphs (it will be slower): %s", error)
             self.active = False

@@ -46,7 +46,9 @@ class KVCache:
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self._rows = torch.arange(rows, device=device)[:, None]
         self._columns = torch.arange(capacity, device=device)
-        self._slots = torch.zeros((rows, 0), dtype=torch.int64, device=device)
+        # Of the open tokens. In memory of its own: what a captured pass allocates must not outlive its capture.
+        self._slots = torch.zeros((rows, capacity), dtype=torch.int64, device=device)
+        self._count = 0
 
     @property
     def capacity(self) -> int:
@@ -90,8 +92,9 @@ class KVCache:
         caller provides slack so that only tokens behind the end of the image get there.
         """
         lengths, columns = self.lengths[:, None], self._columns[: self.reach]
-        slots = lengths + torch.arange(behind, behind + count, device=lengths.device)
-        self._slots = slots.clamp(max=self.capacity - 1)
+        slots = lengths + self._columns[behind : behind + count]
+        self._count = count
+        self._slots[:, :count] = slots.clamp(max=self.capacity - 1)
         if tree_mask is None:
             return (columns <= slots[..., None])[:, None]
         offset = columns - lengths  # [rows, reach]
@@ -106,7 +109,7 @@ class KVCache:
         Returns the keys and the values [rows, heads, reach, head_dim] of the layer.
         """
         buffer = self.buffer[layer]
-        rotate_and_keep(every, *turn, buffer, self._rows, self._slots)
+        rotate_and_keep(every, *turn, buffer, self._rows, self._slots[:, : self._count])
         return buffer[:, : self.heads, : self.reach], buffer[:, self.heads :, : self.reach]
 
     def commit(self, count: Tensor, path: Tensor | None = None) -> None:

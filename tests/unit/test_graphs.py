@@ -11,7 +11,7 @@ from comfyui_specar.kernels import graphs, switches
 from comfyui_specar.kernels.graphs import Graphs, leaves, mapped
 from comfyui_specar.samplers.session import Poll
 
-from .tape import TapeGraphs
+from .tape import Tape, TapeGraphs
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,25 @@ def test_a_step_that_reads_the_device_is_not_captured(caplog):
     for _ in range(3):
         assert tape("k", lambda x: x + int(x.sum()), torch.ones(2)).tolist() == [3, 3]
     assert not tape.active and "without CUDA graphs" in caplog.text and caplog.text.count("without") == 1
+
+
+def test_a_graph_that_is_not_launched_is_called_instead(caplog, monkeypatch):
+    """With the inputs of this call, on memory as the calls before left it."""
+    tape, memory = TapeGraphs(torch.device("cpu")), torch.zeros(1)
+
+    def refuse(self):
+        raise RuntimeError("CUDA error: out of memory")
+
+    def step(x):
+        memory.add_(x)
+        return memory + 1
+
+    for number in range(1, 7):
+        if number == 4:
+            monkeypatch.setattr(Tape, "replay", refuse)
+        assert tape("k", step, torch.full((1,), float(number))).tolist() == [sum(range(number + 1)) + 1]
+        assert tape.active == (number < 4)
+    assert tape.captured == 1 and caplog.text.count("without CUDA graphs") == 1
 
 
 @pytest.mark.parametrize("shape", [lambda x: x[x > 0], lambda x: x.nonzero(), lambda x: x.masked_select(x > 0)])
@@ -118,3 +137,19 @@ def test_nothing_is_collected_while_a_step_is_captured(collects):
 def test_a_poll_on_the_cpu_is_never_late():
     poll = Poll(torch.device("cpu"), 2)
     assert poll.lag == 0 and poll(torch.tensor([1, 2])).tolist() == [1, 2]
+
+
+def test_memory_that_one_capture_takes_is_not_given_back_in_another():
+    """Under cudaMallocAsync it would be freed as a node of a graph that never took it."""
+    tape, holder = TapeGraphs(torch.device("cpu")), {}
+
+    def keeping(x):
+        holder["last"] = x * 2
+        return x + holder["last"].view(1, 1)[0]
+
+    keys = ("j", "k")
+    for key in keys:
+        tape(key, keeping, torch.ones(1))
+    tape("j", keeping, torch.ones(1))
+    with pytest.raises(AssertionError, match="mul"):
+        tape("k", keeping, torch.ones(1))
