@@ -13,7 +13,7 @@ from .sampling import at, nobody, point_mass
 @accelerated
 def probabilities(
     logits: Tensor, forced: Tensor | None, cfg: float, temperature: float, vocab: int, top_k: int, top_p: float,
-    order: tuple[str, str],
+    order: tuple[str, str], numbers: Tensor | None = None,
 ) -> Tensor:
     """Probabilities [B, T, V+] (fp32) from logits [R, T, V+]; R = 2B with guidance (cfg other than 1), else B.
 
@@ -26,18 +26,27 @@ def probabilities(
     one left.
 
     A row with a NaN, with +inf or with nothing but -inf becomes all NaN (the record of the tokens then tells of it).
+
+    numbers [4] (fp32): the values of cfg, temperature, top_k and top_p, read by the device: a step captured with them
+    can be replayed with others. The arguments of these names then only say what is off.
     """
-    z = guide(logits[..., :vocab].float(), cfg)
-    if temperature == 0:
+    guided, greedy, heated, by_rank, by_mass = cfg != 1, temperature == 0, temperature != 1, top_k > 0, top_p < 1
+    if numbers is not None:
+        (cfg, temperature, top_k, top_p), heated = numbers.unbind(), True
+    z = logits[..., :vocab].float()
+    if guided:
+        z = guide(z, cfg)
+    if greedy:
         best = z.argmax(-1)
         p = point_mass(best, vocab).mul_((1 + 0 * at(z, best)).unsqueeze(-1))
     else:
-        if temperature != 1:
+        if heated:
             z = z / temperature
         p = z.softmax(-1)
-        if top_k or top_p < 1:
+        if by_rank or by_mass:
+            lowest = _lowest_kept(z, top_k if by_rank else None, top_p if by_mass else None, order)
             # Comparing into floats and dividing by what is left is many times faster than filling with -inf.
-            p = p.mul_(torch.ge(z, _lowest_kept(z, top_k, top_p, order), out=torch.empty_like(z)))
+            p = p.mul_(torch.ge(z, lowest, out=torch.empty_like(z)))
             p = p.div_(p.sum(-1, keepdim=True))
     p = F.pad(p, (0, logits.shape[-1] - vocab)) if vocab < logits.shape[-1] else p
     if forced is None:
@@ -48,27 +57,37 @@ def probabilities(
     return p.masked_fill_(~free, 0).scatter_add_(-1, forced.clamp(min=0).unsqueeze(-1), (~free).float())
 
 
-def guide(logits: Tensor, scale: float) -> Tensor:
+def guide(logits: Tensor, scale: float | Tensor) -> Tensor:
     """Classifier-free guidance u + s (c - u): logits [2B, T, V+] (conditional rows first) -> [B, T, V+].
 
     With scale 1 there are no unconditional rows and the logits pass through.
     """
-    if scale == 1:
+    if not isinstance(scale, Tensor) and scale == 1:
         return logits
     conditional, unconditional = logits.chunk(2)
+    if isinstance(scale, Tensor):
+        return torch.addcmul(unconditional, conditional - unconditional, scale)
     return torch.add(unconditional, conditional - unconditional, alpha=scale)
 
 
-def _lowest_kept(z: Tensor, top_k: int, top_p: float, order: tuple[str, str]) -> Tensor:
-    """The smallest logit [..., 1] of each row z [..., V] that passes both filters, of which one is on."""
-    if top_p == 1:
+def _lowest_kept(
+    z: Tensor, top_k: int | Tensor | None, top_p: float | Tensor | None, order: tuple[str, str]
+) -> Tensor:
+    """The smallest logit [..., 1] of each row z [..., V] that passes both filters, one of which may be None."""
+    if top_p is None and not isinstance(top_k, Tensor):
         return z.topk(top_k, sorted=False).values.amin(-1, keepdim=True)
     ordered = z.sort(descending=True).values
-    kth = ordered[..., top_k - 1 : top_k]
+    kth = None
+    if isinstance(top_k, Tensor):
+        kth = ordered.gather(-1, (top_k.long() - 1).expand(*z.shape[:-1], 1))
+    elif top_k is not None:
+        kth = ordered[..., top_k - 1 : top_k]
+    if top_p is None:
+        return kth
     weights = ordered.softmax(-1)
-    if top_k and order[0] == "top_k":
+    if kth is not None and order[0] == "top_k":
         weights = weights * (ordered >= kth)
         weights = weights / weights.sum(-1, keepdim=True)
     larger = weights.cumsum(-1) - weights
     lowest = ordered.gather(-1, (larger <= top_p).sum(-1, keepdim=True).clamp(min=1) - 1)  # of NaN none is
-    return torch.maximum(lowest, kth) if top_k else lowest
+    return lowest if kth is None else torch.maximum(lowest, kth)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 def probabilities(
     logits: Tensor, forced: Tensor | None, cfg: float, temperature: float, vocab: int, top_k: int, top_p: float,
-    order: tuple[str, str],
+    order: tuple[str, str], numbers: Tensor | None = None,
 ) -> Tensor:
     """See logits.probabilities."""
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
@@ -19,11 +19,12 @@ def probabilities(
     p = torch.empty((batch, steps, total), device=logits.device)
     block = max(triton.next_power_of_2(total), 32)
     where = logits if forced is None else forced  # never read if there is none
+    values = logits if numbers is None else numbers  # never read either
     _probabilities[(batch * steps,)](
         logits, *logits.stride()[:2], where, *where.stride()[:2], p, batch * logits.stride(0), steps, total, vocab,
-        float(cfg), float(temperature), top_k, float(top_p), GUIDED=cfg != 1, GREEDY=temperature == 0,
-        FORCED=forced is not None, TOP_K=top_k > 0, TOP_P=top_p < 1, K_FIRST=order[0] == "top_k", BLOCK=block,
-        num_warps=min(max(block // 512, 4), 32),
+        float(cfg), float(temperature), top_k, float(top_p), values, NUMBERS=numbers is not None, GUIDED=cfg != 1,
+        GREEDY=temperature == 0, FORCED=forced is not None, TOP_K=top_k > 0, TOP_P=top_p < 1,
+        K_FIRST=order[0] == "top_k", BLOCK=block, num_warps=min(max(block // 512, 4), 32),
     )
     return p
 
@@ -31,10 +32,16 @@ def probabilities(
 @triton.jit
 def _probabilities(
     logits, row_stride, step_stride, forced, forced_row, forced_step, p, unconditional, steps, total, vocab, cfg,
-    temperature, top_k, top_p, GUIDED: tl.constexpr, GREEDY: tl.constexpr, FORCED: tl.constexpr, TOP_K: tl.constexpr,
-    TOP_P: tl.constexpr, K_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    temperature, top_k, top_p, values, NUMBERS: tl.constexpr, GUIDED: tl.constexpr, GREEDY: tl.constexpr,
+    FORCED: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, K_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """One row of p [B, steps, total]; ``unconditional``: from a row's conditional logits to its others."""
+    """One row of p [B, steps, total]; ``unconditional``: from a row's conditional logits to its others; ``values``:
+    where cfg, temperature, top_k and top_p are to be read, with NUMBERS."""
+    if NUMBERS:
+        cfg = tl.load(values)
+        temperature = tl.load(values + 1)
+        top_k = tl.load(values + 2).to(tl.int32)
+        top_p = tl.load(values + 3)
     row = tl.program_id(0) // steps
     step = tl.program_id(0) % steps
     ids = tl.arange(0, BLOCK)

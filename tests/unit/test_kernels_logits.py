@@ -59,6 +59,29 @@ def test_the_laws_agree(given):
         assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-7)
 
 
+def on_the_device(given: tuple) -> tuple:
+    """The same arguments with their numbers in a tensor, and in their place others that switch the same things off."""
+    logits, forced, cfg, temperature, vocab, top_k, top_p, order = given
+    numbers = torch.tensor([cfg, temperature or 1.0, top_k, top_p])
+    return logits, forced, 1 + (cfg != 1), 2.0 * (temperature > 0), vocab, min(top_k, 2), min(top_p, 1), order, numbers
+
+
+@settings(deadline=None, max_examples=30)
+@given(passes())
+def test_numbers_on_the_device_give_the_law_of_numbers_in_the_call(given):
+    wanted, found = reference.probabilities(*given), reference.probabilities(*on_the_device(given))
+    if not on_the_edge(given):
+        assert torch.equal(found > 0, wanted > 0)
+        assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-7)
+
+
+@settings(deadline=None, max_examples=10)
+@given(passes())
+def test_a_kernel_that_reads_its_numbers_agrees(given):
+    wanted, found = (interpreted("logits.probabilities", *each) for each in (given, on_the_device(given)))
+    assert torch.equal(found.nan_to_num(2), wanted.nan_to_num(2))
+
+
 @pytest.mark.parametrize("order", [K_FIRST, P_FIRST])
 def test_filters_of_a_large_row_agree(order):
     logits = 3 * torch.randn(2, 2, 600, generator=torch.Generator().manual_seed(3))
@@ -108,4 +131,7 @@ def test_the_kernel_compiles_for_every_vocabulary(total, cfg, temperature, top_k
     logits = torch.empty(2, 3, total)
     mask = torch.zeros(2 if cfg == 1 else 1, 3, dtype=torch.int64) if forced else None
     [kernel] = compiled("logits.probabilities", logits, mask, cfg, temperature, total - 2, top_k, top_p, P_FIRST)
+    assert kernel.name == "_probabilities"
+    given = on_the_device((logits, mask, cfg, temperature, total - 2, top_k, top_p, P_FIRST))
+    [kernel] = compiled("logits.probabilities", *given)
     assert kernel.name == "_probabilities"
