@@ -103,8 +103,8 @@ class Staged:
             self._model.commit(state, count)
         return state
 
-    def reach(self, state: Any, tokens: int) -> int:
-        return self._model.reach(state, self._stretch.behind + tokens)
+    def reach(self, state: Any, tokens: int | None) -> int:
+        return self._model.reach(state, None if tokens is None else self._stretch.behind + tokens)
 
     def step(self, *given: Any, **named: Any) -> Any:
         with self._span("forward"):

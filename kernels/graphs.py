@@ -2,16 +2,19 @@
 
 A graph replays the launches that were made while it was captured, on the memory they had then. So a step is a function
 of tensors: what changes from call to call is among its inputs, which are copied to where the graph reads them, or lies
-in memory that stays where it is (key/value caches).
+in memory that stays where it is (key/value caches). Nobody writes in an input: one that a step hands on unchanged is
+a constant of the run, and is copied once.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterator
+from collections import Counter
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +25,7 @@ from . import switches
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 MOST = 128  # graphs of one kind of run; further shapes of its steps are called
+PATIENCE = 5  # calls that take as long as a capture
 
 
 def leaves(tree: Any) -> list[Tensor]:
@@ -46,25 +50,40 @@ def mapped(change: Callable[[Tensor], Tensor], tree: T) -> T:
     return tree
 
 
-@dataclass
 class _Graph:
     """A captured step: ``inputs`` it reads and ``outputs`` it writes, at fixed places.
 
     The graph also reads what the ``step`` had at hand (tables, caches), which therefore must not be freed before it.
+    An output that is the input of the same place is handed on: whoever calls gets back what was given.
     """
 
-    graph: Any
-    step: Callable[..., Any]
-    inputs: tuple
-    outputs: Any
+    def __init__(self, graph: Any, step: Callable[..., Any], inputs: tuple, outputs: Any):
+        self.graph, self.step, self.inputs, self.outputs = graph, step, inputs, outputs
+        self.places = leaves(inputs)
+        self.handed_on = {i for i, (a, b) in enumerate(zip(self.places, leaves(outputs), strict=False)) if a is b}
+        self.written = {id(x) for i, x in enumerate(leaves(outputs)) if i not in self.handed_on}
+        self.held: dict[int, Tensor] = {}  # of what is handed on, the input that was copied
 
-    def replay(self, inputs: tuple) -> Any:
-        """Copy what changed to where the graph reads it, and launch."""
-        for there, given in zip(leaves(self.inputs), leaves(inputs), strict=True):
-            if there.data_ptr() != given.data_ptr():
-                there.copy_(given)
+    def replay(self, inputs: tuple, written: Container[int]) -> Any:
+        """Copy what changed to where the graph reads it, and launch. ``written``: the outputs of all graphs, by id:
+        they are other numbers after every replay."""
+        given = leaves(inputs)
+        moved = [(there, new) for i, (there, new) in enumerate(zip(self.places, given, strict=True))
+                 if self.held.get(i) is not new and there.data_ptr() != new.data_ptr()]
+        copy_together(moved)
+        self.held = {i: given[i] for i in self.handed_on if id(given[i]) not in written}
         self.graph.replay()
-        return self.outputs
+        place = itertools.count()
+        return mapped(lambda x: given[i] if (i := next(place)) in self.handed_on else x, self.outputs)
+
+
+def copy_together(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy to each first tensor the second one of its shape and dtype, with a launch for every dtype."""
+    by_type: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for pair in pairs:
+        by_type.setdefault(pair[0].dtype, []).append(pair)
+    for group in by_type.values():
+        torch._foreach_copy_(*map(list, zip(*group, strict=True)))
 
 
 _allowed = True
@@ -76,14 +95,17 @@ def allow(allowed: bool) -> None:
     _allowed = allowed
 
 
-def capturable(device: torch.device) -> bool:
-    """Are steps captured on this device? On NVIDIA GPUs, unless it was forbidden.
+def captures(device: torch.device) -> bool:
+    """Can steps be captured on this device? On NVIDIA GPUs.
 
     HIP, which ROCm shows as ``cuda``, may end the process over a capture that CUDA refuses with an error.
     """
-    return (
-        device.type == "cuda" and torch.version.hip is None and _allowed and not switches.on(switches.NO_GRAPHS)
-    )
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def capturable(device: torch.device) -> bool:
+    """Are steps captured on this device? Where they can be, unless it was forbidden."""
+    return captures(device) and _allowed and not switches.on(switches.NO_GRAPHS)
 
 
 _recording = False
@@ -113,29 +135,38 @@ def capturing() -> Iterator[None]:
 
 
 class Graphs:
-    """The captured steps of one kind of run, by key. Results of a call stand until the next call."""
+    """The captured steps of one kind of run, by key. Results of a call stand until the next call.
+
+    one_shape: shall all steps of a run have the same shapes? Every other shape is another capture. On a device that
+    captures they have them without graphs, too: sums of other lengths are rounded differently, and so may be the image.
+    """
 
     def __init__(self, device: torch.device):
-        self.active = capturable(device)
-        self._graphs: dict[Hashable, _Graph | None] = {}  # None: called once, which warmed it up
+        self.active, self.one_shape = capturable(device), captures(device)
+        self._graphs: dict[Hashable, _Graph] = {}
+        self._calls: Counter[Hashable] = Counter()  # of steps that are not captured (yet)
         self._pool: Any = None
+        self._written: set[int] = set()  # outputs of all graphs
 
     def __call__(self, key: Hashable, step: Callable[..., T], *inputs: Any) -> T:
         """step(*inputs). The key stands for all that is not a tensor: shapes, settings, the branches a step takes.
 
-        The first call is an ordinary one; the second captures, and from then on the graph is replayed. Where a GPU
-        refuses to capture or to launch a graph, nothing of it was executed: this and all further steps are called. (An
-        error of something launched before comes back from the step, and ends the run.)
+        The first call is an ordinary one; the second captures, and from then on the graph is replayed. Of a run that
+        has many shapes only those are captured which have come a few times. Where a GPU refuses to capture or to launch
+        a graph, nothing of it was executed: this and all further steps are called. (An error of something launched
+        before comes back from the step, and ends the run.)
         """
         if not self.active:
             return step(*inputs)
-        if key not in self._graphs:
-            if len(self._graphs) < MOST:
-                self._graphs[key] = None
+        graph, captured = self._graphs.get(key), len(self._graphs)
+        if graph is None and (captured >= MOST or self._calls[key] < min(1 + captured // 4, PATIENCE)):
+            self._calls[key] += 1
             return step(*inputs)
         try:
-            graph = self._graphs[key] = self._graphs[key] or self._capture(step, inputs)
-            return graph.replay(inputs)
+            if graph is None:
+                graph = self._graphs[key] = self._capture(step, inputs)
+                self._written |= graph.written
+            return graph.replay(inputs, self._written)
         except RuntimeError as error:
             log.warning("This run goes on without CUDA graphs (it will be slower): %s", error)
             self.active = False
@@ -143,7 +174,8 @@ class Graphs:
 
     def forget(self) -> None:
         """Drop all graphs, and the memory of their intermediate results."""
-        self._graphs, self._pool = {}, None
+        self._graphs, self._pool, self._written = {}, None, set()
+        self._calls.clear()
 
     def _capture(self, step: Callable[..., Any], inputs: tuple) -> _Graph:
         """Record the launches of a step; nothing is executed."""
@@ -167,6 +199,11 @@ def placed(inputs: tuple) -> tuple:
 
 def own_outputs(outputs: T, places: tuple) -> T:
     """Outputs that are (parts of) inputs, copied: the next call's inputs are written there one after the other, while
-    others may still have to be read."""
+    others may still have to be read. Not so those that are handed on (see _Graph)."""
     taken = {t.untyped_storage().data_ptr() for t in leaves(places)}
-    return mapped(lambda t: t.clone() if t.untyped_storage().data_ptr() in taken else t, outputs)
+    every = itertools.chain(leaves(places), itertools.repeat(None))
+
+    def own(output: Tensor) -> Tensor:
+        return output if next(every) is output or output.untyped_storage().data_ptr() not in taken else output.clone()
+
+    return mapped(own, outputs)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.backbone import Backbone
-from ..models.cache import KVCache, rounded
+from ..models.cache import KVCache, slots_of
 from ..models.placed import Placed
 from ..models.positions import GridPositions, Positions, Table, rotation_of
 from ..models.prefix import TextPrefix
@@ -166,7 +166,7 @@ class DiscreteModel(Prompted, Placed):
     def kv_bytes(self, batch: int, layout: TokenLayout, slack: int, guided: bool, prompt: int = 0) -> int:
         """Bytes of the key/value caches of a run with prompts of ``prompt`` tokens (0: any caption or class)."""
         config = self.backbone.config
-        slots = rounded((prompt or getattr(self.prefix, "slots", 1)) + layout.length + slack)
+        slots = slots_of(prompt or getattr(self.prefix, "slots", 1), layout.length + slack)
         width = config.cached_heads * config.head_dim
         return 2 * config.layers * batch * (1 + guided) * slots * width * self.dtype.itemsize
 
@@ -202,8 +202,8 @@ class DiscreteModel(Prompted, Placed):
         if into is not None and into.branches != len(branches):
             into = None
         cache = KVCache.of(
-            config.layers, len(x), config.cached_heads, longest + places, config.head_dim, self.dtype, self.device,
-            into and into.cache,
+            config.layers, len(x), config.cached_heads, slots_of(longest, places), config.head_dim, self.dtype,
+            self.device, into and into.cache,
         )
         table = Table.of(self.positions, places, lengths, grid[1], config.head_dim, into and into.table)
         cache.look_at(longest)
@@ -224,9 +224,9 @@ class DiscreteModel(Prompted, Placed):
                 "at most. Shorten the prompt, or draw a smaller picture."
             )
 
-    def reach(self, state: State, tokens: int) -> int:
+    def reach(self, state: State, tokens: int | None) -> int:
         """See ARModel."""
-        return state.cache.look_at(state.longest + tokens)
+        return state.cache.look_at(None if tokens is None else state.longest + tokens)
 
     def step(
         self, state: State, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None, behind: int = 0

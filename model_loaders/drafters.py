@@ -56,7 +56,7 @@ class ModelDrafter:
         into.expanded = 0
         return into
 
-    def reach(self, state: ModelState, tokens: int) -> int:
+    def reach(self, state: ModelState, tokens: int | None) -> int:
         """See ARModel."""
         return self.module.reach(state.own, tokens)
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..models.backbone import BackboneConfig, Rotation, join_gates
-from ..models.cache import KVCache, rounded
+from ..models.cache import KVCache, slots_of
 from ..models.eagle import Eagle
 from ..models.positions import Table, rotation_of
 from ..samplers.protocols import StepOut, TokenLayout
@@ -87,8 +87,9 @@ class EagleDrafter:
     def kv_bytes(self, batch: int, layout: TokenLayout, slack: int, guided: bool, prompt: int = 0) -> int:
         """Bytes of the key/value caches of a run with prompts of ``prompt`` tokens (0: any caption or class)."""
         config = self.module.config
-        slots = self.prompt_pairs(prompt or getattr(self.model.prefix, "slots", 1)) + layout.length + slack + 1
-        return 2 * batch * (1 + guided) * rounded(slots) * config.cached_heads * config.head_dim * self.dtype.itemsize
+        pairs = self.prompt_pairs(prompt or getattr(self.model.prefix, "slots", 1))
+        slots = slots_of(pairs, layout.length + slack + 1)
+        return 2 * batch * (1 + guided) * slots * config.cached_heads * config.head_dim * self.dtype.itemsize
 
     def start(
         self, target_state: State, conditioning: Conditioning, negative: Conditioning | None, batch: int,
@@ -115,7 +116,7 @@ class EagleDrafter:
         # Observations may carry one more token than was drafted: the one the target added.
         places = layout.length + slack + 1
         cache = KVCache.of(
-            1, len(hidden), config.cached_heads, longest + places, config.head_dim, self.dtype, self.device,
+            1, len(hidden), config.cached_heads, slots_of(longest, places), config.head_dim, self.dtype, self.device,
             into and into.cache,
         )
         counts = torch.tensor(pairs, device=self.device).repeat_interleave(batch)
@@ -128,9 +129,9 @@ class EagleDrafter:
             cache.commit(counts)
         return taken_over(into, EagleState(target_state, cache, table, longest))
 
-    def reach(self, state: EagleState, tokens: int) -> int:
+    def reach(self, state: EagleState, tokens: int | None) -> int:
         """See ARModel."""
-        return state.cache.look_at(state.longest + tokens)
+        return state.cache.look_at(None if tokens is None else state.longest + tokens)
 
     def _prompt_ids(self, target_state: State, branch: int, hidden: Tensor) -> Tensor:
         """Rows [B, n] of the drafter's table for the prompt of a branch with the hidden states [B, n, D]."""

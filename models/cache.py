@@ -25,6 +25,14 @@ def rounded(slots: int, bucket: int = BUCKET) -> int:
     return -(-slots // bucket) * bucket
 
 
+def slots_of(prompt: int, places: int) -> int:
+    """Slots of a cache for a prompt of so many tokens and so many places behind it.
+
+    Both are rounded up, so that prompts of 1 to 128 tokens lead to caches of one size, and to one set of graphs.
+    """
+    return rounded(prompt) + rounded(places)
+
+
 class Turn(NamedTuple):
     """Rotations made ready for all layers of a pass (see kernels/rotation.py)."""
 
@@ -69,19 +77,20 @@ class KVCache:
         cls, layers: int, rows: int, heads: int, slots: int, head_dim: int, dtype: torch.dtype, device: torch.device,
         into: KVCache | None = None,
     ) -> KVCache:
-        """An empty cache of ``slots`` slots or a few more; ``into`` itself, emptied, where its sizes are these."""
-        shape = (layers, rows, 2 * heads, rounded(slots), head_dim)
+        """An empty cache of ``slots`` slots; ``into`` itself, emptied, where its sizes are these."""
+        shape = (layers, rows, 2 * heads, slots, head_dim)
         if into is None or (into.buffer.shape, into.buffer.dtype, into.buffer.device) != (shape, dtype, device):
-            return cls(layers, rows, heads, rounded(slots), head_dim, dtype, device)
+            return cls(layers, rows, heads, slots, head_dim, dtype, device)
         into.lengths.zero_()
         into.buffer.zero_()  # what is not seen is multiplied by zero, which NaN of an earlier run would survive
         into.reach = into.capacity
         return into
 
-    def look_at(self, slots: int) -> int:
-        """Promise that nothing of worth will stand behind the first ``slots``. Returns the reach, a little further."""
+    def look_at(self, slots: int | None) -> int:
+        """Promise that nothing of worth will stand behind the first ``slots`` (None: behind the last). Returns the
+        reach, a little further."""
         bucket = CPU_BUCKET if self.buffer.device.type == "cpu" else BUCKET
-        self.reach = min(rounded(slots, bucket), self.capacity)
+        self.reach = self.capacity if slots is None else min(rounded(slots, bucket), self.capacity)
         return self.reach
 
     def open(self, count: int, tree_mask: Tensor | None = None, behind: int = 0) -> Tensor:

@@ -349,7 +349,7 @@ class SJD:
         key = kind(request, layout, method, width, forcing, id(model.codebook))  # a bound rule may have tables of it
         with session(model, key) as kept:
             state = model.start(
-                request.conditioning, request.negative, batch, layout, slack=width, guided=params.cfg != 1,
+                request.conditioning, request.negative, batch, layout, slack=width, guided=params.guided,
                 into=kept.state,
             )
             memory = kept.draft_state or Memory.empty(
@@ -359,7 +359,7 @@ class SJD:
             kept.adopt(state, memory)
             start = read_given(model, state, layout, batch, callback=request.callback)
             check_finite(start.out)
-            run = Run(method, params, width, forcing, model, state, memory)
+            run = Run(method, kept.params(params, model.device), width, forcing, model, state, memory)
             carry = begin(run, start, layout, Stream.of(request.seed, batch, model.device), strength)
             carry, laps = decode(request, kept, state, partial(step, run), carry, width, start.given, begun)
             settings = {

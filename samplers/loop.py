@@ -36,10 +36,13 @@ C = TypeVar("C", bound=Carry)
 
 
 def kind(request: Request, layout: TokenLayout, *settings: Hashable) -> tuple[Hashable, ...]:
-    """The session's key: all that is not a tensor, and the shapes of all that are. ``layout`` is the request's."""
+    """The session's key: all that is not a tensor, and the shapes of all that are. ``layout`` is the request's.
+
+    Of the sampling parameters only guidance, which doubles the rows; the others are told to every graph.
+    """
     where = (None if each is None else each.shape for each in (request.strength, request.skippable))
     sizes = layout.rows, layout.cols, layout.stride, layout.forced.shape, *where
-    return *settings, request.params, request.batch, *sizes, str(request.model.device)
+    return *settings, request.params.guided, request.batch, *sizes, str(request.model.device)
 
 
 def decode(
@@ -64,7 +67,8 @@ def decode(
         if int(known.min()) >= length:
             break
         # Of those that are launched but not yet known, a step decides ``width`` tokens at most.
-        reach = model.reach(state, min(length, int(known.max()) + (poll.lag + 1) * width))
-        carry = kept.graphs((reach,), step, carry)
+        ahead = min(length, int(known.max()) + (poll.lag + 1) * width)
+        reach = model.reach(state, None if kept.graphs.one_shape else ahead)
+        carry = kept.graphs((reach, request.params.switches), step, carry)
     times = times[:1] + times[1 + poll.lag :]
     return carry, [1000 * (after - before) for before, after in zip(times, times[1:], strict=False)]

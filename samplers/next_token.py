@@ -71,7 +71,7 @@ class NextToken:
         forcing = layout.forces
         with session(model, kind(request, layout, "next_token", forcing)) as kept:
             state = model.start(
-                request.conditioning, request.negative, batch, layout, slack=1, guided=params.cfg != 1, into=kept.state
+                request.conditioning, request.negative, batch, layout, slack=1, guided=params.guided, into=kept.state
             )
             kept.adopt(state)
             start = read_given(model, state, layout, batch, callback=request.callback)
@@ -80,7 +80,7 @@ class NextToken:
                 start.tokens, start.committed, Record.empty(layout.length, batch, model.device),
                 Stream.of(request.seed, batch, model.device), layout,
             )
-            run = Run(model, params, forcing, state, Noise())
+            run = Run(model, kept.params(params, model.device), forcing, state, Noise())
             carry = draw(run, start.out, carry, Source.PREFILL)
             carry = replace(carry, record=carry.record.given(start.committed))
             carry, _ = decode(request, kept, state, partial(step, run), carry, 1, start.given, begun)

@@ -121,8 +121,9 @@ class ARModel(Protocol):
         """
         ...
 
-    def reach(self, state: Any, tokens: int) -> int:
-        """Promise that from now on no token of an image stands behind its first ``tokens``, fed ones included.
+    def reach(self, state: Any, tokens: int | None) -> int:
+        """Promise that from now on no token of an image stands behind its first ``tokens``, fed ones included; None
+        promises nothing.
 
         Steps need to look at no more of the caches than that. Returns how much they look at: a shape of the step.
         """
@@ -163,7 +164,7 @@ class Drafter(Protocol):
         that may stand behind the decided ones. into: as in ARModel."""
         ...
 
-    def reach(self, state: Any, tokens: int) -> int:
+    def reach(self, state: Any, tokens: int | None) -> int:
         """See ARModel."""
         ...
 
@@ -204,6 +205,17 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     order: tuple[str, str] = ("top_k", "top_p")
+
+    @property
+    def guided(self) -> bool:
+        """Is there a second prompt?"""
+        return self.cfg != 1
+
+    @property
+    def switches(self) -> tuple[Hashable, ...]:
+        """What is on, which decides about the operations of a step; the numbers are only theirs to read."""
+        filters = self.top_k > 0, self.top_p < 1
+        return self.guided, self.temperature == 0, *filters, self.order if all(filters) else None
 
     def check(self, vocab: int) -> None:
         """Raise ValueError naming the parameter and its legal range."""

@@ -7,7 +7,7 @@ graphs, one for every shape it can have, and needs nothing from the host.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -24,12 +24,31 @@ from .protocols import ARModel, Drafter, SamplingParams, TokenLayout
 from .rng import Purpose, Stream
 from .rounds import Carry, Decided, Pending, Told, after_verification, fed_mask, kept_slots, rejoin
 from .skipping import Skipping
-from .structures import Extent, Structure
+from .structures import Extent, Plan, Structure
 from .trace import Record, Source
 from .trees import Tree
 from .verification import Laws, Numbers, Verified, block_verification, recursive_rejection, sample_and_match
 
 ROUND = ("accepted", "committed", "width", "nodes", "depth", "skipped")
+
+
+@dataclass(frozen=True)
+class DraftInputs:
+    """What of a Carry drafting reads: a captured step gets a copy of all it is given."""
+
+    stream: Stream
+    layout: TokenLayout
+    skippable: Tensor | None
+    committed: Tensor
+    told: Told
+    pending: Pending
+    plan: Plan
+    skipped: Tensor
+    turn: Tensor
+
+    @classmethod
+    def of(cls, carry: Carry) -> DraftInputs:
+        return cls(*(getattr(carry, field.name) for field in fields(cls)))
 
 
 @dataclass(frozen=True)
@@ -76,7 +95,7 @@ class RoundStep:
         )
         return self.commit(carry, Decided(token, one, told))
 
-    def draft(self, extent: Extent, carry: Carry) -> tuple[Carry, Tree, Tensor]:
+    def draft(self, extent: Extent, carry: DraftInputs) -> tuple[Tree, Tensor]:
         """Tell the drafter what was decided, let it grow a tree, and choose who takes it unverified [B] (bool)."""
         told = carry.told
         position = told.begin[:, None] + torch.arange(told.token.shape[1], device=told.begin.device)
@@ -92,7 +111,7 @@ class RoundStep:
                 self.skipping, tree, self.codebook, carry.turn, carry.committed, self.length, carry.skipped,
                 carry.skippable,
             )
-        return carry, tree, skip
+        return tree, skip
 
     def settle(self, judging: bool, taking: bool, carry: Carry, tree: Tree, skip: Tensor) -> Carry:
         """Verify the trees of some images (``judging``), take those of ``skip`` [B] as they are (``taking``), commit.

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.graphs import Graphs
-from .protocols import ARModel, Drafter
+from .logits import DeviceParams
+from .protocols import ARModel, Drafter, SamplingParams
 
 log = logging.getLogger(__name__)
 KEPT = 2  # kinds of runs whose memory and graphs stay with a model
@@ -30,12 +31,21 @@ class Session:
     graphs: Graphs
     state: Any = None
     draft_state: Any = None
+    numbers: Tensor | None = None  # of sampling parameters, see DeviceParams
 
     def adopt(self, state: Any, draft_state: Any = None) -> None:
         """Take over the states of a run. Graphs over other memory are of no use."""
         if state is not self.state or draft_state is not self.draft_state:
             self.graphs.forget()
         self.state, self.draft_state = state, draft_state
+
+    def params(self, asked: SamplingParams, device: torch.device) -> SamplingParams:
+        """A run's sampling parameters as its steps take them: with numbers on the device if they are captured."""
+        if not self.graphs.active:
+            return asked
+        params = DeviceParams.of(asked, device, self.numbers)
+        self.numbers = params.numbers
+        return params
 
 
 @contextmanager

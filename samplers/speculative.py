@@ -32,7 +32,7 @@ from .loop import kind
 from .prefill import read_given
 from .protocols import Decoded, Drafter, Progress, Request
 from .rng import Stream
-from .round_step import RoundStep
+from .round_step import DraftInputs, RoundStep
 from .session import Poll, Session, session
 from .skipping import Skipping, check_skippable
 from .structures import Extent, Static, Structure
@@ -127,15 +127,16 @@ class Run:
             strength = torch.ones((1, layout.length), device=model.device)
         skippable = check_skippable(request.skippable, batch, layout.length, model.device)
         prompt = (request.conditioning, request.negative, batch, layout)
-        guided = params.cfg != 1
+        guided = params.guided
         target = model.start(*prompt, slack=method.width, guided=guided, into=kept.state)
         state = method.drafter.start(target, *prompt, slack=method.draft_width, guided=guided, into=kept.draft_state)
         kept.adopt(target, state)
         start = read_given(model, target, layout, batch, method.drafter, state, request.callback)
         check_finite(start.out)
         self.step = RoundStep(
-            model, target, method.drafter, state, method.structure, rule, method.skipping, params, codebook,
-            layout.length, bool((layout.forced >= 0).any()), method.told if kept.graphs.active else 0,
+            model, target, method.drafter, state, method.structure, rule, method.skipping,
+            kept.params(params, model.device), codebook, layout.length, bool((layout.forced >= 0).any()),
+            method.told if kept.graphs.one_shape else 0,
         )
         stream = Stream.of(request.seed, batch, model.device)
         self.carry = self.step.begin(start, stream, layout, strength.expand(batch, -1), skippable)
@@ -154,7 +155,7 @@ class Run:
         """Draft, verify (or skip that), commit."""
         step, graphs = self.step, self.kept.graphs
         shape = self.shape()
-        self.carry, tree, skip = graphs(("draft", *shape), partial(step.draft, self.extent), self.carry)
+        tree, skip = graphs(("draft", *shape), partial(step.draft, self.extent), DraftInputs.of(self.carry))
         drafted = time.perf_counter()
         judging, taking = self.branches(skip)
         settle = partial(step.settle, judging, taking)
@@ -170,10 +171,11 @@ class Run:
         """The shape of the next round: how much of the caches it looks at, of its tree, and of what came before."""
         step, method, carry = self.step, self.method, self.carry
         ahead = int(self.known.max()) + self.poll.lag * (method.structure.size()[1] + 1)
+        widths = method.width, method.draft_width + 1
+        target, drafter = (None if self.kept.graphs.one_shape else ahead + width for width in widths)
         return (
-            step.model.reach(step.target, ahead + method.width),
-            step.drafter.reach(step.state, ahead + method.draft_width + 1),
-            self.extent, carry.told.token.shape[1], carry.pending.token.shape[1],
+            step.model.reach(step.target, target), step.drafter.reach(step.state, drafter),
+            step.params.switches, self.extent, carry.told.token.shape[1], carry.pending.token.shape[1],
         )
 
     def branches(self, skip: Tensor) -> tuple[bool, bool]:

@@ -56,7 +56,7 @@ class _Widening(TorchFunctionMode):
         if name == "float":
             function = Tensor.double
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        if writes and (*args, *kwargs.values())[0].dtype == torch.float32:
+        if writes and any(x.dtype == torch.float32 for x in leaves((*args, *kwargs.values())[0])):
             raise TypeError(f"{name} writes fp64 results into a tensor that was made outside, in fp32")
         args = _widened(args)
         kwargs = {key: _widened(value) for key, value in kwargs.items()}

@@ -77,12 +77,17 @@ class TapeGraphs(graphs.Graphs):
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        self.active, self.captured, self.replayed = True, 0, 0
+        self.active = self.one_shape = True
+        self.captured = self.replayed = 0
         self.tapes: list[Tape] = []
 
     def __call__(self, key, step, *inputs):
         self.replayed += self._graphs.get(key) is not None
-        return super().__call__(key, step, *inputs)
+        outputs = super().__call__(key, step, *inputs)
+        if self._graphs.get(key) is not None:
+            for place, given in self._graphs[key].held.items():
+                assert torch.equal(self._graphs[key].places[place], given), "an input that is copied once has changed"
+        return outputs
 
     def _capture(self, step, inputs):
         places = graphs.placed(inputs)

@@ -119,10 +119,13 @@ def test_looking_no_further_than_promised_changes_nothing(models, name):
 def test_a_promise_is_rounded_up_and_ends_with_the_run(models):
     model = models["grid"]
     state = begin(model, "grid", 0)
-    assert state.cache.capacity == BUCKET and state.longest == 9
-    assert [model.reach(state, n) for n in (1, 23, 24, 500)] == [CPU_BUCKET, CPU_BUCKET, 2 * CPU_BUCKET, BUCKET]
+    capacity = 2 * BUCKET  # for up to 128 tokens of the prompt, and as many of the image
+    assert state.cache.capacity == capacity and state.longest == 9
+    assert [model.reach(state, n) for n in (1, 23, 24, 500)] == [CPU_BUCKET, CPU_BUCKET, 2 * CPU_BUCKET, capacity]
     model.reach(state, 1)
-    assert begin(model, "grid", 1, state) is state and state.cache.reach == BUCKET
+    assert model.reach(state, None) == capacity, "nothing is promised"
+    model.reach(state, 1)
+    assert begin(model, "grid", 1, state) is state and state.cache.reach == capacity
 
 
 def test_memory_of_other_sizes_is_not_taken_over(models):

@@ -98,10 +98,41 @@ def test_strength_and_kept_tokens_are_inputs_of_a_graph():
     assert not torch.equal(found[0].trace.positions["tv_leak"], found[1].trace.positions["tv_leak"])
 
 
+MOVED = [{"cfg": 2.5}, {"temperature": 0.5}, {"top_k": 1}, {"top_p": 0.6}]
+
+
+@pytest.mark.parametrize("method", [NextToken(), SJD(3), SJD(3, "gumbel")], ids=str)
+def test_moved_sliders_need_no_other_graph(method):
+    base = SamplingParams(1.5, 1.2, 2, 0.9)
+    settings = [base, *(replace(base, **moved) for moved in MOVED)]
+    model = ToyModel(plain(2, 3))
+    asked = [request(model, plain(2, 3), params, batch=40) for params in settings]
+    wanted = [method.sample(one) for one in asked]
+    with captured() as made:
+        found = [method.sample(one) for one in asked]
+    assert len(made) == made[0].captured == 1
+    for one, two in zip(found, wanted, strict=True):
+        assert_same(one, two)
+    assert len({tuple(one.tokens.flatten().tolist()) for one in found}) == len(found), "each was heeded"
+
+
+@pytest.mark.parametrize("switched", [{"temperature": 0}, {"top_k": 2}, {"top_p": 0.6}], ids=str)
+@pytest.mark.parametrize("method", [NextToken(), SJD(3)], ids=str)
+def test_what_is_switched_on_is_another_graph_on_the_same_memory(method, switched):
+    model = ToyModel(plain(2, 3))
+    asked = [request(model, plain(2, 3), params, batch=9) for params in
+             (SamplingParams(), SamplingParams(**switched))] * 2
+    wanted = [method.sample(one) for one in asked]
+    with captured() as made:
+        found = [method.sample(one) for one in asked]
+    assert len(made) == 1 and made[0].captured == 2
+    for one, two in zip(found, wanted, strict=True):
+        assert_same(one, two)
+
+
 @pytest.mark.parametrize("changed", [
-    {"params": SamplingParams(temperature=0.5)}, {"params": SamplingParams(cfg=2.0)}, {"batch": 3},
-    {"params": SamplingParams(top_k=2)}, {"layout": with_kept_tokens(2, 3)}, {"strength": torch.ones(1, 6)},
-    {"layout": TokenLayout(3, 2, 2, plain(2, 3).forced)},
+    {"params": SamplingParams(cfg=2.0)}, {"batch": 3}, {"layout": with_kept_tokens(2, 3)},
+    {"strength": torch.ones(1, 6)}, {"layout": TokenLayout(3, 2, 2, plain(2, 3).forced)},
 ], ids=str)
 @pytest.mark.parametrize("method", [NextToken(), SJD(3)], ids=str)
 def test_a_graph_is_not_replayed_for_another_setting(method, changed):

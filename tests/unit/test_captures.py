@@ -18,13 +18,16 @@ from comfyui_specar.samplers.structures import Chain, Dynamic, Static
 
 from .tape import LatePoll, TapeGraphs
 
+ADT = ADTTree(depths=(1, 4), widths=(2, 16), width_step=3, nodes=16)
 CPU = torch.device("cpu")
-METHODS = {
-    "next token": lambda drafter: NextToken(), "sjd": lambda drafter: SJD(8),
-    "chain": lambda drafter: DraftTree(drafter, Chain(3)), "static": lambda drafter: DraftTree(drafter, Static()),
-    "dynamic": lambda drafter: DraftTree(drafter, Dynamic(3, 4, 12)),
-    "adaptive": lambda drafter: DraftTree(drafter, ADTTree()),
-    "skipping": lambda drafter: DraftTree(drafter, Static("eagle_25"), skipping=Skipping(guard=0)),
+METHODS = {  # and how many graphs each needs for pictures of one size
+    "next token": (lambda drafter: NextToken(), 1),
+    "sjd": (lambda drafter: SJD(8), 1),
+    "chain": (lambda drafter: DraftTree(drafter, Chain(3)), 2),  # drafting, and the rest of a round
+    "static": (lambda drafter: DraftTree(drafter, Static(((0,), (1,), (0, 0), (0, 1), (1, 0)))), 2),
+    "dynamic": (lambda drafter: DraftTree(drafter, Dynamic(3, 3, 8)), 2),
+    "skipping": (lambda drafter: DraftTree(drafter, Chain(3), skipping=Skipping(guard=0)), 5),  # skipped, and behind it
+    "adaptive": (lambda drafter: DraftTree(drafter, ADT), 14),
 }
 
 
@@ -32,7 +35,7 @@ METHODS = {
 def model():
     size = sizes.SIZES["llamagen-b"]
     config = replace(size.config, dim=32, layers=2, heads=4, ffn_dim=64, vocab=64)
-    return sizes.build(replace(size, config=config, grid=(12, 12)), torch.float32, CPU)
+    return sizes.build(replace(size, config=config, grid=(6, 6)), torch.float32, CPU)
 
 
 @pytest.fixture
@@ -51,15 +54,31 @@ def on_tape(monkeypatch):
 
 
 def asked(model, seed=0, **changed):
-    return Request(model, sizes.prompt(model), model.layout(), replace(model.defaults, top_k=20, **changed), seed=seed)
+    params = replace(model.defaults, **{"top_k": 20} | changed)
+    return Request(model, sizes.prompt(model), model.layout(), params, seed=seed)
 
 
 @pytest.mark.parametrize("name", METHODS)
 @torch.inference_mode()
-def test_no_capture_frees_what_another_one_took(name, model, on_tape):
-    """Or the tape would say so."""
+def test_two_images_and_two_moved_sliders_need_the_graphs_of_one_image(name, model, on_tape):
+    """On memory that no other capture gives back: the tape would tell."""
     model.kept.clear()
-    method = METHODS[name](sizes.eagle(model))
-    for seed in range(2):
-        method.sample(asked(model, seed))
-    assert sum(graphs.replayed for graphs in on_tape) > 0 and all(graphs.active for graphs in on_tape)
+    make, graphs = METHODS[name]
+    method, counts = make(sizes.eagle(model)), []
+    for seed, moved in enumerate(({}, {}, {"cfg": 5.0}, {"temperature": 0.9, "top_k": 30})):
+        method.sample(asked(model, seed, **moved))
+        counts.append(on_tape[0].captured)
+    assert len(on_tape) == 1 and on_tape[0].active and on_tape[0].replayed > 40
+    if name == "adaptive":  # every extent of a tree is a shape of its own
+        assert counts[-1] <= graphs
+    else:
+        assert counts == [graphs] * 4
+
+
+@torch.inference_mode()
+def test_prompts_of_other_lengths_need_no_other_graph(model, on_tape):
+    model.kept.clear()
+    for tokens in (sizes.PROMPT, 3, 60):
+        prompt = model.encode_features(torch.randn(1, tokens, sizes.CAPTION))
+        NextToken().sample(replace(asked(model), conditioning=prompt))
+    assert len(on_tape) == on_tape[0].captured == 1

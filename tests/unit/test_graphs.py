@@ -54,6 +54,47 @@ def test_values_that_change_places_are_not_lost():
     assert [int(x) for x in pair] == [34 * 5 + 55 * 3, 34 * 3 + 55 * 2]
 
 
+def test_what_a_step_hands_on_is_copied_once():
+    """A constant comes back as it was given; another one is noticed, and so is what another graph writes."""
+    tape, copies = TapeGraphs(torch.device("cpu")), []
+    fixed, x = torch.tensor([3.0]), torch.ones(1)
+
+    def step(carry):
+        return carry[0], carry[1] * carry[0]
+
+    def other(carry):
+        return carry[0] + 1, carry[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "copy_together", lambda pairs: copies.append(len(pairs)) or
+                      [there.copy_(new) for there, new in pairs])
+        carry = fixed, x
+        for _ in range(5):
+            carry = tape("k", step, carry)
+            assert carry[0] is fixed
+        assert carry[1].tolist() == [3**5] and copies == [2, 1, 1, 1]
+        carry = tape("k", step, (fixed + 2, x))
+        assert carry[1].tolist() == [5] and copies[-1] == 2
+        for _ in range(3):
+            carry = tape("j", other, carry)
+        assert carry[0].tolist() == [8] and carry[1].tolist() == [5]
+        for number in range(9, 12):
+            carry = tape("j", other, tape("k", step, (carry[0], x)))
+            assert carry[0].tolist() == [number] and carry[1].tolist() == [number - 1]
+
+
+def test_of_many_shapes_only_those_are_captured_that_repeat():
+    tape, captured = TapeGraphs(torch.device("cpu")), []
+    for key in range(40):
+        for _ in range(2):
+            assert tape(key, lambda x: x + 1, torch.ones(1)).item() == 2
+        captured.append(tape.captured)
+    assert captured == [1, 2, 3, 4] + [4] * 36, "the first ones are captured at once"
+    for _ in range(4):
+        tape(39, lambda x: x + 1, torch.ones(1))
+    assert tape.captured == 5
+
+
 def test_a_step_that_reads_the_device_is_not_captured(caplog):
     tape = TapeGraphs(torch.device("cpu"))
     for _ in range(3):
