@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -142,7 +143,7 @@ class Graphs:
     """
 
     def __init__(self, device: torch.device):
-        self.active, self.one_shape = capturable(device), captures(device)
+        self.device, self.active, self.one_shape = device, capturable(device), captures(device)
         self._graphs: dict[Hashable, _Graph] = {}
         self._calls: Counter[Hashable] = Counter()  # of steps that are not captured (yet)
         self._pool: Any = None
@@ -186,10 +187,16 @@ class Graphs:
         # stream it came from.
         with (
             torch.cuda.stream(torch.cuda.current_stream()), capturing(),
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, self._pool, capture_stream(self.device), capture_error_mode="thread_local"),
         ):
             outputs = own_outputs(step(*places), places)
         return _Graph(graph, step, places, outputs)
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which a GPU's steps are captured. torch's own is one of the first GPU that captured anything."""
+    return torch.cuda.Stream(device)
 
 
 def placed(inputs: tuple) -> tuple:

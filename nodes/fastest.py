@@ -77,11 +77,11 @@ class Search:
             if clock() > until:
                 raise GivenUpError
 
-        with host.placed(method.model, memory, method.drafter):
+        seed = self.request.seed + seed * self.request.batch
+        request = replace(self.request, layout=layout, seed=seed, callback=watch)
+        with host.placed(method.model, memory, method.drafter, method.method.session_key(request)):
             began = clock()
-            decoded = method.method.sample(
-                replace(self.request, layout=layout, seed=self.request.seed + seed * self.request.batch, callback=watch)
-            )
+            decoded = method.method.sample(request)
             seconds = clock() - began
         self.lap += 1
         return seconds, decoded.trace

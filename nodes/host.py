@@ -225,9 +225,11 @@ class TooLargeError(ValueError):
 
 
 @contextmanager
-def placed(loaded: LoadedModel, memory: int, drafter: LoadedDrafter | None = None) -> Iterator[None]:
-    """Model and drafter on the compute device with room for ``memory`` bytes. Raises TooLargeError for more than there
-    is: a CPU would end the process over it."""
+def placed(
+    loaded: LoadedModel, memory: int, drafter: LoadedDrafter | None = None, session_key: Hashable = None
+) -> Iterator[None]:
+    """Model and drafter on the compute device with room for a run that takes ``memory`` bytes. Raises TooLargeError for
+    more than there is: a CPU would end the process over it. session_key: see ``missing``."""
     memory += cast_room(loaded.model)
     there_is = total_memory(loaded.patcher.load_device)
     if memory > there_is:
@@ -236,9 +238,9 @@ def placed(loaded: LoadedModel, memory: int, drafter: LoadedDrafter | None = Non
             f"{there_is / 2**30:.1f} GiB there are. Draw fewer pictures at once (batch_size), or smaller ones."
         )
     together = [loaded.patcher] if drafter is None else [loaded.patcher, drafter.patcher]  # none must evict another
-    if not fits(together, memory):
+    if not fits(together, missing(loaded, memory, session_key)):
         loaded.patcher.release()
-    mm.load_models_gpu(together, memory_required=memory)
+    mm.load_models_gpu(together, memory_required=missing(loaded, memory, session_key))
     for patcher in together:
         bring_the_rest(patcher.model, loaded.model.device)
     try:
@@ -249,17 +251,25 @@ def placed(loaded: LoadedModel, memory: int, drafter: LoadedDrafter | None = Non
 
 @contextmanager
 def sampling(
-    loaded: LoadedModel, memory: int, length: int, sketch: Sketcher, drafter: LoadedDrafter | None = None
+    loaded: LoadedModel, memory: int, length: int, sketch: Sketcher, drafter: LoadedDrafter | None = None,
+    session_key: Hashable = None,
 ) -> Iterator[Report]:
     """Model and drafter placed (see above), and a callback for the sampler.
 
     length: tokens of a picture; sketch: how far it is drawn. The callback draws progress and previews and raises when
     the user interrupts.
     """
-    with placed(loaded, memory, drafter):
-        report = Report(length, previews_of(loaded, memory + cast_room(loaded.model), length, sketch))
+    with placed(loaded, memory, drafter, session_key):
+        memory = missing(loaded, memory + cast_room(loaded.model), session_key)
+        report = Report(length, previews_of(loaded, memory, length, sketch))
         yield report
         report.finish()
+
+
+def missing(loaded: LoadedModel, memory: int, session_key: Hashable) -> int:
+    """Bytes that a run still takes: of those it needs, none if an earlier run of its kind has left its session with the
+    model, whose caches and captured steps hold them."""
+    return 0 if session_key is not None and session_key in loaded.patcher.kept else memory
 
 
 def fits(patchers: list[ModelPatcher], memory: int) -> bool:

@@ -104,7 +104,9 @@ def sample(
         return sketched(model, layout, progress)
 
     memory = memory_for(request, method, width, drafter)
-    with host.sampling(inputs.model, memory, layout.length, sketch, drafter) as report:
+    with host.sampling(
+        inputs.model, memory, layout.length, sketch, drafter, method.session_key(request)
+    ) as report:
         decoded = method.sample(replace(request, callback=report))
     tokens = host.output(layout.to_grid(decoded.tokens))
     decoded.trace.settings |= told(inputs, drafter)

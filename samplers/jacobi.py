@@ -14,6 +14,7 @@ guess k was drawn from q_k. The lossless modes rest on one invariant: given the 
 from __future__ import annotations
 
 import time
+from collections.abc import Hashable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -336,6 +337,10 @@ class SJD:
                 f"{self.rule.name!r} could relax. Use the exact rule, or reuse='coupled'."
             )
 
+    def session_key(self, request: Request) -> Hashable:
+        """Of which kind a run is; see session.py."""
+        return kind(request, self, self.width(request.model.device, request.layout.length))
+
     def sample(self, request: Request) -> Decoded:
         """Draw ``request.batch`` images, each at its own pace. Raises ValueError on illegal parameters."""
         model, params, batch = request.model, request.params, request.batch
@@ -346,8 +351,7 @@ class SJD:
         strength = check_strength(request.strength, batch, layout.length, model.device)
         width = self.width(model.device, layout.length)
         forcing = layout.forces
-        key = kind(request, layout, method, width, forcing, id(model.codebook))  # a bound rule may have tables of it
-        with session(model, key) as kept:
+        with session(model, self.session_key(request)) as kept:
             state = model.start(
                 request.conditioning, request.negative, batch, layout, slack=width, guided=params.guided,
                 into=kept.state,

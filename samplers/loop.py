@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from .protocols import Progress, Request, TokenLayout
+from .protocols import Progress, Request
 from .session import Poll, Session
 
 
@@ -35,14 +35,16 @@ class Carry(Protocol):
 C = TypeVar("C", bound=Carry)
 
 
-def kind(request: Request, layout: TokenLayout, *settings: Hashable) -> tuple[Hashable, ...]:
-    """The session's key: all that is not a tensor, and the shapes of all that are. ``layout`` is the request's.
+def kind(request: Request, *settings: Hashable) -> tuple[Hashable, ...]:
+    """The session's key: all that is not a tensor, and the shapes of all that are.
 
     Of the sampling parameters only guidance, which doubles the rows; the others are told to every graph.
     """
     where = (None if each is None else each.shape for each in (request.strength, request.skippable))
-    sizes = layout.rows, layout.cols, layout.stride, layout.forced.shape, *where
-    return *settings, request.params.guided, request.batch, *sizes, str(request.model.device)
+    layout, model = request.layout, request.model
+    sizes = layout.rows, layout.cols, layout.stride, layout.forced.shape, layout.forces, *where
+    # A rule or a schedule that is bound to the model may have tables of its codebook.
+    return *settings, request.params.guided, request.batch, *sizes, id(model.codebook), str(model.device)
 
 
 def decode(

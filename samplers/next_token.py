@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Hashable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -60,6 +61,10 @@ class NextToken:
     Drawing it this way makes the picture a function of the seed alone, which same-seed Jacobi decoding reproduces.
     """
 
+    def session_key(self, request: Request) -> Hashable:
+        """Of which kind a run is; see session.py."""
+        return kind(request, "next_token")
+
     def sample(self, request: Request) -> Decoded:
         """Draw ``request.batch`` images; S passes (the prompt's included), less the tokens given at the beginning.
 
@@ -69,7 +74,7 @@ class NextToken:
         layout, begun = request.layout.to(model.device), time.perf_counter()
         params.check(model.vocab)
         forcing = layout.forces
-        with session(model, kind(request, layout, "next_token", forcing)) as kept:
+        with session(model, self.session_key(request)) as kept:
             state = model.start(
                 request.conditioning, request.negative, batch, layout, slack=1, guided=params.guided, into=kept.state
             )

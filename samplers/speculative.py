@@ -86,17 +86,15 @@ class DraftTree:
                     "rule": self.rule.describe(), "lossless": self.lossless}
         return settings | ({"skipping": asdict(self.skipping)} if self.skipping else {})
 
-    def kind(self, request: Request) -> Hashable:
+    def session_key(self, request: Request) -> Hashable:
         """Of which kind a run is: all that its rounds depend on, but for the tensors that they are given."""
-        forcing = bool((request.layout.forced >= 0).any())
-        settings = self.drafter, repr(self.describe()), forcing, id(request.model.codebook)
-        return kind(request, request.layout, *settings)
+        return kind(request, self.drafter, repr(self.describe()))
 
     def sample(self, request: Request) -> Decoded:
         """Draw ``request.batch`` images, each at its own pace. Raises ValueError on illegal parameters."""
         request.params.check(request.model.vocab)
         self.check()
-        with session(request.model, self.kind(request), self.drafter) as kept:
+        with session(request.model, self.session_key(request), self.drafter) as kept:
             run = Run(self, request, kept)
             while True:
                 if request.callback:

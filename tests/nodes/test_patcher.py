@@ -2,14 +2,19 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 
 import comfy.model_management as mm
 import pytest
 import torch
+from comfyui_specar.kernels.graphs import Graphs
 from comfyui_specar.model_loaders.detect import load_model
-from comfyui_specar.nodes import host
+from comfyui_specar.nodes import host, samplers
 from comfyui_specar.nodes.operations import Operations
 from comfyui_specar.nodes.patcher import Patcher
+from comfyui_specar.samplers import next_token
+from comfyui_specar.samplers.next_token import NextToken
+from comfyui_specar.samplers.session import Session
 
 from ..unit import tiny as tiny_models
 from .conftest import DYNAMIC_VRAM
@@ -100,6 +105,23 @@ def test_a_run_that_needs_their_memory_drops_them_first(room, kept, memory, samp
     monkeypatch.setattr(mm, "load_models_gpu", lambda *what, **how: there.append("kind" in kept) or load(*what, **how))
     sample("NextToken")
     assert there[0] == room and ("kind" in kept) == room
+
+
+def test_a_run_takes_the_memory_that_its_own_session_holds(kept, memory, sample, monkeypatch):
+    """On a full GPU it would drop its session, and capture anew, every time; or send other models away."""
+    key = kept["own"] = object()
+    monkeypatch.setattr(NextToken, "session_key", lambda self, request: "own")
+    monkeypatch.setattr(samplers, "memory_for", lambda *_: 2**40)
+    monkeypatch.setattr(host, "total_memory", lambda device: 2**41)
+    monkeypatch.setattr(next_token, "session", lambda model, key: nullcontext(Session(Graphs(CPU))))
+    there, load = [], mm.load_models_gpu
+    monkeypatch.setattr(mm, "load_models_gpu", lambda *what, memory_required=0, **how: there.append(
+        (kept.get("own") is key, memory_required)) or load(*what, memory_required=0, **how))
+    for free, stays in ((2 * mm.minimum_inference_memory(), True), (1000, False)):
+        memory(free)
+        sample("NextToken")
+        assert there[0] == ((True, 0) if stays else (False, 2**40))
+        there.clear()
 
 
 def dropped(patcher, action) -> bool:

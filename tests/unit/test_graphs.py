@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from dataclasses import dataclass
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -155,6 +157,28 @@ def test_capturing_can_be_switched_off(nvidia, monkeypatch):
     finally:
         graphs.allow(True)
     assert Graphs(GPU).active
+
+
+def test_every_gpu_captures_on_a_stream_of_its_own(nvidia, monkeypatch):
+    streams = []
+
+    def capture(graph, pool=None, stream=None, capture_error_mode="global"):
+        streams.append(stream)
+        return nullcontext()
+
+    for name, stand_in in {
+        "graph_pool_handle": object, "CUDAGraph": Mock, "current_stream": object, "graph": capture,
+        "stream": lambda stream: nullcontext(), "Stream": lambda device: f"on {device}",
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    graphs.capture_stream.cache_clear()
+    for gpu in (GPU, torch.device("cuda:1"), GPU):
+        kept = Graphs(gpu)
+        for _ in range(2):
+            kept("k", lambda x: x + 1, torch.ones(1))
+        assert kept.active
+    graphs.capture_stream.cache_clear()
+    assert streams == ["on cuda:0", "on cuda:1", "on cuda:0"]
 
 
 @pytest.mark.parametrize("collects", [True, False])
