@@ -2,6 +2,7 @@
 
     speed       what a pass costs: every method beside transformers' generate and a plain loop, alternating in one
                 process; shares, distance to the memory floor, image sizes, batches; on a GPU also kernels and a trace
+    launches    how many launches a pass takes on a GPU, counted without one
     methods     how many passes every method needs on the bundled model, and what its pictures lose
     continuous  the same for the continuous pair (MAR and its small drafter)
     loading     seconds and memory of loading checkpoints of released sizes
@@ -21,8 +22,8 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-WHAT = ("speed", "methods", "continuous", "loading", "storage", "throughput", "previews", "soak", "determinism",
-        "fuzz", "faults")
+WHAT = ("speed", "launches", "methods", "continuous", "loading", "storage", "throughput", "previews", "soak",
+        "determinism", "fuzz", "faults")
 
 
 def main(arguments: list[str]) -> None:

@@ -69,9 +69,8 @@ class _Graph:
         """Copy what changed to where the graph reads it, and launch. ``written``: the outputs of all graphs, by id:
         they are other numbers after every replay."""
         given = leaves(inputs)
-        moved = [(there, new) for i, (there, new) in enumerate(zip(self.places, given, strict=True))
-                 if self.held.get(i) is not new and there.data_ptr() != new.data_ptr()]
-        copy_together(moved)
+        copy_together((there, new) for i, (there, new) in enumerate(zip(self.places, given, strict=True))
+                      if self.held.get(i) is not new)
         self.held = {i: given[i] for i in self.handed_on if id(given[i]) not in written}
         self.graph.replay()
         place = itertools.count()
@@ -207,10 +206,10 @@ def placed(inputs: tuple) -> tuple:
 def own_outputs(outputs: T, places: tuple) -> T:
     """Outputs that are (parts of) inputs, copied: the next call's inputs are written there one after the other, while
     others may still have to be read. Not so those that are handed on (see _Graph)."""
-    taken = {t.untyped_storage().data_ptr() for t in leaves(places)}
+    taken = {t.untyped_storage()._cdata for t in leaves(places)}
     every = itertools.chain(leaves(places), itertools.repeat(None))
 
     def own(output: Tensor) -> Tensor:
-        return output if next(every) is output or output.untyped_storage().data_ptr() not in taken else output.clone()
+        return output if next(every) is output or output.untyped_storage()._cdata not in taken else output.clone()
 
     return mapped(own, outputs)

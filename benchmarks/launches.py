@@ -1,0 +1,246 @@
+"""How many launches a pass takes on a GPU: counted, on tensors without data, so without a GPU.
+
+    python -m benchmarks launches                 # the table, to benchmarks/results/launches.json
+    python -m benchmarks launches --case "llamagen-xl, next token"     # one entry, with what is launched how often
+
+A step is captured as it would be on an NVIDIA GPU with Triton. What counts: every operation of torch that computes or
+moves numbers (a library's product or sort is one, whatever it launches itself), every launch of a Triton kernel, and
+what a replay copies to where the graph reads it. Nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock, patch
+
+import torch
+from comfyui_specar.kernels import dispatch, graphs, noise
+from comfyui_specar.model_loaders.ar_model import DiscreteModel
+from comfyui_specar.samplers import jacobi, next_token, trees
+from comfyui_specar.samplers.jacobi import SJD
+from comfyui_specar.samplers.logits import DeviceParams
+from comfyui_specar.samplers.prefill import Start
+from comfyui_specar.samplers.rng import Stream
+from comfyui_specar.samplers.round_step import DraftInputs, RoundStep
+from comfyui_specar.samplers.speculative import DraftTree
+from comfyui_specar.samplers.structures import Chain
+from comfyui_specar.samplers.trace import Record, Source
+from torch import nn
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import sizes
+
+TABLE = Path(__file__).parent / "results" / "launches.json"
+GPU = torch.device("cuda:0")
+WINDOW, CHAIN = 32, 5
+_WHOLE = ("aten::linear", "aten::rms_norm", "aten::layer_norm")  # one call of a library each
+_IDLE = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "aten::detach", "aten::lift_fresh")
+
+
+class Launches(TorchDispatchMode):
+    """What is launched while this lasts, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+        self.entered = 0
+
+    def __enter__(self) -> Launches:
+        self.entered += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.entered -= 1
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        name = operation._schema.name
+        ours = name.startswith("aten::")  # others ask for a tensor's device
+        if ours and name not in _WHOLE and operation._can_decompose():
+            with self:  # what it consists of
+                return operation.decompose(*args, **(kwargs or {}))
+        if ours and not operation.is_view and not name.startswith(_IDLE):
+            self.found[name] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+class CountedGraphs(graphs.Graphs):
+    """Graphs whose launches are counted and never replayed: results are those of the capture."""
+
+    def __init__(self, counts: Launches):
+        super().__init__(GPU)
+        self.active, self.counts = True, counts
+
+    def _capture(self, step: Callable[..., Any], inputs: tuple) -> graphs._Graph:
+        places = graphs.placed(inputs)
+        with graphs.capturing(), self.counts:
+            outputs = graphs.own_outputs(step(*places), places)
+        return graphs._Graph(Mock(), step, places, outputs)
+
+
+class Chosen(dict):
+    """In place of the dispatcher's choices: every Triton kernel is taken."""
+
+    def __contains__(self, case: object) -> bool:
+        return True
+
+    def __getitem__(self, case: tuple) -> Callable[..., Any]:
+        reference = case[0]
+        return getattr(import_module(f"{reference.__module__}_triton"), reference.__name__)
+
+    def get(self, case: tuple, default: Any = None) -> Callable[..., Any]:
+        return self[case]
+
+
+class Prompt(nn.Module):
+    """A prompt without words: what stands before the image is not part of a pass."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return features.new_zeros((1, features.shape[1], self.dim))
+
+    def unconditional(self, features: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+        return self(features)
+
+
+@contextmanager
+def without_a_gpu(counts: Launches) -> Iterator[None]:
+    """Tensors have no data, and Triton's kernels are counted instead of launched."""
+    from triton.runtime import JITFunction
+
+    def launch(self: Any, *given: Any, **options: Any) -> None:
+        if counts.entered:
+            counts.found[f"triton::{self.__name__}"] += 1
+
+    with ExitStack() as stack:
+        for where, name, instead in (
+            (JITFunction, "run", launch), (dispatch, "runs_triton", lambda device: True),
+            (dispatch, "_chosen", Chosen()), (torch.cuda, "current_device", lambda: 0),
+            (fake_tensor, "CONSTANT_NUMEL_LIMIT", -1),  # else the smallest have data, on a GPU that is not there
+        ):
+            stack.enter_context(patch.object(where, name, instead))
+        for constants in (noise._constants, noise._row, trees.tables):  # without data, and so of no use to others
+            constants.cache_clear()
+            stack.callback(constants.cache_clear)
+        stack.enter_context(torch.inference_mode())
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield
+
+
+def built(name: str) -> DiscreteModel:
+    """A model of a released size in bf16."""
+    model = sizes.build(sizes.SIZES[name], torch.bfloat16, GPU)
+    model.prefix = Prompt(model.backbone.config.dim)
+    return model
+
+
+class Case:
+    """A run of a model behind its prompt, guided as its authors draw, for one image."""
+
+    def __init__(self, name: str, counts: Launches):
+        self.model = model = built(name)
+        self.layout, self.forcing = model.layout().to(GPU), model.vocab < model.vocab_total
+        self.graphs, self.params = CountedGraphs(counts), DeviceParams.of(model.defaults, GPU, None)
+        self.prompt = model.encode_features(torch.zeros(1, sizes.PROMPT, sizes.CAPTION)), None, 1
+
+    def begin(self, slack: int) -> tuple[Any, Start, Stream]:
+        """The model's state, where sampling begins, and the random numbers."""
+        state = self.model.start(*self.prompt, self.layout, slack, True)
+        tokens = torch.zeros((1, self.layout.length + 1), dtype=torch.int64, device=GPU)
+        return state, Start(torch.zeros(1, dtype=torch.int64), tokens, state.prefill), Stream.of(0, 1, GPU)
+
+
+def next_token_pass(case: Case) -> Iterator[Any]:
+    state, start, stream = case.begin(1)
+    run = next_token.Run(case.model, case.params, case.forcing, state, next_token.Noise())
+    record = Record.empty(case.layout.length, 1, GPU)
+    carry = next_token.Carry(start.tokens, start.committed, record, stream, case.layout)
+    carry = next_token.draw(run, start.out, carry, Source.PREFILL)
+    while True:
+        yield
+        carry = case.graphs("step", partial(next_token.step, run), carry)
+
+
+def sjd_pass(case: Case) -> Iterator[Any]:
+    state, start, stream = case.begin(WINDOW)
+    model, method = case.model, SJD(WINDOW)
+    memory = jacobi.Memory.empty(method.reuse, 1, case.layout.stride, WINDOW, model.vocab_total, GPU)
+    run = jacobi.Run(method, case.params, WINDOW, case.forcing, model, state, memory)
+    carry = jacobi.begin(run, start, case.layout, stream, None)
+    while True:
+        yield
+        carry = case.graphs("step", partial(jacobi.step, run), carry)
+
+
+def chain_round(case: Case) -> Iterator[Any]:
+    drafter = sizes.eagle(case.model)
+    method = DraftTree(drafter, Chain(CHAIN))
+    state, start, stream = case.begin(method.width)
+    drafts = drafter.start(state, *case.prompt, case.layout, method.draft_width, True)
+    step = RoundStep(
+        case.model, state, drafter, drafts, method.structure, method.rule, None, case.params, None, case.layout.length,
+        case.forcing, method.told,
+    )
+    strength = torch.ones((1, case.layout.length), device=GPU)
+    carry = step.begin(start, stream, case.layout, strength, None)
+    while True:
+        yield
+        tree, skip = case.graphs("draft", partial(step.draft, ()), DraftInputs.of(carry))
+        carry = case.graphs("settle", partial(step.settle, True, False), carry, tree, skip)
+
+
+CASES = {
+    "llamagen-xl, next token": ("llamagen-xl", next_token_pass), "llamagen-xl, sjd 32": ("llamagen-xl", sjd_pass),
+    "llamagen-xl, chain of 5": ("llamagen-xl", chain_round),
+    "janus-pro-1b, next token": ("janus-pro-1b", next_token_pass),
+    "lumina-mgpt-7b, next token": ("lumina-mgpt-7b", next_token_pass),
+    "lumina-mgpt-7b, sjd 32": ("lumina-mgpt-7b", sjd_pass), "emu3-8b, next token": ("emu3-8b", next_token_pass),
+}
+
+
+def launches(name: str) -> Counter[str]:
+    """What a replayed pass (or round) of a case launches, by name."""
+    size, passes = CASES[name]
+    counts = Launches()
+    with without_a_gpu(counts):
+        going_on = passes(Case(size, counts))
+        for _ in range(4):  # behind the prompt: called, captured, replayed with all its constants
+            next(going_on)
+        with counts:  # and what the next replay copies
+            next(going_on)
+    return counts.found
+
+
+def table() -> dict[str, int]:
+    """Launches of every case."""
+    return {name: launches(name).total() for name in CASES}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES, help="count one entry, and say what is launched how often")
+    options = parser.parse_args()
+    if options.case:
+        for launched, times in launches(options.case).most_common():
+            print(f"{times:6} {launched}")
+        return
+    found = table()
+    TABLE.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()
