@@ -91,48 +91,50 @@ def synchronisations(contestant: Sampler, device: torch.device) -> dict[str, Any
 
 class Calls(dict):
     """In place of the dispatcher's choices: every torch reference runs, and what it is first called with is kept, by
-    its full name."""
+    the dispatcher's case (the reference, the device and the kinds of the arguments)."""
 
-    def __contains__(self, name: object) -> bool:
+    def __contains__(self, case: object) -> bool:
         return True
 
-    def __getitem__(self, name: str) -> Callable[..., Any]:
-        module, function = name.rsplit(".", 1)
-        reference = getattr(import_module(module), function).__wrapped__
+    def get(self, case: tuple, default: Any = None) -> Callable[..., Any]:
+        reference = case[0]
+        trial = getattr(import_module(reference.__module__), reference.__name__).trial
 
-        def call(*given: Any, **named: Any) -> Any:
-            self.setdefault(name, (reference, mapped(lambda t: t.clone(), (given, *named.values())), tuple(named)))
-            return reference(*given, **named)
+        def call(*given: Any) -> Any:
+            if case not in self.keys():
+                tried = given if trial is None else trial(*given)
+                self[case] = reference, trial, mapped(lambda t: t.clone(), tried)
+            return reference(*given)
 
         return call
 
 
 def kernels(contestants: Iterable[Sampler], device: torch.device) -> list[dict[str, Any]]:
-    """Every Triton kernel that these runs call, beside its torch reference, on what it is called with first: do the two
-    agree, and milliseconds of both."""
+    """Every Triton kernel that these runs call, beside its torch reference, on what it is called with first for
+    arguments of a kind: do the two agree, and milliseconds of both."""
     calls = Calls()
     with patch.object(dispatch, "_chosen", calls):
         for contestant in contestants:
             contestant.staged.kept = Eager()
             contestant(0)
-    return [beside(name, reference, given[0], dict(zip(names, given[1:], strict=True)), device)
-            for name, (reference, given, names) in sorted(calls.items())]
+    rows = [beside(*call, device) for call in calls.values()]
+    return sorted(rows, key=lambda row: (row["kernel"], row["inputs"]))
 
 
-def beside(name: str, reference: Callable[..., Any], given: tuple, named: dict, device: torch.device) -> dict[str, Any]:
-    """A row of ``kernels``."""
-    shapes = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in leaves((given, *named.values()))]
-    row: dict[str, Any] = {"kernel": name.split("kernels.")[-1], "inputs": shapes,
-                           "reference_ms": _best(lambda: reference(*given, **named), device)}
-    try:
-        module, function = name.rsplit(".", 1)
-        twin = getattr(import_module(f"{module}_triton"), function)
-        pairs = zip(leaves(reference(*given, **named)), leaves(twin(*given, **named)), strict=True)
-        row |= {"agree": all(dispatch.alike(a, b) for a, b in pairs),
-                "triton_ms": _best(lambda: twin(*given, **named), device)}
+def beside(
+    reference: Callable[..., Any], trial: Callable[..., tuple] | None, given: tuple, device: torch.device
+) -> dict[str, Any]:
+    """A row of ``kernels``. trial: see ``dispatch.accelerated``."""
+    shapes = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in leaves(given)]
+    name = f"{reference.__module__.split('kernels.')[-1]}.{reference.__name__}"
+    row: dict[str, Any] = {"kernel": name, "inputs": shapes}
+    try:  # before anything is timed, which may write in the arguments
+        kernel = dispatch.triton_kernel(reference)
+        row |= {"agree": dispatch.agree(reference, kernel, trial, given),
+                "triton_ms": _best(lambda: kernel(*given), device)}
     except Exception as error:  # whatever a compiler or driver may raise: the other kernels are still measured
         row["failed"] = f"{type(error).__name__}: {error}"[:500]
-    return row
+    return row | {"reference_ms": _best(lambda: reference(*given), device)}
 
 
 def _best(call: Callable[[], Any], device: torch.device, inner: int = 10) -> float:

@@ -1,15 +1,17 @@
-"""Which of two twins runs: the torch reference, or on an NVIDIA GPU the Triton kernel of the same name.
+"""Which of two implementations runs: the torch reference, or on an NVIDIA GPU the Triton kernel of the same name.
 
-The twin of ``kernels/x.py:f`` is ``kernels/x_triton.py:f``, with the same signature and results. Triton comes with
-torch on Linux; where it is missing or of no use, the reference runs (see ``runs_triton``). A twin earns trust on its
-first call with arguments of a kind (dtypes, switches, what is left out): both run and must agree.
+The Triton kernel of ``kernels/x.py:f`` is ``kernels/x_triton.py:f``, with the same signature and results. Triton comes
+with torch on Linux; where it is missing or of no use, the reference runs (see ``runs_triton``). A Triton kernel is
+validated before its first use with arguments of a kind (see ``kind``): it and the reference compute the same trial and
+must agree. Only then does one of them compute what was asked for, so that the first call of a process gives what every
+later one gives, to the last bit.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, TypeVar
@@ -23,39 +25,113 @@ from .graphs import leaves, recording
 log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 OLDEST = 8, 0  # compute capability, that of GPUs since 2020
-_chosen: dict[Hashable, Callable[..., Any]] = {}  # by name and kind of arguments, decided at their first call on a GPU
-_doubted: set[Hashable] = set()  # those whose twin has failed once
+_chosen: dict[Hashable, Callable[..., Any]] = {}  # by reference and kind of arguments, decided before their first use
+_doubted: set[Hashable] = set()  # those whose Triton kernel has failed once
 
 
-def accelerated(reference: F) -> F:
-    """Let a torch reference be replaced by its Triton twin where its first argument is on a GPU that runs Triton."""
+def accelerated(reference: F | None = None, *, trial: Callable[..., tuple] | None = None) -> F:
+    """Let a torch reference be replaced by its Triton kernel where its first argument is on a GPU that runs Triton.
+
+    trial: arguments -> those that the two are compared on, for functions that write in their arguments: copies of what
+    is written, and no more of it than a comparison needs. None: the arguments themselves.
+    """
+    if reference is None:
+        return partial(accelerated, trial=trial)  # type: ignore[return-value]
 
     @wraps(reference)
-    def call(first: Tensor, *rest: Any, **named: Any) -> Any:
+    def call(first: Tensor, *rest: Any) -> Any:
         if not first.is_cuda or not runs_triton(first.device):
-            return reference(first, *rest, **named)
-        if first.requires_grad and torch.is_grad_enabled():  # twins have no gradients
-            return reference(first, *rest, **named)
-        case = reference, *map(_kind, (first, *rest, *named.values()))
-        if case in _chosen:
-            return _chosen[case](first, *rest, **named)
-        if recording():  # the first call of a step is an ordinary one, so this is rare
-            return reference(first, *rest, **named)
-        choice, result = _choose(reference, first, *rest, **named)
-        if choice is reference and case not in _doubted:
-            _doubted.add(case)  # a number on the edge of two decisions may fall on either side: it gets another try
-        else:
-            _chosen[case] = choice
-        return result
+            return reference(first, *rest)
+        if first.requires_grad and torch.is_grad_enabled():  # Triton kernels have no gradients
+            return reference(first, *rest)
+        given = first, *rest
+        case = reference, first.device, *map(kind, given)
+        if case not in _chosen:
+            if recording():  # the first call of a step is an ordinary one, so this is rare
+                return reference(*given)
+            _choose(case, reference, trial, given)
+        return _call(case, reference, given)
 
+    call.trial = trial  # type: ignore[attr-defined]
     return call  # type: ignore[return-value]
 
 
-def _kind(value: Any) -> Hashable:
-    """What of an argument may lead to another kernel, or to another way through it."""
+def kind(value: Any) -> Hashable:
+    """What of an argument may lead to another kernel, or to another way through it: whether it is there, its dtype, its
+    sizes rounded up to powers of two (as the tiles of a kernel are), and whether a number is 0 or 1, which switch
+    things off."""
     if isinstance(value, Tensor):
-        return value.dtype
-    return value if value is None or isinstance(value, (bool, str)) else type(value)
+        return value.dtype, *(1 << (size - 1).bit_length() if size else 0 for size in value.shape)
+    if isinstance(value, tuple):
+        return tuple(map(kind, value))
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    return (type(value), value) if isinstance(value, (int, float)) and value in (0, 1) else type(value)
+
+
+def _choose(case: Hashable, reference: Callable[..., Any], trial: Callable[..., tuple] | None, given: tuple) -> None:
+    """Decide what computes a case from now on.
+
+    A number on the edge of two decisions may fall on either side, and memory may be short for a moment: so a kernel
+    gets a second try, and until then nothing is decided.
+    """
+    try:
+        kernel = triton_kernel(reference)
+        if agree(reference, kernel, trial, given):
+            _chosen[case] = kernel
+            return
+        why = "computes something else than its torch version, which is used instead"
+    except torch.OutOfMemoryError as error:
+        why = f"cannot be validated for want of memory, so its slower torch version runs: {error}"
+    except Exception as error:  # whatever a compiler or driver may raise: the reference is always there
+        _leave(case, reference, _does_not_run(error))
+        return
+    if case in _doubted:
+        _leave(case, reference, why)
+    _doubted.add(case)
+
+
+def _call(case: Hashable, reference: Callable[..., Any], given: tuple) -> Any:
+    """The result of what was chosen for a case, or of the reference if a kernel proves not to run after all.
+
+    What cannot be compiled or launched has not written anything yet.
+    """
+    function = _chosen.get(case, reference)
+    try:
+        return function(*given)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # Triton's compiler has exceptions of its own
+        if function is reference:
+            raise
+        _leave(case, reference, _does_not_run(error))
+        return reference(*given)
+
+
+def _leave(case: Hashable, reference: Callable[..., Any], why: str) -> None:
+    """The reference computes a case from now on; the log tells why, once."""
+    _chosen[case] = reference
+    log.warning("The Triton kernel %s %s", reference.__name__, why)
+
+
+def _does_not_run(error: Exception) -> str:
+    return f"does not run here, so its slower torch version does: {error}"
+
+
+def triton_kernel(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that launches the Triton kernel of a reference."""
+    return getattr(import_module(f"{reference.__module__}_triton"), reference.__name__)
+
+
+def agree(
+    reference: Callable[..., Any], kernel: Callable[..., Any], trial: Callable[..., tuple] | None, given: tuple
+) -> bool:
+    """Do the two return and write the same, up to round-off? Nothing of ``given`` is written."""
+    outcomes = []
+    for function in (reference, kernel):
+        tried = given if trial is None else trial(*given)
+        outcomes.append(leaves((function(*tried), tried)))
+    return all(alike(a, b) for a, b in zip(*outcomes, strict=True))
 
 
 @cache
@@ -87,28 +163,6 @@ def has_triton() -> bool:
         return find_spec("triton") is not None
     except ValueError:  # somebody has put an empty module in its place
         return False
-
-
-def _choose(reference: Callable[..., Any], *given: Any, **named: Any) -> tuple[Callable[..., Any], Any]:
-    """The function to use from now on, and the result of this first call."""
-    try:
-        copies = tuple(x.clone() if isinstance(x, Tensor) else x for x in given)  # either may write in its arguments
-    except torch.cuda.OutOfMemoryError as error:
-        log.warning("No memory to try the Triton kernel %s, so its torch version runs: %s", reference.__name__, error)
-        return reference, reference(*given, **named)
-    result = reference(*given, **named)
-    name = reference.__name__
-    try:
-        twin = getattr(import_module(f"{reference.__module__}_triton"), name)
-        there, here = leaves((result, given)), leaves((twin(*copies, **named), copies))
-        agree = all(alike(a, b) for a, b in zip(there, here, strict=True))
-    except Exception as error:  # whatever a compiler or driver may raise: the reference is always there
-        log.warning("The Triton kernel %s does not run here, so its slower torch version does: %s", name, error)
-        return reference, result
-    if not agree:
-        log.warning("The Triton kernel %s computes something else than its torch version, which is used instead.", name)
-        return reference, result
-    return twin, result
 
 
 def alike(a: Tensor, b: Tensor) -> bool:

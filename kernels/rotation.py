@@ -29,7 +29,14 @@ def rotate(x: Tensor, factors: Tensor, halves: bool) -> None:
         x.copy_(wide)
 
 
-@accelerated
+def _copied(
+    every: Tensor, factors: Tensor, halves: bool, buffer: Tensor, rows: Tensor, slots: Tensor
+) -> tuple:
+    """A trial of ``rotate_and_keep``."""
+    return every.clone(), factors, halves, buffer.clone(), rows, slots
+
+
+@accelerated(trial=_copied)
 def rotate_and_keep(
     every: Tensor, factors: Tensor, halves: bool, buffer: Tensor, rows: Tensor, slots: Tensor
 ) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from comfyui_specar import api
 from comfyui_specar.benchmarks import plain, profiles, sizes, speed, subjects
 from comfyui_specar.benchmarks.generate import generate, twin
 from comfyui_specar.benchmarks.passes import Staged, Stretch, weights_read
+from comfyui_specar.kernels import cache, dispatch, sampling
 from comfyui_specar.models.positions import SequencePositions
 from comfyui_specar.samplers.protocols import SamplingParams, TokenLayout
 
@@ -164,15 +166,34 @@ def test_traces_and_kernels_of_a_run(small_world, tmp_path):
     speed.only_on_a_gpu(case, ["next_token"], entry, SimpleNamespace(parts=speed.PARTS), report)
     assert entry["trace"] == [{"name": "next_token", "polls": 0, "between": {}, "passes": 5}]
     assert entry["kernels"] == [] and report.content["not_run"] == {}
-    # A GPU's tensors go through the dispatcher's choices, a CPU's do not: here it is asked by name.
-    calls, name = profiles.Calls(), "comfyui_specar.kernels.sampling.categorical"
-    weights, u = torch.rand(3, 9), torch.rand(3)
-    assert name in calls and calls[name](weights, u=u).shape == (3,)
-    reference, given, names = calls.get(name)
-    row = profiles.beside(name, reference, given[0], dict(zip(names, given[1:], strict=True)), CPU)
-    assert row["kernel"] == "sampling.categorical" and row["reference_ms"] > 0
-    assert row["inputs"] == ["float32 [3, 9]", "float32 [3]"]
-    assert "triton_ms" in row or row["failed"]  # Triton needs a GPU
+
+
+class Tried:
+    """A sampler whose run calls two kernels, one of which writes in its arguments, as if on a GPU."""
+
+    staged = SimpleNamespace()
+
+    def __call__(self, seed):
+        for reference, given in ((sampling.categorical, (torch.rand(3, 9), torch.rand(3))),
+                                 (cache.keep_path, (torch.rand(2, 1, 2, 5, 4), torch.ones(1).long(),
+                                                    torch.tensor([[1, 2]])))):
+            case = reference.__wrapped__, CPU, *map(dispatch.kind, given)
+            assert case in dispatch._chosen
+            dispatch._call(case, reference.__wrapped__, given)
+
+
+def test_kernels_of_a_run_stand_beside_their_references(monkeypatch):
+    """With the dispatcher's own cases, and on copies of what is written."""
+    before = dict(dispatch._chosen)
+    rows = profiles.kernels([Tried(), Tried()], CPU)
+    assert dispatch._chosen == before
+    assert [row["kernel"] for row in rows] == ["cache.keep_path", "sampling.categorical"]
+    assert rows[1]["inputs"] == ["float32 [3, 9]", "float32 [3]"] and all(row["reference_ms"] > 0 for row in rows)
+    assert rows[0]["inputs"][0] == "float32 [1, 1, 2, 5, 4]", "one layer of two"
+    assert all("triton_ms" in row or row["failed"] for row in rows), "Triton needs a GPU"
+    module = SimpleNamespace(keep_path=lambda buffer, lengths, path: None)
+    monkeypatch.setitem(sys.modules, f"{cache.__name__}_triton", module)
+    assert profiles.kernels([Tried()], CPU)[0]["agree"] is False, "it writes nothing"
 
 
 def test_shares_on_a_gpu_leave_what_is_idle_to_the_host():

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar.benchmarks import sizes
-from comfyui_specar.kernels import dispatch
 from comfyui_specar.kernels.graphs import Graphs
 from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.samplers import loop, session, speculative
@@ -92,19 +91,6 @@ def test_a_run_has_no_more_sessions_beside_it_than_are_kept(on_tape):
         with session.session(target, batch):
             assert len(target.kept) < session.KEPT
     assert len(target.kept) == session.KEPT
-
-
-def test_a_kernel_whose_check_does_not_fit_into_memory_runs_unchecked_or_plainly(monkeypatch):
-    """A check needs copies of all arguments: of a whole cache, say."""
-    def clone(self, **options):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    def summed(x):
-        return x.sum()
-
-    x = torch.arange(4.0)
-    monkeypatch.setattr(torch.Tensor, "clone", clone)
-    assert dispatch._choose(summed, x)[1] == 6
 
 
 def test_every_run_has_a_strength_of_its_own(on_tape, monkeypatch):
