@@ -1,4 +1,8 @@
-"""Logits -> probabilities in one launch (twin of logits.py): a program holds a row in registers and reads it once."""
+"""Logits -> probabilities in one launch (Triton kernel of logits.py): one program for a row.
+
+The row is written to where its probabilities belong, and read from there block by block as often as the filters need
+it: a block fits into registers whatever the vocabulary, and a row into the cache of a GPU.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+BLOCK = 2**13  # ids held at once, 16 of them by a thread
 
 
 def probabilities(
@@ -17,14 +23,14 @@ def probabilities(
     rows, steps, total = logits.shape
     batch = rows if cfg == 1 else rows // 2
     p = torch.empty((batch, steps, total), device=logits.device)
-    block = max(triton.next_power_of_2(total), 32)
+    block = min(max(triton.next_power_of_2(total), 32), BLOCK)
     where = logits if forced is None else forced  # never read if there is none
     values = logits if numbers is None else numbers  # never read either
     _probabilities[(batch * steps,)](
         logits, *logits.stride()[:2], where, *where.stride()[:2], p, batch * logits.stride(0), steps, total, vocab,
         float(cfg), float(temperature), top_k, float(top_p), values, NUMBERS=numbers is not None, GUIDED=cfg != 1,
         GREEDY=temperature == 0, FORCED=forced is not None, TOP_K=top_k > 0, TOP_P=top_p < 1,
-        K_FIRST=order[0] == "top_k", BLOCK=block, num_warps=min(max(block // 512, 4), 32),
+        K_FIRST=order[0] == "top_k", BLOCK=block, num_warps=max(block // 512, 4),
     )
     return p
 
@@ -44,35 +50,54 @@ def _probabilities(
         top_p = tl.load(values + 3)
     row = tl.program_id(0) // steps
     step = tl.program_id(0) % steps
-    ids = tl.arange(0, BLOCK)
-    place = logits + row.to(tl.int64) * row_stride + step.to(tl.int64) * step_stride + ids
-    z = tl.load(place, mask=ids < vocab, other=float("-inf")).to(tl.float32)
-    if GUIDED:
-        u = tl.load(place + unconditional, mask=ids < vocab, other=0.0).to(tl.float32)
-        z = u + cfg * (z - u)
-    if not GREEDY:
-        z = z / temperature
-    largest = tl.max(z, 0)
-    sound = (tl.max((z != z).to(tl.int32), 0) == 0) & (largest > float("-inf")) & (largest < float("inf"))
+    logits += row.to(tl.int64) * row_stride + step.to(tl.int64) * step_stride
+    p += tl.program_id(0).to(tl.int64) * total
+    maxima = tl.full([BLOCK], float("-inf"), tl.float32)
+    odds = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, vocab, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        z = tl.load(logits + i, mask=i < vocab, other=float("-inf")).to(tl.float32)
+        if GUIDED:
+            u = tl.load(logits + unconditional + i, mask=i < vocab, other=0.0).to(tl.float32)
+            z = u + cfg * (z - u)
+        if not GREEDY:
+            z = z / temperature
+        tl.store(p + i, z, mask=i < vocab)
+        maxima = tl.maximum(maxima, z)
+        odds = tl.maximum(odds, (z != z).to(tl.int32))
+    tl.debug_barrier()  # other threads read what was written
+    largest = tl.max(maxima, 0)
+    sound = (tl.max(odds, 0) == 0) & (largest > float("-inf")) & (largest < float("inf"))
+    token = tl.full((), -1, tl.int64)  # the only one that is possible, if there is such
+    lowest = tl.full((), 0, tl.uint32)  # the least image of a logit that passes the filters
+    mass = 1.0
     if GREEDY:
-        first = tl.min(tl.where(z == largest, ids, BLOCK), 0)
-        law = tl.where(ids == first, 1.0, 0.0)
+        token = _first(p, largest, vocab, BLOCK)
     else:
-        e = tl.exp(z - largest)
-        if TOP_K or TOP_P:
-            order = _image(z)
-            if TOP_K and K_FIRST:
-                e = tl.where(order >= _kth(order, top_k), e, 0.0)
-            if TOP_P:
-                e = tl.where(order > _dropped(order, e, top_p), e, 0.0)
-            if TOP_K and not K_FIRST:
-                e = tl.where(order >= _kth(order, top_k), e, 0.0)
-        law = e / tl.sum(e, 0)
-    law = tl.where(ids < vocab, tl.where(sound, law, float("nan")), 0.0)
+        if TOP_K and K_FIRST:
+            lowest = _kth(p, top_k, vocab, BLOCK)
+        if TOP_P:
+            lowest = tl.maximum(lowest, _dropped(p, largest, lowest, top_p, vocab, BLOCK) + 1)
+        if TOP_K and not K_FIRST:
+            lowest = tl.maximum(lowest, _kth(p, top_k, vocab, BLOCK))
+        mass = _mass(p, largest, lowest, vocab, BLOCK)
     if FORCED:
-        token = tl.load(forced + row.to(tl.int64) * forced_row + step.to(tl.int64) * forced_step)
-        law = tl.where(token >= 0, tl.where(ids == token, 1.0, 0.0), law)
-    tl.store(p + tl.program_id(0).to(tl.int64) * total + ids, law, mask=ids < total)
+        given = tl.load(forced + row.to(tl.int64) * forced_row + step.to(tl.int64) * forced_step)
+        sound = sound | (given >= 0)
+        token = tl.where(given >= 0, given, token)
+    for start in range(0, total, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        z = _block(p, start, vocab, BLOCK)
+        law = tl.where(_image(z) >= lowest, tl.exp(z - largest) / mass, 0.0)
+        law = tl.where(token >= 0, tl.where(i == token, 1.0, 0.0), tl.where(i < vocab, law, 0.0))
+        tl.store(p + i, tl.where(sound | (i >= vocab), law, float("nan")), mask=i < total)
+
+
+@triton.jit
+def _block(row, start, vocab, BLOCK: tl.constexpr):
+    """Logits of BLOCK ids, -inf from ``vocab`` on."""
+    i = start + tl.arange(0, BLOCK)
+    return tl.load(row + i, mask=i < vocab, other=float("-inf"))
 
 
 @triton.jit
@@ -83,25 +108,48 @@ def _image(z):
 
 
 @triton.jit
-def _kth(order, k):
-    """The k-th largest of the unsigned integers, found bit by bit: the largest that k of them reach."""
+def _first(row, largest, vocab, BLOCK: tl.constexpr):
+    """The first id of the largest logit."""
+    firsts = tl.zeros([BLOCK], tl.int32) + vocab
+    for start in range(0, vocab, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        firsts = tl.minimum(firsts, tl.where(_block(row, start, vocab, BLOCK) == largest, i, vocab))
+    return tl.min(firsts, 0).to(tl.int64)
+
+
+@triton.jit
+def _mass(row, largest, lowest, vocab, BLOCK: tl.constexpr):
+    """The sum of exp(logit - largest) of the logits whose image is at least ``lowest``."""
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocab, BLOCK):
+        z = _block(row, start, vocab, BLOCK)
+        sums += tl.where(_image(z) >= lowest, tl.exp(z - largest), 0.0)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def _kth(row, k, vocab, BLOCK: tl.constexpr):
+    """The k-th largest image of the logits, found bit by bit: the largest integer that k of them reach."""
     found = tl.full((), 0, tl.uint32)
     bit = tl.full((), 2147483648, tl.uint32)
     for _ in range(32):
-        reached = tl.sum((order >= (found | bit)).to(tl.int32), 0)
-        found = tl.where(reached >= k, found | bit, found)
+        reached = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, vocab, BLOCK):
+            reached += (_image(_block(row, start, vocab, BLOCK)) >= (found | bit)).to(tl.int32)
+        found = tl.where(tl.sum(reached, 0) >= k, found | bit, found)
         bit = bit >> 1
     return found
 
 
 @triton.jit
-def _dropped(order, weights, top_p):
-    """The largest unsigned integer above which there is more than top_p of the weight; what is larger stays."""
-    limit = top_p * tl.sum(weights, 0)
+def _dropped(row, largest, lowest, top_p, vocab, BLOCK: tl.constexpr):
+    """Of the logits whose image is at least ``lowest``, the largest integer above which the images of more than top_p
+    of the probability lie: they stay."""
+    limit = top_p * _mass(row, largest, lowest, vocab, BLOCK)
     found = tl.full((), 0, tl.uint32)
     bit = tl.full((), 2147483648, tl.uint32)
     for _ in range(32):
-        above = tl.sum(tl.where(order > (found | bit), weights, 0.0), 0)
+        above = _mass(row, largest, tl.maximum(lowest, (found | bit) + 1), vocab, BLOCK)
         found = tl.where(above > limit, found | bit, found)
         bit = bit >> 1
     return found

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar.benchmarks import sizes
+from comfyui_specar.kernels import dispatch
 from comfyui_specar.kernels.graphs import Graphs
 from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.samplers import loop, session, speculative

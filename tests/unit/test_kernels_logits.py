@@ -9,7 +9,7 @@ from comfyui_specar.kernels import logits as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .twins import compiled, interpreted
+from .twins import compiled_everywhere, interpreted
 
 K_FIRST, P_FIRST = ("top_k", "top_p"), ("top_p", "top_k")
 
@@ -124,14 +124,33 @@ def test_logits_are_left_as_they_were():
 
 
 @pytest.mark.parametrize(("total", "cfg", "temperature", "top_k", "top_p", "forced"), [
-    (4096, 1.0, 1.0, 0, 1.0, False), (16384, 7.5, 1.0, 2000, 1.0, False), (32770, 3.0, 0.9, 2048, 0.9, True),
-    (256, 3.0, 0.0, 0, 1.0, True),
+    (4096, 1.0, 1.0, 0, 1.0, False), (16384, 7.5, 1.0, 2000, 1.0, False), (16384, 7.5, 0.9, 2000, 0.9, False),
+    (256, 3.0, 0.0, 0, 1.0, True), (32772, 3.0, 0.9, 2048, 0.9, True), (65536, 3.0, 0.0, 0, 1.0, False),
+    (184622, 3.0, 0.9, 2048, 0.9, False),
 ])
 def test_the_kernel_compiles_for_every_vocabulary(total, cfg, temperature, top_k, top_p, forced):
+    """And keeps a row, or a block of it, in registers."""
     logits = torch.empty(2, 3, total)
     mask = torch.zeros(2 if cfg == 1 else 1, 3, dtype=torch.int64) if forced else None
-    [kernel] = compiled("logits.probabilities", logits, mask, cfg, temperature, total - 2, top_k, top_p, P_FIRST)
-    assert kernel.name == "_probabilities"
-    given = on_the_device((logits, mask, cfg, temperature, total - 2, top_k, top_p, P_FIRST))
-    [kernel] = compiled("logits.probabilities", *given)
-    assert kernel.name == "_probabilities"
+    given = logits, mask, cfg, temperature, total - 2, top_k, top_p, P_FIRST
+    for arguments in (given, on_the_device(given)):
+        assert {kernel.name for kernel in compiled_everywhere("logits.probabilities", *arguments)} == {"_probabilities"}
+
+
+@pytest.mark.parametrize("order", [K_FIRST, P_FIRST])
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0, 0, 1), (1, 0, 1), (0.9, 2000, 1), (0.9, 2000, 0.8)])
+def test_rows_longer_than_a_block_agree(temperature, top_k, top_p, order):
+    logits = 3 * torch.randn(2, 2, 8200, generator=torch.Generator().manual_seed(3))
+    logits[0, 0, 8194] = logits[1, 0, 8194] = 40  # the largest, in the last block
+    logits[0, 1, 8195] = math.nan
+    given = logits, None, 3.0, temperature, 8198, top_k, top_p, order
+    assert not on_the_edge(given)
+    wanted, found = reference.probabilities(*given), interpreted("logits.probabilities", *given)
+    assert torch.equal(found > 0, wanted > 0) and torch.allclose(found, wanted, rtol=1e-4, equal_nan=True)
+
+
+def test_tokens_may_be_forced_in_any_block():
+    forced = torch.tensor([[7, 8199, -1]])
+    found = interpreted("logits.probabilities", torch.zeros(1, 3, 8200), forced, 1, 1, 8198, 0, 1, K_FIRST)
+    assert found[0, :2].argmax(-1).tolist() == [7, 8199] and found[0, :2].sum() == 2
+    assert torch.allclose(found[0, 2, :8198], torch.tensor(1 / 8198)) and not found[0, 2, 8198:].any()

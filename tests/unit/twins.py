@@ -12,26 +12,41 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
+import subprocess
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from multiprocessing import get_context
+from tempfile import NamedTemporaryFile
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
+CAPABILITIES = 80, 86, 89, 90, 120  # A100; RTX 30; RTX 40; H100; RTX 50
+SHARED = 99 * 2**10  # bytes of shared memory that a program can have on each of them
+
 
 @dataclass(frozen=True)
 class Kernel:
-    """A compiled kernel: its name, PTX, warps and shared memory (bytes)."""
+    """A compiled kernel: its name, PTX, warps and shared memory (bytes), registers of a thread, and bytes of its stack,
+    to which it spills what its registers do not hold."""
 
     name: str
     ptx: str
     warps: int
     shared: int
+    registers: int
+    stack: int
+
+    @property
+    def overflows(self) -> bool:
+        """Does it spill although it has as many registers as it can have? (With fewer, the assembler has put one or two
+        aside so that more programs run at once.)"""
+        return self.stack > 0 and self.registers >= min(2**16 // (32 * self.warps), 255)
 
 
 def interpreted(twin: str, *given: Any) -> Any:
@@ -39,9 +54,19 @@ def interpreted(twin: str, *given: Any) -> Any:
     return _process("1").submit(_there("_call"), twin, given).result()
 
 
-def compiled(twin: str, *given: Any) -> list[Kernel]:
-    """The kernels that a call of a twin launches, compiled for compute capability 9.0. Nothing is run."""
-    return _process("0").submit(_there("_compile"), twin, given).result()
+def compiled(twin: str, *given: Any, capability: int = 90) -> list[Kernel]:
+    """The kernels that a call of a twin launches, compiled for a compute capability (90: 9.0). Nothing is run."""
+    return _process("0").submit(_there("_compile"), twin, given, capability).result()
+
+
+def compiled_everywhere(twin: str, *given: Any) -> list[Kernel]:
+    """``compiled`` for every kind of GPU since 2020. No kernel may overflow its registers, or ask for more shared
+    memory than each of them has."""
+    kernels = [kernel for capability in CAPABILITIES for kernel in compiled(twin, *given, capability=capability)]
+    for kernel in kernels:
+        assert not kernel.overflows, f"{kernel.name} spills {kernel.stack} bytes"
+        assert kernel.shared <= SHARED, f"{kernel.name} needs {kernel.shared} bytes of shared memory"
+    return kernels
 
 
 def _there(name: str) -> Callable[..., Any]:
@@ -65,15 +90,15 @@ def _call(twin: str, given: tuple) -> Any:
     return getattr(import_module(f"comfyui_specar.kernels.{module}_triton"), name)(*given)
 
 
-def _compile(twin: str, given: tuple) -> list[Kernel]:
+def _compile(twin: str, given: tuple, capability: int) -> list[Kernel]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import JITFunction, driver
 
     class Absent:
         """As much of a GPU's driver as compiling needs."""
 
-        get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-        get_current_device = staticmethod(lambda: 0)
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", capability, 32))
+        get_current_device = staticmethod(lambda: capability)  # what is compiled is kept by device
         get_current_stream = staticmethod(lambda device: 0)
 
     kernels, run = [], JITFunction.run
@@ -81,9 +106,24 @@ def _compile(twin: str, given: tuple) -> list[Kernel]:
     def compile_only(self, *args, grid, warmup, **options):
         assert all(1 <= n < limit for n, limit in zip(grid, (2**31, 2**16, 2**16))), f"{self.__name__}: grid {grid}"
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        kernels.append(Kernel(kernel.name, kernel.asm["ptx"], kernel.metadata.num_warps, kernel.metadata.shared))
+        meta = kernel.metadata
+        kernels.append(
+            Kernel(kernel.name, kernel.asm["ptx"], meta.num_warps, meta.shared, *_resources(kernel.asm["cubin"]))
+        )
 
     driver.set_active(Absent())
     with patch.object(JITFunction, "run", compile_only):
         _call(twin, given)
     return kernels
+
+
+def _resources(machine_code: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack."""
+    from triton import knobs
+
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(machine_code)
+        file.flush()
+        command = knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return tuple(int(number) for number in re.search(r"REG:(\d+) STACK:(\d+)", told).groups())
