@@ -1,8 +1,9 @@
-"""Products with matrices kept in one byte per number: int8 with a scale for every row, or the bits of fp8 (e4m3).
+"""Products of a few rows with large matrices, and what stands before and after them in a transformer.
 
-The bits are uint8: Apple's GPUs do not know torch's own type of them, not even to hold them.
+A matrix is as wide as the rows (bf16 or fp16), or kept in one byte per number: int8 with a scale for every row, or the
+bits of fp8 (e4m3). The bits are uint8: Apple's GPUs do not know torch's own type of them, not even to hold them.
 
-A pass of few tokens costs what reading its weights costs. So there they are widened where they are multiplied: in the
+A pass of few tokens costs what reading its weights costs. So narrow ones are widened where they are multiplied: in the
 registers of a GPU, or block by block in the cache of a CPU, and never written in a wider form. Prompts have many
 tokens, and are multiplied with a copy of the matrix, made for them.
 """
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import accelerated
+from .gating import gated
 
 STORED = {torch.int8: "int8", torch.uint8: "float8_e4m3fn"}  # dtype of a matrix -> what it holds
 FEW = 128  # rows of a pass that is bound by its weights
@@ -32,7 +34,30 @@ def linear_narrow(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Ten
 
 
 @accelerated
-def few_rows(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+def few_rows(
+    x: Tensor, weight: Tensor, scale: Tensor | None = None, bias: Tensor | None = None, norm: Tensor | None = None,
+    eps: float = 0.0, gate: bool = False, residual: Tensor | None = None,
+) -> Tensor:
+    """x [M, K] times the rows of ``weight`` [N, K] (in the dtype of x, or as in ``linear_narrow``), plus bias [N].
+
+    norm [K]: x is normalised before (RMSNorm with this weight and ``eps``). gate: the result is ``gated``, and half as
+    wide. residual [M, N or N / 2]: added to the result. Returns the dtype of x.
+
+    The Triton kernel is batch invariant: a row's result does not depend on which other rows, and how many, there are.
+    """
+    if norm is not None:
+        x = F.rms_norm(x, norm.shape, norm, eps)
+    if weight.dtype == x.dtype:
+        product = F.linear(x, weight, bias)
+    else:
+        product = _narrow(x, weight, scale)
+        product = product if bias is None else product + bias.to(x)
+    if gate:
+        product = gated(product)
+    return product if residual is None else residual + product
+
+
+def _narrow(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     """``linear_narrow`` for x [M, K]. Only a CPU gains by blocks; on a GPU each is a launch."""
     if x.device.type != "cpu":
         return F.linear(x, widened(weight, scale, x.dtype))

@@ -1,52 +1,118 @@
-"""Triton twin of linear.py."""
+"""Triton kernel of linear.py.
+
+It is batch invariant by construction: every number of the result is the sum over K in the same order, by the same
+instruction (mma.sync, whose result for a row does not depend on the other rows of its tile), whatever the tile. So a
+tile has at most 32 rows, as from 64 on newer GPUs would take another instruction; more rows are more programs, which
+read the matrix from the GPU's cache. Nothing is shared between programs, and nothing depends on timing.
+
+Tiles have 16 rows, the least that tensor cores multiply, or 32. With more rows, more columns share what is read of
+them.
+"""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# Rows of x -> columns of the result and depth of a step of one program, its warps, and steps under way at once. With
-# more rows, more columns share what is read of them. 16 rows are the least that tensor cores multiply.
-_TILES = {16: (16, 256, 2, 4), 32: (32, 128, 4, 4), 64: (32, 128, 4, 3), 128: (64, 64, 4, 3)}
+WIDE = 8192  # rows of a matrix that occupy a GPU in larger tiles, which read x less often
+STORED = torch.int8, torch.uint8  # int8, and the bits of fp8
 
 
-def few_rows(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
-    """Every program reads its part of the matrix once, and all of x. Nothing is shared between programs, so the order
-    of summation does not depend on timing."""
-    (count, inner), outer = x.shape, len(weight)
+def few_rows(
+    x: Tensor, weight: Tensor, scale: Tensor | None = None, bias: Tensor | None = None, norm: Tensor | None = None,
+    eps: float = 0.0, gate: bool = False, residual: Tensor | None = None,
+) -> Tensor:
+    """See linear.few_rows."""
+    if norm is not None and x.dtype == torch.float16:  # which may not hold numbers that are not normalised yet
+        x, norm = F.rms_norm(x, norm.shape, norm, eps), None
+    (count, inner), outer = x.shape, len(weight) // (1 + gate)
     out = x.new_empty(count, outer)
-    fp8, narrow = weight.dtype == torch.uint8, weight.view(torch.int8)  # whose sign is wanted, of either
-    rows = max(16, triton.next_power_of_2(count))
-    columns, depth, warps, stages = _TILES[rows]
-    _few_rows[(triton.cdiv(outer, columns),)](
-        x.contiguous(), narrow, narrow if scale is None else scale, out, count, outer, inner, fp8, scale is not None,
-        rows, columns, depth,
-        num_warps=warps, num_stages=min(2, stages) if x.dtype == torch.float32 else stages,
-    )  # fmt: skip
+    stored = 0 if weight.dtype == x.dtype else STORED.index(weight.dtype) + 1
+    rows, columns, warps = (16, 16, 2) if count <= 16 else (32, 64 if len(weight) >= WIDE and not gate else 32, 4)
+    few = triton.cdiv(count, rows)
+    given = (out if t is None else t.contiguous() for t in (scale, bias, norm, residual))  # never read if not there
+    _few_rows[(few * triton.cdiv(outer, columns),)](
+        x.contiguous(), weight.view(torch.int8) if stored else weight, *given, out, few, count, outer, inner, eps,
+        STORED=stored, SCALED=scale is not None, BIASED=bias is not None, NORMED=norm is not None, GATED=gate,
+        ADDED=residual is not None, ROWS=rows, COLUMNS=columns, DEPTH=32 if x.dtype == torch.float32 else 128,
+        num_warps=warps, num_stages=2 if x.dtype == torch.float32 else 4 if rows == 16 else 3,
+    )
     return out
 
 
 @triton.jit
 def _few_rows(
-    x, weight, scale, out, count, outer, inner, FP8: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    row = tl.arange(0, ROWS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    x, weight, scale, bias, norm, residual, out, few, count, outer, inner, eps, STORED: tl.constexpr,
+    SCALED: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):
+    """ROWS rows and COLUMNS columns of the result, DEPTH numbers of K at a time. few: tiles of rows, which follow each
+    other, so that they read the same part of the matrix at the same time. STORED: 0 as wide as x, 1 int8, 2 bits of
+    fp8.
+    """
+    row = tl.program_id(0) % few * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) // few * COLUMNS + tl.arange(0, COLUMNS)
     there = row[:, None] < count
     wanted = column[None, :] < outer
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    value = tl.zeros((ROWS, COLUMNS), tl.float32)
+    squares = tl.zeros((ROWS, DEPTH), tl.float32)
     for start in range(0, inner, DEPTH):
         k = start + tl.arange(0, DEPTH)
+        inside = wanted & (k < inner)[:, None]
         a = tl.load(x + row[:, None] * inner + k[None, :], there & (k < inner)[None, :], 0.0)
-        b = tl.load(weight + column[None, :] * inner + k[:, None], wanted & (k < inner)[:, None], 0)
-        if FP8:  # the bits of a 256th of the number in fp16
-            b = ((b.to(tl.int16) << 7) & -16385).to(tl.float16, bitcast=True)
-        total = tl.dot(a, b.to(a.dtype), total, input_precision="ieee")
-    if FP8:
+        if NORMED:
+            squares += a.to(tl.float32) * a.to(tl.float32)
+            a = (a.to(tl.float32) * tl.load(norm + k, k < inner, 0.0).to(tl.float32)[None, :]).to(a.dtype)
+        place = weight + column[None, :] * inner + k[:, None]
+        total = tl.dot(a, _widened(tl.load(place, inside, 0), a, STORED), total, input_precision="ieee")
+        if GATED:
+            b = tl.load(place + outer * inner, inside, 0)
+            value = tl.dot(a, _widened(b, a, STORED), value, input_precision="ieee")
+    shrink = tl.full((ROWS,), 1.0, tl.float32)
+    if NORMED:
+        shrink = tl.rsqrt(_in_order(squares, ROWS, DEPTH) / inner + eps)
+    total = _finished(total, shrink, scale, bias, column, outer, STORED, SCALED, BIASED)
+    if GATED:
+        value = _finished(value, shrink, scale + outer, bias + outer, column, outer, STORED, SCALED, BIASED)
+        total = total / (1 + tl.exp(-total)) * value
+    place = row[:, None] * outer + column[None, :]
+    if ADDED:
+        total += tl.load(residual + place, there & wanted, 0.0).to(tl.float32)
+    tl.store(out + place, total.to(out.dtype.element_ty), there & wanted)
+
+
+@triton.jit
+def _widened(b, a, STORED: tl.constexpr):
+    """Stored numbers in the dtype of a; of fp8, a 256th of them."""
+    if STORED == 2:
+        b = ((b.to(tl.int16) << 7) & -16385).to(tl.float16, bitcast=True)
+    return b.to(a.dtype)
+
+
+@triton.jit
+def _finished(
+    total, shrink, scale, bias, column, outer, STORED: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr
+):
+    """Sums of products, with all that is the same for a row or a column of them."""
+    total *= shrink[:, None]
+    if STORED == 2:
         total *= 256
     if SCALED:
         total *= tl.load(scale + column, column < outer, 0.0)[None, :]
-    tl.store(out + row[:, None] * outer + column[None, :], total.to(out.dtype.element_ty), there & wanted)
+    if BIASED:
+        total += tl.load(bias + column, column < outer, 0.0).to(tl.float32)[None, :]
+    return total
+
+
+@triton.jit
+def _in_order(x, ROWS: tl.constexpr, DEPTH: tl.constexpr):
+    """The sum over the last dimension of x [ROWS, DEPTH], of neighbours, then of neighbours' sums, and so on: an order
+    that is written down, where that of tl.sum depends on the tile."""
+    for _ in tl.static_range(DEPTH.bit_length() - 1):
+        left, right = tl.split(tl.reshape(x, (ROWS, x.shape[1] // 2, 2)))
+        x = left + right
+    return tl.reshape(x, (ROWS,))

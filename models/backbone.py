@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.attention import added, attend
-from ..kernels.gating import gated
-from ..kernels.rotation import factors_of, rotate
+from ..kernels.rotation import factors_of, normalise, rotate
 from .cache import KVCache, Turn
+from .products import product
 
 T = TypeVar("T")
 
@@ -71,7 +70,7 @@ class Rotation(NamedTuple):
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate x [R, H, T, head_dim] in fp32 and return it in its own dtype."""
         turned = x.transpose(1, 2).clone()
-        rotate(turned, *self.turn())
+        rotate(turned, *self.turn()[:2])
         return turned.transpose(1, 2)
 
 
@@ -84,7 +83,11 @@ class HeadNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(rows, head_dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], eps=1e-5) * self.weight.to(x) + self.bias.to(x)
+        return normalise(x, *self.of(x))
+
+    def of(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weight and bias as x needs them."""
+        return self.weight.to(x), self.bias.to(x)
 
 
 class Attention(nn.Module):
@@ -100,18 +103,22 @@ class Attention(nn.Module):
         self.wqkv = operations.Linear(config.dim, width, bias=config.qkv_bias)
         self.wo = operations.Linear(config.dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, turn: Turn, layer: int, cache: KVCache | None, mask: Tensor | None) -> Tensor:
-        every = self.wqkv(x).unflatten(-1, (-1, self.head_dim))  # heads of queries, of keys, of values
-        if self.head_norms:
-            q, k, v = every.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
-            every = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=2)
+    def forward(
+        self, x: Tensor, norm: nn.Module, turn: Turn, layer: int, cache: KVCache | None, mask: Tensor | None
+    ) -> Tensor:
+        """x plus the attention of norm(x)."""
+        every = product(self.wqkv, x, norm).unflatten(-1, (-1, self.head_dim))  # heads of queries, of keys, of values
         if cache is None:
-            rotate(every[:, :, : self.heads + self.kv_heads], *turn)
+            if self.head_norms:
+                q, k, v = every.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+                every = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=2)
+            rotate(every[:, :, : self.heads + self.kv_heads], *turn[:2])
             k, v = every[:, :, self.heads :].transpose(1, 2).chunk(2, dim=1)
         else:
-            k, v = cache.write(layer, every, turn)
+            norms = (*self.q_norm.of(every), *self.k_norm.of(every)) if self.head_norms else None
+            k, v = cache.write(layer, every, turn._replace(norms=norms))
         q = every[:, :, : self.heads].transpose(1, 2)
-        return self.wo(attend(q, k, v, mask).transpose(1, 2).flatten(2))
+        return product(self.wo, attend(q, k, v, mask).transpose(1, 2).flatten(2), residual=x)
 
 
 class FeedForward(nn.Module):
@@ -122,8 +129,9 @@ class FeedForward(nn.Module):
         self.w1_w3 = operations.Linear(config.dim, 2 * config.ffn_dim, bias=False)
         self.w2 = operations.Linear(config.ffn_dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(gated(self.w1_w3(x)))
+    def forward(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """x plus the network's result for norm(x)."""
+        return product(self.w2, product(self.w1_w3, x, norm, gate=True), residual=x)
 
 
 class Block(nn.Module):
@@ -136,8 +144,8 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config, operations)
 
     def forward(self, x: Tensor, turn: Turn, layer: int, cache: KVCache | None, mask: Tensor | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), turn, layer, cache, mask)
-        return x + self.feed_forward(self.ffn_norm(x))
+        x = self.attention(x, self.attention_norm, turn, layer, cache, mask)
+        return self.feed_forward(x, self.ffn_norm)
 
 
 def split_gates(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -192,4 +200,4 @@ class Backbone(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, T, vocab] in fp32."""
-        return self.output(hidden).float()
+        return product(self.output, hidden).float()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.cache import keep_path
-from ..kernels.rotation import rotate_and_keep
+from ..kernels.rotation import Norms, rotate_and_keep
 
 BUCKET = 128  # slots come in multiples of it, so that prompts of similar lengths make steps of one shape
 CPU_BUCKET = 32  # of the slots that steps look at: another shape costs nothing there
@@ -34,10 +34,12 @@ def slots_of(prompt: int, places: int) -> int:
 
 
 class Turn(NamedTuple):
-    """Rotations made ready for all layers of a pass (see kernels/rotation.py)."""
+    """Rotations made ready for all layers of a pass, and a layer's norms of queries and keys (see kernels/rotation.py).
+    """
 
     factors: Tensor
     halves: bool
+    norms: Norms | None = None
 
 
 class KVCache:

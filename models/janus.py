@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .products import product
+
 
 class CodeEmbedding(nn.Module):
     """Image tokens [B, T] -> embeddings [B, T, dim], through code vectors of their own and a small network."""
@@ -19,7 +21,7 @@ class CodeEmbedding(nn.Module):
         self.fc2 = operations.Linear(dim, dim)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(self.table(tokens))))
+        return product(self.fc2, F.gelu(product(self.fc1, self.table(tokens))))
 
 
 class CodeHead(nn.Module):
@@ -31,4 +33,4 @@ class CodeHead(nn.Module):
         self.fc2 = operations.Linear(inner, codes)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(hidden)))
+        return product(self.fc2, F.gelu(product(self.fc1, hidden)))

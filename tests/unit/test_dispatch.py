@@ -192,8 +192,8 @@ def test_a_whole_cache_is_not_copied_for_a_trial():
     tried = cache.keep_path.trial(buffer, lengths, path)
     assert tried[0].shape == (1, 2, 4, 8, 2) and tried[0].data_ptr() != buffer[-1:].data_ptr()
     every, factors = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 4)
-    tried = rotation.rotate_and_keep.trial(every, factors, False, buffer[0], None, None)
-    assert tried[1] is factors and all(tried[i].data_ptr() != t.data_ptr() for i, t in ((0, every), (3, buffer[0])))
+    tried = rotation.rotate_and_keep.trial(every, factors, False, None, buffer[0], None, None)
+    assert tried[1] is factors and all(tried[i].data_ptr() != t.data_ptr() for i, t in ((0, every), (4, buffer[0])))
 
 
 def test_a_gpu_runs_triton(gpu, caplog):

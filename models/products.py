@@ -1,0 +1,50 @@
+"""A linear layer with what stands before and after it in a transformer: in one launch where a GPU runs Triton."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.dispatch import runs_triton
+from ..kernels.gating import gated
+from ..kernels.linear import FEW, few_rows
+from .quantised import NarrowLinear
+
+FEW_WIDE = 64  # rows; with more, a matrix in two bytes per number is better multiplied by torch's own kernels
+Operands = tuple[Tensor, Tensor | None, Tensor | None]  # weight, scale and bias of a linear layer
+
+
+def product(
+    linear: nn.Module, x: Tensor, norm: nn.Module | None = None, gate: bool = False, residual: Tensor | None = None
+) -> Tensor:
+    """linear(norm(x)) for x [..., K], ``gated`` if asked for, plus residual. norm: an RMSNorm, or Identity."""
+    norm = None if isinstance(norm, nn.Identity) else norm
+    operands = _operands(linear, x)
+    if operands is not None and (norm is None or _at_hand(norm, x)):
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        added = None if residual is None else residual.flatten(0, -2)
+        return few_rows(x.flatten(0, -2), *operands, weight, eps, gate, added).unflatten(0, x.shape[:-1])
+    y = linear(x if norm is None else norm(x))
+    if gate:
+        y = gated(y)
+    return y if residual is None else residual + y
+
+
+def _operands(linear: nn.Module, x: Tensor) -> Operands | None:
+    """What ``few_rows`` multiplies x with; None where the layer has to be called: for many rows, on other devices,
+    while training, and for layers of a kind of their own, or whose weights ComfyUI changes or brings over when used."""
+    if x.dtype not in (torch.bfloat16, torch.float16) or torch.is_grad_enabled() or not runs_triton(x.device):
+        return None
+    rows = x.numel() // x.shape[-1]
+    if isinstance(linear, NarrowLinear):
+        here = linear.weight.device == x.device and rows <= FEW
+        return (linear.weight, linear.scale, linear.bias) if here else None
+    if isinstance(linear, nn.Linear) and rows <= FEW_WIDE and _at_hand(linear, x):
+        return linear.weight, None, linear.bias
+    return None
+
+
+def _at_hand(layer: nn.Module, x: Tensor) -> bool:
+    """Do the parameters of a layer lie where x lies, as what they are used as?"""
+    changed = any(getattr(layer, f"{part}_function", None) for part in ("weight", "bias"))  # by ComfyUI, as for LoRA
+    return not changed and all(p.device == x.device and p.dtype == x.dtype for p in layer.parameters(recurse=False))
