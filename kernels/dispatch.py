@@ -166,12 +166,17 @@ def has_triton() -> bool:
 
 
 def alike(a: Tensor, b: Tensor) -> bool:
-    """Equal up to round-off, which may also turn one decision in a hundred."""
+    """Equal up to round-off, which may also turn one decision in a hundred.
+
+    Sums that nearly cancel keep the error of their terms: so it is compared with the size of all numbers, too.
+    """
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if a.is_floating_point():
         step = torch.finfo(a.dtype).eps  # halves keep few digits
-        different = ~torch.isclose(a, b, rtol=max(1e-3, 8 * step), atol=max(1e-5, 2 * step), equal_nan=True)
+        size = float(a.float().nan_to_num(posinf=0, neginf=0).square().mean().sqrt()) if a.numel() else 0.0
+        least = max(1e-5, 2 * step) * max(1.0, size)
+        different = ~torch.isclose(a, b, rtol=max(1e-3, 8 * step), atol=least, equal_nan=True)
     else:
         different = a != b
     return int(different.sum()) <= a.numel() // 100

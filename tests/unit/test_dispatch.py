@@ -241,6 +241,12 @@ def test_round_off_is_no_difference_and_a_decision_in_a_hundred_neither():
     assert dispatch.alike(a, a + 1e-6) and not dispatch.alike(a, a + 0.01)
     half = a.bfloat16()
     assert dispatch.alike(half, (a * 1.004).bfloat16()) and not dispatch.alike(half, (a * 1.2).bfloat16())
+    generator = torch.Generator().manual_seed(0)
+    large, error = (torch.randn(3000, generator=generator) * n for n in (100, 0.3))  # as a product in bf16 has it
+    assert dispatch.alike(large.bfloat16(), (large + error).bfloat16())
+    assert not dispatch.alike(large.bfloat16(), (large + 100 * error).bfloat16())
+    edges = torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0])
+    assert dispatch.alike(edges, edges) and not dispatch.alike(edges, edges + 0.01)
     token = torch.arange(300)
     for changed, same in ((3, True), (4, False)):
         assert dispatch.alike(token, torch.where(token < changed, -1, token)) == same
