@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..kernels.dispatch import runs_triton
+from ..kernels import dispatch
 from ..kernels.gating import gated
 from ..kernels.linear import FEW, few_rows
 from .quantised import NarrowLinear
@@ -33,7 +33,7 @@ def product(
 def _operands(linear: nn.Module, x: Tensor) -> Operands | None:
     """What ``few_rows`` multiplies x with; None where the layer has to be called: for many rows, on other devices,
     while training, and for layers of a kind of their own, or whose weights ComfyUI changes or brings over when used."""
-    if x.dtype not in (torch.bfloat16, torch.float16) or torch.is_grad_enabled() or not runs_triton(x.device):
+    if x.dtype not in (torch.bfloat16, torch.float16) or torch.is_grad_enabled() or not dispatch.runs_triton(x.device):
         return None
     rows = x.numel() // x.shape[-1]
     if isinstance(linear, NarrowLinear):
