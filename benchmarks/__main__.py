@@ -11,6 +11,7 @@
     fuzz        what every loader does with files that went wrong, by accident and on purpose
     faults      what the server does with workflows of which one input is spoiled
     determinism whether the same seed gives the same picture in another process, in a batch, with more threads
+    same_seed   how often the same-seed mode, and a batch, give the image that next token draws alone
     throughput  how many pictures a machine makes, by batch size, processes and threads
     previews    what share of a run progress and previews take in ComfyUI (which COMFYUI_PATH names)
 
@@ -23,7 +24,7 @@ import sys
 from importlib import import_module
 
 WHAT = ("speed", "launches", "methods", "continuous", "loading", "storage", "throughput", "previews", "soak",
-        "determinism", "fuzz", "faults")
+        "determinism", "same_seed", "fuzz", "faults")
 
 
 def main(arguments: list[str]) -> None:

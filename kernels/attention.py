@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import accelerated
+from .steady import enough
 
 FEW = 64  # queries; longer prompts are work for the fused kernels of torch
 
@@ -39,11 +40,18 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     are laid behind each other, which needs no copies of the cache."""
     shared = q.shape[1] // k.shape[1]
     if shared == 1:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return _steady(q, k, v, mask)
     if mask is None:
         seen = torch.ones((1, 1, q.shape[2], k.shape[2]), dtype=torch.bool, device=q.device).tril()
         mask = added(seen, q.dtype)
     together = q.unflatten(1, (-1, shared)).flatten(2, 3)  # [R, Hkv, shared * T, d]
     rows = mask[:, :, None].expand(-1, -1, shared, -1, -1).flatten(2, 3)
-    out = F.scaled_dot_product_attention(together, k, v, attn_mask=rows)
-    return out.unflatten(2, (shared, -1)).flatten(1, 2)
+    return _steady(together, k, v, rows).unflatten(2, (shared, -1)).flatten(1, 2)
+
+
+def _steady(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """torch's attention, of enough queries for results that do not depend on their number (see steady.py)."""
+    if mask is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    several, masks = enough(q, mask)
+    return F.scaled_dot_product_attention(several, k, v, attn_mask=masks)[:, :, : q.shape[2]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..kernels import dispatch
+from ..kernels import dispatch, steady
 from ..kernels.gating import gated
 from ..kernels.linear import FEW, few_rows
 from .quantised import NarrowLinear
@@ -24,7 +24,7 @@ def product(
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         added = None if residual is None else residual.flatten(0, -2)
         return few_rows(x.flatten(0, -2), *operands, weight, eps, gate, added).unflatten(0, x.shape[:-1])
-    y = linear(x if norm is None else norm(x))
+    y = steady.linear(linear, x if norm is None else norm(x))
     if gate:
         y = gated(y)
     return y if residual is None else residual + y

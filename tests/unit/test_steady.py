@@ -1,0 +1,89 @@
+"""Batch invariance on a CPU: what a row gives does not depend on how many others are computed with it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from comfyui_specar import api
+from comfyui_specar.kernels import steady
+from comfyui_specar.kernels.attention import added, attend
+from comfyui_specar.models.cache import CPU_BUCKET, rounded
+from torch import nn
+
+COUNTS = (1, 2, 3, 4, 5, 7, 8, 16, 31, 32, 33, 36, 64, 65)
+SIZES = [(96, 100), (192, 1024), (768, 2304), (2048, 768)]  # inputs, outputs
+
+
+@pytest.mark.parametrize("dtype", steady.HALF)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_row_of_a_product_does_not_depend_on_the_others(dtype, size):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(*size, bias=False).to(dtype).requires_grad_(False), torch.randn(1, 80, size[0]).to(dtype)
+    together = steady.linear(layer, x)
+    assert torch.allclose(together.float(), F.linear(x.float(), layer.weight.float()), atol=0.02)
+    for count in COUNTS:
+        for first in (0, 5):
+            assert torch.equal(steady.linear(layer, x[:, first : first + count]), together[:, first : first + count])
+
+
+@pytest.mark.parametrize("shared", [1, 3])
+@pytest.mark.parametrize("dtype", steady.HALF)
+def test_a_query_does_not_depend_on_the_others_nor_on_what_is_masked(dtype, shared):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 256, 64).to(dtype) for heads in (6, 6 // shared, 6 // shared))
+
+    def attention(first: int, count: int, reach: int) -> torch.Tensor:
+        seen = torch.arange(reach) <= 130 + first + torch.arange(count)[:, None]
+        mask = added(seen.expand(2, 1, -1, -1), dtype)
+        return attend(q[:, :, first : first + count], k[:, :, :reach], v[:, :, :reach], mask)
+
+    together = attention(0, 64, 256)
+    for count in COUNTS[:-1]:
+        for reach in (256, rounded(130 + count, CPU_BUCKET)):  # a cache is read in whole buckets
+            assert torch.equal(attention(0, count, reach), together[:, :, :count])
+
+
+class Fickle(nn.Module):
+    """A product that sums one row, and more than ``most``, in other orders; it tells how many rows it was given."""
+
+    def __init__(self, most: int):
+        super().__init__()
+        self.weight, self.most, self.given = torch.ones(5, 4), most, []
+
+    def forward(self, rows):
+        self.given.append(len(rows))
+        order = 1.0 if len(rows) == 1 else 2.0 if len(rows) > self.most else 3.0
+        return F.linear(rows.float(), self.weight) + order
+
+
+@pytest.mark.parametrize(("most", "block"), [(64, 64), (63, 32), (20, 16), (5, 4)])
+def test_the_block_is_found_by_trying(most, block):
+    assert steady.steady_rows(Fickle(most), torch.bfloat16, 4) == block
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_no_row_is_computed_alone_nor_among_too_many(count):
+    layer, rows = Fickle(16), torch.randint(9, (count, 4)).float()  # exact in any order
+    assert torch.equal(steady.in_blocks(layer, rows, 16), F.linear(rows, layer.weight) + 3.0)
+    assert min(layer.given) > 1 and max(layer.given) <= 16
+
+
+def test_what_needs_no_care_is_called_as_it_is():
+    layer = Fickle(16)
+    for x in (torch.randn(1, 1, 4), torch.randn(2, 40, 4)):
+        steady.linear(layer, x)
+    assert layer.given == [1, 2], "fp32: one call each, of x as it came"
+    q, mask = torch.randn(1, 2, 1, 8), torch.zeros(1, 1, 1, 9)
+    assert steady.enough(q, mask) == (q, mask)
+
+
+@pytest.mark.parametrize("dtype", steady.HALF)
+@pytest.mark.parametrize("window", [16, 32])
+def test_same_seed_same_image_in_half_precision(dtype, window):
+    """With guidance a window of 32 has 64 rows; next token has two, and a batch of two has four."""
+    model = api.load_model(api.bundled("default"), dtype=dtype)
+    conditioning = model.encode_prompt("cat, noto, on a yellow background")
+    image = api.sample(model, conditioning, api.methods.NextToken(), seed=4, cfg=2.0).tokens
+    sjd = api.methods.SJD(window=window, reuse="gumbel")
+    assert torch.equal(api.sample(model, conditioning, sjd, seed=4, cfg=2.0).tokens, image)
+    batch = api.sample(model, conditioning, api.methods.NextToken(), seed=3, batch_size=2, cfg=2.0).tokens
+    assert torch.equal(batch[1:], image)
