@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 PROGRAMS = 512  # enough to fill a GPU
+QUERIES = 128  # bytes of a channel of the queries held at once
 TILE = 8192  # bytes of keys held at once: with queries, values and what is under way, little enough for every GPU
 
 
@@ -23,7 +24,7 @@ def attend_few(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     shared = heads // key_heads
     queries = shared * count  # rows that read the same keys
     mask = mask.expand(rows, 1, count, slots)
-    block_m = min(max(triton.next_power_of_2(queries), 16), 64)
+    block_m = min(max(triton.next_power_of_2(queries), 16), QUERIES // q.dtype.itemsize)
     block_d = max(triton.next_power_of_2(dim), 16)
     block_n = max(min(TILE // (block_d * q.dtype.itemsize), 64), 16)
     tiles = rows * key_heads, triton.cdiv(queries, block_m)

@@ -8,7 +8,7 @@ from comfyui_specar.kernels.attention import added, attend_few
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .twins import compiled, interpreted
+from .twins import compiled_everywhere, interpreted
 
 
 def case(rows, key_heads, shared, count, slots, dim, dtype=torch.float32, seed=0, capacity=0):
@@ -79,6 +79,5 @@ def test_slots_that_nobody_sees_are_not_read():
 def test_the_kernels_compile(rows, key_heads, shared, count, slots, dim, dtype):
     q = torch.empty(rows, count, key_heads * shared, dim, dtype=dtype).transpose(1, 2)
     k = torch.empty(1, key_heads, slots, dim, dtype=dtype).expand(rows, -1, -1, -1)
-    kernels = compiled("attention.attend_few", q, k, k, torch.empty(rows, 1, count, slots, dtype=dtype))
-    assert [kernel.name for kernel in kernels] == (["_part", "_combine"] if rows * key_heads < 512 else ["_part"])
-    assert max(kernel.shared for kernel in kernels) <= 64 * 1024  # what every GPU since 2018 has
+    kernels = compiled_everywhere("attention.attend_few", q, k, k, torch.empty(rows, 1, count, slots, dtype=dtype))
+    assert {kernel.name for kernel in kernels} == ({"_part", "_combine"} if rows * key_heads < 512 else {"_part"})

@@ -44,9 +44,9 @@ class Kernel:
 
     @property
     def overflows(self) -> bool:
-        """Does it spill although it has as many registers as it can have? (With fewer, the assembler has put one or two
-        aside so that more programs run at once.)"""
-        return self.stack > 0 and self.registers >= min(2**16 // (32 * self.warps), 255)
+        """Does it spill although it has as many registers as it can have, which are given out by eight? (With fewer,
+        the assembler has put one or two aside so that more programs run at once.)"""
+        return self.stack > 0 and self.registers > min(2**16 // (32 * self.warps), 256) - 8
 
 
 def interpreted(twin: str, *given: Any) -> Any:
