@@ -24,7 +24,7 @@ from unittest.mock import Mock, patch
 import torch
 from comfyui_specar.kernels import dispatch, graphs, noise
 from comfyui_specar.model_loaders.ar_model import DiscreteModel
-from comfyui_specar.samplers import jacobi, next_token, trees
+from comfyui_specar.samplers import constants, jacobi, next_token, trees
 from comfyui_specar.samplers.jacobi import SJD
 from comfyui_specar.samplers.logits import DeviceParams
 from comfyui_specar.samplers.prefill import Start
@@ -132,9 +132,10 @@ def without_a_gpu(counts: Launches) -> Iterator[None]:
             (fake_tensor, "CONSTANT_NUMEL_LIMIT", -1),  # else the smallest have data, on a GPU that is not there
         ):
             stack.enter_context(patch.object(where, name, instead))
-        for constants in (noise._constants, noise._row, trees.tables):  # without data, and so of no use to others
-            constants.cache_clear()
-            stack.callback(constants.cache_clear)
+        cached = noise._constants, noise._row, trees.tables, constants.counting, constants.numbers
+        for constant in cached:  # without data, and so of no use to others
+            constant.cache_clear()
+            stack.callback(constant.cache_clear)
         stack.enter_context(torch.inference_mode())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield

@@ -269,8 +269,10 @@ class DiscreteModel(Prompted, Placed):
 
 
 def repeated(rows: Tensor, branches: int) -> Tensor:
-    """Rows [B, ...] for every guidance branch [R, ...]."""
-    return rows if branches == 1 else rows.repeat(branches, *[1] * (rows.ndim - 1))
+    """Rows [B, ...] for every guidance branch [R, ...]. Not to be written to: one row is not copied."""
+    if branches == 1 or len(rows) == 1:
+        return rows.expand(branches * len(rows), *rows.shape[1:])
+    return rows.repeat(branches, *[1] * (rows.ndim - 1))
 
 
 def taken_over(into: T | None, fresh: T) -> T:

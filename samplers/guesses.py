@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.sampling import categorical, point_mass
+from .constants import counting
 from .protocols import TokenLayout
 
 INITIAL = ("mixed", "left", "upper", "uniform", "repeat")
@@ -31,8 +32,8 @@ class Ring:
     def index(self, position: Tensor) -> Tensor:
         """Of positions [B, T] in the rows of all images, one after the other."""
         batch, slots, _ = self.rows.shape
-        first = torch.arange(0, batch * slots, slots, device=position.device)
-        return first[:, None] + position % slots
+        slot = position % slots
+        return slot if batch == 1 else counting(batch * slots, position.device, slots)[:, None] + slot
 
     def at(self, position: Tensor) -> Tensor:
         """Rows [B, T, V+] of positions [B, T]."""
@@ -87,8 +88,7 @@ def neighbour_laws(
         uniform[vocab:] = 0
     if initial in ("uniform", "repeat"):
         return uniform.expand(*position.shape, -1)
-    rows_up = torch.div(position - known + stride - 1, stride, rounding_mode="floor").clamp(min=1)
-    above = position - rows_up * stride
+    above = known - (known - position) % stride  # as many rows up as it takes
     above = torch.where(above < 0, known, above)
     left = torch.where(known // stride == position // stride, known, above)
 

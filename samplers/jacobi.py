@@ -27,6 +27,7 @@ from ..kernels.graphs import mapped
 from ..kernels.sampling import at, categorical, readable
 from ..kernels.verification import couple
 from .acceptance import SMALLEST, AcceptanceRule, Draft, Exact, accept_or_redraw, check_strength
+from .constants import counting, numbers
 from .guesses import INITIAL, Memory, fresh_guesses
 from .logits import check_finite, probabilities
 from .loop import decode, kind
@@ -95,8 +96,9 @@ class Carry:
 @dataclass(frozen=True)
 class Verified:
     """Outcome of a pass for the W columns, which predict ``position``: in which of them a guess ``exists``, the law p
-    [B, W, V+], the law q of the guess at the guess itself, tokens, accepted, which of these only a relaxed rule let
-    pass, the drift ``leak`` that rule allowed, and how many tokens each image commits (``count`` [B]).
+    [B, W, V+], the law q of the guess at the guess itself, the ratio of the two there, tokens, accepted, which of these
+    only a relaxed rule let pass (None: there is no such rule), the drift ``leak`` that rule allowed, and how many
+    tokens each image commits (``count`` [B]).
 
     u, v [B, W]: the uniform numbers of the pass (None with Gumbel noise).
     """
@@ -105,10 +107,11 @@ class Verified:
     exists: Tensor
     p: Tensor
     q: Tensor
+    ratio: Tensor
     token: Tensor
     accepted: Tensor
-    relaxed: Tensor
-    leak: Tensor
+    relaxed: Tensor | None
+    leak: Tensor | float
     count: Tensor
     u: Tensor | None
     v: Tensor | None
@@ -122,32 +125,34 @@ def verify(run: Run, carry: Carry, p: Tensor) -> Verified:
     """
     window, memory, rule = carry.window, run.memory, run.method.rule
     batch, seen, _ = p.shape
-    columns = torch.arange(seen, device=p.device)
+    columns = counting(seen, p.device)
     exists = (columns < seen - 1).expand(batch, -1)
     position = window.committed[:, None] + columns
-    u = v = q = None
-    relaxed, leak = torch.zeros_like(exists), torch.zeros(position.shape, device=p.device)
+    u = v = q = ratio = None
+    relaxed, leak = None, 0.0
     if run.method.reuse == "gumbel":
         token = memory.noise.at(position).add_(p.log()).argmax(-1)
         accepted = exists & (token == window.token)
     else:
         u, v = carry.stream.uniforms(position, (Purpose.ACCEPT, Purpose.REDRAW), carry.turn)
         if isinstance(rule, Exact):
-            token, accepted, _, q = coupled(run, window, p, position, exists, u, v)
+            token, accepted, p_guess, q = coupled(run, window, p, position, exists, u, v)
+            ratio = p_guess / q.clamp(min=SMALLEST)
         else:
             strength = torch.ones(position.shape, device=p.device)
             if carry.strength is not None:
                 strength = carry.strength.expand(batch, -1).gather(1, position.clamp(max=carry.layout.length - 1))
             draft = drawn(run, carry, position, exists)
             outcome = accept_or_redraw(rule, p, draft, u, v, strength)
-            token, accepted, relaxed = outcome.token, outcome.accepted, outcome.relaxed
+            token, accepted = outcome.token, outcome.accepted
             if not rule.lossless:
+                relaxed = outcome.relaxed
                 leak = rule.leak(p, draft.q, draft.token, draft.depth, strength) * exists
-    q = (memory.drawn.entry(position, window.token) if q is None else q) * exists
-    left = carry.layout.length - position
-    leading = (accepted & (left > 0)).long().cumprod(-1).sum(-1)  # accepted guesses in a row
-    count = torch.minimum(leading + 1, left[:, 0]).clamp(min=0)
-    return Verified(position, exists, p, q, token, accepted, relaxed, leak, count, u, v)
+    q = memory.drawn.entry(position, window.token) if q is None else q
+    ratio = at(p, window.token) / q.clamp(min=SMALLEST) if ratio is None else ratio
+    leading = accepted.long().cumprod(-1).sum(-1)  # accepted guesses in a row
+    count = torch.minimum(leading + 1, carry.layout.length - window.committed).clamp(min=0)
+    return Verified(position, exists, p, q * exists, ratio * exists, token, accepted, relaxed, leak, count, u, v)
 
 
 def coupled(
@@ -203,7 +208,8 @@ def slide(run: Run, carry: Carry, verified: Verified, first: int) -> Window:
         memory.laws.put(position, verified.p)
 
     known = position[:, -1:]
-    new = known + 1 + torch.arange(run.width - seen + first, device=position.device)  # the last of them has no guess
+    ahead = counting(run.width + first, position.device)[seen:]  # the last of them has no guess
+    new = window.committed[:, None] + ahead
     noise = None
     if memory.noise is not None:
         noise = carry.stream.gumbel(new, verified.p.shape[-1])
@@ -215,36 +221,38 @@ def slide(run: Run, carry: Carry, verified: Verified, first: int) -> Window:
     )
     memory.drawn.put(new[:, :-1], guess_law)
 
-    source = count[:, None] + torch.arange(run.width, device=position.device)
-    token = torch.cat((token, guess), dim=1)
+    source = count[:, None] + counting(run.width, position.device)
     return Window(
         committed=window.committed + count,
         root=torch.cat((window.root, verified.token), dim=1).gather(1, count[:, None]),
-        token=pad(token, (0, 1)).gather(1, source),
+        token=torch.cat((token, guess, torch.zeros_like(known)), dim=1).gather(1, source),
         age=pad(window.age + 1, (0, new.shape[1])).gather(1, source),
     )
 
 
-def record(run: Run, carry: Carry, verified: Verified, first: int, bare: Source) -> Record:
-    """The trace with a pass, of which each image commits ``first`` tokens at most. bare: where a token comes from that
-    is drawn without a guess."""
-    position, exists, token = (x[:, :first] for x in (verified.position, verified.exists, verified.token))
-    accepted, relaxed, q = (x[:, :first] for x in (verified.accepted, verified.relaxed, verified.q))
-    p, guess = verified.p[:, :first], carry.window.token[:, :first]
-    committed = position < (carry.committed + verified.count)[:, None]
-    source = torch.where(exists, Source.RESIDUAL, bare)
-    source = torch.where(accepted, Source.ACCEPTED, source)
-    if not run.method.rule.lossless:
-        source = torch.where(relaxed, Source.RELAXED, source)
+def record(
+    run: Run, carry: Carry, verified: Verified, committed: Tensor, first: int, bare: Source
+) -> Record:
+    """The trace with a pass, which decides the columns ``committed`` [B, W] (bool), ``first`` at most of each image.
+    bare: where a token comes from that is drawn without a guess."""
+    position, token, accepted, p = (
+        x[:, :first] for x in (verified.position, verified.token, verified.accepted, verified.p)
+    )
+    seen, device = verified.p.shape[1], position.device
+    sources = numbers((Source.RESIDUAL.value,) * (seen - 1) + (bare.value,), device)[:first]  # where all are refused
+    source = sources.expand(position.shape).masked_fill(accepted, Source.ACCEPTED)
+    leak = verified.leak
+    if verified.relaxed is not None:
+        source, leak = source.masked_fill(verified.relaxed[:, :first], Source.RELAXED), leak[:, :first]
     if run.forcing:
         forced = carry.layout.forced_at(position) >= 0
-        source = torch.where(forced, Source.FORCED, source)
+        source = source.masked_fill(forced, Source.FORCED)
         accepted = accepted & ~forced
-    depth = position - carry.committed[:, None] + 1
+    depth = numbers((*range(1, seen), 0), device)[:first]
+    committed = committed[:, :first]
     made = carry.record.tokens(
-        position, committed, token, p, finalised_at=carry.turn, source=source, depth=depth * exists, q=q,
-        tv_leak=verified.leak[:, :first], ratio=at(p, guess) / q.clamp(min=SMALLEST) * exists,
-        refinements=carry.window.age[:, :first],
+        position, committed, token, p, finalised_at=carry.turn, source=source, depth=depth, q=verified.q[:, :first],
+        tv_leak=leak, ratio=verified.ratio[:, :first], refinements=carry.window.age[:, :first],
     )
     return made.round(
         accepted=(accepted & committed).sum(-1), committed=verified.count, width=verified.p.shape[1]
@@ -254,16 +262,19 @@ def record(run: Run, carry: Carry, verified: Verified, first: int, bare: Source)
 def decide(run: Run, carry: Carry, logits: Tensor, bare: Source) -> Carry:
     """What follows from a pass's logits [R, W, V+]: tokens, their record, and the next window."""
     layout, window = carry.layout, carry.window
-    position = window.committed[:, None] + torch.arange(logits.shape[1], device=logits.device)
-    forced = layout.forced_at(position) if run.forcing else None
+    forced = None
+    if run.forcing:
+        forced = layout.forced_at(window.committed[:, None] + counting(logits.shape[1], logits.device))
     verified = verify(run, carry, probabilities(logits, run.params, run.model.vocab, forced))
     first = int(verified.count.max()) if readable(verified.count) else verified.p.shape[1]
-    kept = torch.where(position < (window.committed + verified.count)[:, None], position, layout.length)
+    following = slide(run, carry, verified, first)
+    committed = verified.position < following.committed[:, None]
+    kept = torch.where(committed, verified.position, layout.length)
     return replace(
         carry,
-        window=slide(run, carry, verified, first),
+        window=following,
         tokens=carry.tokens.scatter(1, kept, verified.token),
-        record=record(run, carry, verified, first, bare),
+        record=record(run, carry, verified, committed, first, bare),
         turn=carry.turn + 1,
     )
 
@@ -273,7 +284,7 @@ def step(run: Run, carry: Carry) -> Carry:
     """
     window = carry.window
     fed = torch.cat((window.root, window.token[:, :-1]), dim=1)
-    position = window.committed[:, None] + torch.arange(-1, run.width - 1, device=fed.device)
+    position = window.committed[:, None] - 1 + counting(run.width, fed.device)
     out = run.model.step(run.state, fed, position)
     following = decide(run, carry, out.logits, Source.BONUS)
     run.model.commit(run.state, following.committed - window.committed)

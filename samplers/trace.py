@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.sampling import at, entropy
+from .constants import numbers
 from .protocols import TokenLayout
 
 SCHEMA = "specar.trace/1"
@@ -272,4 +273,4 @@ def _filled(value: Tensor | float, like: Tensor) -> Tensor:
     """A tensor or scalar as fp32, spread to the shape of ``like``."""
     if isinstance(value, Tensor):
         return value.to(like.dtype).expand(like.shape)
-    return torch.full_like(like, value)
+    return numbers((value,), like.device, like.dtype).expand(like.shape)
