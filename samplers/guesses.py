@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels.guesses import mean_law, neighbours_of
 from ..kernels.sampling import categorical, point_mass
 from .constants import counting
 from .protocols import TokenLayout
@@ -88,9 +89,9 @@ def neighbour_laws(
         uniform[vocab:] = 0
     if initial in ("uniform", "repeat"):
         return uniform.expand(*position.shape, -1)
-    above = known - (known - position) % stride  # as many rows up as it takes
-    above = torch.where(above < 0, known, above)
-    left = torch.where(known // stride == position // stride, known, above)
+    if initial == "mixed" and not forcing:
+        return mean_law(laws.rows, known, position, stride)
+    left, above = neighbours_of(known, position, stride)
 
     def law(source: Tensor) -> Tensor:
         rows = laws.at(source)
