@@ -2,6 +2,8 @@
 
     speed       what a pass costs: every method beside transformers' generate and a plain loop, alternating in one
                 process; shares, distance to the memory floor, image sizes, batches; on a GPU also kernels and a trace
+    gpu         the first command on a new GPU, in 3, 10 or 25 minutes: do kernels and CUDA graphs compute what they
+                should, and what does a pass cost? Without a GPU a dry run
     launches    how many launches a pass takes on a GPU, counted without one
     methods     how many passes every method needs on the bundled model, and what its pictures lose
     continuous  the same for the continuous pair (MAR and its small drafter)
@@ -23,7 +25,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-WHAT = ("speed", "launches", "methods", "continuous", "loading", "storage", "throughput", "previews", "soak",
+WHAT = ("speed", "gpu", "launches", "methods", "continuous", "loading", "storage", "throughput", "previews", "soak",
         "determinism", "same_seed", "fuzz", "faults")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import comfyui_specar as specar
 import torch
+from comfyui_specar.api import Output
 from comfyui_specar.samplers.protocols import TokenLayout
 from torch import Tensor, nn
 
@@ -154,6 +155,14 @@ class Sampler:
     batch: int = 1
     most: int = 0
 
+    def output(self, seed: int, callback: Callable[[Any], None] | None = None) -> Output:
+        """The images of one run."""
+        return specar.sample(
+            self.staged, self.conditioning, self.method, cfg=self.params.cfg, temperature=self.params.temperature,
+            top_k=self.params.top_k, top_p=self.params.top_p, seed=seed, batch_size=self.batch,
+            layout=self.stretch.drawn, callback=callback,
+        )  # fmt: skip
+
     def __call__(self, seed: int) -> Run:
         device, first, passes = self.staged.device, None, 0
 
@@ -170,11 +179,7 @@ class Sampler:
         wait(device)
         begun = time.perf_counter()
         try:
-            out = specar.sample(
-                self.staged, self.conditioning, self.method, cfg=self.params.cfg, temperature=self.params.temperature,
-                top_k=self.params.top_k, top_p=self.params.top_p, seed=seed, batch_size=self.batch,
-                layout=self.stretch.drawn, callback=progress,
-            )  # fmt: skip
+            out = self.output(seed, progress)
             passes, drafts = out.trace.totals["target_passes"] - 1, out.trace.totals["draft_passes"]
         except Enough:
             drafts = self.clock.begun.get("drafter", 0)

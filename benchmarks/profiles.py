@@ -4,18 +4,17 @@ their torch references."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from importlib import import_module
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from comfyui_specar.kernels import dispatch
-from comfyui_specar.kernels.graphs import Graphs, leaves, mapped
+from comfyui_specar.kernels.graphs import Graphs, leaves
 from comfyui_specar.samplers.session import Session
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from .calls import copied, triton_kernel, watched
 from .passes import Sampler, Span, timed
 
 POLL = "cudaEventSynchronize"  # the host reads how far the images are, one step late
@@ -79,59 +78,54 @@ def between_polls(events: Iterable[tuple[float, str]]) -> dict[str, Any]:
     return {"polls": len(polls), "between": dict(Counter(name for name in inside if name in BLOCKING))}
 
 
+def per_pass(polls: Sequence[float], launched: Iterable[float]) -> float | None:
+    """How many of the moments ``launched`` lie between two polls on average (None: there were no two polls)."""
+    inside = sum(min(polls) < moment < max(polls) for moment in launched) if polls else 0
+    return round(inside / (len(polls) - 1), 1) if len(polls) > 1 else None
+
+
 def synchronisations(contestant: Sampler, device: torch.device) -> dict[str, Any]:
-    """Polls and other synchronisations of a run whose graphs were captured before."""
+    """Of a run whose graphs were captured before: polls, other synchronisations, and what the device did in a pass
+    (kernels and copies, each of which was launched by itself or as a part of a graph)."""
     for seed in range(2):
         contestant(seed)
     with profile(activities=_activities(device), acc_events=True) as prof:
         ran = contestant(2)
-    found = between_polls((event.time_range.start, event.name) for event in prof.events())
-    return found | {"passes": ran.passes}
+    events = prof.events()
+    found = between_polls((event.time_range.start, event.name) for event in events)
+    polls = [event.time_range.start for event in events if event.name == POLL]
+    launched = (event.time_range.start for event in events
+                if event.device_type == DeviceType.CUDA and not event.is_user_annotation)
+    return found | {"passes": ran.passes, "launches": per_pass(polls, launched)}
 
 
-class Calls(dict):
-    """In place of the dispatcher's choices: every torch reference runs, and what it is first called with is kept, by
-    the dispatcher's case (the reference, the device and the kinds of the arguments)."""
-
-    def __contains__(self, case: object) -> bool:
-        return True
-
-    def get(self, case: tuple, default: Any = None) -> Callable[..., Any]:
-        reference = case[0]
-        trial = getattr(import_module(reference.__module__), reference.__name__).trial
-
-        def call(*given: Any) -> Any:
-            if case not in self.keys():
-                tried = given if trial is None else trial(*given)
-                self[case] = reference, trial, mapped(lambda t: t.clone(), tried)
-            return reference(*given)
-
-        return call
-
-
+@torch.inference_mode()
 def kernels(contestants: Iterable[Sampler], device: torch.device) -> list[dict[str, Any]]:
-    """Every Triton kernel that these runs call, beside its torch reference, on what it is called with first for
-    arguments of a kind: do the two agree, and milliseconds of both."""
-    calls = Calls()
-    with patch.object(dispatch, "_chosen", calls):
+    """Every Triton kernel that these runs call, beside its torch reference, on what it is called with first: do the two
+    agree, and milliseconds of both."""
+    first: dict[str, tuple[Callable[..., Any], tuple]] = {}
+
+    def keep(name: str, reference: Callable[..., Any], given: tuple) -> Any:
+        if name not in first:
+            first[name] = reference, copied(given)
+        return reference(*given)
+
+    with watched(keep):
         for contestant in contestants:
             contestant.staged.kept = Eager()
             contestant(0)
-    rows = [beside(*call, device) for call in calls.values()]
-    return sorted(rows, key=lambda row: (row["kernel"], row["inputs"]))
+    return [beside(name, reference, given, device) for name, (reference, given) in sorted(first.items())]
 
 
-def beside(
-    reference: Callable[..., Any], trial: Callable[..., tuple] | None, given: tuple, device: torch.device
-) -> dict[str, Any]:
-    """A row of ``kernels``. trial: see ``dispatch.accelerated``."""
+def beside(name: str, reference: Callable[..., Any], given: tuple, device: torch.device) -> dict[str, Any]:
+    """A row of ``kernels``."""
     shapes = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in leaves(given)]
-    name = f"{reference.__module__.split('kernels.')[-1]}.{reference.__name__}"
-    row: dict[str, Any] = {"kernel": name, "inputs": shapes}
-    try:  # before anything is timed, which may write in the arguments
-        kernel = dispatch.triton_kernel(reference)
-        row |= {"agree": dispatch.agree(reference, kernel, trial, given),
-                "triton_ms": _best(lambda: kernel(*given), device)}
+    row: dict[str, Any] = {"kernel": name, "inputs": shapes, "reference_ms": _best(lambda: reference(*given), device)}
+    try:
+        twin = triton_kernel(name)
+        here, there = copied(given), copied(given)  # either may write in its arguments
+        pairs = zip(leaves((reference(*here), here)), leaves((twin(*there), there)), strict=True)
+        row |= {"agree": all(dispatch.alike(a, b) for a, b in pairs), "triton_ms": _best(lambda: twin(*given), device)}
     except Exception as error:  # whatever a compiler or driver may raise: the other kernels are still measured
         row["failed"] = f"{type(error).__name__}: {error}"[:500]
     return row | {"reference_ms": _best(lambda: reference(*given), device)}

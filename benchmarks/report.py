@@ -41,9 +41,12 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str:
-    """The commit of the tree, with a mark if it was changed."""
+    """The commit of the tree, with a mark if it was changed ("unknown" in a copy without git)."""
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    result = subprocess.run(describe, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+    try:
+        result = subprocess.run(describe, capture_output=True, text=True, cwd=Path(__file__).parent, check=False)
+    except FileNotFoundError:
+        return "unknown"
     return result.stdout.strip() or "unknown"
 
 

@@ -84,7 +84,7 @@ def _model(model: dict[str, Any]) -> list[str]:
     if model.get("rows"):
         found.append(_methods(model))
     if model.get("widths"):
-        found += ["A pass of the model alone, by its tokens:", _grid(
+        found += ["A pass of the model alone, by its tokens:", grid(
             ("tokens", *(str(w["tokens"]) for w in model["widths"])),
             [("ms", *(w["ms"]["median"] for w in model["widths"])), ("ratio", *(w["ratio"] for w in model["widths"]))],
         )]  # fmt: skip
@@ -97,21 +97,21 @@ def _model(model: dict[str, Any]) -> list[str]:
             rows = [(*(point[key] for key in keys),
                      *(f"{point['ms'][name]['median'] / point.get('pictures', 1):.4g}" for name in names))
                     for point in model[part]]
-            found += [title, _grid((*keys, *names), rows)]
+            found += [title, grid((*keys, *names), rows)]
     if model.get("batches") and model["batches"][0]["whole"]:
         names = list(model["batches"][0]["seconds"])
         rows = [(point["pictures"], *(round(point["seconds"][name]["median"] / point["pictures"], 3) for name in names))
                 for point in model["batches"]]
-        found += ["Seconds per picture:", _grid(("pictures", *names), rows)]
+        found += ["Seconds per picture:", grid(("pictures", *names), rows)]
     if model.get("trace"):
         rows = [(t["name"], t["passes"], t["polls"], t["between"] or "none") for t in model["trace"]]
         found += ["Synchronisations between the first poll and the last:",
-                  _grid(("method", "passes", "polls", "others between"), rows)]
+                  grid(("method", "passes", "polls", "others between"), rows)]
     if model.get("kernels"):
         rows = [(k["kernel"], ", ".join(k["inputs"]), k["reference_ms"], k.get("triton_ms", ""),
                  k.get("failed") or k["agree"]) for k in model["kernels"]]
         found += ["Triton kernels beside their torch references, on what the methods first called them with:",
-                  _grid(("kernel", "inputs", "torch, ms", "Triton, ms", "agree"), rows)]
+                  grid(("kernel", "inputs", "torch, ms", "Triton, ms", "agree"), rows)]
     return found
 
 
@@ -136,11 +136,12 @@ def _methods(model: dict[str, Any]) -> str:
             f"{cost:.2f}", f"{fewer:.2f}" if fewer else "", f"{faster:.2f}" if faster else "",
             *("" if baseline or other not in over else f"{over[other]:.2f}" for other in OTHERS),
         ))  # fmt: skip
-    return _grid(("method", "passes", "ms per pass", "passes/s", "model", "drafter", "sampling", "host",
+    return grid(("method", "passes", "ms per pass", "passes/s", "model", "drafter", "sampling", "host",
                   "floor, ms (share)", "peak MB", "seconds", "cost", "fewer passes", "faster", "x static", "x dynamic",
                   "x loop"), rows)  # fmt: skip
 
 
-def _grid(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def grid(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,8 +10,8 @@ import torch
 from comfyui_specar import api
 from comfyui_specar.benchmarks import plain, profiles, sizes, speed, subjects
 from comfyui_specar.benchmarks.generate import generate, twin
+from comfyui_specar.benchmarks.gpu import subjects as gpu_subjects
 from comfyui_specar.benchmarks.passes import Staged, Stretch, weights_read
-from comfyui_specar.kernels import cache, dispatch, sampling
 from comfyui_specar.models.positions import SequencePositions
 from comfyui_specar.samplers.protocols import SamplingParams, TokenLayout
 
@@ -20,10 +19,7 @@ CPU = torch.device("cpu")
 
 
 def tiny(name):
-    size = sizes.SIZES[name]
-    config = replace(size.config, dim=32, layers=2, heads=4, kv_heads=min(size.config.kv_heads, 2), ffn_dim=64,
-                     vocab=64 + sum(size.specials))
-    return replace(size, config=config, grid=(8, 8), defaults=replace(size.defaults, cfg=3.0, top_k=20))
+    return gpu_subjects.tiny(sizes.SIZES[name])
 
 
 @pytest.mark.parametrize("name", ["janus-small", "chameleon-small", "emu3-small", "llamagen-b"])
@@ -164,36 +160,18 @@ def test_traces_and_kernels_of_a_run(small_world, tmp_path):
     case = subjects.subject("tiny", None, CPU, torch.float32, 16, 0)
     entry, report = {}, speed.Report({}, tmp_path / "x.json", 60)
     speed.only_on_a_gpu(case, ["next_token"], entry, SimpleNamespace(parts=speed.PARTS), report)
-    assert entry["trace"] == [{"name": "next_token", "polls": 0, "between": {}, "passes": 5}]
-    assert entry["kernels"] == [] and report.content["not_run"] == {}
+    assert entry["trace"] == [{"name": "next_token", "polls": 0, "between": {}, "passes": 5, "launches": None}]
+    assert report.content["not_run"] == {}
+    rows = {row["kernel"]: row for row in entry["kernels"]}
+    assert {"rotation.rotate_and_keep", "attention.attend_few", "logits.probabilities"} <= set(rows)
+    assert rows["logits.probabilities"]["inputs"][0] == "float32 [2, 1, 64]"
+    for row in rows.values():
+        assert row["reference_ms"] > 0 and ("triton_ms" in row or row["failed"])  # Triton needs a GPU
 
 
-class Tried:
-    """A sampler whose run calls two kernels, one of which writes in its arguments, as if on a GPU."""
-
-    staged = SimpleNamespace()
-
-    def __call__(self, seed):
-        for reference, given in ((sampling.categorical, (torch.rand(3, 9), torch.rand(3))),
-                                 (cache.keep_path, (torch.rand(2, 1, 2, 5, 4), torch.ones(1).long(),
-                                                    torch.tensor([[1, 2]])))):
-            case = reference.__wrapped__, CPU, *map(dispatch.kind, given)
-            assert case in dispatch._chosen
-            dispatch._call(case, reference.__wrapped__, given)
-
-
-def test_kernels_of_a_run_stand_beside_their_references(monkeypatch):
-    """With the dispatcher's own cases, and on copies of what is written."""
-    before = dict(dispatch._chosen)
-    rows = profiles.kernels([Tried(), Tried()], CPU)
-    assert dispatch._chosen == before
-    assert [row["kernel"] for row in rows] == ["cache.keep_path", "sampling.categorical"]
-    assert rows[1]["inputs"] == ["float32 [3, 9]", "float32 [3]"] and all(row["reference_ms"] > 0 for row in rows)
-    assert rows[0]["inputs"][0] == "float32 [1, 1, 2, 5, 4]", "one layer of two"
-    assert all("triton_ms" in row or row["failed"] for row in rows), "Triton needs a GPU"
-    module = SimpleNamespace(keep_path=lambda buffer, lengths, path: None)
-    monkeypatch.setitem(sys.modules, f"{cache.__name__}_triton", module)
-    assert profiles.kernels([Tried()], CPU)[0]["agree"] is False, "it writes nothing"
+def test_what_the_device_does_between_polls_is_counted():
+    assert profiles.per_pass([4, 2, 6], [1, 3, 3, 5, 7]) == 1.5
+    assert profiles.per_pass([4], [1, 3]) is None and profiles.per_pass([], []) is None
 
 
 def test_shares_on_a_gpu_leave_what_is_idle_to_the_host():

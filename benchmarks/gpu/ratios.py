@@ -1,0 +1,57 @@
+"""Stage ``ratios``: how much faster every method is than next-token, on images of a large model that was trained.
+
+The bundled model is too small to tell what a pass costs on a GPU. Widened to a larger model's shapes by channels and
+layers that add nothing, it draws the same images at the larger one's cost.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import comfyui_specar as specar
+import torch
+from comfyui_specar.samplers.protocols import TokenLayout
+
+from ..runs import PROMPTS, Case, cases, drafter_cases, measure
+from ..subjects import BASE
+from . import packages, subjects
+from .findings import NEEDS_DEVICE, Findings, NotRun
+
+FOLDER = "widened"  # beside the bundled model
+
+
+def run(findings: Findings, widened: str | None = None, **_options: object) -> None:
+    packages.need("safetensors", "einops")
+    dry = findings.dry
+    folder = Path(widened) if widened else specar.bundled("default").parent / FOLDER
+    if dry:
+        findings.not_run("wall-time ratios", NEEDS_DEVICE)
+        folder = specar.bundled("default")
+    elif not folder.is_dir():
+        raise NotRun(f"there is no widened model in {folder}")
+    device = subjects.device_of(dry)
+    model = specar.load_model(folder, device=device, dtype=torch.float32 if dry else torch.bfloat16)
+    vae = specar.load_image_decoder(folder, device=device)
+    eagle = specar.load_drafter(folder / "eagle", model)
+    listed = {case.name: case for case in (*cases((16, 32)), *drafter_cases(eagle, eagle))}
+    settings = {"layout": TokenLayout.plain(2, 16)} if dry else {"cfg": 3.0}
+
+    def measured(case: Case) -> dict:
+        return measure(model, vae, case, PROMPTS[:1] if dry else PROMPTS[:3], 1, **settings)
+
+    base = None
+    with findings.listening():
+        for method in findings.each(subjects.DRY_METHODS[:3] if dry else subjects.methods(), "methods"):
+            with findings.item(method=method) as row:
+                if not dry:
+                    measured(listed[method])  # captures, compiles
+                found = measured(listed[method])
+                base = base or found
+                row |= {"passes": round(found["passes"], 1), "fewer passes": round(base["passes"] / found["passes"], 2)}
+                if not dry:
+                    faster = base["seconds"] / found["seconds"]
+                    row |= {"seconds": round(found["seconds"], 3), "faster": round(faster, 2)}
+    timed = [row for row in findings.rows if "faster" in row and row["method"] != BASE]
+    best = max(timed, key=lambda row: row["faster"], default=None)
+    findings.content["summary"] = (f"{best['method']} is {best['faster']} times as fast as next-token" if best
+                                   else f"{len(findings.rows)} runs went through")

@@ -1,0 +1,81 @@
+"""The models that the stages run: released shapes, shapes too small for anything but looking whether all works, and the
+bundled ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from comfyui_specar.kernels import dispatch
+from comfyui_specar.kernels.graphs import capturable
+
+from .. import sizes
+from ..passes import Stretch
+from ..subjects import METHODS, STORAGES, Subject, subject
+from . import packages
+from .findings import NotRun
+
+EMU3_IDS = 184_622  # of Emu3's whole vocabulary; released models keep the head's rows of images alone
+FAMILIES = ("llamagen-xl", "janus-pro-1b", "lumina-mgpt-7b", "emu3-8b")  # one of each kind
+NO_GRAPHS = "steps are not captured as CUDA graphs on this GPU"
+FEW = 40  # tokens that are drawn where not the whole image is needed
+DRY_TOKENS = 18  # that a dry run draws: a window of 16 and a little more
+DRY_METHODS = ("next_token", "sjd coupled w16", "chain of 5", "ADT-Tree")  # with a window, a draft, and without a limit
+
+
+def device_of(dry: bool) -> torch.device:
+    """The GPU by its index, as tensors name theirs; in a dry run the CPU."""
+    return torch.device("cpu") if dry else torch.device("cuda", torch.cuda.current_device())
+
+
+def need_kernels(dry: bool) -> None:
+    """Raise NotRun where the Triton kernels are not used; in a dry run, where there is no interpreter of them."""
+    packages.need("triton")
+    if not dry and not dispatch.runs_triton(device_of(dry)):
+        raise NotRun("the pack does not use its Triton kernels on this GPU")
+
+
+def need_graphs(dry: bool) -> None:
+    """Raise NotRun on a GPU on which steps are only called."""
+    if not dry and not capturable(device_of(dry)):
+        raise NotRun(NO_GRAPHS)
+
+
+def tiny(size: sizes.Size) -> sizes.Size:
+    """The same family with two narrow layers, 64 codes and an image of 8 x 8 tokens."""
+    config = replace(size.config, dim=32, layers=2, heads=4, kv_heads=min(size.config.kv_heads, 2), ffn_dim=64,
+                     vocab=64 + sum(size.specials))
+    return replace(size, config=config, grid=(8, 8), defaults=replace(size.defaults, cfg=3.0, top_k=20))
+
+
+def flat(size: sizes.Size) -> sizes.Size:
+    """One layer of the same shapes: its kernels are called with what those of all layers are."""
+    return replace(size, config=replace(size.config, layers=1))
+
+
+def whole_vocabulary(size: sizes.Size) -> sizes.Size:
+    """Emu3 with every id that its tokenizer has."""
+    return replace(size, config=replace(size.config, vocab=EMU3_IDS))
+
+
+def random_subject(name: str, size: sizes.Size, device: torch.device, dtype: torch.dtype, tokens: int,
+                   most: int = 0) -> Subject:
+    """A model of a size with random weights that draws ``tokens`` in the middle of an image. A name may say how the
+    matrices are stored (X:int8, X:fp8)."""
+    storage = name.partition(":")[2]
+    model = sizes.build(size, dtype, device, STORAGES[storage] if storage else None)
+    return Subject(name, model, sizes.prompt(model), model.defaults, Stretch.middle(model.layout(), tokens),
+                   sizes.eagle(model), most=most)
+
+
+def bundled_subject(device: torch.device, dtype: torch.dtype, tokens: int = 0) -> Subject:
+    """The bundled model, which draws a whole image, or ``tokens`` in the middle of one."""
+    packages.need("safetensors", "einops")
+    found = subject("default", 3.0, device, dtype, 0, 0)
+    return replace(found, stretch=Stretch.middle(found.stretch.layout, tokens)) if tokens else found
+
+
+def methods() -> list[str]:
+    """One method of each kind, as far as the packages here allow. Tables of neighbours need numpy and a file."""
+    without = () if packages.here("numpy") and packages.here("safetensors") else ("LANTERN",)
+    return [name for name in METHODS if not name.startswith(without)]

@@ -1,0 +1,338 @@
+"""The command for a new GPU: its verdicts, what it compares, and that its dry run tries every stage."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+from comfyui_specar.benchmarks import calls, report, sizes
+from comfyui_specar.benchmarks.gpu import captures, graphs, kernels, passes, ratios, stages, subjects
+from comfyui_specar.benchmarks.gpu.findings import MOST_FAILURES, NEEDS_DEVICE, Findings, NotRun
+from comfyui_specar.benchmarks.gpu.page import page
+from comfyui_specar.benchmarks.gpu.stages import CUT, FAILED, NOT_RUN, OK, STAGES, WARNING, Stage
+from comfyui_specar.kernels import sampling
+from comfyui_specar.samplers import jacobi
+from comfyui_specar.tests.patience import PATIENCE
+
+CPU = torch.device("cpu")
+NOTHING = {"summary": "all well", "rows": [], "failures": [], "warnings": [], "not_run": {}, "at": None}
+
+
+@pytest.fixture
+def findings():
+    return Findings(None, PATIENCE, dry=True)
+
+
+# Findings
+
+
+def test_what_goes_wrong_with_an_item_is_noted_and_the_next_goes_on(findings, tmp_path):
+    findings.out = tmp_path / "stage.json"
+    for thing in findings.each([0, 1, 2], "things"):
+        with findings.item(thing=thing) as row:
+            assert json.loads(findings.out.read_text(encoding="utf-8"))["at"] == str(thing)
+            if thing == 1:
+                raise NotRun("it is odd")
+            row["inverse"] = 2 / thing
+    assert findings.rows == [{"thing": 2, "inverse": 1.0}]
+    assert findings.content["failures"] == ["0: ZeroDivisionError: division by zero"]
+    assert findings.content["not_run"] == {"1": "it is odd"}
+    assert json.loads(findings.out.read_text(encoding="utf-8")) == findings.content
+
+
+def test_a_stage_begins_nothing_new_when_its_time_is_over_or_too_much_has_failed(findings):
+    late = Findings(None, 0.0, dry=True)
+    assert list(late.each("abc", "letters")) == [] and late.content["not_run"] == {"3 letters": "out of time"}
+    for thing in findings.each(range(9), "numbers"):
+        findings.failure(str(thing))
+    assert len(findings.content["failures"]) == MOST_FAILURES and list(findings.content["not_run"]) == ["4 numbers"]
+
+
+def test_a_warning_of_the_pack_is_a_failure_while_it_is_listened_to(findings):
+    log = logging.getLogger("comfyui_specar.kernels.graphs")
+    with findings.listening():
+        for _ in range(2):
+            log.warning("no graphs: %s", "why")
+        log.info("fine")
+    log.warning("nobody listens")
+    assert findings.content["failures"] == ["no graphs: why"]
+
+
+# Verdicts
+
+
+@pytest.mark.parametrize(("found", "code", "verdict", "told"), [
+    ({"rows": [{}]}, 0, OK, "all well"), ({"rows": [{}], "warnings": ["slow"]}, 0, WARNING, "slow"),
+    ({"rows": [{}], "failures": ["wrong"], "warnings": ["slow"]}, 0, FAILED, "wrong"),
+    ({"not_run": {"all": "no ComfyUI"}}, 0, NOT_RUN, "no ComfyUI"), ({"rows": [{}]}, 86, FAILED, "code 86: last words"),
+    ({"rows": [{}], "at": "ADT-Tree"}, None, CUT, "after 9 s at: ADT-Tree"), ({"failures": ["x"]}, None, FAILED, "x"),
+])
+def test_verdicts(found, code, verdict, told):
+    given, why = stages.judged(NOTHING | found, code, 9.0, " last words\n")
+    assert given == verdict and told in why
+
+
+def test_a_process_that_dies_hangs_or_is_not_there(tmp_path):
+    def run(*before, seconds=PATIENCE):
+        return stages.process(Stage("device", "", 1, "device.run", before=before), seconds, tmp_path, [], True)
+
+    died = run("/bin/sh", "-c", "echo no memory; exit 3")
+    assert died["verdict"] == FAILED and "code 3: no memory" in died["why"]
+    begun = time.perf_counter()
+    assert run("/bin/sh", "-c", "sleep 6000 & wait", seconds=1)["verdict"] == CUT
+    assert time.perf_counter() - begun < PATIENCE  # nothing is waited for
+    absent = run("no-such-sanitizer")
+    assert absent["verdict"] == NOT_RUN and "no-such-sanitizer is not installed" in absent["why"]
+
+
+def test_where_a_stage_fails_the_later_ones_are_not_run(monkeypatch, tmp_path):
+    times = {}
+
+    def process(stage, seconds, *_given):
+        times[stage.name] = seconds
+        return stages.not_run(stage, "") | {"verdict": FAILED if stage.name == "graphs" else OK}
+
+    monkeypatch.setattr(stages, "process", process)
+    found = {e["stage"]: e for e in stages.in_turn(STAGES, 3600, tmp_path, [], dry=False)}
+    assert list(found) == [stage.name for stage in STAGES] and list(times) == ["device", "kernels", "races", "graphs"]
+    assert all(found[name]["why"] == "the stage graphs failed" for name in ("allocator", "passes", "prompts"))
+    assert times["device"] >= stages.STARTING and times["kernels"] > 600  # what is left over is handed on
+    assert list(stages.in_turn(STAGES, 0, tmp_path, [], dry=False))[0]["why"] == "out of time"
+    dry = {e["stage"]: e["why"] for e in stages.in_turn(STAGES[2:3], 60, tmp_path, [], dry=True)}
+    assert dry == {"races": NEEDS_DEVICE}
+
+
+def test_a_copy_without_git_has_no_commit(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert report.commit() == "unknown"
+
+
+# What is compared
+
+
+def test_calls_are_watched_wherever_a_kernel_was_imported():
+    before, seen = jacobi.__dict__.copy(), []
+
+    def look(name, reference, given):
+        seen.append((name, len(given)))
+        return reference(*given)
+
+    with calls.watched(look):
+        sampling.redraw(torch.rand(2, 5), q=torch.rand(2, 5), v=torch.rand(2))
+        from comfyui_specar.kernels import verification
+
+        verification.couple(torch.rand(1, 2, 5), torch.rand(1, 2, 5), *(torch.zeros(1, 2, dtype=torch.int64),) * 2,
+                            torch.ones(1, 2, dtype=torch.bool), torch.rand(1, 2), torch.rand(1, 2))
+    assert seen == [("sampling.redraw", 3), ("verification.couple", 7), ("sampling.redraw", 3)]
+    assert jacobi.__dict__ == before
+    sampling.redraw(torch.rand(2, 5), torch.rand(2, 5), torch.rand(2))
+    assert len(seen) == 3
+
+
+def test_every_accelerated_function_is_known():
+    found = calls.accelerated()
+    assert {"attention.attend_few", "continuous.redraw", "sampling.redraw", "verification.block"} <= set(found)
+    assert all(hasattr(function, "__wrapped__") for function in found.values())
+
+
+@dataclass
+class Pair:
+    a: torch.Tensor
+    n: int = 3
+
+
+def reference(x, pair):
+    """Writes in x, and returns something else."""
+    x += pair.a
+    return x * 2
+
+
+def test_a_kernel_must_return_and_write_what_its_reference_does():
+    def comparison(kernel):
+        told.clear()
+        return kernels.Comparison(lambda name, given: kernel(*given), kernels.shape, {"model": "toy"}, told.append, {})
+
+    def call(found, size=4):
+        x = torch.zeros(size, 2)[:, 0]  # a slice of something wider
+        assert torch.equal(found("k", reference, (x, Pair(torch.ones(size)))), torch.full((size,), 2.0))
+        assert x.eq(1).all() and x.stride() == (2,)
+
+    def sliced(x, pair):
+        assert x.stride() == (2,) and isinstance(pair, Pair) and pair.n == 3
+        return reference(x, pair)
+
+    told = []
+    right = comparison(sliced)
+    for size in (4, 4, 5):
+        call(right, size)
+    assert right.rows["k"] == {"model": "toy", "kernel": "k", "calls": 2, "disagreed": 0, "largest": 0.0}
+
+    for wrong in (lambda x, pair: reference(x, pair) + 0.5, lambda x, pair: x * 0 + 2, lambda x, pair: 1 / 0):
+        found = comparison(wrong)
+        call(found)
+        assert not told  # a decision on an edge may fall on either side: it gets another try
+        for _ in range(2):
+            call(found)
+        assert found.rows["k"]["disagreed"] == 1 and found.rows["k"]["calls"] == 2
+        [failure] = told
+        assert failure.startswith("toy: k of ") and "('float32', 4)" in failure
+
+
+def test_differences():
+    a = torch.tensor([1.0, 100.0, torch.inf, torch.nan])
+    assert kernels.difference(a, a) == 0
+    assert kernels.difference(a, a + torch.tensor([0.5, 1.0, 0, 0])) == 0.5
+    assert kernels.difference(a, torch.zeros(4)) == torch.inf
+    assert kernels.difference(torch.arange(4), torch.tensor([0, 1, 2, 9])) == 0.25
+
+
+def test_the_shapes_are_those_of_the_released_models():
+    found = kernels.models(dry=False)
+    assert {name: (size.config.dim, size.config.vocab) for name, size in found.items()} == {
+        "llamagen-xl": (1280, 16384), "llamagen-xl:int8": (1280, 16384), "llamagen-xl:fp8": (1280, 16384),
+        "janus-pro-1b": (2048, 16384), "lumina-mgpt-7b": (4096, 8194), "emu3-8b": (4096, 32772),
+        "emu3-8b, all ids": (4096, 184_622)}
+    assert all(size.config.layers == 1 for size in found.values())
+    assert {method for case in kernels.SETTINGS for method in case} == {"cfg", "temperature", "top_k", "top_p", "order"}
+
+
+class Drawn:
+    """A sampler whose runs give these tokens."""
+
+    def __init__(self, *runs):
+        self.runs, self.staged = iter(runs), SimpleNamespace()
+
+    def output(self, seed):
+        return SimpleNamespace(tokens=torch.tensor([next(self.runs)]))
+
+
+@pytest.mark.parametrize(("runs", "row"), [
+    (([1, 2, 3], [1, 2, 3]), {"same": True, "first": None, "again": None}),
+    (([1, 0, 0], [1, 2, 3]), {"same": False, "first": 1, "again": None}),
+    (([1, 2, 3], [1, 2, 0]), {"same": False, "first": None, "again": 2}),
+])
+def test_tokens_of_captured_steps_are_compared(runs, row):
+    assert graphs.compared(Drawn([1, 2, 3]), Drawn(*runs), graphs.Captures()) == row | {"captures": 0}
+
+
+def test_captures_are_counted_and_settings_that_repeat_them_are_named(monkeypatch, findings):
+    monkeypatch.setattr(subjects, "DRY_METHODS", ("next_token",) * 2)
+    captures.run(findings)
+    row = findings.rows[0]
+    assert row["captures"] > 0 and row["second image"] == row["prompt"] == 0
+    assert set(row) == {"method", "captures", "second image", "prompt", "guidance", "temperature", "top-k", "top-p"}
+    assert not findings.content["failures"]
+    assert len(findings.content["warnings"]) == sum(row[change] > 0 for row in findings.rows for change in
+                                                    ("prompt", "guidance", "temperature", "top-k", "top-p"))
+
+
+def test_rows_of_a_device(monkeypatch):
+    """What a dry run leaves out, on a CPU that stands for a GPU."""
+    for name, value in {"MODELS": ("llamagen-xl",), "METHODS": ("next_token", "chain of 5"), "TOKENS": 8,
+                        "REPETITIONS": 2, "PROFILED": 8, "SLOWEST": 0}.items():
+        monkeypatch.setattr(passes, name, value)
+    monkeypatch.setattr(subjects, "device_of", lambda dry: CPU)
+    monkeypatch.setitem(sizes.SIZES, "llamagen-xl", subjects.tiny(sizes.SIZES["llamagen-xl"]))
+    findings = Findings(None, PATIENCE, dry=False)
+    passes.run(findings, generate=True)
+    assert findings.content["failures"] == [] and findings.content["not_run"] == {}
+    first, chain, *others = findings.rows
+    assert [row["method"] for row in others] == ["generate, static cache", "generate, dynamic cache", "plain loop"]
+    assert set(first) == {"model", "method", "ms", "floor, ms", "times the floor", "cost", "launches",
+                          "synchronisations"}
+    assert first["cost"] == 1 and first["synchronisations"] == "none" and chain["floor, ms"] > first["floor, ms"] > 0
+    assert [told for told in findings.content["warnings"] if "are its graphs replayed?" in told]
+    assert findings.content["summary"].startswith("llamagen-xl: ")
+
+
+def test_without_a_widened_model_nothing_is_said_of_it(tmp_path):
+    with pytest.raises(NotRun, match="widened"):
+        ratios.run(Findings(None, PATIENCE, dry=False), widened=str(tmp_path / "widened"))
+
+
+def test_what_the_pack_does_without_is_not_tried(monkeypatch):
+    """On an older GPU, or AMD's: there is nothing to compare."""
+    for name in ("subjects.dispatch.runs_triton", "subjects.capturable"):
+        monkeypatch.setattr(f"{subjects.__package__}.{name}", lambda device: False)
+    monkeypatch.setattr(subjects, "device_of", lambda dry: CPU)
+    for stage in (kernels.run, graphs.run, captures.run):
+        with pytest.raises(NotRun, match="on this GPU"):
+            stage(Findings(None, PATIENCE, dry=False))
+
+
+def test_captures_are_timed_on_a_device(monkeypatch):
+    case = subjects.random_subject("x", subjects.tiny(sizes.SIZES["llamagen-xl"]), CPU, torch.float32, 8)
+    with graphs.captures(dry=True) as counted:
+        row = captures.of_an_image(case.sampler("next_token"), counted, dry=False)
+    assert row["captures"] == 1 and row["second image"] == 0 and 0 < row["ms of one"] <= row["ms in all"]
+
+
+# The whole
+
+
+BARE = """
+import importlib.util, sys
+
+ABSENT = {"numpy", "PIL", "safetensors", "einops", "transformers", "aiohttp"}
+known = importlib.util.find_spec
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ABSENT:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Finder())
+importlib.util.find_spec = lambda name, package=None: None if name in ABSENT else known(name, package)
+from benchmarks import gpu
+gpu.main()
+"""
+
+
+def test_it_runs_where_there_is_nothing_but_torch(tmp_path):
+    """Random weights need neither files nor images; what does is not run, and says why."""
+    found = {}
+    for stage in ("device", "captures", "ratios"):
+        out = tmp_path / f"{stage}.json"
+        options = ["--stage", stage, "--into", str(out), "--seconds", str(PATIENCE), "--dry"]
+        subprocess.run([sys.executable, "-c", BARE, *options], check=True, cwd=stages.ROOT, timeout=PATIENCE)
+        found[stage] = json.loads(out.read_text(encoding="utf-8"))
+        assert found[stage]["failures"] == []
+    assert "einops is not installed" in found["device"]["not_run"].values()
+    assert len(found["captures"]["rows"]) == 2
+    assert found["ratios"]["rows"] == [] and "safetensors" in " ".join(found["ratios"]["not_run"].values())
+
+
+def test_a_dry_run_tries_every_stage(tmp_path):
+    out = tmp_path / "gpu.json"
+    environment = {name: value for name, value in os.environ.items() if name != "COMFYUI_PATH"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "gpu", "--dry", "--minutes", "60", "--out", str(out)], cwd=stages.ROOT,
+        env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    told = json.loads(out.read_text(encoding="utf-8"))
+    found = {entry["stage"]: entry for entry in told["stages"]}
+    verdicts = {name: entry["verdict"] for name, entry in found.items()}
+    assert verdicts.pop("captures") in (OK, WARNING), ran.stdout
+    assert verdicts == dict.fromkeys(verdicts, OK) | {"races": NOT_RUN, "prompts": NOT_RUN}, ran.stdout
+    assert found["prompts"]["why"] == "COMFYUI_PATH does not name a ComfyUI tree"
+    needed = {name for name, entry in found.items()
+              if NEEDS_DEVICE in (*entry.get("not_run", {}).values(), entry["why"])}
+    assert needed == {"device", "races", "allocator", "captures", "passes", "ratios"}
+    assert {row["kernel"] for row in found["kernels"]["rows"]} >= {"attention.attend_few", "linear.few_rows",
+                                                                  "verification.walk_exact"}
+    text = out.with_suffix(".md").read_text(encoding="utf-8")
+    assert text == page(told) and "Dry run, without a CUDA device" in text
+    assert all(f"| {stage.title} | **" in text for stage in STAGES)
+
+
+def test_tiny_models_are_of_the_same_families():
+    for name in subjects.FAMILIES:
+        tiny = subjects.tiny(sizes.SIZES[name])
+        assert (tiny.family, tiny.specials) == (sizes.SIZES[name].family, sizes.SIZES[name].specials)
+        assert tiny.codes == 64 and subjects.flat(tiny).config.layers == 1
