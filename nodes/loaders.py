@@ -152,8 +152,8 @@ class EmptyLatent(io.ComfyNode):
             inputs=[
                 ARModel.Input("model", tooltip="The model that will draw; it knows which sizes are possible."),
                 io.Int.Input("width", default=128, min=0, max=4096, step=8,
-                             tooltip="Width in pixels. 0: the model's own. The bundled models draw 128 x 128; AR Model "
-                             "Info lists the sizes of a model."),
+                             tooltip="Width in pixels. 0: the model's own, the only one of the bundled models. AR "
+                             "Model Info lists the sizes of a model."),
                 io.Int.Input("height", default=128, min=0, max=4096, step=8,
                              tooltip="Height in pixels. 0: the model's own."),
                 io.Int.Input("batch_size", default=1, min=1, max=64,
