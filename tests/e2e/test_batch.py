@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import comfyui_specar as specar
 import numpy as np
 import pytest
 from comfyui_specar.model_loaders.trace_files import load_trace
@@ -55,6 +56,8 @@ def test_every_job_has_one_picture_although_a_server_is_killed(comfy, comfyui, t
     assert batch.returncode == 0, said
     assert "6 of 6 jobs are done" in said
 
+    model = specar.load_model(specar.bundled("default"))
+    rows, cols = model.grid
     found = {record["id"]: record for record in results(tmp_path)}
     assert Counter(record["id"] for record in results(tmp_path)) == Counter(job for job, _, _ in JOBS)
     for job, prompt, seed in JOBS:
@@ -65,7 +68,7 @@ def test_every_job_has_one_picture_although_a_server_is_killed(comfy, comfyui, t
         assert 0 < trace["target_passes"] < 256
         assert record["seconds"] > 0 and comfy.get(f"/history/{record['prompt_id']}") == {}
         with Image.open(tmp_path / f"out/{job}.png") as picture:
-            assert picture.size == (128, 128)
+            assert picture.size == (cols * model.pixels_per_token, rows * model.pixels_per_token)
             assert json.loads(picture.text["prompt"])["5"]["inputs"]["seed"] == seed
             border = np.asarray(picture.convert("RGB")).astype(int)[[0, -1]].reshape(-1, 3)
             assert np.median(border, axis=0).argmax() == COLOURS[job.split("-")[1]], f"look at {picture.filename}"

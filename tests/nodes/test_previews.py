@@ -254,11 +254,12 @@ def test_colours_resemble_the_picture(bundled):
     model = specar.load_model(specar.bundled(bundled))
     decoder = getattr(model, "image_decoder", None) or specar.load_image_decoder(specar.bundled(bundled))
     palette = measure_palette(decoder, model)
-    y, x = torch.meshgrid(torch.linspace(-1, 1, 64), torch.linspace(-1, 1, 64), indexing="ij")
+    side = decoder.factor
+    rows, cols = (torch.linspace(-1, 1, side * tokens) for tokens in model.grid)
+    y, x = torch.meshgrid(rows, cols, indexing="ij")
     disc, stripes = (x.square() + y.square() < 0.5).float(), (x * 4).sin() / 2 + 0.5
     picture = torch.stack((disc, stripes * 0.8, 0.9 - 0.7 * disc), dim=-1)[None]
     latent = decoder.encode_latent(picture)
-    side = decoder.factor
     truth = decoder.decode(latent)[0].unflatten(0, (-1, side)).unflatten(2, (-1, side)).mean((1, 3))
     error = (palette.colours(latent) - truth).square().mean()
     assert error < 0.35 * (truth - truth.mean((0, 1))).square().mean()

@@ -11,7 +11,15 @@ from comfyui_specar.models.backbone import HeadNorm, Rotation
 from comfyui_specar.training import drafter as command_line
 from comfyui_specar.training import drafter_export
 from comfyui_specar.training.drafter_data import Example, Pool, from_folder, hidden_states, own_samples
-from comfyui_specar.training.drafter_lessons import EagleLesson, SmallLesson, draft_mask, overlap, train
+from comfyui_specar.training.drafter_lessons import (
+    EagleLesson,
+    SmallLesson,
+    draft_mask,
+    guide,
+    head,
+    overlap,
+    train,
+)
 from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
@@ -355,16 +363,20 @@ def test_the_command_line_trains_a_drafter_for_a_model_of_ones_own(tmp_path, mon
 
 
 def test_the_bundled_drafters_guess_what_the_bundled_model_draws():
-    """Far above chance (0.001), and worse where hidden states are paired with the tokens before theirs."""
+    """At most three quarters as many single drafts are refused as of one who guesses that a token follows the same
+    distribution as the one before; and EAGLE's, where hidden states are paired with the tokens before theirs, more."""
+    def size(name: str) -> int:
+        return (bundled(name) / "model.safetensors").stat().st_size
+
     model = load_model(bundled("default"))
     prompts = [model.encode_prompt(f"{thing}, 3d, on a blue background")[0][0][0] for thing in ("cat", "car", "heart")]
     pool = Pool.build(model, own_samples(model, prompts))
-    for name, lesson, least in (("eagle", EagleLesson(model, 1), 0.55), ("small", SmallLesson(model, 128, 2), 0.45)):
+    laws = torch.cat([guide(head(model, batch.states(0)), 2.0).softmax(-1) for batch in pool.all(16)])
+    unchanged = 1 - torch.minimum(laws[:, 1:], laws[:, :-1]).sum(-1).mean()
+    for name, lesson in (("eagle", EagleLesson(model, 1)), ("small", SmallLesson(model, 64, 1))):
         drafter = load_drafter(bundled(f"default/{name}"), model)
-        share = overlap(lesson, drafter.module, pool, 2.0)
-        assert share > least
+        refused = 1 - overlap(lesson, drafter.module, pool, 2.0)
+        assert refused < 0.75 * unchanged and size(f"default/{name}") < size("default") / 2
         if name == "eagle":
             shifted = [replace(batch, tokens=batch.tokens.roll(1, 1)) for batch in pool.batches]
-            assert not drafter.padded and overlap(lesson, drafter.module, Pool(shifted), 2.0) < share - 0.05
-    files = [bundled(f"default/{name}") / "model.safetensors" for name in ("eagle", "small")]
-    assert sum(file.stat().st_size for file in files) < 5e6
+            assert not drafter.padded and 1 - overlap(lesson, drafter.module, Pool(shifted), 2.0) > 1.2 * refused
