@@ -10,17 +10,18 @@ from comfyui_specar.training.captions import Captions
 from comfyui_specar.training.data import Pictures, augment
 from comfyui_specar.training.loop import rate
 from comfyui_specar.training.muon import orthogonalise
-from comfyui_specar.training.settings import BACKGROUNDS, CPU, STYLES, Augmentation
+from comfyui_specar.training.settings import BACKGROUNDS, CPU, IMAGE_SIZE, STYLES, Augmentation
 
 CONCEPTS = {
     "2764": {"label": "red heart", "tags": ["emotion", "love"]},
     "1f436": {"label": "dog face", "tags": ["pet", "puppy"]},
     "1f431": {"label": "cat face", "tags": ["pet", "kitten"]},
 }
+GRID = 16  # tokens per side, whatever the pictures' size
 SETTING = replace(
     CPU,
     concepts=tuple(CONCEPTS),
-    tokenizer=replace(CPU.tokenizer, config=VQConfig(16, 4, (1, 1, 1, 1), 32, 32, 1)),
+    tokenizer=replace(CPU.tokenizer, config=VQConfig(16, 4, (1,) * (IMAGE_SIZE // GRID).bit_length(), 32, 32, 1)),
     model=replace(CPU.model, dim=64, layers=2, heads=2),
 )
 STILL = Augmentation(scale=(1.0, 1.0), shift=0.0, colour_jitter=0.0)
@@ -104,7 +105,7 @@ def test_flip_mirrors_about_half_of_the_pictures():
 
 def pictures() -> Pictures:
     codes = [code for code in CONCEPTS for _ in STYLES]
-    return Pictures(square().repeat(9, 1, 1, 1), codes, [0, 1, 2] * 3, CONCEPTS)
+    return Pictures(square(IMAGE_SIZE, IMAGE_SIZE // 4).repeat(9, 1, 1, 1), codes, [0, 1, 2] * 3, CONCEPTS)
 
 
 def batches(seed: int) -> Batches:
@@ -117,7 +118,7 @@ def test_batches_are_determined_by_their_seed():
     first, again, other = (batches(seed).draw(4) for seed in (5, 5, 6))
     assert all(torch.equal(a, b) for a, b in zip(first, again))
     assert not torch.equal(first[2], other[2])
-    assert first[2].shape == (4, 256) and first[2].dtype == torch.int64
+    assert first[2].shape == (4, GRID**2) and first[2].dtype == torch.int64
 
 
 def test_held_out_pairs_are_never_trained_on():

@@ -13,14 +13,15 @@ from comfyui_specar.models.vq import VQConfig, VQModel
 from comfyui_specar.training import continuous_export, kl_vae, masked
 from comfyui_specar.training.captions import Captions
 from comfyui_specar.training.export import save
-from comfyui_specar.training.settings import CPU, MaskedSetting
+from comfyui_specar.training.settings import CPU, IMAGE_SIZE, MaskedSetting
 
 from .test_training_data import CONCEPTS, SETTING, pictures
 
 TINY = MaskedSetting(1, dim=32, layers=1, heads=2, head_width=32, head_depth=1, batch=4, ring=8, ring_start=6, fresh=4)
+FACTOR = IMAGE_SIZE // 8  # 8 x 8 tokens, whatever the pictures' size
 CONTINUOUS = replace(
     SETTING,
-    kl_vae=replace(CPU.kl_vae, config=KLConfig(4, (1, 1, 1, 1, 1), 32, 1), crop_batch=1, whole_batch=1),
+    kl_vae=replace(CPU.kl_vae, config=KLConfig(4, (1,) * FACTOR.bit_length(), 32, 1), crop_batch=1, whole_batch=1),
     masked=TINY,
     masked_drafter=replace(TINY, dim=16, head_width=16),
 )
@@ -142,7 +143,7 @@ class Pooled(torch.nn.Conv2d):
     """Stands for an autoencoder where only its latents matter."""
 
     def __init__(self):
-        super().__init__(3, 4, 16, stride=16)
+        super().__init__(3, 4, FACTOR, stride=FACTOR)
 
     def encode_moments(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         mean = self(pixels)
@@ -172,7 +173,7 @@ def test_the_autoencoder_trains_from_crops_to_whole_pictures(tmp_path, steady_cl
     assert all(torch.equal(a, b) for a, b in zip(vae.parameters(), again.parameters()))
     scale = kl_vae.latent_scale(again, CONTINUOUS, pictures(), views=32)
     assert scale == kl_vae.latent_scale(again, CONTINUOUS, pictures(), views=32)
-    mean, log_variance = again.encode_moments(torch.rand(8, 3, 128, 128))
+    mean, log_variance = again.encode_moments(torch.rand(8, 3, IMAGE_SIZE, IMAGE_SIZE))
     assert 0.05 < float(kl_vae.noisy(mean, log_variance).std()) * scale < 5
 
 
@@ -214,12 +215,12 @@ def test_exported_files_are_the_model_that_was_trained(tmp_path, captions):
 
     target = api.load_model(out)
     small = api.load_drafter(out / "small", target)
-    assert (target.grid, target.channels, target.scale, target.pixels_per_token) == ((8, 8), 4, 0.5, 16)
+    assert (target.grid, target.channels, target.scale, target.pixels_per_token) == ((8, 8), 4, 0.5, FACTOR)
     steps = target.schedule(target.defaults).timesteps
     assert len(steps) == 25 and steps[0] == 0 and steps[-1] == 970
     assert torch.equal(target.head.schedule.timesteps, steps)
     assert target.defaults == CONTINUOUS.masked_sampling and small.backbone.config.dim == 16
-    assert api.load_image_decoder(out).factor == 16
+    assert api.load_image_decoder(out).factor == FACTOR
     trained = masked.restore(CONTINUOUS, CONTINUOUS.masked, words, tmp_path / "masked_model.pt")
     tokens, known = torch.randn(1, 64, 4), torch.rand(1, 64, generator=torch.Generator().manual_seed(0)) < 0.3
     conditioning = target.encode_prompt("dog bg_red")
