@@ -10,7 +10,7 @@ from comfyui_specar.training.captions import Captions
 from comfyui_specar.training.data import load_pictures
 from comfyui_specar.training.settings import SETTINGS
 
-STAGES = ("tokenizer", "model", "export", "sheet")
+STAGES = ("tokenizer", "decoder", "model", "export", "sheet")
 
 
 def main() -> None:
@@ -33,6 +33,8 @@ def main() -> None:
     for stage in arguments.stage or STAGES:
         if stage == "tokenizer":
             tokenizer.train(setting, load_pictures(arguments.cache), arguments.out, arguments.minutes)
+        elif stage == "decoder":
+            tokenizer.sharpen_decoder(setting, load_pictures(arguments.cache), arguments.out, arguments.minutes)
         elif stage == "model":
             workers.train_model(
                 setting, arguments.cache, arguments.out, arguments.minutes, arguments.processes

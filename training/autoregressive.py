@@ -13,10 +13,10 @@ from ..models.prefix import CaptionPrefix
 from ..models.vq import VQModel
 from .captions import Captions
 from .data import Pictures
-from .loop import Average, Budget, Checkpoint, Team, autocast, rate, set_rate
+from .loop import Average, Budget, Checkpoint, Team, autocast, compiled, rate, set_rate
 from .muon import Muon, split_parameters
 from .settings import IMAGE_SIZE, Setting
-from .views import Views
+from .views import Scenes, Views
 
 log = logging.getLogger(__name__)
 
@@ -65,21 +65,32 @@ class TextToImage(nn.Module):
 
 
 class Batches(Views):
-    """Random (caption, tokens) pairs: every picture is placed, coloured and encoded anew."""
+    """Random (caption, tokens) pairs."""
 
     def __init__(self, setting: Setting, pictures: Pictures, captions: Captions, vq: VQModel, seed: int) -> None:
-        super().__init__(setting, setting.model.augmentation, pictures, captions, next(vq.parameters()).device, seed)
-        self.vq = vq
+        cfg, device, mixed = setting.model, next(vq.parameters()).device, autocast(setting)
+        vq.to(memory_format=torch.channels_last)
 
-    @torch.no_grad()
-    def draw(self, count: int, held_out: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """(captions [count, n], dropped [count], tokens [count, S]); held-out batches keep whole captions."""
-        picture, colour = self.pairs(count, held_out)
-        with self.mixed():
-            latent = self.vq.encode_latent(self.pixels(picture, colour))
-        tokens = self.vq.quantize_latent(latent).flatten(1)  # distances in fp32, as at inference
-        captions = torch.tensor(self.captions.padded(self.words(picture, colour, held_out)), device=self.device)
-        return captions, self.dropped(count, held_out), tokens
+        def encode(pixels: Tensor) -> tuple[Tensor]:
+            with mixed():
+                latent = vq.encode_latent(pixels)
+            return (vq.quantize_latent(latent.float()).flatten(1),)  # distances in fp32, as at inference
+
+        super().__init__(setting, cfg.augmentation, cfg.store, pictures, captions, device, encode, seed)
+
+    def draw(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """captions [count, n], dropped [count], tokens [count, S]."""
+        return self.batch(*self.drawn(count))
+
+    def new(self, count: int, held_out: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, of pictures encoded for it; held-out batches keep whole captions."""
+        return self.batch(*self.encoded(count, held_out), held_out)
+
+    def batch(self, scenes: Scenes, encodings: list[Tensor], held_out: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Words for encoded pictures, as :meth:`draw` returns them."""
+        [tokens] = encodings
+        captions = torch.tensor(self.captions.padded(self.words(scenes, held_out)), device=self.device)
+        return captions, self.dropped(len(tokens), held_out), tokens
 
 
 @torch.no_grad()
@@ -113,14 +124,15 @@ def train(
     captions.random.seed(step * team.size + team.rank)
     batches = Batches(setting, pictures, captions, vq.to(device).eval(), seed=step * team.size + team.rank)
     unseen = Batches(setting, pictures, captions, vq, seed=10**6)
-    unseen = [unseen.draw(cfg.batch, held_out=True) for _ in range(4)]
+    unseen = [unseen.new(cfg.batch, held_out=True) for _ in range(4)]
     log.info("%.2f M parameters, %d pictures", sum(p.numel() for p in model.parameters()) / 1e6, len(pictures.code))
+    predict = compiled(setting, model)
     begin, running, fraction = step, 0.0, budget.fraction
     while fraction < 1.0:
         set_rate([muon, adamw], cfg.learning_rate, rate(fraction, step))
         caption, dropped, tokens = batches.draw(cfg.batch // team.size)
         with mixed():
-            logits = model(caption, dropped, tokens)
+            logits = predict(caption, dropped, tokens)
         loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
         model.zero_grad()
         loss.backward()

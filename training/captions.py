@@ -8,12 +8,12 @@ import random
 import re
 from collections import Counter
 
-from .settings import BACKGROUNDS, COMMON_CONCEPTS, STYLES, Setting
+from .settings import BACKGROUNDS, COLOURS, COMMON_CONCEPTS, PLACE_WORDS, PLACES, STYLES, Setting
 
 STOP_WORDS = (
-    "a an and at background beautiful big by cartoon colored coloured cute drawing emoji for from front funny icon "
-    "illustration image in is it large little lovely nice of old on one over photo photograph picture please pretty "
-    "simple single small some sticker style the this to very with"
+    "a an and at background beautiful big by cartoon center centre colored coloured corner cute drawing emoji for from "
+    "front funny icon illustration image in is it large lovely middle nice of old on one over photo photograph picture "
+    "please pretty side simple single some sticker style the this to very with"
 ).split()
 
 # Other words for a background colour, and what people may type -> what the model knows. Only entries whose target is
@@ -33,7 +33,8 @@ SYNONYMS = {
     "yacht": "sailboat", "home": "house", "cottage": "house", "building": "house", "oak": "tree", "forest": "tree",
     "flower": "rose", "tulip": "rose", "toadstool": "mushroom", "fungus": "mushroom", "parasol": "umbrella",
     "football": "ball", "soccer": "ball", "present": "gift", "package": "gift", "tiara": "crown", "king": "crown",
-    "spirit": "ghost", "android": "robot", "bot": "robot", "skeleton": "skull",
+    "spirit": "ghost", "android": "robot", "bot": "robot", "skeleton": "skull", "little": "small", "tiny": "small",
+    "upper": "top", "above": "top", "lower": "bottom", "below": "bottom",
 }  # fmt: skip
 
 # Tags that describe rather than name: "happy dog" must not become a smiley and a dog.
@@ -65,7 +66,7 @@ class Captions:
             for code in codes
         }
         owners = Counter(word for words in described.values() for word in words)
-        unsuitable = VAGUE | BACKGROUNDS.keys()
+        unsuitable = VAGUE | BACKGROUNDS.keys() | set(PLACE_WORDS)
         self.extras = {
             code: sorted(w for w in words - set(self.names[code]) - unsuitable if owners[w] == 1 and len(w) > 2)
             for code, words in described.items()
@@ -73,9 +74,10 @@ class Captions:
         self.learn_tags = setting.learn_tags
         tables = (self.names, self.extras) if self.learn_tags else (self.names,)
         content = {word for table in tables for words in table.values() for word in words}
-        self.words = [*STYLES, *map(background_word, BACKGROUNDS), *sorted(content - set(STYLES))]
+        known = (*STYLES, *map(background_word, BACKGROUNDS), *COLOURS, *PLACE_WORDS)
+        self.words = [*known, *sorted(content - set(known))]
         self.number = {word: i for i, word in enumerate(self.words)}
-        longest = max(map(len, self.names.values())) + self.learn_tags + 2  # and style and background
+        longest = max(map(len, self.names.values())) + self.learn_tags + 6  # style, background, colour, place
         self.slots = min(setting.caption_slots, longest)
         self.random = random.Random(seed)
 
@@ -96,11 +98,14 @@ class Captions:
         """Captions of one length, -1 on the left."""
         return [[-1] * (self.slots - len(row)) + row for row in rows]
 
-    def sample(self, code: str, style: int, background: int, drop: float) -> list[int]:
+    def sample(
+        self, code: str, style: int, background: int, drop: float, colour: str | None = None, place: int = 0
+    ) -> list[int]:
         """Word numbers of one random caption, in random order.
 
         Style and background are left out with probability ``drop`` each, words before the last of the name with twice
-        that.
+        that. colour: the hue that the thing was given; place: 0 = large, i = small, at the i-th of PLACES; both are
+        always said ("top" implies "small", which half of such captions leave out).
         """
         names, extras = self.names[code], self.extras[code]
         subject = [*(word for word in names[:-1] if self.random.random() >= 2 * drop), names[-1]]
@@ -112,6 +117,11 @@ class Captions:
                 subject = [*subject, self.random.choice(extras)]
         parts = (STYLES[style], background_word(list(BACKGROUNDS)[background]))
         words = [*subject, *(word for word in parts if self.random.random() >= drop)]
+        if colour is not None:
+            words.append(colour)
+        if place > 0:
+            where = list(PLACES)[place - 1]
+            words += [*where, *(("small",) if not where or self.random.random() < 0.5 else ())]
         self.random.shuffle(words)
         return [self.number[word] for word in words[-self.slots :]]
 

@@ -11,7 +11,7 @@ from comfyui_specar.training.captions import Captions
 from comfyui_specar.training.data import load_pictures
 from comfyui_specar.training.settings import SETTINGS
 
-STAGES = ("vae", "model", "drafter", "export", "sheet")
+STAGES = ("vae", "decoder", "model", "drafter", "export", "sheet")
 
 
 def main() -> None:
@@ -42,6 +42,9 @@ def main() -> None:
         if stage == "vae":
             vq = load_image_decoder(arguments.discrete).module if setting.kl_vae.start_from_vq else None
             kl_vae.train(setting, pictures, out, arguments.minutes, vq)
+            continue
+        if stage == "decoder":
+            kl_vae.sharpen_decoder(setting, pictures, out, arguments.minutes)
             continue
         vae = kl_vae.restore(setting, out).to(setting.device)
         scale = kl_vae.latent_scale(vae, setting, pictures)

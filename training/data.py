@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from .settings import BACKGROUNDS, IMAGE_SIZE, STYLES, Augmentation
+from .settings import BACKGROUNDS, COLOURED, COLOURS, COMMON_CONCEPTS, IMAGE_SIZE, PLACES, SMALL, STYLES, Augmentation
 
 log = logging.getLogger(__name__)
 
-CONTENT_SIZE = 112  # the drawing inside the canvas: leaves room for shift and scale
+CONTENT_SIZE = 224  # the drawing inside the canvas: leaves room for shift and scale
 PACKAGES = {
     "3d": ("@lobehub/fluent-emoji-3d@1.1.0", "lobehub-fluent-emoji-3d-1.1.0.tgz"),
     "noto": ("@iconify-json/noto@1.2.9", "iconify-json-noto-1.2.9.tgz"),
@@ -34,12 +34,16 @@ DRAWN_GROUPS = (0, 1, 3, 4, 5, 6, 7)  # emojibase: smileys, people, animals, foo
 
 @dataclass
 class Pictures:
-    """``rgba`` uint8 [N, 4, 128, 128], premultiplied; ``code`` and ``style`` (index into STYLES) per picture."""
+    """``rgba`` uint8 [N, 4, 256, 256], premultiplied; ``code`` and ``style`` (index into STYLES) per picture.
+
+    ``colour``: the name of the hue that a picture was given, None where it has its own.
+    """
 
     rgba: Tensor
     code: list[str]
     style: list[int]
     words: dict[str, dict]  # code -> {"label": str, "tags": [str]}
+    colour: list[str | None]
 
     def select(self, codes: tuple[str, ...] | None) -> "Pictures":
         """Only the pictures of these code points (None = all)."""
@@ -47,7 +51,22 @@ class Pictures:
         missing = set(codes or ()) - {self.code[i] for i in kept}
         if missing:
             raise ValueError(f"no picture of {sorted(missing)}: check the code points in settings.py")
-        return Pictures(self.rgba[kept], [self.code[i] for i in kept], [self.style[i] for i in kept], self.words)
+        parts = ([values[i] for i in kept] for values in (self.code, self.style, self.colour))
+        code, style, colour = parts
+        return Pictures(self.rgba[kept], code, style, self.words, colour)
+
+    def recoloured(self) -> "Pictures":
+        """The pictures of COLOURED things, in every hue of COLOURS."""
+        chosen = [i for i, code in enumerate(self.code) if COMMON_CONCEPTS.get(code) in COLOURED]
+        pairs = [(i, name) for i in chosen for name in COLOURS]
+        rgba = [recolour(self.rgba[i], COLOURS[name]) for i, name in pairs]
+        code, style = [self.code[i] for i, _ in pairs], [self.style[i] for i, _ in pairs]
+        return Pictures(torch.stack(rgba), code, style, self.words, [name for _, name in pairs])
+
+    def __add__(self, other: "Pictures") -> "Pictures":
+        rgba = torch.cat((self.rgba, other.rgba))
+        code, style, colour = self.code + other.code, self.style + other.style, self.colour + other.colour
+        return Pictures(rgba, code, style, self.words, colour)
 
 
 def load_pictures(cache: Path) -> Pictures:
@@ -57,14 +76,35 @@ def load_pictures(cache: Path) -> Pictures:
         _render_all(cache, file)
     with np.load(file) as data:
         index = json.loads(str(data["index"]))
-        return Pictures(torch.from_numpy(data["rgba"]), index["code"], index["style"], index["words"])
+        own = [None] * len(index["code"])
+        return Pictures(torch.from_numpy(data["rgba"]), index["code"], index["style"], index["words"], own)
 
 
-def augment(rgba: Tensor, backgrounds: Tensor, ranges: Augmentation, generator: torch.Generator) -> Tensor:
+def recolour(rgba: Tensor, hue: float) -> Tensor:
+    """A picture, uint8 [4, S, S] premultiplied, whose most frequent hue becomes ``hue`` (degrees); others stay."""
+    drawing = Image.fromarray(rgba.permute(1, 2, 0).numpy(), "RGBa").convert("RGBA")
+    alpha = np.asarray(drawing)[..., 3]
+    hsv = np.array(drawing.convert("RGB").convert("HSV"))
+    h, saturation, value = (hsv[..., i].astype(np.float32) for i in range(3))
+    weight = saturation * value * alpha
+    frequent = np.bincount((h.astype(int) // 8).ravel(), weight.ravel(), 32)
+    frequent = frequent + 0.5 * (np.roll(frequent, 1) + np.roll(frequent, -1))
+    distance = (h - (8 * frequent.argmax() + 4) + 128) % 256 - 128
+    near = np.abs(distance) < 40
+    hsv[..., 0] = np.where(near, (hue * 256 / 360 + 0.4 * distance) % 256, h).astype(np.uint8)
+    result = Image.fromarray(hsv, "HSV").convert("RGB")
+    result.putalpha(Image.fromarray(alpha))
+    return torch.from_numpy(np.array(result.convert("RGBa"))).permute(2, 0, 1).contiguous()
+
+
+def augment(
+    rgba: Tensor, backgrounds: Tensor, ranges: Augmentation, generator: torch.Generator, places: Tensor | None = None
+) -> Tensor:
     """Random placement over a coloured background.
 
     rgba uint8 [B, 4, S, S] premultiplied, backgrounds int64 [B] (index into BACKGROUNDS) -> pixels [B, 3, S, S] in
-    [-1, 1]. All randomness comes from ``generator`` (on the device of ``rgba``).
+    [-1, 1]. places int64 [B]: 0 = as large as the picture; i = small, at the i-th of PLACES. All randomness comes from
+    ``generator`` (on the device of ``rgba``).
     """
     batch, device = rgba.shape[0], rgba.device
 
@@ -74,10 +114,19 @@ def augment(rgba: Tensor, backgrounds: Tensor, ranges: Augmentation, generator: 
     scale = 1.0 / uniform(*ranges.scale)
     mirror = torch.where(uniform(0, 1) < 0.5, -1.0, 1.0) if ranges.flip else torch.ones(batch, device=device)
     theta = torch.zeros(batch, 2, 3, device=device)
+    shift = uniform(-2 * ranges.shift, 2 * ranges.shift, 2)
+    drawing = rgba.float() / 255.0
+    if places is not None:
+        small = places > 0
+        centres = torch.tensor([(0.0, 0.0), *PLACES.values()], device=device)[places]
+        scale = torch.where(small, scale / SMALL, scale)
+        shift = shift - centres * scale[:, None]
+        soft = F.interpolate(F.avg_pool2d(drawing[small], round(1 / SMALL)), rgba.shape[-2:], mode="bilinear")
+        drawing[small] = soft  # without the detail that would alias
     theta[:, 0, 0], theta[:, 1, 1] = scale * mirror, scale
-    theta[:, :, 2] = uniform(-2 * ranges.shift, 2 * ranges.shift, 2)
+    theta[:, :, 2] = shift
     grid = F.affine_grid(theta, [batch, 4, *rgba.shape[-2:]], align_corners=False)
-    placed = F.grid_sample(rgba.float() / 255.0, grid, align_corners=False)
+    placed = F.grid_sample(drawing, grid, align_corners=False)
     palette = torch.tensor(list(BACKGROUNDS.values()), device=device, dtype=torch.float32)
     colour = palette[backgrounds] + uniform(-ranges.colour_jitter, ranges.colour_jitter, 3)
     colour = colour.clamp(0, 255)[:, :, None, None] / 255.0
@@ -128,7 +177,7 @@ def _concepts(cache: Path) -> dict[str, dict]:
 
 
 def _canvas(drawing: Image.Image) -> np.ndarray:
-    """Any RGBA drawing -> premultiplied uint8 [4, 128, 128], centred."""
+    """Any RGBA drawing -> premultiplied uint8 [4, 256, 256], centred."""
     drawing = drawing.convert("RGBA").convert("RGBa")
     drawing.thumbnail((CONTENT_SIZE, CONTENT_SIZE), Image.Resampling.LANCZOS)
     canvas = np.zeros((IMAGE_SIZE, IMAGE_SIZE, 4), np.uint8)

@@ -9,15 +9,17 @@ from torch import Tensor
 
 from ..models.kl_vae import KLModel
 from ..models.vq import VQModel
+from . import sharpen
 from .data import Pictures, sheet
-from .loop import Average, Budget, Checkpoint, autocast, rate, set_rate
+from .loop import Average, Budget, Checkpoint, autocast, compiled, rate, set_rate
 from .muon import Muon, split_parameters
+from .pixels import WHOLE_PICTURES_FROM, Sampler, reconstruction_loss
 from .settings import Setting
-from .tokenizer import WHOLE_PICTURES_FROM, Sampler, reconstruction_loss
 
 log = logging.getLogger(__name__)
 
 HELD_OUT = 48  # pictures to measure on
+SHARPENED = "kl_decoder.pt"
 
 
 def divergence(mean: Tensor, log_variance: Tensor) -> Tensor:
@@ -93,7 +95,7 @@ def train(
     model = KLModel(cfg.config)
     if vq is not None:
         log.info("%d tensors taken from the VQ tokenizer", copy_shared_layers(model, vq))
-    model = model.to(device)
+    model = model.to(device, memory_format=torch.channels_last)
     average = Average(model, 0.995)
     matrices, others = split_parameters(model, keep_out=("encoder.conv_in", "decoder.conv_out"))
     muon = Muon(matrices, lr=cfg.learning_rate)
@@ -104,16 +106,17 @@ def train(
     sampler = Sampler(setting, cfg, pictures, seed=step)
     held_out = Sampler(setting, cfg, pictures, seed=10**6).whole(HELD_OUT, only_chosen=True)
     log.info("%.2f M parameters", sum(p.numel() for p in model.parameters()) / 1e6)
+    encode, decode = compiled(setting, model.encode_moments), compiled(setting, model.decode)
     fraction = budget.fraction
     while fraction < 1.0:
         set_rate([muon, adamw], cfg.learning_rate, rate(fraction, step))
         whole = fraction > WHOLE_PICTURES_FROM
         pixels = sampler.whole(cfg.whole_batch) if whole else sampler.crops(cfg.crop_batch)
         with mixed():
-            mean, log_variance = model.encode_moments(pixels)
+            mean, log_variance = encode(pixels.contiguous(memory_format=torch.channels_last))
         mean, log_variance = mean.float(), log_variance.float()
         with mixed():
-            output = model.decode(noisy(mean, log_variance)).float()
+            output = decode(noisy(mean, log_variance)).float()
         nats = divergence(mean, log_variance)
         loss = reconstruction_loss(output, pixels) + cfg.kl_weight * nats
         model.zero_grad()
@@ -135,8 +138,21 @@ def train(
     return average.module
 
 
+def sharpen_decoder(setting: Setting, pictures: Pictures, out: Path, minutes: float | None = None) -> None:
+    """Trains the decoder on, from ``out``/kl_vae.pt or where ``out``/kl_decoder.pt stopped; latents do not change."""
+    model, mixed = restore(setting, out), autocast(setting)
+
+    def latents(pixels: Tensor) -> Tensor:
+        with mixed():
+            mean, log_variance = model.encode_moments(pixels)
+        return noisy(mean.float(), log_variance.float())
+
+    sharpen.train(setting, setting.kl_vae, pictures, model, latents, out / SHARPENED, minutes)
+
+
 def restore(setting: Setting, out: Path) -> KLModel:
-    """The averaged autoencoder of ``out``/kl_vae.pt, on the CPU, for inference."""
+    """The averaged autoencoder of ``out``, sharpened if that was done, on the CPU, for inference."""
     model = KLModel(setting.kl_vae.config)
-    model.load_state_dict(torch.load(out / "kl_vae.pt", map_location="cpu", weights_only=True)["average"])
+    file = out / SHARPENED if (out / SHARPENED).exists() else out / "kl_vae.pt"
+    model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True)["average"])
     return model.eval().requires_grad_(False)

@@ -102,5 +102,11 @@ def set_rate(optimizers: list[torch.optim.Optimizer], base: float, multiplier: f
 
 
 def autocast(setting) -> Callable:
-    """The mixed-precision context of a setting: bf16 where its matrix products are fast, else nothing."""
-    return lambda: torch.autocast(setting.device, torch.bfloat16, enabled=setting.autocast)
+    """The mixed-precision context of a setting: bf16 where the processor multiplies matrices of it, else nothing."""
+    fast = setting.device != "cpu" or torch.cpu._is_avx512_bf16_supported()
+    return lambda: torch.autocast(setting.device, torch.bfloat16, enabled=fast)
+
+
+def compiled(setting, function: Callable) -> Callable:
+    """The function, compiled where the setting asks for it."""
+    return torch.compile(function) if setting.compile else function

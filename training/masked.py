@@ -21,7 +21,7 @@ from .kl_vae import noisy
 from .loop import Average, Budget, Checkpoint, autocast, rate, set_rate
 from .muon import Muon, split_parameters
 from .settings import IMAGE_SIZE, MaskedSetting, Setting
-from .views import Views
+from .views import Scenes, Views
 
 log = logging.getLogger(__name__)
 
@@ -141,53 +141,38 @@ def diffusion_loss(
 
 
 class Latents(Views):
-    """Captions and latent tokens. A ring of encoded pictures is drawn from, and some of it renewed at every step.
-
-    Encoding costs a fifth of a small model's step, so each picture is shown a few times, every time with other noise of
-    its own posterior and other words.
-    """
+    """Captions and latent tokens, every time with other noise of the picture's own posterior."""
 
     def __init__(
         self, setting: Setting, cfg: MaskedSetting, pictures: Pictures, captions: Captions, vae: KLModel, scale: float,
         seed: int,
     ) -> None:
         """scale: model units per unit of the autoencoder."""
-        super().__init__(setting, cfg.augmentation, pictures, captions, next(vae.parameters()).device, seed)
-        self.vae, self.scale, self.cfg = vae, scale, cfg
-        self.ring = [torch.zeros(cfg.ring, *part.shape[1:], dtype=part.dtype, device=self.device)
-                     for part in self.encoded(1)]
-        self.written = 0
 
-    @torch.no_grad()
-    def encoded(self, count: int, held_out: bool = False) -> list[Tensor]:
-        """Numbers of pictures and backgrounds [count], means and log variances [count, C, h, w] of new views."""
-        picture, colour = self.pairs(count, held_out)
-        moments = []
-        for p, c in zip(picture.split(64), colour.split(64)):
-            with self.mixed():
-                moments.append(self.vae.encode_moments(self.pixels(p, c)))
-        return [picture, colour, *(torch.cat(part).float() for part in zip(*moments))]
+        device, mixed = next(vae.parameters()).device, autocast(setting)
+        vae.to(memory_format=torch.channels_last)
 
-    def _write(self, views: list[Tensor]) -> None:
-        capacity, count = len(self.ring[0]), len(views[0])
-        places = (self.written + torch.arange(count, device=self.device)) % capacity
-        for ring, new in zip(self.ring, views):
-            ring[places] = new
-        self.written += count
+        def encode(pixels: Tensor) -> tuple[Tensor, Tensor]:
+            with mixed():
+                mean, log_variance = vae.encode_moments(pixels)
+            return mean.float(), log_variance.float()
+
+        super().__init__(setting, cfg.augmentation, cfg.store, pictures, captions, device, encode, seed)
+        self.scale = scale
 
     def draw(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """captions int64 [count, n] (-1 = no word, on the right), dropped bool [count], tokens fp32 [count, S, C]."""
-        self._write(self.encoded(self.cfg.fresh if self.written else self.cfg.ring_start))
-        filled = min(self.written, len(self.ring[0]))
-        chosen = torch.randint(filled, (count,), generator=self.generator, device=self.device)
-        return self.batch([ring[chosen] for ring in self.ring], held_out=False)
+        return self.batch(*self.drawn(count))
 
-    def batch(self, views: list[Tensor], held_out: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Words and noise for encoded views, as :meth:`draw` returns them."""
-        picture, colour, mean, log_variance = views
-        rows = self.words(picture, colour, held_out)
+    def new(self, count: int, held_out: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, of pictures encoded for it; held-out batches keep whole captions."""
+        return self.batch(*self.encoded(count, held_out), held_out)
+
+    def batch(self, scenes: Scenes, encodings: list[Tensor], held_out: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Words and noise for encoded pictures, as :meth:`draw` returns them."""
+        rows = self.words(scenes, held_out)
         captions = torch.tensor([row + [-1] * (self.captions.slots - len(row)) for row in rows], device=self.device)
-        tokens = noisy(mean, log_variance, self.generator).flatten(2).mT * self.scale
+        tokens = noisy(*encodings, self.generator).flatten(2).mT * self.scale
         return captions, self.dropped(len(rows), held_out), tokens
 
 
@@ -225,7 +210,7 @@ def train(
     captions.random.seed(step)
     latents = Latents(setting, cfg, pictures, captions, vae, scale, seed=step)
     unseen = Latents(setting, cfg, pictures, captions, vae, scale, seed=10**6)
-    unseen = unseen.batch(unseen.encoded(64, held_out=True), held_out=True)
+    unseen = unseen.new(64, held_out=True)
     schedule = Schedule.cosine(TRAINING_STEPS, device=device)
     generator = torch.Generator(device).manual_seed(step)
     log.info("%.2f M parameters, %d pictures", sum(p.numel() for p in model.parameters()) / 1e6, len(pictures.code))

