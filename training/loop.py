@@ -109,4 +109,4 @@ def autocast(setting) -> Callable:
 
 def compiled(setting, function: Callable) -> Callable:
     """The function, compiled where the setting asks for it."""
-    return torch.compile(function) if setting.compile else function
+    return torch.compile(function, dynamic=False) if setting.compile else function
