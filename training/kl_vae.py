@@ -11,7 +11,7 @@ from ..models.kl_vae import KLModel
 from ..models.vq import VQModel
 from . import sharpen
 from .data import Pictures, sheet
-from .loop import Average, Budget, Checkpoint, autocast, compiled, rate, set_rate
+from .loop import Average, Budget, Checkpoint, autocast, rate, set_rate
 from .muon import Muon, split_parameters
 from .pixels import WHOLE_PICTURES_FROM, Sampler, reconstruction_loss
 from .settings import Setting
@@ -95,7 +95,7 @@ def train(
     model = KLModel(cfg.config)
     if vq is not None:
         log.info("%d tensors taken from the VQ tokenizer", copy_shared_layers(model, vq))
-    model = model.to(device, memory_format=torch.channels_last)
+    model = model.to(device)
     average = Average(model, 0.995)
     matrices, others = split_parameters(model, keep_out=("encoder.conv_in", "decoder.conv_out"))
     muon = Muon(matrices, lr=cfg.learning_rate)
@@ -106,17 +106,16 @@ def train(
     sampler = Sampler(setting, cfg, pictures, seed=step)
     held_out = Sampler(setting, cfg, pictures, seed=10**6).whole(HELD_OUT, only_chosen=True)
     log.info("%.2f M parameters", sum(p.numel() for p in model.parameters()) / 1e6)
-    encode, decode = compiled(setting, model.encode_moments), compiled(setting, model.decode)
     fraction = budget.fraction
     while fraction < 1.0:
         set_rate([muon, adamw], cfg.learning_rate, rate(fraction, step))
         whole = fraction > WHOLE_PICTURES_FROM
         pixels = sampler.whole(cfg.whole_batch) if whole else sampler.crops(cfg.crop_batch)
         with mixed():
-            mean, log_variance = encode(pixels.contiguous(memory_format=torch.channels_last))
+            mean, log_variance = model.encode_moments(pixels)
         mean, log_variance = mean.float(), log_variance.float()
         with mixed():
-            output = decode(noisy(mean, log_variance)).float()
+            output = model.decode(noisy(mean, log_variance)).float()
         nats = divergence(mean, log_variance)
         loss = reconstruction_loss(output, pixels) + cfg.kl_weight * nats
         model.zero_grad()

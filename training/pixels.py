@@ -37,6 +37,7 @@ class Sampler:
         """Pixels [count, 3, 256, 256] in [-1, 1]; ``only_chosen``: the concepts, large and in their own colours."""
         shares = (self.cfg.other_pictures, self.setting.recoloured, self.setting.placed)
         others, coloured, placed = (0, 0, 0) if only_chosen else (self._round(count * share) for share in shares)
+        coloured = min(coloured, count - others)
         rgba = torch.cat([
             self._some(self.all, others),
             self._some(self.coloured, coloured),

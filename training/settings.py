@@ -145,7 +145,7 @@ class Sampling:
 class Setting:
     name: str
     device: str
-    compile: bool  # the pictures' networks, by torch.compile, which needs a C++ compiler on the CPU
+    compile: bool  # the transformer, by torch.compile, which needs a C++ compiler on the CPU
     concepts: tuple[str, ...] | None  # code points; None = every one
     tokenizer: TokenizerSetting
     model: ModelSetting

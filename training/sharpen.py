@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .data import Pictures, sheet
-from .loop import Average, Budget, Checkpoint, autocast, compiled, rate, set_rate
+from .loop import Average, Budget, Checkpoint, autocast, rate, set_rate
 from .muon import Muon, split_parameters
 from .perception import Perception
 from .pixels import Sampler, reconstruction_loss
@@ -61,7 +61,7 @@ def train(
     """
     device = torch.device(setting.device)
     torch.manual_seed(3)
-    model = model.to(device, memory_format=torch.channels_last).requires_grad_(False)
+    model = model.to(device).requires_grad_(False)
     model.decoder.requires_grad_(True)
     model.post_quant_conv.requires_grad_(True)
     adversary, perception = PatchDiscriminator().to(device), Perception().to(device)
@@ -77,16 +77,15 @@ def train(
     step, budget = counters["step"], Budget(minutes or cfg.sharpening_minutes, counters["spent"])
     sampler, mixed = Sampler(setting, cfg, pictures, seed=10**5 + step), autocast(setting)
     held_out = Sampler(setting, cfg, pictures, seed=10**6).whole(HELD_OUT, only_chosen=True)
-    decode = compiled(setting, model.decode)
     running, fraction = torch.zeros(4), budget.fraction
     while fraction < 1.0:
         set_rate([muon, adamw, against], cfg.sharpening_rate, rate(fraction, step))
         strength = min(max(fraction - ADVERSARY_FROM, 0.0) / (ADVERSARY_FULL - ADVERSARY_FROM), 1.0)
-        real = sampler.whole(cfg.whole_batch).contiguous(memory_format=torch.channels_last)
+        real = sampler.whole(cfg.whole_batch)
         with torch.no_grad():
             latent = latents(real)
         with mixed():
-            output = decode(latent).float()
+            output = model.decode(latent).float()
         drawn = output.detach().requires_grad_(True)
         top, left = torch.randint(real.shape[-1] - PERCEPTION_CROP + 1, (2,)).tolist()
         part = (..., slice(top, top + PERCEPTION_CROP), slice(left, left + PERCEPTION_CROP))

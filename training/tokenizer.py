@@ -11,7 +11,7 @@ from torch import Tensor
 from ..models.vq import VQModel
 from . import sharpen
 from .data import Pictures, sheet
-from .loop import Average, Budget, Checkpoint, autocast, compiled, rate, set_rate
+from .loop import Average, Budget, Checkpoint, autocast, rate, set_rate
 from .muon import Muon, split_parameters
 from .pixels import WHOLE_PICTURES_FROM, Sampler, reconstruction_loss
 from .settings import Setting
@@ -77,7 +77,7 @@ def train(setting: Setting, pictures: Pictures, out: Path, minutes: float | None
     """Trains for the budget (or goes on from ``out``/tokenizer.pt) and returns the averaged model."""
     cfg, device = setting.tokenizer, torch.device(setting.device)
     torch.manual_seed(0)
-    model = VQModel(cfg.config).to(device, memory_format=torch.channels_last)
+    model = VQModel(cfg.config).to(device)
     average = Average(model, 0.995)
     matrices, others = split_parameters(model, keep_out=("encoder.conv_in", "decoder.conv_out", "embedding"))
     muon = Muon(matrices, lr=cfg.learning_rate)
@@ -86,7 +86,6 @@ def train(setting: Setting, pictures: Pictures, out: Path, minutes: float | None
     counters = checkpoint.resume() or {"step": 0, "spent": 0.0}
     step, budget = counters["step"], Budget(minutes or cfg.minutes, counters["spent"])
     sampler, codes, mixed = Sampler(setting, cfg, pictures, seed=step), Codes(model), autocast(setting)
-    encode, decode = compiled(setting, model.encode_latent), compiled(setting, model.decode)
     held_out = Sampler(setting, cfg, pictures, seed=10**6).whole(48, only_chosen=True)
     fraction = budget.fraction
     while fraction < 1.0:
@@ -96,7 +95,7 @@ def train(setting: Setting, pictures: Pictures, out: Path, minutes: float | None
         if step == cfg.warm_start_steps:
             _start_codebook(model, average, sampler)
         with mixed():
-            latent = encode(pixels.contiguous(memory_format=torch.channels_last))
+            latent = model.encode_latent(pixels)
         latent = F.normalize(latent.float(), dim=1)
         code_loss = latent.new_zeros(())
         decoder_input = latent
@@ -108,7 +107,7 @@ def train(setting: Setting, pictures: Pictures, out: Path, minutes: float | None
             decoder_input = latent + (chosen - latent).detach()
             codes.observe(tokens)
         with mixed():
-            output = decode(decoder_input).float()
+            output = model.decode(decoder_input).float()
         loss = reconstruction_loss(output, pixels) + code_loss
         model.zero_grad()
         loss.backward()

@@ -7,22 +7,22 @@ import torch
 from comfyui_specar.models.vq import VQConfig, VQModel
 from comfyui_specar.training.autoregressive import Batches, TextToImage
 from comfyui_specar.training.captions import Captions
-from comfyui_specar.training.data import Pictures, augment
+from comfyui_specar.training.data import Pictures, augment, recolour
 from comfyui_specar.training.loop import rate
 from comfyui_specar.training.muon import orthogonalise
-from comfyui_specar.training.settings import BACKGROUNDS, CPU, IMAGE_SIZE, STYLES, Augmentation
+from comfyui_specar.training.settings import BACKGROUNDS, COLOURS, CPU, PLACES, STYLES, Augmentation, Store
 
 CONCEPTS = {
     "2764": {"label": "red heart", "tags": ["emotion", "love"]},
     "1f436": {"label": "dog face", "tags": ["pet", "puppy"]},
     "1f431": {"label": "cat face", "tags": ["pet", "kitten"]},
 }
-GRID = 16  # tokens per side, whatever the pictures' size
 SETTING = replace(
     CPU,
+    compile=False,
     concepts=tuple(CONCEPTS),
-    tokenizer=replace(CPU.tokenizer, config=VQConfig(16, 4, (1,) * (IMAGE_SIZE // GRID).bit_length(), 32, 32, 1)),
-    model=replace(CPU.model, dim=64, layers=2, heads=2),
+    tokenizer=replace(CPU.tokenizer, config=VQConfig(16, 4, (1, 1, 1, 1, 1), 32, 32, 1)),
+    model=replace(CPU.model, dim=64, layers=2, heads=2, store=Store(16, 6, 2)),
 )
 STILL = Augmentation(scale=(1.0, 1.0), shift=0.0, colour_jitter=0.0)
 
@@ -105,7 +105,7 @@ def test_flip_mirrors_about_half_of_the_pictures():
 
 def pictures() -> Pictures:
     codes = [code for code in CONCEPTS for _ in STYLES]
-    return Pictures(square(IMAGE_SIZE, IMAGE_SIZE // 4).repeat(9, 1, 1, 1), codes, [0, 1, 2] * 3, CONCEPTS)
+    return Pictures(square(256, 64).repeat(9, 1, 1, 1), codes, [0, 1, 2] * 3, CONCEPTS, [None] * 9)
 
 
 def batches(seed: int) -> Batches:
@@ -114,17 +114,59 @@ def batches(seed: int) -> Batches:
     return Batches(SETTING, pictures(), Captions(SETTING, CONCEPTS, seed), vq, seed)
 
 
+def test_places_and_colours_are_shown_and_said():
+    source = batches(0)
+    scenes = source.scenes(400)
+    assert (scenes.place > 0).float().mean() == pytest.approx(SETTING.placed, abs=0.06)
+    assert (scenes.picture >= source.own).float().mean() == pytest.approx(SETTING.recoloured, abs=0.06)
+    for picture, place, row in zip(scenes.picture.tolist(), scenes.place.tolist(), source.words(scenes, held_out=True)):
+        said = {source.captions.words[number] for number in row}
+        where = set(list(PLACES)[place - 1]) if place else set()
+        assert where <= said and ("small" in said) <= (place > 0)
+        assert source.pictures.colour[picture] in (said & set(COLOURS) or {None})
+    held_out = source.scenes(50, held_out=True)
+    assert held_out.place.max() == 0 and held_out.picture.max() < source.own
+
+
+def test_a_small_thing_stands_where_it_is_put():
+    places = torch.arange(1, len(PLACES) + 1)
+    black = torch.full((len(places),), list(BACKGROUNDS).index("black"))
+    pixels = augment(square().expand(len(places), -1, -1, -1), black, STILL, torch.Generator(), places)
+    for shown, (x, y) in zip(pixels[:, 0] > 0.0, PLACES.values()):
+        rows, columns = shown.any(1).nonzero().flatten(), shown.any(0).nonzero().flatten()
+        assert len(rows) == pytest.approx(32, abs=2) and len(columns) == pytest.approx(32, abs=2), "half of 64"
+        assert float(columns.float().mean()) == pytest.approx(63.5 + 64 * x, abs=1)
+        assert float(rows.float().mean()) == pytest.approx(63.5 + 64 * y, abs=1)
+
+
+def test_only_the_most_frequent_hue_is_exchanged():
+    rgba = torch.zeros(4, 8, 8, dtype=torch.uint8)
+    rgba[3], rgba[0, :6], rgba[1, 6:] = 255, 200, 200  # mostly red, some green, opaque
+    blue = recolour(rgba, 240)
+    assert blue[2, :6].float().mean() > 150 and blue[0, :6].float().mean() < 60
+    assert torch.equal(blue[:, 6:], rgba[:, 6:])
+
+
+def test_views_are_drawn_from_a_ring_that_is_renewed():
+    source = batches(3)
+    source.draw(4)
+    before = source.ring[-1].clone()
+    source.draw(4)
+    changed = (before != source.ring[-1]).any(1).nonzero().flatten().tolist()
+    assert source.written == SETTING.model.store.start + SETTING.model.store.fresh and changed == [6, 7]
+
+
 def test_batches_are_determined_by_their_seed():
     first, again, other = (batches(seed).draw(4) for seed in (5, 5, 6))
     assert all(torch.equal(a, b) for a, b in zip(first, again))
     assert not torch.equal(first[2], other[2])
-    assert first[2].shape == (4, GRID**2) and first[2].dtype == torch.int64
+    assert first[2].shape == (4, 256) and first[2].dtype == torch.int64
 
 
 def test_held_out_pairs_are_never_trained_on():
     source = batches(0)
     trained, unseen = (
-        {tuple(pair) for _ in range(20) for pair in torch.stack(source.pairs(32, held_out), 1).tolist()}
+        {pair[:2] for _ in range(20) for pair in zip(*(part.tolist() for part in source.scenes(32, held_out)))}
         for held_out in (False, True)
     )
     assert unseen and trained and not (trained & unseen)
