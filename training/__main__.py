@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 
 import torch
-from comfyui_specar.training import contact_sheet, export, tokenizer, workers
+from comfyui_specar.training import contact_sheet, export, resume, tokenizer, workers
 from comfyui_specar.training.captions import Captions
 from comfyui_specar.training.data import load_pictures
 from comfyui_specar.training.settings import SETTINGS
@@ -22,22 +22,24 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="time budget of the stage instead of the setting's")
     parser.add_argument("--threads", type=int, help="CPU threads")
     parser.add_argument("--processes", type=int, default=1, help="one-thread processes sharing the batch")
+    parser.add_argument("--resume-from", type=Path, help="folder of an exported model to start from")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     torch.set_flush_denormal(True)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    setting = SETTINGS[arguments.setting]
+    setting, begin = SETTINGS[arguments.setting], arguments.resume_from
     arguments.out.mkdir(parents=True, exist_ok=True)
     exported = arguments.out / "default"
     for stage in arguments.stage or STAGES:
         if stage == "tokenizer":
-            tokenizer.train(setting, load_pictures(arguments.cache), arguments.out, arguments.minutes)
+            weights = begin and resume.tensors_of(begin / "vq.safetensors")
+            tokenizer.train(setting, load_pictures(arguments.cache), arguments.out, arguments.minutes, weights)
         elif stage == "decoder":
             tokenizer.sharpen_decoder(setting, load_pictures(arguments.cache), arguments.out, arguments.minutes)
         elif stage == "model":
             workers.train_model(
-                setting, arguments.cache, arguments.out, arguments.minutes, arguments.processes
+                setting, arguments.cache, arguments.out, arguments.minutes, arguments.processes, begin
             )
         elif stage == "export":
             captions = Captions(setting, load_pictures(arguments.cache).words)

@@ -11,6 +11,7 @@ from ..models.backbone import Backbone, BackboneConfig
 from ..models.positions import GridPositions, rotation_of
 from ..models.prefix import CaptionPrefix
 from ..models.vq import VQModel
+from . import resume
 from .captions import Captions
 from .data import Pictures
 from .loop import Average, Budget, Checkpoint, Team, autocast, compiled, rate, set_rate
@@ -108,12 +109,17 @@ def train(
     out: Path,
     minutes: float | None = None,
     team: Team = Team(),  # noqa: B008 (alone)
+    weights: dict[str, Tensor] | None = None,
 ) -> None:
-    """Trains for the budget (or goes on from ``out``/model.pt); the averaged model is in that file at the end."""
+    """Trains for the budget (or goes on from ``out``/model.pt); the averaged model is in that file at the end.
+
+    weights: those of a model to start from.
+    """
     cfg, device = setting.model, torch.device(setting.device)
     pictures = pictures.select(setting.concepts)
     torch.manual_seed(1)
     model = TextToImage(setting, len(captions.words)).to(device)
+    resume.start(model, weights)
     average = Average(model, cfg.ema)
     matrices, others = split_parameters(model, keep_out=("tok_embeddings", "output", "words", "null_caption"))
     muon = Muon(matrices, lr=cfg.learning_rate, weight_decay=cfg.weight_decay)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from comfyui_specar.model_loaders.detect import load_image_decoder
-from comfyui_specar.training import contact_sheet, continuous_export, kl_vae, masked
+from comfyui_specar.training import contact_sheet, continuous_export, kl_vae, masked, resume
 from comfyui_specar.training.captions import Captions
 from comfyui_specar.training.data import load_pictures
 from comfyui_specar.training.settings import SETTINGS
@@ -21,6 +21,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path(".cache/emoji"), help="downloaded and rendered pictures")
     parser.add_argument("--discrete", type=Path, default=Path("assets/default"),
                         help="folder of a trained discrete model: its words are used, and layers of its tokenizer")
+    parser.add_argument("--resume-from", type=Path, help="folder of an exported pair to start from")
     parser.add_argument("--stage", choices=STAGES, action="append", help="default: all, in order")
     parser.add_argument("--minutes", type=float, help="time budget of the stage instead of the setting's")
     parser.add_argument("--threads", type=int, help="CPU threads")
@@ -29,7 +30,7 @@ def main() -> None:
     torch.set_flush_denormal(True)
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    setting, out = SETTINGS[arguments.setting], arguments.out
+    setting, out, begin = SETTINGS[arguments.setting], arguments.out, arguments.resume_from
     out.mkdir(parents=True, exist_ok=True)
     exported = out / "continuous"
     for stage in arguments.stage or STAGES:
@@ -41,7 +42,8 @@ def main() -> None:
         words = masked.word_vectors(arguments.discrete / "text_encoder.safetensors", captions)
         if stage == "vae":
             vq = load_image_decoder(arguments.discrete).module if setting.kl_vae.start_from_vq else None
-            kl_vae.train(setting, pictures, out, arguments.minutes, vq)
+            weights = begin and resume.tensors_of(begin / "vae.safetensors")
+            kl_vae.train(setting, pictures, out, arguments.minutes, vq, weights)
             continue
         if stage == "decoder":
             kl_vae.sharpen_decoder(setting, pictures, out, arguments.minutes)
@@ -52,8 +54,9 @@ def main() -> None:
             continuous_export.write(setting, vae, scale, words, out, arguments.discrete, exported)
         else:
             cfg = setting.masked if stage == "model" else setting.masked_drafter
-            file = out / f"masked_{stage}.pt"
-            masked.train(setting, cfg, pictures, captions, words, vae, scale, file, arguments.minutes)
+            weights = begin and resume.masked(begin / ("" if stage == "model" else "small") / "model.safetensors")
+            file, minutes = out / f"masked_{stage}.pt", arguments.minutes
+            masked.train(setting, cfg, pictures, captions, words, vae, scale, file, minutes, weights)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..models.kl_vae import KLModel
 from ..models.vq import VQModel
-from . import sharpen
+from . import resume, sharpen
 from .data import Pictures, sheet
 from .loop import Average, Budget, Checkpoint, autocast, rate, set_rate
 from .muon import Muon, split_parameters
@@ -84,16 +84,19 @@ def latent_scale(model: KLModel, setting: Setting, pictures: Pictures, views: in
 
 
 def train(
-    setting: Setting, pictures: Pictures, out: Path, minutes: float | None = None, vq: VQModel | None = None
+    setting: Setting, pictures: Pictures, out: Path, minutes: float | None = None, vq: VQModel | None = None,
+    weights: dict[str, Tensor] | None = None,
 ) -> KLModel:
     """Trains for the budget (or goes on from ``out``/kl_vae.pt) and returns the averaged model.
 
-    ``vq``: the trained tokenizer to start from, where the setting wants one.
+    vq: the trained tokenizer to start from, where the setting wants one; weights: those of an autoencoder to start from
+    instead.
     """
     cfg, device = setting.kl_vae, torch.device(setting.device)
     torch.manual_seed(0)
     model = KLModel(cfg.config)
-    if vq is not None:
+    resume.start(model, weights)
+    if vq is not None and weights is None:
         log.info("%d tensors taken from the VQ tokenizer", copy_shared_layers(model, vq))
     model = model.to(device)
     average = Average(model, 0.995)

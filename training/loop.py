@@ -101,10 +101,14 @@ def set_rate(optimizers: list[torch.optim.Optimizer], base: float, multiplier: f
             group["lr"] = base * multiplier
 
 
+def multiplies_bf16(device: str) -> bool:
+    """Has the device matrix units for bf16? Elsewhere on CPUs, bf16 is far slower than fp32."""
+    return device != "cpu" or torch.cpu._is_avx512_bf16_supported()
+
+
 def autocast(setting) -> Callable:
-    """The mixed-precision context of a setting: bf16 where the processor multiplies matrices of it, else nothing."""
-    fast = setting.device != "cpu" or torch.cpu._is_avx512_bf16_supported()
-    return lambda: torch.autocast(setting.device, torch.bfloat16, enabled=fast)
+    """The mixed-precision context of a setting: bf16 where that is fast, else nothing."""
+    return lambda: torch.autocast(setting.device, torch.bfloat16, enabled=multiplies_bf16(setting.device))
 
 
 def compiled(setting, function: Callable) -> Callable:

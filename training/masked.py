@@ -15,6 +15,7 @@ from ..model_loaders.checkpoint import open_checkpoint
 from ..models.diffusion_head import TRAINING_STEPS, DiffusionHead, Schedule
 from ..models.kl_vae import KLModel
 from ..models.mar import MAR, MARConfig
+from . import resume
 from .captions import Captions
 from .data import Pictures
 from .kl_vae import noisy
@@ -192,13 +193,17 @@ def held_out_error(model: MaskedTextToImage, schedule: Schedule, batch: tuple[Te
 
 def train(
     setting: Setting, cfg: MaskedSetting, pictures: Pictures, captions: Captions, words: Tensor, vae: KLModel,
-    scale: float, file: Path, minutes: float | None = None,
+    scale: float, file: Path, minutes: float | None = None, weights: dict[str, Tensor] | None = None,
 ) -> None:
-    """Trains for the budget (or goes on from ``file``); the averaged model is in that file at the end."""
+    """Trains for the budget (or goes on from ``file``); the averaged model is in that file at the end.
+
+    weights: those of a model to start from.
+    """
     device = torch.device(setting.device)
     pictures = pictures.select(setting.concepts)
     torch.manual_seed(2)
     model = MaskedTextToImage(setting, cfg, words).to(device)
+    resume.start(model, weights)
     average = Average(model, cfg.ema)
     outer = ("pos_embed", "mask_token", "fake_latent", "z_proj", "input_proj", "final_layer.linear", "guess")
     matrices, others = split_parameters(model, keep_out=outer)

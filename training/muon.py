@@ -1,13 +1,16 @@
-"""Muon (Jordan et al., 2024) in fp32, with the update scaled to AdamW's size (Liu et al., 2025, arXiv:2502.16982).
+"""Muon (Jordan et al., 2024), with the update scaled to AdamW's size (Liu et al., 2025, arXiv:2502.16982).
 
 ``torch.optim.Muon`` orthogonalises in bf16, which a CPU without matrix units for it does far slower than in fp32, and
-takes no convolutions. This one serves both devices and sees a convolution as a matrix [out, in * kernel].
+takes no convolutions. This one does it in bf16 where that is fast, and sees a convolution as a matrix
+[out, in * kernel].
 """
 
 import math
 
 import torch
 from torch import Tensor, nn
+
+from .loop import multiplies_bf16
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic coefficients of the reference implementation
 
@@ -18,10 +21,11 @@ def orthogonalise(matrices: Tensor, rounds: int = 5) -> Tensor:
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
+    x = x.bfloat16() if multiplies_bf16(x.device.type) else x
     for _ in range(rounds):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if tall else x
+    return (x.mT if tall else x).to(matrices.dtype)
 
 
 class Muon(torch.optim.Optimizer):

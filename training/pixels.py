@@ -55,6 +55,6 @@ class Sampler:
     def crops(self, count: int) -> Tensor:
         """Pixels [count, 3, crop, crop] in [-1, 1], two of each picture; corners are aligned to the token grid."""
         side, factor = self.cfg.crop, self.cfg.config.factor
-        pixels = self.whole(count // 2).repeat(2, 1, 1, 1)
+        pixels = self.whole(-(-count // 2)).repeat(2, 1, 1, 1)[:count]
         corners = self._integers((pixels.shape[-1] - side) // factor + 1, 2 * count).view(count, 2) * factor
         return torch.stack([p[:, y : y + side, x : x + side] for p, (y, x) in zip(pixels, corners.tolist())])

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..models.vq import VQModel
-from . import sharpen
+from . import resume, sharpen
 from .data import Pictures, sheet
 from .loop import Average, Budget, Checkpoint, autocast, rate, set_rate
 from .muon import Muon, split_parameters
@@ -73,17 +73,24 @@ def evaluate(model: VQModel, pixels: Tensor) -> tuple[dict[str, float], Tensor]:
     }, output
 
 
-def train(setting: Setting, pictures: Pictures, out: Path, minutes: float | None = None) -> VQModel:
-    """Trains for the budget (or goes on from ``out``/tokenizer.pt) and returns the averaged model."""
+def train(
+    setting: Setting, pictures: Pictures, out: Path, minutes: float | None = None,
+    weights: dict[str, Tensor] | None = None,
+) -> VQModel:
+    """Trains for the budget (or goes on from ``out``/tokenizer.pt) and returns the averaged model.
+
+    weights: those of a tokenizer to start from.
+    """
     cfg, device = setting.tokenizer, torch.device(setting.device)
     torch.manual_seed(0)
     model = VQModel(cfg.config).to(device)
+    resume.start(model, weights)
     average = Average(model, 0.995)
     matrices, others = split_parameters(model, keep_out=("encoder.conv_in", "decoder.conv_out", "embedding"))
     muon = Muon(matrices, lr=cfg.learning_rate)
     adamw = torch.optim.AdamW(others, lr=cfg.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     checkpoint = Checkpoint(out / "tokenizer.pt", model=model, average=average.module, muon=muon, adamw=adamw)
-    counters = checkpoint.resume() or {"step": 0, "spent": 0.0}
+    counters = checkpoint.resume() or {"step": cfg.warm_start_steps + 1 if weights else 0, "spent": 0.0}
     step, budget = counters["step"], Budget(minutes or cfg.minutes, counters["spent"])
     sampler, codes, mixed = Sampler(setting, cfg, pictures, seed=step), Codes(model), autocast(setting)
     held_out = Sampler(setting, cfg, pictures, seed=10**6).whole(48, only_chosen=True)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar.models.vq import VQConfig, VQModel
+from comfyui_specar.training import export, resume
 from comfyui_specar.training.autoregressive import Batches, TextToImage
 from comfyui_specar.training.captions import Captions
 from comfyui_specar.training.data import Pictures, augment, recolour
@@ -186,6 +187,23 @@ def test_padding_does_not_change_the_logits():
     assert short.shape == (1, 256, 16)
     assert torch.allclose(short, padded, atol=1e-5)
     assert not torch.allclose(short, other, atol=1e-3)
+
+
+def test_another_run_starts_from_what_was_exported(tmp_path):
+    torch.manual_seed(0)
+    captions, vq = Captions(SETTING, CONCEPTS), VQModel(SETTING.tokenizer.config)
+    model = TextToImage(SETTING, len(captions.words))
+    for file, part in {"tokenizer.pt": vq, "model.pt": model}.items():
+        torch.save({"average": part.state_dict()}, tmp_path / file)
+    export.write(SETTING, captions, tmp_path, tmp_path / "default")
+    torch.manual_seed(1)
+    again = TextToImage(SETTING, len(captions.words))
+    resume.start(again, resume.autoregressive(tmp_path / "default", captions))
+    for name, tensor in model.state_dict().items():
+        assert torch.allclose(again.state_dict()[name], tensor, atol=2e-3) or name == "prefix.uncond_embedding", name
+    start = VQModel(SETTING.tokenizer.config)
+    resume.start(start, resume.tensors_of(tmp_path / "default" / "vq.safetensors"))
+    assert all(torch.allclose(a, b, atol=2e-3) for a, b in zip(start.parameters(), vq.parameters()))
 
 
 def test_learning_rate_ends_low_and_starts_warm():

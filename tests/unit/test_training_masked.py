@@ -10,7 +10,7 @@ from comfyui_specar.model_loaders.checkpoint import open_checkpoint
 from comfyui_specar.models.diffusion_head import DiffusionHead, Schedule
 from comfyui_specar.models.kl_vae import KLConfig, KLModel
 from comfyui_specar.models.vq import VQConfig, VQModel
-from comfyui_specar.training import continuous_export, kl_vae, masked, sharpen, tokenizer
+from comfyui_specar.training import continuous_export, kl_vae, masked, resume, sharpen, tokenizer
 from comfyui_specar.training.captions import Captions
 from comfyui_specar.training.export import save
 from comfyui_specar.training.settings import CPU, MaskedSetting, Store
@@ -249,6 +249,11 @@ def test_exported_files_are_the_model_that_was_trained(tmp_path, captions):
     assert target.defaults == CONTINUOUS.masked_sampling and small.backbone.config.dim == 16
     assert api.load_image_decoder(out).factor == 32
     trained = masked.restore(CONTINUOUS, CONTINUOUS.masked, words, tmp_path / "masked_model.pt")
+    again = masked.MaskedTextToImage(CONTINUOUS, CONTINUOUS.masked, words)
+    resume.start(again, resume.masked(out / "model.safetensors"))
+    for name, tensor in again.state_dict().items():
+        same = torch.equal(tensor, trained.state_dict()[name].half().float())
+        assert same or name.startswith("guess."), "another run starts from what was exported"
     tokens, known = torch.randn(1, 64, 4), torch.rand(1, 64, generator=torch.Generator().manual_seed(0)) < 0.3
     conditioning = target.encode_prompt("dog bg_red")
     with torch.no_grad():

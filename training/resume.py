@@ -1,0 +1,42 @@
+"""Exported weights under the names that training gives them, so that another run can start from them."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..model_loaders.checkpoint import open_checkpoint
+from ..models.backbone import join_gates
+from .captions import Captions
+
+
+def tensors_of(file: Path) -> dict[str, Tensor]:
+    return {name: tensor.float() for name, tensor in open_checkpoint(file).tensors.items()}
+
+
+def autoregressive(folder: Path, captions: Captions) -> dict[str, Tensor]:
+    """Of ``TextToImage``; without the word table where the exported model knows other words."""
+    joined = join_gates(tensors_of(folder / "model.safetensors"))
+    whole = {name: torch.cat(part) if isinstance(part, tuple) else part for name, part in joined.items()}
+    state = {"null_caption": whole.pop("cls_embedding.uncond_embedding")}
+    for name, tensor in whole.items():
+        caption = name.startswith("cls_embedding.")
+        state[name.replace("cls_embedding.", "prefix.") if caption else f"backbone.{name}"] = tensor
+    encoder = open_checkpoint(folder / "text_encoder.safetensors")
+    if encoder.metadata["words"] == captions.words:
+        state["words.weight"] = encoder.tensors["word_embeddings.weight"].float()
+    return state
+
+
+def masked(file: Path) -> dict[str, Tensor]:
+    """Of ``MaskedTextToImage``; its ``guess`` is not exported."""
+    return {
+        name.replace("diffloss.", "head.") if name.startswith("diffloss.") else f"backbone.{name}": tensor
+        for name, tensor in tensors_of(file).items()
+    }
+
+
+def start(model: nn.Module, weights: dict[str, Tensor] | None) -> None:
+    """Gives the model these weights; what they lack stays as it is. Raises RuntimeError if they do not fit."""
+    if weights is not None:
+        model.load_state_dict({**model.state_dict(), **weights})
