@@ -13,6 +13,7 @@ from . import resume, sharpen
 from .data import Pictures, sheet
 from .loop import Average, Budget, Checkpoint, autocast, rate, set_rate
 from .muon import Muon, split_parameters
+from .perception import Perception
 from .pixels import WHOLE_PICTURES_FROM, Sampler, reconstruction_loss
 from .settings import Setting
 
@@ -108,6 +109,7 @@ def train(
     step, budget, mixed = counters["step"], Budget(minutes or cfg.minutes, counters["spent"]), autocast(setting)
     sampler = Sampler(setting, cfg, pictures, seed=step)
     held_out = Sampler(setting, cfg, pictures, seed=10**6).whole(HELD_OUT, only_chosen=True)
+    perception = Perception().to(device)
     log.info("%.2f M parameters", sum(p.numel() for p in model.parameters()) / 1e6)
     fraction = budget.fraction
     while fraction < 1.0:
@@ -121,6 +123,9 @@ def train(
             output = model.decode(noisy(mean, log_variance)).float()
         nats = divergence(mean, log_variance)
         loss = reconstruction_loss(output, pixels) + cfg.kl_weight * nats
+        if whole:
+            with mixed():
+                loss = loss + cfg.perception * perception(output, pixels)
         model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+CROP = 160  # pixels; the features of a random part say as much as those of a whole picture, sooner
 BLOCKS = (0, 2, 4, 7)  # the last blocks at strides 2, 4, 8 and one at 16
 MEAN, SPREAD = 127.0 / 255.0, 128.0 / 255.0  # of the pixels that the network was trained on
 
@@ -41,7 +42,10 @@ class Perception(nn.Module):
         return found
 
     def forward(self, drawn: Tensor, wanted: Tensor) -> Tensor:
-        """The distance, summed over the depths."""
+        """The distance of a random part, summed over the depths."""
+        top, left = torch.randint(drawn.shape[-1] - CROP + 1, (2,)).tolist()
+        part = (..., slice(top, top + CROP), slice(left, left + CROP))
+        drawn, wanted = drawn[part], wanted[part]
         with torch.no_grad():
             targets = self.features(wanted)
         pairs = zip(self.features(drawn), targets, strict=True)

@@ -71,7 +71,7 @@ class AutoencoderSetting:
     margin: int = 1  # tokens to repeat around a picture before decoding it: a corner is where decoders leave a spike
     sharpening_minutes: float = 30.0
     sharpening_rate: float = 5e-4
-    perception: float = 0.3  # weight of the perceptual distance while the decoder is sharpened
+    perception: float = 0.1  # weight of the perceptual distance of whole pictures
     adversary: float = 0.5  # at most; as a share of the other losses' gradient
     other_pictures: float = 0.15  # share of pictures outside the concepts, so that foreign pictures can be encoded too
 

@@ -23,7 +23,6 @@ from .settings import AutoencoderSetting, Setting
 
 log = logging.getLogger(__name__)
 
-PERCEPTION_CROP = 160  # pixels; features of a random part say as much as those of the whole picture, sooner
 ADVERSARY_FROM, ADVERSARY_FULL = 0.15, 0.5  # shares of the budget between which its weight grows
 HELD_OUT = 32
 
@@ -87,11 +86,9 @@ def train(
         with mixed():
             output = model.decode(latent).float()
         drawn = output.detach().requires_grad_(True)
-        top, left = torch.randint(real.shape[-1] - PERCEPTION_CROP + 1, (2,)).tolist()
-        part = (..., slice(top, top + PERCEPTION_CROP), slice(left, left + PERCEPTION_CROP))
         adversary.requires_grad_(False)
         with mixed():
-            perceived = perception(drawn[part], real[part])
+            perceived = perception(drawn, real)
             fooled = -adversary(drawn).mean()
         pixel_loss = reconstruction_loss(drawn, real)
         gradient = gradient_at(drawn, pixel_loss + cfg.perception * perceived)

@@ -13,6 +13,7 @@ from . import resume, sharpen
 from .data import Pictures, sheet
 from .loop import Average, Budget, Checkpoint, autocast, rate, set_rate
 from .muon import Muon, split_parameters
+from .perception import Perception
 from .pixels import WHOLE_PICTURES_FROM, Sampler, reconstruction_loss
 from .settings import Setting
 
@@ -94,6 +95,7 @@ def train(
     step, budget = counters["step"], Budget(minutes or cfg.minutes, counters["spent"])
     sampler, codes, mixed = Sampler(setting, cfg, pictures, seed=step), Codes(model), autocast(setting)
     held_out = Sampler(setting, cfg, pictures, seed=10**6).whole(48, only_chosen=True)
+    perception = Perception().to(device)
     fraction = budget.fraction
     while fraction < 1.0:
         set_rate([muon, adamw], cfg.learning_rate, rate(fraction, step))
@@ -116,6 +118,9 @@ def train(
         with mixed():
             output = model.decode(decoder_input).float()
         loss = reconstruction_loss(output, pixels) + code_loss
+        if whole:
+            with mixed():
+                loss = loss + cfg.perception * perception(output, pixels)
         model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
