@@ -172,7 +172,10 @@ def bundled_pictures(
     pictures = load_pictures(cache)
     captions = Captions(CPU, pictures.words, seed)
     if captions.words != model.prompt_encoder.words:
-        raise ValueError("The word table of the model is not that of the 'cpu' setting: these are not its pictures.")
+        raise ValueError(
+            "The word table of the model is not that of the 'cpu' setting: these are not its pictures. Give --pictures "
+            "or --prompts, or use the scripts of the commit that the model's card names."
+        )
     table = model.prompt_encoder.table
     batches = Batches(CPU, pictures.select(CPU.concepts), captions, decoder.module, seed)
     examples = []
