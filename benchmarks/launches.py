@@ -129,6 +129,7 @@ def without_a_gpu(counts: Launches) -> Iterator[None]:
         for where, name, instead in (
             (JITFunction, "run", launch), (dispatch, "runs_triton", lambda device: True),
             (dispatch, "_chosen", Chosen()), (torch.cuda, "current_device", lambda: 0),
+            (FakeTensorMode, "avoid_device_init", True),  # whatever other kinds of devices there are
             (fake_tensor, "CONSTANT_NUMEL_LIMIT", -1),  # else the smallest have data, on a GPU that is not there
         ):
             stack.enter_context(patch.object(where, name, instead))

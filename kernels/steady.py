@@ -18,7 +18,7 @@ HALF = (torch.bfloat16, torch.float16)
 QUERIES = 32  # in a block of torch's attention on a CPU
 FEWEST = 8  # of them; other routines multiply fewer
 _BLOCKS = (64, 32, 16, 8, 4)  # of rows, tried from the first; the last is what remains
-_steady: dict[tuple[torch.dtype, int, int, int], int] = {}
+_steady: dict[tuple[torch.dtype, int, int | type, int], int] = {}
 
 
 def applies(x: Tensor) -> bool:
@@ -27,11 +27,12 @@ def applies(x: Tensor) -> bool:
 
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
-    """layer(x) for a weight [outputs, inputs] and x [..., inputs], by blocks of rows where that matters."""
+    """layer(x) for x [..., inputs], by blocks of rows where that matters."""
     if not applies(x):
         return layer(x)
     rows = x.flatten(0, -2)
-    shape = (x.dtype, rows.shape[1], layer.weight.shape[0], torch.get_num_threads())
+    outputs = len(layer.weight) if hasattr(layer, "weight") else type(layer)  # a model has one of a kind of its own
+    shape = x.dtype, rows.shape[1], outputs, torch.get_num_threads()
     if shape not in _steady:
         _steady[shape] = steady_rows(layer, x.dtype, rows.shape[1])
     return in_blocks(layer, rows, _steady[shape]).unflatten(0, x.shape[:-1])

@@ -118,6 +118,7 @@ def test_random_models_of_the_benchmark_are_wholly_on_the_gpu_they_name(monkeypa
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(dispatch, "runs_triton", lambda device: False)
+    monkeypatch.setattr(FakeTensorMode, "avoid_device_init", True)  # also where other tests know other devices
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = sizes.build(sizes.SIZES["llamagen-b"], torch.bfloat16, torch.device("cuda"))
         drafter = sizes.eagle(model)

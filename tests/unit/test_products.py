@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from comfyui_specar.kernels import dispatch
 from comfyui_specar.models import products
 from comfyui_specar.models.products import product
 from comfyui_specar.models.quantised import NarrowLinear, quantise
@@ -17,7 +18,7 @@ DIM = 32
 def kernel(monkeypatch):
     """Calls of the kernel, as on a GPU that runs Triton: here its reference computes."""
     calls, few_rows = [], products.few_rows
-    monkeypatch.setattr(products, "runs_triton", lambda device: True)
+    monkeypatch.setattr(dispatch, "runs_triton", lambda device: True)
     monkeypatch.setattr(products, "few_rows", lambda *given: calls.append(given) or few_rows(*given))
     with torch.no_grad():
         yield calls
