@@ -33,7 +33,7 @@ def run(findings: Findings, **_options: object) -> None:
 
 
 def of_the_gpu(findings: Findings) -> dict[str, object]:
-    """Facts of the GPU; what is wrong with them is told to ``findings``."""
+    """Facts of the GPU; what is wrong with them goes to ``findings``."""
     device = subjects.device_of(dry=False)
     about = torch.cuda.get_device_properties(device)
     if not dispatch.runs_triton(device):

@@ -108,6 +108,6 @@ class _Ears(logging.Handler):
         self.findings = findings
 
     def emit(self, record: logging.LogRecord) -> None:
-        told = record.getMessage()[:500]
-        if told not in self.findings.content["failures"]:
-            self.findings.failure(told)
+        message = record.getMessage()[:500]
+        if message not in self.findings.content["failures"]:
+            self.findings.failure(message)

@@ -46,7 +46,7 @@ class Comparison:
     kernel: Callable[..., Any]  # name, arguments -> result, writing in the arguments as the reference does
     kind_of: Callable[[Any], Hashable]  # what of an argument makes a call another one
     about: dict[str, str]
-    failure: Callable[[str], None]  # is told of what is wrong
+    failure: Callable[[str], None]  # reports what is wrong
     tries: dict[Hashable, int]  # by kind of call: 0, it agrees; else how often it did not
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -150,7 +150,7 @@ def compare(findings: Findings, listed: dict[str, sizes.Size], dtypes: tuple[tor
 
 @contextmanager
 def comparing(findings: Findings, tries: dict[Hashable, int], model: str, dtype: str) -> Iterator[str]:
-    """Kernels that are called meanwhile are compared, and what was found is told in the end. Yields a title."""
+    """Kernels that are called meanwhile are compared, and what was found is reported in the end. Yields a title."""
     how = (interpreted, dtype_of) if findings.dry else (launched, shape)  # the interpreter is slow
     found = Comparison(*how, {"model": model, "dtype": dtype}, findings.failure, tries)
     try:

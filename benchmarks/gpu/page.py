@@ -26,8 +26,8 @@ def page(report: dict[str, Any]) -> str:
 def _stage(entry: dict[str, Any]) -> list[str]:
     found = []
     for name in ("failures", "warnings"):
-        if told := entry.get(name):
-            found.append("\n".join((f"{name.capitalize()}:", "", *(f"* {_cell(line)}" for line in told))))
+        if lines := entry.get(name):
+            found.append("\n".join((f"{name.capitalize()}:", "", *(f"* {_cell(line)}" for line in lines))))
     if rows := entry.get("rows"):
         columns = list(dict.fromkeys(key for row in rows for key in row))
         found.append(grid(columns, [[_cell(row.get(key, "")) for key in columns] for row in rows]))
