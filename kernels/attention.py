@@ -1,4 +1,4 @@
-"""Attention of a few new tokens to a cache of keys and values."""
+"""Attention of new tokens to a cache of keys and values, which theirs join."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import accelerated
+from .rotation import Norms, normalise, rotate
 from .steady import enough
 
-FEW = 64  # queries; longer prompts are work for the fused kernels of torch
+FEW = 128  # tokens; longer prompts are work for the fused kernels of torch
 
 
 def added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -19,25 +20,58 @@ def added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     )
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of queries [R, H, T, d] to keys and values [R, Hkv, N, d]; None is causal.
+def attend_cached(
+    every: Tensor, factors: Tensor, halves: bool, norms: Norms | None, buffer: Tensor, rows: Tensor, slots: Tensor,
+    mask: Tensor, arrived: Tensor,
+) -> Tensor:
+    """Attention of new tokens to a cache. Their queries and keys are normalised (with ``norms``) and rotated, and their
+    keys and values are stored before anyone looks at them.
 
-    mask [R, 1, T, N] is added to the scores (see ``added``). A query that sees nothing gets zeros.
+    every [R, T, H + 2 Hkv, d]: queries, keys, values; factors as of ``factors_of`` (fp32); buffer [R, 2 Hkv, N, d]:
+    keys, values; rows [R, 1] counts from 0; slots [R, T] (int64): where each token's keys and values go;
+    mask [R, 1, T, n], n <= N, is added to the scores of the first n slots (see ``added``); arrived [R, Hkv, FEW]
+    (int32): zero, and zero again after the call. Returns [R, T, H, d]; zeros for a query that sees nothing.
     """
-    if mask is None or q.shape[2] > FEW:
-        return _fused(q, k, v, mask)
-    return attend_few(q, k, v, mask)
+    attended = attend_few if every.shape[1] <= FEW else attend_few.__wrapped__
+    return attended(every, factors, halves, norms, buffer, rows, slots, mask, arrived)
 
 
-@accelerated
-def attend_few(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """``attend`` for few queries and a mask in the dtype of q, all of them dense in their last dimension."""
-    return _fused(q, k, v, mask)
+def _copied(
+    every: Tensor, factors: Tensor, halves: bool, norms: Norms | None, buffer: Tensor, rows: Tensor, slots: Tensor,
+    mask: Tensor, arrived: Tensor,
+) -> tuple:
+    """A trial of ``attend_few``."""
+    return every, factors, halves, norms, buffer.clone(), rows, slots, mask, arrived.clone()
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """By torch's fused kernels. They know only as many heads of keys as of queries: so queries that share a key head
-    are laid behind each other, which needs no copies of the cache."""
+@accelerated(trial=_copied)
+def attend_few(
+    every: Tensor, factors: Tensor, halves: bool, norms: Norms | None, buffer: Tensor, rows: Tensor, slots: Tensor,
+    mask: Tensor, arrived: Tensor,
+) -> Tensor:
+    """``attend_cached`` for up to FEW tokens. All arguments are dense in their last dimension.
+
+    The Triton kernel is batch invariant: a query's result does not depend on which other rows and tokens, and how many,
+    there are, nor on slots that it does not see.
+    """
+    heads, kept = every.shape[2], buffer.shape[1]
+    every = every.clone()
+    queries, keys, _ = every.split((heads - kept, kept // 2, kept // 2), dim=2)
+    if norms is not None:
+        queries.copy_(normalise(queries, *norms[:2]))
+        keys.copy_(normalise(keys, *norms[2:]))
+    rotate(every[:, :, : heads - kept // 2], factors, halves)
+    buffer[rows, :, slots] = every[:, :, heads - kept :]
+    k, v = buffer[:, :, : mask.shape[-1]].chunk(2, dim=1)
+    return attend(queries.transpose(1, 2), k, v, mask).transpose(1, 2)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of queries [R, H, T, d] to keys and values [R, Hkv, N, d], by torch's fused kernels; None is causal.
+
+    mask [R, 1, T, N] is added to the scores (see ``added``). The fused kernels know only as many heads of keys as of
+    queries: so queries that share a key head are laid behind each other, which needs no copies of the cache.
+    """
     shared = q.shape[1] // k.shape[1]
     if shared == 1:
         return _steady(q, k, v, mask)

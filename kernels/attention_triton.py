@@ -1,8 +1,17 @@
-"""Attention of few queries to a long cache (twin of attention.py), split along the cache so that it fills a GPU.
+"""Attention of few new tokens to a long cache, in one launch (Triton kernel of attention.py).
 
-Queries that share a key head are rows of one tile, so that keys and values are read once; slots that no query of a tile
-sees are not read at all. Partial results are combined by their maxima and sums (Dao et al., "Flash-Decoding for
-long-context inference", 2023).
+The cache is cut into parts, so that there are enough programs to fill a GPU (Dao et al., "Flash-Decoding for
+long-context inference", 2023). A program stores the new keys and values that belong to its part, and nobody else reads
+them: so nothing has to wait for another program. Queries that share a key head are rows of one tile, so that keys and
+values are read once; slots that no query of a tile sees are not read at all.
+
+Each program leaves what its part gives, and counts itself in. The last of a tile's puts the parts together. Who is last
+is a matter of chance, but the parts are taken in their order.
+
+It is batch invariant by construction: a part has the same slots, they are taken in the same order and summed by the
+same instruction (mma.sync, whose result for a row does not depend on the other rows of its tile), however many queries
+and rows there are. So a tile has at most 32 queries, as from 64 on newer GPUs would take another instruction. Slots and
+parts that a query does not see add zero to its sums.
 """
 
 from __future__ import annotations
@@ -12,125 +21,186 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 512  # enough to fill a GPU
-QUERIES = 128  # bytes of a channel of the queries held at once
+from .linear_triton import in_order
+from .rotation import EPS, Norms
+
+AHEAD = tl.constexpr(4)  # parts that are loaded at once to be put together
 TILE = 8192  # bytes of keys held at once: with queries, values and what is under way, little enough for every GPU
 
 
-def attend_few(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """See attention.attend_few. The last dimension of every argument must be dense."""
-    rows, heads, count, dim = q.shape
-    key_heads, slots = k.shape[1:3]
-    shared = heads // key_heads
+def attend_few(
+    every: Tensor, factors: Tensor, halves: bool, norms: Norms | None, buffer: Tensor, rows: Tensor, slots: Tensor,
+    mask: Tensor, arrived: Tensor,
+) -> Tensor:
+    """See attention.attend_few."""
+    batch, count, heads, dim = every.shape
+    key_heads, reach = buffer.shape[1] // 2, mask.shape[-1]
+    shared = heads // key_heads - 2
     queries = shared * count  # rows that read the same keys
-    mask = mask.expand(rows, 1, count, slots)
-    block_m = min(max(triton.next_power_of_2(queries), 16), QUERIES // q.dtype.itemsize)
     block_d = max(triton.next_power_of_2(dim), 16)
-    block_n = max(min(TILE // (block_d * q.dtype.itemsize), 64), 16)
-    tiles = rows * key_heads, triton.cdiv(queries, block_m)
-    parts = min(max(PROGRAMS // (tiles[0] * tiles[1]), 1), triton.cdiv(slots, block_n), 64)
-    per_part = triton.cdiv(triton.cdiv(slots, block_n), parts) * block_n
-    out = torch.empty((rows, count, heads, dim), dtype=q.dtype, device=q.device).transpose(1, 2)
-    place = (out, out)
+    roomy = every.dtype != torch.float32 and dim == block_d  # all else takes more registers
+    block_m = 32 if queries > 16 and roomy else 16
+    block_n = max(min(TILE // (block_d * every.dtype.itemsize), 64), 16)
+    part = 128 if block_d <= 64 else 256  # slots; there is more to put together of wider heads
+    tiles, parts = triton.cdiv(queries, block_m), triton.cdiv(reach, part)
+    assert tiles <= arrived.shape[2], "more queries than places to count at"
+    out = every.new_empty(batch, count, heads - 2 * key_heads, dim)
+    partial = scales = out  # never written if there is one part
     if parts > 1:
-        partial = torch.empty((rows, heads, count, parts, dim), device=q.device)
-        place = (partial, torch.empty((2, rows, heads, count, parts), device=q.device))
-    _part[(*tiles, parts)](
-        q, *q.stride()[:3], k, *k.stride()[:3], v, *v.stride()[:3], mask, mask.stride(0), mask.stride(2), *place,
-        *out.stride()[:3], dim**-0.5, rows * heads * count * parts, key_heads, count, queries, slots, per_part, parts,
-        SHARED=shared, DIM=dim, WHOLE=parts == 1, BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_D=block_d, num_warps=4, num_stages=2,
+        partial = torch.empty((batch, key_heads, parts, queries, dim), device=out.device)
+        scales = torch.empty((2, batch, key_heads, parts, queries), device=out.device)
+    mask = mask.expand(batch, 1, count, reach)
+    given = (every,) * 4 if norms is None else tuple(norm.contiguous() for norm in norms)  # never read if not there
+    _attend[(batch * key_heads, tiles, parts)](
+        every, *every.stride()[:3], factors, factors.stride(0) if len(factors) > 1 else 0, factors.stride(1), *given,
+        buffer, *buffer.stride()[:3], slots, *slots.stride(), mask, mask.stride(0), mask.stride(2), out, partial,
+        scales, scales[0].numel(), arrived, dim**-0.5, EPS, key_heads, count, reach, SHARED=shared, DIM=dim,
+        HALVES=halves, NORMED=norms is not None, ONE_NORM=norms is not None and len(norms[0]) == 1, WHOLE=parts == 1,
+        PART=part, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=4, num_stages=3,
     )
-    if parts > 1:
-        _combine[(rows * heads * count,)](
-            *place, out, *out.stride()[:3], rows * heads * count * parts, heads, count, parts, DIM=dim,
-            PARTS=triton.next_power_of_2(parts), BLOCK_D=block_d, num_warps=4,
-        )
     return out
 
 
 @triton.jit
-def _part(
-    q, q_row, q_head, q_place, k, k_row, k_head, k_slot, v, v_row, v_head, v_slot, mask, mask_row, mask_place, out,
-    scales, out_row, out_head, out_place, scale, second, key_heads, count, queries, slots, per_part, parts,
-    SHARED: tl.constexpr, DIM: tl.constexpr, WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+def _attend(
+    every, every_row, every_token, every_head, factors, factors_row, factors_token, query_weight, query_bias,
+    key_weight, key_bias, buffer, buffer_row, buffer_head, buffer_slot, slots, slots_row, slots_token, mask, mask_row,
+    mask_token, out, partial, scales, second, arrived, scale, eps, key_heads, count, reach, SHARED: tl.constexpr,
+    DIM: tl.constexpr, HALVES: tl.constexpr, NORMED: tl.constexpr, ONE_NORM: tl.constexpr, WHOLE: tl.constexpr,
+    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """Attention of BLOCK_M queries of one key head to one part of the slots: the whole result if there is one part,
-    else ``out`` [queries of all heads, parts, DIM] weighted by exp(score - maximum), maxima in ``scales`` and sums
-    ``second`` behind them.
+    """BLOCK_M queries of one key head, and PART slots. WHOLE: there is one part. ONE_NORM: do all heads have the same
+    norm.
+
+    partial [rows, key heads, parts, queries, DIM]: sums of values, weighted by exp(score - maximum); scales: the maxima
+    [rows, key heads, parts, queries], and ``second`` numbers later the sums of the weights.
     """
     row = (tl.program_id(0) // key_heads).to(tl.int64)
     key_head = tl.program_id(0) % key_heads
     part = tl.program_id(2)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
-    head = key_head * SHARED + m // count
-    place = m % count
-    asked = m < queries
-    x = tl.load(
-        q + row * q_row + head[:, None] * q_head + place[:, None] * q_place + d[None, :],
-        mask=asked[:, None] & (d < DIM)[None, :], other=0.0,
+    token = m // SHARED
+    head = key_head * SHARED + m % SHARED
+    asked = token < count
+    every += row * every_row
+    factors += row * factors_row
+    norm = tl.zeros_like(head) if ONE_NORM else head
+    x = _turned(
+        every + token * every_token + head * every_head, factors + token * factors_token, query_weight + norm * DIM,
+        query_bias + norm * DIM, asked, eps, DIM, HALVES, NORMED, BLOCK_D,
     )
-    k += row * k_row + key_head * k_head
-    v += row * v_row + key_head * v_head
-    mask += row * mask_row
+    keys = buffer + row * buffer_row + key_head * buffer_head
+    values = keys + key_heads * buffer_head
+    own_key = key_heads * SHARED + key_head
+    own_value = own_key + key_heads
+    for first in range(0, count, BLOCK_M):
+        new = first + tl.arange(0, BLOCK_M)
+        slot = tl.load(slots + row * slots_row + new * slots_token, new < count, 0)
+        mine = (new < count) & (tl.minimum(slot // PART, tl.num_programs(2) - 1) == part)
+        norm = tl.zeros_like(new) if ONE_NORM else tl.zeros_like(new) + key_head
+        key = _turned(
+            every + new * every_token + own_key * every_head, factors + new * factors_token, key_weight + norm * DIM,
+            key_bias + norm * DIM, mine, eps, DIM, HALVES, NORMED, BLOCK_D,
+        )
+        there = mine[:, None] & (d < DIM)[None, :]
+        value = tl.load(every + new[:, None] * every_token + own_value * every_head + d[None, :], there)
+        place = slot[:, None] * buffer_slot + d[None, :]
+        tl.store(keys + place, key, there)
+        tl.store(values + place, value, there)
+    tl.debug_barrier()  # other threads read what was stored
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    mass = tl.zeros([BLOCK_M], tl.float32)
+    masses = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     result = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in range(part * per_part, tl.minimum(part * per_part + per_part, slots), BLOCK_N):
+    mask += row * mask_row
+    for start in range(part * PART, part * PART + PART, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         bias = tl.load(
-            mask + place[:, None] * mask_place + n[None, :], mask=asked[:, None] & (n < slots)[None, :],
-            other=float("-inf"),
+            mask + token[:, None] * mask_token + n[None, :], asked[:, None] & (n < reach)[None, :], float("-inf")
         ).to(tl.float32)
         seen = tl.max(bias, 0) > float("-inf")
-        keys = tl.load(
-            k + n[None, :].to(tl.int64) * k_slot + d[:, None], mask=seen[None, :] & (d < DIM)[:, None], other=0.0
+        k = tl.load(
+            keys + n[None, :].to(tl.int64) * buffer_slot + d[:, None], seen[None, :] & (d < DIM)[:, None], 0.0
         )
-        values = tl.load(
-            v + n[:, None].to(tl.int64) * v_slot + d[None, :], mask=seen[:, None] & (d < DIM)[None, :], other=0.0
+        v = tl.load(
+            values + n[:, None].to(tl.int64) * buffer_slot + d[None, :], seen[:, None] & (d < DIM)[None, :], 0.0
         )
-        scores = tl.dot(x, keys, input_precision="ieee") * scale + bias
+        scores = tl.dot(x, k, input_precision="ieee") * scale + bias
         higher = tl.maximum(maximum, tl.max(scores, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # of a query that has seen nothing yet
-        weights = tl.exp(scores - base[:, None])
-        shrink = tl.exp(maximum - base)
-        mass = mass * shrink + tl.sum(weights, 1)
-        result = result * shrink[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        weights = tl.exp(scores - _finite(higher)[:, None])
+        shrink = tl.exp(maximum - _finite(higher))
+        masses = masses * shrink[:, None] + weights
+        result = tl.dot(weights.to(v.dtype), v, result * shrink[:, None], input_precision="ieee")
         maximum = higher
+    mass = in_order(masses, BLOCK_M, BLOCK_N)
+    wanted = asked[:, None] & (d < DIM)[None, :]
+    out += ((row * count + token[:, None]) * key_heads * SHARED + head[:, None]) * DIM + d[None, :]
     if WHOLE:
-        result = result / tl.where(mass == 0, 1.0, mass)[:, None]
-        out += row * out_row + head[:, None] * out_head + place[:, None] * out_place + d[None, :]
-        tl.store(out, result.to(out.dtype.element_ty), mask=asked[:, None] & (d < DIM)[None, :])
+        tl.store(out, (result / tl.where(mass == 0, 1.0, mass)[:, None]).to(out.dtype.element_ty), wanted)
     else:
-        index = ((row * key_heads * SHARED + head) * count + place) * parts + part
-        tl.store(out + index[:, None] * DIM + d[None, :], result, mask=asked[:, None] & (d < DIM)[None, :])
-        tl.store(scales + index, maximum, mask=asked)
-        tl.store(scales + index + second, mass, mask=asked)
+        parts = tl.num_programs(2)
+        queries = SHARED * count
+        index = tl.program_id(0).to(tl.int64) * parts * queries + m
+        tl.store(scales + index + part * queries, maximum, asked)
+        tl.store(scales + index + part * queries + second, mass, asked)
+        tl.store(partial + (index + part * queries)[:, None] * DIM + d[None, :], result, wanted)
+        tl.debug_barrier()  # all threads have stored before one counts them in
+        arrived += tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        # acq_rel: the last one sees what all before it have stored.
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == parts - 1:
+            tl.store(arrived, 0)  # for the next launch
+            maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            mass = tl.zeros([BLOCK_M], tl.float32)
+            result = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            for first in range(0, parts, AHEAD):
+                for i in tl.static_range(AHEAD):
+                    there = first + i < parts
+                    place = index + (first + i) * queries
+                    # .cg: from the cache that all programs share
+                    highest = tl.load(scales + place, asked & there, float("-inf"), cache_modifier=".cg")
+                    weight = tl.load(scales + place + second, asked & there, 0.0, cache_modifier=".cg")
+                    theirs = tl.load(
+                        partial + place[:, None] * DIM + d[None, :], wanted & there, 0.0, cache_modifier=".cg"
+                    )
+                    higher = tl.maximum(maximum, highest)
+                    shrink = tl.exp(maximum - _finite(higher))
+                    grow = tl.exp(highest - _finite(higher))
+                    mass = mass * shrink + weight * grow
+                    result = result * shrink[:, None] + theirs * grow[:, None]
+                    maximum = higher
+            tl.store(out, (result / tl.where(mass == 0, 1.0, mass)[:, None]).to(out.dtype.element_ty), wanted)
 
 
 @triton.jit
-def _combine(
-    partial, scales, out, out_row, out_head, out_place, second, heads, count, parts, DIM: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_D: tl.constexpr,
+def _finite(maximum):
+    """What scores are compared with: their maximum, or of a query that has seen nothing yet, 0."""
+    return tl.where(maximum == float("-inf"), 0.0, maximum)
+
+
+@triton.jit
+def _turned(
+    x, factors, weight, bias, wanted, eps, DIM: tl.constexpr, HALVES: tl.constexpr, NORMED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
-    """Put the parts of one query together."""
-    query = tl.program_id(0).to(tl.int64)
-    part = tl.arange(0, PARTS)
+    """The heads at x [M], normalised and rotated: [M, BLOCK_D]. A channel needs the one that it turns with, too."""
     d = tl.arange(0, BLOCK_D)
-    there = part < parts
-    maximum = tl.load(scales + query * parts + part, mask=there, other=float("-inf"))
-    mass = tl.load(scales + second + query * parts + part, mask=there, other=0.0)
-    highest = tl.max(maximum, 0)
-    weight = tl.exp(maximum - tl.where(highest == float("-inf"), 0.0, highest))
-    result = tl.load(
-        partial + (query * parts + part[:, None]) * DIM + d[None, :], mask=there[:, None] & (d < DIM)[None, :],
-        other=0.0,
-    )
-    mass = tl.sum(mass * weight, 0)
-    result = tl.sum(result * weight[:, None], 0) / tl.where(mass == 0, 1.0, mass)
-    row = query // (heads * count)
-    head = query // count % heads
-    out += row * out_row + head * out_head + query % count * out_place + d
-    tl.store(out, result.to(out.dtype.element_ty), mask=d < DIM)
+    there = wanted[:, None] & (d < DIM)[None, :]
+    if HALVES:
+        partner = (d + DIM // 2) % DIM
+        cos, sin, sign = d, DIM + d, 1.0
+    else:
+        partner = d ^ 1
+        cos, sin, sign = d & -2, d | 1, tl.where(d % 2 == 0, -1.0, 1.0)[None, :]
+    own = tl.load(x[:, None] + d[None, :], there, 0.0)
+    a = own.to(tl.float32)
+    b = tl.load(x[:, None] + partner[None, :], there, 0.0).to(tl.float32)
+    if NORMED:
+        mean = (in_order(a, x.shape[0], BLOCK_D) / DIM)[:, None]
+        a = tl.where(there, a - mean, 0.0)
+        shrink = tl.rsqrt(in_order(a * a, x.shape[0], BLOCK_D) / DIM + eps)[:, None]
+        a = a * shrink * tl.load(weight[:, None] + d[None, :], there) + tl.load(bias[:, None] + d[None, :], there)
+        b = (b - mean) * shrink * tl.load(weight[:, None] + partner[None, :], there)
+        b += tl.load(bias[:, None] + partner[None, :], there)
+    c = tl.load(factors[:, None] + cos[None, :], there, 0.0)
+    s = tl.load(factors[:, None] + sin[None, :], there, 0.0)
+    return (a * c + b * s * sign).to(own.dtype)

@@ -74,7 +74,7 @@ def _few_rows(
             value = tl.dot(a, _widened(b, a, STORED), value, input_precision="ieee")
     shrink = tl.full((ROWS,), 1.0, tl.float32)
     if NORMED:
-        shrink = tl.rsqrt(_in_order(squares, ROWS, DEPTH) / inner + eps)
+        shrink = tl.rsqrt(in_order(squares, ROWS, DEPTH) / inner + eps)
     total = _finished(total, shrink, scale, bias, column, outer, STORED, SCALED, BIASED)
     if GATED:
         value = _finished(value, shrink, scale + outer, bias + outer, column, outer, STORED, SCALED, BIASED)
@@ -109,7 +109,7 @@ def _finished(
 
 
 @triton.jit
-def _in_order(x, ROWS: tl.constexpr, DEPTH: tl.constexpr):
+def in_order(x, ROWS: tl.constexpr, DEPTH: tl.constexpr):
     """The sum over the last dimension of x [ROWS, DEPTH], of neighbours, then of neighbours' sums, and so on: an order
     that is written down, where that of tl.sum depends on the tile."""
     for _ in tl.static_range(DEPTH.bit_length() - 1):

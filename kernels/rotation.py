@@ -1,12 +1,10 @@
-"""Rotary positions: normalising and rotating queries and keys in place, and storing keys and values on the way."""
+"""Rotary positions: normalising and rotating heads of queries and keys."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from .dispatch import accelerated
 
 EPS = 1e-5  # of the norms of heads
 Norms = tuple[Tensor, Tensor, Tensor, Tensor]  # weight and bias [H or 1, d] for queries, and [Hkv or 1, d] for keys
@@ -36,28 +34,3 @@ def rotate(x: Tensor, factors: Tensor, halves: bool) -> None:
     torch.view_as_complex(wide.unflatten(-1, (-1, 2))).mul_(turns)
     if wide.dtype != x.dtype:
         x.copy_(wide)
-
-
-def _copied(
-    every: Tensor, factors: Tensor, halves: bool, norms: Norms | None, buffer: Tensor, rows: Tensor, slots: Tensor
-) -> tuple:
-    """A trial of ``rotate_and_keep``."""
-    return every.clone(), factors, halves, norms, buffer.clone(), rows, slots
-
-
-@accelerated(trial=_copied)
-def rotate_and_keep(
-    every: Tensor, factors: Tensor, halves: bool, norms: Norms | None, buffer: Tensor, rows: Tensor, slots: Tensor
-) -> None:
-    """Normalise (with ``norms``) and rotate queries and keys in place, and store keys and values.
-
-    every [R, T, H + 2 Hkv, d]: queries, keys, values; factors as of ``factors_of`` (fp32); buffer [R, 2 Hkv, N, d];
-    rows [R, 1] counts from 0; slots [R, T] (int64): where each token's keys and values go.
-    """
-    heads, kept = every.shape[2], buffer.shape[1]
-    queries, keys, _ = every.split((heads - kept, kept // 2, kept // 2), dim=2)
-    if norms is not None:
-        queries.copy_(normalise(queries, *norms[:2]))
-        keys.copy_(normalise(keys, *norms[2:]))
-    rotate(every[:, :, : heads - kept // 2], factors, halves)
-    buffer[rows, :, slots] = every[:, :, heads - kept :]

@@ -109,16 +109,20 @@ class Attention(nn.Module):
         """x plus the attention of norm(x)."""
         every = product(self.wqkv, x, norm).unflatten(-1, (-1, self.head_dim))  # heads of queries, of keys, of values
         if cache is None:
-            if self.head_norms:
-                q, k, v = every.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
-                every = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=2)
-            rotate(every[:, :, : self.heads + self.kv_heads], *turn[:2])
-            k, v = every[:, :, self.heads :].transpose(1, 2).chunk(2, dim=1)
+            attended = self._uncached(every, turn, mask)
         else:
             norms = (*self.q_norm.of(every), *self.k_norm.of(every)) if self.head_norms else None
-            k, v = cache.write(layer, every, turn._replace(norms=norms))
-        q = every[:, :, : self.heads].transpose(1, 2)
-        return product(self.wo, attend(q, k, v, mask).transpose(1, 2).flatten(2), residual=x)
+            attended = cache.attend(layer, every, turn._replace(norms=norms), mask)
+        return product(self.wo, attended.flatten(2), residual=x)
+
+    def _uncached(self, every: Tensor, turn: Turn, mask: Tensor | None) -> Tensor:
+        """Attention [R, T, H, d] of tokens to each other, for their queries, keys and values [R, T, H + 2 * Hkv, d]."""
+        if self.head_norms:
+            q, k, v = every.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+            every = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=2)
+        rotate(every[:, :, : self.heads + self.kv_heads], *turn[:2])
+        q, k, v = every.transpose(1, 2).split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        return attend(q, k, v, mask).transpose(1, 2)
 
 
 class FeedForward(nn.Module):

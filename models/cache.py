@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.attention import FEW, attend_cached
 from ..kernels.cache import keep_path
-from ..kernels.rotation import Norms, rotate_and_keep
+from ..kernels.rotation import Norms
 
 BUCKET = 128  # slots come in multiples of it, so that prompts of similar lengths make steps of one shape
 CPU_BUCKET = 32  # of the slots that steps look at: another shape costs nothing there
@@ -56,8 +57,9 @@ class KVCache:
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self._rows = torch.arange(rows, device=device)[:, None]
         self._columns = torch.arange(capacity, device=device)
-        # Of the open tokens. In memory of its own: what a captured pass allocates must not outlive its capture.
+        # In memory of their own: what a captured pass allocates must not outlive its capture. Of the open tokens:
         self._slots = torch.zeros((rows, capacity), dtype=torch.int64, device=device)
+        self._arrived = torch.zeros((rows, heads, FEW), dtype=torch.int32, device=device)  # see kernels/attention.py
         self._count = 0
 
     @property
@@ -113,15 +115,14 @@ class KVCache:
         index = offset.clamp(0, behind + count - 1)[:, None].expand(-1, count, -1)
         return ((offset < 0)[:, None] | (inside[:, None] & tree_mask.gather(2, index)))[:, None]
 
-    def write(self, layer: int, every: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
-        """Of queries, keys and values ``every`` [rows, count, H + 2 * heads, head_dim], rotate the first two in place,
-        and store the last two in the open slots.
+    def attend(self, layer: int, every: Tensor, turn: Turn, mask: Tensor) -> Tensor:
+        """Attention [rows, count, H, head_dim] of the open tokens. Of their queries, keys and values ``every``
+        [rows, count, H + 2 * heads, head_dim], the first two are rotated, and the last two stored in the open slots.
 
-        Returns the keys and the values [rows, heads, reach, head_dim] of the layer.
+        mask [rows, 1, count, reach]: what is added to the scores, see kernels/attention.py.
         """
-        buffer = self.buffer[layer]
-        rotate_and_keep(every, *turn, buffer, self._rows, self._slots[:, : self._count])
-        return buffer[:, : self.heads, : self.reach], buffer[:, self.heads :, : self.reach]
+        slots = self._slots[:, : self._count]
+        return attend_cached(every, *turn, self.buffer[layer], self._rows, slots, mask, self._arrived)
 
     def commit(self, count: Tensor, path: Tensor | None = None) -> None:
         """Keep the first ``count`` [rows] tokens of the last pass, or of ``path`` [rows, P]: offsets into the pass,

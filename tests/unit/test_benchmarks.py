@@ -163,7 +163,7 @@ def test_traces_and_kernels_of_a_run(small_world, tmp_path):
     assert entry["trace"] == [{"name": "next_token", "polls": 0, "between": {}, "passes": 5, "launches": None}]
     assert report.content["not_run"] == {}
     rows = {row["kernel"]: row for row in entry["kernels"]}
-    assert {"rotation.rotate_and_keep", "attention.attend_few", "logits.probabilities"} <= set(rows)
+    assert {"attention.attend_few", "logits.probabilities"} <= set(rows)
     assert rows["logits.probabilities"]["inputs"][0] == "float32 [2, 1, 64]"
     for row in rows.values():
         assert row["reference_ms"] > 0 and ("triton_ms" in row or row["failed"])  # Triton needs a GPU

@@ -108,7 +108,8 @@ def write(cache: KVCache, layer: int, keys: torch.Tensor, values: torch.Tensor):
     """Store keys and values [rows, count] of one channel pair each, as they are: they stand at the first place."""
     every = torch.stack((keys, keys, values), dim=2)[..., None].repeat(1, 1, 1, 2)
     nowhere = torch.ones(1, keys.shape[1], 1), torch.zeros(1, keys.shape[1], 1)
-    return cache.write(layer, every, Rotation(*nowhere).turn())
+    everything = torch.zeros(len(keys), 1, keys.shape[1], cache.reach)
+    cache.attend(layer, every, Rotation(*nowhere).turn(), everything)
 
 
 def test_uncommitted_slots_are_out_of_sight():
@@ -120,8 +121,8 @@ def test_uncommitted_slots_are_out_of_sight():
     cache.commit(torch.tensor([1]))
     mask = cache.open(2)
     assert mask[0, 0].tolist() == [[True] * 2 + [False] * 4, [True] * 3 + [False] * 3]
-    keys, _ = write(cache, 0, torch.full((1, 2), 5.0), torch.zeros(1, 2))
-    assert keys[0, 0, :, 0].tolist() == [1, 5, 5, 0, 0, 0]
+    write(cache, 0, torch.full((1, 2), 5.0), torch.zeros(1, 2))
+    assert cache.keys[0, 0, 0, :, 0].tolist() == [1, 5, 5, 0, 0, 0]
 
 
 def test_a_tree_path_moves_to_consecutive_slots():

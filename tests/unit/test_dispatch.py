@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from comfyui_specar.kernels import cache, dispatch, rotation, switches
+from comfyui_specar.kernels import attention, cache, dispatch, switches
 
 KERNELS = Path(dispatch.__file__).parent
 
@@ -191,9 +191,9 @@ def test_a_whole_cache_is_not_copied_for_a_trial():
     buffer, lengths, path = torch.zeros(36, 2, 4, 8, 2), torch.zeros(2), torch.zeros(2, 3)
     tried = cache.keep_path.trial(buffer, lengths, path)
     assert tried[0].shape == (1, 2, 4, 8, 2) and tried[0].data_ptr() != buffer[-1:].data_ptr()
-    every, factors = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 4)
-    tried = rotation.rotate_and_keep.trial(every, factors, False, None, buffer[0], None, None)
-    assert tried[1] is factors and all(tried[i].data_ptr() != t.data_ptr() for i, t in ((0, every), (4, buffer[0])))
+    every, arrived = torch.zeros(1, 2, 3, 4), torch.zeros(2, 2, attention.FEW)
+    tried = attention.attend_few.trial(every, None, False, None, buffer[0], None, None, None, arrived)
+    assert tried[0] is every and all(tried[i].data_ptr() != t.data_ptr() for i, t in ((4, buffer[0]), (8, arrived)))
 
 
 def test_a_gpu_runs_triton(gpu, caplog):

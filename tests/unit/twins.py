@@ -49,9 +49,12 @@ class Kernel:
         return self.stack > 0 and self.registers > min(2**16 // (32 * self.warps), 256) - 8
 
 
-def interpreted(twin: str, *given: Any) -> Any:
-    """The result of a twin, named ``module.function``. Tensors are shared with it: what it writes is seen here."""
-    return _process("1").submit(_there("_call"), twin, given).result()
+def interpreted(twin: str, *given: Any, backwards: bool = False) -> Any:
+    """The result of a twin, named ``module.function``. Tensors are shared with it: what it writes is seen here.
+
+    backwards: its programs run in the opposite order, one after the other all the same.
+    """
+    return _process("1").submit(_there("_call_backwards" if backwards else "_call"), twin, given).result()
 
 
 def compiled(twin: str, *given: Any, capability: int = 90) -> list[Kernel]:
@@ -83,6 +86,29 @@ def _process(interpret: str) -> ProcessPoolExecutor:
 def _begin(interpret: str) -> None:
     os.environ["TRITON_INTERPRET"] = interpret
     torch.set_num_threads(1)
+    if interpret == "1":
+        _teach_bf16()
+
+
+def _teach_bf16() -> None:
+    """Triton's interpreter keeps bf16 as whole numbers, its bits, and would multiply these."""
+    from triton.language import bfloat16, float32
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    multiply = InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, *rest):
+        return multiply(self, *(self.cast_impl(x, float32) if x.dtype == bfloat16 else x for x in (a, b)), *rest)
+
+    InterpreterBuilder.create_dot = create_dot
+
+
+def _call_backwards(twin: str, given: tuple) -> Any:
+    from triton.runtime.interpreter import interpreter_builder as grid
+
+    place = grid.set_grid_idx
+    with patch.object(grid, "set_grid_idx", lambda *at: place(*(n - 1 - i for n, i in zip(grid.grid_dim, at)))):
+        return _call(twin, given)
 
 
 def _call(twin: str, given: tuple) -> Any:
