@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def watched(look: Look) -> Iterator[None]:
 def _watch(name: str, reference: Callable[..., Any], look: Look) -> Callable[..., Any]:
     signature = inspect.signature(reference)
 
+    @wraps(reference)
     def call(*given: Any, **named: Any) -> Any:
         bound = signature.bind(*given, **named)
         bound.apply_defaults()

@@ -27,7 +27,7 @@ from . import packages, subjects
 from .findings import Findings, NotRun
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-DRY_DTYPES = (torch.float32,)  # of bf16 the interpreter multiplies the bits
+DRY_DTYPES = (torch.float32,)  # whole numbers in bf16 are beyond the interpreter
 MORE = ("chain of 5, blocks", "LANTERN delta 0.3", "SJD coupled, Cool-SD delta 2, w32")  # kernels of their own
 CONTINUOUS = "continuous"  # the bundled pair
 PASSES = 3  # of every run: the prompt's is followed by a first and a repeated step

@@ -16,7 +16,7 @@ from comfyui_specar.benchmarks.gpu import captures, graphs, kernels, passes, rat
 from comfyui_specar.benchmarks.gpu.findings import MOST_FAILURES, NEEDS_DEVICE, Findings, NotRun
 from comfyui_specar.benchmarks.gpu.page import page
 from comfyui_specar.benchmarks.gpu.stages import CUT, FAILED, NOT_RUN, OK, STAGES, WARNING, Stage
-from comfyui_specar.kernels import sampling
+from comfyui_specar.kernels import linear, sampling
 from comfyui_specar.samplers import jacobi
 from comfyui_specar.tests.patience import PATIENCE
 
@@ -133,6 +133,13 @@ def test_calls_are_watched_wherever_a_kernel_was_imported():
     assert jacobi.__dict__ == before
     sampling.redraw(torch.rand(2, 5), torch.rand(2, 5), torch.rand(2))
     assert len(seen) == 3
+
+
+def test_references_call_those_of_others_while_watched():
+    gated = torch.randn(2, 8), torch.randn(6, 8), None, None, None, 0.0, True
+    with calls.watched(lambda name, reference, given: reference(*given)):
+        found = linear.few_rows(*gated)
+    assert torch.equal(found, linear.few_rows(*gated))
 
 
 def test_every_accelerated_function_is_known():
