@@ -1,6 +1,7 @@
 """Count how often the same seed gives the same image: by SJD's same-seed mode, and as a member of a batch.
 
-    python -m benchmarks same_seed [--model default] [--images 64] [--dtype fp32 bf16] [--out FILE.json]
+    python -m benchmarks same_seed [--model default] [--shapes llamagen-b] [--images 64] [--dtype fp32 bf16]
+                                   [--out FILE.json]
 
 Every image is drawn by next token alone, with a seed of its own. That is what the others are compared with, token for
 token: SJD in Gumbel mode with windows of 16 and 32, and next token in batches of four. Settings are the model's own.
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from .report import commit, find, machine, versions, write
 from .runs import PROMPTS
+from .sizes import SIZES
+from .widen import widen
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BATCH = 4
@@ -29,6 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks same_seed", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default", help="bundled name, or a file or folder of a text model")
+    parser.add_argument("--shapes", choices=SIZES, help="widen the model to a released one's shapes (see widen.py)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["fp32", "bf16"])
     parser.add_argument("--images", type=int, default=64)
@@ -39,11 +43,13 @@ def main() -> None:
         torch.set_num_threads(options.threads)
 
     report: dict[str, Any] = {
-        "model": options.model, "machine": machine(torch.device(options.device)), "versions": versions(),
-        "commit": commit(), "images": options.images, "dtypes": {},
+        "model": options.model, "shapes": options.shapes, "machine": machine(torch.device(options.device)),
+        "versions": versions(), "commit": commit(), "images": options.images, "dtypes": {},
     }  # fmt: skip
     for name in options.dtype:
         model = specar.load_model(find(options.model), options.device, DTYPES[name])
+        if options.shapes:
+            model = widen(model, SIZES[options.shapes].config)
         report["dtypes"][name] = found = compared(model, options.images)
         for way, row in found.items():
             print(f"{name} {way:24} {row['same images']} of {row['images']} images the same, "

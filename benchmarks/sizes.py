@@ -79,7 +79,7 @@ SIZES = {
 
 
 @contextmanager
-def _built_as(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
+def built_as(dtype: torch.dtype, device: torch.device) -> Iterator[None]:
     """Modules made meanwhile have this dtype, are on this device, and are the same each time."""
     before = torch.get_default_dtype()
     torch.manual_seed(0)
@@ -96,7 +96,7 @@ def build(
 ) -> DiscreteModel:
     """A model with random weights, as the loaders would build it; storage: of the matrices of its layers, as theirs."""
     config = size.config
-    with _built_as(dtype, device):
+    with built_as(dtype, device):
         backbone = Backbone(config)
         if size.family == "janus-pro":
             backbone.tok_embeddings = CodeEmbedding(size.codes, 8, config.dim, nn)
@@ -138,7 +138,7 @@ def prompt(model: DiscreteModel) -> list:
 def eagle(model: DiscreteModel) -> EagleDrafter:
     """A drafter with random weights for a model: one block of the model's own shapes, as LANTERN's authors train."""
     config = replace(model.backbone.config, layers=1)
-    with _built_as(model.dtype, model.device):
+    with built_as(model.dtype, model.device):
         module = Eagle(config)
     module.device = model.device
     return EagleDrafter(module.eval().requires_grad_(False), model, model.dtype, padded=False)

@@ -28,7 +28,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=[stage.name for stage in STAGES], help="these stages alone")
     parser.add_argument("--dry", action="store_true", help="on the CPU, with tiny models: always where there is no GPU")
     parser.add_argument("--generate", action="store_true", help="beside generate of transformers, which it compiles")
-    parser.add_argument("--widened", help="folder of the bundled model at a larger one's shapes")
     parser.add_argument("--out", type=Path, help="JSON; the page is written beside it (default: benchmarks/results/)")
     for name, kind in (("--stage", str), ("--into", Path), ("--seconds", float)):  # of the processes of the stages
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
@@ -50,8 +49,7 @@ def all_stages(options: argparse.Namespace) -> str | None:
     report = {"schema": SCHEMA, "device": device, "dry": dry, "minutes": options.minutes, "commit": commit(),
               "stages": []}
     stages = tuple(stage for stage in STAGES if not options.only or stage.name in options.only)
-    arguments = [*(["--generate"] if options.generate else []),
-                 *(["--widened", str(Path(options.widened).resolve())] if options.widened else [])]
+    arguments = ["--generate"] if options.generate else []
     with tempfile.TemporaryDirectory() as folder:
         for entry in in_turn(stages, 60 * options.minutes, Path(folder), arguments, dry):
             report["stages"].append(entry)
@@ -70,7 +68,7 @@ def one_stage(options: argparse.Namespace) -> None:
     findings = Findings(options.into, options.seconds, options.dry)
     try:
         run = getattr(import_module(f".{module}", __package__), function)
-        run(findings, generate=options.generate, widened=options.widened)
+        run(findings, generate=options.generate)
     except NotRun as reason:
         findings.not_run(stage.title, str(reason))
     findings.save()

@@ -6,33 +6,35 @@ layers that add nothing, it draws the same images at the larger one's cost.
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 
 import comfyui_specar as specar
 import torch
 from comfyui_specar.samplers.protocols import TokenLayout
 
+from .. import sizes
 from ..runs import PROMPTS, Case, cases, drafter_cases, measure
 from ..subjects import BASE
+from ..widen import widen, widen_eagle
 from . import packages, subjects
-from .findings import NEEDS_DEVICE, Findings, NotRun
+from .findings import NEEDS_DEVICE, Findings
 
-FOLDER = "widened"  # beside the bundled model
+SHAPES = "llamagen-xl"
 
 
-def run(findings: Findings, widened: str | None = None, **_options: object) -> None:
+def run(findings: Findings, **_options: object) -> None:
     packages.need("safetensors", "einops")
     dry = findings.dry
-    folder = Path(widened) if widened else specar.bundled("default").parent / FOLDER
+    folder, device = specar.bundled("default"), subjects.device_of(dry)
+    small = specar.load_model(folder, device=device, dtype=torch.float32 if dry else torch.bfloat16)
+    vae = specar.load_image_decoder(folder, device=device)
+    shapes = sizes.SIZES[SHAPES].config
     if dry:
         findings.not_run("wall-time ratios", NEEDS_DEVICE)
-        folder = specar.bundled("default")
-    elif not folder.is_dir():
-        raise NotRun(f"there is no widened model in {folder}")
-    device = subjects.device_of(dry)
-    model = specar.load_model(folder, device=device, dtype=torch.float32 if dry else torch.bfloat16)
-    vae = specar.load_image_decoder(folder, device=device)
-    eagle = specar.load_drafter(folder / "eagle", model)
+        own = small.backbone.config
+        shapes = replace(own, dim=own.dim + own.head_dim, heads=own.heads + 1, layers=own.layers + 1)
+    model = widen(small, shapes)
+    eagle = widen_eagle(specar.load_drafter(folder / "eagle", small), model)
     listed = {case.name: case for case in (*cases((16, 32)), *drafter_cases(eagle, eagle))}
     settings = {"layout": TokenLayout.plain(2, 16)} if dry else {"cfg": 3.0}
 

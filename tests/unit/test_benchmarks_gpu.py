@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comfyui_specar.benchmarks import calls, report, sizes
-from comfyui_specar.benchmarks.gpu import captures, graphs, kernels, passes, ratios, stages, subjects
+from comfyui_specar.benchmarks.gpu import captures, graphs, kernels, passes, stages, subjects
 from comfyui_specar.benchmarks.gpu.findings import MOST_FAILURES, NEEDS_DEVICE, Findings, NotRun
 from comfyui_specar.benchmarks.gpu.page import page
 from comfyui_specar.benchmarks.gpu.stages import CUT, FAILED, NOT_RUN, OK, STAGES, WARNING, Stage
@@ -256,11 +256,6 @@ def test_rows_of_a_device(monkeypatch):
     assert first["cost"] == 1 and first["synchronisations"] == "none" and chain["floor, ms"] > first["floor, ms"] > 0
     assert [told for told in findings.content["warnings"] if "are its graphs replayed?" in told]
     assert findings.content["summary"].startswith("llamagen-xl: ")
-
-
-def test_without_a_widened_model_nothing_is_said_of_it(tmp_path):
-    with pytest.raises(NotRun, match="widened"):
-        ratios.run(Findings(None, PATIENCE, dry=False), widened=str(tmp_path / "widened"))
 
 
 def test_what_the_pack_does_without_is_not_tried(monkeypatch):
