@@ -72,7 +72,6 @@ class AutoencoderSetting:
     sharpening_minutes: float = 30.0
     sharpening_rate: float = 5e-4
     perception: float = 0.1  # weight of the perceptual distance of whole pictures
-    adversary: float = 0.5  # at most; as a share of the other losses' gradient
     other_pictures: float = 0.15  # share of pictures outside the concepts, so that foreign pictures can be encoded too
 
 

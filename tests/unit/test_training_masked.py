@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from comfyui_specar import api
 from comfyui_specar.model_loaders.checkpoint import open_checkpoint
+from comfyui_specar.model_loaders.image_decoder import ImageDecoder
 from comfyui_specar.models.diffusion_head import DiffusionHead, Schedule
 from comfyui_specar.models.kl_vae import KLConfig, KLModel
 from comfyui_specar.models.vq import VQConfig, VQModel
@@ -203,6 +205,28 @@ def test_sharpening_changes_the_decoder_and_no_token(tmp_path, steady_clock, mon
     assert all(torch.equal(before[n], after[n]) for n in before if not n.startswith(decoding))
     assert any(not torch.equal(before[n], after[n]) for n in before if n.startswith(decoding))
     assert all(tensor.isfinite().all() for tensor in after.values())
+
+
+def test_sharpening_prefers_one_of_two_possible_edges_to_the_blur_between_them():
+    def edge(at):
+        return torch.where(torch.arange(16) < at, -0.8, 0.8).expand(1, 3, 16, 16)
+
+    def expected(loss, output):
+        return (loss(output, edge(6)) + loss(output, edge(10))) / 2
+
+    blur = (edge(6) + edge(10)) / 2
+    assert expected(sharpen.sharp_loss, edge(6)) < expected(sharpen.sharp_loss, blur)
+    assert expected(F.mse_loss, edge(6)) > expected(F.mse_loss, blur), "where a squared error wants the blur"
+
+
+def test_a_decoder_is_sharpened_with_the_margin_it_is_used_with():
+    model, cfg = VQModel(CONTINUOUS.tokenizer.config).eval(), CONTINUOUS.tokenizer
+    tokens = torch.randint(cfg.config.codebook_size, (1, 4, 4))
+    with torch.no_grad():
+        found = sharpen.decode(model, model.dequantize(tokens), cfg)
+    used = ImageDecoder(model, cfg.config.factor, cfg.config.codebook_dim, "vq", cfg.margin)
+    expected = used.decode(model.dequantize(tokens)).movedim(-1, 1) * 2 - 1
+    assert torch.allclose(found.clamp(-1, 1), expected, atol=1e-5)
 
 
 def test_divergence_is_that_of_torch():
