@@ -77,14 +77,13 @@ class Batches(Views):
                 latent = vq.encode_latent(pixels)
             return (vq.quantize_latent(latent.float()).flatten(1),)  # distances in fp32, as at inference
 
-        super().__init__(setting, cfg.augmentation, cfg.store, pictures, captions, device, encode, seed)
+        super().__init__(setting, cfg.augmentation, pictures, captions, device, encode, seed)
 
-    def draw(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """captions [count, n], dropped [count], tokens [count, S]."""
-        return self.batch(*self.drawn(count))
+    def draw(self, count: int, held_out: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """captions [count, n], dropped [count], tokens [count, S].
 
-    def new(self, count: int, held_out: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """The same, of pictures encoded for it; held-out batches keep whole captions."""
+        Held-out batches keep whole captions.
+        """
         return self.batch(*self.encoded(count, held_out), held_out)
 
     def batch(self, scenes: Scenes, encodings: list[Tensor], held_out: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,7 +129,7 @@ def train(
     captions.random.seed(step * team.size + team.rank)
     batches = Batches(setting, pictures, captions, vq.to(device).eval(), seed=step * team.size + team.rank)
     unseen = Batches(setting, pictures, captions, vq, seed=10**6)
-    unseen = [unseen.new(cfg.batch, held_out=True) for _ in range(4)]
+    unseen = [unseen.draw(cfg.batch, held_out=True) for _ in range(4)]
     log.info("%.2f M parameters, %d pictures", sum(p.numel() for p in model.parameters()) / 1e6, len(pictures.code))
     predict = compiled(setting, model)
     begin, running, fraction = step, 0.0, budget.fraction

@@ -180,7 +180,7 @@ def bundled_pictures(
     batches = Batches(CPU, pictures.select(CPU.concepts), captions, decoder.module, seed)
     examples = []
     while len(examples) < count:
-        rows, _, tokens = batches.new(32, held_out)
+        rows, _, tokens = batches.draw(32, held_out)
         examples += [Example(table[row[row >= 0]], t) for row, t in zip(rows, tokens, strict=True)]
     log.info("encoded %d pictures", len(examples))
     return examples

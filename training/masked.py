@@ -158,15 +158,14 @@ class Latents(Views):
                 mean, log_variance = vae.encode_moments(pixels)
             return mean.float(), log_variance.float()
 
-        super().__init__(setting, cfg.augmentation, cfg.store, pictures, captions, device, encode, seed)
+        super().__init__(setting, cfg.augmentation, pictures, captions, device, encode, seed)
         self.scale = scale
 
-    def draw(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """captions int64 [count, n] (-1 = no word, on the right), dropped bool [count], tokens fp32 [count, S, C]."""
-        return self.batch(*self.drawn(count))
+    def draw(self, count: int, held_out: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """captions int64 [count, n] (-1 = no word, on the right), dropped bool [count], tokens fp32 [count, S, C].
 
-    def new(self, count: int, held_out: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """The same, of pictures encoded for it; held-out batches keep whole captions."""
+        Held-out batches keep whole captions.
+        """
         return self.batch(*self.encoded(count, held_out), held_out)
 
     def batch(self, scenes: Scenes, encodings: list[Tensor], held_out: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -215,7 +214,7 @@ def train(
     captions.random.seed(step)
     latents = Latents(setting, cfg, pictures, captions, vae, scale, seed=step)
     unseen = Latents(setting, cfg, pictures, captions, vae, scale, seed=10**6)
-    unseen = unseen.new(64, held_out=True)
+    unseen = unseen.draw(64, held_out=True)
     schedule = Schedule.cosine(TRAINING_STEPS, device=device)
     generator = torch.Generator(device).manual_seed(step)
     log.info("%.2f M parameters, %d pictures", sum(p.numel() for p in model.parameters()) / 1e6, len(pictures.code))

@@ -88,15 +88,6 @@ class KLSetting(AutoencoderSetting):
 
 
 @dataclass(frozen=True)
-class Store:
-    """How many encoded pictures are kept to draw from, encoded before the first step, and encoded anew at each."""
-
-    size: int
-    start: int
-    fresh: int
-
-
-@dataclass(frozen=True)
 class ModelSetting:
     minutes: float
     dim: int
@@ -104,7 +95,6 @@ class ModelSetting:
     heads: int
     batch: int
     augmentation: Augmentation
-    store: Store
     learning_rate: float = 3e-3
     ema: float = 0.998
     weight_decay: float = 0.02
@@ -121,7 +111,6 @@ class MaskedSetting:
     head_width: int
     head_depth: int
     batch: int
-    store: Store
     augmentation: Augmentation = MILD
     repeats: int = 4  # denoising steps learnt per token and pass
     known_power: float = 1.5  # above 1: pictures of which little is known are learnt more often
@@ -164,9 +153,6 @@ class Setting:
     drop_caption: float = 0.10
 
 
-FEW = Store(16384, 1024, 8)
-MANY = Store(65536, 8192, 256)
-
 CPU = Setting(
     name="cpu",
     device="cpu",
@@ -185,7 +171,6 @@ CPU = Setting(
         heads=4,
         batch=32,
         augmentation=MILD,
-        store=FEW,
     ),
     kl_vae=KLSetting(
         minutes=25,
@@ -197,10 +182,10 @@ CPU = Setting(
         start_from_vq=True,
     ),
     masked=MaskedSetting(
-        minutes=46, dim=192, layers=4, heads=3, head_width=256, head_depth=3, batch=32, store=FEW, repeats=2
+        minutes=46, dim=192, layers=4, heads=3, head_width=256, head_depth=3, batch=32, repeats=2
     ),
     masked_drafter=MaskedSetting(
-        minutes=34, dim=128, layers=2, heads=2, head_width=192, head_depth=2, batch=32, store=FEW, repeats=2
+        minutes=34, dim=128, layers=2, heads=2, head_width=192, head_depth=2, batch=32, repeats=2
     ),
 )
 
@@ -224,7 +209,6 @@ GPU = Setting(
         heads=6,
         batch=256,
         augmentation=Augmentation(scale=(0.9, 1.05), colour_jitter=8.0, flip=True),
-        store=MANY,
         ema=0.999,
     ),
     kl_vae=KLSetting(
@@ -243,7 +227,6 @@ GPU = Setting(
         head_width=512,
         head_depth=4,
         batch=256,
-        store=MANY,
         augmentation=Augmentation(scale=(0.95, 1.05), shift=0.03),
         learning_rate=2e-3,
         ema=0.999,
@@ -256,7 +239,6 @@ GPU = Setting(
         head_width=256,
         head_depth=3,
         batch=256,
-        store=MANY,
         augmentation=Augmentation(scale=(0.95, 1.05), shift=0.03),
         ema=0.999,
     ),

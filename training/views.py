@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .captions import Captions
 from .data import Pictures, augment
-from .settings import BACKGROUNDS, PLACES, Augmentation, Setting, Store
+from .settings import BACKGROUNDS, PLACES, Augmentation, Setting
 
 HELD_OUT_EVERY = 20  # one of so many (picture, background) pairs is never shown
 
@@ -24,23 +24,21 @@ class Scenes(NamedTuple):
 class Views:
     """Draws pictures on backgrounds, encodes them, and finds words for them; all randomness is seeded.
 
-    Encoding costs as much as a small model's step, so encoded views are kept in a ring that batches are drawn from, and
-    of which a part is encoded anew at every step: each view is shown a few times, every time with other words.
+    Every view is shown once. Encoding costs a small model as much as a third of its step, but one that sees the same
+    tokens four times learns them by heart.
     """
 
     def __init__(
-        self, setting: Setting, augmentation: Augmentation, store: Store, pictures: Pictures, captions: Captions,
+        self, setting: Setting, augmentation: Augmentation, pictures: Pictures, captions: Captions,
         device: torch.device, encode: Callable[[Tensor], tuple[Tensor, ...]], seed: int,
     ) -> None:
         """encode: pixels [B, 3, H, W] in [-1, 1] -> what is learnt of them, a few tensors [B, ...]."""
-        self.setting, self.augmentation, self.store, self.captions = setting, augmentation, store, captions
+        self.setting, self.augmentation, self.captions = setting, augmentation, captions
         self.own = len(pictures.code)  # the pictures in their own colours; after them, the recoloured ones
         self.pictures = pictures + pictures.recoloured()
         self.rgba = self.pictures.rgba.to(device)
         self.device, self.encode = device, encode
         self.generator = torch.Generator(device).manual_seed(seed)
-        self.ring: list[Tensor] = []
-        self.written = 0
 
     def scenes(self, count: int, held_out: bool = False) -> Scenes:
         """Random scenes. Held-out pairs of picture and background are never drawn otherwise; they are shown large and
@@ -70,20 +68,6 @@ class Views:
             pixels = self.pixels(Scenes(*few))
             parts.append(self.encode(pixels.contiguous(memory_format=torch.channels_last)))
         return scenes, [torch.cat(part) for part in zip(*parts)]
-
-    def drawn(self, count: int) -> tuple[Scenes, list[Tensor]]:
-        """Scenes and encodings from the ring, some of which is new."""
-        scenes, encodings = self.encoded(self.store.fresh if self.ring else self.store.start)
-        new = [*scenes, *encodings]
-        if not self.ring:
-            self.ring = [part.new_zeros(self.store.size, *part.shape[1:]) for part in new]
-        at = (self.written + torch.arange(len(new[0]), device=self.device)) % self.store.size
-        for ring, part in zip(self.ring, new, strict=True):
-            ring[at] = part
-        self.written += len(new[0])
-        chosen = self._integers(min(self.written, self.store.size), count)
-        shown = [ring[chosen] for ring in self.ring]
-        return Scenes(*shown[: len(scenes)]), shown[len(scenes) :]
 
     def words(self, scenes: Scenes, held_out: bool = False) -> list[list[int]]:
         """Word numbers of a random caption for each; held-out captions are whole."""

@@ -11,7 +11,7 @@ from comfyui_specar.training.captions import Captions
 from comfyui_specar.training.data import Pictures, augment, recolour
 from comfyui_specar.training.loop import rate
 from comfyui_specar.training.muon import orthogonalise
-from comfyui_specar.training.settings import BACKGROUNDS, COLOURS, CPU, PLACES, STYLES, Augmentation, Store
+from comfyui_specar.training.settings import BACKGROUNDS, COLOURS, CPU, PLACES, STYLES, Augmentation
 
 CONCEPTS = {
     "2764": {"label": "red heart", "tags": ["emotion", "love"]},
@@ -23,7 +23,7 @@ SETTING = replace(
     compile=False,
     concepts=tuple(CONCEPTS),
     tokenizer=replace(CPU.tokenizer, config=VQConfig(16, 4, (1, 1, 1, 1, 1), 32, 32, 1)),
-    model=replace(CPU.model, dim=64, layers=2, heads=2, store=Store(16, 6, 2)),
+    model=replace(CPU.model, dim=64, layers=2, heads=2),
 )
 STILL = Augmentation(scale=(1.0, 1.0), shift=0.0, colour_jitter=0.0)
 
@@ -148,13 +148,10 @@ def test_only_the_most_frequent_hue_is_exchanged():
     assert torch.equal(blue[:, 6:], rgba[:, 6:])
 
 
-def test_views_are_drawn_from_a_ring_that_is_renewed():
+def test_no_view_is_shown_twice():
     source = batches(3)
-    source.draw(4)
-    before = source.ring[-1].clone()
-    source.draw(4)
-    changed = (before != source.ring[-1]).any(1).nonzero().flatten().tolist()
-    assert source.written == SETTING.model.store.start + SETTING.model.store.fresh and changed == [6, 7]
+    views = torch.cat([source.draw(4)[2] for _ in range(4)])
+    assert len(views.unique(dim=0)) == len(views)
 
 
 def test_batches_are_determined_by_their_seed():

@@ -15,12 +15,12 @@ from comfyui_specar.models.vq import VQConfig, VQModel
 from comfyui_specar.training import continuous_export, kl_vae, masked, resume, sharpen, tokenizer
 from comfyui_specar.training.captions import Captions
 from comfyui_specar.training.export import save
-from comfyui_specar.training.settings import CPU, MaskedSetting, Store
+from comfyui_specar.training.settings import CPU, MaskedSetting
 from comfyui_specar.training.views import Scenes
 
 from .test_training_data import CONCEPTS, SETTING, pictures
 
-TINY = MaskedSetting(1, dim=32, layers=1, heads=2, head_width=32, head_depth=1, batch=4, store=Store(8, 6, 4))
+TINY = MaskedSetting(1, dim=32, layers=1, heads=2, head_width=32, head_depth=1, batch=4)
 CONTINUOUS = replace(
     SETTING,
     kl_vae=replace(CPU.kl_vae, config=KLConfig(4, (1, 1, 1, 1, 1, 1), 32, 1), crop_batch=1, whole_batch=1),
@@ -124,17 +124,14 @@ def test_loss_falls_on_few_pictures(model):
     assert sum(history[-20:]) / 20 < 0.75 * history[0]
 
 
-def test_latents_are_scaled_shuffled_and_renewed(captions):
+def test_latents_are_scaled_and_drawn_anew(captions):
     torch.manual_seed(0)
     latents = masked.Latents(CONTINUOUS, TINY, pictures(), captions, Pooled(), 2.0, seed=3)
     rows, dropped, tokens = latents.draw(4)
     assert rows.shape == (4, captions.slots) and dropped.shape == (4,) and tokens.shape == (4, 64, 4)
     assert (rows[:, 0] >= 0).all(), "words first, padding on the right"
-    before = [part.clone() for part in latents.ring]
-    latents.draw(4)  # writes four: two new ones, and the two oldest again
-    changed = [bool((old != new).any()) for old, new in zip(before[3], latents.ring[3])]
-    assert changed == [True, True, False, False, False, False, True, True]
-    views = [part[:1].expand(200, *part.shape[1:]) for part in latents.ring]
+    scenes, encodings = latents.encoded(1)
+    views = [part.expand(200, *part.shape[1:]) for part in (*scenes, *encodings)]
     drawn = latents.batch(Scenes(*views[:3]), views[3:])[2]
     mean, log_variance = (part[0].flatten(1).T for part in views[3:])
     assert torch.allclose(drawn.mean(0), 2 * mean, atol=1.0) and not drawn[0].equal(drawn[1])
