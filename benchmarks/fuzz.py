@@ -2,7 +2,7 @@
 
     python -m benchmarks fuzz [--minutes 20 | --cases 500] [--seed 0] [--only Janus] [--out FILE]
 
-A case is a folder of sound files of some family, of which one or two are changed (tests/unit/fuzz.py says how), then
+A case is a folder of sound files of some family, of which one or two are changed (tests/support/fuzz.py says how), then
 loaded and used. It may work, or be refused with a message. Anything else is a problem: another exception, a message
 that names no file, more than a gigabyte of memory beyond the files' own size, more than ten seconds, a process that
 dies, or anything run, opened for writing, or sent, on behalf of the file. Cases run one after the other in a process of
@@ -67,7 +67,7 @@ def forget_memory() -> None:
 
 def work(seed: int, numbers: range, only: str) -> None:
     """Run cases, and write a line before and after each."""
-    from tests.unit import fuzz, fuzz_seeds
+    from tests.support import fuzz, fuzz_seeds
 
     warnings.filterwarnings("ignore")
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")

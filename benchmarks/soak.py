@@ -34,7 +34,7 @@ from comfyui_specar.batch.client import get_json, run_prompt, view
 from PIL import Image
 
 from scripts.comfy_server import PACK, ComfyServer
-from tests.e2e.families import CHANGES, FAMILIES, SMALL
+from tests.support.families import CHANGES, FAMILIES, SMALL
 
 from .report import commit, machine, versions, write
 

@@ -10,7 +10,7 @@ import pytest
 from comfyui_specar.batch import client as comfy_client
 
 from scripts.comfy_server import PACK, ComfyServer
-from tests.patience import PATIENCE
+from tests.support.patience import PATIENCE
 
 WORKFLOWS = PACK / "workflows"
 DYNAMIC_VRAM = Path(__file__).parent / "custom_nodes/simulated_dynamic_vram"  # as on an NVIDIA card

@@ -43,7 +43,7 @@ def captures(dry: bool) -> Iterator[Captures]:
     found, base = Captures(), Graphs
     with ExitStack() as stack:
         if dry:
-            from comfyui_specar.tests.unit.tape import LatePoll, TapeGraphs
+            from comfyui_specar.tests.support.tape import LatePoll, TapeGraphs
 
             base = TapeGraphs
             for module in (loop, speculative):

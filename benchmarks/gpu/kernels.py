@@ -199,6 +199,6 @@ def launched(name: str, given: tuple) -> Any:
 
 def interpreted(name: str, given: tuple) -> Any:
     """The kernel in Triton's interpreter, in a process of its own."""
-    from comfyui_specar.tests.unit import twins
+    from comfyui_specar.tests.support import twins
 
     return twins.interpreted(name, *given)

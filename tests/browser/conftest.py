@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from tests.patience import PATIENCE
+from tests.support.patience import PATIENCE
 
 from .pages import Problems, open_page, setting, take_messages
 

@@ -16,7 +16,7 @@ from comfyui_specar.model_loaders.trace_files import load_trace
 from PIL import Image
 
 from scripts.comfy_server import PACK, ComfyServer
-from tests.patience import PATIENCE
+from tests.support.patience import PATIENCE
 
 COLOURS = {"red": 0, "green": 1, "blue": 2}
 JOBS = [(f"{thing}-{colour}", f"{thing}, 3d, on a {colour} background", seed)

@@ -10,7 +10,7 @@ from PIL import Image
 
 from scripts.comfy_server import PACK
 
-from .families import CHANGES, FAMILIES, SMALL, Placed
+from ..support.families import CHANGES, FAMILIES, SMALL, Placed
 
 WORKFLOWS = PACK / "workflows"
 JANUS, ANOLE = "44_janus_pro_needs_download", "46_anole_needs_download"

@@ -14,7 +14,7 @@ from PIL import Image
 
 from scripts.comfy_server import ComfyServer
 from tests.conftest import Comfy
-from tests.patience import PATIENCE
+from tests.support.patience import PATIENCE
 
 SPOILED = [  # node, input, value, and what the answer says
     ("SpecARSJDSampler", "window", math.nan, "window"),

@@ -4,7 +4,7 @@ import asyncio
 
 from benchmarks.gpu import prompts
 from benchmarks.gpu.findings import Findings
-from tests.patience import PATIENCE
+from tests.support.patience import PATIENCE
 
 
 def test_prompts_draw_the_same_after_unloading_and_after_another_model(comfy):

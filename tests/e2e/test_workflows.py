@@ -13,7 +13,7 @@ from comfyui_specar.samplers.trace import Source
 from PIL import Image, ImageSequence
 from safetensors.torch import load_file
 
-from .families import FAMILIES
+from ..support.families import FAMILIES
 
 WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
 SHIPPED = sorted(path.stem for path in (WORKFLOWS / "api").glob("*.json"))

@@ -9,7 +9,7 @@ import torch
 from comfy.cli_args import LatentPreviewMethod, args
 from comfyui_specar.samplers import loop, session, speculative
 
-from ..unit.tape import LatePoll, TapeGraphs
+from ..support.tape import LatePoll, TapeGraphs
 
 METHODS = {"NextToken": {}, "SJD": {}, "DraftTree": {"structure": "chain"}}
 

@@ -12,7 +12,7 @@ from comfyui_specar.samplers import loop, session, speculative
 from comfyui_specar.samplers.jacobi import SJD
 from comfyui_specar.samplers.structures import Static
 
-from ..unit.tape import LatePoll, TapeGraphs
+from ..support.tape import LatePoll, TapeGraphs
 from .conftest import GRID, defaults
 
 EXACT = ["next token", "SJD++, window 8", "static tree, 25 drafts (EAGLE)", "chain of 5", "dynamic tree (EAGLE-2)",

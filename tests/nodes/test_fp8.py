@@ -11,7 +11,7 @@ from comfyui_specar.samplers.next_token import NextToken
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from ..unit import tiny_chameleon
+from ..support import tiny_chameleon
 from .conftest import GRID, defaults
 
 

@@ -4,7 +4,7 @@ import torch
 from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.nodes.facts import facts_of, in_words, size
 
-from ..unit import tiny_chameleon, tiny_emu3
+from ..support import tiny_chameleon, tiny_emu3
 
 
 def info(run, nodes, loaded):

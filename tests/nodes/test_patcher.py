@@ -16,7 +16,7 @@ from comfyui_specar.samplers import next_token
 from comfyui_specar.samplers.next_token import NextToken
 from comfyui_specar.samplers.session import Session
 
-from ..unit import tiny as tiny_models
+from ..support import tiny as tiny_models
 from .conftest import DYNAMIC_VRAM
 from .test_placement import CPU, GPU, gpu
 

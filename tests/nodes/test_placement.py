@@ -16,7 +16,7 @@ from comfyui_specar.nodes import host
 from comfyui_specar.nodes.operations import Operations
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..unit import tiny, tiny_chameleon, tiny_emu3, tiny_janus, tiny_simplear
+from ..support import tiny, tiny_chameleon, tiny_emu3, tiny_janus, tiny_simplear
 
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
 FAMILIES = {

@@ -8,7 +8,7 @@ import comfyui_specar.nodes
 from comfy.cli_args import args
 from comfyui_specar.nodes import extension
 
-from ..unit import other_systems
+from ..support import other_systems
 
 ROOT = Path(comfyui_specar.nodes.__file__).parent.parent
 IDS = {

@@ -8,7 +8,7 @@ from comfyui_specar.model_loaders.t5 import T5Encoder
 from comfyui_specar.nodes import host
 from safetensors.torch import save_file
 
-from ..unit import tiny, tiny_t5
+from ..support import tiny, tiny_t5
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.nodes.operations import Operations
 from comfyui_specar.samplers.next_token import NextToken
 
-from ..unit.tiny_simplear import write
+from ..support.tiny_simplear import write
 
 
 def drawn(model):

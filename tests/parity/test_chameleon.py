@@ -8,7 +8,7 @@ chameleon.json holds what https://github.com/Alpha-VLLM/Lumina-mGPT gave at comm
   forced     MultiModalLogitsProcessor: the only id it leaves (-1: all image ids and no other) behind the opening of a
              picture and so many tokens, for grids of height x width cells of 32 pixels
   sizes      generate_crop_size_list((target / 32)^2, 32): number of (width, height), and a SHA-256 of their lines
-  decode     VQModel.decode of the tiny tokenizer's two 3 x 4 grids of codes (weights: tests/unit/tiny_chameleon.py)
+  decode     VQModel.decode of the tiny tokenizer's two 3 x 4 grids of codes (weights: tests/support/tiny_chameleon.py)
   released   tensors, numbers, and a SHA-256 of all names and shapes of VQModel as vqgan.yaml configures it
 """
 
@@ -26,8 +26,9 @@ from comfyui_specar.samplers.next_token import NextToken
 from comfyui_specar.samplers.protocols import TokenLayout
 from tokenizers import Tokenizer
 
-from ..closeness import assert_as_exact, decided, fp64
-from ..unit.tiny_chameleon import (
+from ..support.closeness import assert_as_exact, decided, fp64
+from ..support.stepwise import stepwise
+from ..support.tiny_chameleon import (
     CHANNELS,
     CODE,
     KINDS,
@@ -40,7 +41,6 @@ from ..unit.tiny_chameleon import (
     write,
     write_vqgan,
 )
-from .stepwise import stepwise
 
 OFFICIAL = json.loads((Path(__file__).parent / "chameleon.json").read_text(encoding="utf-8"))
 PROMPT = "a red fox"

@@ -3,7 +3,7 @@
 cosmos.safetensors holds what https://github.com/NVIDIA/Cosmos-Tokenizer gave at commit 3584ae7 on a CPU (torch 2.13)
 for CausalDiscreteVideoTokenizer with the "DV" configuration, spatial_compression=16, temporal_compression=8, dtype
 fp32, channels=32, channels_mult=[1, 1, 2], z_channels=4, num_res_blocks=1, levels=[4, 4, 2], embedding_dim=3, in
-evaluation mode, filled with the values that ``fill`` in tests/unit/tiny.py derives from the names of its parameters:
+evaluation mode, filled with the values that ``fill`` in tests/support/tiny.py derives from the names of its parameters:
   decoded   decoder_jit() of the codes 5, 16, 27, ... (mod 32) as one frame of 2 x 3
   latent    quant_conv(encoder(...)) of two pictures as videos of one frame
   codes     encoder_jit() of the same
@@ -20,9 +20,9 @@ from comfyui_specar.model_loaders.detect import load_image_decoder
 from comfyui_specar.models.cosmos import Cosmos, CosmosConfig
 from safetensors.torch import load_file
 
-from ..closeness import assert_as_exact, decided
-from ..unit.tiny import fill
-from ..unit.tiny_simplear import CODES, cosmos_shapes, write_cosmos
+from ..support.closeness import assert_as_exact, decided
+from ..support.tiny import fill
+from ..support.tiny_simplear import CODES, cosmos_shapes, write_cosmos
 
 OFFICIAL = load_file(Path(__file__).parent / "cosmos.safetensors")
 RELEASED = {

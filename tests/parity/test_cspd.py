@@ -27,9 +27,9 @@ from comfyui_specar.samplers.continuous_model import ContinuousParams, Continuou
 from comfyui_specar.samplers.laws import Normal
 from comfyui_specar.samplers.rng import Purpose, Stream
 
-from ..closeness import assert_as_exact, decided, fp64
-from ..unit.tiny import fill
-from ..unit.tiny_mar import MAR, last_steps, mar_fill, mar_shapes
+from ..support.closeness import assert_as_exact, decided, fp64
+from ..support.tiny import fill
+from ..support.tiny_mar import MAR, last_steps, mar_fill, mar_shapes
 
 OFFICIAL = json.loads((Path(__file__).parent / "cspd.json").read_text(encoding="utf-8"))
 KINDS = {"released": (0.0063, 0.25, 0.5), "close": (0.0063, 0.004, 0.1), "wide": (1.0, 0.5, 0.1)}

@@ -2,7 +2,7 @@
 
 eagle.json holds what https://github.com/jadohu/LANTERN (which has a drafter class for each family of targets) gave at
 commit 3a56e45 on a CPU (torch 2.13, transformers 4.45.2). Its Model classes of cnets_llamagen, cnets_anole and
-cnets_lumina_mgpt were built with the entries of ``eagle_config`` in tests/unit/tiny.py (plus, for the latter two, no
+cnets_lumina_mgpt were built with the entries of ``eagle_config`` in tests/support/tiny.py (plus, for the latter two, no
 attention or MLP bias, rope_theta 10000, model_parallel_size 1) and filled, in evaluation mode, with the values that
 ``fill`` derives from the names of the parameters; the head is fill("output.weight", (32, 64)). What they read:
   hidden   fill("hidden embedding", (2, 375, 64)), both guidance branches, and the image tokens 3, 8, 13, ... (mod 32)
@@ -43,8 +43,8 @@ from comfyui_specar.samplers.protocols import SamplingParams
 from comfyui_specar.samplers.rng import Stream
 from comfyui_specar.samplers.structures import Dynamic
 
-from ..closeness import assert_as_exact, decided, fp64
-from ..unit.tiny import HEADS, SLOTS, VOCAB, caption_features, eagle_weights, fill, write_eagle, write_llamagen
+from ..support.closeness import assert_as_exact, decided, fp64
+from ..support.tiny import HEADS, SLOTS, VOCAB, caption_features, eagle_weights, fill, write_eagle, write_llamagen
 
 OFFICIAL = json.loads((Path(__file__).parent / "eagle.json").read_text(encoding="utf-8"))
 IMAGE = torch.tensor([(5 * i + 3) % VOCAB for i in range(256)])

@@ -1,7 +1,7 @@
 """Our Emu3 and its image tokenizer beside transformers' and the official ones, on the same random weights, in fp32.
 
 Emu3ForConditionalGeneration of transformers runs live. emu3.json holds what https://github.com/baaivision/Emu3 gave at
-commit f6ea9aa on a CPU (torch 2.13, tiktoken 0.14), with the tiny weights and files of tests/unit/tiny_emu3.py under
+commit f6ea9aa on a CPU (torch 2.13, tiktoken 0.14), with the tiny weights and files of tests/support/tiny_emu3.py under
 the original names:
   pixels, latent, tokens  Emu3VisionVQModel: decode() of two 2 x 3 grids of codes; quant_conv(encoder()) of a picture of
              4 x 6 pixels (four times the same frame); encode() of it, with six codes close to that latent
@@ -26,10 +26,10 @@ from comfyui_specar.samplers.jacobi import SJD
 from comfyui_specar.samplers.next_token import NextToken
 from tokenizers import Tokenizer
 
-from ..closeness import assert_as_exact, decided, fp64
-from ..unit import tiny_emu3 as tiny
-from ..unit.tiny import fill
-from .stepwise import stepwise
+from ..support import tiny_emu3 as tiny
+from ..support.closeness import assert_as_exact, decided, fp64
+from ..support.stepwise import stepwise
+from ..support.tiny import fill
 
 OFFICIAL = json.loads((Path(__file__).parent / "emu3.json").read_text(encoding="utf-8"))
 PROMPT = "a red cup"

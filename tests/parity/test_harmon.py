@@ -7,7 +7,7 @@ ready modules through, its VAE by one whose decode returns the latent. The modul
       norm_layer=LayerNorm(eps=1e-6), class_num=10, diffloss_d=2, diffloss_w=32, num_sampling_steps="5")
   Qwen2ForCausalLM(vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
       num_key_value_heads=2, rope_theta=1e6)
-filled with the values that ``harmon_fill`` in tests/unit/tiny_harmon.py derives from the names of the parameters.
+filled with the values that ``harmon_fill`` in tests/support/tiny_harmon.py derives from the names of the parameters.
   positions_*  the three position tables for a grid of 3 x 5, every fifth number
   z_*          forward_mae_encoder and forward_mae_decoder behind a prompt of 9 tokens and one of 4 (padded to 9), with
                0, 1 or 9 tokens known; every fourth number
@@ -31,8 +31,8 @@ from comfyui_specar.models.harmon import Harmon
 from comfyui_specar.models.mar import MARConfig
 from comfyui_specar.samplers.continuous_model import ContinuousParams
 
-from ..closeness import assert_as_exact
-from ..unit.tiny_harmon import STEPS, VOCAB, fill, harmon_fill, write_harmon
+from ..support.closeness import assert_as_exact
+from ..support.tiny_harmon import STEPS, VOCAB, fill, harmon_fill, write_harmon
 
 OFFICIAL = json.loads((Path(__file__).parent / "harmon.json").read_text(encoding="utf-8"))
 PROMPT = [(7 * i + 3) % VOCAB for i in range(9)]

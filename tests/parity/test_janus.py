@@ -5,7 +5,7 @@ transformers runs live: its language model through its image head, its own close
 image tokenizer. (It looks codes up without normalising them, which the official encoder does.)
 
 janus.json holds what https://github.com/deepseek-ai/Janus gave at commit 1daa72f on a CPU (torch 2.13), its modules
-filled with the weights of tests/unit/tiny_janus.py:
+filled with the weights of tests/support/tiny_janus.py:
   prompts, ids    the conversation template "deepseek" around three prompts; ids of the first
   logits          of positions 0, 7 and 15 while drawing it greedily with guidance 5: [3, conditional and not, 32]
   greedy_cfg_5    the 16 tokens drawn
@@ -28,10 +28,10 @@ from comfyui_specar.models.vq import VQConfig
 from comfyui_specar.samplers.jacobi import SJD
 from comfyui_specar.samplers.next_token import NextToken
 
-from ..closeness import assert_as_exact, decided, fp64
-from ..unit.tiny import fill
-from ..unit.tiny_janus import BEGIN, CODES, IMAGE, PAD, SIDE, released, shapes, weights, write
-from .stepwise import stepwise
+from ..support.closeness import assert_as_exact, decided, fp64
+from ..support.stepwise import stepwise
+from ..support.tiny import fill
+from ..support.tiny_janus import BEGIN, CODES, IMAGE, PAD, SIDE, released, shapes, weights, write
 
 OFFICIAL = json.loads((Path(__file__).parent / "janus.json").read_text(encoding="utf-8"))
 PROMPT = "a red fox"

@@ -2,7 +2,7 @@
 
 kl_vae.json holds what https://github.com/LTH14/mar gave at commit fe470ac on a CPU (torch 2.13): AutoencoderKL with
 embed_dim=4 and Encoder and Decoder(ch=32, ch_mult=(1, 1, 2), resolution=64, z_channels=4), filled with the values that
-``fill`` in tests/unit/tiny.py derives from the names of the parameters. Attention at the deepest level is in the
+``fill`` in tests/support/tiny.py derives from the names of the parameters. Attention at the deepest level is in the
 encoder, as in KL-16; under *_decoder_attention in the decoder instead.
   mean, log_variance   encode of two pictures of 24 x 16 pixels
   decode               decode of two latents of 3 x 2
@@ -18,8 +18,8 @@ import torch
 from comfyui_specar.model_loaders import kl_vae
 from comfyui_specar.models.kl_vae import KLConfig, KLModel
 
-from ..closeness import assert_as_exact
-from ..unit.tiny import fill
+from ..support.closeness import assert_as_exact
+from ..support.tiny import fill
 
 OFFICIAL = json.loads((Path(__file__).parent / "kl_vae.json").read_text(encoding="utf-8"))
 TINY = {"channels": 4, "ch_mult": (1, 1, 2), "base_channels": 32, "num_res_blocks": 2}

@@ -1,7 +1,7 @@
 """Our LlamaGen against the official code, on the same random weights, in fp32.
 
 llamagen.json holds what https://github.com/FoundationVision/LlamaGen gave at commit ce98ec4 on a CPU (torch 2.13). Its
-modules were filled, in evaluation mode, with the values that ``fill`` in tests/unit/tiny.py derives from the names of
+modules were filled, in evaluation mode, with the values ``fill`` in tests/support/tiny.py derives from the names of
 the parameters: Transformer(ModelArgs(n_layer=2, n_head=4, dim=64, block_size=16, vocab_size=32, num_classes=10,
 caption_dim=24, cls_token_num=1 or 120)) and the tokenizer VQModel(ModelArgs(codebook_size=32, encoder_ch_mult=[1, 1],
 decoder_ch_mult=[1, 1])).
@@ -26,8 +26,8 @@ from comfyui_specar.samplers.jacobi import SJD, Jacobi
 from comfyui_specar.samplers.next_token import NextToken
 from torch import nn
 
-from ..closeness import assert_as_exact, decided
-from ..unit.tiny import CLASSES, SLOTS, VOCAB, caption_features, fill, llamagen, vq_weights
+from ..support.closeness import assert_as_exact, decided
+from ..support.tiny import CLASSES, SLOTS, VOCAB, caption_features, fill, llamagen, vq_weights
 
 OFFICIAL = json.loads((Path(__file__).parent / "llamagen.json").read_text(encoding="utf-8"))
 TOKENS = torch.tensor([[(5 * i + 3) % VOCAB for i in range(16)]])  # the last one is not seen by any prediction

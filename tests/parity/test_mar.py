@@ -1,7 +1,7 @@
 """Our MAR against the official code, on the same random weights, in fp32.
 
 mar.json holds what https://github.com/LTH14/mar gave at commit fe470ac on a CPU (torch 2.13, timm 0.9.12). Its modules
-were filled, in evaluation mode, with the values that ``mar_fill`` in tests/unit/tiny_mar.py derives from the names of
+were filled, in evaluation mode, with the values ``mar_fill`` in tests/support/tiny_mar.py derives from the names of
 the parameters: MAR(img_size=64, encoder_embed_dim=32, encoder_depth=2, encoder_num_heads=4, decoder_embed_dim=32,
 decoder_depth=1, decoder_num_heads=4, norm_layer=LayerNorm with eps 1e-6, class_num=10, buffer_size=4, diffloss_d=2,
 diffloss_w=24). ``numbers`` below gives the tokens and noises. n known tokens are the last n of ``order``.
@@ -31,9 +31,9 @@ from comfyui_specar.samplers import continuous_next_token
 from comfyui_specar.samplers.continuous_model import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.continuous_next_token import ContinuousNextToken, mask_schedule
 
-from ..closeness import assert_as_exact
-from ..unit.tiny import fill
-from ..unit.tiny_mar import last_steps, mar_fill, write_mar
+from ..support.closeness import assert_as_exact
+from ..support.tiny import fill
+from ..support.tiny_mar import last_steps, mar_fill, write_mar
 
 OFFICIAL = json.loads((Path(__file__).parent / "mar.json").read_text(encoding="utf-8"))
 ORDER = torch.tensor(OFFICIAL["order"])  # the official code unmasks it from its end

@@ -16,8 +16,8 @@ from comfyui_specar.samplers.next_token import NextToken
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from ..closeness import assert_as_exact, decided, fp64
-from ..unit.tiny_simplear import CODES, GRID, WORDS, config, tokenizer, write
+from ..support.closeness import assert_as_exact, decided, fp64
+from ..support.tiny_simplear import CODES, GRID, WORDS, config, tokenizer, write
 
 PROMPT = "<|t2i|>A highly realistic image of a red cup<|soi|>"
 NEGATIVE = (

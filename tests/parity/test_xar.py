@@ -2,7 +2,7 @@
 
 xar.safetensors holds what https://github.com/OliverRensu/xAR gave at commit 121e9c9 on a CPU (torch 2.13, timm 0.9.12).
 Its xAR(encoder_embed_dim=32, encoder_depth=2, encoder_num_heads=4, decoder_* alike) was filled, in evaluation mode,
-with the values that ``xar_weight`` in tests/unit/tiny_xar.py derives from the names of the parameters; classes 3 and 8.
+with the values ``xar_weight`` in tests/support/tiny_xar.py derives from the names of the parameters; classes 3 and 8.
   velocity_s_1.0   sample_inference(previous cell ``clean``, cell s ``noisy``; times 0 and 1; update_cache, mask), every
                    fourth token; the calls for s = 0 .. 3 follow one another, so that the cache holds the clean cells
   velocity_s_0.37  the next call, on the noisy cell alone at time 0.37
@@ -24,9 +24,9 @@ from comfyui_specar.samplers.continuous_model import ContinuousParams, Continuou
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ..closeness import assert_as_exact
-from ..unit.tiny import fill
-from ..unit.tiny_xar import tiny_xar, xar_weight
+from ..support.closeness import assert_as_exact
+from ..support.tiny import fill
+from ..support.tiny_xar import tiny_xar, xar_weight
 
 FILE = Path(__file__).parent / "xar.safetensors"
 OFFICIAL = load_file(FILE)

@@ -26,7 +26,7 @@ from comfyui_specar.samplers.trees import shape_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .toy import ToyDrafter, ToyModel, chi_square, plain, request, with_line_ends
+from ..support.toy import ToyDrafter, ToyModel, chi_square, plain, request, with_line_ends
 
 GRID = TokenLayout.plain(8, 8)
 

@@ -14,8 +14,8 @@ from comfyui_specar.batch.dispatch import Batch, Options
 from comfyui_specar.batch.jobs import Job
 from comfyui_specar.batch.journal import Journal
 from comfyui_specar.batch.overrides import fingerprint, with_overrides
-from comfyui_specar.tests.patience import PATIENCE
-from comfyui_specar.tests.unit.fake_comfy import FakeComfy, until
+from comfyui_specar.tests.support.fake_comfy import FakeComfy, until
+from comfyui_specar.tests.support.patience import PATIENCE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 from comfyui_specar.batch import cli, dispatch
 from comfyui_specar.batch.journal import Journal, JournalError
-from comfyui_specar.tests.patience import PATIENCE
-from comfyui_specar.tests.unit.fake_comfy import FakeComfy, until
+from comfyui_specar.tests.support.fake_comfy import FakeComfy, until
+from comfyui_specar.tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = {"id": "a", "status": "success"}

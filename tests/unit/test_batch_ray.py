@@ -14,7 +14,7 @@ from comfyui_specar.batch.jobs import Job, JobsError, read_jobs
 from comfyui_specar.batch.journal import Journal
 from comfyui_specar.batch.overrides import fingerprint
 from comfyui_specar.batch.studio import RECIPES, Painter, Studio
-from comfyui_specar.tests.unit.mortal import MortalPainter
+from comfyui_specar.tests.support.mortal import MortalPainter
 from PIL import Image
 
 TABLE = """id,prompt,seed,window

@@ -18,7 +18,7 @@ from comfyui_specar.benchmarks.gpu.page import page
 from comfyui_specar.benchmarks.gpu.stages import CUT, FAILED, NOT_RUN, OK, STAGES, WARNING, Stage
 from comfyui_specar.kernels import linear, sampling
 from comfyui_specar.samplers import jacobi
-from comfyui_specar.tests.patience import PATIENCE
+from comfyui_specar.tests.support.patience import PATIENCE
 
 CPU = torch.device("cpu")
 NOTHING = {"summary": "all well", "rows": [], "failures": [], "warnings": [], "not_run": {}, "at": None}

@@ -7,7 +7,7 @@ from comfyui_specar.models.cache import KVCache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .tiny import CAPTION, GRID, VOCAB, caption_features, fill, llamagen
+from ..support.tiny import CAPTION, GRID, VOCAB, caption_features, fill, llamagen
 
 LENGTH = GRID[0] * GRID[1]
 BATCH = 3

@@ -19,9 +19,9 @@ from comfyui_specar.samplers.speculative import DraftTree
 from comfyui_specar.samplers.structures import Chain, Dynamic
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .tape import LatePoll, TapeGraphs
-from .tiny import write_llamagen
-from .toy import ToyDrafter, ToyModel, plain, request
+from ..support.tape import LatePoll, TapeGraphs
+from ..support.tiny import write_llamagen
+from ..support.toy import ToyDrafter, ToyModel, plain, request
 
 METHODS = {
     "next token": lambda drafter: NextToken(), "sjd": lambda drafter: SJD(3),

@@ -9,10 +9,10 @@ from comfyui_specar.kernels.graphs import leaves, mapped
 from comfyui_specar.model_loaders.detect import load_drafter
 from comfyui_specar.models.cache import BUCKET, CPU_BUCKET
 
-from ..closeness import fp64
-from .tape import TapeGraphs
-from .tiny import caption_features, fill, llamagen, write_eagle, write_llamagen
-from .tiny_text import text_model
+from ..support.closeness import fp64
+from ..support.tape import TapeGraphs
+from ..support.tiny import caption_features, fill, llamagen, write_eagle, write_llamagen
+from ..support.tiny_text import text_model
 
 BATCH, SLACK = 2, 9
 TREE = (-1, -1, 0, 2, 1)  # parents of the nodes of a pass

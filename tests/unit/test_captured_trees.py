@@ -18,11 +18,11 @@ from comfyui_specar.samplers.speculative import DraftTree, Run
 from comfyui_specar.samplers.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.tv_metered import TVMetered
 
-from ..closeness import fp64
-from .tape import LatePoll, TapeGraphs
+from ..support.closeness import fp64
+from ..support.tape import LatePoll, TapeGraphs
+from ..support.tiny import CAPTION, caption_features, fill
+from ..support.toy import ToyDrafter, ToyModel, chi_square, plain, request, with_kept_tokens, with_line_ends
 from .test_speculative_caches import drafters, model  # noqa: F401 (fixtures)
-from .tiny import CAPTION, caption_features, fill
-from .toy import ToyDrafter, ToyModel, chi_square, plain, request, with_kept_tokens, with_line_ends
 
 STATIC = Static(((0,), (1,), (0, 0), (0, 1), (1, 0)))
 FIXED = {"chain": Chain(3), "blocks": Chain(3, "block"), "static": STATIC, "dynamic": Dynamic(3, 3, 6)}

@@ -18,10 +18,10 @@ from comfyui_specar.samplers.lantern import Lantern
 from comfyui_specar.samplers.next_token import NextToken
 from comfyui_specar.samplers.protocols import SamplingParams, TokenLayout
 
-from .tape import LatePoll, TapeGraphs
-from .tiny import CAPTION, VOCAB, caption_features, fill, llamagen
-from .toy import ToyModel, chi_square, plain, request, with_kept_tokens, with_line_ends
-from .windows import begun, decided, three_passes
+from ..support.tape import LatePoll, TapeGraphs
+from ..support.tiny import CAPTION, VOCAB, caption_features, fill, llamagen
+from ..support.toy import ToyModel, chi_square, plain, request, with_kept_tokens, with_line_ends
+from ..support.windows import begun, decided, three_passes
 
 LAYOUTS = {"row": (plain(2, 3), 0), "line_ends": (with_line_ends(2, 2), 2), "kept": (with_kept_tokens(2, 3), 0)}
 METHODS = [

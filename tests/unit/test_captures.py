@@ -16,7 +16,7 @@ from comfyui_specar.samplers.skipping import Skipping
 from comfyui_specar.samplers.speculative import DraftTree
 from comfyui_specar.samplers.structures import Chain, Dynamic, Static
 
-from .tape import LatePoll, TapeGraphs
+from ..support.tape import LatePoll, TapeGraphs
 
 ADT = ADTTree(depths=(1, 4), widths=(2, 16), width_step=3, nodes=16)
 CPU = torch.device("cpu")

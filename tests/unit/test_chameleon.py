@@ -11,8 +11,8 @@ from comfyui_specar.model_loaders.checkpoint import Checkpoint, CheckpointError
 from comfyui_specar.model_loaders.language_model import rope_theta
 from safetensors.torch import load_file, save_file
 
-from .tiny_chameleon import FIRST, KINDS, config, random_weights, shapes, vocabulary, write
-from .tiny_folder import byte_tokenizer, write_folder
+from ..support.tiny_chameleon import FIRST, KINDS, config, random_weights, shapes, vocabulary, write
+from ..support.tiny_folder import byte_tokenizer, write_folder
 
 IDS = vocabulary(32)
 BOS, BOI, EOI, TURN, ROW = (IDS[t] for t in ("<s>", "<racm3:break>", "<eoss>", "<reserved08706>", "<reserved08799>"))

@@ -13,8 +13,8 @@ from comfyui_specar.samplers.continuous_next_token import ContinuousNextToken, m
 from comfyui_specar.samplers.rng import Purpose, Stream
 from comfyui_specar.samplers.trace import Source
 
-from ..closeness import fp64
-from .toy_heads import ToyHead, ToyMixture, drawing_order, request
+from ..support.closeness import fp64
+from ..support.toy_heads import ToyHead, ToyMixture, drawing_order, request
 
 GRID = (3, 3)
 LENGTH = 9

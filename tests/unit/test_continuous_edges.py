@@ -14,8 +14,8 @@ from comfyui_specar.samplers.continuous import ContinuousSpeculative
 from comfyui_specar.samplers.continuous_next_token import ContinuousNextToken
 from safetensors.torch import save_file
 
+from ..support.tiny_mar import MAR, write_mar
 from .test_continuous_masked import CHANNELS, LENGTH, SIDE, prompt, request, tiny
-from .tiny_mar import MAR, write_mar
 
 KEPT = (torch.arange(LENGTH) < 4).expand(2, -1)
 

@@ -14,7 +14,7 @@ from comfyui_specar.samplers.continuous import ContinuousSpeculative
 from comfyui_specar.samplers.continuous_next_token import ContinuousNextToken
 from comfyui_specar.samplers.trace import Source
 
-from .toy_heads import ToyHead, ToyMixture, ToySchedule, ks_two, request, score
+from ..support.toy_heads import ToyHead, ToyMixture, ToySchedule, ks_two, request, score
 
 RUNS = 6_000
 TRIES = 20  # a fifth of the proposals, to save time: the residual of these pairs hardly ever needs more

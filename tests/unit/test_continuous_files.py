@@ -16,8 +16,8 @@ from comfyui_specar.models.mar import MARConfig
 from comfyui_specar.samplers.continuous_model import ContinuousParams
 from safetensors.torch import save_file
 
-from .tiny import fill, vq_weights, write_llamagen
-from .tiny_mar import MAR, mar_shapes, mar_weights, write_mar
+from ..support.tiny import fill, vq_weights, write_llamagen
+from ..support.tiny_mar import MAR, mar_shapes, mar_weights, write_mar
 
 WORDS = ["apple", "pear", "bg_blue"]
 

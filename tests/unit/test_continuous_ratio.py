@@ -7,7 +7,7 @@ import torch
 from comfyui_specar.samplers.continuous import log_ratio, residual
 from comfyui_specar.samplers.laws import Mixture, Normal
 
-from .toy_heads import ks
+from ..support.toy_heads import ks
 
 RUNS = 40_000
 

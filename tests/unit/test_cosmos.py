@@ -10,8 +10,8 @@ from comfyui_specar.model_loaders.detect import find_image_decoder, load_image_d
 from comfyui_specar.models.cosmos import Cosmos, CosmosConfig, fold, unfold
 from safetensors.torch import load_file, save_file
 
-from .tiny import write_llamagen
-from .tiny_simplear import CODES, COSMOS, DECODER, cosmos_weights, write, write_cosmos
+from ..support.tiny import write_llamagen
+from ..support.tiny_simplear import CODES, COSMOS, DECODER, cosmos_weights, write, write_cosmos
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,8 @@ from comfyui_specar.model_loaders.checkpoint import CheckpointError
 from comfyui_specar.model_loaders.detect import load_drafter, load_model
 from safetensors.torch import save_file
 
-from ..closeness import fp64
-from .test_loaders import Attack
-from .tiny import (
+from ..support.closeness import fp64
+from ..support.tiny import (
     HEADS,
     VOCAB,
     eagle_config,
@@ -23,6 +22,7 @@ from .tiny import (
     write_eagle,
     write_llamagen,
 )
+from .test_loaders import Attack
 
 SIDE = 16  # of the grid that "t2i" stands for
 

@@ -24,7 +24,17 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .tiny import CAPTION, HEADS, VOCAB, caption_features, fill, llamagen, vq_weights, write_eagle, write_llamagen
+from ..support.tiny import (
+    CAPTION,
+    HEADS,
+    VOCAB,
+    caption_features,
+    fill,
+    llamagen,
+    vq_weights,
+    write_eagle,
+    write_llamagen,
+)
 
 IMAGE = torch.tensor([[(5 * i + 3 + 7 * b) % VOCAB for i in range(16)] for b in range(2)])
 NEGATIVE = fill("negative caption embedding", (1, 4, CAPTION))

@@ -11,9 +11,9 @@ from comfyui_specar.model_loaders.tiktoken_file import RankTokenizer, joined
 from comfyui_specar.samplers.jacobi import SJD
 from safetensors.torch import load_file, save_file
 
-from . import tiny_emu3 as tiny
+from ..support import tiny_emu3 as tiny
+from ..support.tiny import write_llamagen
 from .test_loaders import refused
-from .tiny import write_llamagen
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,8 @@ from comfyui_specar.samplers.tv_metered import TVMetered
 from comfyui_specar.training import drafter_export
 from safetensors.torch import load_file, save_file
 
-from . import tiny_chameleon, tiny_emu3, tiny_janus, tiny_simplear
-from .tiny import GRID, HEADS, caption_features, fill, llamagen_shapes
+from ..support import tiny_chameleon, tiny_emu3, tiny_janus, tiny_simplear
+from ..support.tiny import GRID, HEADS, caption_features, fill, llamagen_shapes
 
 
 def write_llamagen(folder, text, seed=0, layers=2):

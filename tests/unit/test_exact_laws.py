@@ -15,7 +15,7 @@ from comfyui_specar.samplers.jacobi import INITIAL, SJD, Jacobi
 from comfyui_specar.samplers.next_token import NextToken
 from comfyui_specar.samplers.protocols import SamplingParams
 
-from .toy import ToyModel, chi_square, marginal, plain, request, with_kept_tokens, with_line_ends
+from ..support.toy import ToyModel, chi_square, marginal, plain, request, with_kept_tokens, with_line_ends
 
 RUNS = 16_000
 MANY = 80_000  # shows a drift of two percent, SJD++'s, beyond doubt

@@ -19,7 +19,7 @@ from comfyui_specar.samplers.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.trace import Source
 from comfyui_specar.samplers.tv_metered import TVMetered
 
-from .toy import ToyDrafter, ToyModel, chi_square, marginal, plain, request, with_kept_tokens, with_line_ends
+from ..support.toy import ToyDrafter, ToyModel, chi_square, marginal, plain, request, with_kept_tokens, with_line_ends
 
 RUNS = 10_000
 LAYOUTS = {

@@ -17,7 +17,7 @@ from comfyui_specar.samplers.speculative import DraftTree
 from comfyui_specar.samplers.structures import Chain
 from safetensors.torch import load_file, save_file
 
-from . import tiny_chameleon, tiny_emu3, tiny_janus, tiny_simplear
+from ..support import tiny_chameleon, tiny_emu3, tiny_janus, tiny_simplear
 
 WRITE = {
     "janus-pro": tiny_janus.write, "simplear": tiny_simplear.write, "lumina-mgpt": tiny_chameleon.write,

@@ -26,10 +26,10 @@ from comfyui_specar.samplers.speculative import DraftTree
 from comfyui_specar.samplers.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.tv_metered import TVMetered
 
-from .toy import ToyDrafter, ToyModel, chi_square, marginal, plain, request
-from .toy_heads import ToyHead, score
-from .toy_heads import request as vectors_request
-from .twins import interpreted
+from ..support.toy import ToyDrafter, ToyModel, chi_square, marginal, plain, request
+from ..support.toy_heads import ToyHead, score
+from ..support.toy_heads import request as vectors_request
+from ..support.twins import interpreted
 
 LAYOUT = plain(2, 3)
 MODEL = ToyModel(LAYOUT)

@@ -20,14 +20,14 @@ from comfyui_specar import api
 from comfyui_specar.benchmarks import fuzz as long_run
 from comfyui_specar.model_loaders.checkpoint import CheckpointError, keep_maps
 from comfyui_specar.model_loaders.language_model import Tokenizer
-from comfyui_specar.tests.patience import PATIENCE
+from comfyui_specar.tests.support.patience import PATIENCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from . import fuzz, fuzz_archives, fuzz_files
-from .fuzz_seeds import LONGEST, ROOT, SEEDS, Seed, examine, target
+from ..support import fuzz, fuzz_archives, fuzz_files
+from ..support.fuzz_seeds import LONGEST, ROOT, SEEDS, Seed, examine, target
 
 LIGHT = ("LlamaGen with words", "LlamaGen of classes", "Janus-Pro", "Cosmos", "MAR", "Harmon", "Emu3's ranks", "trace",
          "EAGLE drafter", "VQ")  # of every format one; the others are in the long run

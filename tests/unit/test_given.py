@@ -17,11 +17,11 @@ from comfyui_specar.samplers.speculative import DraftTree
 from comfyui_specar.samplers.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.trace import Source
 
-from ..closeness import fp64
+from ..support.closeness import fp64
+from ..support.tiny import CAPTION, caption_features, fill, llamagen, write_eagle, write_llamagen
+from ..support.toy import ToyDrafter, ToyModel, chi_square, plain, request, with_line_ends
 from .test_captured_trees import agree, on_tape  # noqa: F401 (fixture)
 from .test_captured_windows import assert_same, captured
-from .tiny import CAPTION, caption_features, fill, llamagen, write_eagle, write_llamagen
-from .toy import ToyDrafter, ToyModel, chi_square, plain, request, with_line_ends
 
 RUNS = 6000
 

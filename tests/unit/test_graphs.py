@@ -13,7 +13,7 @@ from comfyui_specar.kernels import graphs, switches
 from comfyui_specar.kernels.graphs import Graphs, leaves, mapped
 from comfyui_specar.samplers.session import Poll
 
-from .tape import Tape, TapeGraphs
+from ..support.tape import Tape, TapeGraphs
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from comfyui_specar.samplers.continuous_model import ContinuousParams, Continuou
 from comfyui_specar.samplers.continuous_next_token import ContinuousNextToken
 from safetensors.torch import save_file
 
-from ..closeness import fp64
-from .tiny_harmon import HEADS, MAR, SPECIAL, STEPS, VOCAB, fill, harmon_weights, write_harmon, write_tokenizer
-from .tiny_mar import write_mar
+from ..support.closeness import fp64
+from ..support.tiny_harmon import HEADS, MAR, SPECIAL, STEPS, VOCAB, fill, harmon_weights, write_harmon, write_tokenizer
+from ..support.tiny_mar import write_mar
 
 GRID = (3, 5)
 LENGTH = math.prod(GRID)

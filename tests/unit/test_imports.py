@@ -8,7 +8,7 @@ from pathlib import Path
 
 import comfyui_specar
 import pytest
-from comfyui_specar.tests.patience import PATIENCE
+from comfyui_specar.tests.support.patience import PATIENCE
 
 ROOT = Path(comfyui_specar.__file__).resolve().parent
 HOST = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "node_helpers", "nodes", "server"}

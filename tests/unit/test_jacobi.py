@@ -15,10 +15,10 @@ from comfyui_specar.samplers.trace import POSITION_FIELDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .tiny import CAPTION, GRID, VOCAB, caption_features, fill, llamagen
-from .toy import VOCAB as TOY_VOCAB
-from .toy import ToyModel, plain, request
-from .windows import SIZE, begun, three_passes
+from ..support.tiny import CAPTION, GRID, VOCAB, caption_features, fill, llamagen
+from ..support.toy import VOCAB as TOY_VOCAB
+from ..support.toy import ToyModel, plain, request
+from ..support.windows import SIZE, begun, three_passes
 
 METHODS = [NextToken(), *(SJD(window=5, reuse=reuse) for reuse in REUSE)]
 

@@ -11,9 +11,22 @@ from comfyui_specar.model_loaders.detect import find_image_decoder, load_image_d
 from comfyui_specar.samplers.protocols import SamplingParams
 from safetensors.torch import save_file
 
-from .tiny import llamagen_weights, vq_weights
-from .tiny_folder import byte_tokenizer, write_folder
-from .tiny_janus import BEGIN, CODES, FIRST, IMAGE, PAD, SIDE, SPECIALS, WORDS, config, released, weights, write
+from ..support.tiny import llamagen_weights, vq_weights
+from ..support.tiny_folder import byte_tokenizer, write_folder
+from ..support.tiny_janus import (
+    BEGIN,
+    CODES,
+    FIRST,
+    IMAGE,
+    PAD,
+    SIDE,
+    SPECIALS,
+    WORDS,
+    config,
+    released,
+    weights,
+    write,
+)
 
 PICTURE = torch.arange(SIDE * SIDE).view(1, SIDE, SIDE) * 7 % CODES
 

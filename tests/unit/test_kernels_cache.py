@@ -6,7 +6,7 @@ from comfyui_specar.kernels.cache import keep_path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .twins import compiled, interpreted
+from ..support.twins import compiled, interpreted
 
 
 @st.composite

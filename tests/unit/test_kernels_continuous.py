@@ -4,7 +4,7 @@ import pytest
 import torch
 from comfyui_specar.kernels import continuous
 
-from .twins import compiled, interpreted
+from ..support.twins import compiled, interpreted
 
 
 def gaussian(generator: torch.Generator, *shape: int) -> continuous.Gaussian:

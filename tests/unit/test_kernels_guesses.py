@@ -6,7 +6,7 @@ from comfyui_specar.kernels import guesses as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .twins import compiled, interpreted
+from ..support.twins import compiled, interpreted
 
 
 @settings(deadline=None, max_examples=20)

@@ -9,7 +9,7 @@ from comfyui_specar.kernels import logits as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .twins import compiled_everywhere, interpreted
+from ..support.twins import compiled_everywhere, interpreted
 
 K_FIRST, P_FIRST = ("top_k", "top_p"), ("top_p", "top_k")
 

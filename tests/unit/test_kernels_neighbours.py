@@ -4,7 +4,7 @@ import pytest
 import torch
 from comfyui_specar.kernels import neighbours
 
-from .twins import compiled, interpreted
+from ..support.twins import compiled, interpreted
 
 
 @pytest.mark.parametrize("vocab, specials, count", [(8, 0, 1), (9, 2, 6), (1300, 3, 1100)])

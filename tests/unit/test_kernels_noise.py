@@ -7,7 +7,7 @@ from comfyui_specar.samplers.rng import Purpose, Stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .twins import compiled, interpreted
+from ..support.twins import compiled, interpreted
 
 
 @st.composite

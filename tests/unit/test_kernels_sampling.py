@@ -6,7 +6,7 @@ from comfyui_specar.kernels import sampling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .twins import compiled, interpreted
+from ..support.twins import compiled, interpreted
 
 
 def laws(seed: int, vocab: int, count: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

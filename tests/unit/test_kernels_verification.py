@@ -11,8 +11,8 @@ from comfyui_specar.samplers.cool_sd import CoolSD, UniformRSD
 from comfyui_specar.samplers.lantern import Lantern, LanternPP
 from comfyui_specar.samplers.trees import Tree
 
-from .random_trees import random_tree, tree_of_paths
-from .twins import compiled, interpreted
+from ..support.random_trees import random_tree, tree_of_paths
+from ..support.twins import compiled, interpreted
 
 ENDS = (0.0, 1 - 2**-12)
 

@@ -5,7 +5,7 @@ import torch
 from comfyui_specar.samplers.laws import Mixture, Normal, join
 from torch import distributions as D
 
-from .toy_heads import correlation, ks, normal_cdf
+from ..support.toy_heads import correlation, ks, normal_cdf
 
 ALMOST_ONE = 1 - 2**-24  # the largest uniform number
 

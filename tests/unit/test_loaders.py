@@ -18,7 +18,7 @@ from comfyui_specar.samplers.jacobi import SJD
 from comfyui_specar.samplers.protocols import SamplingParams
 from safetensors.torch import save_file
 
-from .tiny import (
+from ..support.tiny import (
     GRID,
     HEADS,
     VOCAB,
@@ -27,7 +27,7 @@ from .tiny import (
     vq_weights,
     write_llamagen,
 )
-from .tiny_folder import write_folder
+from ..support.tiny_folder import write_folder
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from comfyui_specar.model_loaders.checkpoint import CheckpointError
 from comfyui_specar.samplers.next_token import NextToken
 from safetensors.torch import save_file
 
-from .fuzz_seeds import SEEDS
+from ..support.fuzz_seeds import SEEDS
+from ..support.tiny import VOCAB, llamagen, vq_weights, write_llamagen
 from .test_trace import trace_of
-from .tiny import VOCAB, llamagen, vq_weights, write_llamagen
 
 LOADERS = ("load_model", "load_drafter", "load_image_decoder", "load_trace")
 KINDS = [name for name in SEEDS if name != "MAR as released"]  # too small to be known without metadata

@@ -8,8 +8,8 @@ import torch
 from comfyui_specar.models import mar
 from comfyui_specar.models.diffusion_head import DiffusionHead, Schedule
 
-from .tiny import fill
-from .tiny_mar import DEPTH, MAR, WIDTH, last_steps, mar_weights
+from ..support.tiny import fill
+from ..support.tiny_mar import DEPTH, MAR, WIDTH, last_steps, mar_weights
 
 
 def numbers(name, *shape):

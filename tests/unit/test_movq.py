@@ -7,10 +7,10 @@ from comfyui_specar.model_loaders.checkpoint import Checkpoint
 from comfyui_specar.model_loaders.detect import is_image_decoder, load_image_decoder, load_model
 from safetensors.torch import save_file
 
-from ..closeness import fp64
-from . import tiny_emu3 as tiny
+from ..support import tiny_emu3 as tiny
+from ..support.closeness import fp64
+from ..support.tiny import fill, vq_weights
 from .test_loaders import refused
-from .tiny import fill, vq_weights
 
 CODES = torch.arange(24).view(2, 3, 4) * 5 % tiny.CODES
 

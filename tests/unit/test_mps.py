@@ -1,4 +1,4 @@
-"""All that runs on a device, on Apple's: as far as tests/unit/mps.py knows it, and that it knows something."""
+"""All that runs on a device, on Apple's: as far as tests/support/mps.py knows it, and that it knows something."""
 
 from dataclasses import replace
 
@@ -13,11 +13,11 @@ from comfyui_specar.samplers.rng import Purpose, Stream
 from comfyui_specar.samplers.speculative import DraftTree
 from safetensors.torch import save_file
 
-from . import tiny_chameleon, tiny_emu3, tiny_simplear
-from .mps import DEVICE, MetalTensor, metal
+from ..support import tiny_chameleon, tiny_emu3, tiny_simplear
+from ..support.mps import DEVICE, MetalTensor, metal
+from ..support.tiny_mar import write_mar
+from ..support.tiny_xar import HEADS, xar_weights
 from .test_every_family import METHODS, WRITE, Family, asked, make_family
-from .tiny_mar import write_mar
-from .tiny_xar import HEADS, xar_weights
 
 FULLY = ("llamagen-c2i", "emu3")  # families that all methods run on: one without and one with tokens between rows
 FEW = ("next token", "sjd coupled", "static", "dynamic")  # those that run on the others

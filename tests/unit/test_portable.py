@@ -11,7 +11,7 @@ from pathlib import Path
 import comfyui_specar
 import pytest
 
-from . import other_systems
+from ..support import other_systems
 
 ROOT = Path(comfyui_specar.__file__).resolve().parent
 PACK = ("api", "batch", "files", "kernels", "model_loaders", "models", "nodes", "samplers")

@@ -11,7 +11,7 @@ from comfyui_specar.model_loaders.llamagen import class_names
 from comfyui_specar.model_loaders.prompt_encoders import ClassEncoder, WordEncoder
 from safetensors.torch import save_file
 
-from .tiny import CAPTION, SLOTS, write_llamagen
+from ..support.tiny import CAPTION, SLOTS, write_llamagen
 
 WORDS = ["cat", "dog", "red", "bus", "face", "grin", "glasses", "bg_blue", "bg_dark-red", "heart"]
 STOP = ["a", "an", "the", "with", "and", "of"]

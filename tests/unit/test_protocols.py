@@ -3,7 +3,7 @@
 import torch
 from comfyui_specar.samplers.protocols import TokenLayout
 
-from .toy import VOCAB, plain, with_line_ends
+from ..support.toy import VOCAB, plain, with_line_ends
 
 
 def test_a_plain_grid():

@@ -15,10 +15,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from . import tiny_mar
+from ..support import tiny_mar
+from ..support.tiny import write_llamagen
+from ..support.tiny_simplear import write as write_simplear
 from .test_every_family import WRITE
-from .tiny import write_llamagen
-from .tiny_simplear import write as write_simplear
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 FAMILIES = [name for name in WRITE if name != "llamagen-t2i"]

@@ -7,7 +7,7 @@ import torch
 from comfyui_specar.model_loaders import llamagen, vq
 from comfyui_specar.model_loaders.checkpoint import Checkpoint
 
-from .tiny import llamagen_shapes
+from ..support.tiny import llamagen_shapes
 
 RELEASED = {  # name -> (dim, layers, heads, hidden, millions of parameters with a class prefix)
     "B": (768, 12, 12, 2048, 110.9), "L": (1024, 24, 16, 2816, 342.9), "XL": (1280, 36, 20, 3584, 774.7),

@@ -6,7 +6,7 @@ from comfyui_specar.kernels import noise
 from comfyui_specar.kernels.noise import philox
 from comfyui_specar.samplers.rng import Purpose, Stream
 
-from .toy_heads import correlation, ks, normal_cdf
+from ..support.toy_heads import correlation, ks, normal_cdf
 
 ONES = 0xFFFFFFFF
 KNOWN = [  # Random123's kat_vectors, philox4x32 with 10 rounds: counter, key, result

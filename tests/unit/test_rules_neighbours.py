@@ -9,7 +9,7 @@ from comfyui_specar.model_loaders.neighbours import nearest, neighbour_table
 from comfyui_specar.samplers.lantern import Lantern
 from safetensors.torch import load_file, save_file
 
-from .tiny import VOCAB, fill, llamagen
+from ..support.tiny import VOCAB, fill, llamagen
 
 
 def codes(vocab, dim=4, seed=0):

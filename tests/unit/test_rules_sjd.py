@@ -18,10 +18,10 @@ from comfyui_specar.samplers.rng import Stream
 from comfyui_specar.samplers.trace import Source
 from comfyui_specar.samplers.tv_metered import TVMetered
 
-from .tiny import VOCAB as TINY_VOCAB
-from .tiny import caption_features, fill, llamagen
-from .toy import ToyModel, chi_square, plain, request, with_kept_tokens, with_line_ends
-from .windows import SIZE, begun, decided, three_passes
+from ..support.tiny import VOCAB as TINY_VOCAB
+from ..support.tiny import caption_features, fill, llamagen
+from ..support.toy import ToyModel, chi_square, plain, request, with_kept_tokens, with_line_ends
+from ..support.windows import SIZE, begun, decided, three_passes
 
 RUNS = 12_000
 NOISE = 0.03  # how far 12,000 pictures of 81 kinds stray from their law by chance

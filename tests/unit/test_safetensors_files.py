@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from . import fuzz_files
+from ..support import fuzz_files
 
 TENSORS = {
     "matrix": torch.arange(15.0).reshape(3, 5), "half": torch.arange(4.0).bfloat16(), "ids": torch.arange(7),

@@ -10,8 +10,8 @@ from comfyui_specar.model_loaders.detect import NAMES, load_model
 from comfyui_specar.models.quantised import stored
 from safetensors.torch import load_file, save_file
 
-from . import tiny_chameleon, tiny_janus
-from .tiny_folder import write_folder
+from ..support import tiny_chameleon, tiny_janus
+from ..support.tiny_folder import write_folder
 
 WEIGHTS = {f"part.{i}.weight": torch.full((3, 2), float(i)) for i in range(6)}
 KINDS = {False: "model.safetensors.index.json", True: "pytorch_model.bin.index.json"}

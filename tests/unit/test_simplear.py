@@ -11,9 +11,9 @@ from comfyui_specar.model_loaders.detect import family_of, load_model
 from comfyui_specar.samplers.next_token import NextToken
 from safetensors.torch import load_file, save_file
 
-from . import tiny_simplear
-from .tiny_folder import byte_tokenizer
-from .tiny_simplear import CODES, DECODER, GRID, SPECIALS, UNUSED, WORDS, config, tokenizer, weights, write
+from ..support import tiny_simplear
+from ..support.tiny_folder import byte_tokenizer
+from ..support.tiny_simplear import CODES, DECODER, GRID, SPECIALS, UNUSED, WORDS, config, tokenizer, weights, write
 
 END = "<|soi|>"
 

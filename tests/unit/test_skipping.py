@@ -21,8 +21,8 @@ from comfyui_specar.samplers.trace import Source
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .random_trees import leaf_paths, random_tree, row, tree_of_paths
-from .toy import ToyDrafter, ToyModel, request, with_line_ends
+from ..support.random_trees import leaf_paths, random_tree, row, tree_of_paths
+from ..support.toy import ToyDrafter, ToyModel, request, with_line_ends
 
 seeds = st.integers(0, 10**6)
 VOCAB = 5  # random trees draw ids 0 .. 5: the last is a special token without a code vector

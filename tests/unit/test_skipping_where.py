@@ -15,10 +15,10 @@ from comfyui_specar.samplers.trace import Source
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .random_trees import random_tree
+from ..support.random_trees import random_tree
+from ..support.tiny import VOCAB, caption_features, fill, llamagen, write_llamagen
+from ..support.toy import ToyDrafter, ToyModel, request, with_line_ends
 from .test_captured_trees import agree, on_tape  # noqa: F401 (fixture)
-from .tiny import VOCAB, caption_features, fill, llamagen, write_llamagen
-from .toy import ToyDrafter, ToyModel, request, with_line_ends
 
 LAYOUT = with_line_ends(2, 3)
 MODEL = ToyModel(LAYOUT, 2)

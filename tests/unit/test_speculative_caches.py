@@ -17,7 +17,7 @@ from comfyui_specar.samplers.speculative import DraftTree, Run
 from comfyui_specar.samplers.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.trace import Source
 
-from .tiny import CAPTION, caption_features, fill, llamagen, write_eagle
+from ..support.tiny import CAPTION, caption_features, fill, llamagen, write_eagle
 
 STRUCTURES = {
     "chain": Chain(3), "blocks": Chain(4, "block"), "static": Static("eagle_25"), "dynamic": Dynamic(3, 4, 12),

@@ -20,8 +20,8 @@ from comfyui_specar.samplers.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.trace import Source
 from comfyui_specar.samplers.tv_metered import TVMetered
 
+from ..support.toy import ToyDrafter, ToyModel, chi_square, plain, request, with_line_ends
 from .test_speculative_caches import begin, drafters, model  # noqa: F401 (fixtures)
-from .toy import ToyDrafter, ToyModel, chi_square, plain, request, with_line_ends
 
 SMALL = {"depths": (1, 4), "widths": (1, 3), "width_step": 1, "first": (2, 2), "nodes": 12}
 STRUCTURES = {

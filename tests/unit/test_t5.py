@@ -10,10 +10,10 @@ from comfyui_specar.model_loaders.detect import load_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
-from ..closeness import assert_as_exact, fp64
-from .tiny import CAPTION, write_llamagen
-from .tiny_folder import write_folder
-from .tiny_t5 import WORDS, weights, write_words
+from ..support.closeness import assert_as_exact, fp64
+from ..support.tiny import CAPTION, write_llamagen
+from ..support.tiny_folder import write_folder
+from ..support.tiny_t5 import WORDS, weights, write_words
 
 SIZES = {"vocab_size": len(WORDS), "d_model": CAPTION, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 2}
 

@@ -29,9 +29,9 @@ from comfyui_specar.training.drafter_lessons import EagleLesson, SmallLesson, ov
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from . import tiny_chameleon, tiny_janus, tiny_simplear
-from .tiny import fill
-from .tiny_text import CODES, WORDS, null, text_model
+from ..support import tiny_chameleon, tiny_janus, tiny_simplear
+from ..support.tiny import fill
+from ..support.tiny_text import CODES, WORDS, null, text_model
 
 LONG, SHORT = [35, 37, 36, 39, 34, 38, 2, 5], [36, 5]
 STRUCTURES = {"chain": Chain(3), "static": Static("eagle_25"), "dynamic": Dynamic(3, 4, 12)}

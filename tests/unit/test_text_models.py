@@ -18,9 +18,9 @@ from comfyui_specar.samplers.skipping import Skipping
 from comfyui_specar.samplers.speculative import DraftTree
 from comfyui_specar.samplers.structures import Chain, Dynamic, Static
 
-from .tiny import fill
-from .tiny_text import BEGIN, CODES, GRIDS, null, text_model
-from .toy import chi_square
+from ..support.tiny import fill
+from ..support.tiny_text import BEGIN, CODES, GRIDS, null, text_model
+from ..support.toy import chi_square
 
 PROMPTS = {"short": [36, BEGIN], "long": [35, 37, 36, 39, 34, 38, 2, BEGIN]}  # the model's own has 4 words
 

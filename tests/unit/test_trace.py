@@ -22,9 +22,9 @@ from comfyui_specar.samplers.tv_metered import TVMetered
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from . import toy_heads
-from .toy import VOCAB, ToyDrafter, ToyModel, plain, request, with_kept_tokens, with_line_ends
-from .toy_heads import ToyHead
+from ..support import toy_heads
+from ..support.toy import VOCAB, ToyDrafter, ToyModel, plain, request, with_kept_tokens, with_line_ends
+from ..support.toy_heads import ToyHead
 
 LINE_ENDS, KEPT = with_line_ends(2, 2), with_kept_tokens(2, 3)
 CASES = {"line_ends": (ToyModel(LINE_ENDS, 2), LINE_ENDS), "kept": (ToyModel(KEPT), KEPT)}

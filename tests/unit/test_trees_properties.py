@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from .random_trees import alive, leaf_paths, path_to, random_tree, row
+from ..support.random_trees import alive, leaf_paths, path_to, random_tree, row
 
 seeds = st.integers(0, 10**6)
 

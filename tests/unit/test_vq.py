@@ -4,7 +4,7 @@ import pytest
 import torch
 from comfyui_specar.models.vq import VQConfig, VQModel
 
-from ..closeness import fp64
+from ..support.closeness import fp64
 
 SMALL = VQConfig(codebook_size=64, codebook_dim=8, ch_mult=(1, 2), base_channels=32, z_channels=64, num_res_blocks=1)
 

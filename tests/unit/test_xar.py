@@ -14,8 +14,8 @@ from comfyui_specar.samplers.continuous_model import ContinuousParams, Continuou
 from comfyui_specar.samplers.continuous_next_token import ContinuousNextToken
 from safetensors.torch import save_file
 
-from .tiny import fill, llamagen_weights
-from .tiny_xar import HEADS, tiny_xar, xar_shapes, xar_weights
+from ..support.tiny import fill, llamagen_weights
+from ..support.tiny_xar import HEADS, tiny_xar, xar_shapes, xar_weights
 
 PARAMS = ContinuousParams(cfg=3.0, steps=3)
 RELEASED = {  # width, blocks in either half, heads, hidden, millions of parameters, guidance, steps

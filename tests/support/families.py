@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..unit import tiny, tiny_chameleon, tiny_emu3, tiny_janus, tiny_simplear, tiny_t5
+from . import tiny, tiny_chameleon, tiny_emu3, tiny_janus, tiny_simplear, tiny_t5
 
 SMALL = {"width": 0, "height": 0, "top_k": 0, "window": 8}  # instead of the real models' sizes: 0 is the tiny one's own
 

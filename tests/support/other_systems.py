@@ -12,7 +12,7 @@ import sys
 from importlib.abc import MetaPathFinder
 
 import comfyui_specar
-from comfyui_specar.tests.patience import PATIENCE
+from comfyui_specar.tests.support.patience import PATIENCE
 
 POSIX_MODULES = ("fcntl", "grp", "posix", "pty", "pwd", "readline", "resource", "spwd", "syslog", "termios", "tty")
 # Names of os that its documentation calls available on Unix only; fork stands for all that make processes.
@@ -90,6 +90,6 @@ def imported(parts: list[str], before: str = "") -> int:
 
 def run(code: str) -> str:
     """What code prints in a process of its own. Raises CalledProcessError."""
-    program = f"import sys\nsys.path[:0] = {sys.path!r}\nfrom comfyui_specar.tests.unit import other_systems\n{code}"
+    program = f"import sys\nsys.path[:0] = {sys.path!r}\nfrom comfyui_specar.tests.support import other_systems\n{code}"
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, encoding="utf-8", check=True,
                           timeout=PATIENCE).stdout

@@ -73,7 +73,7 @@ def compiled_everywhere(twin: str, *given: Any) -> list[Kernel]:
 
 
 def _there(name: str) -> Callable[..., Any]:
-    return getattr(import_module("comfyui_specar.tests.unit.twins"), name)
+    return getattr(import_module("comfyui_specar.tests.support.twins"), name)
 
 
 @cache
