@@ -1,131 +1,22 @@
 """Every sampler on every family: forced tokens in place whatever was accepted, and equality where theory promises."""
 
-import json
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 import pytest
 import torch
-from comfyui_specar.model_loaders.ar_model import Conditioning, DiscreteModel
-from comfyui_specar.model_loaders.detect import load_drafter, load_model
 from comfyui_specar.model_loaders.drafters import ModelDrafter
-from comfyui_specar.model_loaders.eagle import EagleDrafter
-from comfyui_specar.models.eagle import Eagle
-from comfyui_specar.samplers import presets
-from comfyui_specar.samplers.cool_sd import UniformRSD
-from comfyui_specar.samplers.grouped import Grouped
-from comfyui_specar.samplers.jacobi import REUSE, SJD, Jacobi
-from comfyui_specar.samplers.lantern import Lantern
+from comfyui_specar.samplers.jacobi import SJD, Jacobi
 from comfyui_specar.samplers.next_token import NextToken
-from comfyui_specar.samplers.protocols import Request, SamplingParams
 from comfyui_specar.samplers.speculative import DraftTree
-from comfyui_specar.samplers.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.structures import Chain
 from comfyui_specar.samplers.trace import Source
-from comfyui_specar.samplers.tv_metered import TVMetered
-from comfyui_specar.training import drafter_export
-from safetensors.torch import load_file, save_file
 
-from ..support import tiny_chameleon, tiny_emu3, tiny_janus, tiny_simplear
-from ..support.tiny import GRID, HEADS, caption_features, fill, llamagen_shapes
-
-
-def write_llamagen(folder, text, seed=0, layers=2):
-    header = {"specar": json.dumps({"heads": HEADS, "grid": GRID})}
-    weights = {name: fill(name if seed == 0 else f"{seed} {name}", shape)
-               for name, shape in llamagen_shapes(text, layers=layers).items()}
-    save_file(weights, folder / "model.safetensors", metadata=header)
-    return folder
-
-
-WRITE = {  # family -> (writes a model's folder, special tokens)
-    "llamagen-t2i": (partial(write_llamagen, text=True), 0),
-    "llamagen-c2i": (partial(write_llamagen, text=False), 0),
-    "janus-pro": (tiny_janus.write, 0),
-    "simplear": (tiny_simplear.write, 0),
-    "lumina-mgpt": (partial(tiny_chameleon.write, kind="lumina"), 4 + 1),
-    "anole": (partial(tiny_chameleon.write, kind="anole"), 1),
-    "emu3": (tiny_emu3.write, 4 + 3),
-}
-ROWS, COLS = GRID
-TREE, FEW = Static(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))), Dynamic(3, 3, 8)
-BOUNDS = {"depths": (1, 3), "widths": (1, 4), "width_step": 1, "first": (2, 3), "nodes": 8}
-METHODS = {
-    "next token": lambda d: NextToken(),
-    "jacobi": lambda d: Jacobi(window=6),
-    **{f"sjd {reuse}": lambda d, reuse=reuse: SJD(window=7, reuse=reuse) for reuse in REUSE},
-    "sjd lantern": lambda d: SJD(window=7, rule=Lantern(neighbours=5)),
-    "chain": lambda d: DraftTree(d.small, Chain(3)),
-    "blocks": lambda d: DraftTree(d.eagle, Chain(3, "block")),
-    "static": lambda d: DraftTree(d.eagle, TREE),
-    "dynamic": lambda d: DraftTree(d.small, FEW),
-    "lantern": lambda d: presets.lantern(d.eagle, FEW, neighbours=5),
-    "lantern++": lambda d: presets.lantern_pp(d.eagle, TREE, neighbours=5),
-    "cool-sd": lambda d: presets.cool_sd(d.eagle, TREE, delta=2.0),
-    "uniform rsd": lambda d: DraftTree(d.small, Chain(3), UniformRSD(2.0)),
-    "grouped": lambda d: DraftTree(d.small, Chain(3), Grouped(radius=100.0)),
-    "tv-metered": lambda d: DraftTree(d.eagle, Chain(3), TVMetered(0.3)),
-    "adt": lambda d: presets.adt_tree(d.eagle, **BOUNDS),
-    "adt sampled": lambda d: presets.adt_tree(d.small, initial="tokenflock", children="sampled", **BOUNDS),
-    "vvs": lambda d: presets.vvs(d.eagle, FEW, Lantern(neighbours=5), interval=2, guard=1),
-    "vvs dynamic": lambda d: presets.vvs(d.small, TREE, schedule="dynamic", threshold=0.0, guard=1),
-}
-
-
-@dataclass
-class Family:
-    """A tiny model with a drafter of either kind, and a prompt."""
-
-    model: DiscreteModel
-    small: ModelDrafter
-    eagle: EagleDrafter
-    prompt: Conditioning
-
-
-def write_eagle(model: DiscreteModel, folder):
-    """A random EAGLE drafter: in our own layout, or for Chameleon's family in that of LANTERN's."""
-    official = model.family in ("anole", "lumina-mgpt")
-    module = Eagle(replace(model.backbone.config, layers=1, attention_norm=official))
-    for name, parameter in module.named_parameters():
-        parameter.data.copy_(fill(f"drafter {name}", tuple(parameter.shape)))
-    drafter_export.write_eagle(module, model, folder)
-    if official:
-        tensors = load_file(folder / "model.safetensors")
-        tensors["embed_tokens.weight"] = fill("words embedding", (model.prefix.words, model.backbone.config.dim)).half()
-        save_file(tensors, folder / "model.safetensors")
-        config = {"model_type": "chameleon", "vocab_size": model.prefix.words}
-        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return folder
-
-
-def make_family(name, folder, device="cpu"):
-    """The model of a family, with its drafters, from files that are written to a folder."""
-    write, _ = WRITE[name]
-    folders = [folder / part for part in ("target", "small", "eagle")]
-    for each in folders:
-        each.mkdir(exist_ok=True)
-    model = load_model(write(folders[0], layers=1), device, torch.float32)
-    small = load_drafter(write(folders[1], seed=1, layers=1), model)
-    if model.codebook is None:
-        model.attach_codebook(fill("codebook embedding", (model.vocab, 4)), 16)
-    eagle = load_drafter(write_eagle(model, folders[2]), model)
-    if name == "llamagen-t2i":
-        return Family(model, small, eagle, model.encode_features(caption_features()))
-    return Family(model, small, eagle, model.encode_prompt("3"))
+from ..support.every_family import COLS, FEW, METHODS, ROWS, TREE, WRITE, asked, make_family
 
 
 @pytest.fixture(scope="module", params=WRITE)
 def family(request, tmp_path_factory):
     return make_family(request.param, tmp_path_factory.mktemp("family"))
-
-
-def asked(family: Family, guided: bool, seed: int = 0, temperature: float = 1.0) -> Request:
-    """Two pictures of which different tokens are kept, the second one's last rows among them."""
-    model = family.model
-    keep = torch.zeros((2, ROWS, COLS), dtype=torch.bool)
-    keep[0, 1:3], keep[1, 2:], keep[1, 0, 3] = True, True, True
-    layout = model.layout().keeping(torch.arange(2 * ROWS * COLS).view(2, ROWS, COLS) % model.vocab, keep)
-    params = SamplingParams(cfg=2.0 if guided else 1.0, temperature=temperature, top_k=16)
-    return Request(model, family.prompt, layout, params, seed=seed, batch=2)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -14,10 +14,10 @@ from comfyui_specar.samplers.speculative import DraftTree
 from safetensors.torch import save_file
 
 from ..support import tiny_chameleon, tiny_emu3, tiny_simplear
+from ..support.every_family import METHODS, WRITE, Family, asked, make_family
 from ..support.mps import DEVICE, MetalTensor, metal
 from ..support.tiny_mar import write_mar
 from ..support.tiny_xar import HEADS, xar_weights
-from .test_every_family import METHODS, WRITE, Family, asked, make_family
 
 FULLY = ("llamagen-c2i", "emu3")  # families that all methods run on: one without and one with tokens between rows
 FEW = ("next token", "sjd coupled", "static", "dynamic")  # those that run on the others

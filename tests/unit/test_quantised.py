@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ..support import tiny_mar
+from ..support.every_family import WRITE
 from ..support.tiny import write_llamagen
 from ..support.tiny_simplear import write as write_simplear
-from .test_every_family import WRITE
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 FAMILIES = [name for name in WRITE if name != "llamagen-t2i"]
