@@ -34,6 +34,7 @@ from comfyui_specar.nodes import extension, previews  # noqa: E402
 from comfyui_specar.nodes import progress as nodes_progress  # noqa: E402
 
 from ..custom_nodes.simulated_dynamic_vram import ENABLED  # noqa: E402
+from ..support.fixtures import on_tape  # noqa: E402, F401
 
 DYNAMIC_VRAM = ENABLED  # from here on, as on an NVIDIA card
 

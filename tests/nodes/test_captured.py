@@ -7,28 +7,21 @@ import comfy.model_management as mm
 import pytest
 import torch
 from comfy.cli_args import LatentPreviewMethod, args
-from comfyui_specar.samplers import loop, session, speculative
-
-from ..support.tape import LatePoll, TapeGraphs
 
 METHODS = {"NextToken": {}, "SJD": {}, "DraftTree": {"structure": "chain"}}
 
 
 @pytest.fixture
-def taped(tiny, sample, monkeypatch):
-    """The graphs that runs made. Nothing is kept before and after."""
-    made = []
-    for method, inputs in METHODS.items():  # so that the weights are there
+def loaded(sample):
+    """The weights are there."""
+    for method, inputs in METHODS.items():
         sample(method, **inputs)
 
-    def graphs(device):
-        made.append(TapeGraphs(device))
-        return made[-1]
 
-    monkeypatch.setattr(session, "Graphs", graphs)
-    for module in (loop, speculative):
-        monkeypatch.setattr(module, "Poll", LatePoll)
-    yield made
+@pytest.fixture
+def taped(tiny, loaded, on_tape):
+    """The graphs that runs made. Nothing is kept before and after."""
+    yield on_tape
     tiny[0].model.kept.clear()
 
 

@@ -9,7 +9,7 @@ from comfyui_specar.nodes import folders, host
 from safetensors.torch import save_file
 
 from ..support import tiny_janus, tiny_simplear
-from ..unit.test_maps import maps
+from ..support.mapped_files import maps
 
 SHARDS = {"config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
 

@@ -13,6 +13,8 @@ from comfyui_specar import files
 from comfyui_specar.training import loop
 from hypothesis import settings
 
+from ..support.fixtures import on_tape  # noqa: F401
+
 settings.register_profile("specar", derandomize="SPECAR_FUZZ" not in os.environ)
 settings.load_profile("specar")
 

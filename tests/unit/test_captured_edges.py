@@ -19,7 +19,6 @@ from comfyui_specar.samplers.speculative import DraftTree
 from comfyui_specar.samplers.structures import Chain, Dynamic
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..support.tape import LatePoll, TapeGraphs
 from ..support.tiny import write_llamagen
 from ..support.toy import ToyDrafter, ToyModel, plain, request
 
@@ -28,14 +27,6 @@ METHODS = {
     "chain": lambda drafter: DraftTree(drafter, Chain(2)),
     "dynamic": lambda drafter: DraftTree(drafter, Dynamic(2, 2, 3)),
 }
-
-
-@pytest.fixture
-def on_tape(monkeypatch):
-    """Sessions as on a GPU."""
-    monkeypatch.setattr(session, "Graphs", TapeGraphs)
-    for module in (loop, speculative):
-        monkeypatch.setattr(module, "Poll", LatePoll)
 
 
 def plainly(monkeypatch, method, asked):

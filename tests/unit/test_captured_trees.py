@@ -19,7 +19,6 @@ from comfyui_specar.samplers.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.tv_metered import TVMetered
 
 from ..support.closeness import fp64
-from ..support.tape import LatePoll, TapeGraphs
 from ..support.tiny import CAPTION, caption_features, fill
 from ..support.toy import ToyDrafter, ToyModel, chi_square, plain, request, with_kept_tokens, with_line_ends
 from .test_speculative_caches import drafters, model  # noqa: F401 (fixtures)
@@ -50,20 +49,6 @@ class CompiledGraphs(Graphs):
         if self.calls in (3, 4):
             step = torch.compile(step, fullgraph=True, backend="eager", dynamic=False)
         return step(*inputs)
-
-
-@pytest.fixture
-def on_tape(monkeypatch):
-    """Sessions as on a GPU; the graphs they made."""
-    made = []
-
-    def graphs(device):
-        made.append(TapeGraphs(device))
-        return made[-1]
-
-    monkeypatch.setattr(session, "Graphs", graphs)
-    monkeypatch.setattr(speculative, "Poll", LatePoll)
-    return made
 
 
 @fp64()

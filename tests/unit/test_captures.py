@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar.benchmarks import sizes
-from comfyui_specar.samplers import loop, session, speculative
 from comfyui_specar.samplers.adt_tree import ADTTree
 from comfyui_specar.samplers.jacobi import SJD
 from comfyui_specar.samplers.next_token import NextToken
@@ -15,8 +14,6 @@ from comfyui_specar.samplers.protocols import Request
 from comfyui_specar.samplers.skipping import Skipping
 from comfyui_specar.samplers.speculative import DraftTree
 from comfyui_specar.samplers.structures import Chain, Dynamic, Static
-
-from ..support.tape import LatePoll, TapeGraphs
 
 ADT = ADTTree(depths=(1, 4), widths=(2, 16), width_step=3, nodes=16)
 CPU = torch.device("cpu")
@@ -36,21 +33,6 @@ def model():
     size = sizes.SIZES["llamagen-b"]
     config = replace(size.config, dim=32, layers=2, heads=4, ffn_dim=64, vocab=64)
     return sizes.build(replace(size, config=config, grid=(6, 6)), torch.float32, CPU)
-
-
-@pytest.fixture
-def on_tape(monkeypatch):
-    """Sessions as on a GPU; the graphs they made."""
-    made = []
-
-    def graphs(device):
-        made.append(TapeGraphs(device))
-        return made[-1]
-
-    monkeypatch.setattr(session, "Graphs", graphs)
-    for module in (loop, speculative):
-        monkeypatch.setattr(module, "Poll", LatePoll)
-    return made
 
 
 def asked(model, seed=0, **changed):

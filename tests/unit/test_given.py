@@ -20,7 +20,7 @@ from comfyui_specar.samplers.trace import Source
 from ..support.closeness import fp64
 from ..support.tiny import CAPTION, caption_features, fill, llamagen, write_eagle, write_llamagen
 from ..support.toy import ToyDrafter, ToyModel, chi_square, plain, request, with_line_ends
-from .test_captured_trees import agree, on_tape  # noqa: F401 (fixture)
+from .test_captured_trees import agree
 from .test_captured_windows import assert_same, captured
 
 RUNS = 6000
@@ -122,7 +122,7 @@ def test_steps_captured_behind_other_beginnings_are_replayed(method):
 
 
 @pytest.mark.parametrize("structure", [STRUCTURES[2], STRUCTURES[3]], ids=str)
-def test_rounds_captured_behind_other_beginnings_are_replayed(structure, on_tape, monkeypatch):  # noqa: F811
+def test_rounds_captured_behind_other_beginnings_are_replayed(structure, on_tape, monkeypatch):
     model = ToyModel(plain(2, 3))
     layouts = [begun(plain(2, 3), *tokens) for tokens in ((1, 2), (0, 0, 1), (2, 1), (1, -1, 0))]
     drafter = ToyDrafter(model)

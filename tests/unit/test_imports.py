@@ -80,6 +80,17 @@ def test_nothing_imports_what_is_not_shipped_to_run():
             assert not names & {"training", "benchmarks", "scripts", "tests", "comfyui_specar"}, path
 
 
+def test_no_test_imports_from_another_folder_of_tests():
+    """What tests share lies in tests/support, or in the conftest.py above them."""
+    shared = {"tests.support", "tests.conftest", "tests.custom_nodes"}
+    for path in sorted((ROOT / "tests").glob("*/*.py")):
+        folder = f"tests.{path.parent.name}"
+        for _, name in imports(path):
+            name = name.removeprefix("comfyui_specar.")
+            if top(name) == "tests":
+                assert name.startswith((folder, *shared)), f"{path.relative_to(ROOT)} imports {name}"
+
+
 def test_the_scan_sees_imports_of_every_form(tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     (tmp_path / "models").mkdir()

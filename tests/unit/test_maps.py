@@ -1,7 +1,5 @@
 """Weights as memory maps of their files, or read into memory: Windows refuses to replace or delete a mapped file."""
 
-import gc
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from comfyui_specar.samplers.next_token import NextToken
 from safetensors.torch import save_file
 
 from ..support.fuzz_seeds import SEEDS
+from ..support.mapped_files import maps
 from ..support.tiny import VOCAB, llamagen, vq_weights, write_llamagen
 from .test_trace import trace_of
 
@@ -40,15 +39,6 @@ def kept(monkeypatch):
 
         monkeypatch.setattr(api, name, load)
     return found
-
-
-def maps(folder: Path) -> set[str]:
-    """Names of the files in a folder that this process has mapped."""
-    if sys.platform != "linux":
-        pytest.skip("only Linux lists maps in a file")
-    gc.collect()
-    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    return {Path(line.split(maxsplit=5)[5]).name for line in lines if f"{folder}/" in line}
 
 
 @pytest.mark.parametrize("name", KINDS)

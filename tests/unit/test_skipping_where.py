@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ..support.random_trees import random_tree
 from ..support.tiny import VOCAB, caption_features, fill, llamagen, write_llamagen
 from ..support.toy import ToyDrafter, ToyModel, request, with_line_ends
-from .test_captured_trees import agree, on_tape  # noqa: F401 (fixture)
+from .test_captured_trees import agree
 
 LAYOUT = with_line_ends(2, 3)
 MODEL = ToyModel(LAYOUT, 2)
@@ -103,7 +103,7 @@ def test_rows_of_a_batch_have_masks_of_their_own():
         assert torch.equal(one.trace.positions["source"][0], many.trace.positions["source"][i])
 
 
-def test_a_mask_is_an_input_of_captured_rounds(on_tape, monkeypatch):  # noqa: F811
+def test_a_mask_is_an_input_of_captured_rounds(on_tape, monkeypatch):
     asked = [replace(request(MODEL, LAYOUT, seed=2, batch=4), skippable=random_masks(seed, 1)) for seed in range(3)]
     agree(DraftTree(DRAFTER, STRUCTURES[2], skipping=EAGER), asked, monkeypatch)
     assert len(on_tape) == 1 and on_tape[0].captured > 0

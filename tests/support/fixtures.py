@@ -1,0 +1,22 @@
+"""Fixtures of more than one folder of tests; a folder's conftest.py imports those that it needs."""
+
+import pytest
+from comfyui_specar.samplers import loop, session, speculative
+
+from .tape import LatePoll, TapeGraphs
+
+
+@pytest.fixture
+def on_tape(monkeypatch) -> list[TapeGraphs]:
+    """Sessions as on a GPU until ``monkeypatch.undo()``: their steps are captured (here: taped), and the host learns
+    late what was decided. The list of the graphs they make."""
+    made = []
+
+    def graphs(device):
+        made.append(TapeGraphs(device))
+        return made[-1]
+
+    monkeypatch.setattr(session, "Graphs", graphs)
+    for module in (loop, speculative):
+        monkeypatch.setattr(module, "Poll", LatePoll)
+    return made
