@@ -36,7 +36,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((($(nproc) + 1) / 2))}"
 status=0
 report="$(mktemp)"
 trap 'rm -f "$report"; kill "${computing:-}" 2>/dev/null || true' EXIT
-"$PYTHON" -m pytest tests/unit tests/parity >"$report" 2>&1 &
+"$PYTHON" -m pytest tests/unit tests/parity tests/golden >"$report" 2>&1 &
 computing=$!
 
 test_with_comfyui() {
