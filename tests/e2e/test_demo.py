@@ -58,6 +58,5 @@ def test_demo_fails_with_one_line_that_names_the_log(fail):
 def test_demo_refuses_a_file_that_is_no_workflow(fail, tmp_path):
     file = tmp_path / "ui.json"
     file.write_text('{"nodes": [], "links": []}', encoding="utf-8")
-    assert fail("--workflow", str(file)) == (
-        f"error: {file} is not in API format (in ComfyUI: Workflow > Export (API))\n"
-    )
+    said = fail("--workflow", str(file))
+    assert said.startswith("error: ") and str(file) in said and "Export (API)" in said

@@ -69,7 +69,7 @@ def test_names_outside_the_output_folder_are_refused_before_anything_is_drawn(co
     prompt[comfy.node_id(prompt, "SpecARSaveTrace")]["inputs"]["filename_prefix"] = "../../trace"
     others = ("SaveImage", "SpecARAcceptanceMap", "MaskPreview")
     run = comfy.run({key: node for key, node in prompt.items() if node["class_type"] not in others})
-    assert run.outcome == "rejected" and "filename_prefix is '../../trace'" in run.message()
+    assert run.outcome == "rejected" and "filename_prefix" in run.message() and "'../../trace'" in run.message()
 
 
 def test_a_server_that_is_killed_leaves_whole_files_and_starts_again(comfyui, tmp_path):

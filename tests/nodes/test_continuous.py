@@ -174,26 +174,26 @@ def test_mask_errors(draw_vectors):
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"cfg": 0.5}, "cfg is 0.5"),
-        ({"cfg": float("nan")}, "cfg is nan"),
-        ({"temperature": -0.5}, "temperature is -0.5"),
-        ({"temperature": 0.0}, "temperature is 0"),
-        ({"guidance": "magic"}, "guidance is 'magic'"),
-        ({"head_sampler": "magic"}, "head_sampler is 'magic'"),
+        ({"cfg": 0.5}, "cfg.* 0.5"),
+        ({"cfg": float("nan")}, "cfg.* nan"),
+        ({"temperature": -0.5}, "temperature.* -0.5"),
+        ({"temperature": 0.0}, "temperature.* 0.*above 0"),
+        ({"guidance": "magic"}, "guidance.*'magic'"),
+        ({"head_sampler": "magic"}, "head_sampler.*'magic'"),
         ({"head_steps": 1}, "2 to 501 steps"),
         ({"head_steps": 600}, "2 to 501 steps"),
-        ({"head_steps": 5000}, "head_steps is 5000.*0 to 1000"),
-        ({"draft_length": 0}, "draft_length is 0"),
-        ({"prefill": 1.5}, "prefill is 1.5"),
-        ({"mode": "magic"}, "mode is 'magic'"),
-        ({"target_sees": "magic"}, "target_sees is 'magic'"),
-        ({"sigma": "magic"}, "sigma is 'magic'"),
-        ({"tolerance": -0.1}, "tolerance is -0.1"),
-        ({"mode": EXACT, "sigma": "as in the paper"}, "Sigma must be off"),
-        ({"mode": EXACT, "head_sampler": "ddim"}, "use ddpm"),
-        ({"mode": PREFIX, "target_sees": "what is decided"}, "sees the earlier drafts"),
+        ({"head_steps": 5000}, "head_steps.*5000.*0 to 1000"),
+        ({"draft_length": 0}, "draft_length.* 0"),
+        ({"prefill": 1.5}, "prefill.* 1.5"),
+        ({"mode": "magic"}, "mode.*'magic'"),
+        ({"target_sees": "magic"}, "target_sees.*'magic'"),
+        ({"sigma": "magic"}, "sigma.*'magic'"),
+        ({"tolerance": -0.1}, "tolerance.* -0.1"),
+        ({"mode": EXACT, "sigma": "as in the paper"}, "Sigma.*off"),
+        ({"mode": EXACT, "head_sampler": "ddim"}, "ddpm"),
+        ({"mode": PREFIX, "target_sees": "what is decided"}, "drafts"),
         ({"latent_image": {"samples": torch.zeros(1, 6, 8, 8)}}, "4 x 4 tokens .32 x 32 pixels"),
-        ({"positive": [[torch.zeros(1, 77, 768), {"pooled_output": None}]]}, "does not come from this pack's CLIP"),
+        ({"positive": [[torch.zeros(1, 77, 768), {"pooled_output": None}]]}, "CLIP"),
     ],
 )
 def test_illegal_inputs_are_named(inputs, message, draw_vectors):
@@ -203,34 +203,34 @@ def test_illegal_inputs_are_named(inputs, message, draw_vectors):
 
 @BOTH
 def test_empty_prompt_and_negative_iterations_are_refused(method, draw_vectors, continuous):
-    with pytest.raises(ValueError, match="positive prompt is empty"):
+    with pytest.raises(ValueError, match="positive.*empty"):
         draw_vectors(method, positive=continuous[1].encode_from_tokens_scheduled(""))
     if method:
-        with pytest.raises(ValueError, match="iterations is -3"):
+        with pytest.raises(ValueError, match="iterations.* -3"):
             draw_vectors(method, iterations=-3)
 
 
 @pytest.mark.parametrize("method", ["NextToken", "SJD", "DraftTree", "Lantern", "CoolSD", "ADTTree", "VVS"])
 def test_samplers_of_token_ids_name_the_right_node(method, sample, continuous, small_vectors):
     with_drafter = {} if method in ("NextToken", "SJD") else {"drafter": small_vectors}
-    with pytest.raises(ValueError, match="vectors is a continuous model.*Continuous Speculative Sampler"):
+    with pytest.raises(ValueError, match="vectors.*Continuous Speculative Sampler"):
         sample(method, model=continuous[0], **with_drafter)
 
 
 @BOTH
 def test_samplers_of_vectors_name_the_right_node(method, draw_vectors, tiny, drafter):
-    with pytest.raises(ValueError, match="tiny draws token ids.*SJD"):
+    with pytest.raises(ValueError, match="tiny.*SJD"):
         draw_vectors(method, model=tiny[0], **({} if method else {"drafter": drafter}))
 
 
 def test_drafters_of_the_other_kind_are_refused(run, nodes, tiny, continuous, drafters, vectors, drafter, draw_vectors):
     loader = nodes["SpecARLoadDrafter"]
-    for model, name, message in ((continuous[0], "eagle", "guesses token ids, but the model draws vectors"),
-                                 (continuous[0], "small.safetensors", "draws token ids, but the model draws vectors"),
-                                 (tiny[0], "vectors.safetensors", "draws vectors, but the model draws token ids")):
+    for model, name, message in ((continuous[0], "eagle", "token ids.*vectors"),
+                                 (continuous[0], "small.safetensors", "token ids.*vectors"),
+                                 (tiny[0], "vectors.safetensors", "vectors.*token ids")):
         with pytest.raises(ValueError, match=message):
             run(loader, model=model, drafter_name=name)
-    with pytest.raises(ValueError, match="Connect the same Load AR Checkpoint"):
+    with pytest.raises(ValueError, match="Load AR Checkpoint"):
         draw_vectors("", drafter=drafter)
 
 
@@ -239,7 +239,7 @@ def test_a_drafter_of_another_vae_is_refused(run, nodes, continuous, small_vecto
     path = drafters / "other_scale.safetensors"
     save_file(tensors, path, {"specar": '{"heads": 2, "grid": [4, 4], "pixels_per_token": 8, "scale": 0.7}'})
     try:
-        with pytest.raises(ValueError, match="other_scale.safetensors cannot draft.*scale"):
+        with pytest.raises(ValueError, match="other_scale.safetensors.*scale"):
             run(nodes["SpecARLoadDrafter"], model=continuous[0], drafter_name=path.name)
     finally:
         path.unlink()
@@ -251,7 +251,7 @@ def test_tokens_that_are_no_numbers_are_reported(method, draw_vectors, continuou
     before = weights.detach().clone()
     try:
         weights.data.fill_(1e38)  # overflows, as fp16 does in a large model
-        with pytest.raises(ValueError, match="tokens that are no numbers.*fp32 or bf16"):
+        with pytest.raises(ValueError, match="tokens.*fp32 or bf16"):
             draw_vectors(method)
     finally:
         weights.data.copy_(before)

@@ -17,7 +17,7 @@ def test_clip_text_encode(tiny):
 
 
 def test_other_uses_of_the_clip_are_explained(tiny):
-    with pytest.raises(AttributeError, match="belongs to an AR image model"):
+    with pytest.raises(AttributeError, match="AR image model"):
         core.CLIPSetLastLayer().set_last_layer(tiny[1], -1)
 
 
@@ -54,7 +54,7 @@ def test_batch_nodes(sample):
 
 
 def test_encode_names_a_size_that_does_not_fit(tiny):
-    with pytest.raises(ValueError, match="multiples of 8 pixels"):
+    with pytest.raises(ValueError, match="multiples of 8"):
         core.VAEEncode().encode(tiny[2], torch.rand(1, 30, 32, 3))
 
 
@@ -63,7 +63,7 @@ def test_decode_refuses_another_model_s_latent(tiny):
         core.VAEDecode().decode(tiny[2], {"samples": torch.zeros(1, 4, 8, 8)})
     with pytest.raises(ValueError, match="token 99.*64 codes"):
         core.VAEDecode().decode(tiny[2], {"samples": torch.full((1, 1, 4, 4), 99.0)})
-    with pytest.raises(ValueError, match=r"shape \[1, 8, 1, 4, 4\].*another kind of model"):
+    with pytest.raises(ValueError, match=r"shape \[1, 8, 1, 4, 4\].*another kind"):
         core.VAEDecode().decode(tiny[2], {"samples": torch.zeros(1, 8, 1, 4, 4)})
 
 
@@ -89,7 +89,7 @@ def test_tiles_encode_to_tokens_of_the_codebook(tiny):
     decoder = tiny[0].decoder.decoder
     corner = decoder.encode_latent(pixels[:, :64, :64])
     assert torch.equal(tiled["samples"][..., :5, :5], corner[..., :5, :5])
-    with pytest.raises(ValueError, match="multiples of 8 pixels"):
+    with pytest.raises(ValueError, match="multiples of 8"):
         core.VAEEncodeTiled().encode(tiny[2], pixels[:, :90], 64, 32)
 
 
@@ -116,7 +116,7 @@ def test_without_memory_for_the_whole_picture_tiles_are_used(tiny, task, monkeyp
     with caplog.at_level(logging.WARNING):
         out = getattr(vae, task)(given)
     assert out.shape == ((1, 32, 320, 3) if task == "decode" else (1, 8, 4, 40))
-    assert "working in tiles of 256 pixels" in caplog.text
+    assert "tiles of 256 pixels" in caplog.text
 
 
 def test_only_as_many_pictures_at_once_as_fit(tiny, monkeypatch):
@@ -134,5 +134,5 @@ def test_a_zeroed_negative_is_none(sample, positive):
     plain, _ = sample("NextToken", cfg=3.0)
     latent, _ = sample("NextToken", cfg=3.0, negative=zeroed)
     assert torch.equal(latent["ar_tokens"], plain["ar_tokens"])
-    with pytest.raises(ValueError, match="positive prompt is empty"):
+    with pytest.raises(ValueError, match="positive.*empty"):
         sample("NextToken", positive=[[torch.zeros(1, 0, 1), {"ar": {"family": "llamagen-t2i", "text": ""}}]])

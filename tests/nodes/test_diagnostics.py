@@ -129,7 +129,7 @@ def test_continuous_words_in_legends():
                                                        (made_trace(), maps.CONTINUOUS, "token ids")])
 def test_metrics_of_the_other_kind_are_refused_with_those_there_are(trace, others, kind):
     for metric in others:
-        with pytest.raises(ValueError, match=f"metric is '{metric}', but this run drew {kind}") as error:
+        with pytest.raises(ValueError, match=f"metric.*'{metric}'.*{kind}") as error:
             maps.token_map(trace, metric, 0)
         offered = str(error.value).split("one of: ")[1].rstrip(".").split(", ")
         assert not set(offered) & set(others) and set(offered) | set(others) == set(maps.METRICS)
@@ -262,11 +262,11 @@ def test_acceptance_map_without_picture(run, nodes, sample):
 
 def test_acceptance_map_errors(run, nodes, sample):
     _, trace = sample("NextToken")
-    with pytest.raises(ValueError, match="metric is 'magic'"):
+    with pytest.raises(ValueError, match="metric.*'magic'"):
         run(nodes["SpecARAcceptanceMap"], trace=trace, metric="magic", opacity=0.5)
-    with pytest.raises(ValueError, match="drafted no trees, so there is no tree depth"):
+    with pytest.raises(ValueError, match="trees.*tree depth"):
         run(nodes["SpecARAcceptanceMap"], trace=trace, metric="tree depth", opacity=0.5)
-    with pytest.raises(ValueError, match="1 pictures, but 2"):
+    with pytest.raises(ValueError, match=r"\b1\b.*\b2\b"):
         run(nodes["SpecARAcceptanceMap"], trace=trace, metric="source", opacity=0.5, image=torch.rand(2, 32, 32, 3))
 
 
@@ -289,11 +289,11 @@ def test_traces_survive_saving_and_loading(run, nodes, sample):
 def test_load_trace_errors(run, nodes):
     output = Path(folder_paths.get_output_directory())
     (output / "no.safetensors").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="no.safetensors cannot be read as a trace"):
+    with pytest.raises(ValueError, match="no.safetensors.*trace"):
         run(nodes["SpecARLoadTrace"], trace_name="no.safetensors [output]")
-    with pytest.raises(FileNotFoundError, match="There is no trace gone"):
+    with pytest.raises(FileNotFoundError, match="trace gone"):
         run(nodes["SpecARLoadTrace"], trace_name="gone.safetensors [output]")
-    with pytest.raises(ValueError, match="outside ComfyUI's folders"):
+    with pytest.raises(ValueError, match="outside.*folders"):
         run(nodes["SpecARLoadTrace"], trace_name="../models/ar_models/tiny/model.safetensors [output]")
     choices = nodes["SpecARLoadTrace"].INPUT_TYPES()["required"]["trace_name"][1]["options"]
     assert "no.safetensors [output]" not in choices

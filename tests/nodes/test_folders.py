@@ -77,7 +77,7 @@ def test_lists_follow_the_folders(put):
 
 def test_a_folder_without_its_index_says_so(put):
     put("ar_models", *(f"Half/{name}" for name in SHARDS))
-    with pytest.raises(CheckpointError, match="Half holds no .*model.safetensors.index.json"):
+    with pytest.raises(CheckpointError, match="Half.*model.safetensors.index.json"):
         host.open_model("Half", "auto", None)
 
 
@@ -146,7 +146,7 @@ def test_a_decoder_that_arrives_later_is_found_by_the_next_run(put, nodes, run):
 def test_quantised_files_are_refused_with_a_remedy(put):
     folder = put("ar_models")
     save_file({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}, folder / "scaled.safetensors")
-    with pytest.raises(CheckpointError, match="scaled.safetensors is quantised with scales.*plain fp8"):
+    with pytest.raises(CheckpointError, match="scaled.safetensors.*scales.*plain fp8"):
         host.open_model("scaled.safetensors", "auto", None)
 
 

@@ -60,11 +60,11 @@ def test_every_family_s_missing_decoder_is_named_as_it_is_looked_for():
         if names:
             assert any(name.split("/")[0] in message for name in names) and "models/vae" in message, family
         else:
-            assert "Download them again" in message, family
+            assert "my model" in message and "Download" in message, family
 
 
 def test_grid_widget_helps_a_file_that_does_not_tell(run, nodes, models):
-    with pytest.raises(ValueError, match="does not tell its grid"):
+    with pytest.raises(ValueError, match=r"nogrid.*\bgrid\b"):
         load(run, nodes, "nogrid.safetensors")
     loaded, _, _ = load(run, nodes, "nogrid.safetensors", grid="16")
     assert loaded.model.grid == (16, 16)
@@ -89,7 +89,7 @@ def test_truncated_and_foreign_files_are_named(run, nodes, models):
     try:
         with pytest.raises(ValueError, match="broken.safetensors .*damaged"):
             load(run, nodes, "broken.safetensors")
-        with pytest.raises(ValueError, match="foreign.safetensors is of no family"):
+        with pytest.raises(ValueError, match="foreign.safetensors.*family"):
             load(run, nodes, "foreign.safetensors")
     finally:
         broken.unlink(), foreign.unlink()
@@ -120,7 +120,7 @@ def test_image_decoder_alone(run, nodes, models, tiny):
 
 
 def test_image_decoder_refuses_a_model(run, nodes, models):
-    with pytest.raises(ValueError, match="classes.safetensors is not an image decoder"):
+    with pytest.raises(ValueError, match="classes.safetensors.*image decoder"):
         run(nodes["SpecARLoadImageDecoder"], decoder_name="classes.safetensors")
 
 

@@ -96,9 +96,9 @@ def test_a_decoder_of_another_model_is_named(nodes, run, tiny, picture):
         def decode(self, latent):
             raise AssertionError("nothing is to be decoded")
 
-    with pytest.raises(ValueError, match="Connect the VAE of Load AR Checkpoint"):
+    with pytest.raises(ValueError, match="VAE of Load AR Checkpoint"):
         keep(nodes, run, (tiny[0], None, Other()), picture)
-    with pytest.raises(ValueError, match="side is 'front'"):
+    with pytest.raises(ValueError, match="side.*'front'"):
         keep(nodes, run, tiny, picture, side="front")
 
 
@@ -113,7 +113,7 @@ def test_a_token_that_is_protected_in_part_is_protected():
     assert latents.skippable(None, layout, 3) is None
     feathered = torch.linspace(0, 1, 16).expand(1, 16, 16)
     assert layout.to_grid(latents.skippable(feathered, layout, 1)).tolist() == [[[False, True]] * 2]
-    with pytest.raises(ValueError, match="sampler's mask holds 2 masks for a batch of 3"):
+    with pytest.raises(ValueError, match="mask.* 2 masks.* 3"):
         latents.skippable(mask.repeat(2, 1, 1), layout, 3)
 
 

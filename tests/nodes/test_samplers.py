@@ -73,9 +73,9 @@ def test_mask_of_any_size(side, sample):
 
 def test_mask_errors(sample):
     empty = torch.zeros(2, 8, 4, 4)
-    with pytest.raises(ValueError, match="no picture to keep"):
+    with pytest.raises(ValueError, match="mask.*keep"):
         sample("SJD", latent_image={"samples": empty, "noise_mask": torch.ones(1, 1, 4, 4)})
-    with pytest.raises(ValueError, match="3 masks for a batch of 2"):
+    with pytest.raises(ValueError, match="3 masks.* 2"):
         sample("SJD", latent_image={"samples": empty + 1, "noise_mask": torch.ones(3, 1, 4, 4)})
 
 
@@ -99,15 +99,15 @@ def test_negative_prompt_counts_and_an_empty_one_does_not(sample, tiny):
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"cfg": 0.5}, "cfg is 0.5"),
-        ({"top_k": 65}, "top_k is 65, but this model has 64"),
-        ({"top_p": 0.0}, "top_p is 0"),
-        ({"temperature": -0.5}, "temperature is -0.5"),
-        ({"window": 17}, "window is 17, but this image has 16 tokens"),
-        ({"refinement": "magic"}, "refinement is 'magic'"),
-        ({"initialisation": "magic"}, "initialisation is 'magic'"),
-        ({"latent_image": {"samples": torch.zeros(1, 4, 8, 8)}}, "8 x 8 tokens., only 32 x 32 pixels"),
-        ({"positive": [[torch.zeros(1, 77, 768), {"pooled_output": None}]]}, "does not come from this pack's CLIP"),
+        ({"cfg": 0.5}, "cfg.* 0.5"),
+        ({"top_k": 65}, "top_k.*65.*64"),
+        ({"top_p": 0.0}, "top_p.* 0"),
+        ({"temperature": -0.5}, "temperature.* -0.5"),
+        ({"window": 17}, "window.*17.*2 to 16"),
+        ({"refinement": "magic"}, "refinement.*'magic'"),
+        ({"initialisation": "magic"}, "initialisation.*'magic'"),
+        ({"latent_image": {"samples": torch.zeros(1, 4, 8, 8)}}, "8 x 8 tokens.*32 x 32 pixels"),
+        ({"positive": [[torch.zeros(1, 77, 768), {"pooled_output": None}]]}, "CLIP"),
     ],
 )
 def test_illegal_inputs_are_named(sample, inputs, message):
@@ -116,7 +116,7 @@ def test_illegal_inputs_are_named(sample, inputs, message):
 
 
 def test_empty_prompt_is_refused(sample, tiny):
-    with pytest.raises(ValueError, match="positive prompt is empty"):
+    with pytest.raises(ValueError, match="positive.*empty"):
         sample("SJD", positive=tiny[1].encode_from_tokens_scheduled(""))
 
 

@@ -181,7 +181,7 @@ def test_a_full_disk_costs_the_film_on_the_node_and_nothing_else(timeline_of, mo
     monkeypatch.setattr(Image.Image, "save", full)
     shown = timeline_of(SMALL, torch.rand(1, 4, 4, 3))
     assert shown.ui == {"images": []} and len(shown.result[0]) == 16
-    assert "Decoding Timeline shows no film, because it could not be written: [Errno 28]" in caplog.text
+    assert "Decoding Timeline" in caplog.text and "[Errno 28]" in caplog.text
 
 
 def test_large_films_are_smaller_on_the_node(timeline_of):
@@ -222,16 +222,16 @@ def test_automatic_frames_are_as_many_as_fit(timeline_of, monkeypatch):
     monkeypatch.setattr(timeline, "ROOM", 12 * 20 * 20 * 30)
     image = torch.rand(1, 20, 20, 3)
     assert len(timeline_of(long_run(400), image).result[0]) == 30  # 18 of the run
-    with pytest.raises(ValueError, match=r"19 frames of 20 x 20 pixels, and the last held 12 times.* 30 frames: set"):
+    with pytest.raises(ValueError, match=r"19 frames.*20 x 20 pixels.* 12 .* 30 frames"):
         timeline_of(long_run(400), image, frames=19)
-    with pytest.raises(ValueError, match="set frames and hold lower"):
+    with pytest.raises(ValueError, match="frames and hold"):
         timeline_of(long_run(400), image, hold=29)
 
 
 def test_what_does_not_belong_together_is_refused(timeline_of):
-    with pytest.raises(ValueError, match="tells of 1 pictures, but 2 are connected"):
+    with pytest.raises(ValueError, match=r"\b1 (picture|image).*\b2\b"):
         timeline_of(SMALL, torch.rand(2, 4, 4, 3))
-    with pytest.raises(ValueError, match="picture is 1, but this run drew 1: use 0 to 0"):
+    with pytest.raises(ValueError, match="picture.* 1.*0 to 0"):
         timeline_of(SMALL, torch.rand(1, 4, 4, 3), picture=1)
 
 

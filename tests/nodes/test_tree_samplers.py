@@ -110,7 +110,7 @@ def test_a_mask_per_picture(draw, rule):
     exact, _ = draw("DraftTree", batch=2)
     mixed, _ = draw("DraftTree", batch=2, rule=chosen)
     assert torch.equal(mixed["ar_tokens"][0], exact["ar_tokens"][0])
-    with pytest.raises(ValueError, match="rule's mask holds 2 masks for a batch of 3"):
+    with pytest.raises(ValueError, match="mask.* 2 masks.* 3"):
         draw("DraftTree", batch=3, rule=chosen)
 
 
@@ -130,14 +130,14 @@ def test_adt_presets_and_own_values(draw):
 @pytest.mark.parametrize(
     ("name", "widgets", "message"),
     [
-        ("Lantern", {"delta": 2.0}, "delta is 2.0, but must be a number from 0"),
-        ("Lantern", {"redraw": "magic"}, "redraw is 'magic'"),
-        ("LanternPP", {"ratio": 0.5}, "ratio is 0.5, but must be a number from 1"),
-        ("UniformRSD", {"delta": -3.0}, "delta is -3.0, but must be a number from 1"),
-        ("CoolSD", {"schedule": "magic"}, "schedule is 'magic'"),
-        ("CoolSD", {"steps": 0}, "steps is 0"),
-        ("Grouped", {"gap": 7.0}, "gap is 7.0, but must be a number from 0"),
-        ("TVMetered", {"epsilon": 1e9}, "epsilon is 1000000000.0, but must be a number from 0"),
+        ("Lantern", {"delta": 2.0}, "delta.* 2.0.* 0.* 1"),
+        ("Lantern", {"redraw": "magic"}, "redraw.*'magic'"),
+        ("LanternPP", {"ratio": 0.5}, "ratio.* 0.5.* 1"),
+        ("UniformRSD", {"delta": -3.0}, "delta.* -3.0.* 1.* 1000"),
+        ("CoolSD", {"schedule": "magic"}, "schedule.*'magic'"),
+        ("CoolSD", {"steps": 0}, "steps.* 0"),
+        ("Grouped", {"gap": 7.0}, "gap.* 7.0.* 0.* 1"),
+        ("TVMetered", {"epsilon": 1e9}, "epsilon.* 1000000000.0.* 0.* 1"),
     ],
 )
 def test_absurd_numbers_show_on_the_rule_s_own_node(rule, name, widgets, message):
@@ -148,22 +148,22 @@ def test_absurd_numbers_show_on_the_rule_s_own_node(rule, name, widgets, message
 @pytest.mark.parametrize(
     ("method", "inputs", "message"),
     [
-        ("DraftTree", {"structure": "magic"}, "structure is 'magic'"),
-        ("DraftTree", {"structure": "own tree", "tree_paths": "0; x"}, "tree_paths is '0; x'"),
-        ("DraftTree", {"structure": "own tree", "tree_paths": ""}, "tree is a list of distinct"),
-        ("DraftTree", {"structure": "own tree", "tree_paths": "0; 0,1"}, "has .0, 1. but lacks .0, 0."),
-        ("DraftTree", {"structure": "chain", "depth": 0}, "depth is 0"),
-        ("DraftTree", {"structure": "dynamic tree (EAGLE-2)", "nodes": 10**6}, "nodes is 1000000"),
-        ("Lantern", {"variant": "magic"}, "variant is 'magic'"),
-        ("Lantern", {"neighbours": 900}, "neighbours is 900, but this model has 64"),
-        ("CoolSD", {"structure": "own tree"}, "structure is 'own tree'"),
-        ("ADTTree", {"preset": "magic"}, "preset is 'magic'"),
-        ("ADTTree", {"initialisation": "magic"}, "initialisation is 'magic'"),
+        ("DraftTree", {"structure": "magic"}, "structure.*'magic'"),
+        ("DraftTree", {"structure": "own tree", "tree_paths": "0; x"}, "tree_paths.*'0; x'"),
+        ("DraftTree", {"structure": "own tree", "tree_paths": ""}, "tree.*list"),
+        ("DraftTree", {"structure": "own tree", "tree_paths": "0; 0,1"}, ".0, 1..*.0, 0."),
+        ("DraftTree", {"structure": "chain", "depth": 0}, "depth.* 0"),
+        ("DraftTree", {"structure": "dynamic tree (EAGLE-2)", "nodes": 10**6}, "nodes.* 1000000"),
+        ("Lantern", {"variant": "magic"}, "variant.*'magic'"),
+        ("Lantern", {"neighbours": 900}, "neighbours.*900.* 1 to 63"),
+        ("CoolSD", {"structure": "own tree"}, "structure.*'own tree'"),
+        ("ADTTree", {"preset": "magic"}, "preset.*'magic'"),
+        ("ADTTree", {"initialisation": "magic"}, "initialisation.*'magic'"),
         ("ADTTree", {"preset": "own values", "depth_min": 9, "depth_max": 2}, "depth"),
-        ("VVS", {"schedule": "magic"}, "schedule is 'magic'"),
-        ("VVS", {"interval": 1}, "interval is 1"),
-        ("VVS", {"path": "magic"}, "path is 'magic'"),
-        ("VVS", {"cfg": 0.5}, "cfg is 0.5"),
+        ("VVS", {"schedule": "magic"}, "schedule.*'magic'"),
+        ("VVS", {"interval": 1}, "interval.* 1"),
+        ("VVS", {"path": "magic"}, "path.*'magic'"),
+        ("VVS", {"cfg": 0.5}, "cfg.* 0.5"),
     ],
 )
 def test_illegal_inputs_are_named(draw, method, inputs, message):
@@ -172,7 +172,7 @@ def test_illegal_inputs_are_named(draw, method, inputs, message):
 
 
 def test_block_verification_refuses_a_relaxed_rule(draw, rule):
-    with pytest.raises(ValueError, match="Block verification is exact"):
+    with pytest.raises(ValueError, match="(?i)block verification.*exact"):
         draw("DraftTree", structure="chain, block verification", rule=rule("UniformRSD"))
 
 

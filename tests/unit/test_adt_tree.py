@@ -294,7 +294,7 @@ def test_random_shapes_fill_the_bounds_and_move_with_the_last_alpha():
     ({"flock_distance": "x"}, "flock_distance"),
 ])  # fmt: skip
 def test_illegal_settings_are_named(bad, named):
-    with pytest.raises(ValueError, match=f"^{named} "):
+    with pytest.raises(ValueError, match=rf"\b{named}\b"):
         ADTTree(**bad).check()
 
 

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,7 @@ def test_ids_come_from_their_column_or_from_row_and_contents(tmp_path):
 @pytest.mark.parametrize("name", ["con", "PRN", "aux", "nul", "com0", "COM1", "com9", "lpt1", "LPT9", "com\u00b9"])
 def test_names_of_devices_are_no_ids(tmp_path, name):
     """A file nul.png cannot be written on Windows: it goes nowhere."""
-    assert "is the name of a device" in refused(tmp_path, "a.csv", f"id,seed\n{name},1\n")
+    assert "device" in refused(tmp_path, "a.csv", f"id,seed\n{name},1\n")
     assert jobs_in(tmp_path, "a.csv", f"id,seed\n{name}-1,1\nx{name},1\n")
 
 
@@ -94,28 +95,28 @@ def test_an_empty_cell_leaves_the_workflow_as_it_is_and_empty_lines_are_no_jobs(
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [
-    ("a.csv", "", "has no jobs"), ("a.csv", "prompt\n", "has no jobs"), ("a.jsonl", "\n\n", "has no jobs"),
-    ("a.txt", "prompt\ncat", "a jobs file is one of"),
-    ("a.csv", "prompt,seed\napple, 3d, on blue,1\n", "line 2: 4 values for the 2 columns prompt, seed"),
-    ("a.csv", "prompt,seed\n1\n", "line 2: 1 values"),
-    ("a.csv", 'prompt,seed\n"a"b,1\n', "line 2: "), ("a.csv", 'prompt,seed\n"a,1\n', "line 2: unexpected end"),
-    ("a.csv", "prompt,prompt\na,b\n", "line 1: the column prompt is there twice"),
-    ("a.csv", "prompt,,seed\na,,1\n", "line 1: column 2 has no name"),
-    ("a.csv", "id,seed\ncat,1\nCAT,2\n", "line 3: the id 'CAT' was used on line 2"),
-    ("a.csv", "id,seed\n../cat,1\n", "line 2: the id '../cat' may have only letters"),
-    ("a.csv", "id,seed\ncat,1\nNul,2\n", "line 3: the id 'Nul' is the name of a device on Windows"),
-    ("a.csv", "prompt\nH\u00fctte\n".encode("cp1252"), "is not UTF-8"),
-    ("a.csv", "prompt\ncat\n".encode("utf-16"), "is not UTF-8"),
-    ("a.jsonl", '{"seed": 1}\n{"seed": 1', "line 2: "), ("a.jsonl", "[1]", "line 1: expected an object"),
-    ("a.jsonl", '{"a": [1]}', "line 1: a is neither"), ("a.jsonl", '{"a": NaN}', "line 1: NaN is not a number"),
-    ("a.jsonl", '{"a": 1, "a": 2}', "line 1: the same name"), ("a.jsonl", '{"a": "\\ud800"}', "half a character"),
+    ("a.csv", "", "no jobs"), ("a.csv", "prompt\n", "no jobs"), ("a.jsonl", "\n\n", "no jobs"),
+    ("a.txt", "prompt\ncat", r"\.csv.*\.jsonl"),
+    ("a.csv", "prompt,seed\napple, 3d, on blue,1\n", "line 2: 4 .*2 .*prompt, seed"),
+    ("a.csv", "prompt,seed\n1\n", "line 2: 1 "),
+    ("a.csv", 'prompt,seed\n"a"b,1\n', "line 2: "), ("a.csv", 'prompt,seed\n"a,1\n', "line 2: .*end"),
+    ("a.csv", "prompt,prompt\na,b\n", "line 1: .*column prompt.*twice"),
+    ("a.csv", "prompt,,seed\na,,1\n", "line 1: .*column 2.*name"),
+    ("a.csv", "id,seed\ncat,1\nCAT,2\n", "line 3: .*id 'CAT'.*line 2"),
+    ("a.csv", "id,seed\n../cat,1\n", r"line 2: .*id '\.\./cat'.*letters"),
+    ("a.csv", "id,seed\ncat,1\nNul,2\n", "line 3: .*id 'Nul'.*device.*Windows"),
+    ("a.csv", "prompt\nH\u00fctte\n".encode("cp1252"), "UTF-8"),
+    ("a.csv", "prompt\ncat\n".encode("utf-16"), "UTF-8"),
+    ("a.jsonl", '{"seed": 1}\n{"seed": 1', "line 2: "), ("a.jsonl", "[1]", "line 1: .*object"),
+    ("a.jsonl", '{"a": [1]}', r"line 1: .*\ba\b"), ("a.jsonl", '{"a": NaN}', "line 1: .*NaN"),
+    ("a.jsonl", '{"a": 1, "a": 2}', "line 1: .*same name"), ("a.jsonl", '{"a": "\\ud800"}', "line 1: .*character"),
 ])
 def test_a_file_that_cannot_be_meant_is_refused_with_its_line(tmp_path, name, content, message):
-    assert message in refused(tmp_path, name, content)
+    assert re.search(message, refused(tmp_path, name, content))
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(JobsError, match="cannot read .*gone.csv: No such file"):
+    with pytest.raises(JobsError, match="gone.csv.*No such file"):
         read_jobs(tmp_path / "gone.csv")
 
 
@@ -177,25 +178,24 @@ def test_a_text_that_two_roles_share_and_a_circle_are_survived(workflow):
 
 
 @pytest.mark.parametrize(("name", "value", "message"), [
-    ("sed", 1, "the workflow has no sed; it has prompt, negative, cfg, filename_prefix, model_name, seed, strength"),
-    ("clip", 1, "clip is computed by another node"),
-    ("Sampler.sed", 1, "Sampler.sed: this node has no sed to set; it has seed, cfg"),
-    ("Sampler.positive", 1, "this node has no positive to set"),
-    ("99.seed", 1, "no node has the id or title '99'; there are Apply, Loader"),
-    ("seed", "three", "seed is a number, not 'three'"), ("seed", True, "seed is a number, not True"),
-    ("cfg", "nan", "cfg is a number"), ("cfg", "1e999", "cfg is a number"), ("cfg", "1_0", "cfg is a number"),
-    ("cfg", "0,5", "cfg is a number, not '0,5'"), ("tiled", "maybe", "tiled is true or false, not 'maybe'"),
-    ("model_name", True, "model_name is a text"),
+    ("sed", 1, "no sed.*prompt, negative, cfg, filename_prefix, model_name, seed, strength"),
+    ("clip", 1, "clip.*another node"),
+    ("Sampler.sed", 1, "Sampler.sed.*seed, cfg"),
+    ("Sampler.positive", 1, "no positive"),
+    ("99.seed", 1, "'99'.*Apply, Loader"),
+    ("seed", "three", "seed.*number.*'three'"), ("seed", True, "seed.*number.*True"),
+    ("cfg", "nan", "cfg.*number"), ("cfg", "1e999", "cfg.*number"), ("cfg", "1_0", "cfg.*number"),
+    ("cfg", "0,5", "cfg.*number.*'0,5'"), ("tiled", "maybe", "tiled.*true.*false.*'maybe'"),
+    ("model_name", True, "model_name.*(text|string)"),
 ])
 def test_a_setting_that_does_not_fit_says_what_does(workflow, name, value, message):
-    with pytest.raises(OverrideError) as caught:
+    with pytest.raises(OverrideError, match=message):
         with_overrides(workflow, {name: value})
-    assert message in str(caught.value)
 
 
 def test_two_nodes_of_one_title_are_told_apart_by_id(workflow):
     workflow["7"]["_meta"]["title"] = "Sampler"
-    with pytest.raises(OverrideError, match="2 nodes have the title 'Sampler'; use one of 6.seed, 7.seed"):
+    with pytest.raises(OverrideError, match="'Sampler'.*6.seed, 7.seed"):
         with_overrides(workflow, {"Sampler.seed": 1})
 
 
@@ -213,7 +213,7 @@ def test_all_bad_jobs_are_named_at_once(tmp_path, workflow):
     with pytest.raises(JobsError) as caught:
         prompts_of(workflow, jobs)
     message = str(caught.value).splitlines()
-    assert message[0] == "line 3: seed is a number, not 'x'" and message[-1] == "... and 2 more" and len(message) == 11
+    assert re.match("line 3: seed.*number.*'x'", message[0]) and "2 more" in message[-1] and len(message) == 11
 
 
 def test_every_file_of_a_job_has_its_name(workflow):
@@ -240,5 +240,5 @@ def test_the_example_fits_every_shipped_text_workflow():
 def test_what_is_no_api_workflow_is_refused(tmp_path, content):
     path = tmp_path / "w.json"
     path.write_text(content, encoding="utf-8")
-    with pytest.raises(OverrideError, match="API format|cannot read the workflow"):
+    with pytest.raises(OverrideError, match="API format|cannot read"):
         read_workflow(path)

@@ -95,16 +95,16 @@ def test_released_names_tell_the_size(tmp_path, path, size):
 
 def test_a_square_grid_tells_the_size_where_the_name_does_not(copy):
     folder = edit(copy("lumina", "mine-64"), specar=None)  # no size of a released model
-    with pytest.raises(CheckpointError, match="mine-64 does not tell which size .* 512, 768 or 1024, or set grid"):
+    with pytest.raises(CheckpointError, match="mine-64.*size.*512, 768 or 1024.*grid"):
         api.load_model(folder)
     assert api.load_model(folder, grid=(8, 8)).grids == tuple(chameleon.size_table(8))
 
 
 def test_only_legal_grids(folders):
     assert api.load_model(folders["lumina"], grid=(2, 6)).grid == (2, 6)
-    with pytest.raises(CheckpointError, match="does not draw 96 x 96 pixels.*nearest.* 64 x 64"):
+    with pytest.raises(CheckpointError, match="96 x 96 pixels.*nearest.*64 x 64"):
         api.load_model(folders["lumina"], grid=(6, 6))
-    with pytest.raises(CheckpointError, match="Anole-tiny-hf: .*does not draw 256 x 256 pixels.*only 64 x 64"):
+    with pytest.raises(CheckpointError, match="Anole-tiny-hf.*256 x 256 pixels.*64 x 64"):
         api.load_model(folders["anole"], grid=(16, 16))
 
 
@@ -156,7 +156,7 @@ def test_without_its_tokenizer_a_model_still_draws_from_ids(kind, folders, copy)
     folder = copy(kind, "lonely-64")
     (folder / "tokenizer.json").unlink()
     model = api.load_model(folder)
-    with pytest.raises(FileNotFoundError, match=f"tokenizer.json.*-7[Bb]-.* into the folder .*{folder.name}"):
+    with pytest.raises(FileNotFoundError, match=f"tokenizer.json.*-7[Bb]-.*folder.*{folder.name}"):
         model.encode_prompt("a fox")
     prompt = [BOS, 70, 80, TURN, BOI, *([IDS["<reserved08802>"]] * 2 if kind == "lumina" else [])]
     assert api.sample(model, model.encode_ids(prompt), cfg=3).tokens.shape == (1, 4, 4)
@@ -167,10 +167,10 @@ def test_without_its_tokenizer_a_model_still_draws_from_ids(kind, folders, copy)
 def test_the_tokenizer_of_another_model_is_refused(copy):
     folder = copy("anole", "Anole")
     byte_tokenizer(["<s>"]).save(str(folder / "tokenizer.json"))
-    with pytest.raises(CheckpointError, match="tokenizer of another model"):
+    with pytest.raises(CheckpointError, match="tokenizer.*another model"):
         api.load_model(folder).encode_prompt("a fox")
     byte_tokenizer(["<s>", "<racm3:break>"]).save(str(folder / "tokenizer.json"))
-    with pytest.raises(CheckpointError, match="tokenizer of another model"):
+    with pytest.raises(CheckpointError, match="tokenizer.*another model"):
         api.load_model(folder).encode_prompt("a fox")
 
 
@@ -190,12 +190,12 @@ def test_released_ids_without_a_vocabulary_map(tmp_path):
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"vocabulary_map": None}, "does not tell which of its .* words are the image tokens"),
-    ({"vocabulary_map": IDS | {"IMGIMGBZ": 5}}, "in another order"),
-    ({"vocabulary_map": {k: v for k, v in IDS.items() if k != "<eoss>"}}, "lacks <eoss>"),
+    ({"vocabulary_map": None}, "words.*image tokens"),
+    ({"vocabulary_map": IDS | {"IMGIMGBZ": 5}}, "order"),
+    ({"vocabulary_map": {k: v for k, v in IDS.items() if k != "<eoss>"}}, "<eoss>"),
     ({"swin_norm": True}, "swin_norm.*34B.*7B"),
-    ({"mask_image_logits": True}, "reads pictures, but its image output was switched off.*Anole-7b-v0.1-hf"),
-    ({"num_attention_heads": None}, "width of 32, and how many attention heads"),
+    ({"mask_image_logits": True}, "output.*switched off.*Anole-7b-v0.1-hf"),
+    ({"num_attention_heads": None}, "width of 32.*heads"),
 ])  # fmt: skip
 def test_configs_of_others(copy, changes, message):
     with pytest.raises(CheckpointError, match=message):
@@ -203,11 +203,11 @@ def test_configs_of_others(copy, changes, message):
 
 
 @pytest.mark.parametrize(("kind", "edit", "message"), [
-    ("anole", lambda w: {n: t for n, t in w.items() if ".vqmodel.decoder." not in n}, "output was switched off"),
-    ("anole", lambda w: {n: t.repeat(2, 1) if "_norm." in n else t for n, t in w.items()}, "2 heads in 4 groups.*34B"),
-    ("lumina", lambda w: w | {"lm_head.weight": w["lm_head.weight"] * 0}, "head .* is zero for all image tokens"),
+    ("anole", lambda w: {n: t for n, t in w.items() if ".vqmodel.decoder." not in n}, "output.*switched off"),
+    ("anole", lambda w: {n: t.repeat(2, 1) if "_norm." in n else t for n, t in w.items()}, "2 heads.*4 groups.*34B"),
+    ("lumina", lambda w: w | {"lm_head.weight": w["lm_head.weight"] * 0}, "head.*zero.*image tokens"),
     ("lumina", lambda w: w | {"model.norm.weight": w["model.norm.weight"] / 0}, "NaN or infinite"),
-    ("lumina", lambda w: {n: t for n, t in w.items() if n != "lm_head.weight"}, "lacks lm_head.weight"),
+    ("lumina", lambda w: {n: t for n, t in w.items() if n != "lm_head.weight"}, "lm_head.weight"),
     ("anole", lambda w: {n: t for n, t in w.items() if n != "model.layers.1.self_attn.k_norm.bias"}, "k_norm.bias"),
     ("anole", lambda w: {n: t for n, t in w.items() if n != "model.layers.1.self_attn.k_proj.weight"}, "k_proj"),
 ])  # fmt: skip
@@ -219,7 +219,7 @@ def test_weights_of_others_and_damaged_ones(copy, kind, edit, message):
 def test_a_missing_shard(tmp_path):
     folder = write(tmp_path, kind="anole", shards=3)
     (folder / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="of its 3 shards, 1 are missing .model-00002-of-00003"):
+    with pytest.raises(CheckpointError, match="3 shards.*missing.*model-00002-of-00003"):
         api.load_model(folder)
 
 
@@ -227,7 +227,7 @@ def test_metas_own_layout_is_refused_with_a_remedy(tmp_path):
     names = ("tok_embeddings.weight", "norm.weight", "output.weight", "layers.0.attention.wq.weight",
              "layers.0.attention.q_normalization.weight", "layers.0.feed_forward.w1.weight")
     torch.save({name: torch.zeros(4, 4) for name in names}, tmp_path / "consolidated.pth")
-    with pytest.raises(CheckpointError, match="Meta's own layout.*leloy/Anole-7b-v0.1-hf"):
+    with pytest.raises(CheckpointError, match="Meta.*layout.*leloy/Anole-7b-v0.1-hf"):
         api.load_model(tmp_path / "consolidated.pth")
 
 

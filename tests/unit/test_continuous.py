@@ -374,26 +374,26 @@ def refuse(text, run=None, model=TARGET, **options):
 
 
 @pytest.mark.parametrize(("text", "settings"), [
-    ("draft length is 0", {"length": 0}),
-    ("prefill is -0.1", {"prefill": -0.1}), ("prefill is 1.1", {"prefill": 1.1}),
-    ("prefill is nan", {"prefill": math.nan}),
-    ("mode is 'fast'; choose one of: block, prefix, exact", {"mode": "fast"}),
-    ("path is 'on'; choose one of: off, paper, official", {"path": "on"}),
-    ("condition is 'all'; choose one of: prefix, drafts", {"condition": "all"}),
-    ("tolerance is -1", {"tolerance": -1}), ("tolerance is nan", {"tolerance": math.nan}),
-    ("Mode 'prefix' needs a target that sees the earlier drafts", {"mode": "prefix", "condition": "prefix"}),
-    ("Mode 'exact' needs a target that sees the earlier drafts", {"mode": "exact", "condition": "prefix"}),
-    ("In mode 'exact' Sigma must be off", {"mode": "exact", "path": "paper"}),
+    ("length.* 0", {"length": 0}),
+    ("prefill.*-0.1.*0 to 1", {"prefill": -0.1}), ("prefill.*1.1.*0 to 1", {"prefill": 1.1}),
+    ("prefill.*nan", {"prefill": math.nan}),
+    ("mode.*'fast'.*block, prefix, exact", {"mode": "fast"}),
+    ("path.*'on'.*off, paper, official", {"path": "on"}),
+    ("condition.*'all'.*prefix, drafts", {"condition": "all"}),
+    ("tolerance.*-1.* 0", {"tolerance": -1}), ("tolerance.*nan", {"tolerance": math.nan}),
+    ("(?i)mode 'prefix'.*condition 'drafts'", {"mode": "prefix", "condition": "prefix"}),
+    ("(?i)mode 'exact'.*condition 'drafts'", {"mode": "exact", "condition": "prefix"}),
+    ("(?i)mode 'exact'.*Sigma.*off", {"mode": "exact", "path": "paper"}),
 ])
 def test_illegal_settings_are_refused(text, settings):
     refuse(text, method(**settings))
 
 
 @pytest.mark.parametrize(("text", "options"), [
-    ("cfg is 0.5", {"cfg": 0.5}), ("cfg is nan", {"cfg": math.nan}),
-    ("guidance schedule is 'cosine'; choose one of: linear, constant", {"cfg_schedule": "cosine"}),
-    ("temperature is -1", {"temperature": -1.0}), ("temperature is nan", {"temperature": math.nan}),
-    ("iterations is 0", {"iterations": 0}),
+    ("cfg.*0.5.* 1", {"cfg": 0.5}), ("cfg.*nan", {"cfg": math.nan}),
+    ("schedule.*'cosine'.*linear, constant", {"cfg_schedule": "cosine"}),
+    ("temperature.*-1.* 0", {"temperature": -1.0}), ("temperature.*nan", {"temperature": math.nan}),
+    ("iterations.* 0.* 1", {"iterations": 0}),
 ])
 def test_illegal_parameters_are_refused(text, options):
     refuse(text, **options)
@@ -401,19 +401,19 @@ def test_illegal_parameters_are_refused(text, options):
 
 
 def test_settings_that_do_not_go_together_are_refused():
-    refuse("temperature is 0: acceptance compares widths", temperature=0.0)
-    refuse("Mode 'exact' needs the noise of the last denoising step", method("exact"), kind="ddim")
+    refuse("temperature.* 0.*above 0", temperature=0.0)
+    refuse("(?i)mode 'exact'.*ddim.*ddpm", method("exact"), kind="ddim")
     for mode in ("prefix", "exact"):
-        refuse("draws cells of 3 tokens: use mode 'block'", method(mode), Cells(2, GRID))
+        refuse("cells of 3 tokens.*'block'", method(mode), Cells(2, GRID))
     kept = torch.zeros(1, LENGTH, dtype=torch.bool)
     kept[:, 0] = True
     keep = {"tokens": torch.zeros(1, LENGTH, 2), "kept": kept}
     for sampler in (method(drafter=Cells(2, GRID)), ContinuousNextToken()):
-        refuse("draws 3 tokens at once: it cannot keep parts", sampler, Cells(2, GRID), **keep)
+        refuse("3 tokens at once.*keep", sampler, Cells(2, GRID), **keep)
     for sampler in (method(), ContinuousNextToken()):
-        refuse("keeps every token of every picture", sampler, **keep | {"kept": torch.ones_like(kept)})
+        refuse("mask.*every token", sampler, **keep | {"kept": torch.ones_like(kept)})
     for iterations in (0, -3):
-        refuse(f"iterations is {iterations}", ContinuousNextToken(iterations))
+        refuse(f"iterations.*{iterations}.* 1", ContinuousNextToken(iterations))
 
 
 def test_without_noise_ddim_goes_through_block_and_prefix():
@@ -445,8 +445,8 @@ def test_numbers_that_overflow_and_foreign_drafters_are_refused():
             return super().law(*args).map(lambda t: t * torch.nan)
 
     for run in (ContinuousNextToken(), method(), method("prefix"), method("exact")):
-        refuse("drew tokens that are no numbers", run, Overflowing(2))
-    refuse("The drafter draws 1 numbers a token", method(drafter=ToyHead(1)))
+        refuse("(no numbers|NaN|not finite)", run, Overflowing(2))
+    refuse("drafter.* 1 .* 2 ", method(drafter=ToyHead(1)))
 
 
 def test_settings_and_parameters_are_recorded():

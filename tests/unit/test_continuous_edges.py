@@ -80,7 +80,7 @@ def test_illegal_kept_tokens_are_named(models, keep, word):
 
 @pytest.mark.parametrize("name", ["cfg", "temperature"])
 def test_infinite_parameters_are_named(models, name):
-    with pytest.raises(ValueError, match=f"{name} is inf"):
+    with pytest.raises(ValueError, match=f"{name}.*inf"):
         api.sample(models[0], prompt(models[0], 3), **{name: math.inf})
 
 

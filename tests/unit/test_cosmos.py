@@ -95,13 +95,13 @@ def test_only_the_decoder(tmp_path):
     decoder = load_image_decoder(folder / "decoder.safetensors")
     assert decoder.decode_tokens(torch.zeros(1, 2, 2, dtype=torch.int64)).shape == (1, 32, 32, 3)
     for encode in (decoder.encode, decoder.encode_latent):
-        with pytest.raises(ValueError, match=r"only decodes.*put encoder\.safetensors of nvidia/.* beside it, into .*"):
+        with pytest.raises(ValueError, match=r"decodes.*encoder\.safetensors of nvidia/.*beside"):
             encode(pixels())
 
 
 def test_only_the_encoder(tmp_path):
     folder = write_cosmos(tmp_path / DECODER, halves=("encoder",))
-    with pytest.raises(CheckpointError, match=r"encoder.* holds only the encoder. Load decoder\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"only the encoder.*decoder\.safetensors"):
         load_image_decoder(folder / "encoder.safetensors")
 
 
@@ -109,7 +109,7 @@ def test_something_else_beside_the_decoder(tmp_path):
     folder = write_cosmos(tmp_path / "x", halves=("decoder",))
     (folder / "decoder.safetensors").rename(folder / "my_decoder.safetensors")
     write_llamagen(folder / "my_encoder.safetensors", text=False)
-    with pytest.raises(CheckpointError, match="my_encoder.safetensors, beside my_decoder.safetensors, is not the enc"):
+    with pytest.raises(CheckpointError, match="my_encoder.safetensors.*my_decoder.safetensors"):
         load_image_decoder(folder / "my_decoder.safetensors")
 
 
@@ -117,17 +117,17 @@ def test_something_else_beside_the_decoder(tmp_path):
 def test_other_cosmos_tokenizers_are_named(tmp_path, name):
     """Their tensors have the same names, and some the same shapes: only the name of file or folder tells."""
     folder = write_cosmos(tmp_path / name)
-    with pytest.raises(CheckpointError, match=r"(?i)is the Cosmos tokenizer [cd][iv]\d.*only DV8x16x16"):
+    with pytest.raises(CheckpointError, match=r"(?i)Cosmos.* [cd][iv]\d.*DV8x16x16"):
         load_image_decoder(folder / "decoder.safetensors")
 
 
 def test_codes_that_do_not_fit_the_decoder(tmp_path):
     tensors = cosmos_weights() | {"quantizer._levels": torch.tensor([8, 8], dtype=torch.int32)}
     save_file(tensors, str(tmp_path / "decoder.safetensors"))
-    with pytest.raises(CheckpointError, match="vectors of 3 numbers, but codes have 2"):
+    with pytest.raises(CheckpointError, match="3 numbers.*2"):
         load_image_decoder(tmp_path / "decoder.safetensors")
     save_file(tensors | {"quantizer._levels": torch.tensor([0, 8, 8])}, str(tmp_path / "decoder.safetensors"))
-    with pytest.raises(CheckpointError, match="levels, which cannot be"):
+    with pytest.raises(CheckpointError, match="levels"):
         load_image_decoder(tmp_path / "decoder.safetensors")
 
 
@@ -140,7 +140,7 @@ def test_a_missing_part_is_named(tmp_path, group):
     folder = write_cosmos(tmp_path / DECODER, halves=("autoencoder",))
     file = folder / "autoencoder.safetensors"
     save_file({name: t for name, t in load_file(file).items() if not name.startswith(group)}, str(file))
-    with pytest.raises(CheckpointError, match="autoencoder.safetensors (is incomplete|does not fit)"):
+    with pytest.raises(CheckpointError, match="autoencoder.safetensors .*(incomplete|not fit)"):
         load_image_decoder(file)
 
 
@@ -148,7 +148,7 @@ def test_damaged_numbers_are_named(tmp_path):
     tensors = cosmos_weights()
     tensors["decoder.mid.block_1.conv1.1.conv3d.weight"][0, 0, 1] = math.nan  # of a filter in time, which is summed
     save_file(tensors, str(tmp_path / "decoder.safetensors"))
-    with pytest.raises(CheckpointError, match=r"decoder\.mid\.block_1\.conv1\.1\.weight contains NaN"):
+    with pytest.raises(CheckpointError, match=r"decoder\.mid\.block_1\.conv1\.1\.weight.*NaN"):
         load_image_decoder(tmp_path / "decoder.safetensors")
 
 
@@ -169,7 +169,7 @@ def test_models_find_the_decoder_under_its_released_names(tmp_path):
 def test_a_decoder_of_another_family(tmp_path, caplog):
     folder = write(tmp_path / "model", codes=40)
     assert load_model(folder).codebook is None
-    assert "is not the image decoder of this model, which draws 40 codes" in caplog.text
+    assert "image decoder" in caplog.text and "40 codes" in caplog.text
     assert cosmos.recognise(open_checkpoint(folder / DECODER / "decoder.safetensors").tensors)
-    with pytest.raises(CheckpointError, match="is an image decoder, not a model"):
+    with pytest.raises(CheckpointError, match="image decoder"):
         load_model(folder / DECODER / "decoder.safetensors")

@@ -99,8 +99,8 @@ def test_a_kernel_that_agrees_computes_the_first_call_too(gpu, kernel_is, caplog
 
 
 @pytest.mark.parametrize(("function", "words"), [
-    (wrong_result, "computes something else"), (wrong_writing, "computes something else"),
-    (broken, "does not run here, so its slower torch version does: no such instruction"),
+    (wrong_result, "something else"), (wrong_writing, "something else"),
+    (broken, "no such instruction"),
 ])
 def test_a_kernel_that_fails_is_named_and_left_aside(function, words, gpu, kernel_is, caplog):
     kernel_is(function)
@@ -154,7 +154,7 @@ def test_a_kernel_that_cannot_be_validated_for_want_of_memory_is_left_aside(gpu,
     monkeypatch.setattr(torch.Tensor, "clone", clone)
     for _ in range(3):
         assert double(on_gpu(1.0, 2.0), 1).tolist() == [3]
-    assert len(caplog.records) == 1 and "want of memory" in caplog.text
+    assert len(caplog.records) == 1 and "memory" in caplog.text
 
 
 def test_a_disagreement_gets_a_second_try(gpu, kernel_is, caplog):
@@ -203,9 +203,9 @@ def test_a_gpu_runs_triton(gpu, caplog):
 
 
 @pytest.mark.parametrize(("change", "told"), [
-    (lambda patch: patch.setattr(dispatch, "find_spec", lambda name: None), "Triton is not installed"),
+    (lambda patch: patch.setattr(dispatch, "find_spec", lambda name: None), "not installed"),
     (lambda patch: patch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5)), "capability 8.0"),
-    (lambda patch: patch.setattr(torch.version, "hip", "6.4"), "for NVIDIA GPUs"),
+    (lambda patch: patch.setattr(torch.version, "hip", "6.4"), "NVIDIA"),
     (lambda patch: patch.setenv(switches.NO_TRITON, "1"), switches.NO_TRITON),
 ], ids=["missing", "old", "AMD", "switch"])
 def test_where_triton_does_not_run_the_reference_does(change, told, gpu, kernel_is, monkeypatch, caplog):

@@ -123,14 +123,14 @@ def test_the_norms_of_chameleon_drafters_are_not_dropped(tmp_path, target):
 
 def test_nothing_there(tmp_path, target):
     refused(tmp_path / "none", target, "none")
-    refused(tmp_path / "none.safetensors", target, "none.safetensors", "does not exist")
+    refused(tmp_path / "none.safetensors", target, "none.safetensors", "exist")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", target, "empty", "model.safetensors")
     (tmp_path / "config only").mkdir()
     (tmp_path / "config only" / "config.json").write_text(json.dumps(eagle_config()), encoding="utf-8")
     refused(tmp_path / "config only", target, "config only", "model.safetensors")
     (tmp_path / "weights.txt").write_text("hello", encoding="utf-8")
-    refused(tmp_path / "weights.txt", target, "weights.txt", "not a weight file")
+    refused(tmp_path / "weights.txt", target, "weights.txt", "weight file")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
@@ -250,6 +250,6 @@ def test_code_in_a_file_is_never_run(tmp_path, target):
     folder = pickled(tmp_path / "d", Attack(proof))
     for content in (Attack(proof), eagle_weights() | {"x": Attack(proof)}):
         torch.save(content, folder / "pytorch_model.bin")
-        refused(folder, target, "pytorch_model.bin", "contains code, which is never run")
-        refused(folder / "pytorch_model.bin", target, "pytorch_model.bin", "contains code, which is never run")
+        refused(folder, target, "pytorch_model.bin", "never run")
+        refused(folder / "pytorch_model.bin", target, "pytorch_model.bin", "never run")
         assert not proof.exists()

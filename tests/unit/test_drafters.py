@@ -337,7 +337,7 @@ def test_pictures_of_a_folder_with_their_prompts(tmp_path):
     pixels = torch.rand(2, 8, 8, 3, generator=torch.Generator().manual_seed(0)).mul(255).byte()
     for name, picture in zip(("a.png", "b.png"), pixels):
         Image.fromarray(picture.numpy()).save(folder / name)
-    with pytest.raises(ValueError, match="no picture with a .txt"):
+    with pytest.raises(ValueError, match=r"picture.*\.txt"):
         from_folder(target, decoder, folder)
     (folder / "b.txt").write_text("3\n", encoding="utf-8")
     (example,) = from_folder(target, decoder, folder)

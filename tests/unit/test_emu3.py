@@ -58,7 +58,7 @@ def test_models_of_other_families_are_not_taken_for_it(tmp_path, folder):
     weights = tiny.language_weights(tiny.text_config(67), "model.", "")
     assert not emu3.recognise(weights)  # any language model of plain names and another number of words
     assert not emu3.recognise({name.replace("model.", "model.text_model."): t for name, t in weights.items()})
-    refused(save(tmp_path / "llama.safetensors", weights), "of no family this pack knows", "Emu3")
+    refused(save(tmp_path / "llama.safetensors", weights), "family", "Emu3")
 
 
 def save(path, weights):
@@ -100,7 +100,7 @@ def test_the_negative_prompt_of_a_run_is_the_users_or_the_models(model):
 
 
 def test_a_prompt_that_leaves_no_room_for_the_picture(model):
-    with pytest.raises(ValueError, match="but the model reads 256 at most"):
+    with pytest.raises(ValueError, match=r"prompt.* 256\b"):
         api.sample(model, model.encode_prompt("red " * 230))
 
 
@@ -108,7 +108,7 @@ def test_without_a_tokenizer_ids_can_still_be_drawn(tmp_path, folder):
     path = copy(folder, tmp_path / "Emu3-Gen-hf")
     (path / "tokenizer.json").unlink()
     model = load_model(path)
-    with pytest.raises(FileNotFoundError, match=r"emu3.tiktoken \(or tokenizer.json\), .* BAAI/Emu3-Gen .*Emu3-Gen-hf"):
+    with pytest.raises(FileNotFoundError, match=r"emu3\.tiktoken.*tokenizer\.json.*BAAI/Emu3-Gen .*Emu3-Gen-hf"):
         model.encode_prompt("a cup")
     ids = model.encode_ids([30, 15, 17, 33, 7, 13, 7, 32])
     assert api.sample(model, ids, cfg=1).tokens.shape == (1, 4, 4)
@@ -133,7 +133,7 @@ def test_the_tokenizer_of_another_model_is_refused(tmp_path, folder):
     path = copy(folder, tmp_path / "model")
     (path / "tokenizer.json").unlink()
     tiny.write_ranks(path)
-    with pytest.raises(ValueError, match="emu3.tiktoken is the tokenizer of another model"):
+    with pytest.raises(ValueError, match="emu3.tiktoken.*another model"):
         load_model(path).encode_prompt("a cup")
 
 
@@ -166,14 +166,14 @@ def test_pairs_are_joined_by_rank_from_the_left():
 def test_special_tokens_follow_the_ranks(ranks):
     assert len(ranks) == 264 + 3 + 205 + 3 + 32768
     assert ranks.id("<|endoftext|>") == 264 and ranks.id("<|visual token 000000|>") == 264 + 211
-    with pytest.raises(ValueError, match="has no token <|nonsense|>"):
+    with pytest.raises(ValueError, match=r"<\|nonsense\|>"):
         ranks.id("<|nonsense|>")
 
 
 @pytest.mark.parametrize("content", [b"YQ== 0\nYg==\n", b"YQ== zero\n", b"!!! 0\n", b"YQ== 0\nYg== 1\n", b""])
 def test_damaged_ranks(tmp_path, content):
     (tmp_path / "emu3.tiktoken").write_bytes(content)
-    with pytest.raises(ValueError, match=r"emu3.tiktoken (cannot be read|is incomplete).* Download it again"):
+    with pytest.raises(ValueError, match=r"emu3\.tiktoken.*(read|incomplete).*Download"):
         RankTokenizer(tmp_path / "emu3.tiktoken", emu3._PATTERN, emu3._RANKED).ids("a")
 
 
@@ -182,7 +182,7 @@ def test_damaged_ranks(tmp_path, content):
 
 def test_sizes_are_those_of_one_area(model):
     assert model.grids[0] == (8, 2) and model.grids[-1] == (2, 8) and (3, 5) in model.grids
-    with pytest.raises(ValueError, match="does not draw 10 x 10 pixels .* nearest sizes it draws are"):
+    with pytest.raises(ValueError, match=r"10 x 10 pixels.*nearest.*\d+ x \d+"):
         model.layout(5, 5)
     assert all(0.8 < rows * cols / 8100 < 1.2 for rows, cols in emu3.size_table(90))
     assert {(90, 90), (68, 120), (120, 68), (180, 45), (45, 180)} <= set(emu3.size_table(90))
@@ -209,17 +209,17 @@ def checkpoint_of(path):
 
 def test_a_size_that_nothing_tells(tmp_path, folder):
     path = copy(folder, tmp_path / "mine", image_area=None)
-    refused(path, "mine does not tell whether it is Emu3-Gen or Emu3-Stage1", "90 x 90", "64 x 64")
-    with pytest.raises(ValueError, match="does not tell whether"):
+    refused(path, "mine", "Emu3-Gen", "Emu3-Stage1", "90 x 90", "64 x 64")
+    with pytest.raises(ValueError, match="Emu3-Gen.*Emu3-Stage1"):
         load_model(path, grid=(50, 50))
-    with pytest.raises(ValueError, match=r"does not draw 5 x 5 tokens .* 4 x 4. The nearest grids are \d x \d, "):
+    with pytest.raises(ValueError, match=r"5 x 5 tokens.*4 x 4.*nearest.*\d x \d, "):
         load_model(folder, grid=(5, 5))
     assert load_model(folder, grid=(3, 5)).grid == (3, 5)
 
 
 def test_a_model_that_only_reads_pictures(tmp_path, folder):
     for name in ("Emu3-Chat", "emu3-chat-hf"):
-        refused(copy(folder, tmp_path / name), f"{name} was trained to read pictures", "Use Emu3-Gen")
+        refused(copy(folder, tmp_path / name), name, "Use Emu3-Gen")
 
 
 # Damage
@@ -232,19 +232,19 @@ def test_words_that_nothing_tells(tmp_path, folder):
     lacking = {name: id for name, id in ids.items() if name != "<|extra_200|>"}
     beyond = ids | {"<|visual token 000032|>": max(ids.values()) + 1}
     for i, wrong in enumerate((None, {}, swapped, lacking, beyond)):
-        refused(copy(folder, tmp_path / str(i), vocabulary_map=wrong), "does not tell which of its 67 words", "config")
+        refused(copy(folder, tmp_path / str(i), vocabulary_map=wrong), "67 words", "config")
 
 
 def test_missing_parts(tmp_path, folder):
     path = copy(folder, tmp_path / "shards")
     (path / "model-00002-of-00002.safetensors").unlink()
-    refused(path, "is incomplete", "model-00002-of-00002.safetensors")
+    refused(path, "incomplete", "model-00002-of-00002.safetensors")
     whole = tiny.write(tmp_path / "whole")
     weights = load_file(whole / "model.safetensors")
     for name, words in (
-        ("lm_head.weight", "lacks lm_head.weight"),
-        ("model.text_model.norm.weight", "lacks model.text_model.norm.weight"),
-        ("model.text_model.layers.1.mlp.up_proj.weight", "1 tensors missing"),
+        ("lm_head.weight", "lm_head.weight"),
+        ("model.text_model.norm.weight", "model.text_model.norm.weight"),
+        ("model.text_model.layers.1.mlp.up_proj.weight", "layers.1.feed_forward.w1_w3.weight"),
     ):  # fmt: skip
         save(whole / "model.safetensors", {key: tensor for key, tensor in weights.items() if key != name})
         refused(whole, words)

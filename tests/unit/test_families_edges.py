@@ -62,7 +62,7 @@ def test_a_prompt_that_another_node_changed_is_refused(models, family, change, s
     model = models[family]
     [[ids, extra]] = prompt = model.encode_prompt("a red circle")
     changed = [[change(ids), extra]]
-    with pytest.raises(ValueError, match=f"{side} was changed by another node"):
+    with pytest.raises(ValueError, match=f"{side}.*another node"):
         start(model, *((changed, None) if side == "positive" else (prompt, changed)))
 
 
@@ -87,7 +87,7 @@ def test_a_prompt_may_hold_anything_that_json_can(models, family):
 
 @pytest.mark.parametrize("name", ["20240320_lumina", "Lumina-mGPT-v128", "0f96c2e1d4", "a7512bc0", "Lumina-mGPT-7B"])
 def test_other_numbers_in_a_name_are_no_size(name, tmp_path):
-    with pytest.raises(CheckpointError, match="does not tell which size"):
+    with pytest.raises(CheckpointError, match="size"):
         target_size(tmp_path / name / "model.safetensors", {}, None)
 
 
@@ -106,7 +106,7 @@ def test_a_stray_decoder_does_not_keep_a_model_from_loading(folders, tmp_path, s
 
 def test_one_of_several_shards_is_no_model(tmp_path):
     folder = tiny_simplear.write(tmp_path, shards=2)
-    with pytest.raises(CheckpointError, match="one of several shards"):
+    with pytest.raises(CheckpointError, match="shards"):
         load_model(folder / "model-00001-of-00002.safetensors")
 
 
@@ -183,5 +183,5 @@ def test_a_model_that_overflows_draws_nothing(models, folders, method):
     tree = DraftTree(ModelDrafter(models["janus-pro"]), Chain(2))
     method = {"next token": NextToken(), "SJD": SJD(), "draft tree": tree}[method]
     request = Request(model, model.encode_prompt("a"), model.layout(), SamplingParams())
-    with pytest.raises(ValueError, match="NaN or infinite logits .torch.float32.*Choose bf16 or fp32"):
+    with pytest.raises(ValueError, match="NaN.*torch.float32.*bf16 or fp32"):
         method.sample(request)

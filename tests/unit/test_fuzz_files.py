@@ -248,7 +248,7 @@ def test_what_once_was_a_defect(sound, name, change, says):
                                   lambda path: api.load_drafter(path, target())])
 def test_names_that_no_file_has(tmp_path, monkeypatch, name, load):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"does not exist|holds no|is a") as error:
+    with pytest.raises(ValueError, match=r"exist|holds no|is a") as error:
         load(name)
     assert type(error.value) in (ValueError, CheckpointError)
 
@@ -263,7 +263,7 @@ def test_a_panic_of_the_tokenizer_library_is_an_error_like_others(tmp_path):
     with pytest.raises(BaseException) as panic:
         made.encode(prompt)
     assert not isinstance(panic.value, Exception)
-    with pytest.raises(CheckpointError, match="tokenizer.json cannot be read"):
+    with pytest.raises(CheckpointError, match="tokenizer.json"):
         Tokenizer(file, "missing").ids(prompt)
 
 

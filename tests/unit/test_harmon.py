@@ -118,16 +118,16 @@ def broken(name, change):
 
 
 @pytest.mark.parametrize(("name", "change", "words"), [
-    ("mar.encoder_blocks.1.attn.qkv.weight", None, "1 tensors missing .*encoder_blocks.1.attn.qkv"),
-    ("mar.z_proj.weight", None, "incomplete or damaged"),
-    ("mar.diffloss.net.input_proj.weight", None, "incomplete or damaged"),
-    ("mar.diffusion_pos_embed_learned", None, "incomplete or damaged"),
-    ("llm.model.layers.1.mlp.up_proj.weight", None, "1 tensors missing .*layers.1.mlp.up_proj"),
-    ("llm.model.layers.0.self_attn.k_proj.weight", None, "incomplete or damaged"),
-    ("llm.model.embed_tokens.weight", lambda t: t[0], "incomplete or damaged"),
-    ("proj_out.2.bias", None, "1 tensors missing .*proj_out.2.bias"),
-    ("proj_in.0.weight", lambda t: t.T.contiguous(), r"proj_in.0.weight has shape \[32, 64\], expected \[64, 32\]"),
-    ("llm.model.norm.weight", lambda t: t / 0, "llm.model.norm.weight contains NaN or infinite"),
+    ("mar.encoder_blocks.1.attn.qkv.weight", None, "missing.*encoder_blocks.1.attn.qkv"),
+    ("mar.z_proj.weight", None, "damaged"),
+    ("mar.diffloss.net.input_proj.weight", None, "damaged"),
+    ("mar.diffusion_pos_embed_learned", None, "damaged"),
+    ("llm.model.layers.1.mlp.up_proj.weight", None, "missing.*layers.1.mlp.up_proj"),
+    ("llm.model.layers.0.self_attn.k_proj.weight", None, "damaged"),
+    ("llm.model.embed_tokens.weight", lambda t: t[0], "damaged"),
+    ("proj_out.2.bias", None, "missing.*proj_out.2.bias"),
+    ("proj_in.0.weight", lambda t: t.T.contiguous(), r"proj_in.0.weight.*\[32, 64\].*\[64, 32\]"),
+    ("llm.model.norm.weight", lambda t: t / 0, "llm.model.norm.weight.*NaN"),
 ])
 def test_broken_files_are_refused_in_words(tmp_path, name, change, words):
     path = write_harmon(tmp_path / "harmon.safetensors", broken(name, change))
@@ -137,10 +137,10 @@ def test_broken_files_are_refused_in_words(tmp_path, name, change, words):
 
 def test_sizes_that_hide_their_heads_are_refused(tmp_path):
     path = write_harmon(tmp_path / "harmon.safetensors", llm_heads=None)
-    with pytest.raises(CheckpointError, match="language model of width 64.*llm_heads"):
+    with pytest.raises(CheckpointError, match="width 64.*llm_heads"):
         load_model(path)
     write_harmon(path, llm_heads=3)
-    with pytest.raises(CheckpointError, match="language model of width 64"):
+    with pytest.raises(CheckpointError, match="width 64"):
         load_model(path)
     write_harmon(path, heads=None)
     with pytest.raises(CheckpointError, match="width 32.*heads"):
@@ -151,7 +151,7 @@ def test_it_is_not_mistaken_for_mar_nor_mar_for_it(tmp_path):
     assert harmon.recognise(harmon_weights()) and not mar.recognise(harmon_weights())
     assert load_model(write_mar(tmp_path / "mar.safetensors")).family == "mar"
     path = write_harmon(tmp_path / "half.safetensors", broken("llm.model.embed_tokens.weight", None))
-    with pytest.raises(CheckpointError, match="no family"):
+    with pytest.raises(CheckpointError, match="family"):
         load_model(path)
 
 
@@ -173,7 +173,7 @@ def test_prompts_are_asked_for_in_the_words_of_training(model, text, request_):
 def test_the_tokenizer_is_found_in_every_place_it_may_have(tmp_path):
     (tmp_path / "models").mkdir()
     path = write_harmon(tmp_path / "models" / "harmon.safetensors")
-    with pytest.raises(FileNotFoundError, match=r"Qwen2.5's tokenizer.*Qwen2.5-0.5B-Instruct.*models/text_encoders"):
+    with pytest.raises(FileNotFoundError, match=r"tokenizer.*Qwen2.5-0.5B-Instruct.*models/text_encoders"):
         load_model(path).encode_prompt("a dog")
     write_tokenizer(tmp_path / "encoders" / "Qwen2.5-1.5B-Instruct")
     found = load_model(path, search_folders=[tmp_path / "elsewhere", tmp_path / "encoders"])
@@ -202,16 +202,16 @@ def test_a_wrong_tokenizer_is_refused_in_words(tmp_path, damage):
         config["added_tokens_decoder"] |= {str(i): {"content": f"<{i}>"} | extra for i in range(259, VOCAB + 1)}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     model = load_model(write_harmon(tmp_path / "harmon.safetensors"))
-    words = "tokenizer of another model" if damage in ("other special tokens", "too many tokens") else "tokenizer"
+    words = "tokenizer.*another model" if damage in ("other special tokens", "too many tokens") else "tokenizer"
     with pytest.raises(CheckpointError, match=words):
         model.encode_prompt("a dog")
 
 
 def test_conditioning_of_other_models_is_refused(model):
     other = [[torch.ones(1, 3, 1), {"ar": {"family": "mar", "text": ""}}]]
-    with pytest.raises(ValueError, match="encoded for mar, but the model is harmon"):
+    with pytest.raises(ValueError, match=r"\bmar\b.*\bharmon\b"):
         model.start(other, None, 1, GRID, guided=False)
-    with pytest.raises(ValueError, match="negative.*encoded for mar"):
+    with pytest.raises(ValueError, match=r"negative.*\bmar\b"):
         model.start(ids(model, 1), other, 1, GRID, guided=True)
 
 
@@ -303,7 +303,7 @@ def test_memory_estimates_count_both_networks(model):
 def test_one_with_another_vocabulary_does_not(tmp_path, model):
     weights = harmon_weights()
     weights |= {name: weights[name][:280].clone() for name in ("llm.model.embed_tokens.weight", "llm.lm_head.weight")}
-    with pytest.raises(CheckpointError, match="ids of 280 tokens, the model's is ids of 300 tokens"):
+    with pytest.raises(CheckpointError, match="280 tokens.*300 tokens"):
         load_drafter(write_harmon(tmp_path / "small.safetensors", weights), model)
 
 

@@ -16,7 +16,7 @@ def test_image_decoder_is_found_and_joined(tmp_path):
     model_path = write_llamagen(tmp_path / "model.safetensors", False)
     model = load_model(model_path)
     assert model.codebook is None
-    with pytest.raises(ValueError, match="No image decoder is attached"):
+    with pytest.raises(ValueError, match="(?i)no image decoder"):
         model.dequantize(torch.zeros(1, 4, 4, dtype=torch.int64))
     assert api.sample(model, model.encode_class(1), SJD(window=4)).latent is None
     save_file(vq_weights(), str(tmp_path / "vq.safetensors"))
@@ -60,10 +60,10 @@ def test_a_decoder_of_another_model_is_left_and_named(tmp_path, caplog):
     save_file(weights, str(tmp_path / "vq.safetensors"))
     model = load_model(model_path)
     assert model.codebook is None and model.image_decoder is None
-    assert "vq.safetensors is not the image decoder of this model, which draws 32 codes" in caplog.text
+    assert "vq.safetensors" in caplog.text and "32 codes" in caplog.text
     save_file(vq_weights(), str(tmp_path / "vq_ds16_c2i.safetensors"))
     assert load_model(model_path).codebook.shape[0] == 32, "the next one that fits"
-    with pytest.raises(ValueError, match="64 codes but the model draws 32.*released with the model"):
+    with pytest.raises(ValueError, match="64 codes.*32"):
         model.attach_codebook(load_image_decoder(tmp_path / "vq.safetensors").codebook, 16)
 
 
@@ -75,7 +75,7 @@ def test_damaged_vq_files(tmp_path):
         refused(path, path.name, loader=load_image_decoder)
     only_decoder = {n: t for n, t in weights.items() if n.startswith(("decoder", "quantize", "post"))}
     save_file(only_decoder, str(path))
-    refused(path, path.name, "is incomplete", "encoder, decoder and codebook", loader=load_image_decoder)
+    refused(path, path.name, "incomplete", "encoder, decoder and codebook", loader=load_image_decoder)
     weights["decoder.conv_out.bias"][1] = float("nan")
     save_file(weights, str(path))
     refused(path, path.name, "decoder.conv_out.bias", "NaN", loader=load_image_decoder)
@@ -85,7 +85,7 @@ def test_pictures_must_fit_the_decoder(tmp_path):
     save_file(vq_weights(), str(tmp_path / "vq.safetensors"))
     decoder = load_image_decoder(tmp_path / "vq.safetensors")
     assert decoder.encode(torch.rand(1, 6, 8, 3)).shape == (1, 3, 4)
-    with pytest.raises(ValueError, match=r"8 x 7, but both sides must be multiples of 2 pixels. Resize it"):
+    with pytest.raises(ValueError, match=r"8 x 7.*multiples of 2.*Resize"):
         decoder.encode(torch.rand(1, 7, 8, 3))
 
 
@@ -97,18 +97,18 @@ def test_conditioning_of_another_kind_is_refused(tmp_path):
     classes = load_model(write_llamagen(tmp_path / "c.safetensors", False))
     good = text.encode_features(caption_features())
     cases = [
-        (classes.encode_class(1), "positive was encoded for llamagen-c2i, but the model is llamagen-t2i"),
-        ([[torch.zeros(1, 77, 768), {}]], "does not come from this pack's CLIP"),
-        (good + good, "combines 2 prompts"),
-        ([], "combines 0 prompts"),
+        (classes.encode_class(1), "positive.*llamagen-c2i.*llamagen-t2i"),
+        ([[torch.zeros(1, 77, 768), {}]], "CLIP"),
+        (good + good, "2 prompts"),
+        ([], "0 prompts"),
     ]
     for conditioning, words in cases:
         with pytest.raises(ValueError, match=words):
             api.sample(text, conditioning, SJD(window=4))
-    with pytest.raises(ValueError, match="negative was encoded for llamagen-c2i"):
+    with pytest.raises(ValueError, match="negative.*llamagen-c2i"):
         api.sample(text, good, SJD(window=4), negative=classes.encode_class(1))
     three = text.encode_features(caption_features().expand(3, -1, -1))
-    with pytest.raises(ValueError, match="positive holds 3 prompts for a batch of 2"):
+    with pytest.raises(ValueError, match="positive.*3 prompts.*2"):
         api.sample(text, three, SJD(window=4), batch_size=2)
     assert api.sample(text, three, SJD(window=4), batch_size=3).tokens.shape == (3, *GRID)
 
@@ -126,7 +126,7 @@ def test_masked_features_are_cropped(tmp_path):
 def test_class_numbers_outside_the_table(tmp_path):
     model = load_model(write_llamagen(tmp_path / "c.safetensors", False))
     for wrong in (CLASSES, -1):
-        with pytest.raises(ValueError, match="Type a number from 0 to 9"):
+        with pytest.raises(ValueError, match="0 to 9"):
             model.encode_class(wrong)
 
 

@@ -98,28 +98,26 @@ def test_the_window_depends_on_the_device_unless_given(window, device, length, w
 
 
 @pytest.mark.parametrize(("method", "words"), [
-    (SJD(window=17), "window is 17, but this image has 16 tokens: use 2 to 16"),
-    (SJD(window=1), "window is 1"), (SJD(window=-3), "window is -3"),
-    (SJD(reuse="magic"), "reuse is 'magic'; choose one of coupled, gumbel"),
-    (SJD(initial="magic"), "initial is 'magic'; choose one of mixed, left"),
-    (SJD(threshold=0), "threshold is 0, but must be above 0"), (SJD(threshold=float("nan")), "threshold is nan"),
-    (Jacobi(window=40), "window is 40"),
+    (SJD(window=17), "window.*17.*2 to 16"),
+    (SJD(window=1), "window.* 1.*2 to 16"), (SJD(window=-3), "window.*-3.*2 to 16"),
+    (SJD(reuse="magic"), "reuse.*'magic'.*coupled, gumbel"),
+    (SJD(initial="magic"), "initial.*'magic'.*mixed, left"),
+    (SJD(threshold=0), "threshold.* 0.*above 0"), (SJD(threshold=float("nan")), "threshold.*nan"),
+    (Jacobi(window=40), "window.*40.*2 to 16"),
 ])
 def test_illegal_settings_are_named(models, method, words):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=words):
         sample(models, method)
-    assert words in str(error.value)
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    ({"cfg": 0.5}, "cfg is 0.5"), ({"top_k": VOCAB + 1}, f"use 0 (off) to {VOCAB}"),
+    ({"cfg": 0.5}, "cfg.*0.5"), ({"top_k": VOCAB + 1}, f"top_k.* 0.* to {VOCAB}"),
     ({"temperature": -0.1}, "temperature"), ({"top_p": 0.0}, "top_p"),
 ])
 @pytest.mark.parametrize("method", [NextToken(), SJD()], ids=str)
 def test_illegal_parameters_are_named(models, method, options, words):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=words):
         sample(models, method, **options)
-    assert words in str(error.value)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)

@@ -63,7 +63,7 @@ def test_what_a_model_says_of_itself(model):
     assert model.vocab == model.vocab_total == CODES and model.longest == 16384
     assert model.defaults == SamplingParams(cfg=5.0) and model.dtype == torch.float32
     assert model.prefix.words == WORDS and not any(p.requires_grad for p in model.parameters())
-    with pytest.raises(ValueError, match="does not draw"):
+    with pytest.raises(ValueError, match="16 x 4 pixels.*8 x 8 pixels"):
         model.layout(2, 8)
 
 
@@ -123,7 +123,7 @@ def test_too_long_a_prompt(tmp_path):
     settings["text_config"]["max_position_embeddings"] = 40
     (folder / "config.json").write_text(json.dumps(settings), encoding="utf-8")
     model = load_model(folder)
-    with pytest.raises(ValueError, match=r"the model reads 40 at most. Shorten the prompt"):
+    with pytest.raises(ValueError, match=r"40.*Shorten"):
         api.sample(model, model.encode_prompt("a prompt that is too long"), temperature=0)
 
 
@@ -137,7 +137,7 @@ def test_a_missing_tokenizer_is_named_when_it_is_used(tmp_path):
     null = model.encode_ids([BEGIN, PAD, PAD, IMAGE])
     drawn = api.sample(model, ids, negative=null, temperature=0).tokens
     for use in (lambda: model.encode_prompt("a cat"), lambda: api.sample(model, ids)):
-        with pytest.raises(FileNotFoundError, match=r"tokenizer.json, which was not found.*deepseek-ai/Janus-Pro"):
+        with pytest.raises(FileNotFoundError, match=r"tokenizer\.json.*deepseek-ai/Janus-Pro"):
             use()
     beside = tmp_path / "Janus-Pro"
     beside.mkdir()
@@ -147,15 +147,15 @@ def test_a_missing_tokenizer_is_named_when_it_is_used(tmp_path):
 
 
 @pytest.mark.parametrize(("specials", "first", "words"), [
-    (("<s>", "</s>"), FIRST, ("has no token", "of another model")),
-    (SPECIALS, WORDS, (f"{WORDS + len(SPECIALS)} words but the model knows {WORDS}", "do not belong together")),
+    (("<s>", "</s>"), FIRST, ("token", "another model")),
+    (SPECIALS, WORDS, (str(WORDS + len(SPECIALS)), f" {WORDS}")),
 ])
 def test_another_models_tokenizer(tmp_path, specials, first, words):
     folder = write(tmp_path / "Janus")
     byte_tokenizer(specials, first).save(str(folder / "tokenizer.json"))
     refused("a cat", *words, loader=load_model(folder).encode_prompt)
     (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
-    refused("a cat", "tokenizer.json cannot be read", "Download it again", loader=load_model(folder).encode_prompt)
+    refused("a cat", "tokenizer.json", "Download", loader=load_model(folder).encode_prompt)
 
 
 # Sizes
@@ -164,12 +164,12 @@ def test_another_models_tokenizer(tmp_path, specials, first, words):
 def test_the_grid_is_the_models_own(tmp_path, model):
     folder = write(tmp_path / "Janus", original=True)
     assert load_model(folder, grid=(SIDE, SIDE)).grid == (SIDE, SIDE)
-    refused(folder, "draws 4 x 4 tokens", "not 24 x 24", grid=(24, 24))
+    refused(folder, "4 x 4", "24 x 24", grid=(24, 24))
     (folder / "processor_config.json").unlink()
     assert load_model(folder).grid == (24, 24)  # the released ones
     for wrong in (15, -4, "16"):
         (folder / "processor_config.json").write_text(json.dumps({"num_image_tokens": wrong}), encoding="utf-8")
-        refused(folder, f"{wrong} tokens", "no square")
+        refused(folder, f"{wrong} tokens", "square")
     alone = tmp_path / "alone.safetensors"
     specar = {"grid": [2, 2], "heads": 4, "defaults": {"cfg": 2.0, "top_k": 5}}
     save_file(weights(), str(alone), metadata={"specar": json.dumps(specar)})
@@ -189,7 +189,7 @@ def test_models_that_only_look_at_pictures(tmp_path, original):
     tensors = {name: tensor for name, tensor in tensors.items()
                if not name.startswith(("gen_", "model.generation", "model.vqmodel"))}
     folder = write_folder(tmp_path / "looking", tensors, config(original))
-    refused(folder, "looking", "only looks at pictures", "deepseek-ai/Janus-Pro-1B")
+    refused(folder, "looking", "looks at", "deepseek-ai/Janus-Pro-1B")
 
 
 @pytest.mark.parametrize(("change", "words"), [
@@ -198,7 +198,7 @@ def test_models_that_only_look_at_pictures(tmp_path, original):
     (lambda w: w.pop("model.language_model.layers.1.self_attn.k_proj.weight"), ("k_proj", "incomplete")),
     (lambda w: w.pop("model.language_model.layers.1.mlp.up_proj.weight"), ("w3", "missing")),
     (lambda w: w.update({"model.generation_aligner.hidden_layers.1.bias": torch.zeros(64)}), ("unknown", "layers.1")),
-    (lambda w: w.update({"model.generation_head.proj_out.bias": torch.zeros(7)}), ("has shape [7]", "expected [64]")),
+    (lambda w: w.update({"model.generation_head.proj_out.bias": torch.zeros(7)}), ("[7]", "[64]")),
     (lambda w: w["model.generation_embeddings.weight"][3].fill_(torch.nan), ("table.weight", "NaN")),
     (lambda w: w["model.language_model.layers.0.self_attn.v_proj.weight"][3].fill_(torch.inf), ("wqkv", "NaN")),
     (lambda w: w.pop("model.vqmodel.decoder.conv_out.bias"), ("decoder.conv_out.bias", "missing")),
@@ -212,15 +212,15 @@ def test_damaged_files(tmp_path, change, words):
 def test_missing_parts_of_a_folder(tmp_path):
     folder = write(tmp_path / "Janus-Pro-7B", shards=3)
     (folder / "model-00002-of-00003.safetensors").unlink()
-    refused(folder, "Janus-Pro-7B is incomplete", "model-00002-of-00003.safetensors")
+    refused(folder, "Janus-Pro-7B", "incomplete", "model-00002-of-00003.safetensors")
     (folder / "model.safetensors.index.json").unlink()
-    refused(folder, "holds no model.safetensors")
+    refused(folder, "no model.safetensors")
 
 
 def test_another_decoder_beside_it(tmp_path, caplog):
     folder = write(tmp_path / "Janus")
     save_file(vq_weights() | {"quantize.embedding.weight": torch.randn(64, 8)}, str(folder / "vq.safetensors"))
     assert load_model(folder).codebook.shape == (32, 8), "its own"
-    assert "vq.safetensors is not the image decoder of this model, which draws 32 codes" in caplog.text
+    assert "vq.safetensors" in caplog.text and "32 codes" in caplog.text
     decoder = load_image_decoder(folder / "model.safetensors")
     assert decoder.encode(decoder.decode_tokens(PICTURE)).shape == PICTURE.shape

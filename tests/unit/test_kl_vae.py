@@ -61,7 +61,7 @@ def test_moments_and_pixels_have_their_shapes():
     mean, log_variance = model.encode_moments(torch.rand(2, 3, 8, 12) * 2 - 1)
     assert mean.shape == log_variance.shape == (2, 4, 4, 6)
     assert model.decode(mean).shape == (2, 3, 8, 12)
-    with pytest.raises(ValueError, match="12 x 7 pixels: both sides must be multiples of 2"):
+    with pytest.raises(ValueError, match="12 x 7 pixels.*multiples of 2"):
         model.encode_moments(torch.zeros(1, 3, 7, 12))
 
 
@@ -85,7 +85,7 @@ def test_files_load_with_the_conventions_of_the_pack(tmp_path):
         expected = (model.decode(latent) / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1)
     assert torch.allclose(decoder.decode(latent), expected, atol=1e-6)
     save_file({n: t for n, t in weights.items() if not n.startswith("encoder")}, str(tmp_path / "half.safetensors"))
-    with pytest.raises(CheckpointError, match="half.safetensors is incomplete .* encoder and decoder are needed"):
+    with pytest.raises(CheckpointError, match="half.safetensors.*incomplete.*encoder and decoder"):
         api.load_image_decoder(tmp_path / "half.safetensors")
 
 

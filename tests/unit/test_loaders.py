@@ -144,7 +144,7 @@ def test_metadata_describes_models_of_our_own(tmp_path):
     assert model.grid == (2, 8) and model.pixels_per_token == 8
     assert model.defaults == SamplingParams(cfg=3.0, temperature=0.9)
     assert load_model(path, grid=(8, 2)).grid == (8, 2)
-    with pytest.raises(ValueError, match=r"does not draw 32 x 32 pixels \(4 x 4 tokens\), only 64 x 16 pixels"):
+    with pytest.raises(ValueError, match=r"32 x 32 pixels.*4 x 4 tokens.*64 x 16 pixels"):
         model.layout(4, 4)
 
 
@@ -172,10 +172,10 @@ def refused(path, *words, loader=load_model, error=CheckpointError, **options):
 
 
 def test_missing_files_and_strange_kinds(tmp_path):
-    refused(tmp_path / "none.safetensors", "none.safetensors", "does not exist", "Put the file there")
-    refused(tmp_path, "holds no model.safetensors", error=CheckpointError)
+    refused(tmp_path / "none.safetensors", "none.safetensors", "exist")
+    refused(tmp_path, "no model.safetensors", error=CheckpointError)
     (tmp_path / "weights.txt").write_text("hello", encoding="utf-8")
-    refused(tmp_path / "weights.txt", "weights.txt", "not a weight file", ".safetensors")
+    refused(tmp_path / "weights.txt", "weights.txt", "weight file", ".safetensors")
 
 
 @pytest.mark.parametrize("loader", [load_model, load_image_decoder])
@@ -232,7 +232,7 @@ def test_code_in_a_file_is_never_run(tmp_path, known_size, loader):
                     {"model": weights, "args": argparse.Namespace(x=Attack(proof))}):
         for zipped in (True, False):
             torch.save(content, path, _use_new_zipfile_serialization=zipped)
-            refused(path, path.name, "contains code, which is never run", "Convert it to .safetensors", loader=loader)
+            refused(path, path.name, "never run", ".safetensors", loader=loader)
             assert not proof.exists()
     path.write_bytes(pickle.dumps(Attack(proof)))
     refused(path, path.name, loader=loader)
@@ -246,7 +246,7 @@ def test_the_attack_of_the_test_above_works(tmp_path):
 
 def test_other_classes_in_a_pickle_are_refused(tmp_path):
     torch.save({"model": llamagen_weights(False), "args": Path("x")}, tmp_path / "run_256.pt")
-    refused(tmp_path / "run_256.pt", "run_256.pt", "contains code")
+    refused(tmp_path / "run_256.pt", "run_256.pt", "code")
 
 
 def test_namespaces_are_not_allowed_for_good(tmp_path, known_size):
@@ -260,21 +260,21 @@ def test_namespaces_are_not_allowed_for_good(tmp_path, known_size):
 
 def test_files_without_tensors(tmp_path):
     torch.save({"model": {}, "steps": 3}, tmp_path / "empty_256.pt")
-    refused(tmp_path / "empty_256.pt", "empty_256.pt", "no named tensors")
+    refused(tmp_path / "empty_256.pt", "empty_256.pt", "tensors")
     torch.save([torch.zeros(3)], tmp_path / "list_256.pt")
-    refused(tmp_path / "list_256.pt", "list_256.pt", "no named tensors")
+    refused(tmp_path / "list_256.pt", "list_256.pt", "tensors")
     save_file({}, str(tmp_path / "empty.safetensors"))
-    refused(tmp_path / "empty.safetensors", "empty.safetensors", "no tensors")
+    refused(tmp_path / "empty.safetensors", "empty.safetensors", "tensors")
 
 
 def test_wrong_families(tmp_path):
     save_file({"model.diffusion_model.input_blocks.0.0.weight": torch.zeros(1)}, str(tmp_path / "sd15.safetensors"))
-    refused(tmp_path / "sd15.safetensors", "sd15.safetensors", "no family this pack knows (LlamaGen", "input_blocks")
-    refused(tmp_path / "sd15.safetensors", "sd15.safetensors", "not an image decoder", loader=load_image_decoder)
+    refused(tmp_path / "sd15.safetensors", "sd15.safetensors", "family", "LlamaGen", "input_blocks")
+    refused(tmp_path / "sd15.safetensors", "sd15.safetensors", "image decoder", loader=load_image_decoder)
     save_file(vq_weights(), str(tmp_path / "vq_ds16_c2i.safetensors"))
-    refused(tmp_path / "vq_ds16_c2i.safetensors", "is an image decoder, not a model", "Load AR Image Decoder")
+    refused(tmp_path / "vq_ds16_c2i.safetensors", "vq_ds16_c2i.safetensors", "Load AR Image Decoder")
     write_llamagen(tmp_path / "c2i.safetensors", False)
-    refused(tmp_path / "c2i.safetensors", "c2i.safetensors", "not an image decoder", loader=load_image_decoder)
+    refused(tmp_path / "c2i.safetensors", "c2i.safetensors", "image decoder", loader=load_image_decoder)
 
 
 @pytest.mark.parametrize("text", [True, False])
@@ -291,7 +291,7 @@ def test_missing_misshapen_and_unknown_tensors(tmp_path, text):
         write({name: None})
         refused(path, path.name)
     write({"layers.1.attention.wo.weight": None})
-    refused(path, path.name, "1 tensors missing", "layers.1.attention.wo.weight", "incomplete")
+    refused(path, path.name, "missing", "layers.1.attention.wo.weight", "incomplete")
     write({"layers.1.attention.wo.weight": torch.zeros(64, 63)})
     refused(path, path.name, "layers.1.attention.wo.weight", "[64, 63], expected [64, 64]")
     write({"layers.0.extra.weight": torch.zeros(1)})
@@ -309,13 +309,13 @@ def test_unknown_size_and_grid(tmp_path, known_size):
     write_llamagen(tmp_path / "odd.safetensors", False, heads=7)
     refused(tmp_path / "odd.safetensors", "odd.safetensors", "width 64")
     save_file(llamagen_weights(False), str(tmp_path / "mine.safetensors"))
-    refused(tmp_path / "mine.safetensors", "mine.safetensors", "set it (16 for 256, 24 for 384, 32 for 512 pixels)")
+    refused(tmp_path / "mine.safetensors", "mine.safetensors", "grid", "16 for 256", "24 for 384", "32 for 512")
     for grid in ((0, 4), (4,), (-1, 4)):
         refused(tmp_path / "mine.safetensors", "between 1 and 1024", grid=grid, error=ValueError)
 
 
 def test_unknown_bundled_models_are_named():
-    with pytest.raises(FileNotFoundError, match="no bundled model 'nonsense'; bundled are"):
+    with pytest.raises(FileNotFoundError, match="'nonsense'.*continuous, default"):
         bundled("nonsense")
 
 

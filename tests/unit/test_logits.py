@@ -98,15 +98,14 @@ def test_half_precision_logits_are_processed_in_fp32():
 
 
 @pytest.mark.parametrize(("params", "words"), [
-    ({"cfg": 0.5}, "cfg is 0.5, but must be 1"), ({"cfg": math.nan}, "cfg is nan"),
-    ({"temperature": -1}, "temperature is -1, but must be 0"), ({"top_k": 33}, "top_k is 33, but this model has 32"),
-    ({"top_k": -1}, "use 0 (off) to 32"), ({"top_p": 0}, "top_p is 0, but must be above 0"),
-    ({"top_p": 1.1}, "top_p is 1.1"), ({"temperature": math.nan}, "temperature is nan"),
+    ({"cfg": 0.5}, "cfg.*0.5.* 1"), ({"cfg": math.nan}, "cfg.*nan"),
+    ({"temperature": -1}, "temperature.*-1.* 0"), ({"top_k": 33}, "top_k.*33.* 0.* to 32"),
+    ({"top_k": -1}, "top_k.*-1.* 0.* to 32"), ({"top_p": 0}, "top_p.* 0.*above 0"),
+    ({"top_p": 1.1}, "top_p.*1.1"), ({"temperature": math.nan}, "temperature.*nan"),
 ])
 def test_illegal_parameters_are_named(params, words):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=words):
         SamplingParams(**params).check(32)
-    assert words in str(error.value)
 
 
 rows = st.lists(st.floats(-20, 20, width=32, allow_subnormal=False), min_size=2, max_size=12)

@@ -165,7 +165,7 @@ def test_a_drive_that_cannot_map_is_no_damage(tmp_path, monkeypatch, without_map
     monkeypatch.setattr(checkpoint, "safe_open", failing(OSError(19, "No such device (os error 19)")))
     assert api.load_model(path).family == "llamagen-c2i"
     checkpoint.keep_maps(True)
-    assert "cannot be read" in (message := refused(path)) and "--disable-mmap" in message
+    assert "--disable-mmap" in refused(path)
 
 
 def test_a_trace_may_be_replaced_while_it_is_shown(tmp_path):

@@ -106,12 +106,12 @@ def test_positions_of_other_grids(model):
 
 @pytest.mark.parametrize("steps", [0, 1, 1001])
 def test_illegal_numbers_of_steps(steps):
-    with pytest.raises(ValueError, match=rf"2 to 1000 steps a token; {steps} were asked for"):
+    with pytest.raises(ValueError, match=rf"2 to 1000 steps.* {steps}\b"):
         Schedule.cosine(steps)
 
 
 def test_unknown_kinds_of_sampling():
-    with pytest.raises(ValueError, match="ddpm or ddim; 'euler' was asked for"):
+    with pytest.raises(ValueError, match="ddpm or ddim.*'euler'"):
         Schedule.cosine(10, "euler")
 
 
@@ -152,7 +152,7 @@ def test_noise_is_used_where_it_should_be(head):
     schedule, noise = last_steps(Schedule.cosine(25), 8), numbers("later noise", 8, 6, 16)
     noise[-1] = 1e3  # the last step adds none
     assert torch.equal(head.denoise(Z, None, 1.0, 1.0, NOISE0, noise, schedule).mean, end.mean)
-    with pytest.raises(ValueError, match="8 entries for a schedule of 100 steps"):
+    with pytest.raises(ValueError, match="8 .*100 steps"):
         head.denoise(Z, None, 1.0, 1.0, NOISE0, noise)
 
 

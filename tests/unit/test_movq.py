@@ -67,7 +67,7 @@ def test_pictures_become_the_nearest_codes(decoder):
     assert tokens.dtype == torch.int64 and torch.equal(tokens, wanted) and len(tokens.unique()) > 8
     assert torch.equal(decoder.encode_latent(pixels), decoder.dequantize(tokens))
     decoder.codebook[:24] = before
-    with pytest.raises(ValueError, match="both sides must be multiples of 2"):
+    with pytest.raises(ValueError, match="multiples of 2"):
         decoder.encode(pixels[:, :5])
 
 
@@ -83,23 +83,23 @@ def test_damaged_files(tmp_path):
     weights = tiny.original_vq_weights()
     path = tmp_path / "movq.safetensors"
     for gone, words in (
-        ("encoder.conv_in.weight", "is incomplete"), ("encoder.time_conv.0.conv.conv.weight", "tensors"),
+        ("encoder.conv_in.weight", "incomplete"), ("encoder.time_conv.0.conv.conv.weight", "tensors"),
         ("decoder.conv_out.bias", "1 tensors missing"), ("decoder.up.1.attn.0.q.weight", "1 tensors missing"),
     ):  # fmt: skip
         save_file({name: tensor for name, tensor in weights.items() if name != gone}, str(path))
         refused(path, "movq.safetensors", words, loader=load_image_decoder)
     save_file({name: t for name, t in weights.items() if not name.startswith("encoder.")}, str(path))
-    refused(path, "is incomplete", "encoder, decoder and codebook are needed", loader=load_image_decoder)
+    refused(path, "incomplete", "encoder, decoder and codebook", loader=load_image_decoder)
     save_file(weights | {"surplus.weight": torch.zeros(1)}, str(path))
     refused(path, "1 unknown", "surplus", loader=load_image_decoder)
     save_file(weights | {"decoder.conv_in.bias": torch.full((32,), float("inf"))}, str(path))
     refused(path, "NaN or infinite", loader=load_image_decoder)
     save_file(weights, str(path))
-    refused(path, "movq.safetensors is an image decoder, not a model", "Load AR Image Decoder", loader=load_model)
+    refused(path, "movq.safetensors", "image decoder", "Load AR Image Decoder", loader=load_model)
 
 
 def test_sizes_are_read_from_shapes():
     settings = movq.settings_of(movq.native_tensors(tiny.original_vq_weights()))
     assert settings == tiny.VQ | {"double_latent": False}
-    with pytest.raises(ValueError, match="is incomplete"):
+    with pytest.raises(ValueError, match="incomplete"):
         movq.load(Checkpoint({"quantize.embedding.weight": torch.zeros(2, 2)}), torch.float32)

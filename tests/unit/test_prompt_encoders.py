@@ -60,7 +60,7 @@ def test_a_long_prompt_is_cut_at_the_slots(encoder):
 def test_unknown_words_are_named_in_the_log(encoder, caplog):
     with caplog.at_level(logging.WARNING):
         encoder.encode("a quantum cat")
-    assert "does not know: quantum" in caplog.text
+    assert "quantum" in caplog.text and "cat" not in caplog.text
 
 
 @pytest.mark.parametrize("prompt", ["", "quantum entanglement", "the", "猫"])
@@ -68,7 +68,7 @@ def test_no_known_word_is_an_error_with_words_to_try(encoder, prompt):
     with pytest.raises(ValueError) as error:
         encoder.encode(prompt)
     message = str(error.value)
-    assert repr(prompt) in message and "knows none of the words" in message
+    assert repr(prompt) in message
     assert "cat, dog, red" in message and "bg_blue" not in message and "model card" in message
 
 
@@ -89,16 +89,16 @@ def test_the_word_table_beside_a_model_reads_its_prompts(tmp_path):
 
 
 def test_other_files_are_no_word_tables(tmp_path):
-    with pytest.raises(CheckpointError, match="text_encoder.safetensors is not a word-table"):
+    with pytest.raises(CheckpointError, match="text_encoder.safetensors.*word-table"):
         WordEncoder.open(write_words(tmp_path, words=WORDS[:-1]), 6)
     save_file({"x": torch.zeros(1)}, str(tmp_path / "text_encoder.safetensors"))
-    with pytest.raises(CheckpointError, match="text_encoder.safetensors is not a word-table"):
+    with pytest.raises(CheckpointError, match="text_encoder.safetensors.*word-table"):
         WordEncoder.open(tmp_path / "text_encoder.safetensors", 6)
 
 
 def test_a_missing_text_encoder_is_reported_when_it_is_used(tmp_path):
     model = load_model(write_llamagen(tmp_path / "model.safetensors", True))
-    with pytest.raises(FileNotFoundError, match="model.safetensors reads prompts through flan-t5-xl.*text_encoders"):
+    with pytest.raises(FileNotFoundError, match="model.safetensors.*flan-t5-xl.*text_encoders"):
         model.encode_prompt("a cat")
     assert model.encode_features(torch.zeros(1, 2, CAPTION))
 
@@ -121,8 +121,8 @@ def test_class_names_and_numbers(classes, text, number):
 
 
 @pytest.mark.parametrize(("text", "words"), [
-    ("4", "number from 0 to 3"), ("-1", "number from 0 to 3"), ("", "is not a class"), ("²", "is not a class"),
-    ("shark", "Did you mean: great white shark"), ("1.5", "or a class name"),
+    ("4", "0 to 3"), ("-1", "0 to 3"), ("", "class"), ("²", "class"),
+    ("shark", "great white shark"), ("1.5", "class name"),
 ])
 def test_other_class_prompts_are_errors(classes, text, words):
     with pytest.raises(ValueError) as error:

@@ -165,10 +165,10 @@ def spoilt(tmp_path, change):
 
 
 @pytest.mark.parametrize(("change", "told"), [
-    (lambda w: w.index_fill(0, torch.tensor([2]), float("nan")), "w2.weight contains NaN or infinite values"),
-    (lambda w: w.index_fill(1, torch.tensor([2]), float("inf")), "w2.weight contains NaN or infinite values"),
-    (lambda w: w.to(torch.int8), r"w2.weight holds whole numbers \(torch.int8\). It is quantised in a way"),
-    (lambda w: w[:, :-1].contiguous(), "w2.weight has shape"),
+    (lambda w: w.index_fill(0, torch.tensor([2]), float("nan")), "w2.weight.*NaN"),
+    (lambda w: w.index_fill(1, torch.tensor([2]), float("inf")), "w2.weight.*NaN"),
+    (lambda w: w.to(torch.int8), "w2.weight.*torch.int8.*quantised"),
+    (lambda w: w[:, :-1].contiguous(), "w2.weight.*shape"),
 ], ids=["NaN", "infinite", "whole", "shape"])
 def test_files_that_cannot_be_rounded(tmp_path, change, told):
     with pytest.raises(CheckpointError, match=told):
@@ -178,20 +178,20 @@ def test_files_that_cannot_be_rounded(tmp_path, change, told):
 def test_numbers_too_large_for_the_precision(tmp_path):
     file = spoilt(tmp_path, lambda w: w * 1e6)
     load_model(file, dtype=torch.bfloat16, storage=INT8)
-    with pytest.raises(CheckpointError, match="w2.weight has values that are too large for torch.float16. Load it in"):
+    with pytest.raises(CheckpointError, match="w2.weight.*too large.*torch.float16"):
         load_model(file, dtype=torch.float16, storage=INT8)
 
 
 @pytest.mark.parametrize("storage", [torch.uint8, torch.float16, torch.float8_e5m2], ids=str)
 def test_other_storage_is_refused(tmp_path, storage):
-    with pytest.raises(ValueError, match=f"storage is {storage}; choose None or one of torch.int8, torch.fl"):
+    with pytest.raises(ValueError, match=f"storage.*{storage}.*torch.int8, torch.float8_e4m3fn"):
         load_model(tmp_path, storage=storage)
 
 
 @pytest.mark.parametrize("storage", [INT8, FP8], ids=str)
 def test_continuous_models_are_refused(tmp_path, storage):
     file = tiny_mar.write_mar(tmp_path / "vectors.safetensors")
-    with pytest.raises(CheckpointError, match="vectors is a continuous model: int8 and fp8 storage are for"):
+    with pytest.raises(CheckpointError, match="vectors.*continuous.*int8"):
         load_model(file, storage=storage)
 
 

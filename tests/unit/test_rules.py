@@ -300,30 +300,29 @@ def test_relaxed_siblings_drift_no_further_than_their_leaks(rule):
 
 
 @pytest.mark.parametrize(("rule", "words"), [
-    (Lantern(delta=-1), "delta is -1, but must be 0 (exact) to 1"), (Lantern(delta=1.5), "delta is 1.5"),
-    (Lantern(delta=math.nan), "delta is nan"), (Lantern(0), "neighbours is 0, but must be 1 or more"),
-    (Lantern(-5), "neighbours is -5"), (Lantern(redraw="magic"), "redraw is 'magic'; choose one of optimal, paper"),
-    (LanternPP(ratio=0.5), "ratio is 0.5, but must be 1 (exact) or more"), (LanternPP(ratio=math.nan), "ratio is nan"),
-    (LanternPP(ratio=math.inf), "ratio is inf"), (LanternPP(0), "neighbours is 0"),
-    (UniformRSD(-1), "delta is -1, but must be 1 (exact) to 1000"), (UniformRSD(math.nan), "delta is nan"),
-    (UniformRSD(math.inf), "delta is inf"), (CoolSD(0.9), "delta is 0.9"), (CoolSD(decay=-0.1), "decay is -0.1"),
-    (CoolSD(decay=math.nan), "decay is nan"), (CoolSD(steps=0), "steps is 0, but must be 1 to 64"),
-    (CoolSD(steps=65), "steps is 65"), (CoolSD(schedule="magic"), "choose one of exponential, linear"),
-    (CoolSD(2, 1.5, 5, "linear", floor=False), "use 0 to 1, or turn floor on"),
-    (TVMetered(-0.01), "epsilon is -0.01, but must be 0 (exact) to 1"), (TVMetered(math.nan), "epsilon is nan"),
-    (TVMetered(2), "epsilon is 2"), (Grouped(0), "window is 0, but must be 1 (exact) to 64"),
-    (Grouped(gap=-1), "gap is -1"), (Grouped(gap=math.nan), "gap is nan"), (Grouped(radius=-1), "radius is -1"),
-    (Grouped(radius=math.inf), "radius is inf"),
+    (Lantern(delta=-1), "delta.*-1.* 0.* to 1"), (Lantern(delta=1.5), "delta.*1.5"),
+    (Lantern(delta=math.nan), "delta.*nan"), (Lantern(0), "neighbours.* 0.* 1"),
+    (Lantern(-5), "neighbours.*-5"), (Lantern(redraw="magic"), "redraw.*'magic'.*optimal, paper"),
+    (LanternPP(ratio=0.5), "ratio.*0.5.* 1"), (LanternPP(ratio=math.nan), "ratio.*nan"),
+    (LanternPP(ratio=math.inf), "ratio.*inf"), (LanternPP(0), "neighbours.* 0.* 1"),
+    (UniformRSD(-1), "delta.*-1.* 1.* to 1000"), (UniformRSD(math.nan), "delta.*nan"),
+    (UniformRSD(math.inf), "delta.*inf"), (CoolSD(0.9), "delta.*0.9"), (CoolSD(decay=-0.1), "decay.*-0.1"),
+    (CoolSD(decay=math.nan), "decay.*nan"), (CoolSD(steps=0), "steps.* 0.* 1.* to 64"),
+    (CoolSD(steps=65), "steps.*65"), (CoolSD(schedule="magic"), "schedule.*exponential, linear"),
+    (CoolSD(2, 1.5, 5, "linear", floor=False), "0 to 1.*floor"),
+    (TVMetered(-0.01), "epsilon.*-0.01.* 0.* to 1"), (TVMetered(math.nan), "epsilon.*nan"),
+    (TVMetered(2), "epsilon.* 2.* 0.* to 1"), (Grouped(0), "window.* 0.* 1.* to 64"),
+    (Grouped(gap=-1), "gap.*-1"), (Grouped(gap=math.nan), "gap.*nan"), (Grouped(radius=-1), "radius.*-1"),
+    (Grouped(radius=math.inf), "radius.*inf"),
 ])
 def test_absurd_settings_are_named(rule, words):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=words):
         rule.check()
-    assert words in str(error.value)
 
 
 def test_more_neighbours_than_codes_is_an_error_unless_it_is_the_default():
     for rule in (Lantern(12), LanternPP(400)):
-        with pytest.raises(ValueError, match=r"this model has 12 codes: use 1 to 11"):
+        with pytest.raises(ValueError, match="12 codes.*1 to 11"):
             bound(rule)
     assert bound(Lantern(11)).table.shape == (12, 11)
     assert bound(Lantern()).describe()["neighbours"] == 11
@@ -343,7 +342,7 @@ def test_a_rule_describes_itself():
 
 
 def test_the_grouped_rule_needs_code_vectors():
-    with pytest.raises(ValueError, match="no image decoder is attached"):
+    with pytest.raises(ValueError, match="(?i)no image decoder"):
         Grouped().bind(SimpleNamespace(codebook=None))
 
 

@@ -58,7 +58,7 @@ def test_chunks_do_not_show(monkeypatch):
 
 @pytest.mark.parametrize("count", [0, -1, 50, 1000])
 def test_an_illegal_count_is_named(count):
-    with pytest.raises(ValueError, match=rf"^{count} neighbours were asked for, but .* 50 codes has 1 to 49"):
+    with pytest.raises(ValueError, match=rf"{count} neighbours.* 1 to 49"):
         neighbour_table(codes(50), count)
 
 
@@ -135,7 +135,7 @@ def test_a_damaged_file_is_computed_again_and_replaced(cache, monkeypatch, caplo
     computed = spy(monkeypatch)
     with caplog.at_level(logging.WARNING):
         assert torch.equal(neighbour_table(book, 20), wanted)
-        assert len(caplog.records) == 1 and "will be computed again" in caplog.text
+        assert len(caplog.records) == 1 and "computed again" in caplog.text
         assert torch.equal(neighbour_table(book, 20), wanted)
     assert computed == [40] and len(caplog.records) == 1, "the new file is good"
 
@@ -154,7 +154,7 @@ def test_a_folder_that_cannot_be_written_only_costs_time(cache, monkeypatch, cap
     computed = spy(monkeypatch)
     with caplog.at_level(logging.WARNING):
         first = neighbour_table(book, 7)
-        assert len(caplog.records) == 1 and "could not be kept" in caplog.text
+        assert len(caplog.records) == 1 and str(cache) in caplog.text
         assert torch.equal(neighbour_table(book, 7), first)
     assert computed == [40, 40] and torch.equal(first, nearest(book, 7))
     assert obstacle == "folder" or list(cache.iterdir()) == [], "no half-written file stays behind"
@@ -189,7 +189,7 @@ def test_the_folder_is_the_platforms_own(monkeypatch, platform, variables, wante
 def test_a_model_asks_its_own_codebook(tmp_path):
     model = llamagen(tmp_path, text=True)
     model.codebook = None
-    with pytest.raises(ValueError, match="no image decoder is attached to the model"):
+    with pytest.raises(ValueError, match="(?i)no image decoder"):
         Lantern(5).bind(model)
     book = fill("codebook", (VOCAB, 4))
     model.attach_codebook(book, 16)

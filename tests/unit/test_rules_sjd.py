@@ -105,7 +105,7 @@ def test_strength_is_taken_where_it_is_given(rule):
 
 def test_full_strength_is_the_default():
     assert torch.equal(many(UniformRSD(2)).tokens, draw(UniformRSD(2), strength=torch.ones(1, 4)).tokens)
-    with pytest.raises(ValueError, match="strength has the shape"):
+    with pytest.raises(ValueError, match="strength.*shape"):
         draw(UniformRSD(5), strength=torch.ones(4))
 
 
@@ -168,7 +168,7 @@ def test_image_i_of_a_batch_is_the_run_with_seed_plus_i(rule, reuse):
 
 
 def test_same_seed_decoding_has_nothing_to_relax():
-    with pytest.raises(ValueError, match=r"reuse='gumbel'.*rule 'uniform_rsd' could relax.*reuse='coupled'"):
+    with pytest.raises(ValueError, match="'gumbel'.*'uniform_rsd'.*'coupled'"):
         draw(UniformRSD(2), reuse="gumbel")
     assert torch.equal(*(draw(rule, reuse="gumbel", batch=500).tokens for rule in (UniformRSD(1), Exact())))
 
@@ -184,9 +184,9 @@ def test_settings_say_which_rule_it_was():
 
 
 def test_illegal_rules_are_refused_before_anything_is_drawn():
-    with pytest.raises(ValueError, match="delta is -1"):
+    with pytest.raises(ValueError, match="delta.*-1"):
         draw(UniformRSD(-1))
-    with pytest.raises(ValueError, match=r"neighbours is 7, but this model has 3 codes: use 1 to 2"):
+    with pytest.raises(ValueError, match="neighbours.*7.*1 to 2"):
         draw(Lantern(7))
 
 

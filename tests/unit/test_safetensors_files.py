@@ -92,5 +92,5 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(safetensors_files, "_header", shrinking)
-    with pytest.raises(ValueError, match="it ends within"):
+    with pytest.raises(ValueError, match="ends.*large"):
         safetensors_files.read(file)

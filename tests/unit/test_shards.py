@@ -56,21 +56,21 @@ def test_a_model_in_shards_is_the_model_in_one_file(tmp_path, pickled):
 def test_missing_shards_are_named(index):
     first, second, third = shards_of(index)
     second.unlink()
-    refused(index, "folder is incomplete", "of its 3 shards, 1 are missing", second.name, index.parent)
+    refused(index, "incomplete", "3 shards", second.name, index.parent)
     third.unlink()
-    refused(index, "2 are missing", second.name, third.name)
+    refused(index, "missing", second.name, third.name)
 
 
 def test_a_tensor_that_is_in_no_shard_is_named(index):
     last = shards_of(index)[-1]
     rewrite(index, **{"part.9.weight": last.name})
-    refused(index, "1 tensors of its index are in no shard", "part.9.weight", last.name)
+    refused(index, "no shard", "part.9.weight", last.name)
 
 
 def test_a_shard_with_the_content_of_another_is_noticed(index):
     first, second, _ = shards_of(index)
     second.write_bytes(first.read_bytes())
-    refused(index, "2 tensors of its index are in no shard", "part.2.weight", second.name)
+    refused(index, "no shard", "part.2.weight", second.name)
 
 
 @pytest.mark.parametrize("left", [0, 8, 40, -1])
@@ -87,7 +87,7 @@ def test_an_index_leads_nowhere_else(index, tmp_path, name):
     """Shards lie beside their index: no path, no folder, not the index itself."""
     save_file(WEIGHTS, tmp_path / "model.safetensors")
     rewrite(index, **{"part.0.weight": name})
-    refused(index, index, "which shard beside it")
+    refused(index, index, "shard")
 
 
 @pytest.mark.parametrize("content", [
@@ -95,12 +95,12 @@ def test_an_index_leads_nowhere_else(index, tmp_path, name):
 ])
 def test_an_index_that_is_none(index, content):
     index.write_text(content, encoding="utf-8")
-    refused(index, index, "Download it again")
+    refused(index, index, "Download")
 
 
 def test_an_index_in_another_encoding(index):
     index.write_bytes(b"\xff\xfe{")
-    refused(index, index, "cannot be read")
+    refused(index, index, "read")
 
 
 def test_code_in_a_shard_is_never_run(tmp_path):
@@ -128,14 +128,14 @@ def test_a_model_that_lacks_a_shard_says_so_before_anything_else(tmp_path):
 
 @pytest.mark.parametrize(("config", "told"), [
     ({"architectures": ["BagelForConditionalGeneration"], "model_type": "bagel"}, "BagelForConditionalGeneration"),
-    ({"model_type": "var"}, "var"), ({}, "first tensors are: part.0.weight"),
+    ({"model_type": "var"}, "var"), ({}, "part.0.weight"),
 ], ids=["architecture", "type", "nothing"])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_an_unknown_architecture_is_told_with_what_is_supported(tmp_path, config, told, shards):
     folder = write_folder(tmp_path / "Strange-7B", WEIGHTS, config, shards)
     refused(folder, "Strange-7B", told, "part.0.weight", *NAMES.split(", "), load=load_model)
     (folder / "config.json").write_text("{", encoding="utf-8")
-    refused(folder, "config.json", "cannot be read", load=load_model)
+    refused(folder, "config.json", "read", load=load_model)
 
 
 # One byte for a weight

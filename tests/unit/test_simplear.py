@@ -62,7 +62,7 @@ def test_sizes(tmp_path):
     model = load_model(path)
     assert model.grid == (64, 64) and model.layout(32, 32).length == 1024
     assert load_model(path, grid=(32, 32)).grid == (32, 32)
-    with pytest.raises(ValueError, match="768 x 768 pixels.* nearest sizes it draws are 1024 x 1024, 512 x 512"):
+    with pytest.raises(ValueError, match="768 x 768 pixels.*nearest.*1024 x 1024, 512 x 512"):
         model.layout(48, 48)
     with pytest.raises(CheckpointError, match="draws 64 x 64 or 32 x 32 tokens, not 16 x 16"):
         load_model(path, grid=(16, 16))
@@ -93,7 +93,7 @@ def test_the_unconditional_branch(model):
 
 
 def test_a_prompt_that_is_too_long(model):
-    with pytest.raises(ValueError, match="The prompt has 5.. tokens and the picture 16, but the model reads 512"):
+    with pytest.raises(ValueError, match=r"prompt.* 5\d\d tokens.* 16.*512"):
         api.sample(model, model.encode_prompt("cup " * 130), NextToken())
 
 
@@ -157,20 +157,20 @@ def test_without_a_tokenizer(model, tmp_path):
              for m in (model, other)]
     assert drawn[0] == drawn[1]
     for use in (lambda: other.encode_prompt("cup"), lambda: api.sample(other, ids, NextToken(), cfg=3.0)):
-        with pytest.raises(FileNotFoundError, match=r"tokenizer\.json of Daniel0724/SimpleAR-1\.5B-RL into .*1\.5B-RL"):
+        with pytest.raises(FileNotFoundError, match=r"tokenizer\.json.*Daniel0724/SimpleAR-1\.5B-RL"):
             use()
 
 
 def test_the_tokenizer_of_another_model(tmp_path):
     path = write(tmp_path / "model", decoder=False)
     byte_tokenizer(["<|endoftext|>", "<|im_start|>"]).save(str(path / "tokenizer.json"))
-    with pytest.raises(CheckpointError, match=r"has no token <\|t2i\|>: it is the tokenizer of another model"):
+    with pytest.raises(CheckpointError, match=r"<\|t2i\|>.*another model"):
         load_model(path)
     byte_tokenizer([*SPECIALS, "<|more|>"], first=300).save(str(path / "tokenizer.json"))
-    with pytest.raises(CheckpointError, match="301 words, too few for the 309 words of .*tokenizer.json and 32 im"):
+    with pytest.raises(CheckpointError, match="301 words.*309 words.*tokenizer.json"):
         load_model(path)
     (path / "tokenizer.json").write_text("{", encoding="utf-8")
-    with pytest.raises(CheckpointError, match="tokenizer.json cannot be read"):
+    with pytest.raises(CheckpointError, match="tokenizer.json"):
         load_model(path)
 
 
@@ -178,14 +178,14 @@ def test_a_language_model_that_does_not_draw(tmp_path):
     """Qwen2.5 has the same tensors, and fewer words."""
     settings = config()
     save_file(weights(settings), str(tmp_path / "qwen.safetensors"))
-    with pytest.raises(CheckpointError, match="301 words, too few .* 64000 image codes. It is a Qwen2 language mod"):
+    with pytest.raises(CheckpointError, match="301 words.*64000.*Qwen2 language model"):
         load_model(tmp_path / "qwen.safetensors")
 
 
 def test_damage_is_named(folder, tmp_path):
     path = write(tmp_path / "shards", shards=2, decoder=False)
     next(path.glob("model-00002*")).unlink()
-    with pytest.raises(CheckpointError, match=r"shards is incomplete: of its 2 shards, 1 are missing \(model-00002"):
+    with pytest.raises(CheckpointError, match="2 shards.*missing.*model-00002"):
         load_model(path)
     path = write(tmp_path / "single", decoder=False)
     tensors = load_file(path / "model.safetensors")

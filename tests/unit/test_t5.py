@@ -101,7 +101,7 @@ def test_damaged_and_foreign_files_are_named(folder):
     with error("gives 24 numbers per token, but the model reads 2048"):
         t5.load_t5(folder, 2048, torch.float32)
     encoder.tokenizer.file.write_bytes(b"broken")
-    with error("tokenizer.json cannot be read"):
+    with error("tokenizer.json"):
         encoder.encode("a cat")
     shard = folder / "model-00001-of-00002.safetensors"
     whole = load_file(str(shard))
@@ -109,10 +109,10 @@ def test_damaged_and_foreign_files_are_named(folder):
     with error("tensors of its index are in no shard"):
         t5.load_t5(folder, CAPTION, torch.float32)
     save_file({"conv.weight": torch.zeros(1)}, str(folder / "model.safetensors"))
-    with error("model.safetensors cannot be read as a T5 encoder"):
+    with error("model.safetensors.*T5"):
         t5.load_t5(folder, CAPTION, torch.float32)
     shard.unlink(), (folder / "model.safetensors").unlink()
-    with error("flan-t5-xl is incomplete.*shards"):
+    with error("flan-t5-xl.*shards"):
         t5.load_t5(folder, CAPTION, torch.float32)
 
 
@@ -120,10 +120,10 @@ def test_a_tokenizer_that_is_missing_or_of_another_model(folder):
     encoder = model_of(folder).prompt_encoder
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 7}, unk_token="<unk>"))
     tokenizer.save(str(folder / "tokenizer.json"))
-    with pytest.raises(CheckpointError, match="is not the tokenizer of flan-t5-xl"):
+    with pytest.raises(CheckpointError, match="tokenizer.*flan-t5-xl"):
         encoder.encode("a cat")
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(FileNotFoundError, match="tokenizer.json of the repository google/flan-t5-xl"):
+    with pytest.raises(FileNotFoundError, match="tokenizer.json.*google/flan-t5-xl"):
         model_of(folder).encode_prompt("a cat")
 
 

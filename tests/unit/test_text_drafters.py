@@ -146,9 +146,9 @@ def test_memory_is_what_was_announced(target, drafter, negative):
 
 
 @pytest.mark.parametrize(("config", "settings", "words"), [
-    ({}, {"vocab_size": 15}, ("vocab_size", "40")), ({"head_norms": 0}, {}, ("norms of queries is 0", "is 4")),
-    ({"dim": 48}, {}, ("width is 48", "32")), ({}, {"num_key_value_heads": 4}, ("num_key_value_heads", "2")),
-    ({"heads": 2, "head_norms": 2, "kv_heads": 1, "dim": 32}, {}, ("number of norms",)),
+    ({}, {"vocab_size": 15}, ("vocab_size", "40")), ({"head_norms": 0}, {}, ("norms", "0", "4")),
+    ({"dim": 48}, {}, ("width", "48", "32")), ({}, {"num_key_value_heads": 4}, ("num_key_value_heads", "2")),
+    ({"heads": 2, "head_norms": 2, "kv_heads": 1, "dim": 32}, {}, ("norms",)),
     ({"head_norms": 4, "kv_heads": 3}, {}, ("32, 24 and 24 channels",)),
     ({}, {"target": "anole"}, ("anole", "text")), ({}, {"grid": [9, 9]}, ("9, 9",)),
     ({}, {"rms_norm_eps": 2.0}, ("rms_norm_eps",)),
@@ -165,7 +165,7 @@ def test_a_table_that_lacks_words_is_refused(target, tmp_path):
     path = write(target, tmp_path, True)
     tensors = load_file(path / "model.safetensors")
     save_file(tensors | {"embed_tokens.weight": tensors["embed_tokens.weight"][:-1]}, path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="number of tokens is 39"):
+    with pytest.raises(CheckpointError, match="tokens.* 39"):
         load_drafter(path, target)
 
 
@@ -201,10 +201,10 @@ def test_a_smaller_model_reads_prompts_with_its_own_tokenizer(target, tmp_path):
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    (lambda m: setattr(m, "grids", m.grids[:2]), ("token grid is 3 x 2", "the model's is 3 x 4")),
+    (lambda m: setattr(m, "grids", m.grids[:2]), ("3 x 2", "3 x 4")),
     (lambda m: setattr(m.prefix, "words", 44), ("44 words", "40 words")),
     (lambda m: setattr(m, "word_ids", range(9, 24)), ("from 9 on", "from 8 on")),
-    (lambda m: setattr(m, "vocab", 11), ("image tokens is 11",)), (lambda m: setattr(m, "family", "emu3"), ("emu3",)),
+    (lambda m: setattr(m, "vocab", 11), ("image tokens", "11")), (lambda m: setattr(m, "family", "emu3"), ("emu3",)),
 ], ids=["grids", "words", "ids", "codes", "family"])
 def test_a_smaller_model_of_other_words_is_refused(target, tmp_path, change, words):
     small = text_model(dim=16, layers=1)
@@ -300,7 +300,7 @@ def test_the_command_line_trains_a_drafter_for_a_language_model(tmp_path, monkey
     drafter = load_drafter(tmp_path / "out", load_model(model))
     assert drafter.kind == "eagle" and not drafter.reads_words
     monkeypatch.setattr("sys.argv", [*command, "--kind", "small"])
-    with pytest.raises(SystemExit, match="reads words.*--kind eagle"):
+    with pytest.raises(SystemExit, match="--kind eagle"):
         command_line.main()
 
 

@@ -143,7 +143,7 @@ def test_a_file_in_use_is_waited_for_and_then_named(tmp_path, locked):
     attempts = locked({"a.safetensors": 3, "b.json": 99})
     save_trace(trace, tmp_path / "a")
     assert attempts["a.safetensors"] == 4 and load_trace(tmp_path / "a.safetensors").totals == trace.totals
-    with pytest.raises(OSError, match=r"b\.json could not be written \(.*open in another program\)"):
+    with pytest.raises(OSError, match=r"b\.json.*another program"):
         save_trace(trace, tmp_path / "b")
     assert not list(tmp_path.glob("*.part"))
 

@@ -92,16 +92,16 @@ def spoilt(change):
 
 @pytest.mark.parametrize(("weights", "metadata", "words"), [
     (lambda w: w.pop("decoder_blocks.1.attn.proj.bias"), {}, "incomplete"),
-    (lambda w: [w.pop(name) for name in list(w) if "_blocks." in name], {}, "no transformer blocks"),
+    (lambda w: [w.pop(name) for name in list(w) if "_blocks." in name], {}, "blocks"),
     (lambda w: w["pred.weight"].view(-1)[0].fill_(math.nan), {}, "NaN"),
-    (lambda w: w.update({"decoder_norm.weight": torch.ones(7)}), {}, r"has shape \[7\], expected \[32\]"),
+    (lambda w: w.update({"decoder_norm.weight": torch.ones(7)}), {}, r"decoder_norm.*\[7\].*\[32\]"),
     (lambda w: w.update({"diffloss.net.x": torch.ones(7)}), {}, "1 unknown"),
     (lambda w: w.update(encoder_pos_embed_learned=torch.ones(1, 64, 32)), {}, "draws 64 tokens"),
-    (lambda w: w.update(encoder_pos_embed_learned=torch.ones(64)), {}, "incomplete or damaged"),
-    (lambda w: None, {"heads": None}, "width 32 and 2 encoder blocks, which is no released xAR size"),
-    (lambda w: None, {"heads": 5}, "5 heads do not fit its width 32"),
+    (lambda w: w.update(encoder_pos_embed_learned=torch.ones(64)), {}, "damaged"),
+    (lambda w: None, {"heads": None}, "width 32.*2 encoder blocks.*released"),
+    (lambda w: None, {"heads": 5}, "5 heads.*width 32"),
     (lambda w: None, {"defaults": {"steps": 10, "top_k": 3}}, "top_k"),
-    (lambda w: None, {"defaults": {"cfg": 0.5}}, "cfg is 0.5"),
+    (lambda w: None, {"defaults": {"cfg": 0.5}}, "cfg.*0.5"),
 ])
 def test_spoilt_files_are_refused_in_words(weights, metadata, words):
     checkpoint = Checkpoint(spoilt(weights), {"heads": HEADS} | metadata, Path("model.pth"))
@@ -122,7 +122,7 @@ def test_another_grid_is_refused(model):
     with pytest.raises(CheckpointError, match="16 x 16, not 32 x 32"):
         xar.load(checkpoint, torch.float32, (32, 32), ())
     assert xar.load(checkpoint, torch.float32, (16, 16), ()).grid == (16, 16)
-    with pytest.raises(ValueError, match="nothing else"):
+    with pytest.raises(ValueError, match="16 x 16"):
         model.start(model.encode_class(3), None, 1, (8, 16), guided=True)
 
 
@@ -131,7 +131,7 @@ def test_another_grid_is_refused(model):
 
 def test_classes_by_name_and_number(model):
     assert model.encode_prompt("goldfish")[0][0].item() == 1 and model.encode_class(207)[0][0].item() == 207
-    with pytest.raises(ValueError, match="not a class"):
+    with pytest.raises(ValueError, match="1000.*class"):
         model.encode_class(1000)  # the null class is for guidance only
 
 
@@ -200,7 +200,7 @@ def test_the_width_is_that_of_the_last_step(model):
 
 def test_cells_must_be_asked_for_whole(model):
     state = model.start(model.encode_class(3), None, 1, model.grid, guided=False)
-    with pytest.raises(ValueError, match="cells of 64 tokens; 8 tokens were asked for"):
+    with pytest.raises(ValueError, match="cells of 64 tokens.* 8 "):
         model.predict(state, torch.zeros(1, 256, 16), torch.zeros(1, 1, 256, dtype=torch.bool),
                       torch.arange(8)[None, None], 0, torch.ones(1, 1, 8), 1.0, torch.zeros(1, 1, 8, 16),
                       torch.zeros(3, 1, 1, 8, 16), Flow.of(3))
@@ -232,9 +232,9 @@ def test_the_flow_of_gaussian_data_ends_in_its_law(kind, steps):
 
 def test_illegal_steps():
     for steps in (1, 1001):
-        with pytest.raises(ValueError, match=f"2 to 1000 steps; {steps} were asked for"):
+        with pytest.raises(ValueError, match=rf"2 to 1000 steps.* {steps}\b"):
             Flow.of(steps)
-    with pytest.raises(ValueError, match="ddpm or ddim; 'heun'"):
+    with pytest.raises(ValueError, match="ddpm or ddim.*'heun'"):
         Flow.of(10, "heun")
 
 
