@@ -29,10 +29,10 @@ from comfyui_specar.samplers.jacobi import SJD
 from comfyui_specar.samplers.logits import DeviceParams
 from comfyui_specar.samplers.prefill import Start
 from comfyui_specar.samplers.rng import Stream
-from comfyui_specar.samplers.round_step import DraftInputs, RoundStep
+from comfyui_specar.samplers.round_step import ROUND, DraftInputs, RoundStep
 from comfyui_specar.samplers.speculative import DraftTree
 from comfyui_specar.samplers.structures import Chain
-from comfyui_specar.samplers.trace import Record, Source
+from comfyui_specar.samplers.trace import Record
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -133,7 +133,7 @@ def without_a_gpu(counts: Launches) -> Iterator[None]:
             (fake_tensor, "CONSTANT_NUMEL_LIMIT", -1),  # else the smallest have data, on a GPU that is not there
         ):
             stack.enter_context(patch.object(where, name, instead))
-        cached = noise._constants, noise._row, trees.tables, constants.counting, constants.numbers
+        cached = noise._constants, noise.row, trees.tables, constants.counting, constants.numbers
         for constant in cached:  # without data, and so of no use to others
             constant.cache_clear()
             stack.callback(constant.cache_clear)
@@ -167,10 +167,9 @@ class Case:
 
 def next_token_pass(case: Case) -> Iterator[Any]:
     state, start, stream = case.begin(1)
-    run = next_token.Run(case.model, case.params, case.forcing, state, next_token.Noise())
-    record = Record.empty(case.layout.length, 1, GPU)
-    carry = next_token.Carry(start.tokens, start.committed, record, stream, case.layout)
-    carry = next_token.draw(run, start.out, carry, Source.PREFILL)
+    record = Record.empty(case.layout.length, 1, GPU, round_fields=())
+    run = next_token.Run(case.model, case.params, case.forcing, state, record, next_token.Noise())
+    carry = next_token.begin(run, start, case.layout, stream)
     while True:
         yield
         carry = case.graphs("step", partial(next_token.step, run), carry)
@@ -180,7 +179,8 @@ def sjd_pass(case: Case) -> Iterator[Any]:
     state, start, stream = case.begin(WINDOW)
     model, method = case.model, SJD(WINDOW)
     memory = jacobi.Memory.empty(method.reuse, 1, case.layout.stride, WINDOW, model.vocab_total, GPU)
-    run = jacobi.Run(method, case.params, WINDOW, case.forcing, model, state, memory)
+    record = Record.empty(case.layout.length, 1, GPU, round_fields=())
+    run = jacobi.Run(method, case.params, WINDOW, case.forcing, model, state, memory, record)
     carry = jacobi.begin(run, start, case.layout, stream, None)
     while True:
         yield
@@ -194,7 +194,7 @@ def chain_round(case: Case) -> Iterator[Any]:
     drafts = drafter.start(state, *case.prompt, case.layout, method.draft_width, True)
     step = RoundStep(
         case.model, state, drafter, drafts, method.structure, method.rule, None, case.params, None, case.layout.length,
-        case.forcing, method.told,
+        case.forcing, method.told, Record.empty(case.layout.length, 1, GPU, round_fields=ROUND),
     )
     strength = torch.ones((1, case.layout.length), device=GPU)
     carry = step.begin(start, stream, case.layout, strength, None)

@@ -69,7 +69,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 @accelerated
 def uniform(positions: Tensor, keys: Tensor, purposes: tuple[int, ...], draw: int | Tensor) -> Tensor:
     """Numbers in [0, 1) (fp32, multiples of 2^-24) for every purpose and position: [purposes, B, T]."""
-    counter = (positions, _row(purposes, positions.device), _draw(draw, positions), positions.new_zeros(()))
+    counter = (positions, row(purposes, positions.device), draws(draw, positions), positions.new_zeros(()))
     return (philox(counter, (keys[:, :1], keys[:, 1:]))[0] >> 8).float().mul_(2**-24)
 
 
@@ -95,7 +95,7 @@ def normal(positions: Tensor, keys: Tensor, count: int, purpose: int, draw: int 
 def _fractions(positions: Tensor, keys: Tensor, count: int, purpose: int, draw: int | Tensor) -> Tensor:
     """(word + 1/2) / 2^32 of the words of every lane: [B, T, count], ``count`` rounded up to a multiple of four."""
     lanes = torch.arange((count + 3) // 4, device=positions.device)
-    purposes, draw = _row((purpose,), positions.device)[0, 0], _draw(draw, positions)
+    purposes, draw = row((purpose,), positions.device)[0, 0], draws(draw, positions)
     counter = (positions.unsqueeze(-1), purposes, draw.unsqueeze(-1), lanes)
     words = philox(counter, (keys[:, :1, None], keys[:, 1:, None]))
     fractions = torch.empty((len(keys), positions.shape[1], len(lanes), 4), device=positions.device)
@@ -105,10 +105,11 @@ def _fractions(positions: Tensor, keys: Tensor, count: int, purpose: int, draw: 
 
 
 @cache
-def _row(purposes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Purposes as a tensor [purposes, 1, 1], made once: it comes from the host."""
-    return torch.tensor(purposes, device=device)[:, None, None]
+def row(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Numbers as a tensor [n, 1, 1], made once: they come from the host."""
+    return torch.tensor(numbers, device=device)[:, None, None]
 
 
-def _draw(draw: int | Tensor, positions: Tensor) -> Tensor:
-    return draw if isinstance(draw, Tensor) else torch.full((1, 1), draw, device=positions.device)
+def draws(draw: int | Tensor, positions: Tensor) -> Tensor:
+    """The numbers of the uses as a tensor that is broadcast over positions."""
+    return draw if isinstance(draw, Tensor) else row((draw,), positions.device)[0]

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .noise import draws
+
 BLOCK = 128
 
 
@@ -42,10 +44,8 @@ def _vectors(
 
 def _counter(positions: Tensor, keys: Tensor, draw: int | Tensor) -> tuple:
     """What both kernels take first: position, draw and key of every number, with their strides."""
-    if not isinstance(draw, Tensor):
-        draw = torch.full((1, 1), draw, device=positions.device)
     positions = positions.expand(len(keys), -1)
-    draw = draw.expand(positions.shape)
+    draw = draws(draw, positions).expand(positions.shape)
     return positions, *positions.stride(), draw, *draw.stride(), keys.contiguous(), *positions.shape
 
 

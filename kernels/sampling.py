@@ -56,6 +56,13 @@ def redraw(p: Tensor, q: Tensor, v: Tensor) -> Tensor:
     return _inverted(weights, cumulative, v)
 
 
+@accelerated
+def perturbed_argmax(p: Tensor, noise: Tensor) -> Tensor:
+    """The first largest entry of log p + noise for rows p [..., V] and Gumbel noise [..., V]: a draw from p, [...]
+    (int64). Of rows of NaN, the first entry."""
+    return p.log().add_(noise).argmax(-1)
+
+
 def _inverted(weights: Tensor, cumulative: Tensor, u: Tensor) -> Tensor:
     """categorical() of weights [..., V] whose cumulative sums are known."""
     threshold = u.unsqueeze(-1) * cumulative[..., -1:]

@@ -63,26 +63,29 @@ class Claim:
 
 @accelerated
 def couple(
-    p: Tensor, laws: Tensor, slot: Tensor, token: Tensor, exists: Tensor, u: Tensor, v: Tensor
+    p: Tensor, laws: Tensor, position: Tensor, token: Tensor, exists: Tensor, u: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Test every draft of a window by itself with the exact rule, and redraw those refused: the maximal coupling.
 
-    p [B, T, V]: laws the tokens must follow; draft t of image b is token[b, t], drawn from laws[b, slot[b, t]] (laws
-    [B, R, V], token and slot [B, T], int64). Where exists [B, T] (bool) is false there is none, and the token is drawn
-    from p. u, v [B, T]: uniform numbers for the test and the redraw.
+    p [B, T, V]: laws the tokens must follow; draft t of image b is token[b, t], drawn from the law in the slot
+    position[b, t] mod R (laws [B, R, V], token and position [B, T], int64). Where exists [B, T] (bool) is false there
+    is none, and the token is drawn from p. u, v [B, T]: uniform numbers for the test and the redraw.
 
-    Returns tokens (int64), which of them are accepted drafts (bool), and the drafts' p and q, all [B, T].
+    Returns tokens (int64), which of them are accepted drafts (bool), and the drafts' q and p / q, which are 0 where
+    there is no draft; all [B, T].
     """
     batch, count, vocab = p.shape
     rows = torch.arange(batch, device=p.device).unsqueeze(1)
-    p_token, q_token = at(p, token), laws[rows, slot, token]
-    accepted = exists & (u < (p_token / q_token.clamp(min=SMALLEST)).clamp(max=1))
+    slot = position % laws.shape[1]
+    q_token = laws[rows, slot, token]
+    ratio = at(p, token) / q_token.clamp(min=SMALLEST)
+    accepted = exists & (u < ratio.clamp(max=1))
     refused = entries(~accepted)
     q = laws.reshape(-1, vocab).index_select(0, (rows * laws.shape[1] + slot).reshape(-1)[refused])
     q = q.mul_(exists.reshape(-1, 1)[refused])
     drawn = redraw(p.reshape(-1, vocab).index_select(0, refused), q, v.reshape(-1)[refused])
     redrawn = token.reshape(-1).scatter(0, refused, drawn).view(batch, count)
-    return torch.where(accepted, token, redrawn), accepted, p_token, q_token
+    return torch.where(accepted, token, redrawn), accepted, q_token * exists, ratio * exists
 
 
 def walk(

@@ -34,35 +34,37 @@ def _drawn_or(left, right, scale, minus, count, uniform, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _couple(p, laws, slot, token, exists, u, v, out, accepted, p_out, q_out, count, rows, vocab, BLOCK: tl.constexpr):
+def _couple(
+    p, laws, position, token, exists, u, v, out, accepted, q_out, ratio_out, count, rows, vocab, BLOCK: tl.constexpr
+):
     place = tl.program_id(0).to(tl.int64)
     x = tl.load(token + place)
     law = p + place * vocab
-    draft_law = laws + (place // count * rows + tl.load(slot + place)) * vocab
-    p_x = tl.load(law + x)
+    draft_law = laws + (place // count * rows + tl.load(position + place) % rows) * vocab
     q_x = tl.load(draft_law + x)
+    ratio = tl.div_rn(tl.load(law + x), tl.maximum(q_x, SMALLEST))
     there = tl.load(exists + place).to(tl.int32)
-    passed = (there != 0) & (tl.load(u + place) < tl.minimum(tl.div_rn(p_x, tl.maximum(q_x, SMALLEST)), 1.0))
+    passed = (there != 0) & (tl.load(u + place) < tl.minimum(ratio, 1.0))
     if not passed:
         x = _drawn_or(law, draft_law, 1.0, there, vocab, tl.load(v + place), BLOCK)
     tl.store(out + place, x)
     tl.store(accepted + place, passed)
-    tl.store(p_out + place, p_x)
-    tl.store(q_out + place, q_x)
+    tl.store(q_out + place, q_x * there)
+    tl.store(ratio_out + place, ratio * there)
 
 
 def couple(
-    p: Tensor, laws: Tensor, slot: Tensor, token: Tensor, exists: Tensor, u: Tensor, v: Tensor
+    p: Tensor, laws: Tensor, position: Tensor, token: Tensor, exists: Tensor, u: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See verification.couple."""
     shape = p.shape[:2]
     out, accepted = torch.empty(shape, dtype=torch.int64, device=p.device), torch.empty_like(exists)
-    p_out, q_out = p.new_empty(shape), p.new_empty(shape)
-    given = (t.contiguous() for t in (p, laws, slot, token, exists, u, v))
+    q_out, ratio_out = p.new_empty(shape), p.new_empty(shape)
+    given = (t.contiguous() for t in (p, laws, position, token, exists, u, v))
     _couple[(out.numel(),)](
-        *given, out, accepted, p_out, q_out, shape[1], laws.shape[1], p.shape[2], BLOCK, num_warps=WARPS
+        *given, out, accepted, q_out, ratio_out, shape[1], laws.shape[1], p.shape[2], BLOCK, num_warps=WARPS
     )
-    return out, accepted, p_out, q_out
+    return out, accepted, q_out, ratio_out
 
 
 @triton.jit

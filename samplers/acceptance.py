@@ -127,8 +127,8 @@ def accept_or_redraw(
     coupling of q and p: the result follows p and keeps the draft as often as any rule can.
     """
     if type(rule) is Exact:  # not a subclass, which may answer otherwise
-        slot = torch.arange(p.shape[1], device=p.device).expand_as(draft.token)
-        token, accepted, _, _ = couple(p, draft.q, slot, draft.token, draft.exists, u, v)
+        place = torch.arange(p.shape[1], device=p.device).expand_as(draft.token)
+        token, accepted, _, _ = couple(p, draft.q, place, draft.token, draft.exists, u, v)
         return Outcome(token, accepted, torch.zeros_like(accepted))
     given = p, draft.q, draft.token, draft.depth, strength
     accepted = draft.exists & (u < rule.accept_probability(*given))

@@ -34,7 +34,7 @@ from .continuous_model import Canvas, ContinuousDecoded, ContinuousModel, Contin
 from .laws import Law, Normal, join
 from .protocols import TokenLayout
 from .rng import Purpose, Stream
-from .trace import CONTINUOUS_FIELDS, Record, Source
+from .trace import Source
 
 log = logging.getLogger(__name__)
 MODES = ("block", "prefix", "exact")
@@ -177,7 +177,7 @@ class Run:
         self.kappa = 1.0 if method.mode == "exact" else method.tolerance / width
         self.stream = Stream.of(request.seed, batch, model.device)
         self.canvas = Canvas(request, self.stream)
-        self.record = self.canvas.record(Record.empty(self.canvas.length, batch, model.device, CONTINUOUS_FIELDS))
+        self.record = self.canvas.record()
         prompts = (request.conditioning, request.negative, batch, request.grid, self.params.cfg != 1)
         self.state, self.draft_state = model.start(*prompts), method.drafter.start(*prompts)
         self.lowest, self.highest = self.canvas.extent()
@@ -221,7 +221,7 @@ class Run:
             behind = (canvas.done < wanted)[:, None]
             law = self.predict(self.model, self.state, 0, positions, 0, self.highest, self.noise(positions))
             canvas.write(positions, self.take(law, positions, Purpose.TARGET), behind.expand_as(positions))
-            self.record = self.record.tokens(
+            self.record.write(
                 positions, behind.expand_as(positions), finalised_at=self.turn, source=Source.PREFILL
             )
             self.finish_pass(behind[:, 0] * group, accepted=torch.zeros_like(canvas.done), width=group)
@@ -276,7 +276,7 @@ class Run:
         token = torch.where(accept[..., None], x, self.take(p, positions, Purpose.TARGET))
         self.canvas.write(positions, token, exist)
         source = torch.where(accept, Source.RELAXED, Source.RESIDUAL)
-        self.record = self.record.tokens(positions, exist, finalised_at=self.turn, source=source, **test)
+        self.record.write(positions, exist, finalised_at=self.turn, source=source, **test)
         self.finish_pass(exist.sum(1), (accept & exist).sum(1), x.shape[1])
 
     def decide_prefix(self, p: Law, q: Law, x: Tensor, positions: Tensor, exist: Tensor) -> None:
@@ -299,11 +299,11 @@ class Run:
         kept = torch.arange(n, device=x.device) < last
         source = torch.where(kept, Source.ACCEPTED if exact else Source.RELAXED, Source.RESIDUAL)
         until = kept | (torch.arange(n, device=x.device) == last)
-        record = self.record.tokens(
+        self.record.write(
             positions[:, :n], until & exist[:, :n], finalised_at=self.turn, source=source, **test
         )
-        record = record.tokens(at, there & rejected, tries=tries)
-        self.record = record.tokens(
+        self.record.write(at, there & rejected, tries=tries)
+        self.record.write(
             at, there & ~rejected, finalised_at=self.turn, source=Source.BONUS, block=self.rounds
         )
         self.finish_pass(accepted + there[:, 0], accepted, n + 1)
@@ -333,7 +333,7 @@ class Run:
         """Commit tokens, note the round, tell the callback."""
         self.canvas.done = self.canvas.done + committed
         self.turn = self.turn + (committed > 0)[:, None]
-        self.record = self.record.round(accepted=accepted, committed=committed, width=width)
+        self.record.round(accepted=accepted, committed=committed, width=width)
         self.passes += 1
         self.lowest, self.highest = self.canvas.extent()
         if self.request.callback:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..kernels.sampling import inverse
 from .laws import Law
 from .rng import Purpose, Stream
-from .trace import Record, Source, Trace
+from .trace import CONTINUOUS_FIELDS, Record, Source, Trace
 
 GUIDANCE = ("linear", "constant")
 
@@ -207,11 +207,13 @@ class Canvas:
         low, high = torch.stack(self.done.aminmax()).tolist()
         return low, high
 
-    def record(self, record: Record) -> Record:
-        """With the order of drawing noted, and the kept tokens."""
+    def record(self) -> Record:
+        """A record with the order of drawing noted, and the kept tokens."""
+        record = Record.empty(self.length, len(self.order), self.device, CONTINUOUS_FIELDS)
         everywhere = torch.ones_like(self.kept)
-        record = record.tokens(self.order, everywhere, order=torch.arange(self.length, device=self.device))
-        return record.tokens(self.order, self.kept.gather(1, self.order), source=Source.FORCED)
+        record.write(self.order, everywhere, order=torch.arange(self.length, device=self.device))
+        record.write(self.order, self.kept.gather(1, self.order), source=Source.FORCED)
+        return record
 
     def finished(self) -> Tensor:
         """The tokens of complete pictures. Raises ValueError if some are not finite."""

@@ -14,7 +14,7 @@ import torch
 from .continuous_model import Canvas, ContinuousDecoded, ContinuousRequest, noises, own_noise
 from .protocols import TokenLayout
 from .rng import Stream
-from .trace import CONTINUOUS_FIELDS, Record, Source
+from .trace import Source
 
 
 def mask_schedule(iterations: int, length: int) -> list[int]:
@@ -45,7 +45,7 @@ class ContinuousNextToken:
         schedule = model.schedule(params)
         stream = Stream.of(request.seed, batch, model.device)
         canvas = Canvas(request, stream)
-        record = canvas.record(Record.empty(canvas.length, batch, model.device, CONTINUOUS_FIELDS))
+        record = canvas.record()
         guided = params.cfg != 1
         state = model.start(request.conditioning, request.negative, batch, request.grid, guided)
         passes, widest, highest = 0, 0, canvas.extent()[1]
@@ -66,9 +66,9 @@ class ContinuousNextToken:
             law = law.map(lambda t: t[:, 0])
             canvas.write(positions, law.token(*own_noise(stream, positions, model.channels)), drawn)
             source = Source.BONUS if passes else Source.PREFILL
-            record = record.tokens(positions, drawn, finalised_at=passes, source=source)
+            record.write(positions, drawn, finalised_at=passes, source=source)
             canvas.done = after
-            record = record.round(accepted=0 * count, committed=count, width=most)
+            record.round(accepted=0 * count, committed=count, width=most)
             passes, highest = passes + 1, min(highest + most, canvas.length)
             if request.callback:
                 request.callback(canvas.progress(passes))

@@ -21,10 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..kernels.graphs import mapped
-from ..kernels.sampling import at, categorical, readable
+from ..kernels.sampling import at, categorical, perturbed_argmax, readable
 from ..kernels.verification import couple
 from .acceptance import SMALLEST, AcceptanceRule, Draft, Exact, accept_or_redraw, check_strength
 from .constants import counting, numbers
@@ -44,14 +43,17 @@ REUSE = ("coupled", "gumbel", "threshold_paper", "threshold_exact", "resample")
 class Window:
     """The guesses of a batch, one row per image.
 
-    committed [B]: n, tokens decided so far; root [B, 1]: token n - 1; token [B, W]: guesses for positions n .. n+W-1,
-    of which the last is none; age [B, W]: passes a guess has been through.
+    committed [B]: n, tokens decided so far; token [B, W + 1]: the root, which is token n - 1, then the guesses for
+    positions n .. n+W-1, of which the last is none.
     """
 
     committed: Tensor
-    root: Tensor
     token: Tensor
-    age: Tensor
+
+    @property
+    def guess(self) -> Tensor:
+        """[B, W]"""
+        return self.token[:, 1:]
 
 
 @dataclass(frozen=True)
@@ -65,19 +67,18 @@ class Run:
     model: ARModel
     state: Any
     memory: Memory
+    record: Record
 
 
 @dataclass(frozen=True)
 class Carry:
     """What a step hands to the next one.
 
-    tokens [B, S + 1] (int64); turn [1, 1] (int64): passes so far; initial [B, S + 2 W]: uniform numbers for the first
+    turn [1, 1] (int64): passes so far; initial [B, S + 2 W]: uniform numbers for the first
     guess of every position; strength [1 or B, S]: see Request.
     """
 
     window: Window
-    tokens: Tensor
-    record: Record
     turn: Tensor
     stream: Stream
     initial: Tensor
@@ -90,15 +91,15 @@ class Carry:
 
     @property
     def draft(self) -> Tensor:
-        return self.window.token[:, :-1]
+        return self.window.token[:, 1:-1]
 
 
 @dataclass(frozen=True)
 class Verified:
     """Outcome of a pass for the W columns, which predict ``position``: in which of them a guess ``exists``, the law p
-    [B, W, V+], the law q of the guess at the guess itself, the ratio of the two there, tokens, accepted, which of these
-    only a relaxed rule let pass (None: there is no such rule), the drift ``leak`` that rule allowed, and how many
-    tokens each image commits (``count`` [B]).
+    [B, W, V+], the law q of the guess at the guess itself, the ratio of the two there (0 without a guess), tokens,
+    accepted, which of these only a relaxed rule let pass and the drift ``leak`` that rule allowed (None: there is no
+    such rule), and how many tokens each image commits (``count`` [B]).
 
     u, v [B, W]: the uniform numbers of the pass (None with Gumbel noise).
     """
@@ -111,7 +112,7 @@ class Verified:
     token: Tensor
     accepted: Tensor
     relaxed: Tensor | None
-    leak: Tensor | float
+    leak: Tensor | None
     count: Tensor
     u: Tensor | None
     v: Tensor | None
@@ -125,19 +126,16 @@ def verify(run: Run, carry: Carry, p: Tensor) -> Verified:
     """
     window, memory, rule = carry.window, run.memory, run.method.rule
     batch, seen, _ = p.shape
-    columns = counting(seen, p.device)
-    exists = (columns < seen - 1).expand(batch, -1)
-    position = window.committed[:, None] + columns
-    u = v = q = ratio = None
-    relaxed, leak = None, 0.0
+    position = window.committed[:, None] + counting(seen, p.device)
+    exists = numbers((True,) * (seen - 1) + (False,), p.device, torch.bool).expand(batch, -1)
+    u = v = q = ratio = relaxed = leak = None
     if run.method.reuse == "gumbel":
-        token = memory.noise.at(position).add_(p.log()).argmax(-1)
-        accepted = exists & (token == window.token)
+        token = perturbed_argmax(p, memory.noise.at(position))
+        accepted = exists & (token == window.guess)
     else:
         u, v = carry.stream.uniforms(position, (Purpose.ACCEPT, Purpose.REDRAW), carry.turn)
         if isinstance(rule, Exact):
-            token, accepted, p_guess, q = coupled(run, window, p, position, exists, u, v)
-            ratio = p_guess / q.clamp(min=SMALLEST)
+            token, accepted, q, ratio = coupled(run, window, p, position, exists, u, v)
         else:
             strength = torch.ones(position.shape, device=p.device)
             if carry.strength is not None:
@@ -148,25 +146,27 @@ def verify(run: Run, carry: Carry, p: Tensor) -> Verified:
             if not rule.lossless:
                 relaxed = outcome.relaxed
                 leak = rule.leak(p, draft.q, draft.token, draft.depth, strength) * exists
-    q = memory.drawn.entry(position, window.token) if q is None else q
-    ratio = at(p, window.token) / q.clamp(min=SMALLEST) if ratio is None else ratio
-    leading = accepted.long().cumprod(-1).sum(-1)  # accepted guesses in a row
-    count = torch.minimum(leading + 1, carry.layout.length - window.committed).clamp(min=0)
-    return Verified(position, exists, p, q * exists, ratio * exists, token, accepted, relaxed, leak, count, u, v)
+    if q is None:
+        q = memory.drawn.entry(position, window.guess)
+        q, ratio = q * exists, at(p, window.guess) / q.clamp(min=SMALLEST) * exists
+    # Accepted guesses in a row, and the token behind them; the last column is never accepted.
+    most = numbers((seen,), p.device, torch.int64)
+    leading = torch.where(accepted, most, numbers(tuple(range(1, seen + 1)), p.device, torch.int64)).amin(-1)
+    count = torch.minimum(leading, carry.layout.length - window.committed)
+    return Verified(position, exists, p, q, ratio, token, accepted, relaxed, leak, count, u, v)
 
 
 def coupled(
     run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor, u: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens [B, W] that follow p and are the guesses as often as can be; whether they are; the guesses' p and q."""
-    laws = run.memory.drawn.rows
-    return couple(p, laws, position % laws.shape[1], window.token, exists, u, v)
+    """Tokens [B, W] that follow p and are the guesses as often as can be; whether they are; the guesses' q and p/q."""
+    return couple(p, run.memory.drawn.rows, position, window.guess, exists, u, v)
 
 
 def drawn(run: Run, carry: Carry, position: Tensor, exists: Tensor) -> Draft:
     """The window's guesses, with the laws they were drawn from."""
     depth = position - carry.committed[:, None] + 1
-    return Draft(carry.window.token, run.memory.drawn.at(position) * exists.unsqueeze(-1), depth, exists)
+    return Draft(carry.window.guess, run.memory.drawn.at(position) * exists.unsqueeze(-1), depth, exists)
 
 
 def refine(run: Run, carry: Carry, verified: Verified) -> tuple[Tensor, Tensor]:
@@ -195,10 +195,10 @@ def refine(run: Run, carry: Carry, verified: Verified) -> tuple[Tensor, Tensor]:
     return token, torch.where(exists.unsqueeze(-1), draft.q * confident + redraw_mass * p, p)
 
 
-def slide(run: Run, carry: Carry, verified: Verified, first: int) -> Window:
+def slide(run: Run, carry: Carry, verified: Verified, decided: Tensor, first: int) -> Window:
     """The next window behind the committed run: refined guesses go on, the rest are fresh.
 
-    first: the most tokens an image commits, as far as the host knows.
+    decided [B, W]: which columns the pass commits; first: the most of an image, as far as the host knows.
     """
     window, memory, layout = carry.window, run.memory, carry.layout
     position, count, seen = verified.position, verified.count, verified.p.shape[1]
@@ -221,42 +221,46 @@ def slide(run: Run, carry: Carry, verified: Verified, first: int) -> Window:
     )
     memory.drawn.put(new[:, :-1], guess_law)
 
-    source = count[:, None] + counting(run.width, position.device)
-    return Window(
-        committed=window.committed + count,
-        root=torch.cat((window.root, verified.token), dim=1).gather(1, count[:, None]),
-        token=torch.cat((token, guess, torch.zeros_like(known)), dim=1).gather(1, source),
-        age=pad(window.age + 1, (0, new.shape[1])).gather(1, source),
-    )
+    if token is not verified.token:
+        token = torch.where(decided, verified.token, token)
+    none = root = window.token[:, :1]
+    every = torch.cat((root, token, guess, none), dim=1)
+    source = count[:, None] + counting(run.width + 1, position.device)
+    return Window(window.committed + count, every.gather(1, source))
 
 
-def record(
-    run: Run, carry: Carry, verified: Verified, committed: Tensor, first: int, bare: Source
-) -> Record:
-    """The trace with a pass, which decides the columns ``committed`` [B, W] (bool), ``first`` at most of each image.
-    bare: where a token comes from that is drawn without a guess."""
+def note(run: Run, carry: Carry, verified: Verified, decided: Tensor, first: int, bare: Source) -> None:
+    """Record a pass, which decides the columns ``decided`` [B, W] (bool), ``first`` at most of each image. bare: where
+    a token comes from that is drawn without a guess."""
     position, token, accepted, p = (
         x[:, :first] for x in (verified.position, verified.token, verified.accepted, verified.p)
     )
     seen, device = verified.p.shape[1], position.device
     sources = numbers((Source.RESIDUAL.value,) * (seen - 1) + (bare.value,), device)[:first]  # where all are refused
     source = sources.expand(position.shape).masked_fill(accepted, Source.ACCEPTED)
-    leak = verified.leak
     if verified.relaxed is not None:
-        source, leak = source.masked_fill(verified.relaxed[:, :first], Source.RELAXED), leak[:, :first]
+        source = source.masked_fill(verified.relaxed[:, :first], Source.RELAXED)
     if run.forcing:
-        forced = carry.layout.forced_at(position) >= 0
-        source = source.masked_fill(forced, Source.FORCED)
-        accepted = accepted & ~forced
-    depth = numbers((*range(1, seen), 0), device)[:first]
-    committed = committed[:, :first]
-    made = carry.record.tokens(
-        position, committed, token, p, finalised_at=carry.turn, source=source, depth=depth, q=verified.q[:, :first],
-        tv_leak=leak, ratio=verified.ratio[:, :first], refinements=carry.window.age[:, :first],
+        source = source.masked_fill(carry.layout.forced_at(position) >= 0, Source.FORCED)
+    leak = {} if verified.leak is None else {"tv_leak": verified.leak[:, :first]}
+    run.record.write(
+        position, decided[:, :first], token, p, finalised_at=carry.turn, source=source,
+        depth=numbers((*range(1, seen), 0), device, torch.int64)[:first], q=verified.q[:, :first],
+        ratio=verified.ratio[:, :first], **leak,
     )
-    return made.round(
-        accepted=(accepted & committed).sum(-1), committed=verified.count, width=verified.p.shape[1]
-    )
+
+
+def refinements(fixed: Tensor, width: int) -> Tensor:
+    """Passes [B, S] (int32) that a token's position spent in the window before that which fixed it.
+
+    fixed [B, S]: the passes that fixed the tokens, which never fall. A pass behind n decided tokens sees positions up
+    to n + width - 1.
+    """
+    passes = torch.arange(int(fixed.max()) + 1, dtype=fixed.dtype).expand(len(fixed), -1).contiguous()
+    decided = torch.searchsorted(fixed, passes, right=True)  # tokens after every pass
+    position = torch.arange(fixed.shape[1]).expand_as(fixed)
+    before = torch.searchsorted(decided, position - (width - 1))  # the last pass that did not see it
+    return (fixed - before - 1).clamp(min=0).int()
 
 
 def decide(run: Run, carry: Carry, logits: Tensor, bare: Source) -> Carry:
@@ -267,25 +271,17 @@ def decide(run: Run, carry: Carry, logits: Tensor, bare: Source) -> Carry:
         forced = layout.forced_at(window.committed[:, None] + counting(logits.shape[1], logits.device))
     verified = verify(run, carry, probabilities(logits, run.params, run.model.vocab, forced))
     first = int(verified.count.max()) if readable(verified.count) else verified.p.shape[1]
-    following = slide(run, carry, verified, first)
-    committed = verified.position < following.committed[:, None]
-    kept = torch.where(committed, verified.position, layout.length)
-    return replace(
-        carry,
-        window=following,
-        tokens=carry.tokens.scatter(1, kept, verified.token),
-        record=record(run, carry, verified, committed, first, bare),
-        turn=carry.turn + 1,
-    )
+    decided = counting(verified.p.shape[1], logits.device) < verified.count[:, None]
+    note(run, carry, verified, decided, first, bare)
+    return replace(carry, window=slide(run, carry, verified, decided, first), turn=carry.turn + 1)
 
 
 def step(run: Run, carry: Carry) -> Carry:
     """One pass: feed root and guesses, decide, keep the cache of what was accepted. Complete images stay as they are.
     """
     window = carry.window
-    fed = torch.cat((window.root, window.token[:, :-1]), dim=1)
-    position = window.committed[:, None] - 1 + counting(run.width, fed.device)
-    out = run.model.step(run.state, fed, position)
+    ahead = numbers(tuple(range(-1, run.width - 1)), window.token.device, torch.int64)
+    out = run.model.step(run.state, window.token[:, :-1], window.committed[:, None] + ahead)
     following = decide(run, carry, out.logits, Source.BONUS)
     run.model.commit(run.state, following.committed - window.committed)
     return following
@@ -294,20 +290,17 @@ def step(run: Run, carry: Carry) -> Carry:
 def begin(run: Run, start: Start, layout: TokenLayout, stream: Stream, strength: Tensor | None) -> Carry:
     """What the first prediction decides: the first token that is not given, and the first window."""
     batch, device = len(stream.keys), run.model.device
+    run.record.begin(start.tokens, start.committed)
     first = start.committed[:, None]
-    nothing = torch.zeros_like(first)
     if run.memory.noise is not None:
         run.memory.noise.put(first, stream.gumbel(first, run.model.vocab_total))
     places = torch.arange(layout.length + 2 * run.width, device=device).expand(batch, -1)
     carry = Carry(
-        window=Window(start.committed, nothing, nothing, nothing),
-        tokens=start.tokens,
-        record=Record.empty(layout.length, batch, device),
+        window=Window(start.committed, torch.zeros_like(first).expand(-1, 2)),
         turn=torch.zeros((1, 1), dtype=torch.int64, device=device),
         stream=stream, initial=stream.uniform(places, Purpose.INITIAL), layout=layout, strength=strength,
     )
-    carry = decide(run, carry, start.out.logits[:, -1:], Source.PREFILL)
-    return replace(carry, record=carry.record.given(start.committed))
+    return decide(run, carry, start.out.logits[:, -1:], Source.PREFILL)
 
 
 @dataclass(frozen=True)
@@ -372,21 +365,24 @@ class SJD:
             )
             mapped(Tensor.zero_, memory)
             kept.adopt(state, memory)
+            record = kept.record = kept.record or Record.empty(layout.length, batch, model.device, round_fields=())
             start = read_given(model, state, layout, batch, callback=request.callback)
             check_finite(start.out)
-            run = Run(method, kept.params(params, model.device), width, forcing, model, state, memory)
+            run = Run(method, kept.params(params, model.device), width, forcing, model, state, memory, record)
             carry = begin(run, start, layout, Stream.of(request.seed, batch, model.device), strength)
-            carry, laps = decode(request, kept, state, partial(step, run), carry, width, start.given, begun)
+            laps = decode(request, kept, state, partial(step, run), carry, width, start.given, begun)
             settings = {
                 "method": "sjd", "window": width, "reuse": self.reuse, "initial": self.initial,
                 "rule": method.rule.describe(), "lossless": self.rule.lossless and self.reuse != "threshold_paper",
             }
             if self.reuse.startswith("threshold"):
                 settings["threshold"] = self.threshold
-            trace = carry.record.finish(
-                layout, request.seed, settings | asdict(params), time.perf_counter() - begun, milliseconds=laps
+            trace = record.finish(
+                layout, request.seed, settings | asdict(params), time.perf_counter() - begun, width=width,
+                milliseconds=laps,
             )
-            return Decoded(carry.tokens[:, :-1].clone(), trace)
+            trace.positions["refinements"] = refinements(trace.positions["finalised_at"], width)
+            return Decoded(record.image.clone(), trace)
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,6 @@ class Carry(Protocol):
     """What a step hands to the next one: tensors in frozen dataclasses."""
 
     @property
-    def tokens(self) -> Tensor:
-        """[B, S + 1] (int64); the last place swallows what is not to be kept."""
-        ...
-
-    @property
     def committed(self) -> Tensor:
         """[B] (int64), tokens decided so far."""
         ...
@@ -50,12 +45,12 @@ def kind(request: Request, *settings: Hashable) -> tuple[Hashable, ...]:
 def decode(
     request: Request, kept: Session, state: Any, step: Callable[[C], C], carry: C, width: int, given: Tensor,
     begun: float,
-) -> tuple[C, list[float]]:
+) -> list[float]:
     """Repeat ``step``, which feeds ``width`` tokens behind the decided ones, until all images are complete.
 
     ``carry`` is that of the first prediction, behind the prompt and ``given`` [B] tokens (on the CPU); ``begun``
-    (perf_counter) is when the run began. Returns the last carry, which stands until the session's next run, and the
-    milliseconds of every pass. On a GPU one step more than necessary is launched.
+    (perf_counter) is when the run began. Returns the milliseconds of every pass. On a GPU one step more than necessary
+    is launched.
     """
     length, model = request.layout.length, request.model
     poll = Poll(model.device, request.batch)
@@ -65,7 +60,7 @@ def decode(
         times.append(time.perf_counter())
         if request.callback:
             passes = len(times) - 1 - poll.lag
-            request.callback(Progress(carry.tokens[:, :-1], known, length, passes, carry.draft, carry.committed))
+            request.callback(Progress(kept.record.image, known, length, passes, carry.draft, carry.committed))
         if int(known.min()) >= length:
             break
         # Of those that are launched but not yet known, a step decides ``width`` tokens at most.
@@ -73,4 +68,4 @@ def decode(
         reach = model.reach(state, None if kept.graphs.one_shape else ahead)
         carry = kept.graphs((reach, request.params.switches), step, carry)
     times = times[:1] + times[1 + poll.lag :]
-    return carry, [1000 * (after - before) for before, after in zip(times, times[1:], strict=False)]
+    return [1000 * (after - before) for before, after in zip(times, times[1:], strict=False)]

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..kernels.sampling import readable
+from ..kernels.sampling import perturbed_argmax, readable
 from .logits import check_finite, probabilities
 from .loop import decode, kind
-from .prefill import read_given
+from .prefill import Start, read_given
 from .protocols import ARModel, Decoded, Request, SamplingParams, StepOut, TokenLayout
 from .rng import Stream
 from .session import session
@@ -23,11 +23,12 @@ from .trace import Record, Source
 
 @dataclass(frozen=True)
 class Carry:
-    """tokens [B, S + 1]; committed [B] (int64): they grow alike, from as many as were given; what the run was asked."""
+    """committed [B]: tokens decided so far; token [B, 1]: the last of them; turn [1, 1]: passes so far (all int64);
+    what the run was asked."""
 
-    tokens: Tensor
     committed: Tensor
-    record: Record
+    token: Tensor
+    turn: Tensor
     stream: Stream
     layout: TokenLayout
     draft: ClassVar[None] = None  # no guesses
@@ -79,19 +80,15 @@ class NextToken:
                 request.conditioning, request.negative, batch, layout, slack=1, guided=params.guided, into=kept.state
             )
             kept.adopt(state)
+            record = kept.record = kept.record or Record.empty(layout.length, batch, model.device, round_fields=())
             start = read_given(model, state, layout, batch, callback=request.callback)
             check_finite(start.out)
-            carry = Carry(
-                start.tokens, start.committed, Record.empty(layout.length, batch, model.device),
-                Stream.of(request.seed, batch, model.device), layout,
-            )
-            run = Run(model, kept.params(params, model.device), forcing, state, Noise())
-            carry = draw(run, start.out, carry, Source.PREFILL)
-            carry = replace(carry, record=carry.record.given(start.committed))
-            carry, _ = decode(request, kept, state, partial(step, run), carry, 1, start.given, begun)
+            run = Run(model, kept.params(params, model.device), forcing, state, record, Noise())
+            carry = begin(run, start, layout, Stream.of(request.seed, batch, model.device))
+            decode(request, kept, state, partial(step, run), carry, 1, start.given, begun)
             settings = {"method": "next_token", **asdict(params)}
-            trace = carry.record.finish(layout, request.seed, settings, time.perf_counter() - begun)
-            return Decoded(carry.tokens[:, :-1].clone(), trace)
+            trace = record.finish(layout, request.seed, settings, time.perf_counter() - begun)
+            return Decoded(record.image.clone(), trace)
 
 
 @dataclass(frozen=True)
@@ -102,15 +99,24 @@ class Run:
     params: SamplingParams
     forcing: bool
     state: Any
+    record: Record
     noise: Noise
+
+
+def begin(run: Run, start: Start, layout: TokenLayout, stream: Stream) -> Carry:
+    """The first token that is not given, from the prediction at the start."""
+    run.record.begin(start.tokens, start.committed)
+    first = start.committed[:, None]
+    carry = Carry(start.committed, torch.zeros_like(first), torch.zeros_like(first[:1]), stream, layout)
+    return draw(run, start.out, carry, Source.PREFILL)
 
 
 def step(run: Run, carry: Carry) -> Carry:
     """One pass: feed the last token, draw the next. Nothing changes behind the end of the image."""
-    last = carry.committed[:, None] - 1
-    out = run.model.step(run.state, carry.tokens.gather(1, last), last)
-    run.model.commit(run.state, (carry.committed < carry.layout.length).long())
-    return draw(run, out, carry, Source.BONUS)
+    out = run.model.step(run.state, carry.token, carry.committed[:, None] - 1)
+    following = draw(run, out, carry, Source.BONUS)
+    run.model.commit(run.state, following.committed - carry.committed)
+    return following
 
 
 def draw(run: Run, out: StepOut, carry: Carry, source: Source) -> Carry:
@@ -118,12 +124,9 @@ def draw(run: Run, out: StepOut, carry: Carry, source: Source) -> Carry:
     position = carry.committed[:, None]
     forced = carry.layout.forced_at(position) if run.forcing else None
     p = probabilities(out.logits[:, -1:], run.params, run.model.vocab, forced)
-    token = (p.log() + run.noise(carry.stream, position, p.shape[-1])).argmax(-1)
+    token = perturbed_argmax(p, run.noise(carry.stream, position, p.shape[-1]))
     more = position < carry.layout.length
     if forced is not None:
         source = torch.where(forced >= 0, Source.FORCED, source)
-    record = carry.record.tokens(position, more, token, p, finalised_at=carry.record.count, source=source)
-    record = record.round(accepted=0, committed=more[:, 0], width=1)
-    return replace(
-        carry, tokens=carry.tokens.scatter(1, position, token), committed=carry.committed + more[:, 0], record=record
-    )
+    run.record.write(position, more, token, p, finalised_at=carry.turn, source=source)
+    return replace(carry, committed=carry.committed + more[:, 0], token=token, turn=carry.turn + 1)

@@ -56,7 +56,7 @@ class RoundStep:
     """A run's rounds. target and state: those of the model and the drafter, whose caches rounds change in place.
 
     length: S; forcing: does the layout force any token; told: the least number of tokens the drafter is told at a time,
-    of which the last may mean nothing.
+    of which the last may mean nothing; record: what was decided, also written in place.
     """
 
     model: ARModel
@@ -71,6 +71,7 @@ class RoundStep:
     length: int
     forcing: bool
     told: int
+    record: Record
 
     def begin(
         self, start: Start, stream: Stream, layout: TokenLayout, strength: Tensor, skippable: Tensor | None
@@ -82,16 +83,17 @@ class RoundStep:
         p = self.laws(out.logits, first, layout)
         token = categorical(p, stream.uniform(first, Purpose.REDRAW))
         levels = self.structure.size()[1]
-        record = Record.empty(self.length, batch, device, round_fields=ROUND)
-        record = record.tokens(
+        self.record.begin(start.tokens, begin)
+        self.record.write(
             first, first >= 0, token, p, finalised_at=0, source=self.source(first, Source.PREFILL, layout)
-        ).round(accepted=0, committed=1, width=1, nodes=0, depth=0, skipped=0).given(start.committed)
+        )
+        self.record.round(accepted=0, committed=begin + 1, width=1, nodes=0, depth=0, skipped=0)
         history = self.structure.start(batch, layout, device)
         told = Told(token, begin, one, out.hidden)
         carry = Carry(
-            stream, layout, strength, skippable, start.tokens, begin, told,
+            stream, layout, strength, skippable, begin, told,
             Pending(token, torch.zeros_like(p[..., 0]), one), history, None, None, none > 0, one,
-            out.hidden.expand(-1, levels, -1) if self.skipping else None, one, record, none[0],
+            out.hidden.expand(-1, levels, -1) if self.skipping else None, one, none[0],
         )
         return self.commit(carry, Decided(token, one, told))
 
@@ -126,13 +128,13 @@ class RoundStep:
             fed = pending.token.shape[1] + tree.token.shape[1] - 1
             carry, decided, accepted = self.verify(carry, tree, judged)
         if taking:
-            carry, taken, q = self.take_unverified(carry, tree, skip)
+            taken, q = self.take_unverified(carry, tree, skip)
             decided = taken if decided is None else decided.where(~skip, taken)
         free = accepted
         if self.forcing:
             position = before[:, None] + torch.arange(tree.levels, device=before.device)
             free = ((position < (before + accepted)[:, None]) & (carry.layout.forced_at(position) < 0)).sum(1)
-        record = carry.record.round(
+        self.record.round(
             accepted=free, committed=decided.count, width=fed, nodes=tree.exists[:, 1:].sum(1), depth=tree.spread()[0],
             skipped=skip,
         )
@@ -140,7 +142,7 @@ class RoundStep:
             carry.history, plan, tree, before, before + decided.count, accepted, judged
         )
         pending = rejoin(pending, decided, q, skip, 1 + taking * self.structure.size()[1])
-        return self.commit(replace(carry, record=record, history=history, pending=pending, skipped=skip), decided)
+        return self.commit(replace(carry, history=history, pending=pending, skipped=skip), decided)
 
     def verify(self, carry: Carry, tree: Tree, judged: Tensor) -> tuple[Carry, Decided, Tensor]:
         """One pass of the target over pending tokens and drafts: what it decided, and how many drafts it accepted [B].
@@ -176,15 +178,14 @@ class RoundStep:
         decided = after_verification(
             pending, verified, out.hidden, kept, carry.committed, self.length, judged, refresh
         )
-        record = self.recorded(carry, tree, verified, decided, behind, columns)
+        self.note(carry, tree, verified, decided, behind, columns)
         if self.skipping:
             if waiting > 1:
                 law = self.laws(out.logits[:, : waiting - 1], position[:, : waiting - 1] + 1, carry.layout)
-                record = self.recorded_pending(record, carry, law, judged)
+                self.note_pending(carry, law, judged)
             carry = replace(carry, features=vvs.push_features(carry.features, take(out.hidden, kept), count),
                             known=carry.known + count)
-        carry = replace(carry, record=record, own_passes=carry.own_passes + judged)
-        return carry, decided, torch.where(judged, verified.accepted, 0)
+        return replace(carry, own_passes=carry.own_passes + judged), decided, torch.where(judged, verified.accepted, 0)
 
     def behind(self, carry: Carry, logits: Tensor, position: Tensor, slots: Tensor | None) -> Tensor:
         """The target's laws [B, n, V+] behind slots [B, n] of the trees (None: all), from a pass's logits [R, T, V+]
@@ -205,7 +206,7 @@ class RoundStep:
             return sample_and_match(tree, p, numbers)
         return recursive_rejection(self.rule, tree, p, strength, numbers)
 
-    def take_unverified(self, carry: Carry, tree: Tree, skip: Tensor) -> tuple[Carry, Decided, Tensor]:
+    def take_unverified(self, carry: Carry, tree: Tree, skip: Tensor) -> tuple[Decided, Tensor]:
         """A path of the tree as if it were verified, for the images ``skip`` [B]; and its draft probabilities."""
         u = carry.stream.uniform(carry.committed[:, None], Purpose.SKIP, carry.turn)[:, 0]
         slots, count = vvs.choose_path(self.skipping, tree, u)
@@ -218,24 +219,21 @@ class RoundStep:
         hidden = vvs.stale_features(carry.features, carry.known, count, slots.shape[1])
         columns = carry.committed[:, None] + torch.arange(slots.shape[1], device=skip.device)
         depth, width = tree.spread()
-        record = carry.record.tokens(
+        self.record.write(
             columns, columns < (carry.committed + count)[:, None], token, None,
             finalised_at=carry.own_passes[:, None] - 1, source=self.source(columns, Source.SKIPPED, carry.layout),
             depth=tree.depth.gather(1, slots), q=q, rank=tree.rank.gather(1, slots),
             tree_depth=depth[:, None], tree_width=width[:, None],
         )
-        return replace(carry, record=record), Decided(token, count, Told(token, carry.committed, count, hidden)), q
+        return Decided(token, count, Told(token, carry.committed, count, hidden)), q
 
     def commit(self, carry: Carry, decided: Decided) -> Carry:
-        """Write the new tokens down and plan the next round."""
-        index = torch.arange(decided.token.shape[1], device=decided.count.device)
-        place = torch.where(index < decided.count[:, None], carry.committed[:, None] + index, self.length)
+        """Count the new tokens and plan the next round."""
         committed, turn = carry.committed + decided.count, carry.turn + 1
         plan = self.structure.plan(carry.history, committed, carry.layout, carry.stream, turn)
         extent = self.structure.extent(plan, self.length - committed, coarse=self.told > 0)
         return replace(
-            carry, tokens=carry.tokens.scatter(1, place, decided.token), committed=committed, turn=turn, plan=plan,
-            extent=extent, told=decided.told.padded(self.told),
+            carry, committed=committed, turn=turn, plan=plan, extent=extent, told=decided.told.padded(self.told)
         )
 
     def laws(self, logits: Tensor, position: Tensor, layout: TokenLayout) -> Tensor:
@@ -247,15 +245,15 @@ class RoundStep:
         """``source``, or that of a forced token."""
         return torch.where(layout.forced_at(position) >= 0, Source.FORCED, source) if self.forcing else source
 
-    def recorded(
+    def note(
         self, carry: Carry, tree: Tree, verified: Verified, decided: Decided, behind: Callable[[Tensor], Tensor],
         columns: Tensor,
-    ) -> Record:
-        """The trace with a verified round; ``behind``: the target's laws behind slots [B, n]."""
+    ) -> None:
+        """Record a verified round; ``behind``: the target's laws behind slots [B, n]."""
         parents = torch.nn.functional.pad(verified.path, (1, 0))
         number = torch.arange(1, tree.levels + 2, device=columns.device)
         depth, width = tree.spread()
-        return carry.record.tokens(
+        self.record.write(
             columns, number <= decided.count[:, None], verified.token, behind(parents),
             finalised_at=carry.own_passes[:, None], source=self.source(columns, verified.source, carry.layout),
             depth=torch.where(verified.tested, number, 0), rank=verified.rank, q=verified.q,
@@ -263,9 +261,9 @@ class RoundStep:
             tree_depth=depth[:, None], tree_width=width[:, None],
         )
 
-    def recorded_pending(self, record: Record, carry: Carry, p: Tensor, judged: Tensor) -> Record:
-        """What the pass says of tokens taken unverified before it: their laws p [B, P - 1, V+], and the drift of not
-        having tested them.
+    def note_pending(self, carry: Carry, p: Tensor, judged: Tensor) -> None:
+        """Record what the pass says of tokens taken unverified before it: their laws p [B, P - 1, V+], and the drift of
+        not having tested them.
 
         That is the leak of accepting for certain: [1 - p/q]+ for a draft drawn from q, 1 - p for another one.
         """
@@ -273,7 +271,7 @@ class RoundStep:
         index = torch.arange(token.shape[1], device=token.device)
         meant = judged[:, None] & (index < count - 1)
         ratio = at(p, token) / carry.pending.q[:, 1:].clamp(min=1e-30)
-        return record.tokens(
+        self.record.write(
             carry.committed[:, None] - count + 1 + index, meant, token, p, ratio=ratio,
             tv_leak=(1 - ratio).clamp(min=0),
         )

@@ -11,7 +11,6 @@ from torch import Tensor
 from ..kernels.sampling import take
 from .protocols import TokenLayout
 from .rng import Stream
-from .trace import Record
 from .trees import Tree
 from .verification import Verified
 
@@ -71,19 +70,17 @@ class Decided:
 class Carry:
     """What goes from round to round, all of it tensors: first what the run was asked, then how far it is.
 
-    stream, layout, strength and skippable [B, S]: see Request. tokens [B, S + 1]: the last place swallows what is not
-    decided; committed [B]: how many are. told: by the last round, of which the drafter does not know yet. pending: see
-    there. history, plan, extent: what the structure remembers, its next trees, and what the host must know of them (see
-    structures.py). skipped [B]: was the last round taken unverified; own_passes [B]: passes that judged each image;
-    features [R, G, D], known [B]: the target's newest hidden states and how many there are, where rounds are skipped.
-    turn []: number of the round, from 1.
+    stream, layout, strength and skippable [B, S]: see Request. committed [B]: tokens decided so far. told: by the last
+    round, of which the drafter does not know yet. pending: see there. history, plan, extent: what the structure
+    remembers, its next trees, and what the host must know of them (see structures.py). skipped [B]: was the last round
+    taken unverified; own_passes [B]: passes that judged each image; features [R, G, D], known [B]: the target's newest
+    hidden states and how many there are, where rounds are skipped. turn []: number of the round, from 1.
     """
 
     stream: Stream
     layout: TokenLayout
     strength: Tensor
     skippable: Tensor | None
-    tokens: Tensor
     committed: Tensor
     told: Told
     pending: Pending
@@ -94,7 +91,6 @@ class Carry:
     own_passes: Tensor
     features: Tensor | None
     known: Tensor
-    record: Record
     turn: Tensor
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..kernels.graphs import Graphs
 from .logits import DeviceParams
 from .protocols import ARModel, Drafter, SamplingParams
+from .trace import Record
 
 log = logging.getLogger(__name__)
 KEPT = 2  # kinds of runs whose memory and graphs stay with a model
@@ -26,11 +27,12 @@ KEPT = 2  # kinds of runs whose memory and graphs stay with a model
 
 @dataclass
 class Session:
-    """A kind of run: its graphs, and the states (of the model and the drafter) whose memory they work on."""
+    """A kind of run: its graphs, and whose memory they work on: the states of the model and the drafter, the record."""
 
     graphs: Graphs
     state: Any = None
     draft_state: Any = None
+    record: Record | None = None
     numbers: Tensor | None = None  # of sampling parameters, see DeviceParams
 
     def adopt(self, state: Any, draft_state: Any = None) -> None:

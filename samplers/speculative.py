@@ -32,11 +32,11 @@ from .loop import kind
 from .prefill import read_given
 from .protocols import Decoded, Drafter, Progress, Request
 from .rng import Stream
-from .round_step import DraftInputs, RoundStep
+from .round_step import ROUND, DraftInputs, RoundStep
 from .session import Poll, Session, session
 from .skipping import Skipping, check_skippable
 from .structures import Extent, Static, Structure
-from .trace import Trace
+from .trace import Record, Trace
 
 log = logging.getLogger(__name__)
 
@@ -98,11 +98,11 @@ class DraftTree:
             run = Run(self, request, kept)
             while True:
                 if request.callback:
-                    request.callback(Progress(run.carry.tokens[:, :-1], run.known, run.step.length, run.passes))
+                    request.callback(Progress(run.step.record.image, run.known, run.step.length, run.passes))
                 if run.done:
                     break
                 run.round()
-            return Decoded(run.carry.tokens[:, :-1].clone(), run.finish())
+            return Decoded(run.step.record.image.clone(), run.finish())
 
 
 class Run:
@@ -129,12 +129,13 @@ class Run:
         target = model.start(*prompt, slack=method.width, guided=guided, into=kept.state)
         state = method.drafter.start(target, *prompt, slack=method.draft_width, guided=guided, into=kept.draft_state)
         kept.adopt(target, state)
+        kept.record = kept.record or Record.empty(layout.length, batch, model.device, round_fields=ROUND)
         start = read_given(model, target, layout, batch, method.drafter, state, request.callback)
         check_finite(start.out)
         self.step = RoundStep(
             model, target, method.drafter, state, method.structure, rule, method.skipping,
             kept.params(params, model.device), codebook, layout.length, bool((layout.forced >= 0).any()),
-            method.told if kept.graphs.one_shape else 0,
+            method.told if kept.graphs.one_shape else 0, kept.record,
         )
         stream = Stream.of(request.seed, batch, model.device)
         self.carry = self.step.begin(start, stream, layout, strength.expand(batch, -1), skippable)
@@ -199,7 +200,7 @@ class Run:
             times["draft_milliseconds"] = [1000 * (end - begin) for begin, end in drafted]
         settings = self.method.describe() | asdict(self.request.params)
         expansions = self.expansions[: len(self.expansions) - surplus]
-        trace = self.carry.record.finish(
+        trace = self.step.record.finish(
             self.request.layout, self.request.seed, settings, time.perf_counter() - self.begun, sum(expansions), **times
         )
         if self.expansions and not trace.rounds["nodes"].any():

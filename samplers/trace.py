@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels.sampling import at, entropy
+from ..kernels.records import write
 from .constants import numbers
 from .protocols import TokenLayout
 
@@ -160,13 +160,15 @@ ROUND_FIELDS = {  # name -> dtype, of every round and image
 
 @dataclass(frozen=True)
 class Record:
-    """The trace while it grows, on the device: writing gives a new record, and no shape depends on what is written.
+    """The tokens and the trace of a run while they grow, on the device: written in place, as key/value caches are, and
+    no shape depends on what is written.
 
-    positions [B, S + 1, F] and rounds [N + 1, B, G] (fp32, which holds all the integers exactly), F and G being the
-    ``fields`` and ``round_fields``; the last place of either swallows what is not to be kept. count [] (int64): rounds
-    so far.
+    tokens [B, S + 1] (int64), positions [B, S + 1, F] (fp32, which holds all the integers exactly) and rounds
+    [N + 1, B, G] (int64), F and G being the ``fields`` and ``round_fields``; their last places are for what is not to
+    be kept. count [1] (int64): rounds so far.
     """
 
+    tokens: Tensor
     positions: Tensor
     rounds: Tensor
     count: Tensor
@@ -179,65 +181,69 @@ class Record:
         round_fields: Iterable[str] = ("accepted", "committed", "width"),
     ) -> Record:
         """Of a run of ``length`` positions, which has at most that many rounds (each decides a token) and the prompt's.
+
+        round_fields: none where rounds follow from the positions (see ``finish``).
         """
         fields, round_fields = tuple(fields), tuple(round_fields)
+        tokens = torch.zeros((batch, length + 1), dtype=torch.int64, device=device)
         positions = torch.zeros((batch, length + 1, len(fields)), device=device)
-        rounds = torch.zeros((length + 2, batch, len(round_fields)), device=device)
-        return cls(positions, rounds, torch.zeros((), dtype=torch.int64, device=device), fields, round_fields)
+        rounds = torch.zeros((length + 2, batch, len(round_fields)), dtype=torch.int64, device=device)
+        return cls(tokens, positions, rounds, torch.zeros(1, dtype=torch.int64, device=device), fields, round_fields)
 
-    def tokens(
-        self, positions: Tensor, committed: Tensor, token: Tensor | None = None, p: Tensor | None = None,
-        **values: Tensor | int | float,
-    ) -> Record:
-        """With final tokens [B, T] at positions [B, T] where ``committed`` [B, T]; fields not named stay as they are.
+    @property
+    def image(self) -> Tensor:
+        """The tokens so far [B, S], 0 where there is none yet."""
+        return self.tokens[:, :-1]
 
-        p [B, T, V+] is the target law, None where it is not known or not discrete. ``values`` are per-token tensors
-        [B, T] or scalars, named as the record's fields.
-        """
-        slot = torch.where(committed, positions, self.positions.shape[1] - 1)
-        slot = slot.unsqueeze(-1).expand(-1, -1, len(self.fields))
-        if p is not None:
-            values |= {"p": at(p, token), "entropy": entropy(p), "top1": p.amax(-1)}
-        old = self.positions.gather(1, slot).unbind(-1)
-        new = torch.stack([_filled(values[name], old[i]) if name in values else old[i]
-                           for i, name in enumerate(self.fields)], dim=-1)
-        return replace(self, positions=self.positions.scatter(1, slot, new))
-
-    def round(self, **values: Tensor | int) -> Record:
-        """With one more round: a scalar or [B] tensor for each of the record's round fields."""
-        like = self.rounds[0, :, 0]
-        row = torch.stack([_filled(values[name], like) for name in self.round_fields], dim=-1)
-        place = self.count.clamp(max=len(self.rounds) - 1).reshape(1)
-        return replace(self, rounds=self.rounds.index_put((place,), row[None]), count=self.count + 1)
-
-    def given(self, count: Tensor) -> Record:
-        """With the first ``count`` [B] tokens as read with the prompt, to whose round, the first, they count."""
+    def begin(self, tokens: Tensor, count: Tensor) -> None:
+        """Forget everything; the first ``count`` [B] of tokens [B, S + 1] were read with the prompt, to whose pass,
+        the first, they count."""
         certain = {"finalised_at": 0.0, "source": float(Source.FORCED), "p": 1.0, "top1": 1.0}
         row = torch.tensor([certain.get(name, 0.0) for name in self.fields], device=self.positions.device)
-        meant = torch.arange(self.positions.shape[1], device=count.device) < count[:, None]
-        rounds = self.rounds.clone()
-        rounds[0, :, self.round_fields.index("committed")] += count
-        return replace(self, positions=torch.where(meant[..., None], row, self.positions), rounds=rounds)
+        given = torch.arange(self.positions.shape[1], device=count.device) < count[:, None]
+        self.tokens.copy_(tokens)
+        self.positions.copy_(given[..., None] * row)
+        self.rounds.zero_()
+        self.count.zero_()
+
+    def write(
+        self, position: Tensor, committed: Tensor, token: Tensor | None = None, p: Tensor | None = None,
+        **values: Tensor | int | float,
+    ) -> None:
+        """Final tokens [B, T] at positions [B, T] where ``committed`` [B, T]; fields not named stay as they are.
+
+        p [B, T, V+] is the target law, None where it is not known; token None where it is not discrete. ``values`` are
+        per-token tensors [B, T] or scalars, named as the record's fields.
+        """
+        known = {name: _filled(value, position) for name, value in values.items()}
+        names = sorted(known, key=lambda name: known[name].is_floating_point())
+        listed = names if p is None else [*names, "p", "entropy", "top1"]
+        columns = numbers(tuple(map(self.fields.index, listed)), position.device, torch.int64)
+        write(self.positions, self.tokens, position, committed, token, p, columns, tuple(known[n] for n in names))
+
+    def round(self, **values: Tensor | int) -> None:
+        """One more round: a scalar or [B] tensor for each of the record's round fields."""
+        like = self.rounds[0, :, 0]
+        row = torch.stack([_filled(values[name], like).long() for name in self.round_fields], dim=-1)
+        self.rounds.index_copy_(0, self.count.clamp(max=len(self.rounds) - 1), row[None])
+        self.count.add_(1)
 
     def finish(
         self, layout: TokenLayout, seed: int, settings: dict[str, Any], seconds: float, draft_passes: int = 0,
-        **host: Sequence[float],
+        width: int = 1, **host: Sequence[float],
     ) -> Trace:
         """The trace, on the CPU. Rounds in which nothing was decided (a GPU is one ahead) are left out.
 
-        host: further numbers of every round, measured on the host. A round in which all images skip verification is no
-        pass. Raises ValueError where the model's predictions were NaN.
+        width: tokens that every pass behind the prompt's is fed, where rounds are not recorded. host: further numbers
+        of every round, measured on the host. A round in which all images skip verification is no pass. Raises
+        ValueError where the model's predictions were NaN.
         """
         types = POSITION_FIELDS | CONTINUOUS_FIELDS
         values = self.positions[:, :-1].to("cpu", copy=True).unbind(-1)  # the next run writes there
         positions = {name: value.to(types[name]).contiguous() for name, value in zip(self.fields, values, strict=True)}
         if "p" in positions:
             check_predicted(positions["p"])
-        rounds = self.rounds.cpu()
-        happened = rounds[..., self.round_fields.index("committed")].sum(1) > 0
-        rounds = dict(zip(self.round_fields, rounds[happened].unbind(-1), strict=True))
-        rounds = {name: value.to(ROUND_FIELDS[name]) for name, value in rounds.items()}
-        rounds["width"] = rounds["width"][:, 0]
+        rounds = self._rounds() if self.round_fields else rounds_of(positions, width)
         count = len(rounds["width"])
         rounds |= {name: torch.tensor(list(numbers)[:count]) for name, numbers in host.items()}
         verified = rounds["committed"] > 0
@@ -255,6 +261,28 @@ class Record:
         totals |= derived_totals(positions, totals)
         return Trace(layout.rows, layout.cols, layout.stride, positions, rounds, totals, settings)
 
+    def _rounds(self) -> dict[str, Tensor]:
+        """The rounds recorded, without those that decided nothing."""
+        rounds = self.rounds.cpu()
+        happened = rounds[..., self.round_fields.index("committed")].sum(1) > 0
+        rounds = dict(zip(self.round_fields, rounds[happened].unbind(-1), strict=True))
+        rounds = {name: value.to(ROUND_FIELDS[name]) for name, value in rounds.items()}
+        return rounds | {"width": rounds["width"][:, 0]}
+
+
+def rounds_of(positions: dict[str, Tensor], width: int) -> dict[str, Tensor]:
+    """The rounds of a run in which every pass decides tokens of all images that are not complete, and after the
+    prompt's is fed ``width`` tokens: what each decided stands at the positions."""
+    fixed, source = positions["finalised_at"].long(), positions["source"]
+    passes = int(fixed.max()) + 1
+    accepted = (source == Source.ACCEPTED) | (source == Source.RELAXED)
+
+    def counted(these: Tensor) -> Tensor:
+        return torch.zeros((len(fixed), passes), dtype=torch.int64).scatter_add(1, fixed, these.long()).t().contiguous()
+
+    widths = torch.tensor([1] + [width] * (passes - 1))
+    return {"accepted": counted(accepted), "committed": counted(torch.ones_like(fixed)), "width": widths}
+
 
 def check_predicted(p: Tensor) -> None:
     """Raise ValueError if the probabilities p [B, S] of the tokens show that a model's predictions were no numbers."""
@@ -270,7 +298,7 @@ def check_predicted(p: Tensor) -> None:
 
 
 def _filled(value: Tensor | float, like: Tensor) -> Tensor:
-    """A tensor or scalar as fp32, spread to the shape of ``like``."""
-    if isinstance(value, Tensor):
-        return value.to(like.dtype).expand(like.shape)
-    return numbers((value,), like.device, like.dtype).expand(like.shape)
+    """A tensor or scalar, spread to the shape of ``like``."""
+    if not isinstance(value, Tensor):
+        value = numbers((value,), like.device, torch.float32 if isinstance(value, float) else torch.int64)
+    return value.expand(like.shape)

@@ -8,6 +8,7 @@ import torch
 from comfyui_specar.samplers import jacobi
 from comfyui_specar.samplers.prefill import Start
 from comfyui_specar.samplers.rng import Stream
+from comfyui_specar.samplers.trace import Record
 
 SIZE = 4  # of the window
 
@@ -18,23 +19,22 @@ def begun(method, model, params, prompt, strength=None, layout=None):
     method = replace(method, rule=method.rule.bind(model))
     state = model.start(prompt, None, 2, layout, slack=SIZE, guided=params.cfg != 1)
     memory = jacobi.Memory.empty(method.reuse, 2, layout.stride, SIZE, model.vocab_total, model.device)
-    run = jacobi.Run(method, params, SIZE, forcing, model, state, memory)
+    record = Record.empty(layout.length, 2, model.device, round_fields=())
+    run = jacobi.Run(method, params, SIZE, forcing, model, state, memory, record)
     nothing = torch.zeros((2, layout.length + 1), dtype=torch.int64, device=model.device)
     start = Start(nothing[:, 0], nothing, state.prefill)
     return run, jacobi.begin(run, start, layout, Stream.of(3, 2, model.device), strength)
 
 
-def decided(carry):
-    """All of a carry that means something: the last places are there to be written to in vain."""
-    window = carry.window
-    return [
-        carry.tokens[:, :-1], carry.record.positions[:, :-1], carry.record.rounds, carry.record.count, carry.turn,
-        window.committed, window.root, window.token[:, :-1], window.age,
-    ]
+def decided(outcome):
+    """All of the outcome of passes and that means something: the last places are there to be written to in vain."""
+    run, carry = outcome
+    record, window = run.record, carry.window
+    return [record.image, record.positions[:, :-1], carry.turn, window.committed, window.token[:, :-1]]
 
 
 def three_passes(step, run, carry):
-    """What the passes leave, with nothing but tensors of the model's device."""
+    """The run and what the passes leave, with nothing but tensors of the model's device."""
     for _ in range(3):
         carry = step(run, carry)
-    return carry
+    return run, carry

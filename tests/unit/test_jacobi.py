@@ -249,7 +249,7 @@ def test_a_step_reads_nothing_on_the_host(models, reuse, initial):
             SJD(reuse=reuse, initial=initial), model, SamplingParams(cfg=2, top_k=9, top_p=0.9),
             model.encode_features(caption_features()),
         )
-        carry = three_passes(jacobi.step, run, carry)
-    shapes = [(2, 17), (2,), (2, SIZE), (2, 17, len(POSITION_FIELDS))]
-    found = carry.tokens, carry.committed, carry.window.token, carry.record.positions
+        run, carry = three_passes(jacobi.step, run, carry)
+    shapes = [(2,), (2, SIZE + 1), (2, 16), (2, 17, len(POSITION_FIELDS))]
+    found = carry.committed, carry.window.token, run.record.image, run.record.positions
     assert [tuple(tensor.shape) for tensor in found] == shapes

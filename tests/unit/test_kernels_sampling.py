@@ -6,7 +6,7 @@ from comfyui_specar.kernels import sampling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ..support.twins import compiled, interpreted
+from ..support.twins import compiled, compiled_everywhere, interpreted
 
 
 def laws(seed: int, vocab: int, count: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -31,6 +31,18 @@ def test_draws_agree_token_for_token(vocab, seed):
     p, q, u = laws(seed, vocab)
     assert torch.equal(interpreted("sampling.categorical", p, u), sampling.categorical(p, u))
     assert torch.equal(interpreted("sampling.redraw", p, q, u), sampling.redraw(p, q, u))
+
+
+@pytest.mark.parametrize("vocab", [1, 8, 300, 5000])
+def test_the_largest_after_noise_is_the_same(vocab):
+    """Also where probabilities are zero, where two are equal, and where all are NaN: then it is the first."""
+    p, _, u = laws(5, vocab)
+    noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
+    p[1, 1], noise[1, 1] = 0.25, 0
+    p[1, 2], p[1, 3] = torch.nan, 0
+    token = sampling.perturbed_argmax(p, noise)
+    assert torch.equal(interpreted("sampling.perturbed_argmax", p, noise), token)
+    assert token[1, 1:4].tolist() == [0, 0, 0] and token[0, 2] == vocab // 2
 
 
 @settings(deadline=None, max_examples=25)
@@ -70,3 +82,4 @@ def test_helpers_agree_whether_the_host_reads_or_not(monkeypatch):
 def test_the_kernels_compile():
     p, u = torch.empty(2, 3, 16384), torch.empty(2, 3)
     assert compiled("sampling.categorical", p, u) and compiled("sampling.redraw", p, p, u)
+    assert compiled_everywhere("sampling.perturbed_argmax", p, p)

@@ -1,7 +1,6 @@
 """The trace: every token accounted for, numbers that add up, files that survive and files that do not."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -78,16 +77,16 @@ def test_hand_made_run_has_the_hand_made_numbers():
     p = torch.full((2, 2, 4), 0.25)
     token = torch.zeros((2, 2), dtype=torch.int64)
 
-    def commit(record, first, count, passes, source, depth):
+    def commit(first, count, passes, source, depth):
         place = torch.tensor(first)[:, None] + torch.arange(2)
-        record = record.tokens(place, torch.arange(2) < torch.tensor(count)[:, None], token, p, finalised_at=passes,
-                               source=torch.tensor(source), depth=torch.tensor(depth), q=0.5, ratio=0.5)
+        record.write(place, torch.arange(2) < torch.tensor(count)[:, None], token, p, finalised_at=passes,
+                     source=torch.tensor(source), depth=torch.tensor(depth), q=0.5, ratio=0.5)
         accepted = torch.tensor([0, count[1] - 1]).clamp(min=0)
-        return record.round(accepted=accepted, committed=torch.tensor(count), width=2)
+        record.round(accepted=accepted, committed=torch.tensor(count), width=2)
 
-    record = commit(record, [0, 0], [1, 1], 0, [[0, 0], [0, 0]], [[0, 0], [0, 0]])
-    record = commit(record, [1, 1], [1, 2], 1, [[3, 4], [1, 4]], [[1, 0], [1, 0]])
-    record = commit(record, [2, 3], [1, 0], 2, [[4, 4], [4, 4]], [[0, 0], [0, 0]])
+    commit([0, 0], [1, 1], 0, [[0, 0], [0, 0]], [[0, 0], [0, 0]])
+    commit([1, 1], [1, 2], 1, [[3, 4], [1, 4]], [[1, 0], [1, 0]])
+    commit([2, 3], [1, 0], 2, [[4, 4], [4, 4]], [[0, 0], [0, 0]])
     trace = record.finish(plain(1, 3), 9, {"method": "by hand"}, 1.23456)
     summary = trace.summary()
     wanted = {"target_passes": 3, "passes_per_image": [3, 2], "tokens": 6, "images": 2, "seed": 9, "seconds": 1.235,
@@ -218,9 +217,9 @@ def long_run(continuous):
     generator = torch.Generator().manual_seed(0)
     numbers = torch.rand(record.positions.shape, generator=generator)
     integers = torch.tensor([not kind.is_floating_point for kind in fields.values()])
-    record = replace(record, positions=torch.where(integers, (3 * numbers).floor(), numbers))
-    return record.round(accepted=0, committed=4096, width=4096).finish(
-        plain(64, 64), 1, {"method": "by hand", "lossless": False}, 1.0)
+    record.positions.copy_(torch.where(integers, (3 * numbers).floor(), numbers))
+    record.round(accepted=0, committed=4096, width=4096)
+    return record.finish(plain(64, 64), 1, {"method": "by hand", "lossless": False}, 1.0)
 
 
 @pytest.mark.parametrize("earlier", [False, True])
