@@ -1,4 +1,4 @@
-"""Moving accepted tokens of a tree to where they belong in a cache of keys and values."""
+"""Places in a cache of keys and values: those of a pass's tokens, and those where the accepted ones belong."""
 
 from __future__ import annotations
 
@@ -6,6 +6,35 @@ import torch
 from torch import Tensor
 
 from .dispatch import accelerated
+
+
+def _own_slots(slots: Tensor, *rest: Tensor | int | None) -> tuple:
+    """A trial of ``open_slots``."""
+    return slots.clone(), *rest
+
+
+@accelerated(trial=_own_slots)
+def open_slots(
+    slots: Tensor, lengths: Tensor, columns: Tensor, tree_mask: Tensor | None, count: int, behind: int, reach: int,
+    like: Tensor,
+) -> Tensor:
+    """Put the slots of a pass's ``count`` tokens, after ``lengths`` [rows] and ``behind`` uncommitted tokens, in the
+    first columns of slots [rows, capacity], in place. Slots past the capacity are folded onto the last one.
+
+    Returns what is added to attention scores [rows, 1, count, reach], in the dtype of ``like``: 0 where a token sees a
+    slot, else minus infinity. It sees all committed tokens and, with tree_mask [rows, count, behind + count] (bool),
+    uncommitted token j where that is true; None is a chain. columns [capacity] (int64) counts from 0.
+    """
+    here = lengths[:, None] + columns[behind : behind + count]
+    slots[:, :count] = here.clamp(max=len(columns) - 1)
+    if tree_mask is None:
+        hidden = columns[:reach] > here[..., None]
+    else:
+        fed = behind + count
+        offset = columns[:reach] - lengths[:, None]
+        index = offset.clamp(0, fed - 1)[:, None].expand(-1, count, -1)
+        hidden = (offset >= 0)[:, None] & ~(tree_mask.gather(2, index) & (offset < fed)[:, None])
+    return like.new_zeros((len(lengths), 1, count, reach)).masked_fill_(hidden[:, None], -torch.inf)
 
 
 def _one_layer(buffer: Tensor, lengths: Tensor, path: Tensor) -> tuple:

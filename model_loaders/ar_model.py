@@ -251,7 +251,7 @@ class DiscreteModel(Prompted, Placed):
         rotation = rotation_of(
             self.positions, count, tokens.shape[1] - 1, cols or self.grid[1], head_dim, x.device
         )
-        return self.backbone.logits(self.backbone(x, rotation)[:, count - 1 :])
+        return self.backbone.logits(self.backbone(x, rotation)[:, count - 1 :]).float()
 
     @torch.inference_mode()
     def teacher_forced(self, conditioning: Conditioning, tokens: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..kernels.attention import added, attend
+from ..kernels.attention import attend
 from ..kernels.rotation import factors_of, normalise, rotate
 from .cache import KVCache, Turn
 from .products import product
@@ -194,14 +194,14 @@ class Backbone(nn.Module):
     ) -> Tensor:
         """Hidden states [R, T, dim] after the final norm, for input embeddings x [R, T, dim].
 
-        With a cache, keys and values are written at the cache's current slots and ``mask`` [R, 1, T, reach] (bool)
-        says which slots each token sees; without one, ``mask`` None means causal.
+        With a cache, keys and values are written at the cache's current slots. ``mask`` [R, 1, T, reach or T], in the
+        dtype of x, is added to the scores of attention (see kernels.attention.added); None is causal, without a cache.
         """
-        turn, mask = rotation.turn(), added(mask, x.dtype)
+        turn = rotation.turn()
         for index, layer in enumerate(self.layers):
             x = layer(x, turn, index, cache, mask)
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [R, T, vocab] in fp32."""
-        return product(self.output, hidden).float()
+        """Logits [R, T, vocab] in the dtype of the hidden states."""
+        return product(self.output, hidden)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention import FEW, attend_cached
-from ..kernels.cache import keep_path
+from ..kernels.cache import keep_path, open_slots
 from ..kernels.rotation import Norms
 
 BUCKET = 128  # slots come in multiples of it, so that prompts of similar lengths make steps of one shape
@@ -101,19 +101,14 @@ class KVCache:
         """Reserve the next pass's ``count`` slots, after every row's length and ``behind`` uncommitted tokens.
 
         tree_mask [rows, count, behind + count] (bool): may token i see uncommitted token j; None is a chain. Returns
-        who sees which slot [rows, 1, count, reach] (bool). Slots past the capacity are folded onto the last one; the
-        caller provides slack so that only tokens behind the end of the image get there.
+        what is added to attention scores [rows, 1, count, reach]: 0 for a slot that is seen, else minus infinity. Slots
+        past the capacity are folded onto the last one; the caller provides slack so that only tokens behind the end of
+        the image get there.
         """
-        lengths, columns = self.lengths[:, None], self._columns[: self.reach]
-        slots = lengths + self._columns[behind : behind + count]
         self._count = count
-        self._slots[:, :count] = slots.clamp(max=self.capacity - 1)
-        if tree_mask is None:
-            return (columns <= slots[..., None])[:, None]
-        offset = columns - lengths  # [rows, reach]
-        inside = (offset >= 0) & (offset < behind + count)
-        index = offset.clamp(0, behind + count - 1)[:, None].expand(-1, count, -1)
-        return ((offset < 0)[:, None] | (inside[:, None] & tree_mask.gather(2, index)))[:, None]
+        return open_slots(
+            self._slots, self.lengths, self._columns, tree_mask, count, behind, self.reach, self.buffer[0, 0, 0, 0]
+        )
 
     def attend(self, layer: int, every: Tensor, turn: Turn, mask: Tensor) -> Tensor:
         """Attention [rows, count, H, head_dim] of the open tokens. Of their queries, keys and values ``every``

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..kernels.attention import added
 from .backbone import BackboneConfig, Block, Rotation
 from .cache import KVCache
 from .placed import Placed
@@ -34,4 +33,4 @@ class Eagle(Placed):
         rotation, cache and mask as in Backbone; a pair stands where its token stands. There is no final norm.
         """
         x = self.fc(torch.cat((self.tok_embeddings(ids).to(hidden.dtype), hidden), dim=-1))
-        return self.layer(x, rotation.turn(), 0, cache, added(mask, x.dtype))
+        return self.layer(x, rotation.turn(), 0, cache, mask)

@@ -108,25 +108,24 @@ def begin(run: Run, start: Start, layout: TokenLayout, stream: Stream) -> Carry:
     run.record.begin(start.tokens, start.committed)
     first = start.committed[:, None]
     carry = Carry(start.committed, torch.zeros_like(first), torch.zeros_like(first[:1]), stream, layout)
-    return draw(run, start.out, carry, Source.PREFILL)
+    return draw(run, start.out, carry, start.committed < layout.length, Source.PREFILL)
 
 
 def step(run: Run, carry: Carry) -> Carry:
     """One pass: feed the last token, draw the next. Nothing changes behind the end of the image."""
+    more = carry.committed < carry.layout.length
     out = run.model.step(run.state, carry.token, carry.committed[:, None] - 1)
-    following = draw(run, out, carry, Source.BONUS)
-    run.model.commit(run.state, following.committed - carry.committed)
-    return following
+    run.model.commit(run.state, more)
+    return draw(run, out, carry, more, Source.BONUS)
 
 
-def draw(run: Run, out: StepOut, carry: Carry, source: Source) -> Carry:
-    """The next token of every image from its prediction ``out`` [R, 1, V+]."""
+def draw(run: Run, out: StepOut, carry: Carry, more: Tensor, source: Source) -> Carry:
+    """The next token from the prediction ``out`` [R, 1, V+], of every image that lacks ``more`` [B] (bool)."""
     position = carry.committed[:, None]
     forced = carry.layout.forced_at(position) if run.forcing else None
     p = probabilities(out.logits[:, -1:], run.params, run.model.vocab, forced)
     token = perturbed_argmax(p, run.noise(carry.stream, position, p.shape[-1]))
-    more = position < carry.layout.length
     if forced is not None:
         source = torch.where(forced >= 0, Source.FORCED, source)
-    run.record.write(position, more, token, p, finalised_at=carry.turn, source=source)
-    return replace(carry, committed=carry.committed + more[:, 0], token=token, turn=carry.turn + 1)
+    run.record.write(position, more[:, None], token, p, finalised_at=carry.turn, source=source)
+    return replace(carry, committed=carry.committed + more, token=token, turn=carry.turn + 1)

@@ -93,7 +93,10 @@ class TokenLayout:
 
 @dataclass(frozen=True)
 class StepOut:
-    """logits [R, T, V+] (fp32) and hidden states [R, T, D] of a pass; R = 2B with guidance, conditional rows first."""
+    """Logits [R, T, V+] (in the model's dtype) and hidden states [R, T, D] of a pass.
+
+    R = 2B with guidance, conditional rows first.
+    """
 
     logits: Tensor
     hidden: Tensor
@@ -139,7 +142,8 @@ class ARModel(Protocol):
         ...
 
     def commit(self, state: Any, count: Tensor, path: Tensor | None = None) -> None:
-        """Keep ``count`` [B] tokens of the last step: its first ones, or the first of ``path`` [B, P] (offsets)."""
+        """Keep ``count`` [B] (int64, or bool: 1 or 0) tokens of the last step: its first ones, or the first of ``path``
+        [B, P] (offsets)."""
         ...
 
     def neighbours(self, count: int) -> Tensor:

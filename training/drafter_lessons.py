@@ -41,8 +41,8 @@ def guide(logits: Tensor, scale: Tensor | float) -> Tensor:
 
 
 def head(model: DiscreteModel, hidden: Tensor) -> Tensor:
-    """Logits [..., V] of the target's head for hidden states that may be of another precision."""
-    return model.backbone.logits(hidden.to(model.dtype))[..., : model.vocab]
+    """Logits [..., V] (fp32) of the target's head for hidden states that may be of another precision."""
+    return model.backbone.logits(hidden.to(model.dtype))[..., : model.vocab].float()
 
 
 def drawn(model: DiscreteModel, first: int) -> Tensor:

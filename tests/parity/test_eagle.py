@@ -31,6 +31,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from comfyui_specar.kernels.attention import added
 from comfyui_specar.kernels.logits import guide
 from comfyui_specar.model_loaders.ar_model import DiscreteModel
 from comfyui_specar.model_loaders.detect import load_drafter, load_model
@@ -287,13 +288,14 @@ def lowered(positions):
 def with_padding_hidden(mask):
     """mask [2, 1, T, slots] without the unconditional branch's first pairs (which keep seeing each other)."""
     mask = mask.clone()
-    mask[1, :, LOWER:, :LOWER] = False
+    mask[1, :, LOWER:, :LOWER] = -torch.inf
     return mask
 
 
 def test_chameleon_features(chameleon):
     name, module = chameleon[0], chameleon[1].module
-    mask = with_padding_hidden(torch.ones(19, 19, dtype=torch.bool).tril().expand(2, 1, -1, -1))
+    seen = torch.ones(19, 19, dtype=torch.bool).tril().expand(2, 1, -1, -1)
+    mask = with_padding_hidden(added(seen, torch.float32))
 
     def compute():
         found = module(CHAMELEON_HIDDEN, CHAMELEON_IDS, half_rotation(lowered(torch.arange(19))), mask=mask)
@@ -314,7 +316,7 @@ def test_chameleon_drafts_on_drafts(chameleon):
 
         def expand(tokens, depth, hidden, seen, behind):
             mask = cache.open(len(tokens), seen.expand(2, -1, -1), behind)
-            mask[1, :, :, :LOWER] = False
+            mask[1, :, :, :LOWER] = -torch.inf
             rotation = half_rotation(lowered(torch.full((len(tokens),), 19 + depth)))
             return module(hidden, CODES + row(*tokens).repeat(2, 1), rotation, cache, mask)
 

@@ -1,5 +1,7 @@
 """Whatever was fed, kept, dropped or rearranged before: cached logits equal those of a teacher-forced pass."""
 
+from math import inf
+
 import pytest
 import torch
 from comfyui_specar.models.backbone import Rotation
@@ -116,11 +118,11 @@ def test_uncommitted_slots_are_out_of_sight():
     """A pass that is not committed leaves no trace: the next one writes over it."""
     cache = KVCache(1, 1, 1, 6, 2, torch.float32, torch.device("cpu"))
     mask = cache.open(3)
-    assert mask[0, 0].tolist() == [[True] + [False] * 5, [True] * 2 + [False] * 4, [True] * 3 + [False] * 3]
+    assert mask[0, 0].tolist() == [[0] + [-inf] * 5, [0] * 2 + [-inf] * 4, [0] * 3 + [-inf] * 3]
     write(cache, 0, torch.ones(1, 3), torch.ones(1, 3))
     cache.commit(torch.tensor([1]))
     mask = cache.open(2)
-    assert mask[0, 0].tolist() == [[True] * 2 + [False] * 4, [True] * 3 + [False] * 3]
+    assert mask[0, 0].tolist() == [[0] * 2 + [-inf] * 4, [0] * 3 + [-inf] * 3]
     write(cache, 0, torch.full((1, 2), 5.0), torch.zeros(1, 2))
     assert cache.keys[0, 0, 0, :, 0].tolist() == [1, 5, 5, 0, 0, 0]
 

@@ -1,12 +1,51 @@
-"""Moving the accepted path of a tree inside the cache: the Triton twin moves what the torch reference moves."""
+"""Slots of a pass and moves of the accepted path inside the cache: the Triton kernels do what the references do."""
 
 import pytest
 import torch
-from comfyui_specar.kernels.cache import keep_path
+from comfyui_specar.kernels.cache import keep_path, open_slots
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ..support.twins import compiled, interpreted
+from ..support.twins import compiled, compiled_everywhere, interpreted
+
+
+@st.composite
+def openings(draw):
+    """Arguments of open_slots: chains and trees, some of them past the capacity, masks shared by rows or not."""
+    rows, capacity = draw(st.integers(1, 3)), draw(st.sampled_from([12, 300]))
+    count, behind, reach = draw(st.integers(1, 5)), draw(st.integers(0, 4)), draw(st.integers(9, capacity))
+    lengths = torch.tensor(draw(st.lists(st.integers(0, capacity), min_size=rows, max_size=rows)))
+    generator, tree = torch.Generator().manual_seed(draw(st.integers(0, 99))), None
+    if draw(st.booleans()):
+        tree = torch.rand((draw(st.sampled_from([1, rows])), count, behind + count), generator=generator) < 0.5
+        tree = tree.expand(rows, -1, -1)
+    like = torch.zeros(1, dtype=draw(st.sampled_from([torch.float32, torch.float16])))
+    slots = torch.full((rows, capacity), -1)
+    return slots, lengths, torch.arange(capacity), tree, count, behind, reach, like
+
+
+@settings(deadline=None, max_examples=30)
+@given(openings())
+def test_both_open_the_same_slots(given):
+    slots, lengths, columns, tree, count, behind, reach, like = given
+    found = slots.clone()
+    wanted = open_slots(*given)
+    mask = interpreted("cache.open_slots", found, *given[1:])
+    assert mask.dtype == wanted.dtype == like.dtype and torch.equal(mask, wanted) and torch.equal(found, slots)
+    for row, length in enumerate(lengths.tolist()):
+        for i in range(count):
+            last = len(columns) - 1
+            assert slots[row, i] == min(length + behind + i, last)
+            chain = [j <= behind + i for j in range(behind + count)]
+            seen = [*[True] * length, *(chain if tree is None else tree[row, i].tolist()), *[False] * reach][:reach]
+            assert (wanted[row, 0, i] == 0).tolist() == seen
+    assert (slots[:, count:] == -1).all()
+
+
+def test_opening_compiles():
+    slots, lengths, like = torch.zeros(2, 1280, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), torch.zeros(1)
+    for tree in (None, torch.zeros(2, 6, 8, dtype=torch.bool)):
+        assert compiled_everywhere("cache.open_slots", slots, lengths, slots[0], tree, 6, 2, 1280, like.bfloat16())
 
 
 @st.composite
