@@ -85,7 +85,7 @@ def compiled(method, asked):
     while not run.done:
         run.round()
     assert run.kept.graphs.calls >= 4
-    return Decoded(run.carry.tokens[:, :-1], run.finish())
+    return Decoded(run.step.record.image, run.finish())
 
 
 def toy(layout="row", **options):

@@ -63,7 +63,7 @@ def assert_cache_is_fresh(run, model):
     request = run.request
     fresh = model.start(request.conditioning, request.negative, batch, request.layout, slack=0, guided=True)
     prompt = fresh.cache.lengths.clone()
-    model.step(fresh, run.carry.tokens[:, :-1], torch.arange(run.step.length).expand(batch, -1))
+    model.step(fresh, run.step.record.image, torch.arange(run.step.length).expand(batch, -1))
     assert torch.equal(cache.lengths, prompt + held.repeat(2))
     for row, length in enumerate(cache.lengths.tolist()):
         for buffer, expected in ((cache.keys, fresh.cache.keys), (cache.values, fresh.cache.values)):
@@ -83,9 +83,9 @@ def test_the_cache_is_that_of_a_fresh_pass_after_every_round(model, drafters, st
             if not (run.carry.committed < run.step.length).all():
                 continue
             assert_cache_is_fresh(run, model)
-            assert torch.equal(run.carry.pending.root, run.carry.tokens[torch.arange(3), run.carry.committed - 1])
+            assert torch.equal(run.carry.pending.root, run.step.record.tokens[torch.arange(3), run.carry.committed - 1])
         forced = run.carry.layout.forced[0]
-        assert (run.carry.tokens[:, :-1][:, forced >= 0] == 7).all()
+        assert (run.step.record.image[:, forced >= 0] == 7).all()
 
 
 @torch.inference_mode()
@@ -106,10 +106,10 @@ def test_the_eagle_drafter_knows_the_true_pairs(model, drafters, structure):
             behind = drafters["eagle"].start(fresh, request.conditioning, request.negative, 2, request.layout, 9, True)
             begun = behind.cache.lengths.clone()
             before = fresh.prefill.hidden
-            out = model.step(fresh, carry.tokens[:, :-1], torch.arange(run.step.length).expand(2, -1))
+            out = model.step(fresh, run.step.record.image, torch.arange(run.step.length).expand(2, -1))
             hidden = torch.cat((before, out.hidden[:, :-1]), dim=1)
             positions = torch.arange(run.step.length).expand(2, -1)
-            drafters["eagle"].observe(behind, carry.tokens[:, :-1], positions, hidden, told)
+            drafters["eagle"].observe(behind, run.step.record.image, positions, hidden, told)
             cache = run.step.state.cache
             assert torch.equal(cache.lengths, begun + told.repeat(2))
             for row, length in enumerate(cache.lengths.tolist()):
@@ -137,7 +137,7 @@ def test_skipping_never_is_the_host(model, drafters):
             while not (a.done and b.done):
                 a.round()
                 b.round()
-            assert torch.equal(a.carry.tokens, b.carry.tokens)
+            assert torch.equal(a.step.record.image, b.step.record.image)
 
 
 def test_rounds_are_never_skipped_twice_running(model, drafters):

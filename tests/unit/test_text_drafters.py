@@ -107,12 +107,12 @@ def test_it_continues_the_true_pairs_of_both_branches(target, drafter, structure
         run.round()
     for branch, words in enumerate(prompts):
         for image in range(2):
-            wanted = features_behind(target, drafter, words, run.carry.tokens[image, :-1])
+            wanted = features_behind(target, drafter, words, run.step.record.tokens[image, :-1])
             for counts, found in seen:
                 if counts[image] < layout.length:
                     assert torch.allclose(found[branch, image], wanted[counts[image] - 1], atol=1e-4)
     forced = layout.forced[0]
-    assert torch.equal(run.carry.tokens[:, :-1][:, forced >= 0], forced[forced >= 0].expand(2, -1))
+    assert torch.equal(run.step.record.image[:, forced >= 0], forced[forced >= 0].expand(2, -1))
 
 
 @torch.inference_mode()
