@@ -133,7 +133,7 @@ def without_a_gpu(counts: Launches) -> Iterator[None]:
             (fake_tensor, "CONSTANT_NUMEL_LIMIT", -1),  # else the smallest have data, on a GPU that is not there
         ):
             stack.enter_context(patch.object(where, name, instead))
-        cached = noise._constants, noise.row, trees.tables, constants.counting, constants.numbers
+        cached = noise._constants, noise.row, trees.tables, constants.counting, constants.numbers, constants.uniform_law
         for constant in cached:  # without data, and so of no use to others
             constant.cache_clear()
             stack.callback(constant.cache_clear)

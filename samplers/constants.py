@@ -16,6 +16,12 @@ def counting(end: int, device: torch.device, step: int = 1) -> Tensor:
 
 
 @cache
+def uniform_law(vocab: int, total: int, device: torch.device) -> Tensor:
+    """The uniform law [total] (fp32) of the ids below ``vocab``."""
+    return torch.nn.functional.pad(torch.full((vocab,), 1 / vocab, device=device), (0, total - vocab))
+
+
+@cache
 def numbers(values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """These values."""
     return torch.tensor(values, device=device, dtype=dtype)

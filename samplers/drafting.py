@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.sampling import take
+from .constants import counting
 from .logits import probabilities
 from .protocols import Drafter, SamplingParams, StepOut, TokenLayout
 from .rng import Purpose, Stream
@@ -60,9 +61,11 @@ def grow_sampled(
     exists only where its parent does, q has mass for it, and the image has not ended; so a forced token is an only
     child.
     """
-    known = tables(shape, root.token.device)
-    law, hidden = work.laws(root.out.logits, root.committed[:, None]), root.out.hidden
+    places = root.committed[:, None] + counting(len(shape) + 1, root.token.device)  # of all levels, and one more
+    within = places < work.layout.length
+    law, hidden = work.laws(root.out.logits, places[:, :1]), root.out.hidden
     vocab = law.shape[-1]
+    known = tables(shape, vocab, root.token.device)
     above = torch.ones_like(root.token, dtype=torch.bool)[:, None]  # do the drafts (first the root) exist
     nodes, laws = [_root_node(root)], [law]
     noise = None
@@ -70,24 +73,24 @@ def grow_sampled(
         draw = turn * DRAWS + known.law_place
         noise = work.stream.gumbel(root.committed[:, None] + known.law_level, vocab, Purpose.DRAFT, draw)
         noise = noise.split([1, *(level.inner for level in shape)], dim=1)
-    for number, (level, parent, rank) in enumerate(zip(shape, known.parents, known.ranks, strict=True), 1):
-        position = (root.committed + number - 1)[:, None].expand(-1, len(parent))
+    for number, (level, parent) in enumerate(zip(shape, known.parents, strict=True), 1):
         most = min(max(level.rank) + 1, vocab)
         scores = law if noise is None else law.log().add_(noise[number - 1])
         ordered = scores.topk(most).indices  # [B, F, most]
-        token = ordered.flatten(1)[:, parent * most + rank.clamp(max=most - 1)]
-        probability = law.flatten(1).gather(1, parent * vocab + token)
-        exists = above[:, parent] & (rank < most) & (probability > 0) & (position < work.layout.length)
+        token = ordered.flatten(1)[:, known.offers[number - 1]]
+        probability = law.flatten(1).gather(1, known.origins[number - 1] + token)
+        exists = above[:, parent] & known.possible[number - 1] & (probability > 0) & within[:, number - 1 : number]
         if depth is not None:
             exists = exists & (number <= depth[:, None])
         if width is not None:
-            exists = exists & (torch.arange(len(parent), device=parent.device) < width[:, None])
+            exists = exists & (counting(len(parent), parent.device) < width[:, None])
         nodes.append(_Drafts(token, exists, probability))
         if level.inner:
             inner = slice(level.inner)
             seen = known.seen[number - 1].expand(len(token), -1, -1)
-            out = work.expand(token[:, inner], position[:, inner], hidden[:, parent[inner]], seen)
-            law, hidden, above = work.laws(out.logits, position[:, inner] + 1), out.hidden, exists[:, inner]
+            here, following = (places[:, n : n + 1].expand(-1, level.inner) for n in (number - 1, number))
+            out = work.expand(token[:, inner], here, hidden[:, parent[inner]], seen)
+            law, hidden, above = work.laws(out.logits, following), out.hidden, exists[:, inner]
             laws.append(law)
     token, exists, probability = (torch.cat(parts, dim=1) for parts in zip(*nodes, strict=True))
     parent, at_depth, rank = (x.expand_as(token) for x in (known.parent, known.depth, known.rank))
@@ -108,7 +111,7 @@ def grow_top_k(
     """
     batch, device = len(root.token), root.token.device
     most = min(most, root.out.logits.shape[-1])
-    index = torch.arange(most, device=device)
+    index = counting(most, device)
     allowed = torch.ones((1, most), dtype=torch.bool, device=device) if width is None else index < width[:, None]
     law, hidden = work.laws(root.out.logits, root.committed[:, None]), root.out.hidden
     score = torch.zeros((batch, 1), device=device)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernels.guesses import mean_law, neighbours_of
 from ..kernels.sampling import categorical, point_mass
-from .constants import counting
+from .constants import counting, uniform_law
 from .protocols import TokenLayout
 
 INITIAL = ("mixed", "left", "upper", "uniform", "repeat")
@@ -85,8 +85,7 @@ def neighbour_laws(
     """
     stride, total = layout.stride, laws.rows.shape[-1]
     if initial in ("uniform", "repeat") or forcing:
-        uniform = torch.full((total,), 1 / vocab, device=position.device)
-        uniform[vocab:] = 0
+        uniform = uniform_law(vocab, total, position.device)
     if initial in ("uniform", "repeat"):
         return uniform.expand(*position.shape, -1)
     if initial == "mixed" and not forcing:

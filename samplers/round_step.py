@@ -17,6 +17,7 @@ from torch import Tensor
 from ..kernels.sampling import at, categorical, readable, take
 from . import skipping as vvs
 from .acceptance import AcceptanceRule, Exact
+from .constants import counting
 from .drafting import Drafting, Root
 from .logits import probabilities
 from .prefill import Start
@@ -100,7 +101,7 @@ class RoundStep:
     def draft(self, extent: Extent, carry: DraftInputs) -> tuple[Tree, Tensor]:
         """Tell the drafter what was decided, let it grow a tree, and choose who takes it unverified [B] (bool)."""
         told = carry.told
-        position = told.begin[:, None] + torch.arange(told.token.shape[1], device=told.begin.device)
+        position = told.begin[:, None] + counting(told.token.shape[1], told.begin.device)
         out = self.drafter.observe(self.state, told.token, position, told.hidden, told.count)
         work = Drafting(
             self.drafter, self.state, carry.layout, self.params, self.model.vocab, carry.stream, self.forcing
@@ -132,7 +133,7 @@ class RoundStep:
             decided = taken if decided is None else decided.where(~skip, taken)
         free = accepted
         if self.forcing:
-            position = before[:, None] + torch.arange(tree.levels, device=before.device)
+            position = before[:, None] + counting(tree.levels, before.device)
             free = ((position < (before + accepted)[:, None]) & (carry.layout.forced_at(position) < 0)).sum(1)
         self.record.round(
             accepted=free, committed=decided.count, width=fed, nodes=tree.exists[:, 1:].sum(1), depth=tree.spread()[0],
@@ -151,7 +152,7 @@ class RoundStep:
         tokens: it changes nothing about them, but tells how likely they were, and the caches their true states.
         """
         pending, waiting = carry.pending, carry.pending.token.shape[1]
-        index = torch.arange(waiting, device=judged.device)
+        index = counting(waiting, judged.device)
         ahead = torch.cat((index - pending.count[:, None], tree.depth[:, 1:] - 1), dim=1)
         fed = torch.cat((pending.token, tree.token[:, 1:]), dim=1)
         position = (carry.committed[:, None] + ahead).clamp(min=0)
@@ -165,7 +166,7 @@ class RoundStep:
             def p(node: Tensor) -> Tensor:
                 return behind(node[:, None])[:, 0]
 
-        columns = carry.committed[:, None] + torch.arange(tree.levels + 1, device=judged.device)
+        columns = carry.committed[:, None] + counting(tree.levels + 1, judged.device)
         strength = carry.strength.gather(1, columns.clamp(max=self.length - 1))
         verified = self.judge(tree, p, strength, Numbers(carry.stream, carry.turn, carry.committed))
 
@@ -194,7 +195,7 @@ class RoundStep:
         if slots is None:
             if waiting == 1:
                 return self.laws(logits, position + 1, carry.layout)
-            slots = torch.arange(position.shape[1] - waiting + 1, device=position.device).expand(len(position), -1)
+            slots = counting(position.shape[1] - waiting + 1, position.device).expand(len(position), -1)
         place = torch.where(slots > 0, slots + waiting, count) - 1
         return self.laws(take(logits, place), position.gather(1, place) + 1, carry.layout)
 
@@ -217,7 +218,7 @@ class RoundStep:
         elif self.skipping.path != "first":  # picked among siblings, which is not drawing from q either
             q = torch.where((tree.rank * tree.exists).amax(1, keepdim=True) > 0, 1.0, q)
         hidden = vvs.stale_features(carry.features, carry.known, count, slots.shape[1])
-        columns = carry.committed[:, None] + torch.arange(slots.shape[1], device=skip.device)
+        columns = carry.committed[:, None] + counting(slots.shape[1], skip.device)
         depth, width = tree.spread()
         self.record.write(
             columns, columns < (carry.committed + count)[:, None], token, None,
@@ -251,7 +252,7 @@ class RoundStep:
     ) -> None:
         """Record a verified round; ``behind``: the target's laws behind slots [B, n]."""
         parents = torch.nn.functional.pad(verified.path, (1, 0))
-        number = torch.arange(1, tree.levels + 2, device=columns.device)
+        number = counting(tree.levels + 2, columns.device)[1:]
         depth, width = tree.spread()
         self.record.write(
             columns, number <= decided.count[:, None], verified.token, behind(parents),
@@ -268,7 +269,7 @@ class RoundStep:
         That is the leak of accepting for certain: [1 - p/q]+ for a draft drawn from q, 1 - p for another one.
         """
         count, token = carry.pending.count[:, None], carry.pending.token[:, 1:]
-        index = torch.arange(token.shape[1], device=token.device)
+        index = counting(token.shape[1], token.device)
         meant = judged[:, None] & (index < count - 1)
         ratio = at(p, token) / carry.pending.q[:, 1:].clamp(min=1e-30)
         self.record.write(

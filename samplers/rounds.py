@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.sampling import take
+from .constants import counting
 from .protocols import TokenLayout
 from .rng import Stream
 from .trees import Tree
@@ -113,7 +114,7 @@ def fed_mask(pending: Pending, tree: Tree) -> Tensor:
     ancestors = tree.ancestors()
     if width == 1:  # the root stands for itself
         return ancestors
-    index = torch.arange(width, device=pending.token.device)
+    index = counting(width, pending.token.device)
     meant = index < pending.count[:, None]
     among = (index <= index[:, None]) & meant[:, None] | torch.eye(width, dtype=torch.bool, device=index.device)
     drafts = ancestors[:, 1:, 1:]
@@ -125,7 +126,7 @@ def fed_mask(pending: Pending, tree: Tree) -> Tensor:
 def kept_slots(pending: Pending, verified: Verified) -> Tensor:
     """Places [B, P + L] among the fed tokens of what stays: the pending ones, then the accepted path."""
     width, levels = pending.token.shape[1], verified.path.shape[1]
-    index = torch.arange(width + levels, device=pending.token.device)
+    index = counting(width + levels, pending.token.device)
     behind = (index - pending.count[:, None]).clamp(0, levels - 1)
     return torch.where(index < pending.count[:, None], index, width - 1 + verified.path.gather(1, behind))
 
@@ -142,7 +143,7 @@ def after_verification(
     count = torch.where(judged, torch.minimum(verified.accepted + 1, length - committed), 0)
     early = pending.count - 1 if refresh else torch.zeros_like(pending.count)  # tokens told before, now again
     first = pending.count - 1 - early
-    index = torch.arange(pending.token.shape[1] + levels, device=kept.device)
+    index = counting(pending.token.shape[1] + levels, kept.device)
     again = pending.token.gather(1, (index + 1).expand(len(kept), -1).clamp(max=pending.token.shape[1] - 1))
     new = verified.token.gather(1, (index - early[:, None]).clamp(0, levels))
     token = torch.where(index < early[:, None], again, new)
@@ -153,7 +154,7 @@ def after_verification(
 
 def rejoin(pending: Pending, decided: Decided, q: Tensor, skip: Tensor, width: int) -> Pending:
     """Pending tokens of the next round: behind a skipped one all so far, else the last decided token alone."""
-    index = torch.arange(width, device=skip.device)
+    index = counting(width, skip.device)
     old = pending.token.shape[1]
     place = (index - pending.count[:, None]).clamp(min=0)
     is_old = index < pending.count[:, None]

@@ -8,6 +8,8 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
+from .constants import counting
+
 
 @dataclass(frozen=True)
 class Tree:
@@ -37,7 +39,7 @@ class Tree:
         """Slots [B, M + 1, width] (int64) of every slot's children in the order they were drawn, -1 where none is."""
         batch, slots = self.token.shape
         table = torch.full((batch, slots * self.width + 1), -1, device=self.token.device)
-        index = torch.arange(slots, device=self.token.device)
+        index = counting(slots, self.token.device)
         child = self.exists & (index > 0)  # the root is nobody's
         place = torch.where(child, self.parent * self.width + self.rank, slots * self.width)
         return table.scatter(1, place, index.expand(batch, -1))[:, :-1].unflatten(1, (slots, self.width))
@@ -93,8 +95,12 @@ Shape = tuple[Level, ...]
 class Tables:
     """A shape as constant tensors: slots [M + 1] as in Tree, without the tokens; and what growing such a tree needs.
 
-    parents, ranks: one [w] per level, as in Level. seen: per level who of its ``inner`` drafts sees which of all inner
-    drafts so far [1, inner, E]. law_level, law_place [E]: level and place of the slot behind which each law stands.
+    Of the drafts of a level [w], one per level: parents, as in Level; offers: the place of each among the likeliest
+    tokens of all drafts of the level above, where each offers as many as any of them has children; origins: where the
+    parent's law begins in those laid behind each other; possible: is the vocabulary so large.
+
+    seen: per level who of its ``inner`` drafts sees which of all inner drafts so far [1, inner, E]. law_level,
+    law_place [E]: level and place of the slot behind which each law stands.
     """
 
     parent: Tensor
@@ -103,15 +109,18 @@ class Tables:
     law_of: Tensor
     ancestors: Tensor
     parents: tuple[Tensor, ...]
-    ranks: tuple[Tensor, ...]
+    offers: tuple[Tensor, ...]
+    origins: tuple[Tensor, ...]
+    possible: tuple[Tensor, ...]
     seen: tuple[Tensor, ...]
     law_level: Tensor
     law_place: Tensor
 
 
 @cache  # for good: captured steps go on reading them
-def tables(shape: Shape, device: torch.device) -> Tables:
-    """The constants of a shape, made once: a step that is being captured cannot send numbers to the device."""
+def tables(shape: Shape, vocab: int, device: torch.device) -> Tables:
+    """The constants of a shape over ``vocab`` tokens, made once: a step that is being captured cannot send numbers to
+    the device."""
     parent, depth, rank, law_of = [0], [0], [0], [0]
     expanded = [0]  # slots with laws: the root and all inner drafts
     inner = []
@@ -135,9 +144,13 @@ def tables(shape: Shape, device: torch.device) -> Tables:
     def ready(values: list, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
+    offers = [(level, min(max(level.rank) + 1, vocab)) for level in shape]
     return Tables(
         *map(ready, (parent, depth, rank, law_of)), ready([ancestors], torch.bool),
-        tuple(ready(list(level.parent)) for level in shape), tuple(ready(list(level.rank)) for level in shape),
+        tuple(ready(list(level.parent)) for level in shape),
+        tuple(ready([p * most + min(r, most - 1) for p, r in zip(level.parent, level.rank)]) for level, most in offers),
+        tuple(ready([p * vocab for p in level.parent]) for level in shape),
+        tuple(ready([r < most for r in level.rank], torch.bool) for level, most in offers),
         tuple(ready(rows, torch.bool) for rows in seen), ready([depth[slot] for slot in expanded]),
         ready([i for count in counts for i in range(count)]),
     )

@@ -19,6 +19,8 @@ from ..kernels import verification as kernels
 from ..kernels.sampling import row_of
 from ..kernels.verification import Verified
 from .acceptance import AcceptanceRule, Exact
+from .constants import counting
+from .constants import numbers as constant
 from .drafting import DRAWS
 from .rng import Purpose, Stream
 from .trees import Tree
@@ -51,9 +53,9 @@ def recursive_rejection(
     """
     device, levels, width = tree.token.device, tree.levels, tree.width
     # A number for every test, level by level, and one for the draw behind a path of every length.
-    level, rank = torch.arange(levels, device=device), torch.arange(width, device=device)
-    columns = torch.cat((level.repeat_interleave(width), torch.arange(levels + 1, device=device)))
-    ranks = torch.cat((rank.repeat(levels), torch.zeros(levels + 1, dtype=torch.int64, device=device)))
+    columns = tuple(level for level in range(levels) for _ in range(width)) + tuple(range(levels + 1))
+    ranks = tuple(range(width)) * levels + (0,) * (levels + 1)
+    columns, ranks = (constant(values, device, torch.int64) for values in (columns, ranks))
     accept, redraw = numbers.uniforms((Purpose.ACCEPT, Purpose.REDRAW), columns, ranks)
     u, v = accept[:, : levels * width].unflatten(1, (levels, width)), redraw[:, levels * width :]
     given = tree.token, tree.children(), tree.laws, tree.law_of, u, v, strength, rule
@@ -71,13 +73,13 @@ def sample_and_match(tree: Tree, p: Laws, numbers: Numbers) -> Verified:
 
     The law is that of recursive rejection with point masses, at the cost of one draw per level.
     """
-    slots = torch.arange(tree.token.shape[1], device=tree.token.device)
+    slots = counting(tree.token.shape[1], tree.token.device)
     given = tree.token, tree.children(), tree.levels, numbers.uniform(Purpose.REDRAW, tree.depth, slots)
     return kernels.follow(p, *given) if callable(p) else kernels.match(p, *given)
 
 
 def block_verification(tree: Tree, p: Tensor, numbers: Numbers) -> Verified:
     """Verify a chain as a block: exact, and never shorter on average (see kernels.block)."""
-    columns = torch.arange(tree.levels + 1, device=p.device)
+    columns = counting(tree.levels + 1, p.device)
     u, v = numbers.uniforms((Purpose.ACCEPT, Purpose.REDRAW), columns)
     return kernels.block(p, tree.laws, tree.token, tree.exists, u[:, :-1], v)
