@@ -239,6 +239,12 @@ def test_neighbour_laws_are_those_of_the_neighbours(known, position, left, upper
     assert torch.equal(law("left", TokenLayout(4, 4, 4, forced)), uniform), "a forced token has no law to lend"
 
 
+def test_refinements_of_a_hand_made_run():
+    """Windows of three: the first image's passes see 1-3, 3-5 and 4-6, the second's, with two tokens given, 3-5."""
+    fixed = torch.tensor([[0, 1, 1, 2, 3, 3], [0, 0, 0, 1, 1, 1]], dtype=torch.int32)
+    assert jacobi.refinements(fixed, 3).tolist() == [[0, 0, 0, 1, 1, 1], [0] * 6]
+
+
 @pytest.mark.parametrize(("reuse", "initial"), [*((reuse, "mixed") for reuse in REUSE), ("coupled", "repeat")])
 def test_a_step_reads_nothing_on_the_host(models, reuse, initial):
     """On the meta device there is no data to read: whatever would wait for the GPU raises."""

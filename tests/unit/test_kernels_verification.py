@@ -74,7 +74,8 @@ def test_windows_are_decided_alike(vocab, batch, seed):
     token = laws[torch.arange(batch)[:, None], slot].argmax(-1)
     p[0, 0] = laws[0, slot[0, 0]]  # nothing is left of p where the draft is refused
     exists = torch.arange(count) < torch.tensor([count, 1, 0])[:batch, None]
-    given = p, laws, slot, token, exists, uniforms(generator, batch, count), uniforms(generator, batch, count)
+    position = slot + ring * torch.randint(0, 9, slot.shape, generator=generator)
+    given = p, laws, position, token, exists, uniforms(generator, batch, count), uniforms(generator, batch, count)
     for twin, reference in zip(interpreted("verification.couple", *given), verification.couple(*given), strict=True):
         assert twin.dtype == reference.dtype and torch.equal(twin, reference)
 
