@@ -62,7 +62,6 @@ def grow_sampled(
     child.
     """
     places = root.committed[:, None] + counting(len(shape) + 1, root.token.device)  # of all levels, and one more
-    within = places < work.layout.length
     law, hidden = work.laws(root.out.logits, places[:, :1]), root.out.hidden
     vocab = law.shape[-1]
     known = tables(shape, vocab, root.token.device)
@@ -79,7 +78,8 @@ def grow_sampled(
         ordered = scores.topk(most).indices  # [B, F, most]
         token = ordered.flatten(1)[:, known.offers[number - 1]]
         probability = law.flatten(1).gather(1, known.origins[number - 1] + token)
-        exists = above[:, parent] & known.possible[number - 1] & (probability > 0) & within[:, number - 1 : number]
+        within = places[:, number - 1 : number] < work.layout.length
+        exists = above[:, parent] & known.possible[number - 1] & (probability > 0) & within
         if depth is not None:
             exists = exists & (number <= depth[:, None])
         if width is not None:

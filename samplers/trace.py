@@ -225,7 +225,7 @@ class Record:
         """One more round: a scalar or [B] tensor for each of the record's round fields."""
         like = self.rounds[0, :, 0]
         row = torch.stack([_filled(values[name], like).long() for name in self.round_fields], dim=-1)
-        self.rounds.index_copy_(0, self.count.clamp(max=len(self.rounds) - 1), row[None])
+        self.rounds.index_put_((self.count.clamp(max=len(self.rounds) - 1),), row[None])
         self.count.add_(1)
 
     def finish(
