@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from comfyui_specar.api import Output
 from torch import Tensor
 
@@ -34,8 +33,8 @@ def entry(output: Output) -> dict[str, Any]:
 
 def numbers(values: Tensor) -> list[Any]:
     """[hash, sum] of whole numbers, [hash, sum, sum of squares] of fractions; the hash is of shape and content."""
-    content = values.cpu().contiguous()
-    digest = shortened(repr((content.dtype, content.shape)).encode() + content.view(torch.uint8).numpy().tobytes())
+    content = values.cpu()
+    digest = shortened(repr((content.dtype, content.shape)).encode() + content.numpy().tobytes())
     if not content.is_floating_point():
         return [digest, int(content.sum())]
     wide = content.double()
