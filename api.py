@@ -12,32 +12,33 @@ from torch import Tensor
 from .model_loaders.ar_model import DiscreteModel
 from .model_loaders.continuous_model import ContinuousBase
 from .model_loaders.detect import bundled, load_drafter, load_image_decoder, load_model
-from .model_loaders.trace_files import load_trace, save_trace
-from .samplers import presets
-from .samplers.acceptance import Exact
-from .samplers.adt_tree import ADTTree
-from .samplers.continuous import ContinuousSpeculative
-from .samplers.continuous_model import ContinuousRequest
-from .samplers.continuous_next_token import ContinuousNextToken
-from .samplers.cool_sd import CoolSD, UniformRSD
-from .samplers.grouped import Grouped
-from .samplers.jacobi import SJD, Jacobi
-from .samplers.lantern import Lantern, LanternPP
-from .samplers.next_token import NextToken
-from .samplers.protocols import Callback, Request, TokenLayout
-from .samplers.skipping import Skipping
-from .samplers.speculative import DraftTree
-from .samplers.structures import Chain, Dynamic, Static
+from .model_loaders.files.trace_files import load_trace, save_trace
+from .samplers.continuous_contract import ContinuousRequest
+from .samplers.contract import Callback, Request
+from .samplers.drafts.adt_tree import ADTTree
+from .samplers.drafts.structures import Chain, Dynamic, Static
+from .samplers.layout import TokenLayout
+from .samplers.methods import published
+from .samplers.methods.continuous import ContinuousSpeculative
+from .samplers.methods.continuous_next_token import ContinuousNextToken
+from .samplers.methods.jacobi import SJD, Jacobi
+from .samplers.methods.next_token import NextToken
+from .samplers.methods.skipping import Skipping
+from .samplers.methods.speculative import DraftTree
+from .samplers.rules.acceptance import Exact
+from .samplers.rules.cool_sd import CoolSD, UniformRSD
+from .samplers.rules.grouped import Grouped
+from .samplers.rules.lantern import Lantern, LanternPP
+from .samplers.rules.tv_budget import TVMetered
 from .samplers.trace import Trace
-from .samplers.tv_metered import TVMetered
 
 __all__ = ["Output", "Trace", "bundled", "load_drafter", "load_image_decoder", "load_model", "load_trace",
            "methods", "rules", "sample", "save_trace", "structures"]
 
 methods = SimpleNamespace(
-    NextToken=NextToken, Jacobi=Jacobi, SJD=SJD, DraftTree=DraftTree, Lantern=presets.lantern,
-    LanternPP=presets.lantern_pp, CoolSD=presets.cool_sd, ADTTree=presets.adt_tree, VVS=presets.vvs, Skipping=Skipping,
-    ContinuousNextToken=ContinuousNextToken, ContinuousSpeculative=ContinuousSpeculative,
+    NextToken=NextToken, Jacobi=Jacobi, SJD=SJD, DraftTree=DraftTree, Lantern=published.lantern,
+    LanternPP=published.lantern_pp, CoolSD=published.cool_sd, ADTTree=published.adt_tree, VVS=published.vvs,
+    Skipping=Skipping, ContinuousNextToken=ContinuousNextToken, ContinuousSpeculative=ContinuousSpeculative,
 )
 CONTINUOUS = (ContinuousNextToken, ContinuousSpeculative)
 structures = SimpleNamespace(Chain=Chain, Static=Static, Dynamic=Dynamic, ADTTree=ADTTree)

@@ -24,14 +24,16 @@ from unittest.mock import Mock, patch
 import torch
 from comfyui_specar.kernels import dispatch, graphs, noise
 from comfyui_specar.model_loaders.ar_model import DiscreteModel
-from comfyui_specar.samplers import constants, jacobi, next_token, trees
-from comfyui_specar.samplers.jacobi import SJD
-from comfyui_specar.samplers.logits import DeviceParams
-from comfyui_specar.samplers.prefill import Start
+from comfyui_specar.samplers import constants
+from comfyui_specar.samplers.drafts import trees
+from comfyui_specar.samplers.drafts.structures import Chain
+from comfyui_specar.samplers.engine.prefill import Start
+from comfyui_specar.samplers.methods import jacobi, next_token
+from comfyui_specar.samplers.methods.jacobi import SJD
+from comfyui_specar.samplers.methods.round_step import ROUND, DraftInputs, RoundStep
+from comfyui_specar.samplers.methods.speculative import DraftTree
+from comfyui_specar.samplers.probabilities import DeviceParams
 from comfyui_specar.samplers.rng import Stream
-from comfyui_specar.samplers.round_step import ROUND, DraftInputs, RoundStep
-from comfyui_specar.samplers.speculative import DraftTree
-from comfyui_specar.samplers.structures import Chain
 from comfyui_specar.samplers.trace import Record
 from torch import nn
 from torch._subclasses import fake_tensor

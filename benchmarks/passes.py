@@ -15,7 +15,7 @@ from typing import Any
 import comfyui_specar as specar
 import torch
 from comfyui_specar.api import Output
-from comfyui_specar.samplers.protocols import TokenLayout
+from comfyui_specar.samplers.layout import TokenLayout
 from torch import Tensor, nn
 
 from .generate import generate, twin

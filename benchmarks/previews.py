@@ -22,10 +22,10 @@ from typing import Any
 
 import comfyui_specar as specar
 import torch
-from comfyui_specar.model_loaders.image_decoder import ImageDecoder
+from comfyui_specar.model_loaders.decoders.image_decoder import ImageDecoder
 from comfyui_specar.models.vq import VQConfig, VQModel
-from comfyui_specar.samplers.next_token import NextToken
-from comfyui_specar.samplers.protocols import Request
+from comfyui_specar.samplers.contract import Request
+from comfyui_specar.samplers.methods.next_token import NextToken
 
 from . import sizes
 from .report import commit, machine, versions, write
@@ -96,11 +96,11 @@ class Timed:
 
 def loaded(name: str, device: torch.device) -> tuple[Any, Any]:
     """A model as Load AR Checkpoint hands it out, and a conditioning of it."""
-    from comfyui_specar.nodes import folders, host
+    from comfyui_specar.nodes.comfy_runtime import folders, models
 
     if name == "default":
         folders.register_folders()
-        found = host.open_model(folders.BUNDLED, "auto", None)
+        found = models.open_model(folders.BUNDLED, "auto", None)
         return found, found.model.encode_prompt(PROMPT)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     model = sizes.build(sizes.SIZES[name], dtype, device)
@@ -109,19 +109,20 @@ def loaded(name: str, device: torch.device) -> tuple[Any, Any]:
         module = VQModel(VQConfig(model.vocab, 8, (1, 1, 2, 2, 4))).eval().requires_grad_(False)
     decoder = ImageDecoder(module, 16, 8, "random VQ-16")
     model.attach_codebook(decoder.codebook, decoder.factor)
-    return host.LoadedModel(model, host.patcher_of(model, model), host.managed(decoder), name), sizes.prompt(model)
+    loaded = models.LoadedModel(model, models.patcher_of(model, model), models.managed(decoder), name)
+    return loaded, sizes.prompt(model)
 
 
 def measure(model: Any, conditioning: Any, how: str, method: Callable[..., Any]) -> dict[str, Any]:
     """One run under a --preview-method."""
     from comfy.cli_args import LatentPreviewMethod, args
-    from comfyui_specar.nodes import host
+    from comfyui_specar.nodes.comfy_runtime import runs
     from comfyui_specar.nodes.samplers import sketched
 
     args.preview_method = LatentPreviewMethod(how)
     layout = model.model.layout()
     began = time.perf_counter()
-    with host.sampling(model, 0, layout.length, lambda p: sketched(model.model, layout, p)) as report:
+    with runs.sampling(model, 0, layout.length, lambda p: sketched(model.model, layout, p)) as report:
         timed, start, computing = Timed(report), time.perf_counter(), time.thread_time()
         method().sample(Request(model.model, conditioning, layout, model.model.defaults, callback=timed))
         seconds, computing = time.perf_counter() - start, time.thread_time() - computing

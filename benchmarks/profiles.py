@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from comfyui_specar.kernels import dispatch
 from comfyui_specar.kernels.graphs import Graphs, leaves
-from comfyui_specar.samplers.session import Session
+from comfyui_specar.samplers.engine.session import Session
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 

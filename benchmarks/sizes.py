@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 
 import torch
 from comfyui_specar.model_loaders.ar_model import DiscreteModel
-from comfyui_specar.model_loaders.eagle import EagleDrafter
-from comfyui_specar.model_loaders.prompt_encoders import MissingEncoder
+from comfyui_specar.model_loaders.families.eagle import EagleDrafter
+from comfyui_specar.model_loaders.text.prompt_encoders import MissingEncoder
 from comfyui_specar.models.backbone import Backbone, BackboneConfig
 from comfyui_specar.models.eagle import Eagle
 from comfyui_specar.models.janus import CodeEmbedding, CodeHead
 from comfyui_specar.models.positions import GridPositions, SequencePositions
 from comfyui_specar.models.prefix import CaptionPrefix, TextPrefix
 from comfyui_specar.models.quantised import narrow_names, put_narrow, quantise, stored
-from comfyui_specar.samplers.protocols import SamplingParams
+from comfyui_specar.samplers.contract import SamplingParams
 from torch import nn
 
 PROMPT = 24  # tokens of the prompt

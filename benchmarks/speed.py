@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from comfyui_specar.kernels.graphs import Graphs
-from comfyui_specar.samplers.protocols import TokenLayout
+from comfyui_specar.samplers.layout import TokenLayout
 
 from . import profiles
 from .passes import Run, Stretch, bandwidth, bytes_of_a_pass, chain, timed, weights_read, with_memory

@@ -8,7 +8,7 @@ from typing import Any
 
 import comfyui_specar as specar
 import torch
-from comfyui_specar.samplers.protocols import SamplingParams
+from comfyui_specar.samplers.contract import SamplingParams
 
 from . import sizes
 from .passes import Baseline, Sampler, Span, StagedDrafter, Stretch, baselines, sampler

@@ -12,7 +12,7 @@ from math import sqrt
 
 import torch
 from comfyui_specar.model_loaders.ar_model import DiscreteModel
-from comfyui_specar.model_loaders.eagle import EagleDrafter
+from comfyui_specar.model_loaders.families.eagle import EagleDrafter
 from comfyui_specar.models.backbone import Backbone, BackboneConfig
 from comfyui_specar.models.eagle import Eagle
 from comfyui_specar.models.prefix import CaptionPrefix

@@ -21,6 +21,19 @@ def take(rows: Tensor, index: Tensor) -> Tensor:
     return rows.gather(1, index.reshape(shape).expand(*index.shape, *rows.shape[2:]))
 
 
+def choose(condition: Tensor, yes: Tensor, no: Tensor) -> Tensor:
+    """Rows of ``yes`` where condition [B], else of ``no`` (both [R] or [R, n, ...]; a shorter n is padded)."""
+    if yes.ndim == 1:
+        return torch.where(condition, yes, no)
+    longest = max(yes.shape[1], no.shape[1])
+
+    def padded(x: Tensor) -> Tensor:
+        return torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (0, longest - x.shape[1]))
+
+    rows = condition.repeat(len(yes) // len(condition)).reshape(-1, *[1] * (yes.ndim - 1))
+    return torch.where(rows, padded(yes), padded(no))
+
+
 def inverse(order: Tensor) -> Tensor:
     """The inverses [B, n] of permutations ``order`` [B, n] (int64): where each number stands."""
     places = torch.arange(order.shape[1], device=order.device).expand_as(order)

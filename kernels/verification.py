@@ -1,7 +1,7 @@
 """Verification of drafts, from laws and random numbers to what is decided: of windows, trees and chains.
 
 Shapes: B images, T positions of a window, M drafts of a tree (slot 0 is the root, the last token decided), W children
-at most, L levels. Rules are those of samplers/acceptance.py: accept_probability, residual and leak of rows.
+at most, L levels. Rules are those of samplers/rules/acceptance.py: accept_probability, residual and leak of rows.
 """
 
 from __future__ import annotations

@@ -19,12 +19,13 @@ from ..models.placed import Placed
 from ..models.positions import GridPositions, Positions, Table, rotation_of
 from ..models.prefix import TextPrefix
 from ..models.vq import nearest_codes
-from ..samplers.protocols import SamplingParams, StepOut, TokenLayout
-from .checkpoint import whole_number
-from .image_decoder import ImageDecoder
+from ..samplers.contract import SamplingParams, StepOut
+from ..samplers.layout import TokenLayout
+from .decoders.image_decoder import ImageDecoder
+from .files.checkpoint import whole_number
 from .neighbours import neighbour_table
-from .prompt_encoders import PromptEncoder
-from .prompts import Conditioning, Prompted
+from .text.prompt_encoders import PromptEncoder
+from .text.prompts import Conditioning, Prompted
 
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ class State:
 
 
 class DiscreteModel(Prompted, Placed):
-    """See ARModel in samplers/protocols.py for the contract.
+    """See ARModel in samplers/contract.py for the contract.
 
     grid: the (rows, cols) drawn where nobody asks for another; grids: all it can draw (none given: only that one).
     pixels_per_token: side of a token's patch, known for certain once an image decoder is attached. positions: how

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from ..models.diffusion_head import DiffusionHead, Schedule
 from ..models.mar import MAR, Positions
 from ..models.placed import Placed
-from ..samplers.continuous_model import ContinuousParams, masked_guidance
-from ..samplers.laws import Normal
-from .checkpoint import CheckpointError, whole_number
-from .prompt_encoders import PromptEncoder, WordEncoder
-from .prompts import Conditioning, Prompted
+from ..samplers.continuous_contract import ContinuousParams, masked_guidance
+from ..samplers.distributions import Normal
+from .files.checkpoint import CheckpointError, whole_number
+from .text.prompt_encoders import PromptEncoder, WordEncoder
+from .text.prompts import Conditioning, Prompted
 
 
 @dataclass
@@ -94,7 +94,7 @@ class ContinuousBase(Prompted, Placed):
 
 
 class MaskedModel(ContinuousBase):
-    """MAR behind the ContinuousModel protocol of samplers/continuous_model.py."""
+    """MAR behind the ContinuousModel protocol of samplers/continuous_contract.py."""
 
     def __init__(self, backbone: MAR, head: DiffusionHead, family: str, scale: float, defaults: ContinuousParams,
                  prompt_encoder: PromptEncoder, pixels_per_token: int = 16):

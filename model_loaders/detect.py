@@ -14,9 +14,14 @@ import torch
 from torch import nn
 
 from ..models.quantised import NARROW
-from . import chameleon, cosmos, eagle, emu3, harmon, janus, kl_vae, llamagen, mar, movq, simplear, vq, xar
 from .ar_model import DiscreteModel, legal_grid, resolve_dtype
-from .checkpoint import (
+from .continuous_model import ContinuousBase, check_continuous_pair
+from .decoders import cosmos, kl_vae, movq, vq
+from .decoders.image_decoder import ImageDecoder, LatentDecoder
+from .drafters import ModelDrafter, pair
+from .families import chameleon, eagle, emu3, harmon, janus, llamagen, mar, simplear, xar
+from .families.eagle import EagleDrafter
+from .files.checkpoint import (
     INDEX,
     PICKLES,
     SAFETENSORS,
@@ -32,10 +37,6 @@ from .checkpoint import (
     title,
     weight_file,
 )
-from .continuous_model import ContinuousBase, check_continuous_pair
-from .drafters import ModelDrafter, pair
-from .eagle import EagleDrafter
-from .image_decoder import ImageDecoder, LatentDecoder
 
 log = logging.getLogger(__name__)
 

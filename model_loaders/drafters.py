@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..models.prefix import CaptionPrefix, TextPrefix
-from ..samplers.protocols import StepOut, TokenLayout
+from ..samplers.contract import StepOut
+from ..samplers.layout import TokenLayout
 from .ar_model import Conditioning, DiscreteModel, State, repeated
-from .checkpoint import CheckpointError
+from .files.checkpoint import CheckpointError
 
 
 @dataclass
@@ -23,7 +24,7 @@ class ModelState:
 
 
 class ModelDrafter:
-    """See Drafter in samplers/protocols.py for the contract. Hidden states of the target are not used.
+    """See Drafter in samplers/contract.py for the contract. Hidden states of the target are not used.
 
     own_words: prompts are read anew with the small model's own tokenizer, whose special tokens may have other ids than
     the target's (those of Janus-Pro do).

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ..samplers import presets
-from ..samplers.acceptance import AcceptanceRule, Exact
-from ..samplers.cool_sd import CoolSD
-from ..samplers.jacobi import SJD
-from ..samplers.lantern import LanternPP
-from ..samplers.next_token import NextToken
-from ..samplers.speculative import DraftTree
-from ..samplers.structures import Structure
-from ..samplers.tv_metered import TVMetered
-from .host import LoadedDrafter, LoadedModel
+from ..samplers.drafts.structures import Structure
+from ..samplers.methods import published
+from ..samplers.methods.jacobi import SJD
+from ..samplers.methods.next_token import NextToken
+from ..samplers.methods.speculative import DraftTree
+from ..samplers.rules.acceptance import AcceptanceRule, Exact
+from ..samplers.rules.cool_sd import CoolSD
+from ..samplers.rules.lantern import LanternPP
+from ..samplers.rules.tv_budget import TVMetered
+from .comfy_runtime.runs import LoadedDrafter, LoadedModel
 from .method import ChosenMethod
 from .tree_samplers import DYNAMIC, PRESETS, STATIC, STRUCTURES
 
@@ -60,7 +60,7 @@ def sjd(model: LoadedModel, window: int) -> ChosenMethod:
 
 def tree(model: LoadedModel, drafter: LoadedDrafter, name: str, structure: Structure) -> ChosenMethod:
     if structure is PRESETS[ADAPTIVE]:
-        method = presets.adt_tree(drafter.drafter, Exact(), **vars(structure))
+        method = published.adt_tree(drafter.drafter, Exact(), **vars(structure))
         by_hand = f"ADT-Tree Sampler: preset {ADAPTIVE}"
     else:
         method = DraftTree(drafter.drafter, structure)

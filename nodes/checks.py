@@ -13,14 +13,14 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from ..samplers.trace import Trace
-from . import host
+from .comfy_runtime import models
 from .method import ChosenMethod
 from .rules import ChosenRule
 
 SHORT = 60  # characters of a value that a message repeats
 SOCKETS = {  # private sockets -> what they carry, and the node that makes it
-    "AR_MODEL": (host.LoadedModel, "Load AR Checkpoint"),
-    "AR_DRAFTER": (host.LoadedDrafter, "Load AR Drafter"),
+    "AR_MODEL": (models.LoadedModel, "Load AR Checkpoint"),
+    "AR_DRAFTER": (models.LoadedDrafter, "Load AR Drafter"),
     "AR_RULE": (ChosenRule, "a rule node"),
     "AR_TRACE": (Trace, "an AR sampler or Load Trace"),
     "AR_METHOD": (ChosenMethod, "Find Fastest"),

@@ -9,13 +9,13 @@ import torch
 from comfy_api.latest import io
 
 from ..model_loaders.continuous_model import ContinuousBase
-from ..samplers.continuous import ContinuousSpeculative
-from ..samplers.continuous_model import ContinuousParams, ContinuousProgress, ContinuousRequest
-from ..samplers.continuous_next_token import ContinuousNextToken, mask_schedule
-from . import host
-from .clip import prompts_of
+from ..samplers.continuous_contract import ContinuousParams, ContinuousProgress, ContinuousRequest
+from ..samplers.methods.continuous import ContinuousSpeculative
+from ..samplers.methods.continuous_next_token import ContinuousNextToken, mask_schedule
+from .comfy_runtime import models, runs
+from .comfy_runtime.clip import prompts_of
+from .comfy_runtime.previews import Sketch
 from .latents import first_image, kept, picture_of
-from .previews import Sketch
 from .samplers import CommonInputs, told
 from .widgets import choose, drafter_input, given, negative_input, prompt_inputs, sampler_outputs, temperature_input
 
@@ -73,7 +73,7 @@ def params_of(inputs: Inputs, iterations: int | None) -> ContinuousParams:
 
 
 def sample(
-    method: Any, inputs: Inputs, iterations: int | None = None, drafter: host.LoadedDrafter | None = None
+    method: Any, inputs: Inputs, iterations: int | None = None, drafter: models.LoadedDrafter | None = None
 ) -> io.NodeOutput:
     """Run a method. Raises ValueError where an input is illegal, or if the model's numbers overflow."""
     model, latent = inputs.model.continuous(), inputs.latent_image
@@ -93,12 +93,12 @@ def sample(
         return Sketch(latent, known, torch.zeros_like(known))  # each round guesses anew
 
     memory = memory_of(model, method, params, batch, grid[0] * grid[1], drafter)
-    with host.sampling(inputs.model, memory, grid[0] * grid[1], sketch, drafter) as report:
+    with runs.sampling(inputs.model, memory, grid[0] * grid[1], sketch, drafter) as report:
         decoded = method.sample(ContinuousRequest(
             model, positive, grid, params, negative, inputs.seed + first_image(latent), batch, report,
             None if keep is None else model.from_latent(samples), None if keep is None else keep.flatten(1),
         ))
-    drawn = host.output(model.to_latent(decoded.tokens, grid))
+    drawn = models.output(model.to_latent(decoded.tokens, grid))
     if keep is not None:  # to the last bit
         drawn = torch.where(keep[:, None].to(drawn.device), samples.to(drawn), drawn)
     decoded.trace.settings |= told(inputs, drafter)
@@ -107,7 +107,7 @@ def sample(
 
 def memory_of(
     model: ContinuousBase, method: Any, params: ContinuousParams, batch: int, length: int,
-    drafter: host.LoadedDrafter | None,
+    drafter: models.LoadedDrafter | None,
 ) -> int:
     """Bytes of the activations of a run's widest passes, and of the noise of a pass."""
     rows = batch * (1 + (params.cfg != 1))
@@ -194,7 +194,7 @@ class ContinuousSampler(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, drafter: host.LoadedDrafter, draft_length: int, prefill: float, mode: str, target_sees: str,
+        cls, drafter: models.LoadedDrafter, draft_length: int, prefill: float, mode: str, target_sees: str,
         tolerance: float, sigma: str, alignment: bool, **inputs: Any,
     ) -> io.NodeOutput:
         common = Inputs(**inputs)

@@ -11,14 +11,15 @@ import numpy as np
 import torch
 from comfy_api.latest import io, ui
 
-from ..model_loaders.trace_files import load_trace, save_trace
+from ..model_loaders.files.trace_files import load_trace, save_trace
+from ..reports import acceptance_map, comparison
+from ..reports.run_report import check_words, describe
+from ..reports.timeline_frames import check_pictures
+from ..reports.token_records import token_numbers
 from ..samplers.trace import Trace
-from . import compare, folders, maps
 from .checks import available
-from .frames import check_pictures
-from .numbers import token_numbers
+from .comfy_runtime import folders
 from .sockets import ARTrace
-from .wording import check_words, describe
 
 log = logging.getLogger(__name__)
 MOST_RUNS = 8  # traces that Compare Runs takes
@@ -59,7 +60,7 @@ class AcceptanceMap(io.ComfyNode):
             description="Shows, token by token, where guesses were accepted, how long it took, how sure the model was.",
             inputs=[
                 ARTrace.Input("trace", tooltip="The trace of an AR sampler, or of Load Trace."),
-                io.Combo.Input("metric", options=list(maps.METRICS), default="source",
+                io.Combo.Input("metric", options=list(acceptance_map.METRICS), default="source",
                                tooltip="source: how each token came about. pass: which pass fixed it. accepted "
                                "length: how many were fixed with it. ratio p/q: how well the guess fitted "
                                "(blue: accepted for certain). entropy, top-1: how sure the model was. tree depth, tree "
@@ -90,14 +91,14 @@ class AcceptanceMap(io.ComfyNode):
             check_pictures(trace, len(image))
         pictures = [None] * batch if image is None else list((image * 255).round().byte().cpu().numpy()[..., :3])
         height, width = (trace.rows * TOKEN_PIXELS, trace.cols * TOKEN_PIXELS) if image is None else image.shape[1:3]
-        drawn = [maps.token_map(trace, metric, i) for i in range(batch)]
-        layers = [maps.overlay(m, picture, opacity) for m, picture in zip(drawn, pictures, strict=True)]
+        drawn = [acceptance_map.token_map(trace, metric, i) for i in range(batch)]
+        layers = [acceptance_map.overlay(m, picture, opacity) for m, picture in zip(drawn, pictures, strict=True)]
         tallest = max(len(layer) for layer in layers)  # legends may differ in length
-        sizes = [(x.shape[1], len(x) - maps.legend_height(m)) for x, m in zip(layers, drawn, strict=True)]
+        sizes = [(x.shape[1], len(x) - acceptance_map.legend_height(m)) for x, m in zip(layers, drawn, strict=True)]
         layers = [np.pad(x, ((0, tallest - len(x)), (0, 0), (0, 0)), constant_values=255) for x in layers]
         overlay = as_pictures(layers)
-        colours = as_pictures([maps.enlarge(m.colours, height, width) for m in drawn])
-        mask = torch.from_numpy(np.stack([maps.enlarge(m.strength, height, width) for m in drawn]))
+        colours = as_pictures([acceptance_map.enlarge(m.colours, height, width) for m in drawn])
+        mask = torch.from_numpy(np.stack([acceptance_map.enlarge(m.strength, height, width) for m in drawn]))
         told = shown(trace, **preview(overlay, cls, [token_numbers(trace, i, size) for i, size in enumerate(sizes)]))
         return io.NodeOutput(overlay, colours, mask, json.dumps(trace.report(), indent=1), ui=told)
 
@@ -126,9 +127,9 @@ class CompareTraces(io.ComfyNode):
     @classmethod
     def execute(cls, **traces: Trace) -> io.NodeOutput:
         runs = [traces[name] for name in sorted(traces) if traces[name] is not None]  # one digit each
-        chart = as_pictures([compare.chart(runs)])
+        chart = as_pictures([comparison.chart(runs)])
         reports = {"specar": [trace.report() for trace in runs]}
-        return io.NodeOutput(chart, compare.table(runs), ui=preview(chart, cls) | reports)
+        return io.NodeOutput(chart, comparison.table(runs), ui=preview(chart, cls) | reports)
 
 
 class SaveTrace(io.ComfyNode):

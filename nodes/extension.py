@@ -4,21 +4,9 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
-from . import (
-    continuous,
-    diagnostics,
-    fastest,
-    folders,
-    info,
-    loaders,
-    method,
-    regions,
-    rules,
-    samplers,
-    timeline,
-    tree_samplers,
-)
+from . import continuous, diagnostics, fastest, info, loaders, method, regions, rules, samplers, timeline, tree_samplers
 from .checks import checked
+from .comfy_runtime import folders
 
 folders.register_folders()
 folders.read_as_asked()

@@ -9,12 +9,12 @@ from types import ModuleType
 from typing import Any
 
 from ..kernels.linear import STORED
-from ..model_loaders import eagle
 from ..model_loaders.ar_model import DiscreteModel
-from ..model_loaders.checkpoint import CheckpointError, outline, weight_file
 from ..model_loaders.continuous_model import ContinuousBase
+from ..model_loaders.decoders.image_decoder import Autoencoder
 from ..model_loaders.detect import family_of, load_drafter
-from ..model_loaders.image_decoder import Autoencoder
+from ..model_loaders.families import eagle
+from ..model_loaders.files.checkpoint import CheckpointError, outline, weight_file
 
 PROMPT = 128  # tokens of the prompt for which caches are counted, where it may have any number
 SHOWN_SIZES = 24

@@ -14,20 +14,23 @@ from comfy_api.latest import io
 
 from ..kernels.graphs import capturable
 from ..model_loaders.continuous_model import ContinuousBase
-from ..samplers.jacobi import SJD
-from ..samplers.protocols import Progress, Request, TokenLayout
-from ..samplers.speculative import DraftTree
-from . import candidates, host, trials
+from ..reports import trials
+from ..reports.run_report import drawing
+from ..reports.trials import TIME_UP, Trial
+from ..samplers.contract import Progress, Request
+from ..samplers.layout import TokenLayout
+from ..samplers.methods.jacobi import SJD
+from ..samplers.methods.speculative import DraftTree
+from . import candidates
+from .comfy_runtime import runs
+from .comfy_runtime.memory import out_of_memory
+from .comfy_runtime.progress import Report
+from .comfy_runtime.runs import LoadedDrafter, LoadedModel
 from .diagnostics import as_pictures, preview
-from .host import LoadedDrafter, LoadedModel
-from .memory import out_of_memory
 from .method import ChosenMethod
-from .progress import Report
 from .samplers import Inputs, memory_for, request_of
 from .sockets import ARDrafter, ARMethod
-from .trials import TIME_UP, Trial
 from .widgets import common_inputs, negative_input
-from .wording import drawing
 
 RUNS = 3  # of a method that may be the fastest
 WORTH = 1.5  # times the fastest: a slower method is not run again
@@ -79,7 +82,7 @@ class Search:
 
         seed = self.request.seed + seed * self.request.batch
         request = replace(self.request, layout=layout, seed=seed, callback=watch)
-        with host.placed(method.model, memory, method.drafter, method.method.session_key(request)):
+        with runs.placed(method.model, memory, method.drafter, method.method.session_key(request)):
             began = clock()
             decoded = method.method.sample(request)
             seconds = clock() - began
@@ -169,8 +172,8 @@ class Search:
         except GivenUpError:
             slow = f"given up, as it took more than {HOPELESS:g} times as long as next token"
             trial.note = TIME_UP if clock() >= until else slow
-        except (RuntimeError, host.TooLargeError) as error:
-            if not isinstance(error, host.TooLargeError) and not out_of_memory(error):
+        except (RuntimeError, runs.TooLargeError) as error:
+            if not isinstance(error, runs.TooLargeError) and not out_of_memory(error):
                 raise
             trial.note = "did not fit in memory"
         if trial.tokens and not trial.within(self.budget):

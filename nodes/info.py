@@ -6,9 +6,9 @@ from dataclasses import asdict
 
 from comfy_api.latest import io
 
-from ..model_loaders.checkpoint import outline, weight_file
 from ..model_loaders.detect import family_of, missing_decoder
-from . import folders, host
+from ..model_loaders.files.checkpoint import outline, weight_file
+from .comfy_runtime import folders, models
 from .facts import facts_of, fitting, in_words
 from .sockets import ARModel
 
@@ -28,7 +28,7 @@ class ModelInfo(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model: host.LoadedModel) -> io.NodeOutput:
+    def execute(cls, model: models.LoadedModel) -> io.NodeOutput:
         family = family_of(outline(weight_file(folders.resolve(model.name, folders.MODELS))))
         drafters = {name: folders.resolve(name, folders.DRAFTERS) for name in folders.drafter_choices()}
         decoder = model.decoder and model.decoder.decoder

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..model_loaders.ar_model import DiscreteModel
 from ..model_loaders.continuous_model import ContinuousBase
-from ..samplers.protocols import TokenLayout
+from ..samplers.layout import TokenLayout
 
 Latent = dict[str, Any]
 Model = DiscreteModel | ContinuousBase

@@ -8,12 +8,12 @@ from comfy_api.latest import io
 
 from ..model_loaders.continuous_model import ContinuousBase
 from ..model_loaders.detect import missing_decoder
-from . import folders, host
 from .checks import available
-from .clip import ARClip
+from .comfy_runtime import folders, models
+from .comfy_runtime.clip import ARClip
+from .comfy_runtime.vae import ARVae
 from .latents import empty_latent, grid_of
 from .sockets import ARDrafter, ARModel
-from .vae import ARVae
 
 GRIDS = ("auto", "16", "24", "32", "48", "64", "90")
 
@@ -35,7 +35,7 @@ class LoadCheckpoint(io.ComfyNode):
                     "in models/vae.",
                 ),
                 io.Combo.Input(
-                    "dtype", options=list(host.DTYPES), default="auto",
+                    "dtype", options=list(models.DTYPES), default="auto",
                     tooltip="Precision of the weights. auto: fp32 on a CPU, bf16 (or fp16) on a GPU. Lower precision "
                     "halves memory; pictures of the same seed then differ. fp8 and int8 (storage): the large matrices "
                     "are kept in 8 bits and computed with as in auto, in half the memory of bf16. int8 rounds less.",
@@ -69,7 +69,7 @@ class LoadCheckpoint(io.ComfyNode):
         if grid not in GRIDS:
             raise ValueError(f"grid is {grid!r}; choose one of {', '.join(GRIDS)}.")
         side = None if grid == "auto" else (int(grid), int(grid))
-        loaded = host.open_model(model_name, dtype, side)
+        loaded = models.open_model(model_name, dtype, side)
         vae = ARVae(loaded.decoder, missing_decoder(model_name, loaded.model.family))
         return io.NodeOutput(loaded, ARClip(loaded.model), vae)
 
@@ -105,8 +105,8 @@ class LoadDrafter(io.ComfyNode):
         return folders.fingerprint(drafter_name, folders.DRAFTERS)
 
     @classmethod
-    def execute(cls, model: host.LoadedModel, drafter_name: str) -> io.NodeOutput:
-        return io.NodeOutput(host.open_drafter(drafter_name, model))
+    def execute(cls, model: models.LoadedModel, drafter_name: str) -> io.NodeOutput:
+        return io.NodeOutput(models.open_drafter(drafter_name, model))
 
 
 class LoadImageDecoder(io.ComfyNode):
@@ -138,7 +138,7 @@ class LoadImageDecoder(io.ComfyNode):
 
     @classmethod
     def execute(cls, decoder_name: str) -> io.NodeOutput:
-        return io.NodeOutput(ARVae(host.open_decoder(folders.resolve(decoder_name, "vae", folders.MODELS))))
+        return io.NodeOutput(ARVae(models.open_decoder(folders.resolve(decoder_name, "vae", folders.MODELS))))
 
 
 class EmptyLatent(io.ComfyNode):
@@ -163,7 +163,7 @@ class EmptyLatent(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model: host.LoadedModel, width: int, height: int, batch_size: int) -> io.NodeOutput:
+    def execute(cls, model: models.LoadedModel, width: int, height: int, batch_size: int) -> io.NodeOutput:
         side = model.model.pixels_per_token
         own_rows, own_cols = model.model.grid
         width, height = width or own_cols * side, height or own_rows * side

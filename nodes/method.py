@@ -7,7 +7,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from .host import LoadedDrafter, LoadedModel
+from .comfy_runtime.runs import LoadedDrafter, LoadedModel
 from .samplers import Inputs, sample
 from .sockets import ARMethod
 from .widgets import common_inputs, negative_input, sampler_outputs

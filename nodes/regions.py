@@ -11,7 +11,7 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from ..model_loaders.continuous_model import ContinuousBase
-from . import host
+from .comfy_runtime import models
 from .latents import Latent, Model
 from .sockets import ARModel
 from .widgets import choose
@@ -80,7 +80,7 @@ class ContinuePicture(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model: host.LoadedModel, vae: Any, image: Tensor, keep: float, side: str) -> io.NodeOutput:
+    def execute(cls, model: models.LoadedModel, vae: Any, image: Tensor, keep: float, side: str) -> io.NodeOutput:
         axis, end = choose("side", side, SIDES)
         rows, cols = nearest_grid(model.model, *image.shape[1:3])
         place = (end, 0.5) if axis == 0 else (0.5, end)

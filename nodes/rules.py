@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from comfy_api.latest import io
 from torch import Tensor
 
-from ..samplers.acceptance import AcceptanceRule, Exact
-from ..samplers.cool_sd import CoolSD, UniformRSD
-from ..samplers.grouped import Grouped
-from ..samplers.lantern import Lantern, LanternPP
-from ..samplers.tv_metered import TVMetered
+from ..samplers.rules.acceptance import AcceptanceRule, Exact
+from ..samplers.rules.cool_sd import CoolSD, UniformRSD
+from ..samplers.rules.grouped import Grouped
+from ..samplers.rules.lantern import Lantern, LanternPP
+from ..samplers.rules.tv_budget import TVMetered
 from .sockets import ARRule
 from .widgets import choose
 

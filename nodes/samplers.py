@@ -10,14 +10,15 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from ..model_loaders.ar_model import Conditioning, DiscreteModel
-from ..samplers.jacobi import SJD
-from ..samplers.next_token import NextToken
-from ..samplers.prefill import CHUNK, given_tokens
-from ..samplers.protocols import Progress, Request, SamplingParams, TokenLayout
-from . import host
-from .clip import prompts_of, text_of
+from ..samplers.contract import Progress, Request, SamplingParams
+from ..samplers.engine.prefill import CHUNK, given_tokens
+from ..samplers.layout import TokenLayout
+from ..samplers.methods.jacobi import SJD
+from ..samplers.methods.next_token import NextToken
+from .comfy_runtime import models, runs
+from .comfy_runtime.clip import prompts_of, text_of
+from .comfy_runtime.previews import Sketch
 from .latents import Latent, first_image, kept, skippable, strength, tokens_of, with_tokens
-from .previews import Sketch
 from .rules import EXACT, ChosenRule
 from .widgets import choose, common_inputs, given, negative_input, rule_input, sampler_outputs
 
@@ -41,7 +42,7 @@ INITIAL = {  # shown -> SJD.initial
 class CommonInputs:
     """The inputs of samplers of every kind, named like their sockets and widgets."""
 
-    model: host.LoadedModel
+    model: models.LoadedModel
     positive: Conditioning
     latent_image: Latent
     seed: int
@@ -90,7 +91,7 @@ def request_of(inputs: Inputs, where: Tensor | None = None, skip: Tensor | None 
 
 
 def sample(
-    method: Any, width: int, inputs: Inputs, where: Tensor | None = None, drafter: host.LoadedDrafter | None = None,
+    method: Any, width: int, inputs: Inputs, where: Tensor | None = None, drafter: models.LoadedDrafter | None = None,
     skip: Tensor | None = None,
 ) -> io.NodeOutput:
     """Run a method that feeds ``width`` tokens per pass; see request_of for the MASKs ``where`` and ``skip``.
@@ -104,16 +105,16 @@ def sample(
         return sketched(model, layout, progress)
 
     memory = memory_for(request, method, width, drafter)
-    with host.sampling(
+    with runs.sampling(
         inputs.model, memory, layout.length, sketch, drafter, method.session_key(request)
     ) as report:
         decoded = method.sample(replace(request, callback=report))
-    tokens = host.output(layout.to_grid(decoded.tokens))
+    tokens = models.output(layout.to_grid(decoded.tokens))
     decoded.trace.settings |= told(inputs, drafter)
     return io.NodeOutput(with_tokens(inputs.latent_image, tokens, model), decoded.trace)
 
 
-def memory_for(request: Request, method: Any, width: int, drafter: host.LoadedDrafter | None) -> int:
+def memory_for(request: Request, method: Any, width: int, drafter: models.LoadedDrafter | None) -> int:
     """Bytes that a run takes beside the weights. Raises ValueError for a prompt that is not the model's."""
     model, layout, batch, guided = request.model, request.layout, request.batch, request.params.cfg != 1
     prompt = model.prompt_tokens(request.conditioning, request.negative, batch, layout, guided)
@@ -122,7 +123,7 @@ def memory_for(request: Request, method: Any, width: int, drafter: host.LoadedDr
 
 def memory_of(
     model: DiscreteModel, layout: TokenLayout, batch: int, guided: bool, prompt: int, width: int,
-    drafter: host.LoadedDrafter | None, draft_width: int,
+    drafter: models.LoadedDrafter | None, draft_width: int,
 ) -> int:
     """Bytes of the caches, laws and activations of a run behind prompts of ``prompt`` tokens, in which model and
     drafter work on so many tokens in a round, and before that on those given at the beginning."""
@@ -149,9 +150,9 @@ def sketched(model: DiscreteModel, layout: TokenLayout, progress: Progress) -> S
     return Sketch(model.dequantize(layout.to_grid(tokens)[None]), layout.to_grid(known), layout.to_grid(guessed))
 
 
-def told(inputs: Any, drafter: host.LoadedDrafter | None) -> dict[str, Any]:
+def told(inputs: Any, drafter: models.LoadedDrafter | None) -> dict[str, Any]:
     """What a trace is to tell of where it came from."""
-    told = {"model": inputs.model.name, "prompt": text_of(inputs.positive), "server": host.SERVER}
+    told = {"model": inputs.model.name, "prompt": text_of(inputs.positive), "server": models.SERVER}
     return told if drafter is None else told | {"drafter_name": drafter.name}
 
 

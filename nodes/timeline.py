@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from comfy_api.latest import io, ui
 from torch import Tensor
 
+from ..reports.timeline_frames import check_pictures, draw_frames, passes_of
 from ..samplers.trace import Trace
-from .frames import check_pictures, draw_frames, passes_of
 from .sockets import ARTrace
 
 log = logging.getLogger(__name__)

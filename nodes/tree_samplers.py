@@ -8,13 +8,13 @@ from typing import Any
 from comfy_api.latest import io
 from torch import Tensor
 
-from ..samplers import presets
-from ..samplers.adt_tree import ANOLE, INITIAL, ADTTree
-from ..samplers.skipping import SCHEDULES
-from ..samplers.speculative import DraftTree
-from ..samplers.structures import Chain, Dynamic, Static, Structure
-from ..samplers.trees import Path
-from .host import LoadedDrafter
+from ..samplers.drafts.adt_tree import ANOLE, INITIAL, ADTTree
+from ..samplers.drafts.structures import Chain, Dynamic, Static, Structure
+from ..samplers.drafts.trees import Path
+from ..samplers.methods import published
+from ..samplers.methods.skipping import SCHEDULES
+from ..samplers.methods.speculative import DraftTree
+from .comfy_runtime.runs import LoadedDrafter
 from .rules import EXACT, REDRAW, ChosenRule, cool_sd_inputs, redraw_input, where_input
 from .samplers import Inputs, sample
 from .widgets import choose, common_inputs, drafter_input, negative_input, rule_input, sampler_outputs
@@ -162,9 +162,9 @@ class LanternSampler(io.ComfyNode):
     ) -> io.NodeOutput:
         redraw = choose("redraw", redraw, REDRAW)
         if choose("variant", variant, {LANTERN: True, LANTERN_PP: False}):
-            method = presets.lantern(drafter.drafter, neighbours=neighbours or 1000, delta=delta, redraw=redraw)
+            method = published.lantern(drafter.drafter, neighbours=neighbours or 1000, delta=delta, redraw=redraw)
         else:
-            method = presets.lantern_pp(drafter.drafter, neighbours=neighbours or 10, ratio=ratio, redraw=redraw)
+            method = published.lantern_pp(drafter.drafter, neighbours=neighbours or 10, ratio=ratio, redraw=redraw)
         return decode(inputs, drafter, method, where)
 
 
@@ -193,8 +193,10 @@ class CoolSDSampler(io.ComfyNode):
         cls, drafter: LoadedDrafter, structure: str, delta: float, decay: float, steps: int, schedule: str, floor: bool,
         where: Tensor | None = None, **inputs: Any,
     ) -> io.NodeOutput:
-        method = presets.cool_sd(drafter.drafter, choose("structure", structure, STRUCTURES), delta=delta, decay=decay,
-                                 steps=steps, schedule=schedule, floor=floor)
+        method = published.cool_sd(
+            drafter.drafter, choose("structure", structure, STRUCTURES), delta=delta, decay=decay, steps=steps,
+            schedule=schedule, floor=floor,
+        )
         return decode(inputs, drafter, method, where)
 
 
@@ -244,7 +246,7 @@ class ADTTreeSampler(io.ComfyNode):
     ) -> io.NodeOutput:
         own = ADTTree(beta=beta, depth_step=depth_step, width_step=width_step, nodes=nodes,
                       depths=(depth_min, depth_max), widths=(width_min, width_max))
-        method = presets.adt_tree(
+        method = published.adt_tree(
             drafter.drafter, rule.rule, **vars(choose("preset", preset, PRESETS | {OWN_VALUES: own})) | {
                 "initial": choose("initialisation", initialisation, {name: name for name in INITIAL}),
                 "children": choose("children", children, CHILDREN),
@@ -296,7 +298,9 @@ class VVSSampler(io.ComfyNode):
         cls, drafter: LoadedDrafter, structure: str, schedule: str, interval: int, threshold: float, path: str,
         truncate: bool, refresh: bool, rule: ChosenRule = EXACT, where: Tensor | None = None, **inputs: Any,
     ) -> io.NodeOutput:
-        method = presets.vvs(drafter.drafter, choose("structure", structure, STRUCTURES), rule.rule, schedule=schedule,
-                             interval=interval, threshold=threshold, path=choose("path", path, PATHS),
-                             truncate=truncate, refresh=refresh)
+        method = published.vvs(
+            drafter.drafter, choose("structure", structure, STRUCTURES), rule.rule, schedule=schedule,
+            interval=interval, threshold=threshold, path=choose("path", path, PATHS), truncate=truncate,
+            refresh=refresh,
+        )
         return decode(inputs, drafter, method, rule.where, where)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..kernels.records import write
 from .constants import numbers
-from .protocols import TokenLayout
+from .layout import TokenLayout
 
 SCHEMA = "specar.trace/1"
 

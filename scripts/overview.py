@@ -8,7 +8,7 @@ from pathlib import Path
 
 import comfyui_specar as specar
 import numpy as np
-from comfyui_specar.nodes import frames, maps
+from comfyui_specar.reports import acceptance_map, timeline_frames
 from PIL import Image, ImageDraw, ImageFont
 
 PROMPT, SEED = "strawberry, 3d, on a teal background", 7
@@ -34,9 +34,9 @@ def main() -> None:
     same = bool((plain.tokens == fast.tokens).all())
     passes = [run.trace.summary()["target_passes"] for run in (plain, fast)]
     pictures = [(vae.decode(run.latent)[0].numpy() * 255).round().astype(np.uint8) for run in (plain, fast)]
-    source = maps.token_map(fast.trace, "source", 0)
+    source = acceptance_map.token_map(fast.trace, "source", 0)
     until = list(range(passes[1] // 2 + 1))
-    *_, halfway = frames.draw_frames(fast.trace, 0, pictures[1].astype(np.float32) / 255, until, 0.6)
+    *_, halfway = timeline_frames.draw_frames(fast.trace, 0, pictures[1].astype(np.float32) / 255, until, 0.6)
 
     canvas = Image.new("RGB", (4 * SIDE + 5 * MARGIN, HEAD + SIDE + MARGIN), "white")
     panel(canvas, 0, pictures[0], f"{passes[0]} passes", "AR Sampler (next token)")

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..model_loaders.ar_model import DiscreteModel
-from ..model_loaders.eagle import image_embeddings
+from ..model_loaders.families.eagle import image_embeddings
 from ..models.backbone import Backbone, BackboneConfig, Block
 from ..models.eagle import Eagle
 from ..models.positions import rotation_of

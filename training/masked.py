@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..model_loaders.checkpoint import open_checkpoint
+from ..model_loaders.files.checkpoint import open_checkpoint
 from ..models.diffusion_head import TRAINING_STEPS, DiffusionHead, Schedule
 from ..models.kl_vae import KLModel
 from ..models.mar import MAR, MARConfig

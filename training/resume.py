@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..model_loaders.checkpoint import open_checkpoint
+from ..model_loaders.files.checkpoint import open_checkpoint
 from ..models.backbone import join_gates
 from .captions import Captions
 

@@ -11,7 +11,8 @@ from unittest.mock import patch
 
 import torch
 from comfyui_specar.kernels.graphs import Graphs
-from comfyui_specar.samplers import loop, session, speculative
+from comfyui_specar.samplers.engine import loop, session
+from comfyui_specar.samplers.methods import speculative
 
 from .. import sizes
 from ..passes import Sampler

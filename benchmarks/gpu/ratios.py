@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import comfyui_specar as specar
 import torch
-from comfyui_specar.samplers.protocols import TokenLayout
+from comfyui_specar.samplers.layout import TokenLayout
 
 from .. import sizes
 from ..runs import PROMPTS, Case, cases, drafter_cases, measure

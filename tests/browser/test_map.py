@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from comfyui_specar.model_loaders.trace_files import load_trace
+from comfyui_specar.model_loaders.files.trace_files import load_trace
 from comfyui_specar.samplers.trace import Source, Trace
 from playwright.sync_api import Page
 

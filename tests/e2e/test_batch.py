@@ -12,7 +12,7 @@ from pathlib import Path
 import comfyui_specar as specar
 import numpy as np
 import pytest
-from comfyui_specar.model_loaders.trace_files import load_trace
+from comfyui_specar.model_loaders.files.trace_files import load_trace
 from PIL import Image
 
 from scripts.comfy_server import PACK, ComfyServer

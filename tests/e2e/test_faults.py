@@ -9,7 +9,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from comfyui_specar.benchmarks.faults import Fault, problem_of
-from comfyui_specar.model_loaders.trace_files import load_trace
+from comfyui_specar.model_loaders.files.trace_files import load_trace
 from PIL import Image
 
 from scripts.comfy_server import ComfyServer

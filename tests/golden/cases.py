@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from comfyui_specar import api
-from comfyui_specar.samplers.adt_tree import ALPHA_OVER, CHILDREN, FLOCK_DISTANCE, INITIAL, ROW_START
-from comfyui_specar.samplers.continuous import MODES
-from comfyui_specar.samplers.cool_sd import SCHEDULES
-from comfyui_specar.samplers.guesses import INITIAL as GUESSES
-from comfyui_specar.samplers.jacobi import REUSE
-from comfyui_specar.samplers.lantern import REDRAW
-from comfyui_specar.samplers.skipping import PATHS
+from comfyui_specar.samplers.drafts.adt_tree import ALPHA_OVER, CHILDREN, FLOCK_DISTANCE, INITIAL, ROW_START
+from comfyui_specar.samplers.drafts.guesses import INITIAL as GUESSES
+from comfyui_specar.samplers.methods.continuous import MODES
+from comfyui_specar.samplers.methods.jacobi import REUSE
+from comfyui_specar.samplers.methods.skipping import PATHS
+from comfyui_specar.samplers.rules.cool_sd import SCHEDULES
+from comfyui_specar.samplers.rules.lantern import REDRAW
 
 from .subjects import BUNDLED, BUNDLED_VECTORS, SEED, TINY, TINY_VECTORS, Subject, continuous, discrete
 

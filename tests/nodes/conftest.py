@@ -30,8 +30,9 @@ from comfyui_specar.models.kl_vae import KLConfig, KLModel  # noqa: E402
 from comfyui_specar.models.mar import MAR, MARConfig  # noqa: E402
 from comfyui_specar.models.prefix import CaptionPrefix, ClassPrefix  # noqa: E402
 from comfyui_specar.models.vq import VQConfig, VQModel  # noqa: E402
-from comfyui_specar.nodes import extension, previews  # noqa: E402
-from comfyui_specar.nodes import progress as nodes_progress  # noqa: E402
+from comfyui_specar.nodes import extension  # noqa: E402
+from comfyui_specar.nodes.comfy_runtime import previews  # noqa: E402
+from comfyui_specar.nodes.comfy_runtime import progress as nodes_progress  # noqa: E402
 
 from ..custom_nodes.simulated_dynamic_vram import ENABLED  # noqa: E402
 from ..support.fixtures import on_tape  # noqa: E402, F401

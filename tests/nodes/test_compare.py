@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from comfyui_specar.nodes import compare
-from comfyui_specar.nodes.wording import describe, labels
+from comfyui_specar.reports import comparison
+from comfyui_specar.reports.run_report import describe, labels
 from comfyui_specar.samplers.trace import Trace
 
 
@@ -35,30 +35,30 @@ def test_node_draws_all_runs_and_hands_on_their_reports(run, nodes, runs):
 
 def test_gaps_between_connected_traces_are_fine(run, nodes, runs):
     chart, table = run(nodes["SpecARCompareTraces"], trace_1=runs[0], trace_5=runs[2]).result
-    assert len(table.splitlines()) == 4 and chart.shape[1] == len(compare.chart([runs[0], runs[2]]))
+    assert len(table.splitlines()) == 4 and chart.shape[1] == len(comparison.chart([runs[0], runs[2]]))
 
 
 def test_bars_are_as_long_as_the_numbers(runs):
-    picture, measures = compare.chart(runs), compare.columns(runs)
-    step = (compare.WIDTH - compare.LABELS - compare.MARGIN) / len(measures)
+    picture, measures = comparison.chart(runs), comparison.columns(runs)
+    step = (comparison.WIDTH - comparison.LABELS - comparison.MARGIN) / len(measures)
     passes = measures[0]
     for i, value in enumerate(passes.values):
-        row = picture[compare.HEAD + i * compare.ROW + 24 + compare.BAR // 2]
+        row = picture[comparison.HEAD + i * comparison.ROW + 24 + comparison.BAR // 2]
         coloured = ~(row == 255).all(-1)
-        drawn = coloured[compare.LABELS : int(compare.LABELS + step)].sum()
-        assert drawn == pytest.approx(value / max(passes.values) * (step - compare.MARGIN), abs=2)
+        drawn = coloured[comparison.LABELS : int(comparison.LABELS + step)].sum()
+        assert drawn == pytest.approx(value / max(passes.values) * (step - comparison.MARGIN), abs=2)
 
 
 def test_wall_times_only_of_one_server_and_equal_work(runs, sample):
-    names = [column.name for column in compare.columns(runs)]
-    assert "wall time" in names and not compare.times_compare(runs)
+    names = [column.name for column in comparison.columns(runs)]
+    assert "wall time" in names and not comparison.times_compare(runs)
     for strange in (changed(runs[1], server="another"), changed(runs[1], server=None)):
         pair = [runs[0], strange]
-        assert "wall time" not in [column.name for column in compare.columns(pair)]
-        assert "same running server" in compare.table(pair).splitlines()[-1]
-        assert len(compare.chart(pair)) > len(compare.chart([runs[0], runs[1]]))  # room for the sentence
+        assert "wall time" not in [column.name for column in comparison.columns(pair)]
+        assert "same running server" in comparison.table(pair).splitlines()[-1]
+        assert len(comparison.chart(pair)) > len(comparison.chart([runs[0], runs[1]]))  # room for the sentence
     more = [runs[0], sample("NextToken", batch=2)[1]]
-    assert "different numbers of pictures" in compare.table(more)
+    assert "different numbers of pictures" in comparison.table(more)
 
 
 def test_runs_that_read_alike_are_told_apart(runs, sample):
@@ -73,7 +73,7 @@ def test_runs_that_read_alike_are_told_apart(runs, sample):
 
 def test_long_labels_are_cut(runs):
     long = changed(runs[3], rule={"rule": "a rule with a name that is far too long for a column of labels in a chart"})
-    assert np.array_equal(compare.chart([long])[:, compare.LABELS - 12 : compare.LABELS - 2][80:110],
+    assert np.array_equal(comparison.chart([long])[:, comparison.LABELS - 12 : comparison.LABELS - 2][80:110],
                           np.full((30, 10, 3), 255))
 
 
@@ -102,10 +102,11 @@ def test_continuous_runs_tell_their_tolerance_and_their_distance(run, nodes, dra
     where = head.index("distance (mean square)")
     assert rows[0][where] == "-" and float(rows[1][where]) > 0
     assert [row[1] for row in rows] == ["exact", "approximate"]
-    assert compare.table([few]).splitlines()[2].split("|")[2].strip() == "approximate"
-    mixed = [column.name for column in compare.columns([plain, runs[0]])]
+    assert comparison.table([few]).splitlines()[2].split("|")[2].strip() == "approximate"
+    mixed = [column.name for column in comparison.columns([plain, runs[0]])]
     assert "leak" in mixed and "distance" in mixed
-    assert compare.table([plain, block, runs[0]]).count("-") > 3 and compare.chart([plain, runs[0]]).shape[1] == 1024
+    assert comparison.table([plain, block, runs[0]]).count("-") > 3
+    assert comparison.chart([plain, runs[0]]).shape[1] == 1024
 
 
 def test_continuous_descriptions_say_what_matters(draw_vectors):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from comfy.cli_args import LatentPreviewMethod, args
 from comfyui_specar.nodes import continuous as samplers
-from comfyui_specar.nodes import host
+from comfyui_specar.nodes.comfy_runtime import runs
+from comfyui_specar.nodes.comfy_runtime.models import SERVER, LoadedDrafter
 from comfyui_specar.samplers.trace import Source
 from safetensors.torch import load_file, save_file
 
@@ -70,7 +71,7 @@ def test_samplers_draw_and_say_how(method, draw_vectors):
     assert latent["samples"].shape == (2, 6, 4, 4) and latent["samples"].isfinite().all()
     assert (latent["samples"].abs().amax(1) > 0).all()
     assert trace.continuous and trace.settings["model"] == "vectors" and trace.settings["prompt"] == "red apple"
-    assert trace.settings["server"] == host.SERVER and trace.settings.get("lossless", True) == (method != "")
+    assert trace.settings["server"] == SERVER and trace.settings.get("lossless", True) == (method != "")
     if not method:
         assert trace.settings["drafter_name"] == "vectors.safetensors"
         assert trace.totals["draft_passes"] > 0 and trace.totals["target_passes"] < 16
@@ -111,7 +112,7 @@ def test_widgets_reach_the_method(draw_vectors):
 
 
 def test_a_model_accepts_its_own_guesses_unless_there_is_no_tolerance(draw_vectors, continuous):
-    itself = host.LoadedDrafter(continuous[0].model, continuous[0].patcher, "itself", continuous[0])
+    itself = LoadedDrafter(continuous[0].model, continuous[0].patcher, "itself", continuous[0])
     seen = {"drafter": itself, "target_sees": "what is decided, and earlier guesses"}
     assert draw_vectors("", **seen)[1].summary()["acceptance_rate"] == 1
     assert draw_vectors("", tolerance=0.0)[1].summary()["accepted_drafts"] == 0
@@ -315,7 +316,7 @@ def test_what_comfyui_leaves_behind_is_brought_along(continuous):
     moved.table = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
     moved.inner = type(model.backbone.z_proj)(2, 2)
     moved.register_buffer("numbers", torch.zeros(2))
-    host.bring_the_rest(moved, torch.device("meta"))
+    runs.bring_the_rest(moved, torch.device("meta"))
     assert moved.table.is_meta and moved.numbers.is_meta and not moved.inner.weight.is_meta
 
 

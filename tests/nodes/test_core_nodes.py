@@ -5,7 +5,7 @@ import logging
 import comfy.model_management as mm
 import pytest
 import torch
-from comfyui_specar.nodes.vae import ARVae, tiles
+from comfyui_specar.nodes.comfy_runtime.vae import ARVae, tiles
 
 import nodes as core
 

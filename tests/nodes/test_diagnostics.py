@@ -1,4 +1,4 @@
-"""Acceptance Map, Compare Runs, Save Trace, Load Trace, and the drawing of maps."""
+"""Acceptance Map, Compare Runs, Save Trace, Load Trace, and the drawing of acceptance_map."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,20 @@ import folder_paths
 import numpy as np
 import pytest
 import torch
-from comfyui_specar.nodes import maps, numbers
+from comfyui_specar.reports import token_records
+from comfyui_specar.reports.acceptance_map import (
+    AMOUNT,
+    CONTINUOUS,
+    DISCRETE,
+    GREY,
+    METRICS,
+    RATIO,
+    SOURCES,
+    draw_legend,
+    gradient,
+    overlay,
+    token_map,
+)
 from comfyui_specar.samplers.trace import POSITION_FIELDS, Source, Trace
 
 
@@ -28,9 +41,9 @@ def made_trace(**grids) -> Trace:
 
 
 def test_sources_have_their_colours_and_a_counted_legend():
-    drawn = maps.token_map(made_trace(), "source", 0)
+    drawn = token_map(made_trace(), "source", 0)
     for cell, kind in zip([(0, 0), (0, 1), (1, 0), (1, 1)], made_trace().positions["source"][0].tolist(), strict=True):
-        assert tuple(drawn.colours[cell]) == maps.SOURCES[kind][1]
+        assert tuple(drawn.colours[cell]) == SOURCES[kind][1]
     assert [s.text for s in drawn.legend if "accepted" in s.text] == ["accepted guess: 1 (25%)"]
     assert drawn.strength.tolist() == [[1, 0], [0, 0]]
 
@@ -49,41 +62,41 @@ def test_sources_have_their_colours_and_a_counted_legend():
     ],
 )
 def test_metrics(metric, strength):
-    drawn = maps.token_map(made_trace(), metric, 0)
+    drawn = token_map(made_trace(), metric, 0)
     assert drawn.strength.tolist() == strength
-    assert tuple(drawn.colours[1, 1]) == maps.GREY  # a kept token has no value
+    assert tuple(drawn.colours[1, 1]) == GREY  # a kept token has no value
 
 
 @pytest.mark.parametrize(("metric", "kind"), [("skipped", Source.SKIPPED), ("accepted by relaxation", Source.RELAXED)])
 def test_marked_tokens(metric, kind):
-    drawn = maps.token_map(made_trace(source=[kind, Source.ACCEPTED, kind, Source.FORCED]), metric, 0)
+    drawn = token_map(made_trace(source=[kind, Source.ACCEPTED, kind, Source.FORCED]), metric, 0)
     assert drawn.strength.tolist() == [[1, 0], [1, 0]]
-    assert tuple(drawn.colours[0, 0]) == maps.SOURCES[kind][1] and tuple(drawn.colours[0, 1]) == (255, 255, 255)
-    assert tuple(drawn.colours[1, 1]) == maps.GREY
+    assert tuple(drawn.colours[0, 0]) == SOURCES[kind][1] and tuple(drawn.colours[0, 1]) == (255, 255, 255)
+    assert tuple(drawn.colours[1, 1]) == GREY
     assert drawn.legend[0].text.endswith(": 2 (50%)")
 
 
 def test_ratio_colours_diverge_around_one():
-    drawn = maps.token_map(made_trace(ratio=[8.0, 1 / 8, 0.0, 0.0]), "ratio p/q", 0)
-    assert tuple(drawn.colours[0, 0]) == maps.RATIO[-1] and tuple(drawn.colours[0, 1]) == maps.RATIO[0]
-    assert tuple(maps.gradient(np.array(0.5), maps.RATIO)) == maps.RATIO[2]
+    drawn = token_map(made_trace(ratio=[8.0, 1 / 8, 0.0, 0.0]), "ratio p/q", 0)
+    assert tuple(drawn.colours[0, 0]) == RATIO[-1] and tuple(drawn.colours[0, 1]) == RATIO[0]
+    assert tuple(gradient(np.array(0.5), RATIO)) == RATIO[2]
 
 
 def test_every_source_can_be_drawn():
-    assert set(maps.SOURCES) == set(Source)
+    assert set(SOURCES) == set(Source)
 
 
 def test_amounts_get_lighter():
-    lightness = maps.gradient(np.linspace(0, 1, 64), maps.AMOUNT) @ [0.2126, 0.7152, 0.0722]
+    lightness = gradient(np.linspace(0, 1, 64), AMOUNT) @ [0.2126, 0.7152, 0.0722]
     assert (np.diff(lightness) > 0).all()
 
 
 def test_overlay_blends_and_adds_the_legend():
-    drawn, picture = maps.token_map(made_trace(), "source", 0), np.full((16, 16, 3), (200, 100, 0), np.uint8)
-    clear, covered = maps.overlay(drawn, picture, 0.0, 64), maps.overlay(drawn, picture, 1.0, 64)
-    assert clear.shape == covered.shape == (64 + len(maps.draw_legend(drawn, 64)), 64, 3)
+    drawn, picture = token_map(made_trace(), "source", 0), np.full((16, 16, 3), (200, 100, 0), np.uint8)
+    clear, covered = overlay(drawn, picture, 0.0, 64), overlay(drawn, picture, 1.0, 64)
+    assert clear.shape == covered.shape == (64 + len(draw_legend(drawn, 64)), 64, 3)
     assert (clear[:64] == round(0.299 * 200 + 0.587 * 100)).all()  # the picture in grey
-    assert tuple(covered[0, 0]) == maps.SOURCES[Source.ACCEPTED][1] and tuple(covered[63, 63]) == maps.GREY
+    assert tuple(covered[0, 0]) == SOURCES[Source.ACCEPTED][1] and tuple(covered[63, 63]) == GREY
     assert (clear[64:] < 255).any()  # something is written there
 
 
@@ -112,30 +125,30 @@ def vector_trace(**grids) -> Trace:
     ],
 )
 def test_metrics_of_continuous_models(metric, strength, grey):
-    drawn = maps.token_map(vector_trace(), metric, 0)
+    drawn = token_map(vector_trace(), metric, 0)
     assert np.array_equal(drawn.strength, np.array(strength, np.float32))
-    assert tuple(drawn.colours[1, 1]) == maps.GREY and drawn.legend[-1].text == grey
+    assert tuple(drawn.colours[1, 1]) == GREY and drawn.legend[-1].text == grey
 
 
 def test_continuous_words_in_legends():
-    legend = [item.text for item in maps.token_map(vector_trace(), "source", 0).legend]
+    legend = [item.text for item in token_map(vector_trace(), "source", 0).legend]
     assert "accepted within the tolerance: 1 (25%)" in legend and "drawn by the model alone, first: 1 (25%)" in legend
-    assert maps.token_map(vector_trace(), "tries", 0).title.endswith("1 in vain")
-    infinite = maps.token_map(vector_trace(log_ratio=[np.inf, -np.inf, 0.0, 0.0]), "log ratio", 0)
-    assert tuple(infinite.colours[0, 0]) == maps.RATIO[-1] and tuple(infinite.colours[0, 1]) == maps.RATIO[0]
+    assert token_map(vector_trace(), "tries", 0).title.endswith("1 in vain")
+    infinite = token_map(vector_trace(log_ratio=[np.inf, -np.inf, 0.0, 0.0]), "log ratio", 0)
+    assert tuple(infinite.colours[0, 0]) == RATIO[-1] and tuple(infinite.colours[0, 1]) == RATIO[0]
 
 
-@pytest.mark.parametrize(("trace", "others", "kind"), [(vector_trace(), maps.DISCRETE, "vectors"),
-                                                       (made_trace(), maps.CONTINUOUS, "token ids")])
+@pytest.mark.parametrize(("trace", "others", "kind"), [(vector_trace(), DISCRETE, "vectors"),
+                                                       (made_trace(), CONTINUOUS, "token ids")])
 def test_metrics_of_the_other_kind_are_refused_with_those_there_are(trace, others, kind):
     for metric in others:
         with pytest.raises(ValueError, match=f"metric.*'{metric}'.*{kind}") as error:
-            maps.token_map(trace, metric, 0)
+            token_map(trace, metric, 0)
         offered = str(error.value).split("one of: ")[1].rstrip(".").split(", ")
-        assert not set(offered) & set(others) and set(offered) | set(others) == set(maps.METRICS)
+        assert not set(offered) & set(others) and set(offered) | set(others) == set(METRICS)
 
 
-@pytest.mark.parametrize("metric", [m for m in maps.METRICS if m not in maps.DISCRETE])
+@pytest.mark.parametrize("metric", [m for m in METRICS if m not in DISCRETE])
 def test_acceptance_map_of_a_continuous_run(metric, run, nodes, draw_vectors, continuous):
     latent, trace = draw_vectors("", batch=2, head_steps=2, tolerance=1.0)
     picture = continuous[2].decode(latent["samples"])
@@ -162,8 +175,8 @@ def test_a_loaded_trace_shows_what_the_run_showed(kind, run, nodes, sample, rule
     [file, _] = run(nodes["SpecARSaveTrace"], trace=trace, filename_prefix=f"specar/{kind}").ui["files"]
     choice = f"specar/{Path(file['filename']).with_suffix('.safetensors')} [output]"
     (loaded,) = run(nodes["SpecARLoadTrace"], trace_name=choice).result
-    for metric in maps.METRICS:
-        if metric not in (maps.CONTINUOUS if kind == "discrete" else maps.DISCRETE):
+    for metric in METRICS:
+        if metric not in (CONTINUOUS if kind == "discrete" else DISCRETE):
             ours, theirs = (run(nodes["SpecARAcceptanceMap"], trace=t, metric=metric, opacity=0.5)
                             for t in (trace, loaded))
             assert all(torch.equal(one, other) for one, other in zip(ours.result[:3], theirs.result[:3], strict=True))
@@ -175,7 +188,7 @@ def test_a_loaded_trace_shows_what_the_run_showed(kind, run, nodes, sample, rule
     assert torch.equal(ours.result[0], theirs.result[0]) and ours.result[1] == theirs.result[1]
 
 
-@pytest.mark.parametrize("metric", [m for m in maps.METRICS if m not in maps.CONTINUOUS])
+@pytest.mark.parametrize("metric", [m for m in METRICS if m not in CONTINUOUS])
 def test_acceptance_map_node(metric, run, nodes, sample, tiny):
     latent, trace = sample("DraftTree", batch=2)
     picture = tiny[2].decode(latent["samples"])
@@ -198,7 +211,7 @@ def numbers_of(trace: Trace, image: int = 0) -> dict:
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is not JSON")
 
-    return json.loads(numbers.token_numbers(trace, image, (8, 4)), parse_constant=refuse)
+    return json.loads(token_records.token_numbers(trace, image, (8, 4)), parse_constant=refuse)
 
 
 def assert_numbers_equal(data: dict, trace: Trace, image: int) -> None:
@@ -218,7 +231,7 @@ def test_acceptance_map_hands_on_the_numbers_of_every_token(run, nodes, sample, 
         data = json.loads((Path(folder_paths.get_temp_directory()) / file["filename"]).read_text("utf-8"))
         assert_numbers_equal(data, trace, i)
         assert data["map"] == [512, 512] and not data["continuous"]  # above the legend, which the overlay has too
-        assert data["sources"] == [maps.SOURCES[kind][0] for kind in Source]
+        assert data["sources"] == [SOURCES[kind][0] for kind in Source]
 
 
 def test_numbers_of_continuous_runs(draw_vectors):
@@ -227,7 +240,7 @@ def test_numbers_of_continuous_runs(draw_vectors):
         data = numbers_of(trace, image)
         assert_numbers_equal(data, trace, image)
     assert data["continuous"] and data["sources"][Source.RELAXED] == "accepted within the tolerance"
-    assert data["sources"][Source.RESIDUAL] == maps.SOURCES[Source.RESIDUAL][0]
+    assert data["sources"][Source.RESIDUAL] == SOURCES[Source.RESIDUAL][0]
 
 
 def test_numbers_are_strict_json_of_four_digits():
@@ -250,7 +263,7 @@ def test_numbers_of_large_pictures_stay_small():
     positions = {name: torch.rand((1, tokens), generator=generator) if kind.is_floating_point
                  else torch.randint(6, 4096, (1, tokens), generator=generator) % (6 if name == "source" else 4096)
                  for name, kind in POSITION_FIELDS.items()}
-    text = numbers.token_numbers(Trace(64, 64, 64, positions, {}, {}, {}), 0, (512, 512))
+    text = token_records.token_numbers(Trace(64, 64, 64, positions, {}, {}, {}), 0, (512, 512))
     assert len(text) < 80 * tokens  # 330 kB at worst
 
 

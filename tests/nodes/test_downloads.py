@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from comfyui_specar.nodes import folders
+from comfyui_specar.nodes.comfy_runtime import folders
 from comfyui_specar.nodes.downloads import where_to_get
 
 TEMPLATES = sorted((Path(__file__).parents[2] / "workflows").glob("*_needs_download.json"))

@@ -9,10 +9,11 @@ import comfy.model_management as mm
 import pytest
 import torch
 from comfyui_specar.nodes import candidates, fastest
-from comfyui_specar.nodes.trials import TIME_UP
-from comfyui_specar.samplers import loop, session, speculative
-from comfyui_specar.samplers.jacobi import SJD
-from comfyui_specar.samplers.structures import Static
+from comfyui_specar.reports.trials import TIME_UP
+from comfyui_specar.samplers.drafts.structures import Static
+from comfyui_specar.samplers.engine import loop, session
+from comfyui_specar.samplers.methods import speculative
+from comfyui_specar.samplers.methods.jacobi import SJD
 
 from ..support.tape import LatePoll, TapeGraphs
 from .conftest import GRID, defaults

@@ -17,7 +17,7 @@ from comfy_api.latest import ui
 from comfyui_specar.models import backbone
 from comfyui_specar.models.cache import KVCache
 from comfyui_specar.models.mar import MAR
-from comfyui_specar.nodes import progress as nodes_progress
+from comfyui_specar.nodes.comfy_runtime import progress as nodes_progress
 from comfyui_specar.nodes.continuous import MODES
 
 from .conftest import GRID, defaults

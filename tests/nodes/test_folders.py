@@ -4,8 +4,9 @@ import folder_paths
 import pytest
 import torch
 from comfy.cli_args import args
-from comfyui_specar.model_loaders.checkpoint import CheckpointError, keep_maps
-from comfyui_specar.nodes import folders, host
+from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, keep_maps
+from comfyui_specar.nodes.comfy_runtime import folders
+from comfyui_specar.nodes.comfy_runtime.models import open_model
 from safetensors.torch import save_file
 
 from ..support import tiny_janus, tiny_simplear
@@ -78,7 +79,7 @@ def test_lists_follow_the_folders(put):
 def test_a_folder_without_its_index_says_so(put):
     put("ar_models", *(f"Half/{name}" for name in SHARDS))
     with pytest.raises(CheckpointError, match="Half.*model.safetensors.index.json"):
-        host.open_model("Half", "auto", None)
+        open_model("Half", "auto", None)
 
 
 @pytest.mark.parametrize(("key", "file"), [
@@ -147,7 +148,7 @@ def test_quantised_files_are_refused_with_a_remedy(put):
     folder = put("ar_models")
     save_file({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}, folder / "scaled.safetensors")
     with pytest.raises(CheckpointError, match="scaled.safetensors.*scales.*plain fp8"):
-        host.open_model("scaled.safetensors", "auto", None)
+        open_model("scaled.safetensors", "auto", None)
 
 
 @pytest.mark.parametrize("name", ["a" * 5000, "ü" * 200, "a\0b"], ids=len)
@@ -168,7 +169,7 @@ def test_weights_are_mapped_unless_the_user_says_no(put, monkeypatch, disabled):
         monkeypatch.setattr(args, "disable_mmap", disabled)
     folders.read_as_asked()
     try:
-        model = host.open_model("Janus", "fp32", None)
+        model = open_model("Janus", "fp32", None)
     finally:
         keep_maps(True)
     assert bool(maps(put("ar_models"))) == (not disabled)

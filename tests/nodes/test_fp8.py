@@ -4,10 +4,11 @@ import comfy.model_management as mm
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders.checkpoint import holds_fp8, weight_file
 from comfyui_specar.model_loaders.detect import load_model, stays_fp8
-from comfyui_specar.nodes import host
-from comfyui_specar.samplers.next_token import NextToken
+from comfyui_specar.model_loaders.files.checkpoint import holds_fp8, weight_file
+from comfyui_specar.nodes.comfy_runtime import memory
+from comfyui_specar.nodes.comfy_runtime.models import DTYPES, open_model
+from comfyui_specar.samplers.methods.next_token import NextToken
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -16,7 +17,7 @@ from .conftest import GRID, defaults
 
 
 def open_fp8(name="tiny"):
-    return host.open_model(name, "fp8 (storage)", None)
+    return open_model(name, "fp8 (storage)", None)
 
 
 def matrices(model):
@@ -37,7 +38,7 @@ def test_the_matrices_of_the_layers_take_a_byte_per_number(models, tiny):
 
 
 def test_pictures_are_those_of_the_rounded_weights(models):
-    loaded, rounded = open_fp8().model, host.open_model("tiny", "fp32", None).model
+    loaded, rounded = open_fp8().model, open_model("tiny", "fp32", None).model
     for name in matrices(loaded):
         parameter = rounded.get_parameter(name)
         parameter.copy_(parameter.to(torch.float8_e4m3fn).float())
@@ -60,7 +61,7 @@ def test_int8_takes_a_byte_per_number_and_four_per_row(models, tiny, nodes, run)
     assert kept == {n for n, p in whole.named_parameters() if p.ndim == 2 and (".layers." in n or ".output." in n)}
     saved = sum(3 * p.numel() - 4 * len(p) for p in map(whole.get_parameter, kept))
     assert loaded.patcher.model_size() == tiny[0].patcher.model_size() - saved
-    assert host.cast_room(loaded.model) == 2 * 4 * max(whole.get_parameter(name).numel() for name in kept)
+    assert memory.cast_room(loaded.model) == 2 * 4 * max(whole.get_parameter(name).numel() for name in kept)
     node = nodes["SpecARSJDSampler"]
     latent, trace = run(node, **defaults(node) | {
         "model": loaded, "positive": clip.encode_from_tokens_scheduled("red apple"), "window": 4,
@@ -70,7 +71,7 @@ def test_int8_takes_a_byte_per_number_and_four_per_row(models, tiny, nodes, run)
 
 def test_choices_of_dtype_keep_their_order():
     """Workflows that were saved remember the choice; new ones come last."""
-    assert list(host.DTYPES) == ["auto", "fp32", "bf16", "fp16", "fp8 (storage)", "int8 (storage)"]
+    assert list(DTYPES) == ["auto", "fp32", "bf16", "fp16", "fp8 (storage)", "int8 (storage)"]
 
 
 def test_a_file_in_fp8_stays_in_fp8(models, tmp_path):
@@ -85,7 +86,7 @@ def test_a_file_in_fp8_stays_in_fp8(models, tmp_path):
         (models / "narrow/vq.safetensors").write_bytes((models / "tiny/vq.safetensors").read_bytes())
         (models / "narrow/text_encoder.safetensors").write_bytes(
             (models / "tiny/text_encoder.safetensors").read_bytes())
-        auto, wide = host.open_model("narrow", "auto", None).model, host.open_model("narrow", "fp32", None).model
+        auto, wide = open_model("narrow", "auto", None).model, open_model("narrow", "fp32", None).model
         assert matrices(auto).keys() == matrices(open_fp8().model).keys() and not matrices(wide)
         assert torch.equal(drawn(auto), drawn(wide)) and torch.equal(drawn(auto), drawn(open_fp8().model))
     finally:
@@ -108,7 +109,7 @@ def test_shards_in_fp8_are_noticed(tmp_path):
 def test_room_is_kept_for_the_matrices_in_use(models):
     model = open_fp8().model
     largest = max(parameter.numel() for parameter in matrices(model).values())
-    assert host.cast_room(model) == 2 * 4 * largest and host.cast_room(load_model(models / "tiny")) == 0
+    assert memory.cast_room(model) == 2 * 4 * largest and memory.cast_room(load_model(models / "tiny")) == 0
 
 
 def test_continuous_models_have_none(vectors):
@@ -130,7 +131,7 @@ def test_caches_are_reserved_for_the_real_prompts(models, nodes, run, monkeypatc
     asked, load = [], mm.load_models_gpu
     monkeypatch.setattr(mm, "load_models_gpu", lambda models, memory_required=0, **options: asked.append(
         memory_required) or load(models, memory_required, **options))
-    loaded = host.open_model("tiny", "auto", None)
+    loaded = open_model("tiny", "auto", None)
     counted = []
     count = type(loaded.model).kv_bytes
     monkeypatch.setattr(type(loaded.model), "kv_bytes", lambda *given: counted.append(given[-1]) or count(*given))

@@ -5,10 +5,12 @@ import logging
 import comfy.model_management as mm
 import pytest
 import torch
+from comfy.cli_args import args
 from comfyui_specar.kernels import graphs, switches
-from comfyui_specar.nodes import host
-from comfyui_specar.nodes.memory import out_of_memory
-from comfyui_specar.nodes.vae import ARVae
+from comfyui_specar.nodes.comfy_runtime import runs
+from comfyui_specar.nodes.comfy_runtime.memory import out_of_memory
+from comfyui_specar.nodes.comfy_runtime.models import open_model
+from comfyui_specar.nodes.comfy_runtime.vae import ARVae
 
 SHORT = {  # where -> what it says
     "CUDA": mm.OOM_EXCEPTION("CUDA out of memory. Tried to allocate 2.00 GiB."),
@@ -72,10 +74,10 @@ def test_other_errors_while_decoding_are_told(tiny, monkeypatch):
 def test_directml_has_more_than_comfyui_says(tiny, monkeypatch):
     """It takes 1 GiB for every GPU there, whose size torch-directml does not tell."""
     monkeypatch.setattr(mm, "get_total_memory", lambda device=None, torch_total_too=False: 2**30)
-    with pytest.raises(host.TooLargeError), host.placed(tiny[0], 2**31):
+    with pytest.raises(runs.TooLargeError), runs.placed(tiny[0], 2**31):
         pass
     monkeypatch.setattr(mm, "directml_enabled", True)
-    with host.placed(tiny[0], 2**31):
+    with runs.placed(tiny[0], 2**31):
         pass
 
 
@@ -85,11 +87,11 @@ def test_comfyuis_option_against_cuda_graphs_is_obeyed(disabled, models, monkeyp
     monkeypatch.delenv(switches.NO_GRAPHS, raising=False)
     monkeypatch.setattr(torch.version, "hip", None)
     if disabled is None:
-        monkeypatch.delattr(host.args, "disable_cuda_graphs", raising=False)
+        monkeypatch.delattr(args, "disable_cuda_graphs", raising=False)
     else:
-        monkeypatch.setattr(host.args, "disable_cuda_graphs", disabled, raising=False)
+        monkeypatch.setattr(args, "disable_cuda_graphs", disabled, raising=False)
     try:
-        host.open_model("tiny", "auto", None)
+        open_model("tiny", "auto", None)
         assert graphs.capturable(torch.device("cuda:0")) is not bool(disabled)
     finally:
         graphs.allow(True)

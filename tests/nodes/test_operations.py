@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import comfy.ops
 import pytest
 import torch
-from comfyui_specar.nodes.operations import Operations
+from comfyui_specar.nodes.comfy_runtime.operations import Operations
 
 from .conftest import DYNAMIC_VRAM
 

@@ -9,12 +9,14 @@ import pytest
 import torch
 from comfyui_specar.kernels.graphs import Graphs
 from comfyui_specar.model_loaders.detect import load_model
-from comfyui_specar.nodes import host, samplers
-from comfyui_specar.nodes.operations import Operations
-from comfyui_specar.nodes.patcher import Patcher
-from comfyui_specar.samplers import next_token
-from comfyui_specar.samplers.next_token import NextToken
-from comfyui_specar.samplers.session import Session
+from comfyui_specar.nodes import samplers
+from comfyui_specar.nodes.comfy_runtime import runs
+from comfyui_specar.nodes.comfy_runtime.memory import fits, free_memory
+from comfyui_specar.nodes.comfy_runtime.operations import Operations
+from comfyui_specar.nodes.comfy_runtime.patcher import Patcher
+from comfyui_specar.samplers.engine.session import Session
+from comfyui_specar.samplers.methods import next_token
+from comfyui_specar.samplers.methods.next_token import NextToken
 
 from ..support import tiny as tiny_models
 from .conftest import DYNAMIC_VRAM
@@ -112,7 +114,7 @@ def test_a_run_takes_the_memory_that_its_own_session_holds(kept, memory, sample,
     key = kept["own"] = object()
     monkeypatch.setattr(NextToken, "session_key", lambda self, request: "own")
     monkeypatch.setattr(samplers, "memory_for", lambda *_: 2**40)
-    monkeypatch.setattr(host, "total_memory", lambda device: 2**41)
+    monkeypatch.setattr(runs, "total_memory", lambda device: 2**41)
     monkeypatch.setattr(next_token, "session", lambda model, key: nullcontext(Session(Graphs(CPU))))
     there, load = [], mm.load_models_gpu
     monkeypatch.setattr(mm, "load_models_gpu", lambda *what, memory_required=0, **how: there.append(
@@ -182,5 +184,5 @@ def test_memory_that_models_under_dynamic_vram_hold_counts_as_free(tiny, monkeyp
     monkeypatch.setattr(mm, "get_free_memory", lambda *_: 1000)
     if DYNAMIC_VRAM:
         monkeypatch.setattr("comfy_aimdo.model_vbar.vbars_analyze", lambda device=None: asked.append(device) or 2**40)
-    assert host.free_memory(patcher) == 1000 + (2**40 if DYNAMIC_VRAM else 0)
-    assert host.fits([patcher], 2**30) == DYNAMIC_VRAM == bool(asked)
+    assert free_memory(patcher) == 1000 + (2**40 if DYNAMIC_VRAM else 0)
+    assert fits([patcher], 2**30) == DYNAMIC_VRAM == bool(asked)

@@ -12,8 +12,8 @@ from comfy.model_patcher import ModelPatcher
 from comfyui_specar.kernels import dispatch
 from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.models import prefix
-from comfyui_specar.nodes import host
-from comfyui_specar.nodes.operations import Operations
+from comfyui_specar.nodes.comfy_runtime import runs
+from comfyui_specar.nodes.comfy_runtime.operations import Operations
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..support import tiny, tiny_chameleon, tiny_emu3, tiny_janus, tiny_simplear
@@ -64,7 +64,7 @@ def test_every_family_runs_when_half_of_it_stays_behind(family, storage, tmp_pat
     request.getfixturevalue("gpu")
     patcher = ModelPatcher(model, GPU, CPU)
     patcher.load(GPU, lowvram_model_memory=patcher.model_size() // 2)
-    host.bring_the_rest(model, GPU)
+    runs.bring_the_rest(model, GPU)
     here = {parameter.device for parameter in model.parameters()}
     assert here == {GPU, CPU}, "one half is loaded, the other is not"
     assert run(model, prompt) == GPU
@@ -77,7 +77,7 @@ def test_a_layer_that_cannot_cast_would_be_noticed(tmp_path, request):
     ModelPatcher(model, GPU, CPU).load(GPU, lowvram_model_memory=1)
     with pytest.raises(RuntimeError, match="cpu"):
         run(model, model.encode_class(3))
-    host.bring_the_rest(model, GPU)
+    runs.bring_the_rest(model, GPU)
     assert run(model, model.encode_class(3)) == GPU
 
 

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 from comfy.cli_args import LatentPreviewMethod, args
-from comfyui_specar.nodes import previews
-from comfyui_specar.nodes.host import LoadedDecoder
-from comfyui_specar.nodes.previews import DIMMED, Palette, Previews, Sketch, measure_palette
-from comfyui_specar.nodes.progress import Report
+from comfyui_specar.nodes.comfy_runtime import previews
+from comfyui_specar.nodes.comfy_runtime.previews import DIMMED, Palette, Previews, Sketch, measure_palette
+from comfyui_specar.nodes.comfy_runtime.progress import Report
+from comfyui_specar.nodes.comfy_runtime.runs import LoadedDecoder
 from comfyui_specar.nodes.samplers import sketched
-from comfyui_specar.samplers.protocols import Progress, TokenLayout
+from comfyui_specar.samplers.contract import Progress
+from comfyui_specar.samplers.layout import TokenLayout
 
 WHOLE = torch.ones(2, 2, dtype=torch.bool)
 TOP = torch.tensor([[True, True], [False, False]])

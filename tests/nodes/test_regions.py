@@ -3,7 +3,7 @@
 import pytest
 import torch
 from comfyui_specar.nodes import latents, regions
-from comfyui_specar.samplers.protocols import TokenLayout
+from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.trace import Source
 
 from .conftest import FACTOR, GRID

@@ -4,8 +4,9 @@ import comfy.model_management as mm
 import folder_paths
 import pytest
 import torch
-from comfyui_specar.model_loaders.t5 import T5Encoder
-from comfyui_specar.nodes import host
+from comfy.model_patcher import ModelPatcher
+from comfyui_specar.model_loaders.text.t5 import T5Encoder
+from comfyui_specar.nodes.comfy_runtime.models import manage_text_encoder
 from safetensors.torch import save_file
 
 from ..support import tiny, tiny_t5
@@ -50,13 +51,13 @@ def test_it_is_no_part_of_the_model(captioned):
     before = loaded.patcher.model_size()
     clip.encode_from_tokens_scheduled("a cat")
     assert not any(name.startswith("prompt_encoder") for name, _ in loaded.model.named_parameters())
-    assert host.ModelPatcher(loaded.model, loaded.model.device, loaded.model.device).model_size() == before
+    assert ModelPatcher(loaded.model, loaded.model.device, loaded.model.device).model_size() == before
 
 
 @pytest.mark.parametrize(("able", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_it_computes_in_bf16_where_the_device_does(captioned, monkeypatch, able, dtype):
     loaded, clip = captioned
     monkeypatch.setattr(mm, "should_use_bf16", lambda device: able)
-    host.manage_text_encoder(loaded.model.prompt_encoder)
+    manage_text_encoder(loaded.model.prompt_encoder)
     features = clip.encode_from_tokens_scheduled("a cat")[0][0]
     assert features.dtype == torch.float32 and next(loaded.model.prompt_encoder.module().parameters()).dtype == dtype

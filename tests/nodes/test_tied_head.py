@@ -4,8 +4,8 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from comfyui_specar import api
 from comfyui_specar.model_loaders.detect import load_model
-from comfyui_specar.nodes.operations import Operations
-from comfyui_specar.samplers.next_token import NextToken
+from comfyui_specar.nodes.comfy_runtime.operations import Operations
+from comfyui_specar.samplers.methods.next_token import NextToken
 
 from ..support.tiny_simplear import write
 

@@ -5,15 +5,16 @@ import folder_paths
 import numpy as np
 import pytest
 import torch
-from comfyui_specar.nodes import frames, timeline
-from comfyui_specar.nodes.maps import SOURCES, enlarge
-from comfyui_specar.nodes.previews import GREY
+from comfyui_specar.nodes import timeline
+from comfyui_specar.reports import timeline_frames
+from comfyui_specar.reports.acceptance_map import SOURCES, enlarge
+from comfyui_specar.reports.timeline_frames import UNDRAWN
 from comfyui_specar.samplers.trace import Source, Trace
 from PIL import Image
 
 from .conftest import defaults
 
-BLANK = np.divide(GREY, 255).astype(np.float32)
+BLANK = np.divide(UNDRAWN, 255).astype(np.float32)
 
 
 def trace_of(finished: list, source: list, rows=2, cols=2, stride=2) -> Trace:
@@ -28,8 +29,8 @@ SMALL = trace_of([0, 1, 3, 9], [Source.PREFILL, Source.ACCEPTED, Source.RESIDUAL
 def film(trace=SMALL, picture=None, after=None, tint=0.5, image=0) -> np.ndarray:
     if picture is None:
         picture = np.random.default_rng(0).random((4, 4, 3), np.float32)
-    after = frames.passes_of(trace, image, 1000) if after is None else after
-    return np.stack(list(frames.draw_frames(trace, image, picture, after, tint)))
+    after = timeline_frames.passes_of(trace, image, 1000) if after is None else after
+    return np.stack(list(timeline_frames.draw_frames(trace, image, picture, after, tint)))
 
 
 def blended(pixels, source, strength):
@@ -61,7 +62,7 @@ def test_a_trail_ends_after_four_frames():
 
 def test_fewer_frames_take_passes_together():
     picture = np.random.default_rng(3).random((4, 4, 3), np.float32)
-    assert frames.passes_of(SMALL, 0, 2) == [0, 3]
+    assert timeline_frames.passes_of(SMALL, 0, 2) == [0, 3]
     drawn = film(picture=picture, after=[0, 3])
     assert np.allclose(drawn[1, :2, 2:], blended(picture[:2, 2:], Source.ACCEPTED, 0.5)), "decided in between"
     assert np.allclose(drawn[1, :2, :2], blended(picture[:2, :2], Source.PREFILL, 0.25))
@@ -70,7 +71,7 @@ def test_fewer_frames_take_passes_together():
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 50, 199, 200, 1000])
 def test_passes_are_even_and_have_both_ends(most):
     trace = trace_of([i + 1 for i in range(200)], [Source.BONUS] * 200, 10, 20, 20)
-    chosen = frames.passes_of(trace, 0, most)
+    chosen = timeline_frames.passes_of(trace, 0, most)
     assert len(chosen) == min(most, 200) and chosen[-1] == 200
     assert most == 1 or chosen[0] == 1
     gaps = np.diff(chosen)
@@ -105,7 +106,7 @@ def test_pictures_that_are_no_multiple_of_the_grid():
 @pytest.mark.parametrize(("size", "count"), [(128, 16), (5, 2), (7, 3), (3, 4), (1, 1), (1000, 24)])
 def test_tokens_have_the_same_areas_as_in_maps(size, count):
     row = enlarge(np.arange(count)[None], 1, size)[0]
-    edges = frames.edges(size, count)
+    edges = timeline_frames.edges(size, count)
     assert edges[0] == 0 and edges[-1] == size
     assert all((row[a:b] == token).all() for token, (a, b) in enumerate(zip(edges, edges[1:], strict=False)))
 

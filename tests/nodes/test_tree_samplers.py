@@ -3,7 +3,8 @@
 import comfy.model_management as mm
 import pytest
 import torch
-from comfyui_specar.nodes import host, tree_samplers
+from comfyui_specar.nodes import tree_samplers
+from comfyui_specar.nodes.comfy_runtime.models import SERVER
 from comfyui_specar.samplers.trace import Source
 
 SAMPLERS = ("DraftTree", "Lantern", "CoolSD", "ADTTree", "VVS")
@@ -29,7 +30,7 @@ def test_every_sampler_draws_and_says_how(method, draw, tiny):
     latent, trace = draw(method, batch=2)
     assert torch.equal(latent["samples"], tiny[0].model.dequantize(latent["ar_tokens"]))
     assert trace.totals["target_passes"] <= 17 and trace.totals["draft_passes"] > 0
-    assert trace.settings["drafter_name"] == "eagle" and trace.settings["server"] == host.SERVER
+    assert trace.settings["drafter_name"] == "eagle" and trace.settings["server"] == SERVER
     assert trace.settings["lossless"] == (method in ("DraftTree", "ADTTree"))
 
 

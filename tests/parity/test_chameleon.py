@@ -19,11 +19,12 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders import chameleon, vq
-from comfyui_specar.model_loaders.checkpoint import Checkpoint, open_checkpoint, weight_file
-from comfyui_specar.samplers.jacobi import SJD
-from comfyui_specar.samplers.next_token import NextToken
-from comfyui_specar.samplers.protocols import TokenLayout
+from comfyui_specar.model_loaders.decoders import vq
+from comfyui_specar.model_loaders.families import chameleon
+from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, open_checkpoint, weight_file
+from comfyui_specar.samplers.layout import TokenLayout
+from comfyui_specar.samplers.methods.jacobi import SJD
+from comfyui_specar.samplers.methods.next_token import NextToken
 from tokenizers import Tokenizer
 
 from ..support.closeness import assert_as_exact, decided, fp64

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from comfyui_specar.model_loaders import mar
-from comfyui_specar.model_loaders.checkpoint import Checkpoint
+from comfyui_specar.model_loaders.families import mar
+from comfyui_specar.model_loaders.files.checkpoint import Checkpoint
 from comfyui_specar.models.diffusion_head import Schedule
-from comfyui_specar.samplers.continuous import ContinuousSpeculative, Run, log_ratio, residual
-from comfyui_specar.samplers.continuous_model import ContinuousParams, ContinuousRequest
-from comfyui_specar.samplers.laws import Normal
+from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
+from comfyui_specar.samplers.distributions import Normal
+from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative, Run, log_ratio, residual
 from comfyui_specar.samplers.rng import Purpose, Stream
 
 from ..support.closeness import assert_as_exact, decided, fp64

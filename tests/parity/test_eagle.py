@@ -39,10 +39,10 @@ from comfyui_specar.models.backbone import Backbone, BackboneConfig, Rotation
 from comfyui_specar.models.cache import KVCache
 from comfyui_specar.models.positions import SequencePositions
 from comfyui_specar.models.prefix import TextPrefix
-from comfyui_specar.samplers.drafting import Drafting, Root
-from comfyui_specar.samplers.protocols import SamplingParams
+from comfyui_specar.samplers.contract import SamplingParams
+from comfyui_specar.samplers.drafts.growing import Drafting, Root
+from comfyui_specar.samplers.drafts.structures import Dynamic
 from comfyui_specar.samplers.rng import Stream
-from comfyui_specar.samplers.structures import Dynamic
 
 from ..support.closeness import assert_as_exact, decided, fp64
 from ..support.tiny import HEADS, SLOTS, VOCAB, caption_features, eagle_weights, fill, write_eagle, write_llamagen

@@ -19,11 +19,12 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders import emu3, movq
-from comfyui_specar.model_loaders.checkpoint import Checkpoint, open_checkpoint, weight_file
-from comfyui_specar.model_loaders.tiktoken_file import RankTokenizer
-from comfyui_specar.samplers.jacobi import SJD
-from comfyui_specar.samplers.next_token import NextToken
+from comfyui_specar.model_loaders.decoders import movq
+from comfyui_specar.model_loaders.families import emu3
+from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, open_checkpoint, weight_file
+from comfyui_specar.model_loaders.text.tiktoken_file import RankTokenizer
+from comfyui_specar.samplers.methods.jacobi import SJD
+from comfyui_specar.samplers.methods.next_token import NextToken
 from tokenizers import Tokenizer
 
 from ..support import tiny_emu3 as tiny

@@ -25,11 +25,11 @@ import numpy as np
 import pytest
 import torch
 from comfyui_specar.model_loaders.detect import load_model
-from comfyui_specar.model_loaders.qwen2 import HEADS, Qwen2
+from comfyui_specar.model_loaders.text.qwen2 import HEADS, Qwen2
 from comfyui_specar.models.diffusion_head import DiffusionHead
 from comfyui_specar.models.harmon import Harmon
 from comfyui_specar.models.mar import MARConfig
-from comfyui_specar.samplers.continuous_model import ContinuousParams
+from comfyui_specar.samplers.continuous_contract import ContinuousParams
 
 from ..support.closeness import assert_as_exact
 from ..support.tiny_harmon import STEPS, VOCAB, fill, harmon_fill, write_harmon

@@ -21,12 +21,13 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders import janus, vq
-from comfyui_specar.model_loaders.checkpoint import Checkpoint
+from comfyui_specar.model_loaders.decoders import vq
 from comfyui_specar.model_loaders.detect import load_image_decoder
+from comfyui_specar.model_loaders.families import janus
+from comfyui_specar.model_loaders.files.checkpoint import Checkpoint
 from comfyui_specar.models.vq import VQConfig
-from comfyui_specar.samplers.jacobi import SJD
-from comfyui_specar.samplers.next_token import NextToken
+from comfyui_specar.samplers.methods.jacobi import SJD
+from comfyui_specar.samplers.methods.next_token import NextToken
 
 from ..support.closeness import assert_as_exact, decided, fp64
 from ..support.stepwise import stepwise

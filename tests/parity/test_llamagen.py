@@ -22,8 +22,8 @@ from comfyui_specar import api
 from comfyui_specar.models.backbone import Backbone, BackboneConfig, split_gates
 from comfyui_specar.models.prefix import CaptionPrefix, ClassPrefix
 from comfyui_specar.models.vq import VQConfig, VQModel
-from comfyui_specar.samplers.jacobi import SJD, Jacobi
-from comfyui_specar.samplers.next_token import NextToken
+from comfyui_specar.samplers.methods.jacobi import SJD, Jacobi
+from comfyui_specar.samplers.methods.next_token import NextToken
 from torch import nn
 
 from ..support.closeness import assert_as_exact, decided

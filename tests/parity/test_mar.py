@@ -23,13 +23,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from comfyui_specar.model_loaders import mar
-from comfyui_specar.model_loaders.checkpoint import open_checkpoint
+from comfyui_specar.model_loaders.families import mar
+from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint
 from comfyui_specar.models.diffusion_head import DiffusionHead, Schedule
 from comfyui_specar.models.mar import MAR, MARConfig
-from comfyui_specar.samplers import continuous_next_token
-from comfyui_specar.samplers.continuous_model import ContinuousParams, ContinuousRequest
-from comfyui_specar.samplers.continuous_next_token import ContinuousNextToken, mask_schedule
+from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
+from comfyui_specar.samplers.methods import continuous_next_token
+from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken, mask_schedule
 
 from ..support.closeness import assert_as_exact
 from ..support.tiny import fill

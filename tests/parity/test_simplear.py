@@ -8,11 +8,11 @@ over all words, of which we look at the image codes alone.
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders import simplear
-from comfyui_specar.model_loaders.checkpoint import Checkpoint
 from comfyui_specar.model_loaders.detect import load_model
-from comfyui_specar.samplers.jacobi import SJD
-from comfyui_specar.samplers.next_token import NextToken
+from comfyui_specar.model_loaders.families import simplear
+from comfyui_specar.model_loaders.files.checkpoint import Checkpoint
+from comfyui_specar.samplers.methods.jacobi import SJD
+from comfyui_specar.samplers.methods.next_token import NextToken
 from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import torch
 from comfyui_specar.models.xar import CELL, CELLS, XAR, XARConfig
-from comfyui_specar.samplers import continuous_next_token
-from comfyui_specar.samplers.continuous_model import ContinuousParams, ContinuousRequest
+from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
+from comfyui_specar.samplers.methods import continuous_next_token
 from safetensors import safe_open
 from safetensors.torch import load_file
 

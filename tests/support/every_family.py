@@ -8,18 +8,18 @@ import torch
 from comfyui_specar.model_loaders.ar_model import Conditioning, DiscreteModel
 from comfyui_specar.model_loaders.detect import load_drafter, load_model
 from comfyui_specar.model_loaders.drafters import ModelDrafter
-from comfyui_specar.model_loaders.eagle import EagleDrafter
+from comfyui_specar.model_loaders.families.eagle import EagleDrafter
 from comfyui_specar.models.eagle import Eagle
-from comfyui_specar.samplers import presets
-from comfyui_specar.samplers.cool_sd import UniformRSD
-from comfyui_specar.samplers.grouped import Grouped
-from comfyui_specar.samplers.jacobi import REUSE, SJD, Jacobi
-from comfyui_specar.samplers.lantern import Lantern
-from comfyui_specar.samplers.next_token import NextToken
-from comfyui_specar.samplers.protocols import Request, SamplingParams
-from comfyui_specar.samplers.speculative import DraftTree
-from comfyui_specar.samplers.structures import Chain, Dynamic, Static
-from comfyui_specar.samplers.tv_metered import TVMetered
+from comfyui_specar.samplers.contract import Request, SamplingParams
+from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.methods import published
+from comfyui_specar.samplers.methods.jacobi import REUSE, SJD, Jacobi
+from comfyui_specar.samplers.methods.next_token import NextToken
+from comfyui_specar.samplers.methods.speculative import DraftTree
+from comfyui_specar.samplers.rules.cool_sd import UniformRSD
+from comfyui_specar.samplers.rules.grouped import Grouped
+from comfyui_specar.samplers.rules.lantern import Lantern
+from comfyui_specar.samplers.rules.tv_budget import TVMetered
 from comfyui_specar.training import drafter_export
 from safetensors.torch import load_file, save_file
 
@@ -56,16 +56,16 @@ METHODS = {
     "blocks": lambda d: DraftTree(d.eagle, Chain(3, "block")),
     "static": lambda d: DraftTree(d.eagle, TREE),
     "dynamic": lambda d: DraftTree(d.small, FEW),
-    "lantern": lambda d: presets.lantern(d.eagle, FEW, neighbours=5),
-    "lantern++": lambda d: presets.lantern_pp(d.eagle, TREE, neighbours=5),
-    "cool-sd": lambda d: presets.cool_sd(d.eagle, TREE, delta=2.0),
+    "lantern": lambda d: published.lantern(d.eagle, FEW, neighbours=5),
+    "lantern++": lambda d: published.lantern_pp(d.eagle, TREE, neighbours=5),
+    "cool-sd": lambda d: published.cool_sd(d.eagle, TREE, delta=2.0),
     "uniform rsd": lambda d: DraftTree(d.small, Chain(3), UniformRSD(2.0)),
     "grouped": lambda d: DraftTree(d.small, Chain(3), Grouped(radius=100.0)),
     "tv-metered": lambda d: DraftTree(d.eagle, Chain(3), TVMetered(0.3)),
-    "adt": lambda d: presets.adt_tree(d.eagle, **BOUNDS),
-    "adt sampled": lambda d: presets.adt_tree(d.small, initial="tokenflock", children="sampled", **BOUNDS),
-    "vvs": lambda d: presets.vvs(d.eagle, FEW, Lantern(neighbours=5), interval=2, guard=1),
-    "vvs dynamic": lambda d: presets.vvs(d.small, TREE, schedule="dynamic", threshold=0.0, guard=1),
+    "adt": lambda d: published.adt_tree(d.eagle, **BOUNDS),
+    "adt sampled": lambda d: published.adt_tree(d.small, initial="tokenflock", children="sampled", **BOUNDS),
+    "vvs": lambda d: published.vvs(d.eagle, FEW, Lantern(neighbours=5), interval=2, guard=1),
+    "vvs dynamic": lambda d: published.vvs(d.small, TREE, schedule="dynamic", threshold=0.0, guard=1),
 }
 
 

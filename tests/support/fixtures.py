@@ -1,7 +1,8 @@
 """Fixtures of more than one folder of tests; a folder's conftest.py imports those that it needs."""
 
 import pytest
-from comfyui_specar.samplers import loop, session, speculative
+from comfyui_specar.samplers.engine import loop, session
+from comfyui_specar.samplers.methods import speculative
 
 from .tape import LatePoll, TapeGraphs
 

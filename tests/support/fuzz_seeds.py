@@ -18,12 +18,12 @@ from tempfile import mkdtemp
 import comfyui_specar
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders import emu3
-from comfyui_specar.model_loaders.checkpoint import CheckpointError
 from comfyui_specar.model_loaders.detect import find_image_decoder, stays_fp8
-from comfyui_specar.model_loaders.tiktoken_file import RankTokenizer
+from comfyui_specar.model_loaders.families import emu3
+from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
+from comfyui_specar.model_loaders.text.tiktoken_file import RankTokenizer
 from comfyui_specar.models.kl_vae import KLConfig, KLModel
-from comfyui_specar.nodes.wording import check_words
+from comfyui_specar.reports.run_report import check_words
 from comfyui_specar.samplers.trace import Source
 from safetensors.torch import save_file
 

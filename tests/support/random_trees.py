@@ -3,7 +3,7 @@
 import random
 
 import torch
-from comfyui_specar.samplers.trees import Tree
+from comfyui_specar.samplers.drafts.trees import Tree
 
 
 def random_tree(seed: int, batch: int = 3, drafts: int = 9, levels: int = 4, siblings: int = 3, vocab: int = 6) -> Tree:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from comfyui_specar.model_loaders.ar_model import DiscreteModel
-from comfyui_specar.samplers.protocols import TokenLayout
+from comfyui_specar.samplers.layout import TokenLayout
 from torch import Tensor
 
 

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import torch
-from comfyui_specar.model_loaders import xar
-from comfyui_specar.model_loaders.checkpoint import open_checkpoint
+from comfyui_specar.model_loaders.families import xar
+from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint
 from safetensors.torch import save_file
 from torch import Tensor
 

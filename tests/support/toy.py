@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from comfyui_specar.kernels.graphs import recording
-from comfyui_specar.samplers.protocols import Request, SamplingParams, StepOut, TokenLayout
+from comfyui_specar.samplers.contract import Request, SamplingParams, StepOut
+from comfyui_specar.samplers.layout import TokenLayout
 from torch import Tensor
 
 VOCAB = 3

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from comfyui_specar.samplers import jacobi
-from comfyui_specar.samplers.prefill import Start
+from comfyui_specar.samplers.engine.prefill import Start
+from comfyui_specar.samplers.methods import jacobi
 from comfyui_specar.samplers.rng import Stream
 from comfyui_specar.samplers.trace import Record
 

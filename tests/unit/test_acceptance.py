@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar.kernels.sampling import point_mass
-from comfyui_specar.samplers.acceptance import Draft, Exact, accept_or_redraw, check_strength
-from comfyui_specar.samplers.cool_sd import CoolSD, UniformRSD
-from comfyui_specar.samplers.lantern import Lantern, LanternPP
-from comfyui_specar.samplers.tv_metered import TVMetered
+from comfyui_specar.samplers.rules.acceptance import Draft, Exact, accept_or_redraw, check_strength
+from comfyui_specar.samplers.rules.cool_sd import CoolSD, UniformRSD
+from comfyui_specar.samplers.rules.lantern import Lantern, LanternPP
+from comfyui_specar.samplers.rules.tv_budget import TVMetered
 
 P = torch.tensor([0.5, 0.3, 0.15, 0.05])
 Q = torch.tensor([0.2, 0.2, 0.3, 0.3])

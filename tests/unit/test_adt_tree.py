@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from comfyui_specar.samplers.adt_tree import (
+from comfyui_specar.samplers.drafts.adt_tree import (
     ALPHA_OVER,
     ANOLE,
     FLOCK_DISTANCE,
@@ -20,9 +20,9 @@ from comfyui_specar.samplers.adt_tree import (
     nested,
     remember,
 )
-from comfyui_specar.samplers.protocols import TokenLayout
-from comfyui_specar.samplers.speculative import DraftTree
-from comfyui_specar.samplers.trees import shape_of
+from comfyui_specar.samplers.drafts.trees import shape_of
+from comfyui_specar.samplers.layout import TokenLayout
+from comfyui_specar.samplers.methods.speculative import DraftTree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -13,7 +13,8 @@ from comfyui_specar.benchmarks.generate import generate, twin
 from comfyui_specar.benchmarks.gpu import subjects as gpu_subjects
 from comfyui_specar.benchmarks.passes import Staged, Stretch, weights_read
 from comfyui_specar.models.positions import SequencePositions
-from comfyui_specar.samplers.protocols import SamplingParams, TokenLayout
+from comfyui_specar.samplers.contract import SamplingParams
+from comfyui_specar.samplers.layout import TokenLayout
 
 CPU = torch.device("cpu")
 

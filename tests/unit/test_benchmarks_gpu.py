@@ -17,7 +17,7 @@ from comfyui_specar.benchmarks.gpu.findings import MOST_FAILURES, NEEDS_DEVICE, 
 from comfyui_specar.benchmarks.gpu.page import page
 from comfyui_specar.benchmarks.gpu.stages import CUT, FAILED, NOT_RUN, OK, STAGES, WARNING, Stage
 from comfyui_specar.kernels import linear, sampling
-from comfyui_specar.samplers import jacobi
+from comfyui_specar.samplers.methods import jacobi
 from comfyui_specar.tests.support.patience import PATIENCE
 
 CPU = torch.device("cpu")

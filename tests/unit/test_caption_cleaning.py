@@ -1,7 +1,7 @@
 """Captions as LlamaGen's training cleaned them. The official code gave these results."""
 
 import pytest
-from comfyui_specar.model_loaders.caption_cleaning import clean_caption
+from comfyui_specar.model_loaders.text.caption_cleaning import clean_caption
 
 CAPTIONS = [
     ("A Red Cat.", "a red cat."),

@@ -9,14 +9,15 @@ from comfyui_specar.benchmarks import sizes
 from comfyui_specar.kernels import dispatch
 from comfyui_specar.kernels.graphs import Graphs
 from comfyui_specar.model_loaders.detect import load_model
-from comfyui_specar.samplers import loop, session, speculative
-from comfyui_specar.samplers.adt_tree import ADTTree
-from comfyui_specar.samplers.cool_sd import CoolSD
-from comfyui_specar.samplers.jacobi import SJD
-from comfyui_specar.samplers.next_token import NextToken
-from comfyui_specar.samplers.protocols import TokenLayout
-from comfyui_specar.samplers.speculative import DraftTree
-from comfyui_specar.samplers.structures import Chain, Dynamic
+from comfyui_specar.samplers.drafts.adt_tree import ADTTree
+from comfyui_specar.samplers.drafts.structures import Chain, Dynamic
+from comfyui_specar.samplers.engine import loop, session
+from comfyui_specar.samplers.layout import TokenLayout
+from comfyui_specar.samplers.methods import speculative
+from comfyui_specar.samplers.methods.jacobi import SJD
+from comfyui_specar.samplers.methods.next_token import NextToken
+from comfyui_specar.samplers.methods.speculative import DraftTree
+from comfyui_specar.samplers.rules.cool_sd import CoolSD
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..support.tiny import write_llamagen

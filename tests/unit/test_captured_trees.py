@@ -5,18 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar.kernels.graphs import Graphs
-from comfyui_specar.samplers import session, speculative
-from comfyui_specar.samplers.acceptance import Exact
-from comfyui_specar.samplers.adt_tree import ADTTree
-from comfyui_specar.samplers.cool_sd import CoolSD
-from comfyui_specar.samplers.grouped import Grouped
-from comfyui_specar.samplers.lantern import Lantern, LanternPP
-from comfyui_specar.samplers.protocols import Decoded, Request, SamplingParams
-from comfyui_specar.samplers.session import Session
-from comfyui_specar.samplers.skipping import Skipping
-from comfyui_specar.samplers.speculative import DraftTree, Run
-from comfyui_specar.samplers.structures import Chain, Dynamic, Static
-from comfyui_specar.samplers.tv_metered import TVMetered
+from comfyui_specar.samplers.contract import Decoded, Request, SamplingParams
+from comfyui_specar.samplers.drafts.adt_tree import ADTTree
+from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.engine import session
+from comfyui_specar.samplers.engine.session import Session
+from comfyui_specar.samplers.methods import speculative
+from comfyui_specar.samplers.methods.skipping import Skipping
+from comfyui_specar.samplers.methods.speculative import DraftTree, Run
+from comfyui_specar.samplers.rules.acceptance import Exact
+from comfyui_specar.samplers.rules.cool_sd import CoolSD
+from comfyui_specar.samplers.rules.grouped import Grouped
+from comfyui_specar.samplers.rules.lantern import Lantern, LanternPP
+from comfyui_specar.samplers.rules.tv_budget import TVMetered
 
 from ..support.closeness import fp64
 from ..support.tiny import CAPTION, caption_features, fill

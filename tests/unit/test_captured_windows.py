@@ -11,12 +11,14 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.samplers import jacobi, loop, next_token, session
-from comfyui_specar.samplers.cool_sd import CoolSD
-from comfyui_specar.samplers.jacobi import REUSE, SJD
-from comfyui_specar.samplers.lantern import Lantern
-from comfyui_specar.samplers.next_token import NextToken
-from comfyui_specar.samplers.protocols import SamplingParams, TokenLayout
+from comfyui_specar.samplers.contract import SamplingParams
+from comfyui_specar.samplers.engine import loop, session
+from comfyui_specar.samplers.layout import TokenLayout
+from comfyui_specar.samplers.methods import jacobi, next_token
+from comfyui_specar.samplers.methods.jacobi import REUSE, SJD
+from comfyui_specar.samplers.methods.next_token import NextToken
+from comfyui_specar.samplers.rules.cool_sd import CoolSD
+from comfyui_specar.samplers.rules.lantern import Lantern
 
 from ..support.tape import LatePoll, TapeGraphs
 from ..support.tiny import CAPTION, VOCAB, caption_features, fill, llamagen

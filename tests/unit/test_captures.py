@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar.benchmarks import sizes
-from comfyui_specar.samplers.adt_tree import ADTTree
-from comfyui_specar.samplers.jacobi import SJD
-from comfyui_specar.samplers.next_token import NextToken
-from comfyui_specar.samplers.protocols import Request
-from comfyui_specar.samplers.skipping import Skipping
-from comfyui_specar.samplers.speculative import DraftTree
-from comfyui_specar.samplers.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.contract import Request
+from comfyui_specar.samplers.drafts.adt_tree import ADTTree
+from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.methods.jacobi import SJD
+from comfyui_specar.samplers.methods.next_token import NextToken
+from comfyui_specar.samplers.methods.skipping import Skipping
+from comfyui_specar.samplers.methods.speculative import DraftTree
 
 ADT = ADTTree(depths=(1, 4), widths=(2, 16), width_step=3, nodes=16)
 CPU = torch.device("cpu")

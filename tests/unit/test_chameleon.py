@@ -6,9 +6,9 @@ import shutil
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders import chameleon
-from comfyui_specar.model_loaders.checkpoint import Checkpoint, CheckpointError
-from comfyui_specar.model_loaders.language_model import rope_theta
+from comfyui_specar.model_loaders.families import chameleon
+from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, CheckpointError
+from comfyui_specar.model_loaders.text.language_model import rope_theta
 from safetensors.torch import load_file, save_file
 
 from ..support.tiny_chameleon import FIRST, KINDS, config, random_weights, shapes, vocabulary, write

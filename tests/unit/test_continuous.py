@@ -7,9 +7,9 @@ import math
 
 import pytest
 import torch
-from comfyui_specar.samplers.continuous import ContinuousSpeculative
-from comfyui_specar.samplers.continuous_model import noises
-from comfyui_specar.samplers.continuous_next_token import ContinuousNextToken, mask_schedule
+from comfyui_specar.samplers.continuous_contract import noises
+from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative
+from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken, mask_schedule
 from comfyui_specar.samplers.rng import Purpose, Stream
 from comfyui_specar.samplers.trace import Source
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders.checkpoint import CheckpointError
 from comfyui_specar.model_loaders.detect import load_drafter, load_model
-from comfyui_specar.nodes import wording
-from comfyui_specar.samplers.continuous import ContinuousSpeculative
-from comfyui_specar.samplers.continuous_next_token import ContinuousNextToken
+from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
+from comfyui_specar.reports import run_report
+from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative
+from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken
 from safetensors.torch import save_file
 
 from ..support.tiny_mar import MAR, write_mar
@@ -35,13 +35,13 @@ def judged(trace):
 def test_the_number_of_passes_is_recorded(models):
     trace = api.sample(models[0], prompt(models[0], 3), ContinuousNextToken(4)).trace
     assert trace.totals["target_passes"] == 4 and trace.settings["iterations"] == 4
-    assert "4 iterations" in wording.guesses(trace.settings)
+    assert "4 iterations" in run_report.guesses(trace.settings)
 
 
 def test_tokens_drawn_without_seeing_each_other_are_not_called_exact(models):
     model = models[0]
     alone, blind = (api.sample(model, prompt(model, 3), ContinuousNextToken(n)).trace for n in (None, 2))
-    assert wording.exact(alone) and not wording.exact(blind)
+    assert run_report.exact(alone) and not run_report.exact(blind)
 
 
 @pytest.mark.parametrize("kind", ["ddpm", "ddim"])

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from comfyui_specar.samplers import continuous
-from comfyui_specar.samplers.continuous import ContinuousSpeculative
-from comfyui_specar.samplers.continuous_next_token import ContinuousNextToken
+from comfyui_specar.samplers.methods import continuous
+from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative
+from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken
 from comfyui_specar.samplers.trace import Source
 
 from ..support.toy_heads import ToyHead, ToyMixture, ToySchedule, ks_two, request, score

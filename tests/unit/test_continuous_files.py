@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from comfyui_specar.model_loaders import kl_vae, mar
-from comfyui_specar.model_loaders.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from comfyui_specar.model_loaders.decoders import kl_vae
 from comfyui_specar.model_loaders.detect import load_image_decoder, load_model
+from comfyui_specar.model_loaders.families import mar
+from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from comfyui_specar.models.kl_vae import KLConfig, KLModel
 from comfyui_specar.models.mar import MARConfig
-from comfyui_specar.samplers.continuous_model import ContinuousParams
+from comfyui_specar.samplers.continuous_contract import ContinuousParams
 from safetensors.torch import save_file
 
 from ..support.tiny import fill, vq_weights, write_llamagen

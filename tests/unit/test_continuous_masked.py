@@ -7,9 +7,9 @@ import torch
 from comfyui_specar.model_loaders.continuous_model import MaskedModel
 from comfyui_specar.models.diffusion_head import DiffusionHead
 from comfyui_specar.models.mar import MAR, MARConfig
-from comfyui_specar.samplers.continuous import ContinuousSpeculative
-from comfyui_specar.samplers.continuous_model import ContinuousParams, ContinuousRequest, masked_guidance, noises
-from comfyui_specar.samplers.continuous_next_token import ContinuousNextToken
+from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest, masked_guidance, noises
+from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative
+from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken
 from comfyui_specar.samplers.rng import Stream
 
 SIDE, CHANNELS, STEPS = 3, 4, 5

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from comfyui_specar.samplers.continuous import log_ratio, residual
-from comfyui_specar.samplers.laws import Mixture, Normal
+from comfyui_specar.samplers.distributions import Mixture, Normal
+from comfyui_specar.samplers.methods.continuous import log_ratio, residual
 
 from ..support.toy_heads import ks
 

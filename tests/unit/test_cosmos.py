@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from comfyui_specar.model_loaders import cosmos
-from comfyui_specar.model_loaders.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from comfyui_specar.model_loaders.decoders import cosmos
 from comfyui_specar.model_loaders.detect import find_image_decoder, load_image_decoder, load_model
+from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from comfyui_specar.models.cosmos import Cosmos, CosmosConfig, fold, unfold
 from safetensors.torch import load_file, save_file
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from comfyui_specar.model_loaders.checkpoint import CheckpointError
 from comfyui_specar.model_loaders.detect import load_drafter, load_model
+from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 from safetensors.torch import save_file
 
 from ..support.closeness import fp64

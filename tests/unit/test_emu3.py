@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders import emu3
 from comfyui_specar.model_loaders.detect import load_model
-from comfyui_specar.model_loaders.tiktoken_file import RankTokenizer, joined
-from comfyui_specar.samplers.jacobi import SJD
+from comfyui_specar.model_loaders.families import emu3
+from comfyui_specar.model_loaders.text.tiktoken_file import RankTokenizer, joined
+from comfyui_specar.samplers.methods.jacobi import SJD
 from safetensors.torch import load_file, save_file
 
 from ..support import tiny_emu3 as tiny
@@ -202,7 +202,7 @@ def test_which_sizes_a_checkpoint_draws(tmp_path, folder, name, settings, grid, 
 
 
 def checkpoint_of(path):
-    from comfyui_specar.model_loaders.checkpoint import Checkpoint
+    from comfyui_specar.model_loaders.files.checkpoint import Checkpoint
 
     return Checkpoint({}, path=path / "model.safetensors.index.json")
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar.model_loaders.drafters import ModelDrafter
-from comfyui_specar.samplers.jacobi import SJD, Jacobi
-from comfyui_specar.samplers.next_token import NextToken
-from comfyui_specar.samplers.speculative import DraftTree
-from comfyui_specar.samplers.structures import Chain
+from comfyui_specar.samplers.drafts.structures import Chain
+from comfyui_specar.samplers.methods.jacobi import SJD, Jacobi
+from comfyui_specar.samplers.methods.next_token import NextToken
+from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.trace import Source
 
 from ..support.every_family import COLS, FEW, METHODS, ROWS, TREE, WRITE, asked, make_family

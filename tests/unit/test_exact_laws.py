@@ -10,10 +10,10 @@ from functools import partial
 
 import pytest
 import torch
-from comfyui_specar.samplers import jacobi
-from comfyui_specar.samplers.jacobi import INITIAL, SJD, Jacobi
-from comfyui_specar.samplers.next_token import NextToken
-from comfyui_specar.samplers.protocols import SamplingParams
+from comfyui_specar.samplers.contract import SamplingParams
+from comfyui_specar.samplers.methods import jacobi
+from comfyui_specar.samplers.methods.jacobi import INITIAL, SJD, Jacobi
+from comfyui_specar.samplers.methods.next_token import NextToken
 
 from ..support.toy import ToyModel, chi_square, marginal, plain, request, with_kept_tokens, with_line_ends
 

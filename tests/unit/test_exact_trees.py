@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from comfyui_specar.samplers.acceptance import Exact
-from comfyui_specar.samplers.adt_tree import ADTTree
-from comfyui_specar.samplers.cool_sd import CoolSD, UniformRSD
-from comfyui_specar.samplers.grouped import Grouped
-from comfyui_specar.samplers.lantern import Lantern, LanternPP
-from comfyui_specar.samplers.protocols import SamplingParams
-from comfyui_specar.samplers.skipping import Skipping
-from comfyui_specar.samplers.speculative import DraftTree
-from comfyui_specar.samplers.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.contract import SamplingParams
+from comfyui_specar.samplers.drafts.adt_tree import ADTTree
+from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.methods.skipping import Skipping
+from comfyui_specar.samplers.methods.speculative import DraftTree
+from comfyui_specar.samplers.rules.acceptance import Exact
+from comfyui_specar.samplers.rules.cool_sd import CoolSD, UniformRSD
+from comfyui_specar.samplers.rules.grouped import Grouped
+from comfyui_specar.samplers.rules.lantern import Lantern, LanternPP
+from comfyui_specar.samplers.rules.tv_budget import TVMetered
 from comfyui_specar.samplers.trace import Source
-from comfyui_specar.samplers.tv_metered import TVMetered
 
 from ..support.toy import ToyDrafter, ToyModel, chi_square, marginal, plain, request, with_kept_tokens, with_line_ends
 

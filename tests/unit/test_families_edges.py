@@ -6,15 +6,15 @@ from functools import partial
 
 import pytest
 import torch
-from comfyui_specar.model_loaders.chameleon import target_size
-from comfyui_specar.model_loaders.checkpoint import CheckpointError
 from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.model_loaders.drafters import ModelDrafter
-from comfyui_specar.samplers.jacobi import SJD
-from comfyui_specar.samplers.next_token import NextToken
-from comfyui_specar.samplers.protocols import Request, SamplingParams
-from comfyui_specar.samplers.speculative import DraftTree
-from comfyui_specar.samplers.structures import Chain
+from comfyui_specar.model_loaders.families.chameleon import target_size
+from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
+from comfyui_specar.samplers.contract import Request, SamplingParams
+from comfyui_specar.samplers.drafts.structures import Chain
+from comfyui_specar.samplers.methods.jacobi import SJD
+from comfyui_specar.samplers.methods.next_token import NextToken
+from comfyui_specar.samplers.methods.speculative import DraftTree
 from safetensors.torch import load_file, save_file
 
 from ..support import tiny_chameleon, tiny_emu3, tiny_janus, tiny_simplear

@@ -10,21 +10,21 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar.kernels import logits as logits_kernels
-from comfyui_specar.samplers import continuous
-from comfyui_specar.samplers.acceptance import Exact
-from comfyui_specar.samplers.adt_tree import ADTTree
-from comfyui_specar.samplers.continuous import MODES, ContinuousSpeculative
-from comfyui_specar.samplers.continuous_next_token import ContinuousNextToken
-from comfyui_specar.samplers.cool_sd import CoolSD, UniformRSD
-from comfyui_specar.samplers.grouped import Grouped
-from comfyui_specar.samplers.jacobi import REUSE, SJD
-from comfyui_specar.samplers.lantern import REDRAW, Lantern, LanternPP
-from comfyui_specar.samplers.next_token import NextToken
-from comfyui_specar.samplers.protocols import SamplingParams, StepOut
-from comfyui_specar.samplers.skipping import Skipping
-from comfyui_specar.samplers.speculative import DraftTree
-from comfyui_specar.samplers.structures import Chain, Dynamic, Static
-from comfyui_specar.samplers.tv_metered import TVMetered
+from comfyui_specar.samplers.contract import SamplingParams, StepOut
+from comfyui_specar.samplers.drafts.adt_tree import ADTTree
+from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.methods import continuous
+from comfyui_specar.samplers.methods.continuous import MODES, ContinuousSpeculative
+from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken
+from comfyui_specar.samplers.methods.jacobi import REUSE, SJD
+from comfyui_specar.samplers.methods.next_token import NextToken
+from comfyui_specar.samplers.methods.skipping import Skipping
+from comfyui_specar.samplers.methods.speculative import DraftTree
+from comfyui_specar.samplers.rules.acceptance import Exact
+from comfyui_specar.samplers.rules.cool_sd import CoolSD, UniformRSD
+from comfyui_specar.samplers.rules.grouped import Grouped
+from comfyui_specar.samplers.rules.lantern import REDRAW, Lantern, LanternPP
+from comfyui_specar.samplers.rules.tv_budget import TVMetered
 
 from ..support.toy import ToyDrafter, ToyModel, chi_square, marginal, plain, request
 from ..support.toy_heads import ToyHead, score

@@ -18,8 +18,8 @@ import tokenizers
 import torch
 from comfyui_specar import api
 from comfyui_specar.benchmarks import fuzz as long_run
-from comfyui_specar.model_loaders.checkpoint import CheckpointError, keep_maps
-from comfyui_specar.model_loaders.language_model import Tokenizer
+from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, keep_maps
+from comfyui_specar.model_loaders.text.language_model import Tokenizer
 from comfyui_specar.tests.support.patience import PATIENCE
 from hypothesis import given, settings
 from hypothesis import strategies as st

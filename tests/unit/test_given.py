@@ -6,15 +6,16 @@ import pytest
 import torch
 from comfyui_specar import api
 from comfyui_specar.model_loaders.detect import load_drafter
-from comfyui_specar.samplers import prefill
-from comfyui_specar.samplers.adt_tree import ADTTree
-from comfyui_specar.samplers.jacobi import REUSE, SJD, Jacobi
-from comfyui_specar.samplers.next_token import NextToken
-from comfyui_specar.samplers.prefill import given_tokens, read_given
-from comfyui_specar.samplers.protocols import SamplingParams, TokenLayout
-from comfyui_specar.samplers.skipping import Skipping
-from comfyui_specar.samplers.speculative import DraftTree
-from comfyui_specar.samplers.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.contract import SamplingParams
+from comfyui_specar.samplers.drafts.adt_tree import ADTTree
+from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.engine import prefill
+from comfyui_specar.samplers.engine.prefill import given_tokens, read_given
+from comfyui_specar.samplers.layout import TokenLayout
+from comfyui_specar.samplers.methods.jacobi import REUSE, SJD, Jacobi
+from comfyui_specar.samplers.methods.next_token import NextToken
+from comfyui_specar.samplers.methods.skipping import Skipping
+from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.trace import Source
 
 from ..support.closeness import fp64

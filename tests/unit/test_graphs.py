@@ -11,7 +11,7 @@ import pytest
 import torch
 from comfyui_specar.kernels import graphs, switches
 from comfyui_specar.kernels.graphs import Graphs, leaves, mapped
-from comfyui_specar.samplers.session import Poll
+from comfyui_specar.samplers.engine.session import Poll
 
 from ..support.tape import Tape, TapeGraphs
 

@@ -5,12 +5,13 @@ import math
 
 import pytest
 import torch
-from comfyui_specar.model_loaders import harmon, mar, qwen2
-from comfyui_specar.model_loaders.checkpoint import CheckpointError
 from comfyui_specar.model_loaders.detect import load_drafter, load_model
-from comfyui_specar.samplers.continuous import ContinuousSpeculative
-from comfyui_specar.samplers.continuous_model import ContinuousParams, ContinuousRequest
-from comfyui_specar.samplers.continuous_next_token import ContinuousNextToken
+from comfyui_specar.model_loaders.families import harmon, mar
+from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
+from comfyui_specar.model_loaders.text import qwen2
+from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
+from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative
+from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken
 from safetensors.torch import save_file
 
 from ..support.closeness import fp64

@@ -5,7 +5,7 @@ import torch
 from comfyui_specar import api
 from comfyui_specar.model_loaders.detect import find_image_decoder, load_image_decoder, load_model
 from comfyui_specar.models.cache import BUCKET
-from comfyui_specar.samplers.jacobi import SJD
+from comfyui_specar.samplers.methods.jacobi import SJD
 from safetensors.torch import save_file
 
 from ..support.tiny import CLASSES, GRID, SLOTS, VQ, caption_features, vq_weights, write_llamagen

@@ -1,6 +1,7 @@
 """The rooms of the pack and the doors between them, read from the source; and what importing the pack costs."""
 
 import ast
+import graphlib
 import os
 import subprocess
 import sys
@@ -18,10 +19,12 @@ OWN = {  # room -> modules of the pack it may import (a room, or one module of i
     "samplers": {"kernels"},
     "files": set(),
     "model_loaders": {
-        "files", "models", "samplers.protocols", "samplers.trace", "samplers.continuous_model", "samplers.laws",
+        "files", "models", "samplers.continuous_contract", "samplers.contract", "samplers.distributions",
+        "samplers.layout", "samplers.trace",
     },
     "api": {"model_loaders", "samplers"},
-    "nodes": {"model_loaders", "samplers", "kernels"},
+    "reports": {"samplers.trace"},
+    "nodes": {"model_loaders", "samplers", "kernels", "reports"},
     "batch": {"api", "files"},
 }
 FOREIGN = {  # room -> third-party packages; all of them come with ComfyUI
@@ -30,6 +33,7 @@ FOREIGN = {  # room -> third-party packages; all of them come with ComfyUI
     "samplers": {"torch"},
     "model_loaders": {"torch", "einops", "safetensors", "transformers", "tokenizers", "torchvision"},
     "api": {"torch"},
+    "reports": {"torch", "numpy", "PIL"},
     "nodes": {"torch", "numpy", "PIL", "aiohttp"} | HOST,
     "files": set(),
     "batch": {"aiohttp", "tqdm", "numpy", "PIL", "ray"},  # ray: an optional extra, for batch/fleet.py alone
@@ -71,6 +75,17 @@ def test_a_room_uses_only_the_doors_it_has(room):
             else:
                 known = top(name) in sys.stdlib_module_names or top(name) in FOREIGN[room]
                 assert known, f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize("room", ["samplers", "model_loaders", "nodes"])
+def test_the_rooms_within_a_room_import_one_way(room):
+    """Folders and files directly in a room, imports for types included: none needs itself through others."""
+    within: dict[str, set[str]] = {}
+    for path in sources(room):
+        own = path.relative_to(ROOT / room).with_suffix("").parts[0]
+        named = (name.split(".") for inside, name in imports(path) if inside)
+        within.setdefault(own, set()).update(n[1] for n in named if n[0] == room and len(n) > 1 and n[1] != own)
+    graphlib.TopologicalSorter(within).prepare()  # which raises CycleError
 
 
 def test_nothing_imports_what_is_not_shipped_to_run():

@@ -6,11 +6,12 @@ import threading
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.samplers import jacobi
-from comfyui_specar.samplers.guesses import Ring, neighbour_laws
-from comfyui_specar.samplers.jacobi import INITIAL, REUSE, SJD, Jacobi
-from comfyui_specar.samplers.next_token import NextToken
-from comfyui_specar.samplers.protocols import SamplingParams, TokenLayout
+from comfyui_specar.samplers.contract import SamplingParams
+from comfyui_specar.samplers.drafts.guesses import Ring, neighbour_laws
+from comfyui_specar.samplers.layout import TokenLayout
+from comfyui_specar.samplers.methods import jacobi
+from comfyui_specar.samplers.methods.jacobi import INITIAL, REUSE, SJD, Jacobi
+from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.trace import POSITION_FIELDS
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -5,10 +5,12 @@ import json
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders import detect, janus, vq
-from comfyui_specar.model_loaders.checkpoint import CheckpointError, weight_file
+from comfyui_specar.model_loaders import detect
+from comfyui_specar.model_loaders.decoders import vq
 from comfyui_specar.model_loaders.detect import find_image_decoder, load_image_decoder, load_model
-from comfyui_specar.samplers.protocols import SamplingParams
+from comfyui_specar.model_loaders.families import janus
+from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, weight_file
+from comfyui_specar.samplers.contract import SamplingParams
 from safetensors.torch import save_file
 
 from ..support.tiny import llamagen_weights, vq_weights

@@ -6,10 +6,10 @@ import pytest
 import torch
 from comfyui_specar.kernels import verification
 from comfyui_specar.samplers import trace
-from comfyui_specar.samplers.acceptance import Exact
-from comfyui_specar.samplers.cool_sd import CoolSD, UniformRSD
-from comfyui_specar.samplers.lantern import Lantern, LanternPP
-from comfyui_specar.samplers.trees import Tree
+from comfyui_specar.samplers.drafts.trees import Tree
+from comfyui_specar.samplers.rules.acceptance import Exact
+from comfyui_specar.samplers.rules.cool_sd import CoolSD, UniformRSD
+from comfyui_specar.samplers.rules.lantern import Lantern, LanternPP
 
 from ..support.random_trees import random_tree, tree_of_paths
 from ..support.twins import compiled, interpreted

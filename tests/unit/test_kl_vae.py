@@ -3,8 +3,8 @@
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders import kl_vae
-from comfyui_specar.model_loaders.checkpoint import CheckpointError
+from comfyui_specar.model_loaders.decoders import kl_vae
+from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 from comfyui_specar.models.kl_vae import KLConfig, KLModel
 from comfyui_specar.training.contact_sheet import border_colour
 from safetensors.torch import save_file

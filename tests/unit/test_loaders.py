@@ -11,22 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders import llamagen
-from comfyui_specar.model_loaders.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from comfyui_specar.model_loaders.detect import bundled, load_image_decoder, load_model
-from comfyui_specar.samplers.jacobi import SJD
-from comfyui_specar.samplers.protocols import SamplingParams
+from comfyui_specar.model_loaders.families import llamagen
+from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from comfyui_specar.samplers.contract import SamplingParams
+from comfyui_specar.samplers.methods.jacobi import SJD
 from safetensors.torch import save_file
 
-from ..support.tiny import (
-    GRID,
-    HEADS,
-    VOCAB,
-    caption_features,
-    llamagen_weights,
-    vq_weights,
-    write_llamagen,
-)
+from ..support.tiny import GRID, HEADS, VOCAB, caption_features, llamagen_weights, vq_weights, write_llamagen
 from ..support.tiny_folder import write_folder
 
 

@@ -26,7 +26,7 @@ import json, sys
 from pathlib import Path
 import comfyui_specar as specar, torch
 from comfyui_specar.benchmarks.loading import watch
-from comfyui_specar.model_loaders.checkpoint import keep_maps, open_checkpoint
+from comfyui_specar.model_loaders.files.checkpoint import keep_maps, open_checkpoint
 
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])

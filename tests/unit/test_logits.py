@@ -6,8 +6,8 @@ import pytest
 import torch
 from comfyui_specar.kernels.logits import guide
 from comfyui_specar.kernels.sampling import categorical, entropy, point_mass, residual
-from comfyui_specar.samplers.logits import probabilities
-from comfyui_specar.samplers.protocols import SamplingParams
+from comfyui_specar.samplers.contract import SamplingParams
+from comfyui_specar.samplers.probabilities import probabilities
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

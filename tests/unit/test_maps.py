@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders import checkpoint
-from comfyui_specar.model_loaders.checkpoint import CheckpointError
-from comfyui_specar.samplers.next_token import NextToken
+from comfyui_specar.model_loaders.files import checkpoint
+from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
+from comfyui_specar.samplers.methods.next_token import NextToken
 from safetensors.torch import save_file
 
 from ..support.fuzz_seeds import SEEDS

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from comfyui_specar.model_loaders import movq, vq
-from comfyui_specar.model_loaders.checkpoint import Checkpoint
+from comfyui_specar.model_loaders.decoders import movq, vq
 from comfyui_specar.model_loaders.detect import is_image_decoder, load_image_decoder, load_model
+from comfyui_specar.model_loaders.files.checkpoint import Checkpoint
 from safetensors.torch import save_file
 
 from ..support import tiny_emu3 as tiny

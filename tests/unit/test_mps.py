@@ -7,10 +7,10 @@ import torch
 from comfyui_specar import api
 from comfyui_specar.kernels import noise
 from comfyui_specar.model_loaders.detect import load_drafter, load_image_decoder, load_model
-from comfyui_specar.samplers.jacobi import SJD
-from comfyui_specar.samplers.protocols import Request
+from comfyui_specar.samplers.contract import Request
+from comfyui_specar.samplers.methods.jacobi import SJD
+from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.rng import Purpose, Stream
-from comfyui_specar.samplers.speculative import DraftTree
 from safetensors.torch import save_file
 
 from ..support import tiny_chameleon, tiny_emu3, tiny_simplear

@@ -1,7 +1,7 @@
 """Token layouts: positions, grids, forced and kept tokens."""
 
 import torch
-from comfyui_specar.samplers.protocols import TokenLayout
+from comfyui_specar.samplers.layout import TokenLayout
 
 from ..support.toy import VOCAB, plain, with_line_ends
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders.checkpoint import CheckpointError
 from comfyui_specar.model_loaders.detect import load_drafter, load_model
+from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 from comfyui_specar.models import quantised
 from comfyui_specar.models.quantised import NarrowLinear, quantise
-from comfyui_specar.samplers.jacobi import SJD
-from comfyui_specar.samplers.next_token import NextToken
+from comfyui_specar.samplers.methods.jacobi import SJD
+from comfyui_specar.samplers.methods.next_token import NextToken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from comfyui_specar.model_loaders import llamagen, vq
-from comfyui_specar.model_loaders.checkpoint import Checkpoint
+from comfyui_specar.model_loaders.decoders import vq
+from comfyui_specar.model_loaders.families import llamagen
+from comfyui_specar.model_loaders.files.checkpoint import Checkpoint
 
 from ..support.tiny import llamagen_shapes
 

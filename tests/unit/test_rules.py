@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 from comfyui_specar.model_loaders.neighbours import neighbour_table
-from comfyui_specar.samplers.acceptance import Exact
-from comfyui_specar.samplers.cool_sd import CoolSD, UniformRSD
-from comfyui_specar.samplers.grouped import Grouped
-from comfyui_specar.samplers.lantern import REDRAW, Lantern, LanternPP
-from comfyui_specar.samplers.tv_metered import TVMetered
+from comfyui_specar.samplers.rules.acceptance import Exact
+from comfyui_specar.samplers.rules.cool_sd import CoolSD, UniformRSD
+from comfyui_specar.samplers.rules.grouped import Grouped
+from comfyui_specar.samplers.rules.lantern import REDRAW, Lantern, LanternPP
+from comfyui_specar.samplers.rules.tv_budget import TVMetered
 
 VOCAB = 12
 CODEBOOK = torch.randn(VOCAB, 3, generator=torch.Generator().manual_seed(3))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from comfyui_specar.model_loaders import neighbours
 from comfyui_specar.model_loaders.neighbours import nearest, neighbour_table
-from comfyui_specar.samplers.lantern import Lantern
+from comfyui_specar.samplers.rules.lantern import Lantern
 from safetensors.torch import load_file, save_file
 
 from ..support.tiny import VOCAB, fill, llamagen

@@ -7,16 +7,16 @@ from functools import cache
 
 import pytest
 import torch
-from comfyui_specar.samplers import jacobi
-from comfyui_specar.samplers.acceptance import Exact
-from comfyui_specar.samplers.cool_sd import CoolSD, UniformRSD
-from comfyui_specar.samplers.grouped import Grouped
-from comfyui_specar.samplers.jacobi import REUSE, SJD
-from comfyui_specar.samplers.lantern import Lantern, LanternPP
-from comfyui_specar.samplers.protocols import SamplingParams
+from comfyui_specar.samplers.contract import SamplingParams
+from comfyui_specar.samplers.methods import jacobi
+from comfyui_specar.samplers.methods.jacobi import REUSE, SJD
 from comfyui_specar.samplers.rng import Stream
+from comfyui_specar.samplers.rules.acceptance import Exact
+from comfyui_specar.samplers.rules.cool_sd import CoolSD, UniformRSD
+from comfyui_specar.samplers.rules.grouped import Grouped
+from comfyui_specar.samplers.rules.lantern import Lantern, LanternPP
+from comfyui_specar.samplers.rules.tv_budget import TVMetered
 from comfyui_specar.samplers.trace import Source
-from comfyui_specar.samplers.tv_metered import TVMetered
 
 from ..support.tiny import VOCAB as TINY_VOCAB
 from ..support.tiny import caption_features, fill, llamagen

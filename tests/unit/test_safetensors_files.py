@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from comfyui_specar.model_loaders import safetensors_files
+from comfyui_specar.model_loaders.files import safetensors_files
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open

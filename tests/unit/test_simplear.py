@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders import simplear
-from comfyui_specar.model_loaders.checkpoint import CheckpointError, open_checkpoint
 from comfyui_specar.model_loaders.detect import family_of, load_model
-from comfyui_specar.samplers.next_token import NextToken
+from comfyui_specar.model_loaders.families import simplear
+from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_checkpoint
+from comfyui_specar.samplers.methods.next_token import NextToken
 from safetensors.torch import load_file, save_file
 
 from ..support import tiny_simplear

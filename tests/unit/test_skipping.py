@@ -5,7 +5,8 @@ import math
 
 import pytest
 import torch
-from comfyui_specar.samplers.skipping import (
+from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.methods.skipping import (
     PATHS,
     Skipping,
     check_codebook,
@@ -15,8 +16,7 @@ from comfyui_specar.samplers.skipping import (
     similarity,
     stale_features,
 )
-from comfyui_specar.samplers.speculative import DraftTree
-from comfyui_specar.samplers.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.trace import Source
 from hypothesis import given, settings
 from hypothesis import strategies as st

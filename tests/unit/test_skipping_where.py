@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.samplers.acceptance import Exact
-from comfyui_specar.samplers.adt_tree import ADTTree
-from comfyui_specar.samplers.cool_sd import CoolSD
-from comfyui_specar.samplers.skipping import PATHS, Skipping, choose_path, decide
-from comfyui_specar.samplers.speculative import DraftTree
-from comfyui_specar.samplers.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.drafts.adt_tree import ADTTree
+from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.methods.skipping import PATHS, Skipping, choose_path, decide
+from comfyui_specar.samplers.methods.speculative import DraftTree
+from comfyui_specar.samplers.rules.acceptance import Exact
+from comfyui_specar.samplers.rules.cool_sd import CoolSD
 from comfyui_specar.samplers.trace import Source
 from hypothesis import given, settings
 from hypothesis import strategies as st

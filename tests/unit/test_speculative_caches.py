@@ -8,13 +8,13 @@ from comfyui_specar import api
 from comfyui_specar.kernels.graphs import Graphs
 from comfyui_specar.model_loaders.detect import load_drafter
 from comfyui_specar.model_loaders.drafters import ModelDrafter
-from comfyui_specar.samplers.adt_tree import ADTTree
-from comfyui_specar.samplers.cool_sd import CoolSD
-from comfyui_specar.samplers.protocols import Request, SamplingParams
-from comfyui_specar.samplers.session import Session
-from comfyui_specar.samplers.skipping import Skipping
-from comfyui_specar.samplers.speculative import DraftTree, Run
-from comfyui_specar.samplers.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.contract import Request, SamplingParams
+from comfyui_specar.samplers.drafts.adt_tree import ADTTree
+from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.engine.session import Session
+from comfyui_specar.samplers.methods.skipping import Skipping
+from comfyui_specar.samplers.methods.speculative import DraftTree, Run
+from comfyui_specar.samplers.rules.cool_sd import CoolSD
 from comfyui_specar.samplers.trace import Source
 
 from ..support.tiny import CAPTION, caption_features, fill, llamagen, write_eagle

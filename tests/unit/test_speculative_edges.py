@@ -6,19 +6,20 @@ import pytest
 import torch
 from comfyui_specar.kernels import verification as kernels
 from comfyui_specar.models.cache import KVCache
-from comfyui_specar.samplers.acceptance import Exact
-from comfyui_specar.samplers.adt_tree import ADTTree
-from comfyui_specar.samplers.cool_sd import CoolSD, UniformRSD
-from comfyui_specar.samplers.grouped import Grouped
-from comfyui_specar.samplers.lantern import Lantern
-from comfyui_specar.samplers.next_token import NextToken
-from comfyui_specar.samplers.protocols import SamplingParams, TokenLayout
+from comfyui_specar.samplers.contract import SamplingParams
+from comfyui_specar.samplers.drafts.adt_tree import ADTTree
+from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.layout import TokenLayout
+from comfyui_specar.samplers.methods.next_token import NextToken
+from comfyui_specar.samplers.methods.skipping import Skipping
+from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.rng import Stream
-from comfyui_specar.samplers.skipping import Skipping
-from comfyui_specar.samplers.speculative import DraftTree
-from comfyui_specar.samplers.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.rules.acceptance import Exact
+from comfyui_specar.samplers.rules.cool_sd import CoolSD, UniformRSD
+from comfyui_specar.samplers.rules.grouped import Grouped
+from comfyui_specar.samplers.rules.lantern import Lantern
+from comfyui_specar.samplers.rules.tv_budget import TVMetered
 from comfyui_specar.samplers.trace import Source
-from comfyui_specar.samplers.tv_metered import TVMetered
 
 from ..support.toy import ToyDrafter, ToyModel, chi_square, plain, request, with_line_ends
 from .test_speculative_caches import begin, drafters, model  # noqa: F401 (fixtures)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from comfyui_specar.model_loaders import t5
-from comfyui_specar.model_loaders.checkpoint import CheckpointError
 from comfyui_specar.model_loaders.detect import load_model
+from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
+from comfyui_specar.model_loaders.text import t5
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 

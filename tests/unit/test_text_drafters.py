@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_specar.kernels.graphs import Graphs
-from comfyui_specar.model_loaders import eagle
 from comfyui_specar.model_loaders.ar_model import DiscreteModel
-from comfyui_specar.model_loaders.checkpoint import Checkpoint, CheckpointError
 from comfyui_specar.model_loaders.detect import load_drafter, load_image_decoder, load_model
 from comfyui_specar.model_loaders.drafters import pair
-from comfyui_specar.model_loaders.prompt_encoders import MissingEncoder, TextEncoder
+from comfyui_specar.model_loaders.families import eagle
+from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, CheckpointError
+from comfyui_specar.model_loaders.text.prompt_encoders import MissingEncoder, TextEncoder
 from comfyui_specar.models.backbone import Backbone, BackboneConfig
 from comfyui_specar.models.eagle import Eagle
 from comfyui_specar.models.positions import SequencePositions
 from comfyui_specar.models.prefix import TextPrefix
-from comfyui_specar.samplers.protocols import Request, SamplingParams
-from comfyui_specar.samplers.session import Session
-from comfyui_specar.samplers.speculative import DraftTree, Run
-from comfyui_specar.samplers.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.contract import Request, SamplingParams
+from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.engine.session import Session
+from comfyui_specar.samplers.methods.speculative import DraftTree, Run
 from comfyui_specar.training import drafter as command_line
 from comfyui_specar.training import drafter_export
 from comfyui_specar.training.drafter_data import Pool, from_folder, own_samples

@@ -10,13 +10,13 @@ from comfyui_specar.kernels.logits import guide
 from comfyui_specar.model_loaders.drafters import ModelDrafter
 from comfyui_specar.models.backbone import Backbone, BackboneConfig
 from comfyui_specar.models.positions import SequencePositions, rotation_of
-from comfyui_specar.samplers.jacobi import INITIAL, REUSE, SJD, Jacobi
-from comfyui_specar.samplers.logits import probabilities
-from comfyui_specar.samplers.next_token import NextToken
-from comfyui_specar.samplers.protocols import Request, SamplingParams
-from comfyui_specar.samplers.skipping import Skipping
-from comfyui_specar.samplers.speculative import DraftTree
-from comfyui_specar.samplers.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.contract import Request, SamplingParams
+from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.methods.jacobi import INITIAL, REUSE, SJD, Jacobi
+from comfyui_specar.samplers.methods.next_token import NextToken
+from comfyui_specar.samplers.methods.skipping import Skipping
+from comfyui_specar.samplers.methods.speculative import DraftTree
+from comfyui_specar.samplers.probabilities import probabilities
 
 from ..support.tiny import fill
 from ..support.tiny_text import BEGIN, CODES, GRIDS, null, text_model

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from comfyui_specar.model_loaders.checkpoint import CheckpointError, open_checkpoint
-from comfyui_specar.model_loaders.torchscript import read_torchscript
+from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_checkpoint
+from comfyui_specar.model_loaders.files.torchscript import read_torchscript
 from torch import nn
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # it still reads what there is

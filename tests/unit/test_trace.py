@@ -4,20 +4,20 @@ import json
 
 import pytest
 import torch
-from comfyui_specar.model_loaders.trace_files import load_trace, save_trace
-from comfyui_specar.samplers.adt_tree import ADTTree
-from comfyui_specar.samplers.continuous import ContinuousSpeculative
-from comfyui_specar.samplers.continuous_next_token import ContinuousNextToken
-from comfyui_specar.samplers.cool_sd import UniformRSD
-from comfyui_specar.samplers.jacobi import REUSE, SJD, Jacobi
-from comfyui_specar.samplers.lantern import Lantern, LanternPP
-from comfyui_specar.samplers.next_token import NextToken
-from comfyui_specar.samplers.protocols import SamplingParams
-from comfyui_specar.samplers.skipping import Skipping
-from comfyui_specar.samplers.speculative import DraftTree
-from comfyui_specar.samplers.structures import Chain, Dynamic, Static
+from comfyui_specar.model_loaders.files.trace_files import load_trace, save_trace
+from comfyui_specar.samplers.contract import SamplingParams
+from comfyui_specar.samplers.drafts.adt_tree import ADTTree
+from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative
+from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken
+from comfyui_specar.samplers.methods.jacobi import REUSE, SJD, Jacobi
+from comfyui_specar.samplers.methods.next_token import NextToken
+from comfyui_specar.samplers.methods.skipping import Skipping
+from comfyui_specar.samplers.methods.speculative import DraftTree
+from comfyui_specar.samplers.rules.cool_sd import UniformRSD
+from comfyui_specar.samplers.rules.lantern import Lantern, LanternPP
+from comfyui_specar.samplers.rules.tv_budget import TVMetered
 from comfyui_specar.samplers.trace import CONTINUOUS_FIELDS, POSITION_FIELDS, Record, Source
-from comfyui_specar.samplers.tv_metered import TVMetered
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 

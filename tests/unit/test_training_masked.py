@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comfyui_specar import api
-from comfyui_specar.model_loaders.checkpoint import open_checkpoint
-from comfyui_specar.model_loaders.image_decoder import ImageDecoder
+from comfyui_specar.model_loaders.decoders.image_decoder import ImageDecoder
+from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint
 from comfyui_specar.models.diffusion_head import DiffusionHead, Schedule
 from comfyui_specar.models.kl_vae import KLConfig, KLModel
 from comfyui_specar.models.vq import VQConfig, VQModel

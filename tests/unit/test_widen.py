@@ -6,7 +6,7 @@ import comfyui_specar as specar
 import pytest
 import torch
 from comfyui_specar.benchmarks.widen import widen, widen_eagle
-from comfyui_specar.samplers.protocols import TokenLayout
+from comfyui_specar.samplers.layout import TokenLayout
 
 PROMPT = "heart, 3d, on a blue background"
 

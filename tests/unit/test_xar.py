@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from comfyui_specar.model_loaders import xar
-from comfyui_specar.model_loaders.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from comfyui_specar.model_loaders.families import xar
+from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, CheckpointError, open_checkpoint
 from comfyui_specar.models.xar import CELL, CELLS, Flow, cell_order
-from comfyui_specar.samplers.continuous import ContinuousSpeculative
-from comfyui_specar.samplers.continuous_model import ContinuousParams, ContinuousRequest
-from comfyui_specar.samplers.continuous_next_token import ContinuousNextToken
+from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
+from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative
+from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken
 from safetensors.torch import save_file
 
 from ..support.tiny import fill, llamagen_weights

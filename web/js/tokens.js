@@ -13,7 +13,7 @@ function words(number) {
 
 /**
  * Of the token at `index` (row by row): a title and pairs [name, value].
- * data: a file of nodes/numbers.py.
+ * data: a file of reports/token_records.py.
  */
 export function describeToken(data, index) {
   const row = Math.floor(index / data.cols) + 1;

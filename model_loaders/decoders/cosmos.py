@@ -1,0 +1,145 @@
+"""NVIDIA's Cosmos tokenizer DV8x16x16: the published decoder.jit and encoder.jit, autoencoder.jit, or safetensors of
+the same names. Sizes are read from tensor shapes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ...models.cosmos import Cosmos, CosmosConfig
+from ..files.checkpoint import (
+    SAFETENSORS,
+    TORCHSCRIPT,
+    Checkpoint,
+    CheckpointError,
+    load_weights,
+    open_checkpoint,
+    whole_number,
+)
+from .image_decoder import ImageDecoder
+
+FILES = ("decoder.jit", "autoencoder.jit", "decoder.safetensors", "autoencoder.safetensors")  # of the published folder
+_LEVELS = CosmosConfig.levels
+_REPOSITORY = "nvidia/Cosmos-1.0-Tokenizer-DV8x16x16"
+_WRAPPERS = (".conv3d", ".norm")  # of a layer's weights, in the names of the files
+# Queries and keys of attention in time, and filters in time where time is not resampled, make no difference to a frame.
+_IDLE = re.compile(r"\.attn_1\.1\.[qk]\.")
+
+
+def recognise(tensors: Collection[str]) -> bool:
+    """Is this a Cosmos tokenizer, or one half of it?"""
+    return "post_quant_conv.conv3d.weight" in tensors or "quant_conv.conv3d.weight" in tensors
+
+
+def flat(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of filters in space and time as those of filters in space, for single frames, under plain names."""
+    weights = {}
+    for name, tensor in tensors.items():
+        layer, _, kind = name.rpartition(".")
+        if kind not in ("weight", "bias") or _IDLE.search(name):
+            continue
+        for wrapper in _WRAPPERS:
+            layer = layer.removesuffix(wrapper)
+        if tensor.ndim == 5:
+            tensor = tensor[:, :, 0] if tensor.shape[2] == 1 else tensor.float().sum(2)
+        weights[f"{layer}.{kind}"] = tensor
+    return weights
+
+
+def config_of(weights: Mapping[str, Tensor], levels: tuple[int, ...]) -> CosmosConfig:
+    """Sizes of a tokenizer from its tensor shapes. Raises KeyError and ValueError for what is not there."""
+    depth = 1 + max(int(m[1]) for n in weights if (m := re.match(r"decoder\.up\.(\d+)\.", n)))
+    blocks = 1 + max(int(m[1]) for n in weights if (m := re.match(r"decoder\.up\.0\.block\.(\d+)\.", n)))
+    stem = weights.get("encoder.conv_in.0.weight")
+    return CosmosConfig(
+        levels, tuple(len(weights[f"decoder.up.{i}.block.0.conv1.0.weight"]) for i in range(depth)),
+        CosmosConfig.stem if stem is None else len(stem), len(weights["post_quant_conv.weight"]), blocks - 1,
+    )  # fmt: skip
+
+
+def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> ImageDecoder:
+    """Build the tokenizer on the CPU, with the encoder of the file, or of the file beside it, if there is one.
+
+    Raises CheckpointError for missing, unknown, misshapen or non-finite tensors, and for the other Cosmos tokenizers.
+    """
+    path, tensors = checkpoint.path, dict(checkpoint.tensors)
+    _check_kind(path)
+    if "post_quant_conv.conv3d.weight" not in tensors:
+        raise CheckpointError(f"{path.name} holds only the encoder. Load {_other_half(path)}, with this one beside it.")
+    why_not = "" if "quant_conv.conv3d.weight" in tensors else _add_encoder(tensors, path)
+    levels = _levels(tensors, checkpoint)
+    weights = flat(tensors)
+    try:
+        config = config_of(weights, levels)
+    except (KeyError, ValueError) as error:  # a tensor that tells a size, or a whole group of them, is not there
+        raise CheckpointError(
+            f"{path.name} is incomplete ({error}): the decoder is needed. Download it again from {_REPOSITORY}."
+        ) from error
+    channels = weights["post_quant_conv.weight"].shape[1]
+    if channels != len(levels):
+        raise CheckpointError(
+            f"{path.name} decodes vectors of {channels} numbers, but codes have {len(levels)}: it is another Cosmos "
+            f"tokenizer. The one needed is {_REPOSITORY}."
+        )
+    with torch.device("meta"):
+        module = Cosmos(config, operations, why_not)
+    load_weights(module, _used(weights, config), checkpoint, dtype)
+    module.eval().requires_grad_(False)
+    margin = whole_number("margin", checkpoint.metadata.get("margin", 0), 0, 64)
+    return ImageDecoder(module, config.factor, channels, path.name, margin)
+
+
+def _check_kind(path: Path) -> None:
+    """Tokenizers of other kinds and compressions have the same tensors; only names tell. Raises CheckpointError."""
+    named = re.search(r"([CD][IV])(\d+x\d+(?:x\d+)?)", f"{path.parent.name}/{path.name}", re.IGNORECASE)
+    if named and named[0].upper() != "DV8X16X16":
+        raise CheckpointError(
+            f"{path.name} is the Cosmos tokenizer {named[0]}, but only DV8x16x16 is supported ({_REPOSITORY})."
+        )
+
+
+def _other_half(path: Path) -> str:
+    """The name under which the encoder lies beside a decoder, and the other way round."""
+    name = path.name.lower()
+    if "decoder" in name:
+        return path.name.replace("decoder", "encoder")
+    return path.name.replace("encoder", "decoder") if "encoder" in name else f"encoder{path.suffix}"
+
+
+def _add_encoder(tensors: dict[str, Tensor], path: Path) -> str:
+    """Add the encoder beside a decoder to its tensors, or say why there is none."""
+    other = path.with_name(_other_half(path))
+    files = [other.with_suffix(suffix) for suffix in (path.suffix, *TORCHSCRIPT, *SAFETENSORS)]
+    found = next((file for file in files if file != path and file.is_file()), None)
+    if found is None:
+        return (
+            f"{path.name} only decodes. To encode a picture, put {other.name} of {_REPOSITORY} beside it, into "
+            f"{path.parent}, and load the decoder again."
+        )
+    encoder = open_checkpoint(found).tensors
+    if "quant_conv.conv3d.weight" not in encoder:
+        raise CheckpointError(f"{found.name}, beside {path.name}, is not the encoder. Download it from {_REPOSITORY}.")
+    tensors |= {n: t for n, t in encoder.items() if n.startswith(("encoder.", "quant_conv."))}
+    return ""
+
+
+def _levels(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> tuple[int, ...]:
+    """Steps of each channel of a code: from the quantiser's buffers, our metadata, or the released ones."""
+    stored = next((t for n, t in tensors.items() if n.endswith("quantizer._levels")), None)
+    levels = checkpoint.metadata.get("levels", _LEVELS) if stored is None else stored.tolist()
+    if not levels or any(level < 2 for level in levels) or prod(levels) > 2**24:
+        raise CheckpointError(f"{checkpoint.path.name} has codes of {levels} levels, which cannot be. It is damaged.")
+    return tuple(int(level) for level in levels)
+
+
+def _used(weights: dict[str, Tensor], config: CosmosConfig) -> dict[str, Tensor]:
+    """Without the filters of time where only space is resampled."""
+    deepest = len(config.widths) - 1
+    idle = [f"decoder.up.{i}.upsample.conv1." for i in range(1, deepest + 1) if i != deepest - 1]
+    idle += [f"encoder.down.{i}.downsample.conv2." for i in range(1, deepest)]
+    return {name: tensor for name, tensor in weights.items() if not name.startswith(tuple(idle))}

@@ -1,0 +1,58 @@
+"""KL autoencoders in the naming of latent diffusion (KL-16 of MAR, xAR and Harmon, and the pack's own)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+from ...models.kl_vae import KLConfig, KLModel
+from ..files.checkpoint import Checkpoint, incomplete_without, load_weights, whole_number
+from .image_decoder import LatentDecoder
+
+
+def own_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of the autoencoder alone: Harmon's own files hold one behind ``vae.``, training leaves ``loss.*``."""
+    if "vae.quant_conv.weight" in tensors:
+        return {n.removeprefix("vae."): tensor for n, tensor in tensors.items() if n.startswith("vae.")}
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("loss.")}
+
+
+def recognise(tensors: Collection[str]) -> bool:
+    """Is this (or does it contain) a KL autoencoder in the naming of latent diffusion?"""
+    root = "vae." if "vae.quant_conv.weight" in tensors else ""
+    return f"{root}decoder.mid.block_1.norm1.weight" in tensors and f"{root}quantize.embedding.weight" not in tensors
+
+
+def config_of(tensors: dict[str, Tensor]) -> KLConfig:
+    """Sizes of an autoencoder from its tensor names and shapes."""
+    base = tensors["encoder.conv_in.weight"].shape[0]
+    levels = 1 + max(int(m[1]) for n in tensors if (m := re.match(r"encoder\.down\.(\d+)\.", n)))
+    blocks = 1 + max(int(m[1]) for n in tensors if (m := re.match(r"encoder\.down\.0\.block\.(\d+)\.", n)))
+    widths = [tensors[f"encoder.down.{i}.block.0.conv1.weight"].shape[0] for i in range(levels)]
+    return KLConfig(
+        channels=tensors["post_quant_conv.weight"].shape[0],
+        ch_mult=tuple(w // base for w in widths),
+        base_channels=base,
+        num_res_blocks=blocks,
+        encoder_attention=f"encoder.down.{levels - 1}.attn.0.q.weight" in tensors,
+        decoder_attention=f"decoder.up.{levels - 1}.attn.0.q.weight" in tensors,
+    )
+
+
+def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> LatentDecoder:
+    """Build the autoencoder on the CPU.
+
+    Raises CheckpointError for missing, unknown, misshapen or non-finite tensors.
+    """
+    tensors = own_names(checkpoint.tensors)
+    with incomplete_without("encoder and decoder", checkpoint.path):
+        config = config_of(tensors)
+    with torch.device("meta"):
+        module = KLModel(config, operations)
+    load_weights(module, tensors, checkpoint, dtype)
+    module.eval().requires_grad_(False)
+    margin = whole_number("margin", checkpoint.metadata.get("margin", 0), 0, 64)
+    return LatentDecoder(module, config.factor, config.channels, checkpoint.path.name, margin)

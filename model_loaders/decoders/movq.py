@@ -1,0 +1,146 @@
+"""Emu3's image tokenizer, a MoVQ (arXiv:2209.09002, arXiv:2409.18869), built from transformers' class.
+
+It was made for video: one latent frame stands for four frames, and a picture is four times the same. Only what happens
+along time mixes frames, and it works on latents. So the wide part runs on one frame, which gives the same picture with
+a quarter of the memory and time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange, repeat
+from torch import Tensor, nn
+
+from ...models.vq import nearest_codes
+from ..files.checkpoint import Checkpoint, incomplete_without, load_weights
+from .image_decoder import ImageDecoder
+
+_ROOTS = ("model.vqmodel.", "vqmodel.", "")  # inside a model of transformers, of older versions, in a file of its own
+_ORIGINAL = (  # (pattern, replacement) from the names of BAAI/Emu3-VisionTokenizer
+    (r"^encoder\.down\.", "encoder.down_block.down."), (r"^decoder\.up\.", "decoder.up_block.up."),
+    (r"^(encoder|decoder)\.mid\.", r"\1.middle_block."), (r"\.attn_1\.norm\.", ".attn_norm."),
+    (r"\.attn\.(\d+)\.norm\.", r".attn_norms.\1."), (r"\.(attn_1|attn\.\d+)\.([qkv])\.", r".\1.\2_proj."),
+    (r"\.(attn_1|attn\.\d+)\.proj_out\.", r".\1.out_proj."),
+)  # fmt: skip
+
+
+def recognise(tensors: Collection[str]) -> bool:
+    """Is this Emu3's image tokenizer, or a model of transformers that contains it?"""
+    return _root(tensors) is not None
+
+
+def _root(tensors: Collection[str]) -> str | None:
+    marks = ("quantize.embedding.weight", "decoder.norm_out.conv_y.weight")
+    return next((root for root in _ROOTS if all(f"{root}{mark}" in tensors for mark in marks)), None)
+
+
+def native_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tokenizer's tensors under the names of transformers' class, whichever of the known layouts they are in.
+
+    The original attention projects by 1 x 1 convolutions, transformers' by matrices.
+    """
+    root, found = _root(tensors) or "", {}
+    for name, tensor in tensors.items():
+        if not name.startswith(root):
+            continue
+        name = name.removeprefix(root)
+        for pattern, replacement in _ORIGINAL:
+            name = re.sub(pattern, replacement, name)
+        matrix = name.endswith("_proj.weight") and tensor.ndim == 4
+        found[name] = tensor[..., 0, 0] if matrix else tensor
+    return found
+
+
+def settings_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Settings of transformers' class from tensor shapes. Raises KeyError or ValueError if a part is missing."""
+    base = len(tensors["encoder.conv_in.weight"])
+    down = r"encoder\.down_block\.down\."
+    widths = [len(tensors[f"encoder.down_block.down.{i}.block.0.conv1.weight"]) for i in range(_count(tensors, down))]
+    codes, dim = tensors["quantize.embedding.weight"].shape
+    channels = len(tensors["post_quant_conv.conv.weight"])
+    levels = {int(m[1]) for name in tensors if (m := re.match(down + r"(\d+)\.attn\.", name))}
+    return {
+        "codebook_size": codes, "embed_dim": dim, "latent_channels": channels, "base_channels": base,
+        "double_latent": len(tensors["encoder.conv_out.weight"]) == 2 * channels,
+        "channel_multiplier": [width // base for width in widths],
+        "num_res_blocks": _count(tensors, down + r"0\.block\."), "attn_resolutions": sorted(levels),
+        "hidden_size": len(tensors["encoder.middle_block.attn_1.q_proj.weight"]),
+        "temporal_downsample_factor": 2 ** _count(tensors, r"encoder\.time_conv\."),
+    }  # fmt: skip
+
+
+def _count(tensors: Mapping[str, Tensor], before: str) -> int:
+    """How many modules are numbered behind this."""
+    return 1 + max(int(m[1]) for name in tensors if (m := re.match(before + r"(\d+)\.", name)))
+
+
+class MoVQ(nn.Module):
+    """The tokenizer for single pictures. ``config`` is transformers', with codebook_size and base_channels."""
+
+    def __init__(self, settings: Mapping[str, Any]):
+        super().__init__()
+        from transformers import Emu3VQVAE, Emu3VQVAEConfig
+
+        self.config = Emu3VQVAEConfig(**settings)
+        self.vq = Emu3VQVAE(self.config)
+
+    @property
+    def factor(self) -> int:
+        """Pixels per token and side."""
+        return 2 ** (len(self.config.channel_multiplier) - 1)
+
+    def codebook(self) -> Tensor:
+        """Code vectors [V, C], raw."""
+        return self.vq.quantize.embedding.weight
+
+    def dequantize(self, tokens: Tensor) -> Tensor:
+        """Tokens [B, h, w] -> code vectors [B, C, h, w]."""
+        return rearrange(self.codebook()[tokens], "b h w c -> b c h w")
+
+    def decode(self, latent: Tensor) -> Tensor:
+        """Code vectors [B, C, h, w] -> pixels [B, 3, H, W] in about [-1, 1]: the first of four frames."""
+        decoder, codes = self.vq.decoder, latent[:, :, None]
+        both = torch.cat((self.vq.post_quant_conv(codes), codes))
+        for block in decoder.time_res_stack:
+            both = block(both)
+        for upsample in decoder.time_conv:
+            both = F.silu(upsample(both))
+        x, codes = both[:, :, 0].chunk(2)
+        x = decoder.middle_block(decoder.conv_in(x), codes)
+        return decoder.conv_out(F.silu(decoder.norm_out(decoder.up_block(x, codes), codes)))
+
+    def encode_latent(self, pixels: Tensor) -> Tensor:
+        """Pixels [B, 3, H, W] in [-1, 1] -> latents [B, C, h, w] in which the nearest codes are looked for."""
+        encoder = self.vq.encoder
+        x = encoder.middle_block(encoder.down_block(encoder.conv_in(pixels)))
+        x = encoder.conv_out(F.silu(encoder.norm_out(x)))
+        x = repeat(x, "b c h w -> b c t h w", t=self.config.temporal_downsample_factor)
+        for downsample in encoder.time_conv:
+            x = F.silu(downsample(x))
+        for block in encoder.time_res_stack:
+            x = block(x)
+        return self.vq.quant_conv(x)[:, :, 0]
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Pixels [B, 3, H, W] in [-1, 1] -> tokens [B, h, w]: the codes with the least Euclidean distance."""
+        return nearest_codes(self.encode_latent(pixels), self.codebook())
+
+
+def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> ImageDecoder:
+    """Build the tokenizer on the CPU; of a whole model's checkpoint, the other tensors stay unread.
+
+    Raises CheckpointError for missing, unknown, misshapen or non-finite tensors.
+    """
+    tensors = native_tensors(checkpoint.tensors)
+    with incomplete_without("encoder, decoder and codebook", checkpoint.path):
+        settings = settings_of(tensors)
+    with torch.device("meta"):
+        module = MoVQ(settings)
+    load_weights(module, {f"vq.{name}": tensor for name, tensor in tensors.items()}, checkpoint, dtype)
+    module.eval().requires_grad_(False)
+    return ImageDecoder(module, module.factor, module.config.embed_dim, checkpoint.path.name)

@@ -1,0 +1,84 @@
+"""VQGANs: LlamaGen's and Chameleon's, in files of their own or inside a Janus or an Anole.
+
+Every size is read from tensor shapes. Code vectors are of unit length in LlamaGen's and Janus's, and used as they are
+stored in those that number their levels as CompVis did.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ...models.vq import VQConfig, VQModel
+from ..files.checkpoint import Checkpoint, incomplete_without, load_weights, whole_number
+from .image_decoder import ImageDecoder
+
+_ROOTS = ("", "gen_vision_model.", "model.vqmodel.", "vqmodel.")  # what the names begin with, in files and in models
+_COMPVIS = (  # (pattern, replacement) from CompVis's names, which transformers took over
+    (r"^(encoder|decoder)\.(?:down|up)\.(\d+)\.", r"\1.conv_blocks.\2."), (r"\.block\.(\d+)\.", r".res.\1."),
+    (r"\.mid\.block_1\.", ".mid.0."), (r"\.mid\.attn_1\.", ".mid.1."), (r"\.mid\.block_2\.", ".mid.2."),
+)
+_LEVEL = r"decoder\.conv_blocks\.(\d+)\."
+
+
+def recognise(tensors: Collection[str]) -> bool:
+    """Is this a VQGAN, or a model with one in it?"""
+    return root_of(tensors) is not None
+
+
+def root_of(tensors: Collection[str]) -> str | None:
+    """What the names of the tokenizer's tensors begin with; None if there is none, or only its encoder."""
+    marks = ("quantize.embedding.weight", "decoder.norm_out.weight")
+    return next((root for root in _ROOTS if all(root + mark in tensors for mark in marks)), None)
+
+
+def mirrored(tensors: Collection[str], root: str) -> bool:
+    """Does the decoder's deepest level come last, as CompVis numbers them (Chameleon), and not first (Janus)?"""
+    level = f"{root}decoder.up.0."
+    return any(name.startswith(level) for name in tensors) and f"{level}upsample.conv.weight" not in tensors
+
+
+def tensors_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tokenizer's tensors under LlamaGen's names; nothing else that a model's file holds, or a training's."""
+    root, named = root_of(tensors) or "", {}
+    for name, tensor in tensors.items():
+        if name.startswith(root) and not name.startswith(f"{root}loss."):
+            name = name.removeprefix(root)
+            for pattern, replacement in _COMPVIS:
+                name = re.sub(pattern, replacement, name)
+            named[name] = tensor
+    if mirrored(tensors, root):
+        deepest = max(int(m[1]) for name in named if (m := re.match(_LEVEL, name)))
+        named = {re.sub(_LEVEL, lambda m: f"decoder.conv_blocks.{deepest - int(m[1])}.", name): tensor
+                 for name, tensor in named.items()}
+    return named
+
+
+def config_of(tensors: Mapping[str, Tensor], unit_codes: bool = True) -> VQConfig:
+    """Sizes of a tokenizer from its tensor shapes, under LlamaGen's names."""
+    base = tensors["encoder.conv_in.weight"].shape[0]
+    levels = 1 + max(int(m[1]) for n in tensors if (m := re.match(r"encoder\.conv_blocks\.(\d+)\.", n)))
+    blocks = 1 + max(int(m[1]) for n in tensors if (m := re.match(r"encoder\.conv_blocks\.0\.res\.(\d+)\.", n)))
+    widths = [tensors[f"encoder.conv_blocks.{i}.res.0.conv1.weight"].shape[0] for i in range(levels)]
+    codes, dim = tensors["quantize.embedding.weight"].shape
+    return VQConfig(
+        codebook_size=codes, codebook_dim=dim, ch_mult=tuple(w // base for w in widths), base_channels=base,
+        z_channels=tensors["post_quant_conv.weight"].shape[0], num_res_blocks=blocks,
+        attention=any(".attn." in name for name in tensors), unit_codes=unit_codes,
+    )
+
+
+def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> ImageDecoder:
+    """Build the tokenizer on the CPU. Raises CheckpointError for missing, unknown, misshapen or non-finite tensors."""
+    tensors = tensors_of(checkpoint.tensors)
+    with incomplete_without("encoder, decoder and codebook", checkpoint.path):
+        config = config_of(tensors, unit_codes=not mirrored(checkpoint.tensors, root_of(checkpoint.tensors) or ""))
+    with torch.device("meta"):
+        module = VQModel(config, operations)
+    load_weights(module, tensors, checkpoint, dtype, ignore=("quantize.codebook_used",))
+    module.eval().requires_grad_(False)
+    margin = whole_number("margin", checkpoint.metadata.get("margin", 0), 0, 64)
+    return ImageDecoder(module, config.factor, config.codebook_dim, checkpoint.path.name, margin)

@@ -1,0 +1,272 @@
+"""The Chameleon family (arXiv:2405.09818) as Hugging Face folders: Lumina-mGPT (arXiv:2408.02657) and Anole
+(arXiv:2407.06135).
+
+Image tokens are words of the language model. Lumina-mGPT was fine-tuned from a conversion whose query and key norms
+have one row for all heads; it names the picture's size in front of it and ends every row with a token. Anole keeps
+Chameleon's one row per head, and draws 512 x 512 pixels without any token between.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...models.backbone import Backbone
+from ...models.positions import SequencePositions
+from ...models.prefix import TextPrefix
+from ...samplers.contract import SamplingParams
+from ..ar_model import DiscreteModel, legal_grid
+from ..files.checkpoint import Checkpoint, CheckpointError, load_weights, title
+from ..text.language_model import (
+    Tokenizer,
+    backbone_config,
+    backbone_tensors,
+    find_tokenizer,
+    image_rows,
+    matrix,
+    positive,
+    rope_theta,
+)
+from ..text.prompt_encoders import TextEncoder, features_of
+
+_PATCH, _CELL = 16, 32  # pixels of a token's side, and of the cells that Lumina-mGPT measures pictures in
+_NORM = "model.layers.0.self_attn.q_norm.weight"
+_ORIGINAL = "layers.0.attention.q_normalization.weight"  # of a consolidated.pth
+_HEADS = {4096: 32}  # width -> heads
+_TOKENIZERS = ("Lumina-mGPT-7B-768", "Anole-7b-v0.1-hf", "chameleon-7b")  # released with the same tokenizer
+_WORDS = 65536  # of the released models
+
+
+def recognise(tensors: Mapping[str, Tensor]) -> bool:
+    """Is this a model of the Chameleon family, in Hugging Face's naming or in Meta's?"""
+    norm = tensors.get(_NORM)
+    return _ORIGINAL in tensors or (norm is not None and norm.ndim == 2 and "model.embed_tokens.weight" in tensors)
+
+
+def load(
+    checkpoint: Checkpoint, dtype: torch.dtype, grid: tuple[int, int] | None, search: Sequence[Path], operations=nn
+) -> DiscreteModel:
+    """Build the model on the CPU. Raises CheckpointError for tensors that are missing, misshapen or not finite, and for
+    models that draw no pictures."""
+    path, meta, tensors, settings = checkpoint.path, checkpoint.own_settings, checkpoint.tensors, checkpoint.settings
+    check(checkpoint)
+    embeddings, head = (matrix(tensors, name, path) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    words = Vocabulary.of(settings, len(embeddings), path)
+    rows = len(tensors[_NORM])
+    kind = lumina(checkpoint, words, grid, search) if rows == 1 else anole(checkpoint, words, search)
+    config = backbone_config(checkpoint, "model.", words.codes + len(kind.specials), _HEADS, norm_eps=1e-5)
+    if rows not in (1, config.heads):
+        raise CheckpointError(f"{path.name} normalises its {config.heads} heads in {rows} groups, as models of 34B do. "
+                              "Only those of 7B are supported.")
+    defaults = SamplingParams(**meta.get("defaults", {"cfg": 3.0, "top_k": min(2000, words.codes)}))
+    with torch.device("meta"):
+        prefix = TextPrefix(len(embeddings), config.dim, lambda _, drawn: features_of(kind.null(drawn)), operations)
+        backbone = Backbone(config, operations)
+    model = DiscreteModel(
+        backbone, prefix, kind.family, legal_grid(grid or kind.grid), defaults, kind.encoder, _PATCH,
+        positions=SequencePositions(rope_theta(settings)), grids=kind.grids, row_ends=len(kind.specials) > 1, endings=1,
+        longest=longest(settings, kind.grids), word_ids=(*words.images, *kind.specials),
+    )  # fmt: skip
+    if model.grid not in model.grids:
+        raise CheckpointError(f"{title(path)}: {model.sizes_near(*(side * _PATCH for side in model.grid[::-1]))}")
+    named = backbone_tensors(tensors, "model.", path) | {"prefix.embedding.weight": embeddings}
+    for name, table in (("tok_embeddings", embeddings), ("output", head)):
+        named[f"backbone.{name}.weight"] = image_rows(table, words.first, words.codes, kind.specials)
+    if not named["backbone.output.weight"][0].any():
+        raise CheckpointError(f"The head of {path.name} is zero for all image tokens: it is what a training starts "
+                              "from, and draws nothing yet. Use a released model.")
+    load_weights(model, named, checkpoint, dtype)
+    model.dtype = dtype
+    return model.eval().requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What Lumina-mGPT and Anole differ in. specials: ids of the tokens that end a row (if any) and the picture; null:
+    grid -> ids of the prompt without a prompt."""
+
+    family: str
+    grid: tuple[int, int]
+    grids: Sequence[tuple[int, int]]
+    specials: Sequence[int]
+    encoder: TextEncoder
+    null: Callable[[tuple[int, int]], list[int]]
+
+
+def lumina(checkpoint: Checkpoint, words: Vocabulary, grid: tuple[int, int] | None, search: Sequence[Path]) -> Kind:
+    """Lumina-mGPT, any of the sizes it was trained on. Raises CheckpointError if nothing tells which."""
+    side = target_size(checkpoint.path, checkpoint.own_settings, grid) // _PATCH
+    source = "Alpha-VLLM/Lumina-mGPT-7B-768 (the only one of its repositories that has it)"
+    write = partial(lumina_prompt, words, open_tokenizer("Lumina-mGPT", source, checkpoint.path, search))
+    return Kind("lumina-mgpt", (side, side), size_table(side), (words["<reserved08799>"], words["<eoss>"]),
+                TextEncoder(write, (side, side)), partial(lumina_opening, words))
+
+
+def anole(checkpoint: Checkpoint, words: Vocabulary, search: Sequence[Path]) -> Kind:
+    """Anole, which draws one size."""
+    grid = anole_grid(checkpoint.settings, checkpoint.own_settings)
+    write = partial(anole_prompt, words, open_tokenizer("Anole", "leloy/Anole-7b-v0.1-hf", checkpoint.path, search))
+    return Kind("anole", grid, [grid], (words["<eoss>"],), TextEncoder(write, grid), partial(anole_null, words))
+
+
+def check(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError for relatives of these models that this pack does not read, or that draw no pictures."""
+    path, tensors, settings = checkpoint.path, checkpoint.tensors, checkpoint.settings
+    if _ORIGINAL in tensors:
+        raise CheckpointError(
+            f"{path.name} is in Meta's own layout of Chameleon. Use the Hugging Face folder of the model instead: for "
+            "Anole that is leloy/Anole-7b-v0.1-hf (transformers' script convert_chameleon_weights_to_hf.py converts "
+            "others)."
+        )
+    if settings.get("swin_norm"):
+        raise CheckpointError(f"{title(path)} normalises behind its blocks (swin_norm), as models of 34B do. Only "
+                              "those of 7B are supported.")
+    reads = any(name.startswith("model.vqmodel.encoder.") for name in tensors)
+    draws = any(name.startswith("model.vqmodel.decoder.") for name in tensors)
+    if (reads and not draws) or settings.get("mask_image_logits"):
+        raise CheckpointError(
+            f"{title(path)} is Meta's Chameleon, or made like it: it reads pictures, but its image output was "
+            "switched off before its release. Use leloy/Anole-7b-v0.1-hf or Alpha-VLLM/Lumina-mGPT-7B-768."
+        )
+
+
+# Sizes
+
+
+def size_table(side: int) -> list[tuple[int, int]]:
+    """Grids (rows, columns) of the sizes that a Lumina-mGPT was trained on whose square pictures have so many tokens a
+    side: for every width in cells of 32 pixels, the heights that come closest to the square's area without exceeding
+    it, up to an aspect of 4."""
+    scale = _CELL // _PATCH
+    area = (side // scale) ** 2
+    return [
+        (high * scale, wide * scale)
+        for wide in range(area, 0, -1)
+        for high in range(max(1, area // (wide + 1)), area // wide + 1)
+        if max(wide, high) <= 4 * min(wide, high)
+    ]
+
+
+def target_size(path: Path, metadata: Mapping[str, Any], grid: tuple[int, int] | None) -> int:
+    """Pixels a side that a Lumina-mGPT checkpoint was trained for: by metadata, the model's name, or a square grid.
+
+    Raises CheckpointError if none tells: neither the weights nor config.json do.
+    """
+    if "grid" in metadata:
+        return max(legal_grid(metadata["grid"])) * _PATCH
+    name = title(path)
+    told = re.search(r"(?<![0-9A-Za-z])(512|768|1024)(?![0-9])", name)
+    if told is None and grid and grid[0] == grid[1] and grid[0] % 2 == 0:
+        return grid[0] * _PATCH
+    if told is None:
+        raise CheckpointError(
+            f"{name} does not tell which size this Lumina-mGPT was trained for. Keep the released name of its folder, "
+            "which ends in 512, 768 or 1024, or set grid to 32, 48 or 64 (tokens a side)."
+        )
+    return int(told[1])
+
+
+def anole_grid(settings: Mapping[str, Any], metadata: Mapping[str, Any]) -> tuple[int, int]:
+    """The one grid of an Anole: that of the pictures its image tokenizer was made for, 32 x 32 where nothing tells."""
+    if "grid" in metadata:
+        return legal_grid(metadata["grid"])
+    vq = settings.get("vq_config") or {}
+    levels = vq.get("channel_multiplier") or vq.get("ch_mult") or (1, 1, 2, 2, 4)
+    side = vq.get("resolution", 512) >> (len(levels) - 1)
+    return legal_grid((side, side))
+
+
+def longest(settings: Mapping[str, Any], grids: Sequence[tuple[int, int]]) -> int | None:
+    """Most tokens of prompt and picture by config.json; None if that could not even hold the pictures, as the configs
+    that were carried over from smaller models could not."""
+    told = positive(settings, "max_position_embeddings", None)
+    return told if told and told > max(rows * (cols + 1) for rows, cols in grids) else None
+
+
+# Words
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Which ids the image codes (``codes`` of them from ``first`` on) and the special tokens have."""
+
+    first: int
+    codes: int
+    ids: Mapping[str, int]
+    path: Path
+
+    @property
+    def images(self) -> range:
+        """Ids of the image codes, in their order."""
+        return range(self.first, self.first + self.codes)
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], words: int, path: Path) -> Vocabulary:
+        """By config.json's vocabulary_map, or as released for a model of 65536 words without one.
+
+        Raises CheckpointError if neither tells, or the codes do not lie in a row.
+        """
+        ids = settings.get("vocabulary_map")
+        if not ids and words == _WORDS:
+            return cls(4, 8192, {"<s>": 0, "<eoss>": 8196, "<racm3:break>": 8197}
+                       | {f"<reserved{n:05}>": n + 4 for n in range(8706, 9000)}, path)
+        letters = str.maketrans("ABCDEFGHIJ", "0123456789")
+        codes = {name[6:-1].translate(letters): id for name, id in (ids or {}).items() if name.startswith("IMGIMG")}
+        first = codes.get("0")
+        if first is None or codes != {str(i): first + i for i in range(len(codes))} or first + len(codes) > words:
+            raise CheckpointError(
+                f"{title(path)} does not tell which of its {words} words are the image tokens: its config.json "
+                "lacks vocabulary_map, or has them in another order. Download config.json of the released model again."
+            )
+        return cls(first, len(codes), ids, path)
+
+    def __getitem__(self, token: str) -> int:
+        """Id of a special token. Raises CheckpointError if there is none."""
+        if token not in self.ids:
+            raise CheckpointError(f"The vocabulary_map in config.json of {title(self.path)} lacks {token}: it is "
+                                  "the one of another model.")
+        return self.ids[token]
+
+
+def open_tokenizer(name: str, source: str, path: Path, search: Sequence[Path]) -> Tokenizer:
+    """The tokenizer of a model of this family, which its other repositories also hold."""
+    return Tokenizer(find_tokenizer(path, _TOKENIZERS, search), (
+        f"{name} reads prompts through tokenizer.json, which was not found. Put the one of {source} into the folder "
+        f"{path.parent}."
+    ))  # fmt: skip
+
+
+def text_ids(words: Vocabulary, tokenizer: Tokenizer, text: str) -> list[int]:
+    """A turn of the user: <s>, text, end of turn. Raises CheckpointError for the tokenizer of another model."""
+    if tokenizer.id("<racm3:break>") != words["<racm3:break>"]:
+        raise CheckpointError(f"{tokenizer.file} is the tokenizer of another model. Use the one released with it.")
+    return [words["<s>"], *tokenizer.ids(text), words["<reserved08706>"]]
+
+
+def lumina_opening(words: Vocabulary, grid: tuple[int, int]) -> list[int]:
+    """What opens a picture: begin of image, height and width in cells. Alone it is the prompt without a prompt."""
+    return [words["<racm3:break>"], *(words[f"<reserved{8800 + side * _PATCH // _CELL:05}>"] for side in grid)]
+
+
+def lumina_prompt(words: Vocabulary, tokenizer: Tokenizer, text: str, grid: tuple[int, int]) -> list[int]:
+    """The instruction that Lumina-mGPT was trained with, which says the size in words, and the picture's opening."""
+    rows, cols = grid
+    asked = f"Generate an image of {cols * _PATCH}x{rows * _PATCH} according to the following prompt:\n{text}"
+    return text_ids(words, tokenizer, asked) + lumina_opening(words, grid)
+
+
+def anole_prompt(words: Vocabulary, tokenizer: Tokenizer, text: str, _grid: tuple[int, int]) -> list[int]:
+    """The prompt as it is, and begin of image."""
+    return [*text_ids(words, tokenizer, text), words["<racm3:break>"]]
+
+
+def anole_null(words: Vocabulary, _grid: tuple[int, int]) -> list[int]:
+    """The prompt without a prompt."""
+    return [words["<s>"], words["<racm3:break>"]]

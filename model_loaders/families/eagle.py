@@ -1,0 +1,346 @@
+"""EAGLE drafters: the layout that LANTERN's authors released (Jang et al., arXiv:2410.03355), and the pack's own.
+
+A folder with config.json and the weights, or the weights alone. Weights tell almost everything; the epsilon of the
+norms and what the drafter was trained for come from config.json, or from our metadata, which holds the same entries.
+
+A prompt is drafted as pairs, too: each hidden state with what follows it. Drafters of language models (LANTERN's for
+Anole and Lumina-mGPT) have a table of all words, and pair hidden states with the words of the prompt. Others know image
+tokens alone, and id 0 stands for every slot of a prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...models.backbone import BackboneConfig, Rotation, join_gates
+from ...models.cache import KVCache, slots_of
+from ...models.eagle import Eagle
+from ...models.positions import Table, rotation_of
+from ...samplers.contract import StepOut
+from ...samplers.layout import TokenLayout
+from ..ar_model import Conditioning, DiscreteModel, State, repeated, taken_over
+from ..files.checkpoint import Checkpoint, CheckpointError, load_weights
+
+_NAMES = {  # released -> ours; the projections of queries, keys and values are stacked
+    "fc.weight": "fc.weight", "fc.bias": "fc.bias",
+    "layers.0.self_attn.o_proj.weight": "layer.attention.wo.weight",
+    "layers.0.mlp.gate_proj.weight": "layer.feed_forward.w1.weight",
+    "layers.0.mlp.up_proj.weight": "layer.feed_forward.w3.weight",
+    "layers.0.mlp.down_proj.weight": "layer.feed_forward.w2.weight",
+    "layers.0.input_layernorm.weight": "layer.attention_norm.weight",
+    "layers.0.post_attention_layernorm.weight": "layer.ffn_norm.weight",
+} | {
+    f"layers.0.self_attn.{part}_norm.{kind}": f"layer.attention.{part}_norm.{kind}"
+    for part in "qk" for kind in ("weight", "bias")
+}  # fmt: skip
+_QKV = {kind: [f"layers.0.self_attn.{part}_proj.{kind}" for part in "qkv"] for kind in ("weight", "bias")}
+_TABLE = "embed_tokens.weight"
+_INPUT_TYPES = {  # LANTERN's config entry -> (family, grid) of the target
+    "c2i": ("llamagen-c2i", [24, 24]), "t2i": ("llamagen-t2i", [16, 16]), "t2i2": ("llamagen-t2i", [32, 32]),
+}  # fmt: skip
+_NORM_EPS = 1e-6  # where config.json does not say
+
+
+def recognise(tensors: dict[str, Tensor]) -> bool:
+    """Is this a drafter of the first or second EAGLE generation?"""
+    return "fc.weight" in tensors and _QKV["weight"][0] in tensors
+
+
+@dataclass
+class EagleState:
+    """Cache over the pairs of one batch, behind the target's state; ``expanded``: drafts since the last observation."""
+
+    target: State
+    cache: KVCache
+    table: Table
+    longest: int  # pairs of the longer prompt
+    expanded: int = 0
+
+
+class EagleDrafter:
+    """See Drafter in samplers/contract.py for the contract. ``model`` is the target, whose head gives the logits.
+
+    padded: the drafter was trained behind a prompt padded to the target's full number of slots (LANTERN's for LlamaGen
+    are), so the padding is put back before it. The table of ``module`` begins with the target's image tokens; words of
+    a prompt, if it knows any, follow.
+    """
+
+    kind = "eagle"
+
+    def __init__(self, module: Eagle, model: DiscreteModel, dtype: torch.dtype, padded: bool):
+        self.module, self.model, self.dtype, self.padded = module, model, dtype, padded
+        self.family, self.reads_words = model.family, module.config.vocab > model.vocab_total
+
+    @property
+    def device(self) -> torch.device:
+        return self.module.device
+
+    def prompt_pairs(self, slots: int) -> int:
+        """Pairs that stand before the first image token, for a prompt of ``slots`` slots."""
+        return (max(slots, self.model.prefix.slots) if self.padded else slots) - 1
+
+    def kv_bytes(self, batch: int, layout: TokenLayout, slack: int, guided: bool, prompt: int = 0) -> int:
+        """Bytes of the key/value caches of a run with prompts of ``prompt`` tokens (0: any caption or class)."""
+        config = self.module.config
+        pairs = self.prompt_pairs(prompt or getattr(self.model.prefix, "slots", 1))
+        slots = slots_of(pairs, layout.length + slack + 1)
+        return 2 * batch * (1 + guided) * slots * config.cached_heads * config.head_dim * self.dtype.itemsize
+
+    def start(
+        self, target_state: State, conditioning: Conditioning, negative: Conditioning | None, batch: int,
+        layout: TokenLayout, slack: int, guided: bool, into: EagleState | None = None,
+    ) -> EagleState:
+        """Feed the pairs of the prompt; its last hidden state is left to the first observation, which brings its token.
+        """
+        own = guided and negative is None  # the second branch is the target's own unconditional one
+        branches = [
+            self._padding(hidden, learned=own and index == 1)
+            for index, hidden in enumerate(target_state.prefix_hidden)
+        ]
+        pairs = [branch.shape[1] - 1 for branch in branches]
+        longest = max(pairs)
+        missing = [longest - count for count in pairs]
+        hidden = torch.cat([
+            F.pad(b[:, :-1], (0, 0, 0, m)) for b, m in zip(branches, missing, strict=True)
+        ]).to(self.dtype)  # fmt: skip
+        ids = torch.cat([
+            F.pad(self._prompt_ids(target_state, index, b)[:, 1:], (0, m))
+            for index, (b, m) in enumerate(zip(branches, missing, strict=True))
+        ])  # fmt: skip
+        config = self.module.config
+        # Observations may carry one more token than was drafted: the one the target added.
+        places = layout.length + slack + 1
+        cache = KVCache.of(
+            1, len(hidden), config.cached_heads, slots_of(longest, places), config.head_dim, self.dtype, self.device,
+            into and into.cache,
+        )
+        counts = torch.tensor(pairs, device=self.device).repeat_interleave(batch)
+        table = Table.of(
+            self.model.positions, places, counts, target_state.grid[1], config.head_dim, into and into.table
+        )
+        if longest > 0:
+            mask = cache.open(longest)
+            self.module(hidden, ids, self._prompt_rotation(longest), cache, mask)
+            cache.commit(counts)
+        return taken_over(into, EagleState(target_state, cache, table, longest))
+
+    def reach(self, state: EagleState, tokens: int | None) -> int:
+        """See ARModel."""
+        return state.cache.look_at(None if tokens is None else state.longest + tokens)
+
+    def _prompt_ids(self, target_state: State, branch: int, hidden: Tensor) -> Tensor:
+        """Rows [B, n] of the drafter's table for the prompt of a branch with the hidden states [B, n, D]."""
+        if not self.reads_words:
+            return torch.zeros(hidden.shape[:2], dtype=torch.int64, device=self.device)
+        features = target_state.prefix_features[branch]
+        if features is None:
+            features = self.model.prefix.null(target_state.prefix_features[0], target_state.grid)
+        words = features[..., 0].long().to(self.device)
+        return (self.model.vocab_total + words).expand(len(hidden), -1)
+
+    def _prompt_rotation(self, length: int) -> Rotation:
+        return self.model.positions.prompt(length, self.module.config.head_dim, self.device)
+
+    def _padding(self, hidden: Tensor, learned: bool) -> Tensor:
+        """Hidden states [B, n, D] of a prompt with those of its padding before them, if the drafter is used to it.
+
+        Padded slots of a caption are zero from the first layer to the last. Those of the learned null caption see each
+        other up to their own: LANTERN's drafters were trained without a mask there, and a row of its target whose keys
+        are all masked attends to them as if none were. (LlamaGen's own code lets such a slot see itself alone.)
+        """
+        missing = self.prompt_pairs(hidden.shape[1]) + 1 - hidden.shape[1]
+        if missing == 0:
+            return hidden
+        if not learned:
+            return F.pad(hidden, (0, 0, missing, 0))
+        prefix = self.model.prefix
+        slots = prefix.unconditional(prefix.uncond_embedding[None], self.model.grid)[:, :missing]
+        padding = self.model.backbone(slots.to(self.model.dtype), self._prompt_rotation(missing))
+        return torch.cat((padding.expand(len(hidden), -1, -1), hidden), dim=1)
+
+    def observe(self, state: EagleState, tokens: Tensor, positions: Tensor, hidden: Tensor, count: Tensor) -> StepOut:
+        """One causal pass over pairs (hidden, token) behind all earlier ones; see Drafter."""
+        state.expanded = 0
+        mask = state.cache.open(tokens.shape[1])
+        feature = self._pass(state, tokens, positions, hidden, mask)
+        count = repeated(count, state.target.branches)
+        state.cache.commit(count)
+        last = feature[torch.arange(len(feature), device=self.device), (count - 1).clamp(min=0)][:, None]
+        return self._output(last)
+
+    def expand(
+        self, state: EagleState, tokens: Tensor, positions: Tensor, hidden: Tensor, tree_mask: Tensor
+    ) -> StepOut:
+        """Pairs of drafts with what this drafter predicted at their parents; see Drafter."""
+        mask = state.cache.open(tokens.shape[1], repeated(tree_mask, state.target.branches), state.expanded)
+        state.expanded += tokens.shape[1]
+        return self._output(self._pass(state, tokens, positions, hidden, mask))
+
+    def _pass(self, state: EagleState, tokens: Tensor, positions: Tensor, hidden: Tensor, mask: Tensor) -> Tensor:
+        ids, places = (repeated(each, state.target.branches) for each in (tokens, positions))
+        return self.module(hidden.to(self.dtype), ids, state.table.at(places), state.cache, mask)
+
+    def _output(self, feature: Tensor) -> StepOut:
+        return StepOut(self.model.backbone.logits(feature.to(self.model.dtype)), feature)
+
+    def rewind(self, state: EagleState, count: Tensor) -> None:
+        """Forget the last ``count`` [B] tokens observed, and what was expanded."""
+        state.expanded = 0
+        state.cache.commit(-repeated(count, state.target.branches))
+
+    @torch.inference_mode()
+    def teacher_forced(self, hidden: Tensor, ids: Tensor, prompt: int = 0) -> Tensor:
+        """Features [R, T, D] predicted from hidden [R, T, D] and ids [R, T] (rows of its table) in one causal pass.
+
+        hidden[:, t] is the target's hidden state one position before ids[:, t]; the feature predicts the one at it. The
+        first ``prompt`` pairs belong to the prompt (ids 0, or those of words), the others to the image tokens from
+        position 0 on.
+        """
+        rotation = rotation_of(
+            self.model.positions, prompt, ids.shape[1] - prompt, self.model.grid[1], self.module.config.head_dim,
+            self.device,
+        )
+        return self.module(hidden.to(self.device, self.dtype), ids.to(self.device), rotation)
+
+
+def load(checkpoint: Checkpoint, model: DiscreteModel, dtype: torch.dtype, operations=nn) -> EagleDrafter:
+    """Build the drafter of ``model`` on the CPU. Raises CheckpointError if damaged or of another model."""
+    path, tensors = checkpoint.path, checkpoint.tensors
+    settings = {name: value for name, value in (checkpoint.settings | checkpoint.metadata).items() if value is not None}
+    tensors = {name: t for name, t in tensors.items() if not name.endswith(("rotary_emb.inv_freq", "freqs_cis"))}
+    config = block_config(tensors, model, path)
+    check_target(settings, model, path)
+    check_sizes(settings, config, path)
+    table = token_table(tensors.get(_TABLE), model)
+    config = replace(config, norm_eps=norm_eps(settings, path), vocab=sum(map(len, table)))
+    joined = {name for names in _QKV.values() for name in names}
+    weights: dict[str, Tensor | tuple[Tensor, ...]] = {
+        _NAMES.get(name, name): tensor for name, tensor in tensors.items() if name not in joined | {_TABLE}
+    }
+    weights["tok_embeddings.weight"] = table
+    for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
+        weights[f"layer.attention.wqkv.{kind}"] = tuple(named(tensors, name, path) for name in _QKV[kind])
+    with torch.device("meta"):
+        module = Eagle(config, "fc.bias" in tensors, operations)
+    load_weights(module, join_gates(weights), checkpoint, dtype)
+    padded = settings.get("prompt") != "cropped" and hasattr(model.prefix, "slots")
+    return EagleDrafter(module.eval().requires_grad_(False), model, dtype, padded)
+
+
+def token_table(own: Tensor | None, model: DiscreteModel) -> tuple[Tensor, ...]:
+    """The parts of a drafter's token table: its rows for the target's image tokens, then, if it has them, for words.
+
+    own: the table of the file; without one it is the target's.
+    """
+    if own is None:
+        images = image_embeddings(model).cpu()
+        return (images, model.prefix.embedding.weight.detach().cpu()) if model.word_ids else (images,)
+    if len(own) == model.vocab_total:
+        return (own,)
+    return own[list(model.word_ids)], own
+
+
+def image_embeddings(model: DiscreteModel) -> Tensor:
+    """What a model reads for each of its image tokens [V+, D], whichever module embeds them."""
+    with torch.no_grad():
+        return model.backbone.tok_embeddings(torch.arange(model.vocab_total, device=model.device))
+
+
+def named(tensors: dict[str, Tensor], name: str, path: Path) -> Tensor:
+    """The tensor of that name. Raises CheckpointError if it is missing."""
+    if name not in tensors:
+        raise CheckpointError(f"{path.name} lacks {name}. It is incomplete: download it again.")
+    return tensors[name]
+
+
+def matrix(tensors: dict[str, Tensor], name: str, path: Path, columns: int | None = None) -> Tensor:
+    """The tensor of that name. Raises CheckpointError if it is missing or no matrix (of so many columns)."""
+    shape = list(named(tensors, name, path).shape)
+    if len(shape) != 2 or columns not in (None, shape[1]):
+        raise CheckpointError(f"{path.name}: {name} has shape {shape}, expected a matrix" + (
+            "." if columns is None else f" with {columns} columns."))
+    return tensors[name]
+
+
+def block_config(tensors: dict[str, Tensor], model: DiscreteModel, path: Path) -> BackboneConfig:
+    """Sizes of the drafter, from its weights. Raises CheckpointError where they are not the target's."""
+    target = model.backbone.config
+    fc, gate = (matrix(tensors, name, path) for name in ("fc.weight", "layers.0.mlp.gate_proj.weight"))
+    dim = len(fc)
+    if fc.shape != (dim, 2 * dim):
+        raise CheckpointError(
+            f"{path.name}: fc.weight has shape {list(fc.shape)}, but an EAGLE drafter joins a token and one hidden "
+            "state of the same width."
+        )
+    q_norm = "layers.0.self_attn.q_norm.weight"
+    rows = len(matrix(tensors, _TABLE, path)) if _TABLE in tensors else target.vocab
+    # A table of words begins with those of the language model; there may be more than the target knows, as padding.
+    words = max(*model.word_ids, model.prefix.words - 1) + 1 if model.word_ids else target.vocab
+    head_norms = len(matrix(tensors, q_norm, path)) if q_norm in tensors else 0
+    for what, mine, its in (
+        ("width", dim, target.dim),
+        ("number of tokens", rows, rows if model.word_ids and rows >= words else target.vocab),
+        ("number of norms of queries", head_norms, target.head_norms),
+    ):
+        if mine != its:
+            raise CheckpointError(
+                f"{path.name} was trained for another model: its {what} is {mine}, this model's is {its}. Choose the "
+                "drafter that belongs to this model."
+            )
+    q, k, v = (len(matrix(tensors, name, path, dim)) for name in _QKV["weight"])
+    kv_heads, rest = divmod(k, target.head_dim)
+    if q != dim or k != v or rest or kv_heads == 0 or target.heads % kv_heads:
+        raise CheckpointError(
+            f"{path.name}: queries, keys and values have {q}, {k} and {v} channels, which do not make heads of "
+            f"{target.head_dim} as this model has."
+        )
+    return replace(
+        target, layers=1, ffn_dim=len(gate), attention_norm="layers.0.input_layernorm.weight" in tensors,
+        head_norms=head_norms, kv_heads=kv_heads, vocab=rows, qkv_bias=_QKV["bias"][0] in tensors,
+    )
+
+
+def check_sizes(settings: dict[str, Any], config: BackboneConfig, path: Path) -> None:
+    """Raise CheckpointError where config.json describes another block than the weights and the target do."""
+    for entry, its in {
+        "hidden_size": config.dim, "intermediate_size": config.ffn_dim, "vocab_size": config.vocab,
+        "num_attention_heads": config.heads, "num_key_value_heads": config.cached_heads, "num_hidden_layers": 1,
+        "hidden_act": "silu",
+    }.items():  # fmt: skip
+        if settings.get(entry, its) != its:
+            raise CheckpointError(
+                f"{path.name}: config.json says {entry} {settings[entry]!r}, but {its!r} is what this model and the "
+                "weights need. Choose the drafter that belongs to this model, with its own config.json."
+            )
+
+
+def norm_eps(settings: dict[str, Any], path: Path) -> float:
+    """Epsilon of the norms. Raises CheckpointError for one that cannot be."""
+    eps = settings.get("rms_norm_eps", _NORM_EPS)
+    if not isinstance(eps, float) or not 0 < eps < 1:
+        raise CheckpointError(f"{path.name}: config.json says rms_norm_eps {eps!r}; it must lie between 0 and 1.")
+    return eps
+
+
+def check_target(settings: dict[str, Any], model: DiscreteModel, path: Path) -> None:
+    """Raise CheckpointError if the drafter says that it was trained for another family or grid."""
+    kind = settings.get("input_type")
+    if kind is not None and kind not in tuple(_INPUT_TYPES):
+        raise CheckpointError(
+            f"{path.name}: config.json says input_type {kind!r}, which is none of {', '.join(_INPUT_TYPES)}. It is "
+            "for a family this pack does not know."
+        )
+    own = settings.get("target", model.family), settings.get("grid", list(model.grid))
+    family, grid = own if kind is None else _INPUT_TYPES[kind]
+    if family != model.family or grid not in [list(legal) for legal in model.grids]:
+        raise CheckpointError(
+            f"{path.name} drafts for {family} on a token grid of {grid} (rows, columns)"
+            + (f" (config.json: input_type {kind})" if kind else "")
+            + f", but the model is {model.family} on {list(model.grid)}. Choose the drafter that belongs to this model."
+        )

@@ -1,0 +1,245 @@
+"""Emu3 (arXiv:2409.18869): Emu3-Gen draws pictures of about 720 x 720 pixels, Emu3-Stage1 of about 512 x 512.
+
+Image tokens are words of a language model, and the picture's size stands in front of it in digits. Accepts the original
+repositories (their tokenizer is a file of ranks) and the folders of transformers, old and new, which contain the image
+decoder.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import log, sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...models.backbone import Backbone
+from ...models.positions import SequencePositions
+from ...models.prefix import TextPrefix
+from ...samplers.contract import SamplingParams
+from ..ar_model import DiscreteModel, legal_grid
+from ..files.checkpoint import Checkpoint, CheckpointError, load_weights, title
+from ..text.language_model import (
+    Tokenizer,
+    backbone_config,
+    backbone_tensors,
+    find_tokenizer,
+    image_rows,
+    matrix,
+    positive,
+    rope_theta,
+    text_settings,
+)
+from ..text.prompt_encoders import TextEncoder, features_of
+from ..text.tiktoken_file import RankTokenizer
+
+# What was added to every prompt in training, and what stood for a prompt where there was to be none.
+QUALITY = " masterpiece, film grained, best quality."
+NEGATIVE = (
+    "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality, "
+    "low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
+)
+_ROOTS = (("model.text_model.", ""), ("text_model.model.", "text_model."), ("model.", ""))  # of language model and head
+_VQ = ("model.vqmodel.", "vqmodel.")
+_WORDS, _CODES = 184622, 32768  # of all released models: the codes are the last words
+_HEADS = {4096: 32}  # width -> heads
+_PATCH = 8
+_SIDES = {"Emu3-Gen": 90, "Emu3-Stage1": 64}  # tokens a side of a square picture
+_ASPECT = 4  # the widest and tallest pictures offered
+_FOLDERS = ("Emu3-Gen", "Emu3-Stage1", "Emu3-Gen-hf", "Emu3-Stage1-hf", "Emu3-Chat", "Emu3-Chat-hf")  # one tokenizer
+_PATTERN = (  # pieces that its original tokenizer cuts a text into: contractions, words, digits, signs, white space
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_NAMES = {  # how the special tokens are called
+    "beginning": "<|extra_203|>", "end": "<|extra_204|>", "row_end": "<|extra_200|>", "frame_end": "<|extra_201|>",
+    "image": "<|image token|>", "opening": "<|image start|>", "closing": "<|image end|>",
+}  # fmt: skip
+_RANKED = (  # the special tokens behind the ranks
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)), "<|image token|>",
+    "<|image start|>", "<|image end|>", *(f"<|visual token {code:06d}|>" for code in range(_CODES)),
+)  # fmt: skip
+
+
+def recognise(tensors: Mapping[str, Tensor]) -> bool:
+    """Is this an Emu3? By its image decoder beside the language model, or by the number of its words."""
+    for root, _head in _ROOTS:
+        table = tensors.get(f"{root}embed_tokens.weight")
+        if table is not None and table.ndim == 2 and f"{root}layers.0.self_attn.q_proj.weight" in tensors:
+            contained = any(f"{vq}quantize.embedding.weight" in tensors for vq in _VQ)
+            return len(table) == _WORDS or (root != "model." and contained)
+    return False
+
+
+def load(
+    checkpoint: Checkpoint, dtype: torch.dtype, grid: tuple[int, int] | None, search: Sequence[Path], operations=nn
+) -> DiscreteModel:
+    """Build the model on the CPU; an image decoder in the same file stays unread.
+
+    Raises CheckpointError for tensors that are missing, misshapen or not finite, for a model that only reads pictures,
+    and where nothing tells how large the pictures are that it draws.
+    """
+    path, meta, tensors, settings = checkpoint.path, checkpoint.own_settings, checkpoint.tensors, checkpoint.settings
+    root, head_root = next(roots for roots in _ROOTS if f"{roots[0]}embed_tokens.weight" in tensors)
+    tables = f"{root}embed_tokens.weight", f"{head_root}lm_head.weight"
+    embeddings, head = (matrix(tensors, name, path) for name in tables)
+    words = Words.of(settings, len(embeddings), path)
+    patch = 2 ** (len((settings.get("vq_config") or {}).get("channel_multiplier") or (1, 2, 2, 4)) - 1)
+    default, grids = sizes_of(checkpoint, settings, patch, grid)
+    tokenizer = open_tokenizer(path, search)
+
+    def framed(text: str, drawn: tuple[int, int]) -> list[int]:
+        return prompt_ids(words, tokenizer, text, drawn)
+
+    def null(_features: Tensor, drawn: tuple[int, int]) -> Tensor:
+        return features_of(framed(NEGATIVE, drawn))
+
+    encoder = TextEncoder(lambda text, drawn: framed(text + QUALITY, drawn), default, write_negative=framed)
+    config = backbone_config(checkpoint, root, words.codes + len(words.specials), _HEADS, norm_eps=1e-5)
+    defaults = SamplingParams(**{"cfg": 3.0, "top_k": min(2048, words.codes), **meta.get("defaults", {})})
+    text = text_settings(checkpoint)
+    with torch.device("meta"):
+        prefix = TextPrefix(words.first, config.dim, null, operations)
+        backbone = Backbone(config, operations)
+    model = DiscreteModel(
+        backbone, prefix, "emu3", default, defaults, encoder, patch, positions=SequencePositions(rope_theta(text, 1e6)),
+        grids=grids, row_ends=True, endings=len(words.specials) - 1,
+        longest=positive(text, "max_position_embeddings", 9216),
+        word_ids=(*range(words.first, words.first + words.codes), *words.specials),
+    )  # fmt: skip
+    named = backbone_tensors(tensors, root, path) | {"prefix.embedding.weight": embeddings[: words.first]}
+    for name, table in (("tok_embeddings", embeddings), ("output", head)):
+        named[f"backbone.{name}.weight"] = image_rows(table, words.first, words.codes, words.specials)
+    load_weights(model, named, checkpoint, dtype)
+    model.dtype = dtype
+    return model.eval().requires_grad_(False)
+
+
+# Sizes
+
+
+def size_table(side: float) -> list[tuple[int, int]]:
+    """Grids (rows, columns) of all pictures as large as a square of so many tokens a side, from tall to wide.
+
+    Both sides are the exact ones of an aspect, rounded: as the aspect grows, one of the two changes after the other,
+    wherever it is half-way between two numbers.
+    """
+    widest = sqrt(_ASPECT)
+    steps = [(i + 0.5) / side for i in range(int(side * widest) + 1)]
+    turns = sorted(turn for step in steps for turn in (step, 1 / step) if 1 / widest < turn < widest)
+    turns = [1 / widest, *turns, widest]
+    middles = [(a + b) / 2 for a, b in zip(turns, turns[1:])]
+    return list(dict.fromkeys((round(side / stretch), round(side * stretch)) for stretch in middles))
+
+
+def sizes_of(
+    checkpoint: Checkpoint, settings: Mapping[str, Any], patch: int, wanted: tuple[int, int] | None
+) -> tuple[tuple[int, int], list[tuple[int, int]]]:
+    """(the grid that is drawn where nobody asks for another, all of them): by our metadata, the ``image_area`` in
+    pixels of an original config.json, the name of folder or file, or else the grid that the user ``wanted``.
+
+    Raises CheckpointError if none tells, for a grid of another size, and for Emu3-Chat.
+    """
+    path, meta = checkpoint.path, checkpoint.own_settings
+    name = title(path)
+    area = settings.get("image_area")
+    if re.search(r"emu-?3-?chat", name, re.IGNORECASE):
+        raise CheckpointError(
+            f"{name} was trained to read pictures, not to draw them. Use Emu3-Gen (720 x 720 pixels) or Emu3-Stage1 "
+            "(512 x 512)."
+        )
+    named = [side for model, side in _SIDES.items() if model.split("-")[1].lower() in name.lower()]
+    if "grid" in meta:
+        default = legal_grid(meta["grid"])
+        side = sqrt(default[0] * default[1])
+    elif isinstance(area, int) and area >= patch**2:
+        side = sqrt(area) / patch
+    elif len(named) == 1:
+        side = named[0]
+    else:
+        told = [side for side in _SIDES.values() if wanted and tuple(wanted) in size_table(side)]
+        if not told:
+            raise CheckpointError(
+                f"{name} does not tell whether it is Emu3-Gen or Emu3-Stage1, which draw pictures of different sizes: "
+                "keep the released name of its folder, or set grid to 90 x 90 tokens (Gen) or 64 x 64 (Stage1)."
+            )
+        side = told[0]
+    if "grid" not in meta:
+        default = legal_grid((round(side), round(side)))
+    grids = size_table(side)
+    if wanted and tuple(wanted) not in grids:
+        near = sorted(grids, key=lambda sides: sum(abs(log(a / b)) for a, b in zip(sides, wanted, strict=True)))[:3]
+        raise CheckpointError(
+            f"{name} does not draw {wanted[0]} x {wanted[1]} tokens (rows x columns), but pictures about as large as "
+            f"{default[0]} x {default[1]}. The nearest grids are {', '.join(f'{h} x {w}' for h, w in near)}."
+        )
+    return legal_grid(wanted or default), grids
+
+
+# Words
+
+
+@dataclass(frozen=True)
+class Words:
+    """Which ids the image codes (``codes`` of them from ``first`` on) and the special tokens have."""
+
+    first: int
+    codes: int
+    beginning: int
+    end: int
+    row_end: int
+    frame_end: int
+    image: int
+    opening: int
+    closing: int
+
+    @property
+    def specials(self) -> tuple[int, int, int, int]:
+        """The end of a row, and what follows the last: end of frame, of image, of text."""
+        return self.row_end, self.frame_end, self.closing, self.end
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], words: int, path: Path) -> Words:
+        """By config.json's vocabulary_map, and as released where a model of 184622 words has no other.
+
+        Raises CheckpointError if neither tells, or the codes do not lie in a row behind all the text.
+        """
+        released = {name: words - len(_RANKED) + i for i, name in enumerate(_RANKED)} if words == _WORDS else {}
+        ids = released | (settings.get("vocabulary_map") or {})
+        codes = {name[-8:-2]: id for name, id in ids.items() if name.startswith("<|visual token ")}
+        first = codes.get("000000")
+        found = {role: ids.get(name, -1) for role, name in _NAMES.items()}
+        in_a_row = first is not None and codes == {f"{code:06d}": first + code for code in range(len(codes))}
+        if not in_a_row or first + len(codes) > words or not all(0 <= id < first for id in found.values()):
+            raise CheckpointError(
+                f"{path.parent.name} does not tell which of its {words} words are image tokens and which are special: "
+                "its config.json lacks vocabulary_map, or has them in another order. Download config.json of the "
+                "released model again."
+            )
+        return cls(first, len(codes), **found)
+
+
+def prompt_ids(
+    words: Words, tokenizer: Tokenizer | RankTokenizer, text: str, grid: tuple[int, int]
+) -> list[int]:
+    """Beginning, text, opening of a picture, its size in tokens, image. Raises CheckpointError for the tokenizer of
+    another model."""
+    if tokenizer.id(_NAMES["image"]) != words.image:
+        raise CheckpointError(f"{tokenizer.file} is the tokenizer of another model. Use the one released with it.")
+    size = tokenizer.ids(f"{grid[0]}*{grid[1]}")
+    return [words.beginning, *tokenizer.ids(text), words.opening, *size, words.image]
+
+
+def open_tokenizer(path: Path, search: Sequence[Path]) -> Tokenizer | RankTokenizer:
+    """The tokenizer of transformers' folders or of the original ones, of this model or of another Emu3."""
+    found = find_tokenizer(path, _FOLDERS, search)
+    ranks = None if found and found.parent == path.parent else find_tokenizer(path, _FOLDERS, search, "emu3.tiktoken")
+    if ranks is not None and (found is None or ranks.parent == path.parent):
+        return RankTokenizer(ranks, _PATTERN, _RANKED)
+    return Tokenizer(found, (
+        "Emu3 reads prompts through emu3.tiktoken (or tokenizer.json), which was not found. Put the one of "
+        f"BAAI/Emu3-Gen into the folder {path.parent}."
+    ))  # fmt: skip

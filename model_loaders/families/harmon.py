@@ -1,0 +1,168 @@
+"""Harmon (Wu et al., arXiv:2503.21979) 0.5B and 1.5B: text to image through MAR and Qwen2.5.
+
+Accepts the released .pth files (flat, fp16) and safetensors. The text head, MAR's class table and an image decoder
+(``vae.*``) that a file may hold are left out: none is needed to draw tokens. Sizes are read from tensor shapes, except
+the numbers of attention heads, which come from our metadata or the released sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...models.harmon import Harmon
+from ..ar_model import Conditioning, legal_grid
+from ..continuous_model import MaskedModel, MaskedState
+from ..files.checkpoint import Checkpoint, CheckpointError, load_weights, whole_number
+from ..text.language_model import read_qwen2, readable
+from ..text.prompt_encoders import MissingEncoder, PromptEncoder, features_of
+from ..text.qwen2 import HEADS, Qwen2
+from . import mar
+
+FAMILY = "harmon"
+_LLM = "llm.model."
+_UNUSED = ("llm.lm_head.", "mar.class_emb.", "vae.")
+_DEFAULTS = {"cfg": 3.0, "cfg_schedule": "constant", "iterations": 64}
+_GRID = (32, 32)  # the released models draw 512 x 512 pixels unless told otherwise
+_TOKENIZERS = ("qwen25_tokenizer", "Qwen2.5-0.5B-Instruct", "Qwen2.5-1.5B-Instruct", "Harmon-0_5B", "Harmon-1_5B")
+_TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+class HarmonModel(MaskedModel):
+    """Harmon behind the ContinuousModel protocol: MAR, but for what it makes of prompts and for its grids."""
+
+    backbone: Harmon
+
+    @property
+    def prompt_kind(self) -> str:
+        return f"ids of {self.backbone.llm.vocab} tokens"
+
+    def check_grid(self, rows: int | None = None, cols: int | None = None) -> tuple[int, int]:
+        """The grid to draw on. Any is possible, for positions are resized; the released models were trained on
+        16 x 16 and 32 x 32 tokens (256 and 512 pixels). Raises ValueError for sides below 1 or above 1024.
+        """
+        return legal_grid((rows or self.grid[0], cols or self.grid[1]))
+
+    def start(
+        self, conditioning: Conditioning, negative: Conditioning | None, batch: int, grid: tuple[int, int], guided: bool
+    ) -> MaskedState:
+        """Let the language model read both guidance branches. Raises ValueError for CONDITIONING of other models."""
+        prompts = [self.features(conditioning, batch, "positive")]
+        if guided:
+            # The unconditional branch asks for a picture of nothing in particular, which is what an empty prompt
+            # becomes. A negative prompt takes its place: guidance then leads away from the picture it asks for.
+            other = negative if negative is not None else self.encode_prompt("")
+            prompts.append(self.features(other, batch, "negative"))
+        lengths = torch.tensor([p.shape[1] for p in prompts], device=self.device).repeat_interleave(batch)
+        longest = max(p.shape[1] for p in prompts)
+        ids = torch.cat([F.pad(p[..., 0].long(), (0, longest - p.shape[1])) for p in prompts])
+        valid = torch.arange(longest, device=self.device) < lengths[:, None]
+        return MaskedState(self.backbone.prompt(ids, valid), len(prompts), self.backbone.positions(*grid))
+
+    def transform(self, state: MaskedState, tokens: Tensor, known: Tensor, seen: int) -> Tensor:
+        """z [R, S, D] of all rows: R = branches * B * V. The V variants of a picture share its prompt."""
+        return self.backbone(state.prompts, tokens, known, seen, state.positions)
+
+    def run_bytes(self, rows: int, tokens: int, draws: int) -> int:
+        """Rough bytes of activations of a pass over rows of ``tokens`` tokens that draws ``draws`` of each."""
+        length, llm = tokens + self.backbone.config.slots, self.backbone.llm
+        language = rows * length * (4 * llm.width + 3 * llm.hidden + length)
+        return super().run_bytes(rows, tokens, draws) + language * self.dtype.itemsize
+
+
+class ChatTokenizer:
+    """Prompt -> token ids as features [1, n, 1] (fp32, exact): the model's own language model embeds them."""
+
+    def __init__(self, folder: Path, vocab: int):
+        self.folder, self.vocab, self._tokenizer = folder, vocab, None
+
+    def encode(self, text: str) -> Tensor:
+        """Ids of the request for this picture, or for any picture if ``text`` is empty.
+
+        Raises CheckpointError if the folder holds no tokenizer of this language model.
+        """
+        if self._tokenizer is None:
+            self._tokenizer = self._load()
+        request = f"Generate an image: {text.strip()}" if text.strip() else "Generate an image."
+        with readable(self.folder):
+            ids = self._tokenizer.encode(_TEMPLATE.format(request))
+        if max(ids) >= self.vocab:
+            raise CheckpointError(f"{self.folder} holds the tokenizer of another model: it writes ids of more than the "
+                                  f"{self.vocab} tokens that this one reads.")
+        return features_of(ids)
+
+    def _load(self):
+        with readable(self.folder, " as Qwen2.5's tokenizer (tokenizer.json, or vocab.json and merges.txt, and "
+                      "tokenizer_config.json)"):
+            tokenizer = read_qwen2(self.folder)
+        if "<|im_start|>" not in tokenizer.get_vocab() or len(tokenizer) > self.vocab:
+            raise CheckpointError(
+                f"{self.folder} holds the tokenizer of another model ({len(tokenizer)} tokens): this one needs "
+                f"Qwen2.5's, with <|im_start|> and at most {self.vocab} tokens."
+            )
+        return tokenizer
+
+
+def recognise(tensors: dict[str, Tensor]) -> bool:
+    """Is this Harmon: a MAR and a language model?"""
+    return "mar.encoder_pos_embed_learned" in tensors and f"{_LLM}embed_tokens.weight" in tensors
+
+
+def language_model(tensors: dict[str, Tensor], heads: int | None, path: Path) -> Qwen2:
+    """The language model by its shapes. Raises CheckpointError if its number of heads cannot be known."""
+    vocab, width = tensors[f"{_LLM}embed_tokens.weight"].shape
+    heads = heads or HEADS.get(width)
+    if heads is None or width % (2 * whole_number("llm_heads", heads, 1, width)):
+        raise CheckpointError(
+            f"{path.name} has a language model of width {width}, which is no released Harmon size, so its number of "
+            "attention heads is unknown. Add safetensors metadata specar = {\"llm_heads\": ...}."
+        )
+    layers = mar.count(tensors, f"{_LLM}layers.")
+    kv_heads = tensors[f"{_LLM}layers.0.self_attn.k_proj.weight"].shape[0] * heads // width
+    hidden = tensors[f"{_LLM}layers.0.mlp.gate_proj.weight"].shape[0]
+    return Qwen2(width, layers, heads, kv_heads, hidden, vocab)
+
+
+def load(
+    checkpoint: Checkpoint, dtype: torch.dtype, grid: tuple[int, int] | None, search: Sequence[Path], operations=nn
+) -> HarmonModel:
+    """Build the model on the CPU. Raises CheckpointError if tensors are missing, unknown, misshapen or not finite."""
+    path, meta = checkpoint.path, checkpoint.metadata
+    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if not name.startswith(_UNUSED)}
+    inner = {name.removeprefix("mar."): tensor for name, tensor in tensors.items() if name.startswith("mar.")}
+    defaults = mar.defaults_of({"defaults": _DEFAULTS | meta.get("defaults", {})}, 0, path)
+    try:
+        config = mar.config_of(inner, meta.get("heads"), None, path)
+        with torch.device("meta"):
+            backbone = Harmon(config, language_model(tensors, meta.get("llm_heads"), path), operations)
+            head = mar.head_of(inner, config, defaults.steps, path, operations)
+    except CheckpointError:
+        raise
+    except (KeyError, IndexError, ValueError) as error:  # a tensor that tells a size is missing, or of another shape
+        raise CheckpointError(f"{path.name} is incomplete or damaged ({error}). Download it again.") from error
+    encoder = tokenizer(path, backbone.llm.vocab, search)
+    model = HarmonModel(backbone, head, FAMILY, meta.get("scale", mar.SCALE), defaults, encoder)
+    model.grid = legal_grid(grid or meta.get("grid", _GRID))
+    renamed = {
+        name.replace("mar.diffloss.", "head.") if name.startswith("mar.diffloss.") else f"backbone.{name}": tensor
+        for name, tensor in tensors.items()
+    }
+    load_weights(model, renamed, checkpoint, dtype, precise=mar.PRECISE)
+    model.dtype = dtype
+    return model.eval().requires_grad_(False)
+
+
+def tokenizer(path: Path, vocab: int, search: Sequence[Path]) -> PromptEncoder:
+    """Qwen2.5's tokenizer beside the model, or in a folder of a known name there or in the search folders."""
+    folders = [path.parent, *(folder / name for folder in (path.parent, *search) for name in _TOKENIZERS)]
+    for folder in folders:
+        if (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file():
+            return ChatTokenizer(folder, vocab)
+    return MissingEncoder(
+        f"{path.name} reads prompts through Qwen2.5's tokenizer, which was not found. Put a folder {_TOKENIZERS[1]} "
+        "with its tokenizer.json and tokenizer_config.json into models/text_encoders."
+    )

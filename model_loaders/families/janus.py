@@ -1,0 +1,161 @@
+"""Janus-Pro (Chen et al., arXiv:2501.17811) as DeepSeek released it, and in transformers' own naming.
+
+Only what draws is read: the language model, and the embedding and the head of its image tokens. What looks at pictures
+and the head for words stay in the file; the image decoder in it is vq.py's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+from math import isqrt
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ...models.backbone import Backbone
+from ...models.janus import CodeEmbedding, CodeHead
+from ...models.positions import SequencePositions
+from ...models.prefix import TextPrefix
+from ...samplers.contract import SamplingParams
+from ..ar_model import DiscreteModel, legal_grid
+from ..files.checkpoint import Checkpoint, CheckpointError, load_weights, read_settings
+from ..text.language_model import (
+    Tokenizer,
+    backbone_config,
+    backbone_tensors,
+    find_tokenizer,
+    positive,
+    rope_theta,
+    text_settings,
+)
+from ..text.prompt_encoders import TextEncoder
+
+_RELEASED = {2048: ("Janus-Pro-1B", 16), 4096: ("Janus-Pro-7B", 32)}  # width -> folder, heads
+_ROOTS = ("language_model.model.", "model.language_model.")  # of the language model: original, transformers
+_PARTS = {  # ours -> original, transformers
+    "prefix.embedding": ("language_model.model.embed_tokens", "model.language_model.embed_tokens"),
+    "backbone.tok_embeddings.table": ("gen_embed", "model.generation_embeddings"),
+    "backbone.tok_embeddings.fc1": ("gen_aligner.layers.0", "model.generation_aligner.fc1"),
+    "backbone.tok_embeddings.fc2": ("gen_aligner.layers.2", "model.generation_aligner.hidden_layers.0"),
+    "backbone.output.fc1": ("gen_head.output_mlp_projector", "model.generation_head.proj_out"),
+    "backbone.output.fc2": ("gen_head.vision_head", "model.generation_head.vision_head"),
+}
+_SKIPPED = (
+    "vision_model.", "aligner.", "gen_vision_model.", "language_model.lm_head.",
+    "model.vision_model.", "model.aligner.", "model.vqmodel.", "lm_head.",
+)  # fmt: skip
+_BEGIN, _PAD, _IMAGE = "<｜begin▁of▁sentence｜>", "<｜▁pad▁｜>", "<begin_of_image>"
+
+
+def recognise(tensors: Collection[str]) -> bool:
+    """Is this a Janus, under either naming, or a relative of it that only looks at pictures?"""
+    marks = {_ROOTS[0]: ("gen_embed.", "gen_head.", "aligner."),
+             _ROOTS[1]: ("model.generation_embeddings.", "model.generation_head.", "model.aligner.")}
+    return any(f"{root}embed_tokens.weight" in tensors and any(name.startswith(marks[root]) for name in tensors)
+               for root in _ROOTS)
+
+
+def load(
+    checkpoint: Checkpoint, dtype: torch.dtype, grid: tuple[int, int] | None, search: Sequence[Path], operations=nn
+) -> DiscreteModel:
+    """Build the model on the CPU. Raises CheckpointError for tensors that are missing, unknown, misshapen or not
+    finite, for models that draw no pictures, and for a grid that it was not trained on."""
+    path, meta, settings = checkpoint.path, checkpoint.own_settings, text_settings(checkpoint)
+    own = grid_of(checkpoint)
+    if grid and tuple(grid) != own:
+        raise CheckpointError(
+            f"{path.name} (Janus) draws {own[0]} x {own[1]} tokens (rows x columns), not {grid[0]} x {grid[1]}. "
+            "Leave its grid to the model."
+        )
+    named, root = tensors_of(checkpoint)
+    sizes = {name: tensor.shape for name, tensor in named.items() if isinstance(tensor, Tensor)}
+    codes, code_dim = sizes["backbone.tok_embeddings.table.weight"]
+    inner = sizes["backbone.output.fc1.weight"][0]
+    words = sizes["prefix.embedding.weight"][0]
+    config = backbone_config(checkpoint, root, codes, {dim: heads for dim, (_, heads) in _RELEASED.items()}, 1e-6)
+    folder = _RELEASED.get(config.dim, ("Janus-Pro",))[0]
+    tokenizer = Tokenizer(find_tokenizer(path, (folder,), search), (
+        f"{folder} reads prompts through tokenizer.json, which was not found. Put the one of deepseek-ai/{folder} into "
+        f"the folder {path.parent}."
+    ))  # fmt: skip
+    with torch.device("meta"):
+        backbone = Backbone(config, operations)
+        backbone.tok_embeddings = CodeEmbedding(codes, code_dim, config.dim, operations)
+        backbone.output = CodeHead(config.dim, inner, codes, operations)
+        prefix = TextPrefix(words, config.dim, partial(without_words, tokenizer), operations)
+    model = DiscreteModel(
+        backbone, prefix, "janus-pro", own, SamplingParams(**meta.get("defaults", {"cfg": 5.0})),
+        TextEncoder(partial(written, tokenizer, words), own), meta.get("pixels_per_token", 16),
+        positions=SequencePositions(rope_theta(settings)), longest=positive(settings, "max_position_embeddings", 16384),
+    )
+    load_weights(model, named, checkpoint, dtype)
+    model.dtype = dtype
+    return model.eval().requires_grad_(False)
+
+
+def tensors_of(checkpoint: Checkpoint) -> tuple[dict[str, Tensor | tuple[Tensor, ...]], str]:
+    """The tensors that draw, under the names of a DiscreteModel, and what the language model's names begin with.
+
+    Raises CheckpointError if there are none, or not all of them.
+    """
+    path, tensors = checkpoint.path, checkpoint.tensors
+    layout = int(f"{_ROOTS[1]}embed_tokens.weight" in tensors)
+    root, names = _ROOTS[layout], {theirs[layout]: ours for ours, theirs in _PARTS.items()}
+    missing = [f"{part}.weight" for part in names if f"{part}.weight" not in tensors]
+    if len(missing) >= len(_PARTS) - 1:  # all but the words
+        raise CheckpointError(
+            f"{path.parent.name} ({path.name}) only looks at pictures: it has no {', no '.join(missing[:2])}. "
+            "Use deepseek-ai/Janus-Pro-1B or -7B, which also draw."
+        )
+    if missing:
+        raise CheckpointError(f"{path.name} lacks {', '.join(missing[:3])}. It is incomplete: download it again.")
+    named = backbone_tensors(tensors, root, path)
+    for name, tensor in tensors.items():
+        if not name.startswith((f"{root}layers.", f"{root}norm.", *_SKIPPED)):
+            part, _, kind = name.rpartition(".")
+            named[f"{names.get(part, part)}.{kind}"] = tensor
+    return named, root
+
+
+def grid_of(checkpoint: Checkpoint) -> tuple[int, int]:
+    """The one grid of a Janus: that of as many tokens as its vision tower or processor have for a picture, 24 x 24
+    where nothing tells.
+
+    Raises CheckpointError if that is no square.
+    """
+    if "grid" in checkpoint.own_settings:
+        return legal_grid(checkpoint.own_settings["grid"])
+    settings = checkpoint.settings
+    beside = read_settings(checkpoint.path.parent / "processor_config.json") if settings else {}
+    count = (beside | (settings.get("vision_config") or {})).get("num_image_tokens", 576)
+    side = isqrt(count) if isinstance(count, int) and count > 0 else 0
+    if not side or side * side != count:
+        raise CheckpointError(
+            f"The config of {checkpoint.path.parent.name} tells of {count} tokens for a picture, which is no square. "
+            "Download config.json and processor_config.json again."
+        )
+    return legal_grid((side, side))
+
+
+def written(tokenizer: Tokenizer, words: int, text: str, _grid: tuple[int, int]) -> list[int]:
+    """A conversation in which the user asks for ``text`` and the assistant begins an image.
+
+    Raises CheckpointError for the tokenizer of another model.
+    """
+    if len(tokenizer) > words:
+        raise CheckpointError(
+            f"{tokenizer.file} has {len(tokenizer)} words but the model knows {words}: they do not belong together. "
+            "Use the tokenizer that was released with the model."
+        )
+    said = text.strip()
+    asked = f"<|User|>: {said}\n\n<|Assistant|>:" if said else "<|User|>:<|Assistant|>:"
+    return [tokenizer.id(_BEGIN), *tokenizer.ids(asked), tokenizer.id(_IMAGE)]
+
+
+def without_words(tokenizer: Tokenizer, features: Tensor, _grid: tuple[int, int]) -> Tensor:
+    """The prompt [B, n, 1] with padding in place of all but its first and last token: Janus' prompt without one."""
+    padded = torch.full_like(features, tokenizer.id(_PAD))
+    padded[:, [0, -1]] = features[:, [0, -1]]
+    return padded

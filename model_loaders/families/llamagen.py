@@ -1,0 +1,162 @@
+"""LlamaGen (Sun et al., arXiv:2406.06525), class- and text-conditional, and the pack's own models of the same layout.
+
+Accepts the released .pt files, safetensors, and the Llama-style names of the Hugging Face conversions. Everything is
+read from tensor shapes, except the number of heads (fused attention weights hide it) and the grid (square positions
+leave no trace in the weights): those come from our metadata, the config.json of a conversion, the released sizes, and
+the file name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from math import isqrt
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ...models.backbone import Backbone, BackboneConfig, join_gates
+from ...models.prefix import CaptionPrefix, ClassPrefix
+from ...samplers.contract import SamplingParams
+from ..ar_model import DiscreteModel, legal_grid
+from ..files.checkpoint import WEIGHT_FILES, Checkpoint, CheckpointError, load_weights, whole_number
+from ..text import t5
+from ..text.language_model import positive
+from ..text.prompt_encoders import ClassEncoder, MissingEncoder, PromptEncoder, WordEncoder
+
+_HEADS = {  # (dim, layers) -> heads of the official sizes
+    (768, 12): 12, (1024, 24): 16, (1280, 36): 20, (1536, 48): 24, (2560, 48): 40, (2048, 22): 32, (3200, 24): 32,
+    (4096, 32): 32,
+}  # fmt: skip
+_IGNORED = ("freqs_cis",)
+_HUGGING_FACE = (  # (pattern, replacement) from Llama-style names
+    (r"^model\.embed_tokens\.", "tok_embeddings."), (r"^lm_head\.", "output."), (r"^model\.", ""),
+    (r"\.input_layernorm\.", ".attention_norm."), (r"\.post_attention_layernorm\.", ".ffn_norm."),
+    (r"\.self_attn\.o_proj\.", ".attention.wo."), (r"\.mlp\.gate_proj\.", ".feed_forward.w1."),
+    (r"\.mlp\.up_proj\.", ".feed_forward.w3."), (r"\.mlp\.down_proj\.", ".feed_forward.w2."),
+)  # fmt: skip
+
+
+def recognise(tensors: dict[str, Tensor]) -> bool:
+    """Is this a LlamaGen transformer, under either naming?"""
+    names = {name.removeprefix("model.") for name in tensors}
+    embedded = "tok_embeddings.weight" in names or "embed_tokens.weight" in names
+    return embedded and any(name.startswith("cls_embedding.") for name in names)
+
+
+def official_names(tensors: dict[str, Tensor]) -> dict[str, Tensor | tuple[Tensor, ...]]:
+    """Llama-style names -> LlamaGen's; the q, k, v projections are stacked into wqkv. Official names pass unchanged."""
+    if "tok_embeddings.weight" in tensors:
+        return {name: tensor for name, tensor in tensors.items() if name not in _IGNORED}
+    renamed = {}
+    for name, tensor in tensors.items():
+        for pattern, replacement in _HUGGING_FACE:
+            name = re.sub(pattern, replacement, name)
+        renamed[name] = tensor
+    for name in [n for n in renamed if n.endswith(".self_attn.q_proj.weight")]:
+        parts = [renamed.pop(name.replace("q_proj", f"{part}_proj"), None) for part in "qkv"]
+        if all(part is not None for part in parts):
+            renamed[name.replace("self_attn.q_proj", "attention.wqkv")] = tuple(parts)
+    return {name: tensor for name, tensor in renamed.items() if not name.endswith("rotary_emb.inv_freq")}
+
+
+def backbone_config(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> BackboneConfig:
+    """Sizes from shapes. Raises CheckpointError for a size whose number of heads is unknown."""
+    path, settings = checkpoint.path, checkpoint.settings
+    vocab, dim = tensors["tok_embeddings.weight"].shape
+    layers = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
+    gate = tensors.get("layers.0.feed_forward.w1.weight")
+    if gate is None:
+        raise CheckpointError(f"{path.name} has no transformer layers. It is incomplete.")
+    heads = checkpoint.metadata.get("heads") or settings.get("num_attention_heads") or _HEADS.get((dim, layers))
+    if heads is None or dim % (4 * whole_number("heads", heads, 1, dim)):  # positions turn channels by fours
+        raise CheckpointError(
+            f"{path.name} has width {dim} and {layers} layers, which is no released LlamaGen size, so its number of "
+            "attention heads is unknown. Add safetensors metadata specar = {\"heads\": ...}."
+        )
+    return BackboneConfig(dim, layers, heads, gate.shape[0], vocab, positive(settings, "rms_norm_eps", 1e-5))
+
+
+def grid_of(checkpoint: Checkpoint) -> tuple[int, int]:
+    """The token grid by metadata, by the config.json of a conversion (``block_size`` tokens), or by the released names,
+    of the file or else of the folder it has to itself.
+
+    Raises CheckpointError if none tells.
+    """
+    path, tokens = checkpoint.path, checkpoint.settings.get("block_size", 0)
+    if "grid" in checkpoint.metadata:
+        return legal_grid(checkpoint.metadata["grid"])
+    if tokens and isqrt(tokens) ** 2 == tokens:
+        return isqrt(tokens), isqrt(tokens)
+    for name in (path.stem, path.parent.name if path.name in WEIGHT_FILES else ""):
+        for pattern, side in ((r"512|stage2|T2I-2\b", 32), (r"384", 24), (r"256|stage1|LlamaGen-T2I", 16)):
+            if re.search(pattern, name):
+                return side, side
+    raise CheckpointError(
+        f"{path.name} does not tell its grid: set it (16 for 256, 24 for 384, 32 for 512 pixels), or keep the released "
+        "file name, which contains the size."
+    )
+
+
+def load(
+    checkpoint: Checkpoint, dtype: torch.dtype, grid: tuple[int, int] | None, search: Sequence[Path], operations=nn
+) -> DiscreteModel:
+    """Build the model on the CPU. Raises CheckpointError if tensors are missing, unknown, misshapen or not finite."""
+    path, meta = checkpoint.path, checkpoint.metadata
+    tensors = official_names(checkpoint.tensors)
+    config = backbone_config(tensors, checkpoint)
+    text = "cls_embedding.cap_proj.fc1.weight" in tensors
+    grid = legal_grid(grid) if grid else grid_of(checkpoint)
+    vocab = config.vocab
+    with torch.device("meta"):
+        if text:
+            uncond = tensors.get("cls_embedding.uncond_embedding")
+            if uncond is None or uncond.ndim != 2:
+                raise CheckpointError(f"{path.name} lacks cls_embedding.uncond_embedding, which guidance needs.")
+            prefix = CaptionPrefix(uncond.shape[1], uncond.shape[0], config.dim, operations)
+            defaults = SamplingParams(cfg=7.5, top_k=min(1000, vocab))
+        elif "cls_embedding.embedding_table.weight" in tensors:
+            classes = tensors["cls_embedding.embedding_table.weight"].shape[0] - 1
+            prefix = ClassPrefix(classes, config.dim, operations)
+            defaults = SamplingParams(cfg=4.0, top_k=min(2000, vocab))
+        else:
+            raise CheckpointError(f"{path.name} has neither caption nor class embeddings. It is incomplete.")
+        backbone = Backbone(config, operations)
+    if "defaults" in meta:
+        defaults = SamplingParams(**meta["defaults"])
+    if text:
+        encoder = caption_encoder(path, meta, prefix.slots, uncond.shape[1], search)
+    else:
+        encoder = ClassEncoder(classes, class_names(classes))
+    family = "llamagen-t2i" if text else "llamagen-c2i"
+    model = DiscreteModel(backbone, prefix, family, grid, defaults, encoder, meta.get("pixels_per_token", 16))
+    renamed = {
+        name.replace("cls_embedding.", "prefix.") if name.startswith("cls_embedding.") else f"backbone.{name}": tensor
+        for name, tensor in tensors.items()
+    }
+    load_weights(model, join_gates(renamed), checkpoint, dtype)
+    model.dtype = dtype
+    return model.eval().requires_grad_(False)
+
+
+def caption_encoder(path: Path, meta: dict, slots: int, width: int, search: Sequence[Path]) -> PromptEncoder:
+    """The word table beside a model of ours, or flan-t5-xl from the model's folder or the search folders."""
+    words = path.parent / "text_encoder.safetensors"
+    if "caption_slots" in meta and words.is_file():
+        return WordEncoder.open(words, slots)
+    return t5.find(path, slots, width, search) or MissingEncoder(
+        f"{path.name} reads prompts through flan-t5-xl, which was not found. Put the folder flan-t5-xl (config.json, "
+        "tokenizer.json, the weights) or its encoder as one file with that name into models/text_encoders."
+    )
+
+
+def class_names(classes: int) -> list[str] | None:
+    """ImageNet's 1000 class names, as torchvision (part of every ComfyUI) lists them."""
+    if classes != 1000:
+        return None
+    try:
+        from torchvision.models import ResNet18_Weights
+    except (ImportError, RuntimeError):  # RuntimeError: torchvision built for another torch
+        return None
+    return list(ResNet18_Weights.IMAGENET1K_V1.meta["categories"])

@@ -1,0 +1,149 @@
+"""SimpleAR (Wang et al., arXiv:2504.11455): a Qwen2 language model whose last words are the codes of Cosmos DV8x16x16.
+
+Reads the released Hugging Face folders, and single files in their naming. Code k is the word with the id k + the length
+of the tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ...models.backbone import Backbone
+from ...models.positions import SequencePositions
+from ...models.prefix import TextPrefix
+from ...models.simplear import TiedHead
+from ...samplers.contract import SamplingParams
+from ..ar_model import DiscreteModel, legal_grid
+from ..files.checkpoint import WEIGHT_FILES, Checkpoint, CheckpointError, load_weights
+from ..text.language_model import (
+    Tokenizer,
+    backbone_config,
+    backbone_tensors,
+    find_tokenizer,
+    image_rows,
+    matrix,
+    positive,
+    rope_theta,
+    text_settings,
+)
+from ..text.prompt_encoders import TextEncoder
+
+FAMILY = "simplear"
+_ROOT, _TABLE, _HEAD = "model.", "model.embed_tokens.weight", "lm_head.weight"
+_PARTS = ("model.layers.", "model.norm.", _TABLE, _HEAD)
+_HEADS = {896: 14, 1536: 12}
+_CODES, _WORDS = 64_000, 151_672  # of the released models, whose tables may have unused rows behind them
+_GRIDS = ((64, 64), (32, 32))
+_REPOSITORIES = ("SimpleAR-1.5B-RL", "SimpleAR-1.5B-SFT", "SimpleAR-0.5B-RL", "SimpleAR-0.5B-SFT")
+_BEGIN, _END = "<|t2i|>", "<|soi|>"
+_PROMPT = "A highly realistic image of {}"
+_NEGATIVE = (
+    "An image of aerial view, overexposed, low quality, deformation, a poor composition, bad hands, bad teeth, bad "
+    "eyes, bad limbs, distortion"
+)  # what the released models were trained and measured with
+
+
+def recognise(tensors: Mapping[str, Tensor]) -> bool:
+    """Is this a Qwen2 language model and nothing else? Whether its words include image codes, ``load`` finds out."""
+    biased = f"{_ROOT}layers.0.self_attn.q_proj.bias" in tensors
+    return biased and _TABLE in tensors and all(name.startswith(_PARTS) for name in tensors)
+
+
+def load(
+    checkpoint: Checkpoint, dtype: torch.dtype, grid: tuple[int, int] | None, search: Sequence[Path], operations=nn
+) -> DiscreteModel:
+    """Build the model on the CPU.
+
+    Raises CheckpointError if tensors are missing, unknown, misshapen or not finite, for a language model without image
+    codes, for a tokenizer of another model, and for a grid that is not drawn.
+    """
+    path, tensors, settings = checkpoint.path, checkpoint.tensors, text_settings(checkpoint)
+    meta = checkpoint.own_settings
+    tokenizer = open_tokenizer(path, search)
+    table, codes = matrix(tensors, _TABLE, path), meta.get("codes", _CODES)
+    first = first_code(tokenizer, len(table), codes, meta.get("words"), path)
+    grids = (legal_grid(meta["grid"]),) if "grid" in meta else _GRIDS
+    if grid and tuple(grid) not in grids:
+        sizes = " or ".join(f"{rows} x {cols}" for rows, cols in grids)
+        raise CheckpointError(f"{path.name} draws {sizes} tokens, not {grid[0]} x {grid[1]}.")
+    heads = {table.shape[1]: meta["heads"]} if "heads" in meta else _HEADS
+    config = backbone_config(checkpoint, _ROOT, codes, heads, norm_eps=1e-6)
+    tied = _HEAD not in tensors or settings.get("tie_word_embeddings", False)
+    encoder = prompt_encoder(tokenizer, grids[0])
+
+    @cache
+    def negative() -> Tensor:
+        return encoder.encode(_NEGATIVE, negative=True)
+
+    with torch.device("meta"):
+        backbone = Backbone(config, operations)
+        if tied:
+            backbone.output = TiedHead(backbone.tok_embeddings)
+        prefix = TextPrefix(first, config.dim, lambda features, size: negative(), operations)
+    defaults = SamplingParams(**{"cfg": 6.0} | meta.get("defaults", {}))
+    model = DiscreteModel(
+        backbone, prefix, FAMILY, tuple(grid) if grid else grids[0], defaults, encoder,
+        positions=SequencePositions(rope_theta(settings, 1e6)), grids=grids,
+        longest=positive(settings, "max_position_embeddings", None), word_ids=range(first, first + codes),
+    )
+    weights = backbone_tensors(tensors, _ROOT, path) | {
+        "prefix.embedding.weight": table[:first], "backbone.tok_embeddings.weight": image_rows(table, first, codes),
+    }  # fmt: skip
+    if not tied:
+        weights["backbone.output.weight"] = image_rows(tensors[_HEAD], first, codes)
+    load_weights(model, weights, checkpoint, dtype)
+    model.dtype = dtype
+    return model.eval().requires_grad_(False)
+
+
+def open_tokenizer(path: Path, search: Sequence[Path]) -> Tokenizer:
+    """The tokenizer beside the model, or in a folder of a released name there or in the search folders."""
+    folder = path.parent if path.name in WEIGHT_FILES else path.parent / path.stem
+    repository = folder.name if folder.name in _REPOSITORIES else _REPOSITORIES[0]
+    return Tokenizer(
+        find_tokenizer(path, _REPOSITORIES, search) or find_tokenizer(path, _REPOSITORIES, search, "vocab.json"),
+        f"{path.name} reads prompts through its own tokenizer, which was not found. Put tokenizer.json of "
+        f"Daniel0724/{repository} into {folder}.",
+    )
+
+
+def first_code(tokenizer: Tokenizer, rows: int, codes: int, told: int | None, path: Path) -> int:
+    """Id of image code 0 in a table of ``rows`` words: the length of the tokenizer, or where there is none, what
+    metadata or the released sizes tell.
+
+    Raises CheckpointError if the table cannot hold the codes behind it.
+    """
+    if tokenizer.file is not None:
+        first, source = len(tokenizer), f"the {len(tokenizer)} words of {tokenizer.file}"
+        for token in (_BEGIN, _END):
+            tokenizer.id(token)
+    else:
+        first, source = told or _WORDS, f"the {told or _WORDS} words of its language"
+    if first + codes > rows:
+        raise CheckpointError(
+            f"{path.name} knows {rows} words, too few for {source} and {codes} image codes. It is a Qwen2 language "
+            "model that does not draw, or the tokenizer is another model's. SimpleAR's models are "
+            f"Daniel0724/{', '.join(_REPOSITORIES)}."
+        )
+    return first
+
+
+def prompt_encoder(tokenizer: Tokenizer, grid: tuple[int, int]) -> TextEncoder:
+    """Writes prompts as the model was trained to read them.
+
+    A prompt becomes "<|t2i|>A highly realistic image of ...<|soi|>"; a negative one is not said to be realistic. A
+    prompt that begins with <|t2i|> is read as it is written.
+    """
+
+    def write(text: str, template: str) -> list[int]:
+        whole = text if text.startswith(_BEGIN) else _BEGIN + template.format(text)
+        return tokenizer.ids(whole if whole.endswith(_END) else whole + _END)
+
+    return TextEncoder(
+        lambda text, size: write(text, _PROMPT), grid, write_negative=lambda text, size: write(text, "{}")
+    )

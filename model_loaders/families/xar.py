@@ -1,0 +1,165 @@
+"""xAR-B, L and H (Ren et al., arXiv:2502.20388): ImageNet classes, 256 pixels, four cells of 8 x 8 vectors.
+
+Accepts the released .pth files and safetensors. Everything is read from tensor shapes, except the number of heads
+(fused attention weights hide it): that comes from our metadata or from the released sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ...models.prefix import check_class
+from ...models.xar import CELL, CELLS, GRID, XAR, Flow, XARConfig, cell_order
+from ...samplers.continuous_contract import ContinuousParams
+from ...samplers.distributions import Normal
+from ..ar_model import Conditioning
+from ..continuous_model import ContinuousBase
+from ..files.checkpoint import Checkpoint, CheckpointError, load_weights, whole_number
+from ..text.prompt_encoders import ClassEncoder, PromptEncoder
+from .llamagen import class_names
+from .mar import count, defaults_of
+
+SCALE = 0.2325  # of KL-16's latents
+_SIZES = {  # (width, encoder blocks) -> heads, guidance and denoising steps of the released models
+    (768, 8): (12, 2.7, 40), (1024, 16): (16, 2.3, 50), (1280, 20): (16, 2.2, 50),
+}  # fmt: skip
+_RECOMPUTED = ("mask", ".rope.freqs", ".rope.freqs_cos", ".rope.freqs_sin")  # buffers in the released files
+
+
+@dataclass
+class CellState:
+    """Class embeddings [branches * B, D] of both guidance branches, conditional ones first."""
+
+    classes: Tensor
+
+
+class CellModel(ContinuousBase):
+    """xAR behind the ContinuousModel protocol of samplers/continuous_contract.py: it draws cells, in one order.
+
+    What a variant of an image knows must be the first cells of the order, and what is queried whole cells.
+    """
+
+    group = CELL
+
+    def __init__(self, backbone: XAR, defaults: ContinuousParams, prompt_encoder: PromptEncoder):
+        super().__init__("xar", (GRID, GRID), backbone.config.channels, SCALE, defaults, prompt_encoder)
+        self.backbone, self.order = backbone, cell_order()
+
+    def schedule(self, params: ContinuousParams) -> Flow:
+        """The denoising steps. Raises ValueError for an illegal number or kind."""
+        return Flow.of(params.steps, params.kind)
+
+    def guidance(self, params: ContinuousParams, before: Tensor, after: Tensor, length: int) -> Tensor:
+        """Constant, or 1 for the first cell, rising linearly to cfg for the last."""
+        if params.cfg_schedule == "constant":
+            return torch.full_like(before, params.cfg, dtype=torch.float32)
+        return 1 + (params.cfg - 1) * (before // CELL).float() / (CELLS - 1)
+
+    def start(
+        self, conditioning: Conditioning, negative: Conditioning | None, batch: int, grid: tuple[int, int], guided: bool
+    ) -> CellState:
+        """Class embeddings of both guidance branches; without ``negative`` the second is the null class.
+
+        Raises ValueError for the class of another model.
+        """
+        self.check_grid(*grid)
+        numbers = [self.features(conditioning, batch, "positive")[:, 0, 0].long()]
+        if guided and negative is not None:
+            numbers.append(self.features(negative, batch, "negative")[:, 0, 0].long())
+        for given in numbers:
+            check_class(given, self.backbone.config.classes)
+        if guided and negative is None:
+            numbers.append(torch.full_like(numbers[0], self.backbone.config.classes))
+        return CellState(self.backbone.class_emb(torch.cat(numbers)).to(self.dtype))
+
+    def predict(
+        self, state: CellState, tokens: Tensor, known: Tensor, query: Tensor, seen: int, cfg: Tensor,
+        temperature: float, noise0: Tensor, noise_t: Tensor, schedule: Flow,
+    ) -> Normal:
+        """See ContinuousModel. Raises ValueError unless whole cells are queried.
+
+        A clean cell's keys and values depend on earlier cells only, so all variants of an image share them; a mask
+        hides the cells that a variant does not know.
+        """
+        batch, variants, count = query.shape
+        if count % CELL:
+            raise ValueError(f"This model draws cells of {CELL} tokens; {count} tokens were asked for.")
+        order, branches = self.order.to(tokens.device), len(state.classes) // batch
+        each = variants * count // CELL  # queried cells of an image
+        cells = (self.order.argsort().to(query.device)[query[..., ::CELL]] // CELL).flatten()
+        readable = min(-(-seen // CELL), CELLS - 1)
+        past = mask = None
+        if readable:
+            clean = tokens[:, order[: readable * CELL]].unflatten(1, (readable, CELL))
+            past = self.backbone.read(clean.repeat(branches, 1, 1, 1), state.classes)
+            past = [tuple(t.repeat_interleave(each, dim=0) for t in pair) for pair in past]
+            sees = known[..., order[: readable * CELL : CELL]].repeat_interleave(count // CELL, dim=1).flatten(0, 1)
+            mask = nn.functional.pad(sees.repeat_interleave(CELL, dim=1), (0, CELL), value=True)
+            mask = mask[:, None, None].repeat(branches, 1, 1, 1)
+        end = self.backbone.denoise(
+            cells, state.classes.repeat_interleave(each, dim=0), past, mask, cfg.reshape(-1, CELL, 1), temperature,
+            noise0.reshape(-1, CELL, self.channels), noise_t.reshape(schedule.steps, -1, CELL, self.channels), schedule,
+        )
+        return Normal(*end).map(lambda t: t.reshape(*query.shape, *t.shape[2:]))
+
+    def run_bytes(self, rows: int, tokens: int, draws: int) -> int:
+        """Rough bytes of a pass over rows that each read ``tokens`` tokens and draw ``draws``: activations and keys."""
+        config = self.backbone.config
+        activations = rows * max(tokens, draws) * (12 * config.dim + 2 * config.hidden)
+        keys = 2 * (config.encoder_layers + config.decoder_layers) * rows * CELLS * CELL * config.dim
+        return (activations + keys) * self.dtype.itemsize
+
+
+def recognise(tensors: dict[str, Tensor]) -> bool:
+    """Is this an xAR transformer?"""
+    return {"class_emb.weight", "time_embed.mlp.0.weight", "pred.weight", "encoder_pos_embed_learned"} <= tensors.keys()
+
+
+def config_of(tensors: dict[str, Tensor], heads: int | None, path: Path) -> XARConfig:
+    """Sizes from shapes. Raises CheckpointError if it cannot tell them."""
+    encoder, decoder = (count(tensors, f"{part}_blocks.") for part in ("encoder", "decoder"))
+    if not encoder or not decoder:
+        raise CheckpointError(f"{path.name} has no transformer blocks. It is incomplete.")
+    hidden, dim = tensors["encoder_blocks.0.mlp.fc1_g.weight"].shape[:2]
+    places = tensors["encoder_pos_embed_learned"].shape[1]
+    if places != CELLS * CELL:
+        raise CheckpointError(f"{path.name} draws {places} tokens; xAR models of {CELLS * CELL} are supported.")
+    heads = heads or _SIZES.get((dim, encoder), (None,))[0]
+    if heads is None:
+        raise CheckpointError(
+            f"{path.name} has width {dim} and {encoder} encoder blocks, which is no released xAR size, so its number "
+            "of attention heads is unknown. Add safetensors metadata specar = {\"heads\": ...}."
+        )
+    if dim % (4 * whole_number("heads", heads, 1, dim)):
+        raise CheckpointError(f"{path.name}: {heads} heads do not fit its width {dim}.")
+    classes, channels = tensors["class_emb.weight"].shape[0] - 1, tensors["pred.weight"].shape[0]
+    return XARConfig(dim, encoder, decoder, heads, hidden, channels, classes)
+
+
+def load(
+    checkpoint: Checkpoint, dtype: torch.dtype, grid: tuple[int, int] | None, search: Sequence[Path], operations=nn
+) -> CellModel:
+    """Build the model on the CPU. Raises CheckpointError if tensors are missing, unknown, misshapen or not finite, or
+    if another grid than 16 x 16 is asked for.
+    """
+    path, meta = checkpoint.path, checkpoint.metadata
+    if grid is not None and tuple(grid) != (GRID, GRID):
+        raise CheckpointError(f"{path.name} is an xAR model: its grid is {GRID} x {GRID}, not {grid[0]} x {grid[1]}.")
+    try:
+        config = config_of(checkpoint.tensors, meta.get("heads"), path)
+    except (KeyError, IndexError) as error:  # a tensor that tells a size is not there, or has too few dimensions
+        raise CheckpointError(f"{path.name} is incomplete or damaged ({error}). Download it again.") from error
+    _, cfg, steps = _SIZES.get((config.dim, config.encoder_layers), (None, 2.2, 50))
+    defaults = defaults_of({"defaults": {"cfg": cfg, "steps": steps} | meta.get("defaults", {})}, config.dim, path)
+    with torch.device("meta"):
+        backbone = XAR(config, operations)
+    model = CellModel(backbone, defaults, ClassEncoder(config.classes, class_names(config.classes)))
+    tensors = {f"backbone.{name}": t for name, t in checkpoint.tensors.items() if not name.endswith(_RECOMPUTED)}
+    load_weights(model, tensors, checkpoint, dtype)
+    model.dtype = dtype
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,412 @@
+"""Opening weight files without executing anything in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from ...models.quantised import narrow_names, put_narrow, quantise, stored
+from . import safetensors_files
+from .pickles import read_pickle, refuse_unreal
+from .torchscript import read_torchscript
+
+SAFETENSORS = (".safetensors", ".sft")
+PICKLES = (".pt", ".pth", ".bin", ".ckpt")
+TORCHSCRIPT = (".jit",)
+INDEX = ".index.json"
+WEIGHT_FILES = (  # of a Hugging Face folder, in the order of preference
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+)  # fmt: skip
+_CHECKED = 2**20  # values looked at together
+# Averaged weights go before those of the last step; the others are of DDP, DeepSpeed and Lightning.
+_CONTAINERS = ("model_ema", "model", "module", "state_dict")
+
+
+_PAGE_FILE = re.compile(r"(os error |error code: <|WinError )1455\b")  # as safetensors, PyTorch and Python tell it
+_NO_MEMORY = re.compile(r"not enough memory|(can't|cannot) allocate memory", re.IGNORECASE)
+_LARGEST_SETTINGS = 32 * 2**20  # bytes of a .json file; the released ones have 10 MB at most
+_LONGEST_MESSAGE = 1200  # characters
+
+
+class CheckpointError(ValueError):
+    """A weight file that cannot be used; the message names the file, the reason and the remedy."""
+
+    def __init__(self, message: str):
+        if len(message) > _LONGEST_MESSAGE:  # what it quotes from a file may be of any length
+            message = f"{message[: _LONGEST_MESSAGE - 300]} ... {message[-290:]}"
+        super().__init__(message)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Tensors by name, the ``specar`` metadata of our own files (else empty), and the file they came from.
+
+    A checkpoint in shards has its index for a file. The tensors are maps of the files (see keep_maps): reading one is
+    what costs.
+    storage: a narrower dtype, of NARROW, in which the large matrices are to be kept (see load_weights).
+    """
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, Any] = field(default_factory=dict)
+    path: Path = Path()
+    storage: torch.dtype | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The config.json beside a file that has its folder to itself, as Hugging Face lays them out; else empty.
+
+        Raises CheckpointError for one that cannot be read.
+        """
+        return read_settings(self.path.parent / "config.json") if self.path.name in WEIGHT_FILES else {}
+
+    @property
+    def own_settings(self) -> dict[str, Any]:
+        """What our own files say of themselves: the metadata, over the ``specar`` table of config.json."""
+        return (self.settings.get("specar") or {}) | self.metadata
+
+
+@contextmanager
+def incomplete_without(needed: str, path: Path) -> Iterator[None]:
+    """Sizes are read from tensors by name: turn the want of one into a CheckpointError that says what is needed."""
+    try:
+        yield
+    except (KeyError, ValueError) as error:  # a tensor that tells a size, or a whole group of them, is not there
+        raise CheckpointError(
+            f"{path.name} is incomplete ({error}): {needed} are needed. Download it again."
+        ) from error
+
+
+@contextmanager
+def as_released(path: Path) -> Iterator[None]:
+    """Turn what a file breaks that is not as it was released into a CheckpointError. Files come from anywhere: a tensor
+    without dimensions, words where config.json should have numbers ..."""
+    try:
+        yield
+    except (CheckpointError, torch.cuda.OutOfMemoryError):
+        raise
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError, RuntimeError) as error:
+        refuse_shortage(error, path)
+        raise CheckpointError(
+            f"{path.name}, its metadata or the config.json beside it is not as it was released: {error} "
+            f"({type(error).__name__}). Download them again."
+        ) from error
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """The table in a .json file; empty if there is none. Raises CheckpointError for one that cannot be read."""
+    if not file.is_file():
+        return {}
+    try:
+        refuse_large(file, _LARGEST_SETTINGS)
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}. Download it again.") from error
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{file} is not a table of settings. Download it again.")
+    return settings
+
+
+def refuse_large(file: Path, most: int) -> None:
+    """Raise CheckpointError for a file of more than ``most`` bytes, which would be read as a whole, and for a pipe or a
+    device, whose reading never ends."""
+    if not os.path.isfile(file):
+        raise CheckpointError(f"{file} is no file any more. Put it there again.")
+    if (size := file.stat().st_size) > most:
+        raise CheckpointError(f"{file} has {size} bytes, far more than a file of its kind. Download it again.")
+
+
+def whole_number(name: str, value: Any, least: int, most: int) -> int:
+    """A number of somebody's metadata. Raises ValueError for what is none, or out of bounds."""
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{name} is {value!r:.100}, but must be a whole number from {least} to {most}.")
+    return value
+
+
+def title(path: Path) -> str:
+    """What the model in a weight file is called: its folder where that is its own, else the file without its ending."""
+    return path.parent.name if path.name in WEIGHT_FILES else path.stem
+
+
+def weight_file(path: Path, names: Sequence[str] = WEIGHT_FILES) -> Path:
+    """The file itself, or the first of ``names`` in a folder. Raises CheckpointError if there is none."""
+    if not os.path.isdir(path):  # unlike Path's own, it bears names that no file can have
+        return path
+    for name in names:
+        if (path / name).is_file():
+            return path / name
+    raise CheckpointError(f"The folder {path} holds no {' and no '.join(names)}.")
+
+
+_mapped = True
+
+
+def keep_maps(wanted: bool) -> None:
+    """Choose, for this process, how weights are read from now on: as maps of their files (at first), or into memory.
+
+    A map takes no memory of its own for weights that are used in the file's dtype. But Windows refuses to replace or
+    delete a mapped file until the model is gone, and reserves memory for all of it; and some network drives cannot map.
+    """
+    global _mapped
+    _mapped = wanted
+
+
+def open_checkpoint(path: Path, mapped: bool | None = None) -> Checkpoint:
+    """Read a .safetensors file, a pickle of tensors (weights only), whichever container it uses, the tensors of a
+    TorchScript archive, or all the shards of an index. mapped: see keep_maps (None: as chosen there).
+
+    Raises CheckpointError for a missing, truncated, empty or code-carrying file, and where memory is short.
+    """
+    mapped = _mapped if mapped is None else mapped
+    return _open(path, _map if mapped else safetensors_files.read, mapped)
+
+
+def outline(path: Path) -> Checkpoint:
+    """A checkpoint whose tensors are on the meta device: names, shapes and dtypes. Raises as open_checkpoint does."""
+    checkpoint = _open(path, safetensors_files.outline, mapped=True)
+    return replace(checkpoint, tensors={name: tensor.to("meta") for name, tensor in checkpoint.tensors.items()})
+
+
+_Read = Callable[[Path], tuple[dict[str, Tensor], dict[str, str]]]  # safetensors file -> tensors, metadata
+
+
+def _map(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    with safe_open(str(path), framework="pt", device="cpu") as file:
+        return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118 (not a dict)
+
+
+def refuse_shortage(error: BaseException, path: Path) -> None:
+    """Raise CheckpointError if a file could not be read, or its weights not be held, for want of memory."""
+    told = " ".join(str(cause) for cause in (error, error.__cause__) if cause)
+    size = f"{path.name} ({path.stat().st_size / 1e9:.1f} GB)" if path.is_file() else path.name
+    if _PAGE_FILE.search(told):
+        raise CheckpointError(
+            f"Windows cannot reserve memory for {size}, because its page file is too small (error 1455). Let Windows "
+            "manage the size of the page file (System > About > Advanced system settings > Performance > Advanced > "
+            "Virtual memory), close other programs, or start ComfyUI with --disable-mmap."
+        ) from error
+    if isinstance(error, MemoryError) or isinstance(error.__cause__, MemoryError) or _NO_MEMORY.search(told):
+        raise CheckpointError(
+            f"There is not enough memory to load {size}. Close other programs, or choose a dtype with fewer bytes."
+        ) from error
+
+
+def _open(path: Path, read: _Read, mapped: bool) -> Checkpoint:
+    if not os.path.isfile(path):
+        raise CheckpointError(f"{path} does not exist. Put the file there or choose another one.")
+    if path.name.endswith(INDEX):
+        return _open_shards(path, read, mapped)
+    suffix = path.suffix.lower()
+    if suffix in SAFETENSORS:
+        return _open_safetensors(path, read)
+    if suffix in PICKLES:
+        return _open_pickle(path, mapped)
+    if suffix in TORCHSCRIPT:
+        return _open_torchscript(path)
+    kinds = ", ".join(SAFETENSORS + PICKLES + TORCHSCRIPT)
+    raise CheckpointError(f"{path.name} is not a weight file of a known kind ({kinds}).")
+
+
+def shard_of(index: Path) -> dict[str, str]:
+    """Tensor name -> file name of its shard. Raises CheckpointError for an index that leads elsewhere."""
+    shards = read_settings(index).get("weight_map")
+    plain = isinstance(shards, dict) and all(
+        isinstance(name, str) and Path(name).name == name and name not in ("", "..") and not name.endswith(INDEX)
+        and len(name) < 256 for name in shards.values()
+    )
+    if not shards or not plain:
+        raise CheckpointError(f"{index} does not say which shard beside it holds which tensor. Download it again.")
+    return shards
+
+
+def _open_shards(index: Path, read: _Read, mapped: bool) -> Checkpoint:
+    shards = shard_of(index)
+    tensors: dict[str, Tensor] = {}
+    files = sorted(set(shards.values()))
+    missing = [file for file in files if not (index.parent / file).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{index.parent.name} is incomplete: of its {len(files)} shards, {len(missing)} are missing "
+            f"({', '.join(missing[:3])}). Download them into the folder {index.parent}."
+        )
+    for file in files:
+        tensors |= _open(index.parent / file, read, mapped).tensors
+    absent = [name for name in shards if name not in tensors]
+    if absent:
+        raise CheckpointError(
+            f"{index.parent.name} is incomplete: {len(absent)} tensors of its index are in no shard, such as "
+            f"{absent[0]}, which should be in {shards[absent[0]]}. Download that file again."
+        )
+    return Checkpoint(tensors, {}, index)
+
+
+def _open_safetensors(path: Path, read: _Read) -> Checkpoint:
+    try:
+        tensors, strings = read(path)
+        metadata = json.loads(strings.get("specar", "{}"))
+    except (SafetensorError, ValueError, RuntimeError, OSError, MemoryError) as error:
+        refuse_shortage(error, path)
+        if isinstance(error, OSError):
+            raise CheckpointError(
+                f"{path} cannot be read: {error}. If its drive cannot map files, start ComfyUI with --disable-mmap."
+            ) from error
+        size = path.stat().st_size
+        raise CheckpointError(
+            f"{path.name} ({size} bytes) is damaged or not a safetensors file: {error}. Download or copy it again."
+        ) from error
+    if not tensors:
+        raise CheckpointError(f"{path.name} holds no tensors.")
+    return Checkpoint(tensors, metadata if isinstance(metadata, dict) else {}, path)
+
+
+def _open_pickle(path: Path, mapped: bool) -> Checkpoint:
+    try:
+        content = read_pickle(path, mapped)
+        for _ in range(2):
+            if isinstance(content, dict):
+                content = next((content[key] for key in _CONTAINERS if isinstance(content.get(key), dict)), content)
+        named = content.items() if isinstance(content, dict) else ()
+        tensors = {name: tensor for name, tensor in named if isinstance(name, str) and isinstance(tensor, Tensor)}
+        refuse_unreal(tensors, path)
+    except ValueError as error:
+        refuse_shortage(error, path)
+        raise CheckpointError(
+            f"{path.name} ({path.stat().st_size} bytes) cannot be read as plain weights: it is damaged or contains "
+            f"code, which is never run. Convert it to .safetensors where you trust it. {error}"
+        ) from error
+    if not tensors:
+        raise CheckpointError(f"{path.name} holds no named tensors.")
+    return Checkpoint(tensors, {}, path)
+
+
+def _open_torchscript(path: Path) -> Checkpoint:
+    try:
+        tensors = read_torchscript(path)
+        refuse_unreal(tensors, path)
+    except ValueError as error:
+        refuse_shortage(error, path)
+        raise CheckpointError(
+            f"{path.name} ({path.stat().st_size} bytes) cannot be read as the weights of a TorchScript archive, which "
+            f"are all that is ever taken from one: {error}. Download it again from where it was released."
+        ) from error
+    if not tensors:
+        raise CheckpointError(f"{path.name} holds no tensors.")
+    return Checkpoint(tensors, {}, path)
+
+
+def tensor_names(path: Path) -> set[str]:
+    """Names of the tensors in a safetensors file, a Hugging Face folder's pickle or behind an index, without reading
+    them; none for other files."""
+    if path.name.endswith(INDEX):
+        return set(shard_of(path))
+    known = path.suffix.lower() in SAFETENSORS or path.name in WEIGHT_FILES
+    return set(outline(path).tensors) if known else set()
+
+
+def holds_fp8(path: Path) -> bool:
+    """Are matrices of a safetensors file (of its first shard, for an index) stored in fp8? Nothing is read."""
+    if path.name.endswith(INDEX):
+        path = path.parent / min(shard_of(path).values())
+    if path.suffix.lower() not in SAFETENSORS or not path.is_file():
+        return False
+    try:
+        return any(tensor.dtype == torch.float8_e4m3fn for tensor in outline(path).tensors.values())
+    except CheckpointError:
+        return False  # who loads it says what is wrong with it
+
+
+def load_weights(module: nn.Module, tensors: Mapping[str, Tensor | tuple[Tensor, ...]], checkpoint: Checkpoint,
+                 dtype: torch.dtype, ignore: Iterable[str] = (), precise: tuple[str, ...] = ()) -> None:
+    """Put tensors of a checkpoint into a module built on the meta device, one after the other, cast to ``dtype``.
+
+    A tuple stands for its tensors one below the other. Those under the prefixes ``precise`` stay fp32. With a
+    ``storage`` dtype in the checkpoint, the large Linear modules are replaced by such as keep their matrices in it
+    (which ones: NARROW). Raises CheckpointError for missing, unknown, misshapen or non-finite tensors (names in
+    ``ignore`` are left out).
+    """
+    path, ignore = checkpoint.path, set(ignore)
+    wanted = module.state_dict()
+    found = {name: tensor if isinstance(tensor, tuple) else (tensor,) for name, tensor in tensors.items()
+             if name not in ignore}
+    missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    if missing or unknown:
+        raise CheckpointError(
+            f"{path.name} does not fit this model: {len(missing)} tensors missing {missing[:3]}, "
+            f"{len(unknown)} unknown {unknown[:3]}. It is incomplete or of another family."
+        )
+    for name, shape in ((name, tensor.shape) for name, tensor in wanted.items()):
+        shapes = [list(part.shape) for part in found[name]]
+        whole = [sum(part[0] for part in shapes), *shapes[0][1:]] if shapes[0] else []
+        if whole != list(shape) or any(part[1:] != shapes[0][1:] for part in shapes):
+            raise CheckpointError(f"{path.name}: {name} has shape {whole}, expected {list(shape)}.")
+    narrow = {f"{n}.weight": n for n in narrow_names(module, checkpoint.storage)} if checkpoint.storage else {}
+    cast = {}
+    for name, tensor in wanted.items():
+        layer, scale = narrow.get(name), None
+        if layer is not None and checkpoint.storage == torch.int8:
+            parts = [_quantised(part, dtype, name, path) for part in found[name]]
+            cast[name], scale = (_joined(kind) for kind in zip(*parts, strict=True))
+            cast[f"{layer}.scale"] = scale
+        else:
+            kept = checkpoint.storage if layer is not None else torch.float32 if name.startswith(precise) else dtype
+            cast[name] = _joined([_cast(part, kept, tensor.is_floating_point(), name, path) for part in found[name]])
+        if layer is not None:
+            cast[name] = stored(cast[name])
+            put_narrow(module, layer, cast[name], scale)
+    module.load_state_dict(cast, strict=True, assign=True)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
+
+
+def _quantised(tensor: Tensor, dtype: torch.dtype, name: str, path: Path) -> tuple[Tensor, Tensor]:
+    """A matrix in int8 and its scales, for computing in ``dtype``. Raises CheckpointError as _cast does."""
+    _refuse_whole(tensor, name, path)
+    rounded, scale = quantise(tensor)
+    if not torch.isfinite(scale).all():
+        raise CheckpointError(f"{path.name}: {name} contains NaN or infinite values. The file is damaged.")
+    if 127 * scale.max() > torch.finfo(dtype).max:
+        raise CheckpointError(f"{path.name}: {name} has values that are too large for {dtype}. Load it in bf16.")
+    return rounded, scale
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype, numbers: bool, name: str, path: Path) -> Tensor:
+    """The tensor in another precision; itself where it has that already.
+
+    The result is what is looked at: a map that is gone over twice is read twice where memory is short. Raises
+    CheckpointError for values that are not finite or too large for ``dtype``, or whole ones in place of real
+    ``numbers``.
+    """
+    if numbers:
+        _refuse_whole(tensor, name, path)
+    cast = tensor.to(dtype)
+    if not _finite(cast):
+        if _finite(tensor):
+            raise CheckpointError(f"{path.name}: {name} has values that are too large for {dtype}. Load it in bf16.")
+        raise CheckpointError(f"{path.name}: {name} contains NaN or infinite values. The file is damaged.")
+    return cast
+
+
+def _refuse_whole(tensor: Tensor, name: str, path: Path) -> None:
+    if not tensor.is_floating_point():
+        raise CheckpointError(
+            f"{path.name}: {name} holds whole numbers ({tensor.dtype}). It is quantised in a way that this pack does "
+            "not read: take the weights as they were released."
+        )
+
+
+def _finite(tensor: Tensor) -> bool:
+    parts = tensor.flatten().split(_CHECKED)  # the check makes copies
+    return all(torch.isfinite(part.float() if part.dtype.itemsize == 1 else part).all() for part in parts)

@@ -1,0 +1,116 @@
+"""Traces on disk: every array in a .safetensors file, the report for other programs in a .json of the same name."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from errno import EDQUOT, ENOSPC
+from pathlib import Path
+
+from safetensors.torch import save
+
+from ...files import replace
+from ...samplers.trace import CONTINUOUS_FIELDS, POSITION_FIELDS, SCHEMA, Source, Trace, derived_totals
+from .checkpoint import CheckpointError, open_checkpoint
+
+
+def save_trace(trace: Trace, path: str | Path) -> tuple[Path, Path]:
+    """Write ``path``.json (report) and ``path``.safetensors (every array), and return both.
+
+    Neither file is there before both are written whole. Raises OSError that says which could not be.
+    """
+    path = stem(path)
+    tensors = {f"positions.{k}": v.contiguous() for k, v in trace.positions.items()}
+    tensors |= {f"rounds.{k}": v.contiguous() for k, v in trace.rounds.items()}
+    header = {"rows": trace.rows, "cols": trace.cols, "stride": trace.stride, "totals": trace.totals,
+              "settings": trace.settings, "schema": SCHEMA, "continuous": trace.continuous}
+    contents = {
+        with_ending(path, ".safetensors"): save(tensors, metadata={"specar": json.dumps(header)}),
+        with_ending(path, ".json"): json.dumps(trace.report(), indent=1).encode(),
+    }
+    write_together(contents)
+    record, report = contents
+    return report, record
+
+
+def stem(path: str | Path) -> Path:
+    """What both files of a trace are called, without the ending. (A name may hold dots.)"""
+    path = Path(path)
+    return path.with_suffix("") if path.suffix in (".json", ".safetensors") else path
+
+
+def with_ending(path: Path, ending: str) -> Path:
+    return path.parent / (path.name + ending)
+
+
+def write_together(contents: dict[Path, bytes]) -> None:
+    """Write several files, all of them or none. Raises OSError."""
+    parts = {file: with_ending(file, ".part") for file in contents}
+    try:
+        for file, content in contents.items():
+            parts[file].write_bytes(content)
+        for file, part in parts.items():
+            replace(part, file)
+    except OSError as error:
+        for part in parts.values():
+            with suppress(OSError):
+                part.unlink()
+        full = " The disk is full: make room on it." if error.errno in (ENOSPC, EDQUOT) else ""
+        raise OSError(error.errno, f"{file} could not be written ({error.strerror}).{full}") from error
+
+
+def load_trace(path: str | Path) -> Trace:
+    """Read a trace written by save_trace (its .safetensors file). Raises ValueError if it is something else.
+
+    Its totals are those that were stored. Files of earlier versions have only what the run counted: the others are
+    computed here.
+    """
+    path = with_ending(stem(path), ".safetensors")
+    try:
+        checkpoint = open_checkpoint(path, mapped=False)  # the file may be replaced while the trace is shown
+    except CheckpointError as error:
+        raise ValueError(f"{path.name} cannot be read as a trace: {error} Save it again with Save Trace.") from error
+    header, tensors = checkpoint.metadata, checkpoint.tensors
+    schema = header.get("schema")
+    if schema != SCHEMA:
+        found = schema or "no schema"
+        raise ValueError(f"{path.name} is not a {SCHEMA} trace (found {found}). Save it again with Save Trace.")
+    wanted = CONTINUOUS_FIELDS if header.get("continuous") else POSITION_FIELDS
+    absent = [f"positions.{name}" for name in wanted if f"positions.{name}" not in tensors]
+    absent += [name for name in ("rows", "cols", "stride", "totals", "settings") if name not in header]
+    if absent:
+        raise ValueError(f"{path.name} is incomplete ({', '.join(absent)}). Save it again with Save Trace.")
+    positions, rounds = (
+        {key.removeprefix(group): tensor for key, tensor in tensors.items() if key.startswith(group)}
+        for group in ("positions.", "rounds.")
+    )
+    trace = Trace(header["rows"], header["cols"], header["stride"], positions, rounds, header["totals"],
+                  header["settings"])
+    try:
+        complete(trace)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{path.name} is damaged ({error}). Save it again with Save Trace.") from error
+    return trace
+
+
+def complete(trace: Trace) -> None:
+    """Complete the totals of a trace; raise an error of some kind where its parts do not fit together, or its numbers
+    do not add up."""
+    sizes = trace.rows, trace.cols, trace.stride
+    if not all(type(size) is int for size in sizes) or not 1 <= min(sizes) or trace.stride < trace.cols:
+        raise ValueError(f"a grid of {sizes}")
+    shape = trace.positions["source"].shape
+    if len(shape) != 2 or not shape[0] or trace.rows * trace.stride > shape[1]:
+        raise ValueError(f"a grid of {sizes} in records of {list(shape)}")
+    known = POSITION_FIELDS | CONTINUOUS_FIELDS
+    for name, tensor in trace.positions.items():
+        if tensor.shape != shape or tensor.dtype != known.get(name, tensor.dtype):
+            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}")
+    if trace.positions["source"].max() > max(Source):
+        raise ValueError("tokens from nowhere")
+    if not isinstance(trace.settings, dict):
+        raise ValueError("no table of settings")
+    for name, number in derived_totals(trace.positions, trace.totals).items():
+        stored = trace.totals.setdefault(name, number)
+        if type(stored) is not type(number) or (stored != number and not isinstance(number, float)):
+            raise ValueError(f"{name} is {stored!r}, but its records say {number!r}")

@@ -1,0 +1,195 @@
+"""What the families built on language models share: Hugging Face's names and sizes, and their tokenizers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...models.backbone import BackboneConfig, join_gates
+from ..files.checkpoint import Checkpoint, CheckpointError, refuse_large
+
+_LARGEST_TOKENIZER = 64 * 2**20  # bytes; the released ones have 20 MB at most
+_NAMES = {
+    "self_attn.o_proj": "attention.wo", "self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm",
+    "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
+    "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+
+
+def backbone_tensors(tensors: Mapping[str, Tensor], root: str, path: Path) -> dict[str, Tensor | tuple[Tensor, ...]]:
+    """Layers and final norm of a Llama-type model, whose names begin with ``root``, under the names of a DiscreteModel.
+
+    The projections of queries, keys and values are stacked. Raises CheckpointError if one of the three is missing.
+    """
+    found: dict[str, Tensor | tuple[Tensor, ...]]
+    found = {"backbone.norm.weight": _tensor(tensors, f"{root}norm.weight", path)}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(re.escape(root) + r"layers\.(\d+)\.(.+)\.(weight|bias)", name)
+        if match is None or match[2] in ("self_attn.k_proj", "self_attn.v_proj"):
+            continue
+        layer, part, kind = match.groups()
+        if part == "self_attn.q_proj":
+            stacked = (_tensor(tensors, name.replace("q_proj", f"{p}_proj"), path) for p in "qkv")
+            found[f"backbone.layers.{layer}.attention.wqkv.{kind}"] = tuple(stacked)
+        else:
+            found[f"backbone.layers.{layer}.{_NAMES.get(part, part)}.{kind}"] = tensor
+    return join_gates(found)
+
+
+def text_settings(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What config.json says of the language model; all of it where that is no part of its own."""
+    whole = checkpoint.settings
+    return whole.get("text_config") or whole.get("language_config") or whole
+
+
+def backbone_config(checkpoint: Checkpoint, root: str, vocab: int, known_heads: Mapping[int, int],
+                    norm_eps: float) -> BackboneConfig:
+    """Sizes of a Llama-type model: from its weights, and the number of heads from config.json or, for a file without
+    one, from ``known_heads`` (width -> heads of the released sizes).
+
+    Raises CheckpointError for a model without layers, and one whose number of heads nobody tells.
+    """
+    tensors, path = checkpoint.tensors, checkpoint.path
+    settings = text_settings(checkpoint)
+    layers = {m[1] for name in tensors if (m := re.match(re.escape(root) + r"layers\.(\d+)\.", name))}
+    q, k, gate = (matrix(tensors, f"{root}layers.0.{part}.weight", path)
+                  for part in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"))
+    dim = q.shape[1]
+    heads = settings.get("num_attention_heads") or known_heads.get(dim)
+    known = type(heads) is int and heads > 0 and len(q) % (2 * heads) == 0  # positions turn channels by twos
+    kv_heads, rest = divmod(len(k), len(q) // heads) if known else (0, 0)
+    if not kv_heads or rest or heads % kv_heads:
+        raise CheckpointError(
+            f"{path.name} has a width of {dim}, and how many attention heads share it is not known ({heads}). Keep it "
+            "under its released name, together with its config.json, in a folder of its own."
+        )
+    head_norm = tensors.get(f"{root}layers.0.self_attn.q_norm.weight")
+    return BackboneConfig(
+        dim, len(layers), heads, len(gate), vocab, positive(settings, "rms_norm_eps", norm_eps),
+        kv_heads=kv_heads, qkv_bias=f"{root}layers.0.self_attn.q_proj.bias" in tensors,
+        head_norms=0 if head_norm is None else len(head_norm),
+    )  # fmt: skip
+
+
+def positive(settings: Mapping[str, Any], name: str, default: float | None) -> float | None:
+    """A number of config.json, or the default where it has none. Raises CheckpointError for one that cannot be."""
+    value = settings.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < inf:
+        raise CheckpointError(f"config.json says {name} {value!r}, which must be a positive number.")
+    return value
+
+
+def rope_theta(settings: Mapping[str, Any], default: float = 10000.0) -> float:
+    """Base of the rotary frequencies by a config.json of either generation of transformers, or the default.
+
+    Raises CheckpointError for positions that are stretched.
+    """
+    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind != "default":
+        raise CheckpointError(f"config.json asks for rotary positions of the type {kind!r}, which is not supported.")
+    return float(positive(rope, "rope_theta", None) or positive(settings, "rope_theta", default))
+
+
+def image_rows(table: Tensor, first: int, codes: int, specials: Sequence[int] = ()) -> tuple[Tensor, ...]:
+    """Rows of an embedding or a head [words, D] for the image codes from id ``first`` on, then for special tokens."""
+    return (table[first : first + codes], *(table[special : special + 1] for special in specials))
+
+
+def matrix(tensors: Mapping[str, Tensor], name: str, path: Path) -> Tensor:
+    """A matrix by its name. Raises CheckpointError if it is missing, or none."""
+    tensor = _tensor(tensors, name, path)
+    if tensor.ndim != 2 or not tensor.numel():
+        raise CheckpointError(f"{path.name}: {name} has shape {list(tensor.shape)}, expected a matrix.")
+    return tensor
+
+
+def _tensor(tensors: Mapping[str, Tensor], name: str, path: Path) -> Tensor:
+    if name not in tensors:
+        raise CheckpointError(f"{path.name} lacks {name}. It is incomplete: download it again.")
+    return tensors[name]
+
+
+# Tokenizers
+
+
+def find_tokenizer(
+    path: Path, names: Sequence[str], search: Sequence[Path], file: str = "tokenizer.json"
+) -> Path | None:
+    """The file ``file`` beside a model that has its folder to itself, in the folder named as the weight file, or in one
+    of the folders ``names`` beside it or in the search folders."""
+    own = [path.parent, path.parent / path.stem]
+    folders = [*own, *(folder / name for folder in (path.parent, path.parent.parent, *search) for name in names)]
+    return next((folder / file for folder in folders if (folder / file).is_file()), None)
+
+
+@contextmanager
+def readable(path: Path, wanted: str = "") -> Iterator[None]:
+    """Turn what the tokenizer library raises over a file or folder into CheckpointError: bare exceptions, and panics of
+    Rust, which are no exceptions of Python's and would end the thread."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise CheckpointError(f"{path} cannot be read{wanted}: {error}. Download it again.") from error
+
+
+class Tokenizer:
+    """A language model's tokenizer, opened on first use: its tokenizer.json, or the vocab.json of Qwen2 with merges.txt
+    and added_tokens.json beside it. file None: it was not found; ``missing`` says so then."""
+
+    def __init__(self, file: Path | None, missing: str):
+        self.file, self.missing, self._opened = file, missing, None
+
+    def _open(self):
+        if self.file is None:
+            raise FileNotFoundError(self.missing)
+        if self._opened is None:
+            with readable(self.file):
+                self._opened = _read_tokenizer(self.file)
+        return self._opened
+
+    def ids(self, text: str) -> list[int]:
+        """Ids of a text, in which special tokens may be written; none are added."""
+        opened = self._open()
+        with readable(self.file):
+            return opened.encode(text, add_special_tokens=False).ids
+
+    def id(self, token: str) -> int:
+        """Id of one token. Raises CheckpointError if the tokenizer does not have it."""
+        found = self._open().token_to_id(token)
+        if found is None:
+            raise CheckpointError(f"{self.file} has no token {token}: it is the tokenizer of another model.")
+        return found
+
+    def __len__(self) -> int:
+        return self._open().get_vocab_size()
+
+
+def _read_tokenizer(file: Path):
+    if file.name == "vocab.json":
+        return read_qwen2(file.parent).backend_tokenizer
+    import tokenizers
+
+    refuse_large(file, _LARGEST_TOKENIZER)
+    return tokenizers.Tokenizer.from_file(str(file))
+
+
+def read_qwen2(folder: Path):
+    """Qwen2's tokenizer of transformers. Raises what that raises, and CheckpointError for files too large to be one."""
+    from transformers import Qwen2TokenizerFast
+
+    for file in (*folder.glob("*.json"), *folder.glob("*.txt"), *folder.glob("*.jinja")):
+        refuse_large(file, _LARGEST_TOKENIZER)
+    return Qwen2TokenizerFast.from_pretrained(folder, local_files_only=True)

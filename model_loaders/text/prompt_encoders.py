@@ -1,0 +1,142 @@
+"""Prompt -> features (``encode(text) -> [1, n, F]``, fp32): the bundled word table, token ids, class names.
+
+(T5 is in t5.py.)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..files.checkpoint import CheckpointError, open_checkpoint
+
+
+class PromptEncoder(Protocol):
+    def encode(self, text: str) -> Tensor:
+        """Features [1, n, F] (fp32, CPU) of a prompt, valid slots only; raises ValueError with a remedy."""
+        ...
+
+
+class WordEncoder:
+    """One learned vector per known word: the bundled model's text encoder.
+
+    Words are looked up one by one; "... on a blue background" becomes the single word ``bg_blue``. Stop words are left
+    out, synonyms replaced, at most ``slots`` words used.
+    """
+
+    def __init__(self, table: Tensor, words: list[str], stop_words: list[str], synonyms: dict[str, str],
+                 backgrounds: list[str], slots: int):
+        self.table, self.words, self.slots = table.float(), words, slots
+        self.index = {word: i for i, word in enumerate(words)}
+        self.stop_words, self.synonyms, self.backgrounds = set(stop_words), synonyms, backgrounds
+
+    @classmethod
+    def open(cls, path: Path, slots: int) -> WordEncoder:
+        """Read ``text_encoder.safetensors``. Raises CheckpointError if it is another kind of file."""
+        checkpoint = open_checkpoint(path, mapped=False)  # a small table, not worth a map
+        table, meta = checkpoint.tensors.get("word_embeddings.weight"), checkpoint.metadata
+        lists, synonyms = [meta.get(name) for name in ("words", "stop_words", "backgrounds")], meta.get("synonyms")
+        sound = isinstance(synonyms, dict) and all(isinstance(words, list) for words in lists) and all(
+            isinstance(word, str) for words in (*lists, synonyms.values()) for word in words
+        )
+        sound = sound and table is not None and table.ndim == 2 and len(lists[0]) == len(table)
+        if not sound or not table.float().isfinite().all():
+            raise CheckpointError(f"{path.name} is not a word-table text encoder, or damaged. Download it again.")
+        words, stop_words, backgrounds = lists
+        return cls(table, words, stop_words, synonyms, backgrounds, slots)
+
+    def parse(self, text: str) -> tuple[list[str], list[str]]:
+        """(known words in order, unknown words) of a prompt."""
+        text = text.lower()
+        colours = "|".join(map(re.escape, self.backgrounds))
+        text = re.sub(rf"\b(?:on|with|against)?\s*(?:an?|the)?\s*({colours})\s+background\b", r" bg_\1 ", text)
+        known, unknown = [], []
+        for word in re.findall(r"[a-z0-9_'-]+", text):
+            word = next((w for w in (word, word.rstrip("s"), word.removesuffix("es"))
+                         if w in self.index or w in self.synonyms), word)
+            for part in self.synonyms.get(word, word).split():
+                if part in self.index:
+                    known.append(part)
+                elif part not in self.stop_words:
+                    unknown.append(part)
+        return list(dict.fromkeys(known)), unknown
+
+    def encode(self, text: str) -> Tensor:
+        """Features [1, n, F]. Raises ValueError if not a single word is known."""
+        known, unknown = self.parse(text)
+        if not known:
+            some = ", ".join([w for w in self.words if not w.startswith("bg_")][:40])
+            raise ValueError(
+                f"The bundled model knows none of the words in the prompt {text[:200]!r}. It was trained on a small "
+                f"vocabulary; words it knows include: {some}. The model card lists all of them."
+            )
+        if unknown:
+            import logging
+
+            logging.getLogger(__name__).warning("The bundled model does not know: %s (ignored).", ", ".join(unknown))
+        return self.table[[self.index[word] for word in known[: self.slots]]][None]
+
+
+def features_of(ids: Sequence[int]) -> Tensor:
+    """Ids of a language model's words as the features [1, n, 1] (fp32) of a prompt."""
+    return torch.tensor(ids, dtype=torch.float32)[None, :, None]
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """The tokenizer of a language model, with the words and special tokens around a prompt that it was trained with.
+
+    write: (prompt, grid (rows, cols) of the picture) -> ids of everything before the first token of the image.
+    grid: that of a picture whose size nobody names. write_negative: the same for a negative prompt, where the model
+    reads other words around it (None: the same ones).
+    """
+
+    write: Callable[[str, tuple[int, int]], Sequence[int]]
+    grid: tuple[int, int]
+    write_negative: Callable[[str, tuple[int, int]], Sequence[int]] | None = None
+
+    @lru_cache(maxsize=16)  # noqa: B019 (a few prompts, each asked for several times in a run)
+    def encode(self, text: str, grid: tuple[int, int] | None = None, negative: bool = False) -> Tensor:
+        """Ids [1, n, 1] (fp32) of a prompt. Raises FileNotFoundError or CheckpointError if there is no tokenizer."""
+        write = self.write_negative if negative and self.write_negative else self.write
+        text = text.encode("utf-8", "replace").decode()  # half a character, as JSON may hold, is no word
+        return features_of(write(text, grid or self.grid))
+
+
+class ClassEncoder:
+    """A class name or number instead of a prompt (class-conditional models)."""
+
+    def __init__(self, classes: int, names: list[str] | None = None):
+        self.classes, self.names = classes, [name.lower() for name in names or ()]
+
+    def encode(self, text: str) -> Tensor:
+        """Class number [1, 1, 1] (fp32). Raises ValueError for an unknown name or a number outside the classes."""
+        wanted = text.strip().lower()
+        if wanted.isdecimal() and len(wanted) < 10 and int(wanted) < self.classes:
+            return torch.tensor([[[float(wanted)]]])
+        matches = [i for i, name in enumerate(self.names) if wanted and wanted in (name, *re.split(r",\s*", name))]
+        if matches:
+            return torch.tensor([[[float(matches[0])]]])
+        near = [name for name in self.names if wanted and wanted in name][:5]
+        hint = f" Did you mean: {'; '.join(near)}?" if near else ""
+        raise ValueError(
+            f"This model draws classes, not prompts: {text[:200]!r} is not a class. Type a number from 0 to "
+            f"{self.classes - 1}" + (" or a class name." if self.names else ".") + hint
+        )
+
+
+class MissingEncoder:
+    """Takes the place of a text encoder that was not found; says so when it is used."""
+
+    def __init__(self, message: str):
+        self.message = message
+
+    def encode(self, text: str) -> Tensor:
+        raise FileNotFoundError(self.message)

@@ -1,0 +1,158 @@
+"""flan-t5-xl, through which LlamaGen reads captions: a Hugging Face folder, or one file of the encoder alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..files.checkpoint import (
+    PICKLES,
+    SAFETENSORS,
+    WEIGHT_FILES,
+    Checkpoint,
+    CheckpointError,
+    as_released,
+    load_weights,
+    open_checkpoint,
+)
+from ..files.checkpoint import weight_file as weights_in
+from .caption_cleaning import clean_caption
+from .language_model import Tokenizer, find_tokenizer
+
+_END = "</s>"
+_TOKENIZERS = ("flan-t5-xl", "t5_tokenizer")  # folders; the second is ComfyUI's own, of the same words
+
+
+class T5(nn.Module):
+    """transformers' encoder with a ``device`` that ComfyUI may set. ``words``: how many it knows."""
+
+    def __init__(self, words: int, dim: int, layers: int, heads: int, head_dim: int, ffn_dim: int, buckets: int):
+        super().__init__()
+        from transformers import T5Config, T5EncoderModel
+
+        self.words, self.device = words, torch.device("cpu")
+        self.encoder = T5EncoderModel(T5Config(
+            vocab_size=words, d_model=dim, num_layers=layers, num_heads=heads, d_kv=head_dim, d_ff=ffn_dim,
+            relative_attention_num_buckets=buckets, feed_forward_proj="gated-gelu",
+        ))  # fmt: skip
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Token ids [B, n] without padding -> features [B, n, dim]."""
+        return self.encoder(input_ids=ids).last_hidden_state
+
+
+class T5Encoder:
+    """A PromptEncoder. The weights are read with the first prompt.
+
+    weights: a file or folder; width: numbers per token that the model reads; slots: most tokens. clean: are captions
+    cleaned as in training. ``dtype`` may be set until then; ``place`` is called with the module before each use, to
+    bring it where it is to compute.
+    """
+
+    def __init__(self, weights: Path, tokenizer: Tokenizer, slots: int, width: int, clean: bool = True):
+        self.weights, self.tokenizer, self.slots, self.width = weights, tokenizer, slots, width
+        self.clean = clean
+        self.dtype = torch.float32
+        self.place: Callable[[T5], None] = lambda module: None
+        self._module: T5 | None = None
+
+    def ids(self, text: str) -> list[int]:
+        """Ids of a caption, at most ``slots``, the end token included.
+
+        Raises FileNotFoundError if there is no tokenizer, CheckpointError for one of another model.
+        """
+        # What cleaning leaves behind (a tag within a tag) the second time takes away: LlamaGen was trained with both.
+        caption = clean_caption(clean_caption(text)) if self.clean else text.lower().strip()
+        return [*self.tokenizer.ids(caption)[: self.slots - 1], self.tokenizer.id(_END)]
+
+    def module(self) -> T5:
+        """The encoder, read from its file if it was not yet. Raises CheckpointError for a file that cannot be used."""
+        if self._module is None:
+            with as_released(self.weights):
+                self._module = load_t5(self.weights, self.width, self.dtype)
+        return self._module
+
+    @torch.inference_mode()
+    def encode(self, text: str) -> Tensor:
+        """Features [1, n, width] (fp32, CPU) of the n tokens of a caption, the end token included."""
+        ids, module = self.ids(text), self.module()
+        if max(ids) >= module.words:
+            raise CheckpointError(f"{self.tokenizer.file} is not the tokenizer of {self.weights.name}: it knows more "
+                                  f"words than the {module.words} of the encoder.")
+        self.place(module)
+        return module(torch.tensor([ids], device=module.device)).float().cpu()
+
+
+def find(path: Path, slots: int, width: int, search: Sequence[Path]) -> T5Encoder | None:
+    """The encoder of a model at ``path``: a folder or file with flan-t5-xl in its name, beside the model or in the
+    search folders and the folders in them; None if there is none."""
+    folders = [path.parent, *search]
+    entries = (entry for folder in folders for pattern in ("*", "*/*") for entry in sorted(folder.glob(pattern)))
+    weights = next(filter(_is_encoder, entries), None)
+    if weights is None:
+        return None
+    file = find_tokenizer(weights / "x" if weights.is_dir() else weights, _TOKENIZERS, search)
+    missing = (
+        f"The tokenizer of {weights.name} was not found: tokenizer.json of the repository google/flan-t5-xl. Put it "
+        f"into the folder {weights if weights.is_dir() else weights.with_suffix('')}."
+    )
+    return T5Encoder(weights, Tokenizer(file, missing), slots, width)
+
+
+def _is_encoder(entry: Path) -> bool:
+    if "flant5xl" not in re.sub(r"[^a-z0-9]", "", entry.name.lower()):
+        return False
+    if entry.is_dir():
+        return any((entry / name).is_file() for name in WEIGHT_FILES)
+    return entry.suffix.lower() in SAFETENSORS + PICKLES
+
+
+def load_t5(path: Path, width: int, dtype: torch.dtype) -> T5:
+    """Build the encoder on the CPU; of a whole T5, the decoder is left out.
+
+    Raises CheckpointError for files that are no encoder of ``width`` numbers per token, or damaged.
+    """
+    checkpoint = open_checkpoint(weights_in(path))
+    tensors = encoder_tensors(checkpoint)
+    with torch.device("meta"):
+        module = build(tensors, width, checkpoint.path)
+    # One table under two names: the encoder's own refers to the shared one.
+    tensors["encoder.encoder.embed_tokens.weight"] = tensors["encoder.shared.weight"]
+    load_weights(module, tensors, checkpoint, dtype)
+    module.encoder.encoder.embed_tokens.weight = module.encoder.shared.weight
+    return module.eval().requires_grad_(False)
+
+
+def encoder_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """The encoder's tensors under the names of our module, whatever stands before them in the file."""
+    last = "encoder.final_layer_norm.weight"
+    root = next((name.removesuffix(last) for name in checkpoint.tensors if name.endswith(last)), "")
+    own = (f"{root}encoder.", f"{root}shared.")
+    found = {f"encoder.{n.removeprefix(root)}": t for n, t in checkpoint.tensors.items() if n.startswith(own)}
+    copy = found.pop("encoder.encoder.embed_tokens.weight", None)  # of shared.weight, or in its place
+    return found if copy is None else {"encoder.shared.weight": copy} | found
+
+
+def build(tensors: dict[str, Tensor], width: int, path: Path) -> T5:
+    """The module of the size that the tensors have. Raises CheckpointError if they are no T5 encoder of the gated kind,
+    or not one of ``width`` numbers per token."""
+    block = "encoder.encoder.block.0.layer"
+    try:
+        words, dim = tensors["encoder.shared.weight"].shape
+        buckets, heads = tensors[f"{block}.0.SelfAttention.relative_attention_bias.weight"].shape
+        inner = len(tensors[f"{block}.0.SelfAttention.q.weight"])
+        ffn_dim = len(tensors[f"{block}.1.DenseReluDense.wi_0.weight"])
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"{path.name} cannot be read as a T5 encoder ({error} is missing or misshapen). It takes the files of "
+            "flan-t5-xl, or its encoder alone in one file."
+        ) from error
+    if dim != width:
+        raise CheckpointError(f"{path.name} gives {dim} numbers per token, but the model reads {width}: it is not "
+                              "flan-t5-xl. Put that one into models/text_encoders.")
+    layers = len({name.split(".")[3] for name in tensors if name.startswith("encoder.encoder.block.")})
+    return T5(words, dim, layers, heads, inner // heads, ffn_dim, buckets)

@@ -1,0 +1,89 @@
+"""Tokenizers that were released as a file of ranks for OpenAI's tiktoken, read without that package.
+
+A text is cut into pieces by a pattern. In every piece, pairs of neighbouring byte strings are joined as long as the
+file knows the result, the one of the lowest rank first (byte pair encoding, arXiv:1508.07909); ranks are ids.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from ..files.checkpoint import CheckpointError, refuse_large
+
+_LARGEST = 32 * 2**20  # bytes; Emu3's has 2.5 MB
+
+
+class RankTokenizer:
+    """A file of ranks with the special tokens that follow its last rank in this order; opened on first use.
+
+    pattern: the pieces that a text is cut into, in the syntax of the ``tokenizers`` library.
+    """
+
+    def __init__(self, file: Path, pattern: str, specials: Sequence[str]):
+        self.file, self.pattern, self.specials = file, pattern, specials
+        self._opened: tuple[Mapping[bytes, int], Mapping[str, int]] | None = None
+
+    def _open(self) -> tuple[Mapping[bytes, int], Mapping[str, int]]:
+        """(ranks, ids of the special tokens)."""
+        if self._opened is None:
+            ranks = read_ranks(self.file)
+            self._opened = ranks, {name: len(ranks) + i for i, name in enumerate(self.specials)}
+        return self._opened
+
+    def ids(self, text: str) -> list[int]:
+        """Ids of a text, in which special tokens may be written; none are added."""
+        from tokenizers import Regex, pre_tokenizers
+
+        ranks, specials = self._open()
+        cutter = pre_tokenizers.Split(Regex(self.pattern), "isolated")
+        found: list[int] = []
+        for part in re.split(r"(<\|[^|]*\|>)", unicodedata.normalize("NFC", text)):
+            if part in specials:
+                found.append(specials[part])
+            elif part:
+                for piece, _place in cutter.pre_tokenize_str(part):
+                    found += joined(piece.encode(), ranks)
+        return found
+
+    def id(self, token: str) -> int:
+        """Id of a special token. Raises CheckpointError if the tokenizer does not have it."""
+        special = self._open()[1].get(token)
+        if special is None:
+            raise CheckpointError(f"{self.file} has no token {token}: it is the tokenizer of another model.")
+        return special
+
+    def __len__(self) -> int:
+        return sum(map(len, self._open()))
+
+
+def read_ranks(file: Path) -> dict[bytes, int]:
+    """Byte string -> rank: every line has one in base 64 and its rank. Raises CheckpointError for a damaged file."""
+    try:
+        refuse_large(file, _LARGEST)
+        lines = (line.split() for line in file.read_bytes().splitlines() if line)
+        ranks = {base64.b64decode(piece, validate=True): int(rank) for piece, rank in lines}
+    except CheckpointError:
+        raise
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}. Download it again.") from error
+    if set(ranks.values()) != set(range(len(ranks))) or any(bytes([byte]) not in ranks for byte in range(256)):
+        raise CheckpointError(f"{file} is incomplete: ranks or single bytes are missing. Download it again.")
+    return ranks
+
+
+def joined(piece: bytes, ranks: Mapping[bytes, int]) -> list[int]:
+    """Ids of a piece of text."""
+    if piece in ranks:
+        return [ranks[piece]]
+    parts = [piece[i : i + 1] for i in range(len(piece))]
+    while len(parts) > 1:
+        rank, place = min((ranks.get(a + b, len(ranks)), i) for i, (a, b) in enumerate(pairwise(parts)))
+        if rank == len(ranks):
+            break
+        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+    return [ranks[part] for part in parts]

@@ -1,0 +1,205 @@
+"""Files in ComfyUI's folders: choices of the loaders, the paths behind them, traces. (models.py does the rest.)"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import comfy.ops
+import folder_paths
+from comfy.cli_args import args
+
+from ...model_loaders.decoders import cosmos
+from ...model_loaders.detect import DECODERS, bundled
+from ...model_loaders.files.checkpoint import PICKLES, SAFETENSORS, TORCHSCRIPT, WEIGHT_FILES, keep_maps
+from ..downloads import where_to_get
+
+MODELS = "ar_models"
+DRAFTERS = "ar_drafters"
+USED = (*SAFETENSORS, *PICKLES, *TORCHSCRIPT, ".json", ".tiktoken", ".txt", ".model")  # endings of files that are read
+COMPANIONS = (  # how files beside a model are called, but for the released names of image decoders
+    "vq", "vae", "encoder", "decoder", "autoencoder", "text_encoder", "tokenizer", "vocab", "merges", "added_tokens",
+)  # fmt: skip
+SHARD = re.compile(r"-\d+-of-\d+\.")
+BUNDLED = "default (bundled)"
+BUNDLED_DRAFTER = "EAGLE drafter (bundled)"
+BUNDLED_MODELS = {BUNDLED: "default", "continuous MAR (bundled)": "continuous"}  # choice -> its folder in the pack
+BUNDLED_DRAFTERS = {
+    BUNDLED_DRAFTER: "default/eagle",
+    "small model (bundled)": "default/small",
+    "small continuous MAR (bundled)": "continuous/small",
+}
+
+
+def register_folders() -> None:
+    """Give the pack its model folders, next to those that extra_model_paths.yaml may have named."""
+    for key in (MODELS, DRAFTERS):
+        folder_paths.add_model_folder_path(key, os.path.join(folder_paths.models_dir, key))
+        paths, extensions = folder_paths.folder_names_and_paths[key]
+        folder_paths.folder_names_and_paths[key] = (paths, set(extensions) | set(SAFETENSORS + PICKLES))
+
+
+def read_as_asked() -> None:
+    """Read weights into memory, not as maps of their files, if ComfyUI was started with --disable-mmap."""
+    keep_maps(not getattr(args, "disable_mmap", False))
+
+
+def search_folders() -> list[Path]:
+    """Where image decoders and text encoders are looked for, beside the model's own folder.
+
+    ComfyUI's own folder of tokenizers is among them: it holds the one that Harmon's language model reads with.
+    """
+    own = Path(comfy.ops.__file__).parent / "text_encoders"
+    return [Path(p) for key in (MODELS, "vae", "text_encoders") for p in folder_paths.get_folder_paths(key)] + [own]
+
+
+def model_choices() -> list[str]:
+    """The bundled models, then what is in models/ar_models."""
+    return [*BUNDLED_MODELS, *choices_in([MODELS], WEIGHT_FILES, SAFETENSORS + PICKLES)]
+
+
+def drafter_choices() -> list[str]:
+    """The bundled drafters, then what is in models/ar_drafters."""
+    return [*BUNDLED_DRAFTERS, *choices_in([DRAFTERS], WEIGHT_FILES, SAFETENSORS + PICKLES)]
+
+
+def decoder_choices() -> list[str]:
+    """The decoders of the bundled models, then what is in models/vae and models/ar_models, where a model's folder or
+    file may hold its decoder."""
+    endings = SAFETENSORS + PICKLES + TORCHSCRIPT
+    return [*BUNDLED_MODELS, *choices_in(["vae", MODELS], (*WEIGHT_FILES, *cosmos.FILES), endings, inside=True)]
+
+
+def choices_in(keys: Iterable[str], marks: Sequence[str], endings: tuple[str, ...], inside: bool = False) -> list[str]:
+    """Folders of the model folders ``keys`` that are one model (they hold a file of the names ``marks``, or a
+    config.json with shards), then the weight files that are in none of these.
+
+    inside: list also those files in or below such a folder that are weights of something else (an image decoder).
+    """
+    folders, files = set(), set()
+    for root in dict.fromkeys(root for key in keys for root in folder_paths.get_folder_paths(key)):
+        by_folder: dict[str, set[str]] = {}
+        for file in files_below(root):
+            by_folder.setdefault(os.path.dirname(file), set()).add(os.path.basename(file))
+        own = {folder for folder, names in by_folder.items() if folder and is_model(names, marks)}
+        folders |= own
+        for folder, names in by_folder.items():
+            weights = {name for name in names if name.lower().endswith(endings)}
+            if folder in own:
+                weights = {name for name in weights if inside and name not in marks and not SHARD.search(name)}
+            elif not inside and any(folder.startswith(model + os.sep) for model in own):
+                weights = set()
+            files |= {os.path.join(folder, name) for name in weights}
+    return [*sorted(folders), *sorted(files)]
+
+
+_listed: dict[str, tuple[list[str], dict[str, float]]] = {}  # root -> files, and when its folders last changed
+
+
+def files_below(root: str) -> list[str]:
+    """Every file below a folder, relative to it; looked up anew when a folder has changed, as ComfyUI's own lists."""
+    files, folders = _listed.get(root, ([], {}))
+    if not folders or any(not os.path.isdir(f) or os.path.getmtime(f) != time for f, time in folders.items()):
+        files, folders = folder_paths.recursive_search(root, excluded_dir_names=[".git", ".cache"])
+        _listed[root] = files, folders
+    return files
+
+
+def is_model(names: set[str], marks: Sequence[str]) -> bool:
+    """Is a folder with files of these names one model? It is even without its index, so that this can be named."""
+    return any(mark in names for mark in marks) or ("config.json" in names and any(map(SHARD.search, names)))
+
+
+def resolve(choice: str, *keys: str) -> Path:
+    """File or folder behind a choice of a loader. Raises FileNotFoundError if it is not in the folders ``keys``."""
+    if choice in (shipped := BUNDLED_MODELS | BUNDLED_DRAFTERS):
+        return bundled(shipped[choice])
+    inside = os.path.relpath(os.path.join("/", choice), "/")  # "../" cannot leave the folder
+    roots = [Path(root) for key in keys for root in folder_paths.get_folder_paths(key)]
+    found = next((root / inside for root in roots if inside != "." and os.path.exists(root / inside)), None)
+    if found is None:
+        looked = ", ".join(map(str, roots))
+        remedy = where_to_get(choice) or "Choose another file, or press R for a new list."
+        raise FileNotFoundError(f"{choice[:99]} is not in {looked}. {remedy}")
+    return found
+
+
+def fingerprint(choice: str, *keys: str) -> str:
+    """Changes when a file behind a choice is replaced."""
+    path = resolve(choice, *keys)
+    files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
+    return stamp(files)
+
+
+def companions() -> str:
+    """Changes when something comes, goes or is replaced that a model may use beside its own file: image decoders, text
+    encoders, tokenizers, wherever they are looked for."""
+    roots = [root for key in (MODELS, "vae", "text_encoders") for root in folder_paths.get_folder_paths(key)]
+    files = [Path(root, file) for root in roots for file in files_below(root) if may_be_used(file)]
+    return hashlib.sha256(stamp([file for file in files if file.is_file()]).encode()).hexdigest()
+
+
+def may_be_used(file: str) -> bool:
+    """Is this a file that a model beside it would take for its image decoder, text encoder or tokenizer? (Reading a
+    model anew because some other VAE is being downloaded would take minutes.)"""
+    path = Path(file.lower())
+    stem = path.with_suffix("").as_posix()
+    released = any(stem.endswith(name.lower()) for names in DECODERS.values() for name in names)
+    return path.suffix in USED and (released or path.stem in COMPANIONS or "t5" in stem or path.suffix == ".tiktoken")
+
+
+def stamp(files: list[Path]) -> str:
+    """Path, modification time and size of files."""
+    return str([(str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in files])
+
+
+# Traces
+
+
+def outside_output(prefix: str) -> str | None:
+    """What is wrong with a prefix of file names that is none inside the output folder; None: nothing."""
+    root = Path(os.path.abspath(folder_paths.get_output_directory()))
+    name = os.path.normpath(prefix) if "\0" not in prefix else "."
+    if root in Path(os.path.abspath(root / name)).parents:
+        return None
+    return f"filename_prefix is {prefix[:80]!r}, but must be a name inside ComfyUI's output folder, as in Save Image."
+
+
+def next_output(prefix: str) -> tuple[Path, str]:
+    """The next free numbered file name (without suffix) for a prefix, as Save Image counts, and its subfolder."""
+    folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(prefix, folder_paths.get_output_directory())
+    return Path(folder) / f"{name}_{counter:05}_", subfolder
+
+
+def save_beside(preview: Mapping[str, str], text: str) -> dict[str, str]:
+    """Write a .json of the same name next to a preview in ComfyUI's temp folder -> how the front end asks for it."""
+    path = Path(folder_paths.get_temp_directory(), preview["subfolder"], preview["filename"]).with_suffix(".json")
+    path.write_text(text, encoding="utf-8")
+    return {**preview, "filename": path.name}
+
+
+def trace_choices() -> list[str]:
+    """Traces of the output and the input folder: .safetensors files beside a .json of the same name."""
+    roots = {"output": folder_paths.get_output_directory(), "input": folder_paths.get_input_directory()}
+    choices = []
+    for kind, root in roots.items():
+        files, _ = folder_paths.recursive_search(root)
+        reports = {os.path.splitext(f)[0] for f in files if f.endswith(".json")}
+        names = (os.path.splitext(f) for f in files)
+        choices += sorted(f"{stem}{end} [{kind}]" for stem, end in names if end == ".safetensors" and stem in reports)
+    return choices
+
+
+def trace_path(choice: str) -> Path:
+    """File behind a choice of Load Trace. Raises FileNotFoundError if it is gone, ValueError if it is elsewhere."""
+    name, root = folder_paths.annotated_filepath(choice.replace("\0", ""))
+    root = Path(root or folder_paths.get_output_directory()).resolve()
+    path = (root / name).resolve()
+    if not path.is_relative_to(root):
+        raise ValueError(f"{choice[:99]} lies outside ComfyUI's folders. Choose one from the output or input folder.")
+    if not os.path.isfile(path):  # unlike Path's own, it bears names that no file can have
+        raise FileNotFoundError(f"There is no trace {choice[:99]}. Write one with Save Trace, or press R to refresh.")
+    return path

@@ -1,0 +1,209 @@
+"""Models, drafters and image decoders under ComfyUI's management. (Files: see folders.py. Runs: see runs.py.)"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management as mm
+import comfy.utils
+import torch
+from comfy.cli_args import args
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor
+
+from ...kernels import graphs
+from ...model_loaders.ar_model import DiscreteModel
+from ...model_loaders.continuous_model import ContinuousBase
+from ...model_loaders.decoders.image_decoder import Autoencoder
+from ...model_loaders.detect import find_image_decoder, load_drafter, load_image_decoder, load_model, stays_fp8
+from ...model_loaders.text.t5 import T5, T5Encoder
+from .folders import DRAFTERS, MODELS, fingerprint, resolve, search_folders
+from .memory import free_memory
+from .operations import Operations
+from .patcher import Patcher
+from .previews import Palette
+
+SERVER = uuid.uuid4().hex  # wall times of runs with the same one may be compared
+STORAGE = {"fp8 (storage)": torch.float8_e4m3fn, "int8 (storage)": torch.int8}
+DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, **dict.fromkeys(STORAGE)}
+
+
+@dataclass(eq=False)
+class LoadedDecoder:
+    """An image decoder under ComfyUI's memory management. palette: colours of its tokens, once they were needed."""
+
+    decoder: Autoencoder
+    patcher: ModelPatcher
+    palette: Palette | None = None
+
+    def load(self, pixels: int) -> int:
+        """Bring it to the compute device, with room for a picture of ``pixels`` at least, and return how many of them
+        fit at once."""
+        memory = self.bytes_for(pixels)
+        mm.load_models_gpu([self.patcher], memory_required=memory, force_full_load=True)
+        return max(1, int(free_memory(self.patcher) / memory))
+
+    @property
+    def area(self) -> int:
+        """Pixels of a token."""
+        return self.decoder.factor**2
+
+    def bytes_for(self, pixels: int) -> int:
+        """Bytes of the activations while a picture is decoded or encoded (fp32).
+
+        The widest maps have base_channels channels at full resolution. Five of them live at once in VQ-16, Chameleon's
+        VQGAN and KL-16, four in Cosmos, ten in MoVQ; the rest is for the convolutions' workspaces.
+        """
+        return 12 * self.decoder.module.config.base_channels * pixels * 4
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """An AR model under ComfyUI's memory management, its image decoder where one was found, and what it is called.
+
+    source: equal for models loaded from the same files in the same way.
+    """
+
+    model: DiscreteModel | ContinuousBase
+    patcher: ModelPatcher
+    decoder: LoadedDecoder | None
+    name: str
+    source: Hashable = field(default_factory=object)
+
+    def discrete(self) -> DiscreteModel:
+        """The model. Raises ValueError if it draws vectors."""
+        if isinstance(self.model, ContinuousBase):
+            raise ValueError(
+                f"{self.name} is a continuous model: its tokens are vectors, and this sampler draws token ids. Use AR "
+                "Sampler (continuous) or Continuous Speculative Sampler with it."
+            )
+        return self.model
+
+    def continuous(self) -> ContinuousBase:
+        """The model. Raises ValueError if it draws token ids."""
+        if not isinstance(self.model, ContinuousBase):
+            raise ValueError(
+                f"{self.name} draws token ids, and this sampler is for continuous models (MAR, xAR, Harmon), whose "
+                "tokens are vectors. Use AR Sampler (next token), SJD++ Sampler or a sampler with a draft tree with it."
+            )
+        return self.model
+
+
+def open_model(choice: str, dtype: str, grid: tuple[int, int] | None) -> LoadedModel:
+    """Load a model, built from ComfyUI's casting layers, so that it may be loaded in part. Raises ValueError."""
+    graphs.allow(not getattr(args, "disable_cuda_graphs", False))  # newer ComfyUIs have the option
+    path = resolve(choice, MODELS)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}.")
+    device = mm.get_torch_device()
+    storage = torch.float8_e4m3fn if dtype == "auto" and stays_fp8(path) else STORAGE.get(dtype)
+    model = load_model(
+        path, dtype=DTYPES[dtype] or auto_dtype(device), grid=grid, search_folders=search_folders(),
+        operations=Operations, storage=storage,
+    )
+    if isinstance(model, DiscreteModel):
+        model.keep_words_back()
+    if isinstance(getattr(model, "prompt_encoder", None), T5Encoder):
+        manage_text_encoder(model.prompt_encoder)
+    source = choice, dtype, grid, fingerprint(choice, MODELS)
+    return LoadedModel(model, patcher_of(model, model), decoder_of(model, path), choice, source)
+
+
+def decoder_of(model: DiscreteModel | ContinuousBase, path: Path) -> LoadedDecoder | None:
+    """The image decoder of a model: the one that came with it, or else one that is found for it."""
+    if isinstance(model, DiscreteModel):
+        return model.image_decoder and managed(model.image_decoder)
+    found = find_image_decoder(path, model.family, search_folders())
+    return found and open_decoder(found)
+
+
+def manage_text_encoder(encoder: T5Encoder) -> None:
+    """Let ComfyUI bring a T5 encoder to the compute device for each prompt, and take it away where memory is short.
+
+    It computes in bf16 where the device does that well, else in fp32: in fp16 it overflows.
+    """
+    device = mm.text_encoder_device()
+    encoder.dtype = torch.bfloat16 if mm.should_use_bf16(device) else torch.float32
+    patchers: list[ModelPatcher] = []  # none yet, then one
+
+    def place(module: T5) -> None:
+        if not patchers:
+            patchers.append(ModelPatcher(module, device, mm.text_encoder_offload_device()))
+        mm.load_models_gpu(patchers, force_full_load=True)
+
+    encoder.place = place
+
+
+@dataclass(eq=False)
+class LoadedDrafter:
+    """A drafter under ComfyUI's memory management, what it is called, and the model it was loaded for."""
+
+    drafter: Any
+    patcher: ModelPatcher
+    name: str
+    target: LoadedModel
+
+    def follow(self, model: LoadedModel) -> None:
+        """Belong to ``model``, which is the target or the same files loaded again: where memory is short, ComfyUI may
+        drop a model from its cache and keep the model's drafter. Raises ValueError for another model."""
+        if self.target is model:
+            return
+        if self.target.source != model.source:
+            raise ValueError(
+                f"The drafter {self.name} was loaded for {self.target.name}, but the sampler's model is {model.name} "
+                "from another loader. Connect the same Load AR Checkpoint to the sampler and to Load AR Drafter."
+            )
+        again = open_drafter(self.name, model)
+        self.drafter, self.patcher, self.target = again.drafter, again.patcher, model
+
+
+def open_drafter(choice: str, target: LoadedModel) -> LoadedDrafter:
+    """Load a drafter for a model, in its precision. Raises ValueError where the two do not fit."""
+    path = resolve(choice, DRAFTERS)
+    drafter = load_drafter(path, target.model, device="cpu", operations=Operations)
+    if isinstance(drafter.module, DiscreteModel):
+        drafter.module.keep_words_back()
+    return LoadedDrafter(drafter, patcher_of(drafter.module, target.model), choice, target)
+
+
+def patcher_of(module: torch.nn.Module, model: DiscreteModel | ContinuousBase) -> Patcher:
+    """Memory management of a model's weights, or of those of its drafter."""
+    kept = model.kept if isinstance(model, DiscreteModel) else None
+    return Patcher(module, mm.get_torch_device(), mm.unet_offload_device(), kept=kept)
+
+
+def open_decoder(path: Path) -> LoadedDecoder:
+    """Load an image decoder in fp32 (it is small, and rounding would change tokens). Raises ValueError."""
+    return managed(load_image_decoder(path, dtype=torch.float32, operations=Operations))
+
+
+def managed(decoder: Autoencoder) -> LoadedDecoder:
+    """An image decoder put under ComfyUI's memory management."""
+    return LoadedDecoder(decoder, ModelPatcher(decoder.module, mm.vae_device(), mm.vae_offload_device()))
+
+
+def auto_dtype(device: torch.device) -> torch.dtype:
+    """bf16 or fp16 where the device computes well in them (and the user's flags allow), else fp32."""
+    if mm.should_use_bf16(device):
+        return torch.bfloat16
+    return torch.float16 if mm.should_use_fp16(device) else torch.float32
+
+
+def output(tensor: Tensor) -> Tensor:
+    """A tensor where ComfyUI wants the results of nodes."""
+    return tensor.to(mm.intermediate_device())
+
+
+def decode_tiled(decoder: Autoencoder, latent: Tensor, width: int, height: int, overlap: int) -> Tensor:
+    """Latents [B, C, h, w] -> pixels [B, H, W, 3], decoded in tiles of so many tokens, blended where they overlap."""
+    overlap = max(0, min(overlap, min(width, height) - 1))
+    steps = len(latent) * comfy.utils.get_tiled_scale_steps(latent.shape[3], latent.shape[2], width, height, overlap)
+    pixels = comfy.utils.tiled_scale(
+        latent, lambda tile: decoder.decode(tile).movedim(-1, 1), width, height, overlap, upscale_amount=decoder.factor,
+        output_device=mm.intermediate_device(), pbar=comfy.utils.ProgressBar(steps),
+    )
+    return pixels.movedim(1, -1)

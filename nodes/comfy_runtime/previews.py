@@ -1,0 +1,169 @@
+"""Pictures of a run while it goes on, for next to nothing: the colours of its tokens, decoded where time allows.
+
+No token is read, and so no device waited for, unless a picture is due and there is time left for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from ...model_loaders.ar_model import DiscreteModel
+from ...model_loaders.continuous_model import ContinuousBase
+from ...model_loaders.decoders.image_decoder import Autoencoder
+from ...reports.timeline_frames import UNDRAWN
+
+log = logging.getLogger(__name__)
+
+SECONDS = 0.25  # at least this long between two previews ...
+SHARE = 0.02  # ... and at most this share of the run spent on them and the progress bar
+DIMMED = 0.4  # how much of a guess shows through the grey
+COARSE = 4  # pixels per token and side where there are only colours; ComfyUI enlarges them
+PATCH = 3  # tokens per side of an area of one latent, whose colour is measured
+RIDGE = 0.01  # keeps the colours of directions that were hardly measured near their mean
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """How far a run is with its first image: latent [1, C, h, w], where it is decided, and where it is but a guess that
+    goes into the next pass (known, guessed [h, w], bool, on the CPU, never both)."""
+
+    latent: Tensor
+    known: Tensor
+    guessed: Tensor
+
+
+Sketcher = Callable[[Any], Sketch]  # of a sampler's progress
+
+
+@dataclass
+class Palette:
+    """The colour of a token by its latent: weight [C + 1, 3], for its C numbers and a 1, to RGB in 0..1.
+
+    pace: seconds that decoding takes per token, as measured last.
+    """
+
+    weight: Tensor
+    pace: float
+
+    def colours(self, latent: Tensor) -> Tensor:
+        """Mean colours [h, w, 3] (fp32 in 0..1) of the tokens of a latent [1, C, h, w]."""
+        values = latent[0].movedim(0, -1).float().cpu()
+        return (values @ self.weight[:-1] + self.weight[-1]).clamp(0, 1)
+
+
+def typical_latents(model: DiscreteModel | ContinuousBase, count: int) -> Tensor:
+    """Latents [count, C] such as the model draws, always the same ones."""
+    generator = torch.Generator().manual_seed(0)
+    if isinstance(model, ContinuousBase):
+        return torch.randn((count, model.channels), generator=generator) / model.scale
+    return model.codebook[torch.randint(model.vocab, (count,), generator=generator)]
+
+
+def areas(channels: int) -> int:
+    """Areas per side of the picture that a palette is measured on: as many latents as it takes to tell C numbers."""
+    return min(16, max(6, math.ceil(math.sqrt(2 * channels))))
+
+
+def measured_tokens(channels: int) -> int:
+    """Tokens of that picture."""
+    return (PATCH * areas(channels)) ** 2
+
+
+@torch.inference_mode()
+def measure_palette(decoder: Autoencoder, model: DiscreteModel | ContinuousBase) -> Palette:
+    """Decode one picture of areas of one latent each, and fit a linear map from latents to their mean colours."""
+    began, side = time.perf_counter(), areas(decoder.channels)
+    latents = typical_latents(model, side**2)
+    picture = latents.T.unflatten(1, (side, side))[None]
+    picture = picture.repeat_interleave(PATCH, 2).repeat_interleave(PATCH, 3)
+    decoder.decode(picture[..., :PATCH, :PATCH]).cpu()  # what only the first decoding costs
+    warm = time.perf_counter()
+    pixels = decoder.decode(picture).movedim(-1, 1).cpu()
+    pace = (time.perf_counter() - warm) / (PATCH * side) ** 2
+    colours = F.avg_pool2d(pixels, PATCH * decoder.factor)[0].flatten(1).T.double()
+    known = torch.cat((latents, torch.ones(len(latents), 1)), dim=1).double()
+    moments = known.T @ known
+    penalty = torch.full((len(moments),), RIDGE * float(moments.diagonal()[:-1].mean()), dtype=torch.float64)
+    penalty[-1] = 0
+    weight = torch.linalg.solve(moments + penalty.diag(), known.T @ colours).float()
+    log.info("Learnt the colours of previews in %.2f s, once for this image decoder.", time.perf_counter() - began)
+    return Palette(weight, pace)
+
+
+class Previews:
+    """The first image of a run so far, guesses dimmed, the rest grey: at most four times a second and for 2 % of the
+    run's time.
+
+    Where the time suffices it is decoded, guesses and all; tokens drawn or guessed since are put into the decoded
+    picture as colours. decoder: None for colours alone. size: longest side in pixels. The time is overdrawn by one
+    preview at most. spent: seconds so far, to which showing them is added.
+    """
+
+    def __init__(self, sketch: Sketcher, palette: Palette, decoder: Autoencoder | None, factor: int, size: int):
+        self.sketch, self.palette, self.decoder, self.factor, self.size = sketch, palette, decoder, factor, size
+        self.decoded: Image.Image | None = None  # the last decoded picture ...
+        self.seen: Tensor | None = None  # ... and which decided tokens [h, w] (bool) it shows
+        self.began = self.last = time.perf_counter()
+        self.spent, self.cost = 0.0, 0.0  # cost: seconds that the last picture of colours took
+
+    def __call__(self, progress: Any) -> Image.Image | None:
+        """The picture, if one is due."""
+        now = time.perf_counter()
+        left = SHARE * (now - self.began) - self.spent
+        whole = self.decoder is not None and left >= self.palette.pace * progress.length
+        if now - self.last < SECONDS or not (whole or left >= self.cost):
+            return None
+        self.last = now
+        sketch = self.sketch(progress)
+        if whole:
+            self._decode(sketch)
+        picture = self._drawn(sketch, whole)
+        cost = time.perf_counter() - now
+        self.spent += cost
+        if not whole:
+            self.cost = cost
+        return picture
+
+    def _size(self, known: Tensor) -> tuple[int, int]:
+        """Width and height of the preview."""
+        most = self.factor if self.decoded else min(self.factor, COARSE)
+        scale = max(1, min(most, self.size // max(known.shape)))
+        return known.shape[1] * scale, known.shape[0] * scale
+
+    def _decode(self, sketch: Sketch) -> None:
+        began = time.perf_counter()
+        pixels = (self.decoder.decode(sketch.latent)[0] * 255).round().byte().cpu().numpy()
+        self.palette.pace = (time.perf_counter() - began) / sketch.known.numel()
+        self.decoded, self.seen = Image.fromarray(pixels), sketch.known
+        self.decoded = self.decoded.resize(self._size(sketch.known))
+
+    def _drawn(self, sketch: Sketch, decoded: bool) -> Image.Image:
+        """The picture. decoded: has just this sketch been decoded."""
+        size, strength = self._size(sketch.known), sketch.known + DIMMED * sketch.guessed
+        picture = Image.new("RGB", size, UNDRAWN)
+        if decoded:
+            picture.paste(self.decoded, mask=stencil(strength, size))
+            return picture
+        seen = torch.zeros_like(sketch.known) if self.seen is None else self.seen
+        if bool((strength[~seen] > 0).any()):
+            colours = Image.fromarray((self.palette.colours(sketch.latent) * 255).round().byte().numpy())
+            picture.paste(colours.resize(size, Image.Resampling.BILINEAR), mask=stencil(strength, size))
+        if self.decoded is not None:
+            picture.paste(self.decoded, mask=stencil(seen, size))
+        return picture
+
+
+def stencil(strength: Tensor, size: tuple[int, int]) -> Image.Image:
+    """A mask for a picture (width, height) that lets each token's pixels through with its strength [h, w], 0 to 1."""
+    opaque = (strength.float() * 255).round().byte().numpy()
+    return Image.fromarray(opaque).resize(size, Image.Resampling.NEAREST)

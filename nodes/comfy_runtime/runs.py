@@ -1,0 +1,117 @@
+"""A run under ComfyUI: model and drafter on the compute device, with room, progress and previews."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+
+import comfy.model_management as mm
+import torch
+from comfy.cli_args import LatentPreviewMethod, args
+
+from ...model_loaders.decoders.image_decoder import Autoencoder
+from .memory import cast_room, fits, out_of_memory, total_memory
+from .models import LoadedDecoder, LoadedDrafter, LoadedModel
+from .previews import Previews, Sketcher, measure_palette, measured_tokens
+from .progress import Report
+
+log = logging.getLogger(__name__)
+
+
+class TooLargeError(ValueError):
+    """A run that takes more memory than the device has."""
+
+
+@contextmanager
+def placed(
+    loaded: LoadedModel, memory: int, drafter: LoadedDrafter | None = None, session_key: Hashable = None
+) -> Iterator[None]:
+    """Model and drafter on the compute device with room for a run that takes ``memory`` bytes. Raises TooLargeError for
+    more than there is: a CPU would end the process over it. session_key: see ``missing``."""
+    memory += cast_room(loaded.model)
+    there_is = total_memory(loaded.patcher.load_device)
+    if memory > there_is:
+        raise TooLargeError(
+            f"This run would take {memory / 2**30:.1f} GiB of memory beside the model, more than the "
+            f"{there_is / 2**30:.1f} GiB there are. Draw fewer pictures at once (batch_size), or smaller ones."
+        )
+    together = [loaded.patcher] if drafter is None else [loaded.patcher, drafter.patcher]  # none must evict another
+    if not fits(together, missing(loaded, memory, session_key)):
+        loaded.patcher.release()
+    mm.load_models_gpu(together, memory_required=missing(loaded, memory, session_key))
+    for patcher in together:
+        bring_the_rest(patcher.model, loaded.model.device)
+    try:
+        yield
+    finally:
+        mm.soft_empty_cache()
+
+
+@contextmanager
+def sampling(
+    loaded: LoadedModel, memory: int, length: int, sketch: Sketcher, drafter: LoadedDrafter | None = None,
+    session_key: Hashable = None,
+) -> Iterator[Report]:
+    """Model and drafter placed (see above), and a callback for the sampler.
+
+    length: tokens of a picture; sketch: how far it is drawn. The callback draws progress and previews and raises when
+    the user interrupts.
+    """
+    with placed(loaded, memory, drafter, session_key):
+        memory = missing(loaded, memory + cast_room(loaded.model), session_key)
+        report = Report(length, previews_of(loaded, memory, length, sketch))
+        yield report
+        report.finish()
+
+
+def missing(loaded: LoadedModel, memory: int, session_key: Hashable) -> int:
+    """Bytes that a run still takes: of those it needs, none if an earlier run of its kind has left its session with the
+    model, whose caches and captured steps hold them."""
+    return 0 if session_key is not None and session_key in loaded.patcher.kept else memory
+
+
+def previews_of(loaded: LoadedModel, memory: int, length: int, sketch: Sketcher) -> Previews | None:
+    """Previews as the user's --preview-method says: none, in colours (latent2rgb), or decoded where time allows.
+
+    No model makes way for them: where the decoder does not fit beside what the run takes (``memory`` bytes), there are
+    colours if an earlier run has measured them, else no previews.
+    """
+    method, found = args.preview_method, loaded.decoder
+    if found is None or method == LatentPreviewMethod.NoPreviews:
+        return None
+    decoder = None
+    if method != LatentPreviewMethod.Latent2RGB or found.palette is None:
+        decoder = preview_decoder(found, memory, max(length, measured_tokens(found.decoder.channels)))
+        if decoder is not None and found.palette is None:
+            try:
+                found.palette = measure_palette(decoder, loaded.model)
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+    if found.palette is None:
+        log.info("No previews: the memory that decoding them takes is not free beside the model.")
+        return None
+    wanted = None if method == LatentPreviewMethod.Latent2RGB else decoder
+    return Previews(sketch, found.palette, wanted, found.decoder.factor, args.preview_size)
+
+
+def preview_decoder(loaded: LoadedDecoder, memory: int, length: int) -> Autoencoder | None:
+    """The decoder on the compute device, whole, if that leaves ``memory`` bytes free for the run beside what decoding a
+    picture of ``length`` tokens takes; else None."""
+    memory += loaded.bytes_for(length * loaded.area)
+    if not fits([loaded.patcher], memory):
+        return None
+    mm.load_models_gpu([loaded.patcher], memory_required=memory, force_full_load=True)
+    return loaded.decoder
+
+
+def bring_the_rest(model: torch.nn.Module, device: torch.device) -> None:
+    """Move what ComfyUI leaves behind when it loads a model in part: buffers, and the weights of modules that cannot
+    cast them on use (position tables, mask tokens: parameters beside other modules)."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+        if not hasattr(module, "comfy_cast_weights"):
+            for name, parameter in module.named_parameters(recurse=False):
+                module.register_parameter(name, torch.nn.Parameter(parameter.to(device), requires_grad=False))

@@ -1,0 +1,142 @@
+"""An image decoder behind core's VAE socket: VAE Decode, VAE Encode and their tiled twins work with it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from itertools import pairwise, product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...model_loaders.decoders.image_decoder import ImageDecoder
+from . import models
+from .memory import out_of_memory
+
+log = logging.getLogger(__name__)
+TILE = 256  # pixels per side, where memory ran out
+
+
+class ARVae:
+    """What core's VAE nodes call. Latents [B, C, h, w] are a KL autoencoder's, or code vectors of a VQ tokenizer, which
+    also reads token ids [B, 1, h, w] from a model that was loaded without it."""
+
+    def __init__(self, loaded: models.LoadedDecoder | None, missing: str = ""):
+        self._loaded, self._missing = loaded, missing
+
+    def decode(self, latent: Tensor, **_options: Any) -> Tensor:
+        """Latent -> pixels [B, H, W, 3] in 0..1; in tiles where memory runs out.
+
+        Raises FileNotFoundError if no decoder was found, ValueError for the latent of another kind of model.
+        """
+        latent = self._vectors(latent)
+        pixels = latent.shape[2] * latent.shape[3] * self._found.area
+        whole = self._in_batches(self._found.decoder.decode, latent, pixels)
+        return self.decode_tiled(latent) if whole is None else whole
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Pixels [B, H, W, 3] in 0..1 -> latents [B, C, h, w]: the mean latent, or the nearest code vectors; in tiles
+        where memory runs out. Raises ValueError unless H and W are multiples of a token's side."""
+        whole = self._in_batches(self._found.decoder.encode_latent, pixels, pixels.shape[1] * pixels.shape[2])
+        return self.encode_tiled(pixels, TILE, TILE, TILE // 4) if whole is None else whole
+
+    def decode_tiled(
+        self, latent: Tensor, tile_x: int | None = None, tile_y: int | None = None, overlap: int | None = None,
+        **_options: Any,
+    ) -> Tensor:
+        """As :meth:`decode`, in tiles of so many tokens that overlap. Each tile is decoded as a picture of its own, so
+        that colours may differ a little between tiles: where they overlap, they are blended."""
+        latent, tile = self._vectors(latent), max(1, TILE // self.downscale_ratio)
+        width, height = (max(1, min(side or tile, size)) for side, size in ((tile_x, latent.shape[3]),
+                                                                            (tile_y, latent.shape[2])))
+        self._found.load(width * height * self._found.area)
+        overlap = tile // 4 if overlap is None else overlap
+        return models.decode_tiled(self._found.decoder, latent, width, height, overlap)
+
+    def encode_tiled(
+        self, pixels: Tensor, tile_x: int = 512, tile_y: int = 512, overlap: int = 64, **_options: Any
+    ) -> Tensor:
+        """As :meth:`encode`, in tiles of so many pixels that overlap.
+
+        Every token is taken from the tile in which it is farther from the edge: code vectors cannot be blended.
+        """
+        decoder, side = self._found.decoder, self.downscale_ratio
+        decoder.planes(pixels[:1])  # complains of a size that does not fit
+        height, width = (size // side for size in pixels.shape[1:3])
+        self._found.load(min(tile_x, pixels.shape[2]) * min(tile_y, pixels.shape[1]))
+        latent = torch.zeros(len(pixels), decoder.channels, height, width)
+        across, down = (tiles(size, max(1, tile // side), overlap // side)
+                        for size, tile in ((width, tile_x), (height, tile_y)))
+        for picture, (top, bottom, rows), (left, right, cols) in product(range(len(pixels)), down, across):
+            tile = pixels[picture : picture + 1, top * side : bottom * side, left * side : right * side]
+            encoded = decoder.encode_latent(tile)
+            inside = encoded[..., rows.start - top : rows.stop - top, cols.start - left : cols.stop - left]
+            latent[picture, :, rows, cols] = inside[0].float().cpu()
+        return models.output(latent)
+
+    def spacial_compression_decode(self) -> int:  # core's spelling
+        return self.downscale_ratio
+
+    spacial_compression_encode = spacial_compression_decode
+
+    def temporal_compression_decode(self) -> None:
+        return None
+
+    @property
+    def downscale_ratio(self) -> int:
+        return self._found.decoder.factor
+
+    @property
+    def latent_channels(self) -> int:
+        return self._found.decoder.channels
+
+    @property
+    def _found(self) -> models.LoadedDecoder:
+        if self._loaded is None:
+            raise FileNotFoundError(self._missing)
+        return self._loaded
+
+    def _in_batches(self, function: Callable[[Tensor], Tensor], batch: Tensor, pixels: int) -> Tensor | None:
+        """The function of a batch of pictures of ``pixels``, as many at once as fit; None where not even one does."""
+        try:
+            count = self._found.load(pixels)
+            return torch.cat([models.output(function(part)) for part in batch.split(count)])
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            log.warning("Too little memory for a whole picture: working in tiles of %d pixels.", TILE)
+        return None
+
+    def _vectors(self, latent: Tensor) -> Tensor:
+        """The latent as the decoder reads it. Raises ValueError for one of another kind of model."""
+        decoder = self._found.decoder
+        if latent.ndim == 4 and latent.shape[1] == 1 != decoder.channels and isinstance(decoder, ImageDecoder):
+            return decoder.dequantize(self._checked(latent.round().long()[:, 0]))
+        if latent.ndim != 4 or latent.shape[1] != decoder.channels:
+            raise ValueError(
+                f"This latent of the shape {list(latent.shape)} has {latent.shape[1]} channels, but the image decoder "
+                f"{decoder.name} reads {decoder.channels} ([pictures, channels, rows, columns]): it comes from another "
+                "kind of model. Connect the VAE that belongs to that model."
+            )
+        return latent
+
+    def _checked(self, tokens: Tensor) -> Tensor:
+        codes = len(self._found.decoder.codebook)
+        if tokens.min() < 0 or tokens.max() >= codes:
+            raise ValueError(
+                f"The latent holds token {int(tokens.max())}, but this image decoder has {codes} codes: "
+                "they do not belong together. Load the image decoder that was released with the model."
+            )
+        return tokens
+
+
+def tiles(length: int, tile: int, overlap: int) -> list[tuple[int, int, slice]]:
+    """Start and end of tiles that cover ``length`` tokens, and which tokens are each one's: the middle of an overlap is
+    the border."""
+    if length <= tile:
+        return [(0, length, slice(0, length))]
+    step = tile - max(0, min(overlap, tile - 1))
+    starts = [*range(0, length - tile, step), length - tile]
+    borders = [0, *((start + tile + following) // 2 for start, following in pairwise(starts)), length]
+    return [(start, start + tile, slice(*part)) for start, part in zip(starts, pairwise(borders), strict=True)]

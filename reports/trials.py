@@ -1,0 +1,172 @@
+"""What trials of several methods say: which one is to be chosen, in words, as a table and as a chart. No ComfyUI.
+
+A method counts as faster than another only where every one of its runs was, and there were two at least of each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Protocol
+
+import numpy as np
+
+from .comparison import Column, bars, written_table
+
+SCHEMA = "specar.trials/1"
+TIME_UP = "not tried, as time was up"  # a note
+ROUNDING = 1e-5  # of leaks, which are summed in fp32
+
+
+class Method(Protocol):
+    """What is to be known of a method here (see method.ChosenMethod)."""
+
+    name: str
+    judges: str
+    by_hand: str
+    exact: bool
+
+
+@dataclass
+class Trial:
+    """What was measured of a method: seconds per token of every run; tokens, passes of the model (summed over pictures)
+    and drift of all runs together. note: why there are no numbers, or not all."""
+
+    method: Method
+    seconds: list[float] = field(default_factory=list)
+    tokens: int = 0
+    passes: int = 0
+    leak: float = 0.0
+    note: str = ""
+
+    @property
+    def median(self) -> float:
+        return median(self.seconds)
+
+    @property
+    def leak_per_token(self) -> float:
+        return self.leak / self.tokens
+
+    @property
+    def passes_per_token(self) -> float:
+        """Of one picture: 1 is what the next-token sampler takes."""
+        return self.passes / self.tokens
+
+    def within(self, budget: float) -> bool:
+        """Did it drift no further per token than allowed?"""
+        return bool(self.tokens) and self.leak_per_token <= budget * (1 + ROUNDING)
+
+    def faster_than(self, other: Trial) -> bool:
+        """For certain, as far as these runs can tell."""
+        return min(len(self.seconds), len(other.seconds)) >= 2 and max(self.seconds) < min(other.seconds)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """chosen: which method to use; faster: is it faster than next token; alike: others that are so too and that these
+    runs cannot tell from the fastest."""
+
+    chosen: Trial
+    faster: bool
+    alike: list[Trial]
+
+
+def judge(trials: list[Trial], budget: float) -> Verdict:
+    """Choose among trials, the first of which is of the next-token sampler: the fastest method within the leak budget
+    that is faster than it, or else it itself. An exact one where speed cannot tell it from the fastest."""
+    plain, *others = trials
+    faster = [trial for trial in others if trial.within(budget) and trial.faster_than(plain)]
+    if not faster:
+        return Verdict(plain, False, [])
+    fastest = min(faster, key=lambda trial: trial.median)
+    alike = [trial for trial in faster if not fastest.faster_than(trial)]
+    chosen = min([t for t in alike if t.method.exact] or alike, key=lambda trial: trial.median)
+    return Verdict(chosen, True, [trial for trial in alike if trial is not chosen])
+
+
+def speed(trial: Trial, plain: Trial) -> tuple[float, float, float]:
+    """How many times as fast as the next-token sampler: by the medians, and the least and most that single runs say."""
+    return (plain.median / trial.median, min(plain.seconds) / max(trial.seconds),
+            max(plain.seconds) / min(trial.seconds))
+
+
+def summary(trials: list[Trial], verdict: Verdict, setting: str, budget: float) -> str:
+    """What was chosen and why, how to set it by hand, and what was not measured. setting: what the trials drew."""
+    chosen = verdict.chosen
+    if verdict.faster:
+        times, least, most = speed(chosen, trials[0])
+        lines = [f"Chosen: {title(chosen)}. {times:.2f} times as fast as next token in these trials ({least:.2f} to "
+                 f"{most:.2f} over {len(chosen.seconds)} runs)."]
+        if verdict.alike:
+            lines.append(f"Not to be told from the fastest by these runs: {'; '.join(map(title, verdict.alike))}.")
+    elif trials[1:] and all(trial.note == TIME_UP for trial in trials[1:]):
+        lines = ["Chosen: next token, for want of time to try any other method. Allow more seconds."]
+    else:
+        within = " within the leak budget" if budget else ""
+        lines = [f"Chosen: next token. No other method{within} was faster, as far as these trials can tell."]
+    notes: dict[str, list[str]] = {}
+    for trial in trials:
+        notes.setdefault(trial.note, []).append(title(trial))
+    told = [f"{note[0].upper()}{note[1:]}: {'; '.join(titles)}." for note, titles in notes.items() if note]
+    return "\n".join([*lines, f"By hand: {chosen.method.by_hand}.", setting, *told])
+
+
+def in_words(trials: list[Trial], verdict: Verdict, setting: str, budget: float) -> str:
+    """The summary, and all measurements as a table."""
+    return f"{summary(trials, verdict, setting, budget)}\n\n{table(trials, verdict)}"
+
+
+def report(trials: list[Trial], verdict: Verdict) -> dict[str, Any]:
+    """The same for programs (JSON-ready)."""
+    return {
+        "schema": SCHEMA,
+        "chosen": trials.index(verdict.chosen),
+        "faster": verdict.faster,
+        "trials": [
+            {"method": t.method.name, "acceptance": t.method.judges, "exact": t.method.exact,
+             "by_hand": t.method.by_hand, "seconds_per_token": t.seconds, "tokens": t.tokens, "passes": t.passes,
+             "tv_leak": t.leak, "note": t.note}
+            for t in trials
+        ],
+    }
+
+
+def title(trial: Trial) -> str:
+    return trial.method.name + ("" if trial.method.exact else f", {trial.method.judges}")
+
+
+def columns(trials: list[Trial]) -> list[Column]:
+    """The measures, with the range of single runs where there are several."""
+    plain = trials[0]
+    told = [trial if trial.seconds else None for trial in trials]
+    speeds = [t and speed(t, plain) for t in told]
+    chosen = [
+        Column("time", "ms per token", [t and 1000 * t.median for t in told], "{:.3g}".format,
+               [t and (1000 * min(t.seconds), 1000 * max(t.seconds)) for t in told]),
+        Column("speed", "times next token", [s and s[0] for s in speeds], "{:.2f}".format,
+               [None, *(s and s[1:] for s in speeds[1:])]),
+        Column("model passes", "per token", [t and t.passes_per_token for t in told], "{:.2f}".format),
+    ]
+    if any(not trial.method.exact for trial in trials):
+        chosen.append(Column("leak", "per token", [t and t.leak_per_token for t in told], "{:.3f}".format))
+    return chosen
+
+
+def table(trials: list[Trial], verdict: Verdict) -> str:
+    """The measurements as a Markdown table, one method per line; medians, and in brackets the range of single runs."""
+    measures = columns(trials)
+    head = ["method", "acceptance", *(f"{c.name} ({c.unit})" for c in measures), "runs"]
+    rows = [
+        [trial.method.name + (" (chosen)" if trial is verdict.chosen else ""), trial.method.judges,
+         *(c.ranged(i) for c in measures), str(len(trial.seconds))]
+        for i, trial in enumerate(trials)
+    ]
+    return written_table(head, rows)
+
+
+def chart(trials: list[Trial], verdict: Verdict, setting: str) -> np.ndarray:
+    """The same as a picture [H, 1024, 3] (uint8); thin lines show the range of single runs."""
+    names = [(t.method.name, f"{t.method.judges}; {t.note}" if t.note and t.seconds else t.method.judges)
+             for t in trials]
+    return bars(names, [trial.method.exact for trial in trials], columns(trials), setting,
+                notes=[trial.note for trial in trials], chosen=trials.index(verdict.chosen))

@@ -1,0 +1,252 @@
+"""What samplers and continuous models need from each other: tokens are vectors, drawn in any order.
+
+Shapes: B images, S positions of an image (raster order), C numbers a token, V variants of an image that run as one
+batch, M positions predicted at once, T denoising steps of a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..kernels.sampling import inverse
+from .distributions import Law
+from .rng import Purpose, Stream
+from .trace import CONTINUOUS_FIELDS, Record, Source, Trace
+
+GUIDANCE = ("linear", "constant")
+
+
+@dataclass(frozen=True)
+class ContinuousParams:
+    """How a head draws.
+
+    cfg >= 1 (1: no guidance); cfg_schedule: "constant", or "linear" in the share of the picture that is known;
+    temperature >= 0: scales the noise of every denoising step; steps: denoising steps a token; kind: "ddpm" or "ddim";
+    iterations: passes of the plain sampler (None: as many as there are tokens).
+    """
+
+    cfg: float = 1.0
+    cfg_schedule: str = "linear"
+    temperature: float = 1.0
+    steps: int = 100
+    kind: str = "ddpm"
+    iterations: int | None = None
+
+    def check(self) -> None:
+        """Raise ValueError naming the parameter and its legal range."""
+        if not 1 <= self.cfg < math.inf:
+            raise ValueError(f"cfg is {self.cfg}, but must be 1 (no guidance) or more, and finite.")
+        if self.cfg_schedule not in GUIDANCE:
+            raise ValueError(f"The guidance schedule is {self.cfg_schedule!r}; choose one of: {', '.join(GUIDANCE)}.")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature is {self.temperature}, but must be 0 (no noise) or more, and finite.")
+        if self.iterations is not None and self.iterations < 1:
+            raise ValueError(f"iterations is {self.iterations}, but must be 1 or more.")
+
+
+class Schedule(Protocol):
+    """Denoising steps of a head; last_width is the nominal standard deviation of the last one, in latent units."""
+
+    steps: int
+    last_width: float
+
+
+class ContinuousModel(Protocol):
+    """A model that draws vectors.
+
+    grid: its own (rows, cols); group: positions it draws together at least; order [S] (int64): the order it draws in,
+    None for any.
+    """
+
+    grid: tuple[int, int]
+    channels: int
+    group: int
+    order: Tensor | None
+    device: torch.device
+    defaults: ContinuousParams
+
+    def start(
+        self, conditioning: Any, negative: Any, batch: int, grid: tuple[int, int], guided: bool
+    ) -> Any:
+        """What is the same in all passes of a run."""
+        ...
+
+    def schedule(self, params: ContinuousParams) -> Schedule:
+        """The denoising steps under these parameters. Raises ValueError where the head cannot take them."""
+        ...
+
+    def guidance(self, params: ContinuousParams, before: Tensor, after: Tensor, length: int) -> Tensor:
+        """Guidance scale (fp32) of tokens drawn when ``before`` of ``length`` are known, ``after`` of them behind."""
+        ...
+
+    def predict(
+        self, state: Any, tokens: Tensor, known: Tensor, query: Tensor, seen: int, cfg: Tensor, temperature: float,
+        noise0: Tensor, noise_t: Tensor, schedule: Schedule,
+    ) -> Law:
+        """The law [B, V, M] of the tokens at query [B, V, M] where exactly those marked in known [B, V, S] are seen.
+
+        tokens [B, S, C]; seen: at least the number known in any row; cfg [B, V, M]: guidance scales; noise0
+        [B, V, M, C] and noise_t [T, B, V, M, C]: the first noise of a token and that of its steps.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class ContinuousProgress:
+    """State after a pass: tokens [B, S, C], which of them are known [B, S] (bool), committed [B] (int64, on the CPU)
+    how many are, S, passes so far."""
+
+    tokens: Tensor
+    known: Tensor
+    committed: Tensor
+    length: int
+    passes: int
+
+
+@dataclass(frozen=True)
+class ContinuousRequest:
+    """What a sampler is asked: draw ``batch`` images (image i with seed + i) on a grid (rows, cols).
+
+    kept [B, S] (bool) marks tokens of ``tokens`` [B, S, C] that stay as they are.
+    """
+
+    model: ContinuousModel
+    conditioning: Any
+    grid: tuple[int, int]
+    params: ContinuousParams
+    negative: Any = None
+    seed: int = 0
+    batch: int = 1
+    callback: Callable[[ContinuousProgress], None] | None = None
+    tokens: Tensor | None = None
+    kept: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ContinuousDecoded:
+    """tokens [B, S, C] (fp32, model units) and the trace of how they came about."""
+
+    tokens: Tensor
+    trace: Trace
+
+
+class Canvas:
+    """The pictures of a run: their tokens, each picture's own order of drawing, and how far each has come.
+
+    order [B, S]: positions, kept ones first; done [B]: how many of them are known. Tokens written ahead of ``done``
+    count only for passes that look ahead.
+    """
+
+    def __init__(self, request: ContinuousRequest, stream: Stream):
+        """Raises ValueError for kept tokens that are illegal or leave nothing to draw, or if the batch is empty."""
+        if request.batch < 1:
+            raise ValueError(f"The batch is {request.batch}, but must be 1 or more.")
+        model, batch = request.model, request.batch
+        self.batch, self.device, self.length = batch, model.device, request.grid[0] * request.grid[1]
+        positions = torch.arange(self.length, device=self.device).expand(batch, -1)
+        if model.order is None:
+            self.order = stream.uniform(positions, Purpose.ORDER).argsort(dim=1, stable=True)
+        else:
+            self.order = model.order.to(self.device).expand(batch, -1)
+        self._tokens = torch.zeros((batch, self.length + 1, model.channels), device=self.device)
+        self.done = torch.zeros(batch, dtype=torch.int64, device=self.device)
+        self.kept = torch.zeros_like(positions, dtype=torch.bool)
+        if request.kept is not None and request.kept.any():
+            self._check_kept(request)
+            self.kept = request.kept.to(self.device).expand(batch, -1)
+            self.order = self.order.gather(1, (~self.kept.gather(1, self.order)).byte().argsort(dim=1, stable=True))
+            self.tokens.copy_(torch.where(self.kept[..., None], request.tokens.to(self.device), 0.0))
+            self.done = self.kept.sum(1)
+        self.rank = inverse(self.order)
+
+    def _check_kept(self, request: ContinuousRequest) -> None:
+        kept, tokens, model = request.kept, request.tokens, request.model
+        if model.group > 1:
+            raise ValueError(f"This model draws {model.group} tokens at once: it cannot keep parts of a picture.")
+        if tokens is None:
+            raise ValueError("kept marks tokens that stay, but no tokens were given.")
+        shape = self.length, model.channels
+        if kept.dtype != torch.bool or kept.shape[1:] != shape[:1] or tokens.shape[1:] != shape:
+            raise ValueError(
+                f"kept must be bool [B, {shape[0]}] and tokens [B, {shape[0]}, {shape[1]}], but they are {kept.dtype} "
+                f"{list(kept.shape)} and {list(tokens.shape)}."
+            )
+        if kept.all():
+            raise ValueError("The noise mask keeps every token of every picture, so there is nothing to draw.")
+        if not tokens.to(kept.device)[kept.expand(len(tokens), -1)].isfinite().all():
+            raise ValueError("The picture to be kept holds numbers that are not finite. Encode it again.")
+
+    @property
+    def tokens(self) -> Tensor:
+        """[B, S, C]; one place behind the end swallows what is not to be written."""
+        return self._tokens[:, : self.length]
+
+    def known(self, ahead: Tensor | int = 0) -> Tensor:
+        """Known tokens [B, V, S] (bool) of variants that look ``ahead`` [V] tokens beyond what is decided."""
+        reach = self.done[:, None] + torch.as_tensor(ahead, device=self.device).reshape(1, -1)
+        return self.rank[:, None] < reach[..., None]
+
+    def upcoming(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Positions [B, count] from the ``first`` undecided one on, and which of them exist [B, count] (bool)."""
+        place = self.done[:, None] + torch.arange(first, first + count, device=self.device)
+        return self.order.gather(1, place.clamp(max=self.length - 1)), place < self.length
+
+    def write(self, positions: Tensor, values: Tensor, where: Tensor) -> None:
+        """Put values [B, M, C] at positions [B, M] where ``where`` [B, M] (bool)."""
+        place = torch.where(where, positions, self.length)[..., None].expand(-1, -1, values.shape[-1])
+        self._tokens.scatter_(1, place, values)
+
+    def extent(self) -> tuple[int, int]:
+        """The least and the greatest number of known tokens of any picture (read from the device)."""
+        low, high = torch.stack(self.done.aminmax()).tolist()
+        return low, high
+
+    def record(self) -> Record:
+        """A record with the order of drawing noted, and the kept tokens."""
+        record = Record.empty(self.length, len(self.order), self.device, CONTINUOUS_FIELDS)
+        everywhere = torch.ones_like(self.kept)
+        record.write(self.order, everywhere, order=torch.arange(self.length, device=self.device))
+        record.write(self.order, self.kept.gather(1, self.order), source=Source.FORCED)
+        return record
+
+    def finished(self) -> Tensor:
+        """The tokens of complete pictures. Raises ValueError if some are not finite."""
+        if not self.tokens.isfinite().all():
+            raise ValueError(
+                "The model drew tokens that are no numbers (NaN or infinite): its arithmetic overflowed. Load it in "
+                "fp32 or bf16 (Load AR Checkpoint, dtype), or lower the guidance."
+            )
+        return self.tokens.clone()
+
+    def progress(self, passes: int) -> ContinuousProgress:
+        return ContinuousProgress(self.tokens, self.known()[:, 0], self.done.cpu(), self.length, passes)
+
+
+def noises(
+    stream: Stream, positions: Tensor, channels: int, steps: int, purpose: Purpose = Purpose.NOISE
+) -> tuple[Tensor, Tensor]:
+    """The noises of tokens at positions [B, M]: the first [B, M, C] and those of the steps [T, B, M, C].
+
+    They belong to the position, so that two models share them (the paper's trajectory alignment).
+    """
+    drawn = stream.normal(positions, (steps + 1) * channels, purpose).unflatten(-1, (steps + 1, channels))
+    return drawn[..., 0, :], drawn[..., 1:, :].movedim(-2, 0)
+
+
+def own_noise(
+    stream: Stream, positions: Tensor, channels: int, purpose: Purpose = Purpose.TARGET
+) -> tuple[Tensor, Tensor]:
+    """Normal [B, M, C] and uniform [B, M] numbers for drawing from a law itself."""
+    return stream.normal(positions, channels, purpose), stream.uniform(positions, purpose, draw=1)
+
+
+def masked_guidance(params: ContinuousParams, before: Tensor, after: Tensor, length: int) -> Tensor:
+    """MAR's guidance scale: constant, or 1 + (cfg - 1) * known / S, the pass's own tokens counted (but never all)."""
+    share = after.clamp(max=length - 1) / length if params.cfg_schedule == "linear" else torch.ones_like(after)
+    return 1 + (params.cfg - 1) * share.float()

@@ -1,0 +1,179 @@
+"""Draft structures with a fixed plan: a chain, a static sampled tree, EAGLE-2's dynamic tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..layout import TokenLayout
+from ..rng import Stream
+from .growing import DRAWS, Drafting, Root, grow_sampled, grow_top_k
+from .trees import Path, Shape, Tree, published, shape_of
+
+Plan = tuple[Tensor, Tensor] | None  # depth [B] and width [B] asked for, where a structure varies them
+Extent = tuple[int, ...]  # what the host must know of a batch's plans to launch a round; () where nothing varies
+
+
+class Structure(Protocol):
+    """What is drafted each round. ``block``: verify by blocks instead of token by token (chains only)."""
+
+    block: bool
+
+    def check(self) -> None:
+        """Raise ValueError naming the setting and its legal values."""
+        ...
+
+    def size(self) -> tuple[int, int]:
+        """The most drafts and the most levels a tree can have."""
+        ...
+
+    def expansions(self) -> int:
+        """The most drafts that a drafter is asked to expand in a round."""
+        ...
+
+    def start(self, batch: int, layout: TokenLayout, device: torch.device) -> Any:
+        """What the structure remembers of a run so far."""
+        ...
+
+    def plan(self, history: Any, committed: Tensor, layout: TokenLayout, stream: Stream, turn: Tensor) -> Plan:
+        """The next trees' shapes, decided when the round before ends."""
+        ...
+
+    def extent(self, plan: Plan, left: Tensor, coarse: bool) -> Tensor | None:
+        """The Extent [n] (int64) of a plan for images of which ``left`` [B] tokens are missing. coarse: may be larger,
+        so that rounds have few different shapes."""
+        ...
+
+    def passes(self, extent: Extent) -> int:
+        """How often the drafter is asked to expand drafts in a round."""
+        ...
+
+    def grow(self, work: Drafting, root: Root, plan: Plan, extent: Extent, turn: Tensor) -> Tree:
+        """The next tree."""
+        ...
+
+    def learn(
+        self, history: Any, plan: Plan, tree: Tree, before: Tensor, after: Tensor, accepted: Tensor, update: Tensor
+    ) -> Any:
+        """The memory after a round: decided tokens before and after it, accepted drafts, and whom it concerns [B]."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Settings, JSON-ready."""
+        ...
+
+
+class _Fixed:
+    """Nothing to remember or to plan."""
+
+    block = False
+
+    def start(self, batch: int, layout: TokenLayout, device: torch.device) -> None:
+        return None
+
+    def plan(self, history: None, committed: Tensor, layout: TokenLayout, stream: Stream, turn: Tensor) -> None:
+        return None
+
+    def extent(self, plan: None, left: Tensor, coarse: bool) -> None:
+        return None
+
+    def learn(self, history: None, plan: Plan, tree: Tree, before: Tensor, after: Tensor, accepted: Tensor,
+              update: Tensor) -> None:
+        return None
+
+
+class _FixedShape(_Fixed):
+    def shape(self) -> Shape:
+        raise NotImplementedError
+
+    def check(self) -> None:
+        drafts, _ = self.size()
+        if drafts >= DRAWS:
+            raise ValueError(f"The tree has {drafts} drafts, but at most {DRAWS - 1} are possible. Use a smaller tree.")
+
+    def size(self) -> tuple[int, int]:
+        shape = self.shape()
+        return sum(len(level.parent) for level in shape), len(shape)
+
+    def expansions(self) -> int:
+        return sum(level.inner for level in self.shape())
+
+    def passes(self, extent: Extent = ()) -> int:
+        return sum(level.inner > 0 for level in self.shape())
+
+    def grow(self, work: Drafting, root: Root, plan: None, extent: Extent, turn: Tensor) -> Tree:
+        return grow_sampled(work, root, self.shape(), turn)
+
+
+@dataclass(frozen=True)
+class Chain(_FixedShape):
+    """``length`` (1 .. 64) drafts in a row (Leviathan et al., ICML 2023).
+
+    verification: "token", or "block" (Sun et al., "Block verification accelerates speculative decoding", ICLR 2025),
+    which is exact too and accepts no less on average.
+    """
+
+    length: int = 5
+    verification: str = "token"
+
+    @property
+    def block(self) -> bool:
+        return self.verification == "block"
+
+    def shape(self) -> Shape:
+        return shape_of(tuple((0,) * n for n in range(1, self.length + 1)))
+
+    def check(self) -> None:
+        if not 1 <= self.length <= 64:
+            raise ValueError(f"length is {self.length}, but a chain has 1 to 64 drafts.")
+        if self.verification not in ("token", "block"):
+            raise ValueError(f"verification is {self.verification!r}; choose token or block.")
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "chain", "length": self.length, "verification": self.verification}
+
+
+@dataclass(frozen=True)
+class Static(_FixedShape):
+    """A tree of fixed shape over sampled children (EAGLE-1): a published one by name, or a list of paths."""
+
+    tree: str | Sequence[Path] = "lantern_57"
+
+    def shape(self) -> Shape:
+        return shape_of(published(self.tree) if isinstance(self.tree, str) else tuple(map(tuple, self.tree)))
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "static", "tree": self.tree, "drafts": self.size()[0]}
+
+
+@dataclass(frozen=True)
+class Dynamic(_Fixed):
+    """EAGLE-2's tree of likeliest children: ``depth`` (1 .. 32) levels, ``width`` (1 .. 64), best ``nodes`` kept."""
+
+    depth: int = 5
+    width: int = 10
+    nodes: int = 58
+
+    def check(self) -> None:
+        for name, value, most in (("depth", self.depth, 32), ("width", self.width, 64), ("nodes", self.nodes, 1024)):
+            if not 1 <= value <= most:
+                raise ValueError(f"{name} is {value}, but must be 1 to {most}.")
+
+    def size(self) -> tuple[int, int]:
+        return self.nodes, self.depth
+
+    def expansions(self) -> int:
+        return (self.depth - 1) * self.width
+
+    def passes(self, extent: Extent = ()) -> int:
+        return self.depth - 1
+
+    def grow(self, work: Drafting, root: Root, plan: None, extent: Extent, turn: Tensor) -> Tree:
+        return grow_top_k(work, root, self.depth, self.width, self.nodes)
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "dynamic", "depth": self.depth, "width": self.width, "nodes": self.nodes}

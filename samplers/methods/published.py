@@ -1,0 +1,41 @@
+"""The published methods by name: settings of the one loop in speculative.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..contract import Drafter
+from ..drafts.adt_tree import ADTTree
+from ..drafts.structures import Dynamic, Static, Structure
+from ..rules.acceptance import AcceptanceRule, Exact
+from ..rules.cool_sd import CoolSD
+from ..rules.lantern import Lantern, LanternPP
+from .skipping import Skipping
+from .speculative import DraftTree
+
+
+def lantern(drafter: Drafter, structure: Structure | None = None, **rule: Any) -> DraftTree:
+    """LANTERN (Jang et al., ICLR 2025): additive relaxation on EAGLE-2's tree. ``rule``: settings of rules.Lantern."""
+    return DraftTree(drafter, structure or Dynamic(), Lantern(**rule), name="lantern")
+
+
+def lantern_pp(drafter: Drafter, structure: Structure | None = None, **rule: Any) -> DraftTree:
+    """LANTERN++ (Park et al., 2025): multiplicative relaxation on a static sampled tree; settings: rules.LanternPP."""
+    return DraftTree(drafter, structure or Static(), LanternPP(**rule), name="lantern_pp")
+
+
+def cool_sd(drafter: Drafter, structure: Structure | None = None, **rule: Any) -> DraftTree:
+    """Cool-SD: annealed relaxation on a static sampled tree. ``rule``: settings of rules.CoolSD."""
+    return DraftTree(drafter, structure or Static(), CoolSD(**rule), name="cool_sd")
+
+
+def adt_tree(drafter: Drafter, rule: AcceptanceRule | None = None, **structure: Any) -> DraftTree:
+    """ADT-Tree: depth and width of the tree follow acceptance nearby; settings of structures.ADTTree."""
+    return DraftTree(drafter, ADTTree(**structure), rule or Exact(), name="adt_tree")
+
+
+def vvs(
+    drafter: Drafter, structure: Structure | None = None, rule: AcceptanceRule | None = None, **skipping: Any
+) -> DraftTree:
+    """VVS: some rounds are not verified; settings: methods.Skipping. The paper's host is LANTERN on EAGLE-2's tree."""
+    return DraftTree(drafter, structure or Dynamic(), rule or Lantern(), Skipping(**skipping), name="vvs")

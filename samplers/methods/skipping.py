@@ -1,0 +1,183 @@
+"""VVS: some drafts are taken without asking the target.
+
+Dong et al., "VVS: accelerating speculative decoding for visual autoregressive generation via partial verification
+skipping": when to skip (section 4.4), which path to take and how much of it (4.2, eq. 1), and what a feature drafter is
+told meanwhile (4.3). Not lossless, and no bound is known.
+
+The two listings of the paper contradict each other on the flag that forbids skipping twice; here, as in its text, the
+round after a skipped one is always verified. A chain has one path: a skipped round takes all of it. A single path has
+similarity 0, so the dynamic schedule leaves chains, and trees of two leaves (every second leaf counts), to the target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from ...kernels.sampling import take
+from ..drafts.trees import Tree
+
+SCHEDULES = ("uniform", "dynamic")
+PATHS = ("uniform", "confident", "first")
+
+
+@dataclass(frozen=True)
+class Skipping:
+    """When to take drafts unverified, and which.
+
+    schedule: uniform skips every ``interval``-th round; dynamic skips when the tree's paths look alike, at least by
+        ``threshold`` (eq. 2, where ``decay`` weighs later tokens less).
+    path: uniform draws a leaf path, confident takes the one of highest draft probability, first that of first-drawn
+        children (in a sampled tree a sample of the drafter's law).
+    truncate: take at most the mean length of leaf paths.
+    refresh: once true features are known, the drafter takes over skipped tokens again.
+    guard: no skip while this few tokens of the image, or fewer, are decided.
+    """
+
+    schedule: str = "uniform"
+    interval: int = 4
+    threshold: float = 0.7
+    decay: float = 0.9
+    path: str = "uniform"
+    truncate: bool = True
+    refresh: bool = True
+    guard: int = 5
+
+    def check(self) -> None:
+        """Raise ValueError naming the setting and its legal values."""
+        for name, options in (("schedule", SCHEDULES), ("path", PATHS)):
+            if getattr(self, name) not in options:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(options)}.")
+        if not self.interval >= 2:
+            raise ValueError(f"interval is {self.interval}, but must be 2 or more: no two rounds in a row are skipped.")
+        if not self.threshold >= 0:
+            raise ValueError(f"threshold is {self.threshold}, but must be 0 (always skip) or more (above 1: never).")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay is {self.decay}, but must be above 0 and at most 1.")
+        if not self.guard >= 0:
+            raise ValueError(f"guard is {self.guard}, but must be 0 or more.")
+
+
+def check_codebook(settings: Skipping, codebook: Tensor | None) -> None:
+    """Raise ValueError where the schedule compares code vectors and the model has none."""
+    if settings.schedule == "dynamic" and codebook is None:
+        raise ValueError("The dynamic skipping schedule compares code vectors, but this model has no codebook. "
+                         "Use the uniform schedule.")
+
+
+def check_skippable(skippable: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor | None:
+    """A request's skippable positions [batch, length] on ``device``. Raises ValueError unless they are [1 or batch,
+    length] and bool."""
+    if skippable is None:
+        return None
+    if skippable.dim() != 2 or skippable.shape[0] not in (1, batch) or skippable.shape[1] != length:
+        raise ValueError(f"skippable has the shape {tuple(skippable.shape)}, but must have (1 or {batch}, {length}).")
+    if skippable.dtype != torch.bool:
+        raise ValueError(f"skippable is {skippable.dtype}, but must be torch.bool: true where drafts may be skipped.")
+    return skippable.to(device).expand(batch, -1)
+
+
+def similarity(tree: Tree, codebook: Tensor, decay: float) -> Tensor:
+    """How alike the paths of a tree look: S [B] (fp32, -1 .. 1), eq. (2) averaged over pairs of paths.
+
+    Of the leaf paths, in slot order, every second one counts. Tokens are compared by the cosine of their vectors in
+    codebook [V, C]; ids from V on, and places behind the end of either path, have cosine 0. Level l weighs decay^l,
+    normalised over the longest leaf path. 0 with fewer than two paths.
+
+    The sum over pairs at a level is (|sum of unit vectors|^2 - sum of their squared lengths) / 2.
+    """
+    leaves = tree.leaves()
+    compared = leaves & (leaves.cumsum(1) % 2 == 1)
+    unit = normalize(codebook[tree.token.clamp(max=len(codebook) - 1)].float(), dim=-1)
+    unit = torch.where((tree.token < len(codebook))[..., None], unit, 0)
+    length = _lengths(tree, leaves).amax(1)
+    paths, count = tree.paths(), compared.sum(1)
+    pairs = (count * (count - 1) / 2).clamp(min=1)
+    total, weights = torch.zeros_like(unit[:, 0, 0]), torch.zeros_like(unit[:, 0, 0])
+    for level, slot in enumerate(paths.unbind(2)):
+        here = compared & (slot > 0)
+        vectors = torch.where(here[..., None], unit.gather(1, slot[..., None].expand(-1, -1, unit.shape[-1])), 0)
+        both = (vectors.sum(1).square().sum(-1) - vectors.square().sum((1, 2))) / 2
+        weight = decay**level * (level < length)
+        total, weights = total + weight * both, weights + weight
+    return (total / (weights.clamp(min=1e-30) * pairs)).clamp(-1, 1)
+
+
+def decide(
+    settings: Skipping, tree: Tree, codebook: Tensor | None, round_number: int | Tensor, committed: Tensor, length: int,
+    last_skipped: Tensor, skippable: Tensor | None = None,
+) -> Tensor:
+    """Whose tree is taken unverified [B] (bool).
+
+    round_number (or [B]) counts from 1; committed [B] of ``length`` tokens are decided; last_skipped [B] (bool). Never
+    twice in a row, nor on an empty tree, nor early (``guard``), nor unless a token is left behind the longest path that
+    could be taken; nor if any position of that path is not ``skippable`` [B, length] (bool; None: all are). Raises
+    ValueError if the schedule needs a codebook and there is none.
+    """
+    check_codebook(settings, codebook)
+    lengths = _lengths(tree, tree.leaves())
+    most = _mean_length(tree) if settings.truncate else lengths.amax(1)
+    allowed = ~last_skipped & (most > 0) & (committed > settings.guard) & (committed + most < length)
+    if skippable is not None:
+        step = torch.arange(tree.levels, device=most.device)
+        here = skippable.gather(1, (committed[:, None] + step).clamp(max=length - 1))
+        allowed = allowed & (here | (step >= most[:, None])).all(1)
+    if settings.schedule == "uniform":
+        return allowed & (round_number % settings.interval == 0)
+    return allowed & (similarity(tree, codebook, settings.decay) >= settings.threshold)
+
+
+def choose_path(settings: Skipping, tree: Tree, u: Tensor) -> tuple[Tensor, Tensor]:
+    """A path's slots [B, levels] and how many of them are taken [B] (int64; 0 of an empty tree), eq. (1).
+
+    u [B]: a uniform number in [0, 1).
+    """
+    leaves, paths = tree.leaves(), tree.paths()
+    if settings.path == "uniform":
+        count = leaves.sum(1)
+        wanted = torch.minimum((u * count).long(), count - 1) + 1
+        end = (leaves & (leaves.cumsum(1) == wanted[:, None])).long().argmax(1)
+    elif settings.path == "confident":
+        along = tree.probability.log().unsqueeze(-1).expand(-1, -1, tree.levels).gather(1, paths).sum(-1)
+        end = along.masked_fill(~leaves, -torch.inf).argmax(1)
+    else:
+        ranks = tree.rank.unsqueeze(-1).expand(-1, -1, tree.levels).gather(1, paths).sum(-1)
+        end = torch.where(tree.exists & (ranks == 0), tree.depth, 0).argmax(1)
+    slots = paths.gather(1, end[:, None, None].expand(-1, -1, tree.levels))[:, 0]
+    length = tree.depth.gather(1, end[:, None])[:, 0]  # 0 of the root, which stands for no leaf
+    return slots, torch.minimum(length, _mean_length(tree)) if settings.truncate else length
+
+
+def stale_features(features: Tensor, available: Tensor, count: Tensor, width: int) -> Tensor:
+    """Hidden states [R, width, D] to stand in for those of ``count`` tokens nobody verified.
+
+    features [R, G, D]: true ones, the newest last, of which ``available`` are real. The newest ``count`` in order;
+    where there are too few, and behind ``count``, the newest again. available, count: [R], or [B], R a multiple of B.
+    """
+    kept = features.shape[1]
+    used = torch.minimum(available, count).clamp(max=kept)
+    index = kept - used[:, None] + torch.arange(width, device=features.device)
+    return take(features, index.clamp(max=kept - 1))
+
+
+def push_features(features: Tensor, new: Tensor, count: Tensor) -> Tensor:
+    """features [R, G, D] with the first ``count`` of new [R, T, D] put behind them, the oldest dropped.
+
+    count: [R], or [B] with R a multiple of B; at most T.
+    """
+    index = count[:, None] + torch.arange(features.shape[1], device=features.device)
+    return take(torch.cat((features, new), dim=1), index)
+
+
+def _lengths(tree: Tree, leaves: Tensor) -> Tensor:
+    """Lengths [B, M + 1] (int64) of the paths to leaves, 0 elsewhere."""
+    return torch.where(leaves, tree.depth, 0)
+
+
+def _mean_length(tree: Tree) -> Tensor:
+    """The mean length [B] (int64, rounded down) of leaf paths; 0 of an empty tree."""
+    leaves = tree.leaves()
+    return torch.div(_lengths(tree, leaves).sum(1), leaves.sum(1).clamp(min=1), rounding_mode="floor")

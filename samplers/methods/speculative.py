@@ -1,0 +1,211 @@
+"""Speculative decoding with a drafter: draft, verify, commit.
+
+One loop for every method of this kind; they differ in four places, each in a file of its own:
+
+drafter     small AR model or EAGLE feature drafter                      (contract.Drafter)
+structure   chain, static tree, dynamic tree, adjacency-adaptive tree    drafts/
+rule        exact, LANTERN, LANTERN++, UniformRSD, Cool-SD, ...          rules/
+skipping    now and then a draft is taken unverified (VVS)               skipping.py
+
+A round (round_step.py): the drafter takes over what the last one decided and grows a tree behind the last decided token
+(the root); one pass of the target feeds the root and all drafts; verification accepts a path and draws the token behind
+it; the caches keep that path. The root is decided but not yet in the target's cache; after a skipped round neither are
+the tokens taken unverified: they are ``pending``, and the next pass feeds them in front of the tree (rounds.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Hashable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..contract import Decoded, Drafter, Progress, Request
+from ..drafts.structures import Extent, Static, Structure
+from ..engine.loop import kind
+from ..engine.prefill import read_given
+from ..engine.session import Poll, Session, session
+from ..probabilities import check_finite
+from ..rng import Stream
+from ..rules.acceptance import AcceptanceRule, Exact, check_strength
+from ..trace import Record, Trace
+from . import skipping as vvs
+from .round_step import ROUND, DraftInputs, RoundStep
+from .skipping import Skipping, check_skippable
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Speculative decoding with ``drafter``; exact with rule=Exact() and skipping=None, whatever the structure."""
+
+    drafter: Drafter
+    structure: Structure = field(default_factory=Static)
+    rule: AcceptanceRule = field(default_factory=Exact)
+    skipping: Skipping | None = None
+    name: str = "draft_tree"
+
+    @property
+    def lossless(self) -> bool:
+        return self.rule.lossless and self.skipping is None
+
+    @property
+    def width(self) -> int:
+        """The most tokens a pass of the target is fed."""
+        drafts, levels = self.structure.size()
+        return 1 + drafts + (levels if self.skipping else 0)
+
+    @property
+    def draft_width(self) -> int:
+        """The most tokens that stand in the drafter's cache behind what is decided."""
+        return max(self.structure.expansions(), self.told)
+
+    @property
+    def told(self) -> int:
+        """The most tokens that the drafter is to take over from a round."""
+        return 2 * self.structure.size()[1] + 1
+
+    def check(self) -> None:
+        """Raise ValueError naming the setting and its legal values."""
+        self.structure.check()
+        self.rule.check()
+        if self.skipping is not None:
+            self.skipping.check()
+        if self.structure.block and not isinstance(self.rule, Exact):
+            raise ValueError("Block verification is exact and cannot be relaxed. Verify token by token, or use Exact.")
+
+    def describe(self) -> dict[str, Any]:
+        """Settings for the trace, JSON-ready."""
+        settings = {"method": self.name, "drafter": self.drafter.kind, "structure": self.structure.describe(),
+                    "rule": self.rule.describe(), "lossless": self.lossless}
+        return settings | ({"skipping": asdict(self.skipping)} if self.skipping else {})
+
+    def session_key(self, request: Request) -> Hashable:
+        """Of which kind a run is: all that its rounds depend on, but for the tensors that they are given."""
+        return kind(request, self.drafter, repr(self.describe()))
+
+    def sample(self, request: Request) -> Decoded:
+        """Draw ``request.batch`` images, each at its own pace. Raises ValueError on illegal parameters."""
+        request.params.check(request.model.vocab)
+        self.check()
+        with session(request.model, self.session_key(request), self.drafter) as kept:
+            run = Run(self, request, kept)
+            while True:
+                if request.callback:
+                    request.callback(Progress(run.step.record.image, run.known, run.step.length, run.passes))
+                if run.done:
+                    break
+                run.round()
+            return Decoded(run.step.record.image.clone(), run.finish())
+
+
+class Run:
+    """A run as the host sees it: it launches rounds, and learns how far the images are.
+
+    ``known`` [B]: decided tokens it knows of; ``passes``: of the target so far, that over the prompt included.
+    """
+
+    def __init__(self, method: DraftTree, request: Request, kept: Session):
+        self.method, self.request, self.kept = method, request, kept
+        model, params, batch = request.model, request.params, request.batch
+        self.begun = time.perf_counter()
+        layout = request.layout.to(model.device)
+        rule = method.rule.bind(model)
+        codebook = None if model.codebook is None else model.codebook.to(model.device)
+        if method.skipping:
+            vvs.check_codebook(method.skipping, codebook)
+        strength = check_strength(request.strength, batch, layout.length, model.device)
+        if strength is None:
+            strength = torch.ones((1, layout.length), device=model.device)
+        skippable = check_skippable(request.skippable, batch, layout.length, model.device)
+        prompt = (request.conditioning, request.negative, batch, layout)
+        guided = params.guided
+        target = model.start(*prompt, slack=method.width, guided=guided, into=kept.state)
+        state = method.drafter.start(target, *prompt, slack=method.draft_width, guided=guided, into=kept.draft_state)
+        kept.adopt(target, state)
+        kept.record = kept.record or Record.empty(layout.length, batch, model.device, round_fields=ROUND)
+        start = read_given(model, target, layout, batch, method.drafter, state, request.callback)
+        check_finite(start.out)
+        self.step = RoundStep(
+            model, target, method.drafter, state, method.structure, rule, method.skipping,
+            kept.params(params, model.device), codebook, layout.length, bool((layout.forced >= 0).any()),
+            method.told if kept.graphs.one_shape else 0, kept.record,
+        )
+        stream = Stream.of(request.seed, batch, model.device)
+        self.carry = self.step.begin(start, stream, layout, strength.expand(batch, -1), skippable)
+        self.poll = Poll(model.device, batch)
+        self.known = torch.maximum(self.poll(self.carry.committed), start.given + 1)  # and the first that is drawn
+        self.passes, self.expansions = 1, []
+        self.times, self.drafted = [self.begun, time.perf_counter()], [self.begun]
+        self.extent = self.read_extent()
+
+    @property
+    def done(self) -> bool:
+        """Is every image known to be complete?"""
+        return int(self.known.min()) >= self.step.length
+
+    def round(self) -> None:
+        """Draft, verify (or skip that), commit."""
+        step, graphs = self.step, self.kept.graphs
+        shape = self.shape()
+        tree, skip = graphs(("draft", *shape), partial(step.draft, self.extent), DraftInputs.of(self.carry))
+        drafted = time.perf_counter()
+        judging, taking = self.branches(skip)
+        settle = partial(step.settle, judging, taking)
+        self.carry = graphs(("settle", *shape, judging, taking), settle, self.carry, tree, skip)
+        self.expansions.append(1 + self.method.structure.passes(self.extent))
+        self.extent = self.read_extent()
+        self.known = torch.maximum(self.known, self.poll(self.carry.committed))
+        self.passes += judging
+        self.drafted.append(drafted)
+        self.times.append(time.perf_counter())
+
+    def shape(self) -> tuple[Hashable, ...]:
+        """The shape of the next round: how much of the caches it looks at, of its tree, and of what came before."""
+        step, method, carry = self.step, self.method, self.carry
+        ahead = int(self.known.max()) + self.poll.lag * (method.structure.size()[1] + 1)
+        widths = method.width, method.draft_width + 1
+        target, drafter = (None if self.kept.graphs.one_shape else ahead + width for width in widths)
+        return (
+            step.model.reach(step.target, target), step.drafter.reach(step.state, drafter),
+            step.params.switches, self.extent, carry.told.token.shape[1], carry.pending.token.shape[1],
+        )
+
+    def branches(self, skip: Tensor) -> tuple[bool, bool]:
+        """Does a round verify, and does it take drafts unverified? To know it, a GPU is waited for."""
+        if self.method.skipping is None:
+            return True, False
+        going = self.carry.committed < self.step.length
+        judging, taking = torch.stack(((going & ~skip).any(), skip.any())).tolist()
+        return judging or not taking, taking
+
+    def read_extent(self) -> Extent:
+        """What the host must know to launch the next round; a GPU is waited for only where a structure varies it."""
+        return () if self.carry.extent is None else tuple(self.carry.extent.tolist())
+
+    def finish(self) -> Trace:
+        """The trace of the run. How long drafting took is known where the host waits for it, which is on a CPU."""
+        surplus = min(self.poll.lag, len(self.expansions))  # rounds launched before the end was known
+        ends = self.times[1 + surplus :]
+        begins = [self.begun, *ends[:-1]]
+        times = {"milliseconds": [1000 * (end - begin) for begin, end in zip(begins, ends, strict=True)]}
+        if not self.poll.lag:
+            drafted = zip(begins, self.drafted, strict=True)
+            times["draft_milliseconds"] = [1000 * (end - begin) for begin, end in drafted]
+        settings = self.method.describe() | asdict(self.request.params)
+        expansions = self.expansions[: len(self.expansions) - surplus]
+        trace = self.step.record.finish(
+            self.request.layout, self.request.seed, settings, time.perf_counter() - self.begun, sum(expansions), **times
+        )
+        if self.expansions and not trace.rounds["nodes"].any():
+            log.warning(
+                "The drafter offered not a single guess in this run, so it saved nothing: its predictions are NaN or "
+                "infinite. The picture is sound. Load the drafter's file anew, or the model with another dtype."
+            )
+        return trace

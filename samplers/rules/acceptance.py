@@ -1,0 +1,142 @@
+"""Acceptance rules: with what probability a drafted token is kept, and what is drawn when it is not.
+
+Notation: p target law, q law the draft was drawn from (rows [..., V+], fp32), token [...] the draft (int64), depth
+[...] its place in the draft, from 1, strength [...] (fp32, 0..1) how far the rule may depart from the exact one, 0
+being no departure at all. A draft proposed with certainty has the point mass on it as q.
+
+One position under acceptance f and residual law G follows K = q f + (1 - sum q f) G. Among all G the distance of K
+from p is least, sum [q f - p]+, for G ~ [p - q f]+ (Li et al., "Annealed relaxation of speculative decoding for faster
+autoregressive image generation", theorem 2 and eq. 10); a rule's ``leak`` is that distance. Summed over the positions
+tested it bounds, in expectation, the total variation between the pictures drawn and the model's own (eq. 8).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.sampling import at, categorical, redraw, residual
+from ...kernels.verification import SMALLEST, Claim, couple
+from ..contract import ARModel
+
+
+class AcceptanceRule:
+    """What every rule answers. Rules are frozen dataclasses whose fields are their settings."""
+
+    name: str
+    lossless: bool  # is the output law exactly p, whatever the strength
+    plain: bool = False  # is the residual [p - q]+
+    claims: bool = False  # is it plain and does it have a ``claim``
+
+    def check(self) -> None:
+        """Raise ValueError naming the setting that is outside its legal range."""
+
+    def bind(self, model: ARModel) -> AcceptanceRule:
+        """The rule with what it needs of a model. Raises ValueError where the model does not have it."""
+        return self
+
+    def describe(self) -> dict[str, Any]:
+        """The rule's name and settings, JSON-ready."""
+        return {"rule": self.name} | {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
+
+    def accept_probability(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+        """Probability f(token) [...] in [0, 1] of keeping ``token``."""
+        raise NotImplementedError
+
+    def residual(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+        """Unnormalised law [..., V+] to draw from after a rejection; a row is never all zero."""
+        raise NotImplementedError
+
+    def leak(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+        """Total variation [...] between what this test draws and p: its value, or an unbiased estimate of a bound."""
+        raise NotImplementedError
+
+    def claim(self, depth: Tensor, strength: Tensor) -> Claim:
+        """The probability a draft claims, for drafts at depth [L] (int64) under a strength [B, L].
+
+        Only of rules that ``claims``; then f(x) = min(1, claim / q(x)).
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Exact(AcceptanceRule):
+    """min(1, p/q) and [p - q]+: the output law is exactly p (Leviathan et al., ICML 2023, appendix A.1)."""
+
+    name = "exact"
+    lossless = True
+    plain = True
+
+    def accept_probability(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+        return exact_probability(p, q, token)
+
+    def residual(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+        return residual(p, q)
+
+    def leak(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+        return torch.zeros_like(strength)
+
+
+def exact_probability(p: Tensor, q: Tensor, token: Tensor) -> Tensor:
+    """min(1, p/q) of the exact rule [...]."""
+    return (at(p, token) / at(q, token).clamp(min=SMALLEST)).clamp(max=1)
+
+
+def check_strength(strength: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor | None:
+    """A request's strength on ``device``. Raises ValueError if it is not [1 or batch, length] or leaves 0..1."""
+    if strength is None:
+        return None
+    if strength.dim() != 2 or strength.shape[0] not in (1, batch) or strength.shape[1] != length:
+        raise ValueError(f"strength has the shape {tuple(strength.shape)}, but must have (1 or {batch}, {length}).")
+    if not ((strength >= 0) & (strength <= 1)).all():
+        raise ValueError("strength holds a number outside 0 (exact) to 1 (the rule as set).")
+    return strength.to(device, torch.float32)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Drafted tokens [B, T], the laws q [B, T, V+] they were drawn from, depth [B, T], and where a draft exists.
+
+    Where ``exists`` [B, T] is false, q is zero and the token meaningless.
+    """
+
+    token: Tensor
+    q: Tensor
+    depth: Tensor
+    exists: Tensor
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Decided tokens [B, T] (int64); which of them are accepted drafts, and of these which the exact rule refuses."""
+
+    token: Tensor
+    accepted: Tensor
+    relaxed: Tensor
+
+
+def accept_or_redraw(
+    rule: AcceptanceRule, p: Tensor, draft: Draft, u: Tensor, v: Tensor, strength: Tensor
+) -> Outcome:
+    """Test every draft on its own against p [B, T, V+]; without a draft the token is drawn from p.
+
+    u, v [B, T]: independent uniform numbers for the test and the redraw. With the exact rule this is the maximal
+    coupling of q and p: the result follows p and keeps the draft as often as any rule can.
+    """
+    if type(rule) is Exact:  # not a subclass, which may answer otherwise
+        place = torch.arange(p.shape[1], device=p.device).expand_as(draft.token)
+        token, accepted, _, _ = couple(p, draft.q, place, draft.token, draft.exists, u, v)
+        return Outcome(token, accepted, torch.zeros_like(accepted))
+    given = p, draft.q, draft.token, draft.depth, strength
+    accepted = draft.exists & (u < rule.accept_probability(*given))
+    relaxed = torch.zeros_like(accepted)
+    if not rule.lossless:
+        relaxed = accepted & (u >= exact_probability(p, draft.q, draft.token))
+    if rule.plain:  # q is zero where there is no draft, so that the residual is p there
+        drawn = redraw(p, draft.q, v)
+    else:
+        drawn = categorical(torch.where(draft.exists.unsqueeze(-1), rule.residual(*given), p), v)
+    return Outcome(torch.where(accepted, draft.token, drawn), accepted, relaxed)

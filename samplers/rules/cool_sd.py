@@ -1,0 +1,149 @@
+"""Cool-SD: accept with min(1, omega p/q), more generously for the first drafts than for the later ones.
+
+Li et al., "Annealed relaxation of speculative decoding for faster autoregressive image generation", AAAI 2026
+(arXiv:2601.09212).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...kernels.sampling import at, residual, unless_empty
+from ...kernels.verification import SMALLEST, Claim
+from .acceptance import AcceptanceRule
+
+SCHEDULES = ("exponential", "linear")
+LONGEST = 64  # steps of a schedule: more than any draft
+
+
+class ScaledRatio(AcceptanceRule):
+    """f = min(1, omega p/q) (eq. 12) with a factor omega [...] that a subclass chooses.
+
+    q f = min(q, omega p), so eq. (10) reads [p - min(q, omega p)]+. For omega >= 1 that is [p - q]+ (eq. 11); for
+    omega < 1, where [p - q]+ would be biased, it makes the test exact, only stricter than it needs to be.
+    """
+
+    def omega(self, p: Tensor | None, q: Tensor | None, depth: Tensor, strength: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    @property
+    def claims(self) -> bool:
+        return self.plain
+
+    def claim(self, depth: Tensor, strength: Tensor) -> Claim:
+        omega = self.omega(None, None, depth, strength)
+        return Claim(omega, torch.zeros_like(omega), torch.zeros_like(omega))
+
+    def accept_probability(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+        scaled = self.omega(p, q, depth, strength) * at(p, token)
+        return (scaled / at(q, token).clamp(min=SMALLEST)).clamp(max=1)
+
+    def residual(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+        if self.plain:
+            return residual(p, q)
+        return unless_empty((p - self._kept(p, q, depth, strength)).clamp(min=0), p)
+
+    def leak(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+        return (self._kept(p, q, depth, strength) - p).clamp(min=0).sum(-1)
+
+    def _kept(self, p: Tensor, q: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+        """q f of every token [..., V+]."""
+        return torch.minimum(q, self.omega(p, q, depth, strength).unsqueeze(-1) * p)
+
+
+@dataclass(frozen=True)
+class UniformRSD(ScaledRatio):
+    """omega = delta for every draft (eq. 13). delta >= 1 is the relaxation budget; 1 is exact."""
+
+    delta: float = 1.1
+    name = "uniform_rsd"
+
+    @property
+    def lossless(self) -> bool:
+        return self.delta <= 1
+
+    @property
+    def plain(self) -> bool:
+        return self.delta >= 1
+
+    def check(self) -> None:
+        check_budget(self.delta)
+
+    def omega(self, p: Tensor, q: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+        return 1 + (self.delta - 1) * strength
+
+
+@dataclass(frozen=True)
+class CoolSD(ScaledRatio):
+    """omega falls with the depth of a draft, on average delta over ``steps`` drafts; beyond them it is 1 (exact).
+
+    delta: the relaxation budget (>= 1, 1.1 costs almost nothing in quality, 2 a little); decay >= 0: the paper's nu (0
+    is UniformRSD); steps: the paper's L, 1 to 64; schedule: see below; floor: keep every omega at 1 or above.
+
+    The symbols of eq. (16) and (17) and the value of nu are not legible in the paper's web text, and its code is not
+    published. From the words around them: exponential, omega_i ~ exp(-nu i) with mean delta; linear, omega_i = delta +
+    nu ((L + 1) / 2 - i).
+    An omega below 1 tightens a test that was exact already and buys nothing. With ``floor`` it is 1 instead, and the
+    others are scaled down by a common factor so that the mean stays delta.
+    """
+
+    delta: float = 1.1
+    decay: float = 0.2
+    steps: int = 5
+    schedule: str = "exponential"
+    floor: bool = True
+    name = "cool_sd"
+
+    @property
+    def lossless(self) -> bool:
+        return max(self.omegas()) <= 1
+
+    @property
+    def plain(self) -> bool:
+        return self.floor
+
+    def check(self) -> None:
+        check_budget(self.delta)
+        if not 0 <= self.decay < math.inf:
+            raise ValueError(f"decay is {self.decay}, but must be 0 (the same for every draft) or more.")
+        if not 1 <= self.steps <= LONGEST:
+            raise ValueError(f"steps is {self.steps}, but must be 1 to {LONGEST}.")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule is {self.schedule!r}; choose one of {', '.join(SCHEDULES)}.")
+        if not self.floor and min(self.omegas()) < 0:
+            most = 2 * self.delta / (self.steps - 1)
+            raise ValueError(
+                f"decay is {self.decay}, but with delta {self.delta} and {self.steps} steps the linear schedule falls "
+                f"below zero: use 0 to {most:.3g}, or turn floor on."
+            )
+
+    def omegas(self) -> list[float]:
+        """omega_1 .. omega_L. Their mean is delta."""
+        numbers, total = range(1, self.steps + 1), self.steps * self.delta
+        if self.schedule == "linear":
+            raw = [self.delta + self.decay * ((self.steps + 1) / 2 - i) for i in numbers]
+        else:
+            raw = [math.exp(-self.decay * (i - 1)) for i in numbers]
+        if not self.floor:
+            return [w * total / sum(raw) for w in raw]
+        for above in range(self.steps, 0, -1):  # how many stay above 1; they share what the others leave
+            share = total - (self.steps - above)
+            if raw[above - 1] * share >= sum(raw[:above]):
+                return [w * share / sum(raw[:above]) for w in raw[:above]] + [1.0] * (self.steps - above)
+        raise AssertionError("omega_1 alone can always carry the budget")
+
+    def omega(self, p: Tensor, q: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+        excess = torch.zeros_like(strength)
+        for i, omega in enumerate(self.omegas(), start=1):
+            excess = torch.where(depth == i, omega - 1, excess)
+        return 1 + excess * strength
+
+
+def check_budget(delta: float) -> None:
+    """Raise ValueError unless delta is 1 to 1000."""
+    if not 1 <= delta <= 1000:
+        raise ValueError(f"delta is {delta}, but must be 1 (exact) to 1000; 1.1 and 2 are the paper's values.")

@@ -1,0 +1,100 @@
+"""Grouped acceptance: a draft is judged together with the tokens that are as likely as it and look like it.
+
+The rule of GSD, "Grouped speculative decoding for autoregressive image generation" (So et al., ICCV 2025,
+arXiv:2508.07747), whose group of a token follows the authors' published code.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ...kernels.sampling import at, unless_empty
+from ...kernels.verification import SMALLEST
+from ..contract import ARModel
+from .acceptance import AcceptanceRule
+
+WIDEST = 64
+_CHANNELS = 8  # of the code vectors at a time: a window of positions times the codebook fills a lot of memory
+
+
+@dataclass(frozen=True)
+class Grouped(AcceptanceRule):
+    """f(x) = min(1, p(C_x) / q(C_x)), where C_x holds x and every y that
+
+    - is near in rank: p sorted, of ``window`` (1 to 64; 1: exact) places x, half of those beside it below, the odd one
+      too;
+    - is near in probability: |p(y) - p(x)| < ``gap`` (0..1);
+    - looks alike: squared distance of the code vectors < ``radius`` (>= 0, so in the units of the model's codebook).
+
+    A peaked x can be accepted less often than by the exact rule, so the residual [p - q]+ of the authors' code is not
+    the optimal one; here it is [p - q f]+ with f of every token. Strength s counts the neighbours' probabilities s
+    times. At the ends of the ranking the window is cut off (the authors' code leaves the group there).
+    """
+
+    window: int = 14
+    gap: float = 0.15
+    radius: float = 0.5
+    codes: Tensor | None = field(default=None, repr=False, compare=False)  # [V, C], of a bound rule
+    name = "grouped"
+
+    @property
+    def lossless(self) -> bool:
+        return self.window == 1 or self.gap == 0 or self.radius == 0
+
+    def check(self) -> None:
+        if not 1 <= self.window <= WIDEST:
+            raise ValueError(f"window is {self.window}, but must be 1 (exact) to {WIDEST}.")
+        if not 0 <= self.gap <= 1:
+            raise ValueError(f"gap is {self.gap}, but must be 0 (exact) to 1.")
+        if not 0 <= self.radius < math.inf:
+            raise ValueError(f"radius is {self.radius}, but must be 0 (exact) or more.")
+
+    def bind(self, model: ARModel) -> AcceptanceRule:
+        """The rule with the model's code vectors. Raises ValueError if the model has none yet."""
+        if model.codebook is None:
+            raise ValueError("The grouped rule compares code vectors, but no image decoder is attached to this model.")
+        return replace(self, codes=model.codebook.to(model.device, torch.float32))
+
+    def accept_probability(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+        return at(self._kept(p, q, strength), token) / at(q, token).clamp(min=SMALLEST)
+
+    def residual(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+        return unless_empty((p - self._kept(p, q, strength)).clamp(min=0), p)
+
+    def leak(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+        return (self._kept(p, q, strength) - p).clamp(min=0).sum(-1)
+
+    def _kept(self, p: Tensor, q: Tensor, strength: Tensor) -> Tensor:
+        """q f of every token [..., V+], from one sorting of p: members of a group stand near each other in it."""
+        sorted_p, order = p.sort(dim=-1, descending=True, stable=True)
+        sorted_q = q.gather(-1, order)
+        group_p, group_q = sorted_p.clone(), sorted_q.clone()
+        # Special tokens have no code vector. (As numbers: Metal reads no bytes that begin between multiples of four.)
+        real = (order < len(self.codes)).float()
+        weight = strength.unsqueeze(-1)
+        for step, distance in enumerate(self._distances(order), start=1):
+            upper, lower = (..., slice(None, -step)), (..., slice(step, None))
+            alike = (distance < self.radius) & (sorted_p[upper] - sorted_p[lower] < self.gap)
+            share = weight * (alike * real[upper] * real[lower])
+            group_p[upper] += share * sorted_p[lower]
+            group_q[upper] += share * sorted_q[lower]
+            if step <= (self.window - 1) // 2:
+                group_p[lower] += share * sorted_p[upper]
+                group_q[lower] += share * sorted_q[upper]
+        # In this order of operations a group of one gives min(q, p) to the last bit.
+        kept = torch.minimum(sorted_q, sorted_q / group_q.clamp(min=SMALLEST) * group_p)
+        return torch.zeros_like(p).scatter(-1, order, kept)
+
+    def _distances(self, order: Tensor) -> list[Tensor]:
+        """Squared distances [..., V+ - s] of the codes s = 1, 2, .. places apart in ``order`` [..., V+]."""
+        order = order.clamp(max=len(self.codes) - 1)
+        total: list[Tensor | float] = [0.0] * (self.window // 2)
+        for channels in self.codes.split(_CHANNELS, dim=-1):
+            vectors = channels[order]
+            for i in range(len(total)):
+                total[i] += (vectors[..., : -i - 1, :] - vectors[..., i + 1 :, :]).square().sum(-1)
+        return total

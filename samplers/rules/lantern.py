@@ -1,0 +1,181 @@
+"""LANTERN: a draft may count the probability of tokens that look like it as its own.
+
+Jang et al., "LANTERN: accelerating visual autoregressive models with relaxed speculative decoding", ICLR 2025
+(arXiv:2410.03355), and Park et al., "LANTERN++: enhancing relaxed speculative decoding with static tree drafting for
+visual auto-regressive models", 2025 (arXiv:2502.06352).
+
+For a draft x and its neighbours y_1, y_2, .. by distance of their code vectors, c_j = p(y_1) + .. + p(y_j) and J is the
+largest j <= k whose c_j stays within a budget: delta for LANTERN, (lambda - 1) p(x) for LANTERN++. Then
+p~(x) = p(x) + c_J and f = min(1, p~(x) / q(x)). It is a prefix: the first neighbour beyond the budget ends it.
+The budget limits what x alone may absorb; the law of the output can drift further than delta. At temperature 0 p is a
+point mass and nothing is relaxed (the authors' code compares unprocessed probabilities there).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.neighbours import aggregate
+from ...kernels.sampling import at, residual, unless_empty
+from ...kernels.verification import SMALLEST, Claim
+from ..contract import ARModel
+from .acceptance import AcceptanceRule
+
+DEFAULT_NEIGHBOURS = 1000
+REDRAW = ("optimal", "paper", "official_dynamic", "official_static_draft", "official_static_target")
+
+
+class NeighbourRule(AcceptanceRule):
+    """What LANTERN and LANTERN++ share. ``redraw`` says what is drawn after a rejection:
+
+    optimal: [p - q]+, the best there is for f >= min(1, p/q) (Li et al., "Annealed relaxation of speculative
+        decoding", proposition 1). The default.
+    paper: [p~ - q]+ where p~ has moved the mass of y_1 .. y_J onto x.
+    The others reproduce what the authors' code does, and all draw worse than "optimal". Whenever J > 0, however small,
+    they change the k + 1 nearest tokens, where the paper changes J:
+    official_dynamic (dynamic trees) and official_static_target (static trees, Lumina-mGPT): [p - q]+ with p set to zero
+        on them. With a certain child that is p without x and without them.
+    official_static_draft (static trees, LlamaGen and Anole): [p - q]+ with q set to zero on them.
+    Where nothing is left the authors draw uniformly from the whole vocabulary, text included; here p stands in.
+    """
+
+    neighbours: int
+    redraw: str
+    table: Tensor | None  # [V, k or k + 1] (int32), of a bound rule
+
+    @property
+    def plain(self) -> bool:
+        return self.redraw == "optimal"
+
+    @property
+    def claims(self) -> bool:
+        return self.plain
+
+    def claim(self, depth: Tensor, strength: Tensor) -> Claim:
+        """The budget is linear in the draft's probability."""
+        absolute = self.budget(torch.zeros_like(strength), strength)
+        relative = self.budget(torch.ones_like(strength), strength) - absolute
+        return Claim(torch.ones_like(strength), absolute, relative, self.table, self.neighbours)
+
+    def budget(self, p_token: Tensor, strength: Tensor) -> Tensor:
+        """Neighbours' probability [...] that a draft of probability p_token [...] may count as its own."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        if not self.neighbours >= 1:
+            raise ValueError(f"neighbours is {self.neighbours}, but must be 1 or more (other codes that may count).")
+        if self.redraw not in REDRAW:
+            raise ValueError(f"redraw is {self.redraw!r}; choose one of {', '.join(REDRAW)}.")
+
+    def bind(self, model: ARModel) -> AcceptanceRule:
+        """The rule with the model's neighbour table. Raises ValueError for more neighbours than there are codes.
+
+        The default number, meant for codebooks of thousands, becomes all there are.
+        """
+        others = model.vocab - 1
+        count = min(self.neighbours, others) if self.neighbours == DEFAULT_NEIGHBOURS else self.neighbours
+        if not 1 <= count <= others:
+            raise ValueError(f"neighbours is {count}, but this model has {model.vocab} codes: use 1 to {others}.")
+        columns = min(count + self.redraw.startswith("official"), others)
+        table = model.neighbours(columns).to(model.device, torch.int32)  # half the memory of int64
+        return replace(self, neighbours=count, table=table)
+
+    def describe(self) -> dict[str, Any]:
+        limit = {} if self.table is None else {"neighbours_available": len(self.table) - 1}
+        return super().describe() | limit
+
+    def aggregate(self, p: Tensor, token: Tensor, strength: Tensor) -> tuple[Tensor, Tensor]:
+        """Probability c_J [...] and number J [...] (int64) of the neighbours that count for each draft."""
+        return aggregate(p, token, self.budget(at(p, token), strength), self.table, self.neighbours)
+
+    def accept_probability(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+        absorbed, _ = self.aggregate(p, token, strength)
+        return ((at(p, token) + absorbed) / at(q, token).clamp(min=SMALLEST)).clamp(max=1)
+
+    def residual(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+        if self.plain:
+            return residual(p, q)
+        absorbed, count = self.aggregate(p, token, strength)
+        near = self._near(token)
+        if self.redraw == "paper":
+            places = torch.arange(near.shape[-1], device=p.device)
+            moved = _without(p, near, places < count.unsqueeze(-1))
+            moved = moved.scatter_add(-1, token.unsqueeze(-1), absorbed.unsqueeze(-1))
+            return unless_empty((moved - q).clamp(min=0), p)
+        some = (count > 0).unsqueeze(-1).expand_as(near)
+        if self.redraw == "official_static_draft":
+            return unless_empty((p - _without(q, near, some)).clamp(min=0), p)
+        return unless_empty((_without(p, near, some) - q).clamp(min=0), p)
+
+    def leak(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+        """[f - p/q]+ of the draft, whose mean over q is sum [q f - p]+; f of every other token is not needed.
+
+        What another residual than the optimal one adds is at most the mean of (1 - f) times their distance.
+        """
+        f = self.accept_probability(p, q, token, depth, strength)
+        excess = (f - at(p, token) / at(q, token).clamp(min=SMALLEST)).clamp(min=0)
+        if self.plain:
+            return excess
+        drawn, best = self.residual(p, q, token, depth, strength), residual(p, q)
+        apart = drawn / drawn.sum(-1, keepdim=True) - best / best.sum(-1, keepdim=True)
+        return excess + (1 - f) * apart.clamp(min=0).sum(-1)
+
+    def _near(self, token: Tensor) -> Tensor:
+        """The table's rows [..., columns] (int64) of tokens [...]; of a special token some row that nobody uses."""
+        return self.table[token.clamp(max=len(self.table) - 1)].long()
+
+
+@dataclass(frozen=True)
+class Lantern(NeighbourRule):
+    """Budget delta in 0..1 whatever the draft's own probability (0: exact). neighbours: k, the draft not counted."""
+
+    neighbours: int = DEFAULT_NEIGHBOURS
+    delta: float = 0.1
+    redraw: str = "optimal"
+    table: Tensor | None = field(default=None, repr=False, compare=False)
+    name = "lantern"
+
+    @property
+    def lossless(self) -> bool:
+        return self.delta == 0
+
+    def check(self) -> None:
+        super().check()
+        if not 0 <= self.delta <= 1:
+            raise ValueError(f"delta is {self.delta}, but must be 0 (exact) to 1; the paper uses 0.1 to 0.6.")
+
+    def budget(self, p_token: Tensor, strength: Tensor) -> Tensor:
+        return self.delta * strength
+
+
+@dataclass(frozen=True)
+class LanternPP(NeighbourRule):
+    """LANTERN++: budget (ratio - 1) p(x), so that p~ <= ratio p; ratio >= 1 (1: exact) is the paper's lambda."""
+
+    neighbours: int = 10
+    ratio: float = 2.0
+    redraw: str = "optimal"
+    table: Tensor | None = field(default=None, repr=False, compare=False)
+    name = "lantern_pp"
+
+    @property
+    def lossless(self) -> bool:
+        return self.ratio == 1
+
+    def check(self) -> None:
+        super().check()
+        if not 1 <= self.ratio < math.inf:
+            raise ValueError(f"ratio is {self.ratio}, but must be 1 (exact) or more; the paper uses 2 to 20.")
+
+    def budget(self, p_token: Tensor, strength: Tensor) -> Tensor:
+        return (self.ratio - 1) * strength * p_token
+
+
+def _without(law: Tensor, tokens: Tensor, where: Tensor) -> Tensor:
+    """The law [..., V+] with the entries of tokens [..., k] set to zero where ``where`` [..., k]."""
+    return law.scatter(-1, tokens, law.gather(-1, tokens) * ~where)
