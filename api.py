@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .model_loaders.ar_model import DiscreteModel
 from .model_loaders.continuous_model import ContinuousBase
 from .model_loaders.detect import bundled, load_drafter, load_image_decoder, load_model
 from .model_loaders.files.trace_files import load_trace, save_trace
-from .samplers.continuous_contract import ContinuousRequest
-from .samplers.contract import Callback, Request
+from .samplers.contract import Method, Output
 from .samplers.drafts.adt_tree import ADTTree
 from .samplers.drafts.structures import Chain, Dynamic, Static
+from .samplers.generate import generate
 from .samplers.layout import TokenLayout
 from .samplers.methods import published
 from .samplers.methods.continuous import ContinuousSpeculative
@@ -40,7 +38,6 @@ methods = SimpleNamespace(
     LanternPP=published.lantern_pp, CoolSD=published.cool_sd, ADTTree=published.adt_tree, VVS=published.vvs,
     Skipping=Skipping, ContinuousNextToken=ContinuousNextToken, ContinuousSpeculative=ContinuousSpeculative,
 )
-CONTINUOUS = (ContinuousNextToken, ContinuousSpeculative)
 structures = SimpleNamespace(Chain=Chain, Static=Static, Dynamic=Dynamic, ADTTree=ADTTree)
 rules = SimpleNamespace(
     Exact=Exact, Lantern=Lantern, LanternPP=LanternPP, UniformRSD=UniformRSD, CoolSD=CoolSD, Grouped=Grouped,
@@ -48,20 +45,10 @@ rules = SimpleNamespace(
 )
 
 
-@dataclass(frozen=True)
-class Output:
-    """tokens [B, rows, cols] (int64; of continuous models [B, rows, cols, C], fp32), latent [B, C, rows, cols] for the
-    image decoder (None while a discrete model has no codebook), trace."""
-
-    tokens: Tensor
-    latent: Tensor | None
-    trace: Trace
-
-
 def sample(
     model: DiscreteModel | ContinuousBase,
     conditioning: Any,
-    method: Any = None,
+    method: Method | None = None,
     negative: Any = None,
     cfg: float | None = None,
     temperature: float | None = None,
@@ -70,57 +57,23 @@ def sample(
     seed: int = 0,
     batch_size: int = 1,
     layout: TokenLayout | None = None,
-    callback: Callback | None = None,
+    callback: Any = None,
     strength: Tensor | None = None,
     skippable: Tensor | None = None,
-    **head: Any,
+    **more: Any,
 ) -> Output:
-    """Draw ``batch_size`` images (image i with seed + i); parameters left None are the model's own.
+    """Generate ``batch_size`` images (image i with seed + i); parameters left None are the model's own.
 
     method: one of ``methods`` (None: SJD, for continuous models ContinuousNextToken). strength [rows, cols] (0..1): how
-    far a relaxed rule may go at each token of the picture, 0 being exact. skippable [rows, cols] (bool): where a
-    skipping schedule may take drafts unverified. Continuous models take no top_k, top_p, layout, strength and
-    skippable, but grid (rows, cols), tokens and kept (see ContinuousRequest), and of ContinuousParams cfg_schedule,
-    steps and kind. Raises ValueError where a parameter is outside its range (the message says which).
+    far a relaxed rule may go at each token, 0 being exact. skippable [rows, cols] (bool): where a skipping schedule may
+    take drafts unverified. ``more``: grid (rows, cols); tokens and kept (bool), both [B, rows, cols], to keep parts of
+    an image; and for continuous models cfg_schedule, steps, kind and iterations (see ContinuousParams), while layout,
+    top_k, top_p, strength and skippable are for models of token ids. Raises ValueError where a parameter is outside its
+    range or not supported (the message says which).
     """
-    continuous = isinstance(model, ContinuousBase)
-    if method is None:
-        method = ContinuousNextToken() if continuous else SJD()
-    if isinstance(method, CONTINUOUS) != continuous:
-        kind, remedy = ("vectors", "ContinuousNextToken") if continuous else ("token ids", "SJD")
-        raise ValueError(f"{type(method).__name__} cannot sample a model that draws {kind}; methods.{remedy} can.")
-    given = {"cfg": cfg, "temperature": temperature}
-    if continuous:
-        of_discrete = {"top_k": top_k, "top_p": top_p, "layout": layout, "strength": strength, "skippable": skippable}
-        if unfit := [name for name, value in of_discrete.items() if value is not None]:
-            raise ValueError(f"{', '.join(unfit)}: this model draws vectors, for which there is no such parameter.")
-        return _sample_vectors(model, conditioning, method, negative, seed, batch_size, callback, given | head)
-    if head:
-        raise ValueError(f"{', '.join(head)}: this model draws token ids, for which there is no such parameter.")
-    given |= {"top_k": top_k, "top_p": top_p}
-    params = replace(model.defaults, **{name: value for name, value in given.items() if value is not None})
-    layout = layout or model.layout()
-    if strength is not None:
-        strength = layout.spread(strength[None].float(), fill=1.0)
-    if skippable is not None:
-        skippable = layout.spread(skippable[None], fill=True)
-    request = Request(model, conditioning, layout, params, negative, seed, batch_size, callback, strength, skippable)
-    with torch.inference_mode():
-        decoded = method.sample(request)
-        tokens = request.layout.to_grid(decoded.tokens)
-        latent = model.dequantize(tokens) if model.codebook is not None else None
-    return Output(tokens, latent, decoded.trace)
-
-
-def _sample_vectors(
-    model: ContinuousBase, conditioning: Any, method: Any, negative: Any, seed: int, batch: int, callback: Any,
-    given: dict[str, Any],
-) -> Output:
-    grid = model.check_grid(*(given.pop("grid", None) or (None, None)))
-    tokens, kept = given.pop("tokens", None), given.pop("kept", None)
-    tokens, kept = tokens if tokens is None else tokens.flatten(1, -2), kept if kept is None else kept.flatten(1)
-    params = replace(model.defaults, **{name: value for name, value in given.items() if value is not None})
-    request = ContinuousRequest(model, conditioning, grid, params, negative, seed, batch, callback, tokens, kept)
-    with torch.inference_mode():
-        decoded = method.sample(request)
-        return Output(decoded.tokens.unflatten(1, grid), model.to_latent(decoded.tokens, grid), decoded.trace)
+    strength, skippable = (None if grid is None else grid[None] for grid in (strength, skippable))
+    request = model.request(
+        conditioning, negative, seed=seed, batch=batch_size, callback=callback, layout=layout, strength=strength,
+        skippable=skippable, cfg=cfg, temperature=temperature, top_k=top_k, top_p=top_p, **more,
+    )
+    return generate(method or (ContinuousNextToken() if model.continuous else SJD()), request)

@@ -25,6 +25,7 @@ import torch
 from comfyui_specar.kernels import dispatch, graphs, noise
 from comfyui_specar.model_loaders.ar_model import DiscreteModel
 from comfyui_specar.samplers import constants
+from comfyui_specar.samplers.contract import Request
 from comfyui_specar.samplers.drafts import trees
 from comfyui_specar.samplers.drafts.structures import Chain
 from comfyui_specar.samplers.engine.prefill import Start
@@ -159,6 +160,7 @@ class Case:
         self.layout, self.forcing = model.layout().to(GPU), model.vocab < model.vocab_total
         self.graphs, self.params = CountedGraphs(counts), DeviceParams.of(model.defaults, GPU, None)
         self.prompt = model.encode_features(torch.zeros(1, sizes.PROMPT, sizes.CAPTION)), None, 1
+        self.request = Request(model, self.prompt[0], self.layout, model.defaults)
 
     def begin(self, slack: int) -> tuple[Any, Start, Stream]:
         """The model's state, where sampling begins, and the random numbers."""
@@ -182,7 +184,7 @@ def sjd_pass(case: Case) -> Iterator[Any]:
     model, method = case.model, SJD(WINDOW)
     memory = jacobi.Memory.empty(method.reuse, 1, case.layout.stride, WINDOW, model.vocab_total, GPU)
     record = Record.empty(case.layout.length, 1, GPU, round_fields=())
-    run = jacobi.Run(method, case.params, WINDOW, case.forcing, model, state, memory, record)
+    run = jacobi.Run(method, method.rule, case.params, WINDOW, case.forcing, model, state, memory, record)
     carry = jacobi.begin(run, start, case.layout, stream, None)
     while True:
         yield
@@ -192,7 +194,7 @@ def sjd_pass(case: Case) -> Iterator[Any]:
 def chain_round(case: Case) -> Iterator[Any]:
     drafter = sizes.eagle(case.model)
     method = DraftTree(drafter, Chain(CHAIN))
-    state, start, stream = case.begin(method.width)
+    state, start, stream = case.begin(method.width(case.request))
     drafts = drafter.start(state, *case.prompt, case.layout, method.draft_width, True)
     step = RoundStep(
         case.model, state, drafter, drafts, method.structure, method.rule, None, case.params, None, case.layout.length,

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ import comfyui_specar as specar
 import torch
 from comfyui_specar.model_loaders.decoders.image_decoder import ImageDecoder
 from comfyui_specar.models.vq import VQConfig, VQModel
-from comfyui_specar.samplers.contract import Request
 from comfyui_specar.samplers.methods.next_token import NextToken
 
 from . import sizes
@@ -117,14 +117,12 @@ def measure(model: Any, conditioning: Any, how: str, method: Callable[..., Any])
     """One run under a --preview-method."""
     from comfy.cli_args import LatentPreviewMethod, args
     from comfyui_specar.nodes.comfy_runtime import runs
-    from comfyui_specar.nodes.samplers import sketched
 
     args.preview_method = LatentPreviewMethod(how)
-    layout = model.model.layout()
-    began = time.perf_counter()
-    with runs.sampling(model, 0, layout.length, lambda p: sketched(model.model, layout, p)) as report:
+    request, began = model.model.request(conditioning), time.perf_counter()
+    with runs.sampling(model, None, method(), request) as report:
         timed, start, computing = Timed(report), time.perf_counter(), time.thread_time()
-        method().sample(Request(model.model, conditioning, layout, model.model.defaults, callback=timed))
+        method().sample(replace(request, callback=timed))
         seconds, computing = time.perf_counter() - start, time.thread_time() - computing
     return {"previews": how, "seconds": seconds, "passes": timed.passes, "in_callback": timed.seconds,
             "share": timed.seconds / seconds, "share_of_processor": timed.computing / computing,

@@ -19,13 +19,13 @@ from ..models.placed import Placed
 from ..models.positions import GridPositions, Positions, Table, rotation_of
 from ..models.prefix import TextPrefix
 from ..models.vq import nearest_codes
-from ..samplers.contract import SamplingParams, StepOut
+from ..samplers.contract import Callback, Request, SamplingParams, StepOut, chosen_params
 from ..samplers.layout import TokenLayout
 from .decoders.image_decoder import ImageDecoder
 from .files.checkpoint import whole_number
 from .neighbours import neighbour_table
 from .text.prompt_encoders import PromptEncoder
-from .text.prompts import Conditioning, Prompted
+from .text.prompts import Conditioning, EncodedPrompt, Prompted
 
 T = TypeVar("T")
 
@@ -57,6 +57,8 @@ class DiscreteModel(Prompted, Placed):
     management sets it).
     """
 
+    continuous = False
+
     def __init__(
         self, backbone: Backbone, prefix: nn.Module, family: str, grid: tuple[int, int], defaults: SamplingParams,
         prompt_encoder: PromptEncoder, pixels_per_token: int = 16, *, positions: Positions = GridPositions(),
@@ -77,6 +79,32 @@ class DiscreteModel(Prompted, Placed):
         self._neighbours: Tensor | None = None  # the widest table asked for so far
         self.kept: dict[Hashable, Any] = {}
         self.dtype = torch.float32
+
+    def request(
+        self, conditioning: Conditioning, negative: Conditioning | None = None, *, seed: int = 0, batch: int = 1,
+        grid: tuple[int, int] | None = None, layout: TokenLayout | None = None, tokens: Tensor | None = None,
+        kept: Tensor | None = None, strength: Tensor | None = None, skippable: Tensor | None = None,
+        callback: Callback | None = None, **params: Any,
+    ) -> Request:
+        """What a method is to generate; the prompts are read here, once.
+
+        The image has the ``layout``, or that of ``grid`` (rows, cols), or the model's own. kept [B, rows, cols] (bool)
+        marks what stays of ``tokens`` [B, rows, cols] (int64). strength and skippable [1 or B, rows, cols]: see
+        Request. params: fields of SamplingParams; None is the model's own value. Raises ValueError for what the model
+        cannot generate.
+        """
+        layout = layout or self.layout(*(grid or ()))
+        if kept is not None:
+            layout = layout.keeping(tokens, kept)
+        asked = chosen_params(self.defaults, params, "models of token ids")
+        size = layout.rows, layout.cols
+        positive = self.read(conditioning, batch, "positive", size)
+        negative = negative and self.read(negative, batch, "negative", size)
+        return Request(
+            self, positive, layout, asked, negative, seed, batch, callback,
+            None if strength is None else layout.spread(strength.float(), fill=1.0),
+            None if skippable is None else layout.spread(skippable, fill=True),
+        )
 
     def keep_words_back(self) -> None:
         """Leave the table of a language model's words, up to 1.5 GiB that only prompts need, in main memory for good:
@@ -130,6 +158,20 @@ class DiscreteModel(Prompted, Placed):
             self.kept.clear()
         return self._neighbours[:, :count]
 
+    def check_grid(self, rows: int, cols: int) -> tuple[int, int]:
+        """The grid to generate on; raises ValueError for one the model was not trained on."""
+        self.layout(rows, cols)
+        return rows, cols
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of its latents: those of code vectors, or one of token ids while no image decoder is known."""
+        return 1 if self.codebook is None else self.codebook.shape[1]
+
+    def typical_latents(self, count: int) -> Tensor:
+        """Latents [count, C] such as it generates, the same ones every time."""
+        return self.codebook[torch.randint(self.vocab, (count,), generator=torch.Generator().manual_seed(0))]
+
     def layout(self, rows: int | None = None, cols: int | None = None) -> TokenLayout:
         """The token layout; raises ValueError for a grid the model was not trained on."""
         grid = rows or self.grid[0], cols or self.grid[1]
@@ -149,20 +191,26 @@ class DiscreteModel(Prompted, Placed):
         return f"This model does not draw {width} x {height} pixels ({width / side:g} x {height / side:g} tokens){end}"
 
     def prompt_tokens(
-        self, conditioning: Conditioning, negative: Conditioning | None, batch: int, layout: TokenLayout, guided: bool
+        self, conditioning: Conditioning | EncodedPrompt, negative: Conditioning | EncodedPrompt | None, batch: int,
+        layout: TokenLayout, guided: bool,
     ) -> int:
         """How many tokens the longer branch's prompt has: the caches need room for it.
 
         Raises ValueError for a prompt that is not this model's.
         """
         grid = layout.rows, layout.cols
-        features = self.read(conditioning, batch, "positive", grid)
+        features = self.read(conditioning, batch, "positive", grid).features
         other = features
         if guided and negative is not None:
-            other = self.read(negative, batch, "negative", grid)
+            other = self.read(negative, batch, "negative", grid).features
         elif guided and isinstance(self.prefix, TextPrefix):
             other = self.prefix.null(features, grid)
         return max(features.shape[1], other.shape[1])
+
+    def activation_bytes(self, rows: int, tokens: int) -> int:
+        """Rough bytes of the activations of a pass over ``tokens`` tokens in each of so many rows."""
+        config = self.backbone.config
+        return rows * tokens * (8 * config.dim + 4 * config.ffn_dim) * self.dtype.itemsize
 
     def kv_bytes(self, batch: int, layout: TokenLayout, slack: int, guided: bool, prompt: int = 0) -> int:
         """Bytes of the key/value caches of a run with prompts of ``prompt`` tokens (0: any caption or class)."""
@@ -174,8 +222,8 @@ class DiscreteModel(Prompted, Placed):
     # Decoding
 
     def start(
-        self, conditioning: Conditioning, negative: Conditioning | None, batch: int, layout: TokenLayout, slack: int,
-        guided: bool, into: State | None = None,
+        self, conditioning: Conditioning | EncodedPrompt, negative: Conditioning | EncodedPrompt | None, batch: int,
+        layout: TokenLayout, slack: int, guided: bool, into: State | None = None,
     ) -> State:
         """Prefill both guidance branches; without ``negative`` the second is the model's own unconditional one.
 
@@ -183,10 +231,10 @@ class DiscreteModel(Prompted, Placed):
         not this model's, or too long.
         """
         grid = layout.rows, layout.cols
-        features: list[Tensor | None] = [self.read(conditioning, batch, "positive", grid)]
+        features: list[Tensor | None] = [self.read(conditioning, batch, "positive", grid).features]
         branches = [self.prefix(features[0])]
         if guided and negative is not None:
-            features.append(self.read(negative, batch, "negative", grid))
+            features.append(self.read(negative, batch, "negative", grid).features)
             branches.append(self.prefix(features[1]))
         elif guided:
             features.append(None)
@@ -265,7 +313,7 @@ class DiscreteModel(Prompted, Placed):
         layout = self.layout(*tokens.shape[1:]) if tokens.ndim == 3 else self.layout()
         if tokens.ndim == 3:
             tokens = layout.keeping(tokens, torch.ones_like(tokens, dtype=torch.bool)).forced
-        features = self.read(conditioning, len(tokens), "conditioning", (layout.rows, layout.cols))
+        features = self.read(conditioning, len(tokens), "conditioning", (layout.rows, layout.cols)).features
         return self(self.prefix(features).expand(len(tokens), -1, -1), tokens, layout.cols)
 
 

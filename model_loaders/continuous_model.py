@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from ..models.diffusion_head import DiffusionHead, Schedule
 from ..models.mar import MAR, Positions
 from ..models.placed import Placed
-from ..samplers.continuous_contract import ContinuousParams, masked_guidance
+from ..samplers.continuous_contract import ContinuousCallback, ContinuousParams, ContinuousRequest, masked_guidance
+from ..samplers.contract import chosen_params
 from ..samplers.distributions import Normal
 from .files.checkpoint import CheckpointError, whole_number
 from .text.prompt_encoders import PromptEncoder, WordEncoder
@@ -44,8 +45,10 @@ class ContinuousBase(Prompted, Placed):
     is the drafter of a larger one.
     """
 
+    continuous = True
     group = 1
     order: Tensor | None = None
+    codebook = image_decoder = None  # its tokens are vectors, and no decoder comes with it
 
     def __init__(
         self, family: str, grid: tuple[int, int], channels: int, scale: float, defaults: ContinuousParams,
@@ -59,6 +62,37 @@ class ContinuousBase(Prompted, Placed):
         self.pixels_per_token = whole_number("pixels_per_token", pixels_per_token, 1, 1024)
         self.dtype = torch.float32
 
+    def request(
+        self, conditioning: Conditioning, negative: Conditioning | None = None, *, seed: int = 0, batch: int = 1,
+        grid: tuple[int, int] | None = None, tokens: Tensor | None = None, kept: Tensor | None = None,
+        callback: ContinuousCallback | None = None, **params: Any,
+    ) -> ContinuousRequest:
+        """What a method is to generate; the prompts are read here, once.
+
+        kept [B, rows, cols] (bool) marks what stays of ``tokens`` [B, rows, cols, C]. params: fields of
+        ContinuousParams; None is the model's own value. Raises ValueError for what the model cannot generate.
+        """
+        grid = self.check_grid(*(grid or ()))
+        asked = chosen_params(self.defaults, params, "continuous models")
+        positive = self.read(conditioning, batch, "positive")
+        negative = negative and self.read(negative, batch, "negative")
+        tokens, kept = (None if each is None else each.flatten(1, 2) for each in (tokens, kept))
+        return ContinuousRequest(self, positive, grid, asked, negative, seed, batch, callback, tokens, kept)
+
+    @property
+    def grids(self) -> tuple[tuple[int, int], ...]:
+        """All grids it generates."""
+        return (self.grid,)
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of its latents."""
+        return self.channels
+
+    def typical_latents(self, count: int) -> Tensor:
+        """Latents [count, C] such as it generates, the same ones every time."""
+        return torch.randn((count, self.channels), generator=torch.Generator().manual_seed(0)) / self.scale
+
     @property
     def module(self) -> nn.Module:
         """What model management moves, as of every drafter."""
@@ -71,7 +105,7 @@ class ContinuousBase(Prompted, Placed):
 
     def features(self, conditioning: Conditioning, batch: int, name: str) -> Tensor:
         """Features [batch, n, F] of a CONDITIONING. Raises ValueError if it is not one of this model's."""
-        return self.read(conditioning, batch, name).expand(batch, -1, -1)
+        return self.read(conditioning, batch, name).features.expand(batch, -1, -1)
 
     def check_grid(self, rows: int | None = None, cols: int | None = None) -> tuple[int, int]:
         """The grid to draw on; raises ValueError for one the model was not trained on."""

@@ -11,8 +11,9 @@ from torch import Tensor
 from ..models.prefix import CaptionPrefix, TextPrefix
 from ..samplers.contract import StepOut
 from ..samplers.layout import TokenLayout
-from .ar_model import Conditioning, DiscreteModel, State, repeated
+from .ar_model import DiscreteModel, State, repeated
 from .files.checkpoint import CheckpointError
+from .text.prompts import Conditioning, EncodedPrompt, prompt_text
 
 
 @dataclass
@@ -45,7 +46,8 @@ class ModelDrafter:
         return self.module.kv_bytes(batch, layout, slack + 1, guided, prompt)
 
     def start(
-        self, target_state: State, conditioning: Conditioning, negative: Conditioning | None, batch: int,
+        self, target_state: State, conditioning: Conditioning | EncodedPrompt,
+        negative: Conditioning | EncodedPrompt | None, batch: int,
         layout: TokenLayout, slack: int, guided: bool, into: ModelState | None = None,
     ) -> ModelState:
         """Read the prompts as the target does."""
@@ -61,8 +63,8 @@ class ModelDrafter:
         """See ARModel."""
         return self.module.reach(state.own, tokens)
 
-    def _own(self, prompt: Conditioning | None) -> Conditioning | None:
-        text = prompt[0][1]["ar"].get("text") if prompt and self.own_words else None
+    def _own(self, prompt: Conditioning | EncodedPrompt | None) -> Conditioning | EncodedPrompt | None:
+        text = prompt_text(prompt) if self.own_words else ""
         return self.module.encode_prompt(text) if text else prompt
 
     def observe(self, state: ModelState, tokens: Tensor, positions: Tensor, hidden: Tensor, count: Tensor) -> StepOut:

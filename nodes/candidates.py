@@ -25,7 +25,7 @@ NEIGHBOURS, MOST_CODES = 10, 20000  # the table for more codes takes minutes
 
 
 def next_token(model: LoadedModel) -> ChosenMethod:
-    return ChosenMethod(model, NextToken(), 1, None, "next token", "exact", "AR Sampler (next token)")
+    return ChosenMethod(model, NextToken(), None, "next token", "exact", "AR Sampler (next token)")
 
 
 def exact_methods(model: LoadedModel, drafter: LoadedDrafter | None, length: int) -> list[ChosenMethod]:
@@ -54,7 +54,7 @@ def relaxed_methods(bases: Iterable[ChosenMethod], budget: float, codes: int) ->
 
 
 def sjd(model: LoadedModel, window: int) -> ChosenMethod:
-    return ChosenMethod(model, SJD(window), window, None, f"SJD++, window {window}", "exact",
+    return ChosenMethod(model, SJD(window), None, f"SJD++, window {window}", "exact",
                         f"SJD++ Sampler: window {window}, refinement coupled (exact)")
 
 
@@ -67,7 +67,7 @@ def tree(model: LoadedModel, drafter: LoadedDrafter, name: str, structure: Struc
         by_hand = f"Draft-Tree Sampler (EAGLE): structure {name}"
     if name == CHAIN:
         name, by_hand = f"chain of {structure.length}", f"{by_hand}, depth {structure.length}"
-    return ChosenMethod(model, method, method.width, drafter, name, "exact", f"{by_hand}; drafter {drafter.name}")
+    return ChosenMethod(model, method, drafter, name, "exact", f"{by_hand}; drafter {drafter.name}")
 
 
 def relaxed(base: ChosenMethod, rule: AcceptanceRule, judges: str, by_hand: str) -> ChosenMethod:

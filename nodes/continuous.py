@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from comfy_api.latest import io
 
-from ..model_loaders.continuous_model import ContinuousBase
-from ..samplers.continuous_contract import ContinuousParams, ContinuousProgress, ContinuousRequest
 from ..samplers.methods.continuous import ContinuousSpeculative
-from ..samplers.methods.continuous_next_token import ContinuousNextToken, mask_schedule
-from .comfy_runtime import models, runs
-from .comfy_runtime.clip import prompts_of
-from .comfy_runtime.previews import Sketch
-from .latents import first_image, kept, picture_of
-from .samplers import CommonInputs, told
-from .widgets import choose, drafter_input, given, negative_input, prompt_inputs, sampler_outputs, temperature_input
+from ..samplers.methods.continuous_next_token import ContinuousNextToken
+from .comfy_runtime import models
+from .samplers import CommonInputs, sample
+from .widgets import choose, drafter_input, negative_input, prompt_inputs, sampler_outputs, temperature_input
 
 MODELS_OWN = "model's own"
 GUIDANCE = {MODELS_OWN: None, "linear": "linear", "constant": "constant"}
@@ -42,6 +36,13 @@ class Inputs(CommonInputs):
     guidance: str
     head_sampler: str
     head_steps: int
+    iterations: int = 0
+
+    def params(self) -> dict[str, Any]:
+        return super().params() | {
+            "cfg_schedule": choose("guidance", self.guidance, GUIDANCE), "steps": self.head_steps or None,
+            "kind": choose("head_sampler", self.head_sampler, HEADS), "iterations": self.iterations or None,
+        }
 
 
 def continuous_inputs() -> list[io.Input]:
@@ -59,67 +60,6 @@ def continuous_inputs() -> list[io.Input]:
                      tooltip="Denoising steps of the diffusion head per token. Fewer are faster and coarser. 0: the "
                      "model's own number."),
     ]
-
-
-def params_of(inputs: Inputs, iterations: int | None) -> ContinuousParams:
-    """How the head is to draw, with the model's own values where a widget says so. Raises ValueError."""
-    chosen = given(inputs, "cfg", "temperature") | {
-        "cfg_schedule": choose("guidance", inputs.guidance, GUIDANCE), "steps": inputs.head_steps or None,
-        "kind": choose("head_sampler", inputs.head_sampler, HEADS), "iterations": iterations or None,
-    }
-    params = replace(inputs.model.model.defaults, **{name: v for name, v in chosen.items() if v is not None})
-    params.check()
-    return params
-
-
-def sample(
-    method: Any, inputs: Inputs, iterations: int | None = None, drafter: models.LoadedDrafter | None = None
-) -> io.NodeOutput:
-    """Run a method. Raises ValueError where an input is illegal, or if the model's numbers overflow."""
-    model, latent = inputs.model.continuous(), inputs.latent_image
-    positive, negative = prompts_of(inputs.positive, inputs.negative)
-    samples = latent["samples"]
-    batch, grid = samples.shape[0], model.check_grid(*samples.shape[-2:])
-    keep = None
-    if latent.get("noise_mask") is not None:
-        keep = kept(latent["noise_mask"], batch, *grid)
-        samples = picture_of(latent, model)
-    params = params_of(inputs, iterations)
-
-    def sketch(progress: ContinuousProgress) -> Sketch:
-        known = progress.known[0]
-        latent = model.to_latent(torch.where(known[:, None], progress.tokens[0], 0)[None], grid)
-        known = known.unflatten(0, grid).cpu()
-        return Sketch(latent, known, torch.zeros_like(known))  # each round guesses anew
-
-    memory = memory_of(model, method, params, batch, grid[0] * grid[1], drafter)
-    with runs.sampling(inputs.model, memory, grid[0] * grid[1], sketch, drafter) as report:
-        decoded = method.sample(ContinuousRequest(
-            model, positive, grid, params, negative, inputs.seed + first_image(latent), batch, report,
-            None if keep is None else model.from_latent(samples), None if keep is None else keep.flatten(1),
-        ))
-    drawn = models.output(model.to_latent(decoded.tokens, grid))
-    if keep is not None:  # to the last bit
-        drawn = torch.where(keep[:, None].to(drawn.device), samples.to(drawn), drawn)
-    decoded.trace.settings |= told(inputs, drafter)
-    return io.NodeOutput({**latent, "samples": drawn}, decoded.trace)
-
-
-def memory_of(
-    model: ContinuousBase, method: Any, params: ContinuousParams, batch: int, length: int,
-    drafter: models.LoadedDrafter | None,
-) -> int:
-    """Bytes of the activations of a run's widest passes, and of the noise of a pass."""
-    rows = batch * (1 + (params.cfg != 1))
-    if drafter is None:
-        widest, variants = max(max(mask_schedule(params.iterations or length, length)), model.group), 1
-    else:
-        widest = min(method.length * model.group, length)
-        variants = min(method.variants, widest // model.group + 1)
-    draws = -(-widest // variants)  # by each variant
-    noise = 40 * batch * widest * (params.steps + 1) * model.channels  # fp32 and the integers they are made from
-    memory = noise + model.run_bytes(rows * variants, length, draws)
-    return memory + (drafter.drafter.run_bytes(rows, length, model.group) if drafter else 0)
 
 
 class ContinuousNextTokenSampler(io.ComfyNode):
@@ -142,8 +82,8 @@ class ContinuousNextTokenSampler(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, iterations: int, **inputs: Any) -> io.NodeOutput:
-        return sample(ContinuousNextToken(), Inputs(**inputs), iterations)
+    def execute(cls, **inputs: Any) -> io.NodeOutput:
+        return sample(ContinuousNextToken(), Inputs(**inputs))
 
 
 class ContinuousSampler(io.ComfyNode):
@@ -197,11 +137,8 @@ class ContinuousSampler(io.ComfyNode):
         cls, drafter: models.LoadedDrafter, draft_length: int, prefill: float, mode: str, target_sees: str,
         tolerance: float, sigma: str, alignment: bool, **inputs: Any,
     ) -> io.NodeOutput:
-        common = Inputs(**inputs)
-        common.model.continuous()
-        drafter.follow(common.model)
         method = ContinuousSpeculative(
             drafter.drafter, draft_length, prefill, choose("mode", mode, MODES),
             choose("target_sees", target_sees, SEES), tolerance, choose("sigma", sigma, SIGMA), alignment,
         )
-        return sample(method, common, drafter=drafter)
+        return sample(method, Inputs(**inputs), drafter)

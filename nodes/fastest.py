@@ -13,7 +13,6 @@ import torch
 from comfy_api.latest import io
 
 from ..kernels.graphs import capturable
-from ..model_loaders.continuous_model import ContinuousBase
 from ..reports import trials
 from ..reports.run_report import drawing
 from ..reports.trials import TIME_UP, Trial
@@ -28,7 +27,7 @@ from .comfy_runtime.progress import Report
 from .comfy_runtime.runs import LoadedDrafter, LoadedModel
 from .diagnostics import as_pictures, preview
 from .method import ChosenMethod
-from .samplers import Inputs, memory_for, request_of
+from .samplers import Inputs, request_of
 from .sockets import ARDrafter, ARMethod
 from .widgets import common_inputs, negative_input
 
@@ -72,8 +71,6 @@ class Search:
 
     def run(self, method: ChosenMethod, layout: TokenLayout, seed: int = 0, until: float = math.inf) -> tuple:
         """Draw the tokens of ``layout``: seconds and trace. Raises GivenUpError once it is later than ``until``."""
-        memory = memory_for(self.request, method.method, method.width, method.drafter)  # as drawing the picture takes
-
         def watch(progress: Progress) -> None:
             share = (self.lap + float(progress.committed.float().mean()) / layout.length) / self.laps
             self.report(replace(progress, committed=torch.tensor(UNIT * (self.stage + min(1.0, share)))))
@@ -82,12 +79,12 @@ class Search:
 
         seed = self.request.seed + seed * self.request.batch
         request = replace(self.request, layout=layout, seed=seed, callback=watch)
-        with runs.placed(method.model, memory, method.drafter, method.method.session_key(request)):
+        with runs.placed(method.model, method.drafter, method.method, request):
             began = clock()
-            decoded = method.method.sample(request)
+            result = method.method.sample(request)
             seconds = clock() - began
         self.lap += 1
-        return seconds, decoded.trace
+        return seconds, result.trace
 
     def measure(self, trial: Trial, until: float = math.inf) -> None:
         """One run that counts; the n-th of every method has the same seed."""
@@ -100,7 +97,7 @@ class Search:
 
     def warm_up(self, method: ChosenMethod, until: float = math.inf) -> None:
         """What the first runs of a kind do besides drawing: where steps are captured, the second still captures."""
-        layout = self.layout if self.captured else self.layout.beginning(max(WARM, method.width))
+        layout = self.layout if self.captured else self.layout.beginning(max(WARM, method.method.width(self.request)))
         for _ in range(1 + self.captured):
             self.run(method, layout, 0, until)
 
@@ -135,7 +132,7 @@ class Search:
             self.begin(2 + self.captured)
             trial = Trial(method)
             self.trials.append(trial)
-            if method.drafter is None and 2 * method.width > self.layout.length:
+            if method.drafter is None and 2 * method.method.width(self.request) > self.layout.length:
                 trial.note = f"not tried, as trials of {self.layout.drawn} tokens are too short for it"
                 continue
             if clock() >= enough:
@@ -259,7 +256,7 @@ class FindFastest(io.ComfyNode):
         cls, model: LoadedModel, trial_seed: int, leak_budget: float, tokens: int, seconds: int,
         drafter: LoadedDrafter | None = None, **inputs: Any,
     ) -> io.NodeOutput:
-        if isinstance(model.model, ContinuousBase):
+        if model.model.continuous:
             raise ValueError(
                 f"{model.name} is a continuous model, and Find Fastest tries methods for models that draw token ids. "
                 "Compare its samplers yourself: connect their traces to Compare Runs."

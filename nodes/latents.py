@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..model_loaders.ar_model import DiscreteModel
 from ..model_loaders.continuous_model import ContinuousBase
-from ..samplers.layout import TokenLayout
+from ..samplers.contract import Output
+from ..samplers.generate import AnyRequest
 
 Latent = dict[str, Any]
 Model = DiscreteModel | ContinuousBase
@@ -18,32 +19,17 @@ Model = DiscreteModel | ContinuousBase
 
 def empty_latent(model: Model, rows: int, cols: int, batch: int) -> Latent:
     """A LATENT that only says how many pictures of which size: zeros [B, C, rows, cols]."""
-    return {"samples": torch.zeros(batch, channels(model), rows, cols)}
-
-
-def grid_of(model: Model, rows: int, cols: int) -> tuple[int, int]:
-    """The token grid to draw on. Raises ValueError for one that the model does not draw."""
-    if isinstance(model, ContinuousBase):
-        return model.check_grid(rows, cols)
-    layout = model.layout(rows, cols)
-    return layout.rows, layout.cols
-
-
-def channels(model: Model) -> int:
-    """Channels of the model's latents: its tokens' own, code vectors, or one of token ids while it knows no decoder."""
-    if isinstance(model, ContinuousBase):
-        return model.channels
-    return 1 if model.codebook is None else model.codebook.shape[1]
+    return {"samples": torch.zeros(batch, model.latent_channels, rows, cols)}
 
 
 def picture_of(latent: Latent, model: Model) -> Tensor:
     """The samples [B, C, h, w] of a LATENT that holds a picture of this model. Raises ValueError if it does not."""
     samples = latent["samples"]
-    if samples.ndim != 4 or samples.shape[1] != channels(model):
+    if samples.ndim != 4 or samples.shape[1] != model.latent_channels:
         raise ValueError(
             f"latent_image has the shape {list(samples.shape)}, but this model's latents are [pictures, "
-            f"{channels(model)} channels, rows, columns]. Encode the picture with the VAE of Load AR Checkpoint (a "
-            "model without its image decoder cannot inpaint)."
+            f"{model.latent_channels} channels, rows, columns]. Encode the picture with the VAE of Load AR Checkpoint "
+            "(a model without its image decoder cannot inpaint)."
         )
     if not samples.any():
         raise ValueError(
@@ -52,19 +38,28 @@ def picture_of(latent: Latent, model: Model) -> Tensor:
     return samples
 
 
-def with_tokens(latent: Latent, tokens: Tensor, model: DiscreteModel) -> Latent:
-    """``latent`` (its noise mask and batch index stay) with the drawn tokens [B, h, w] in it."""
-    samples = tokens[:, None].float() if model.codebook is None else model.dequantize(tokens)
-    return {**latent, "samples": samples, "ar_tokens": tokens}
+def with_output(latent: Latent, output: Output, request: AnyRequest) -> Latent:
+    """``latent`` (its noise mask and batch index stay) with the generated images in it. Kept vectors stay what they
+    were, to the last bit."""
+    if not request.continuous:
+        samples = output.tokens[:, None].float() if output.latent is None else output.latent
+        return {**latent, "samples": samples, "ar_tokens": output.tokens}
+    samples = output.latent
+    if request.kept is not None:
+        keep = request.kept.unflatten(1, request.grid)[:, None].to(samples.device)
+        samples = torch.where(keep, latent["samples"].to(samples), samples)
+    return {**latent, "samples": samples}
 
 
-def tokens_of(latent: Latent, model: DiscreteModel) -> Tensor:
-    """Token ids [B, h, w] (int64) of a LATENT.
+def tokens_of(latent: Latent, model: Model) -> Tensor:
+    """Tokens of a LATENT: ids [B, h, w] (int64), or vectors [B, h, w, C] (fp32) of a continuous model.
 
     ``ar_tokens`` counts while it still fits the samples (core nodes that crop, flip or mix change only those);
     otherwise the code nearest to each vector. Raises ValueError if the latent holds no picture of this model.
     """
     samples, tokens = picture_of(latent, model), latent.get("ar_tokens")
+    if model.continuous:
+        return model.from_latent(samples).unflatten(1, samples.shape[2:])
     if model.codebook is None:
         return samples.round().long()[:, 0].clamp(0, model.vocab - 1)
     if are_tokens(tokens, samples, model.vocab) and torch.equal(model.dequantize(tokens), samples):
@@ -100,26 +95,24 @@ def kept(noise_mask: Tensor, batch: int, rows: int, cols: int) -> Tensor:
     return (token_means(noise_mask, batch, rows, cols, "noise mask") < 0.5).expand(batch, -1, -1)
 
 
-def strength(where: Tensor | None, layout: TokenLayout, batch: int) -> Tensor | None:
-    """How lenient a rule may be at each position [1 or B, S] (0..1), from a MASK of any size; None: fully everywhere.
+def strength(where: Tensor | None, batch: int, rows: int, cols: int) -> Tensor | None:
+    """How lenient a rule may be at each token [1 or B, rows, cols] (0..1), from a MASK of any size; None: fully
+    everywhere.
 
     Raises ValueError for another number of masks.
     """
-    if where is None:
-        return None
-    return layout.spread(token_means(where, batch, layout.rows, layout.cols, "rule's mask").clamp(0, 1), fill=1.0)
+    return None if where is None else token_means(where, batch, rows, cols, "rule's mask").clamp(0, 1)
 
 
-def skippable(where: Tensor | None, layout: TokenLayout, batch: int) -> Tensor | None:
-    """Where drafts may be taken unverified [1 or B, S] (bool), from a MASK of any size; None: everywhere.
+def skippable(where: Tensor | None, batch: int, rows: int, cols: int) -> Tensor | None:
+    """Where drafts may be taken unverified [1 or B, rows, cols] (bool), from a MASK of any size; None: everywhere.
 
     Only tokens without any part below one half: what the user protects is protected up to its edge. Raises ValueError
     for another number of masks.
     """
     if where is None:
         return None
-    protected = F.adaptive_max_pool2d(1 - planes(where, batch, "sampler's mask"), (layout.rows, layout.cols))[:, 0]
-    return layout.spread(protected <= 0.5, fill=True)
+    return F.adaptive_max_pool2d(1 - planes(where, batch, "sampler's mask"), (rows, cols))[:, 0] <= 0.5
 
 
 def first_image(latent: Latent) -> int:

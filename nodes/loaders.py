@@ -6,13 +6,12 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..model_loaders.continuous_model import ContinuousBase
 from ..model_loaders.detect import missing_decoder
 from .checks import available
 from .comfy_runtime import folders, models
 from .comfy_runtime.clip import ARClip
 from .comfy_runtime.vae import ARVae
-from .latents import empty_latent, grid_of
+from .latents import empty_latent
 from .sockets import ARDrafter, ARModel
 
 GRIDS = ("auto", "16", "24", "32", "48", "64", "90")
@@ -168,11 +167,11 @@ class EmptyLatent(io.ComfyNode):
         own_rows, own_cols = model.model.grid
         width, height = width or own_cols * side, height or own_rows * side
         if width % side or height % side:
-            if not isinstance(model.model, ContinuousBase):
+            if not model.model.continuous:
                 raise ValueError(model.model.sizes_near(width, height))
             raise ValueError(
                 f"{width} x {height} pixels cannot be cut into tokens of {side} x {side} pixels. "
                 f"This model draws {own_cols * side} x {own_rows * side} pixels."
             )
-        grid = grid_of(model.model, height // side, width // side)
+        grid = model.model.check_grid(height // side, width // side)
         return io.NodeOutput(empty_latent(model.model, *grid, batch_size))

@@ -7,6 +7,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ..samplers.contract import Method
 from .comfy_runtime.runs import LoadedDrafter, LoadedModel
 from .samplers import Inputs, sample
 from .sockets import ARMethod
@@ -15,15 +16,14 @@ from .widgets import common_inputs, negative_input, sampler_outputs
 
 @dataclass(frozen=True)
 class ChosenMethod:
-    """A method of the samplers, which feeds ``width`` tokens per pass, and the model and drafter it is for.
+    """A method with its settings, and the model and drafter it is for.
 
     name: how it guesses ("SJD++, window 16"); judges: how it judges guesses ("exact"); by_hand: the node and widgets
     that set it.
     """
 
     model: LoadedModel
-    method: Any
-    width: int
+    method: Method
     drafter: LoadedDrafter | None
     name: str
     judges: str
@@ -34,7 +34,7 @@ class ChosenMethod:
         """Does it follow the model's own distribution?"""
         return self.judges == "exact"
 
-    def follow(self, model: LoadedModel) -> Any:
+    def follow(self, model: LoadedModel) -> Method:
         """The method for ``model``, which is the one it was chosen for or the same files loaded again (see
         LoadedDrafter.follow). Raises ValueError for another model."""
         if self.model.source != model.source:
@@ -69,4 +69,4 @@ class MethodSampler(io.ComfyNode):
     @classmethod
     def execute(cls, method: ChosenMethod, **inputs: Any) -> io.NodeOutput:
         common = Inputs(**inputs)
-        return sample(method.follow(common.model), method.width, common, drafter=method.drafter)
+        return sample(method.follow(common.model), common, method.drafter)

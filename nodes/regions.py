@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from comfy_api.latest import io
 from torch import Tensor
 
-from ..model_loaders.continuous_model import ContinuousBase
 from .comfy_runtime import models
 from .latents import Latent, Model
 from .sockets import ARModel
@@ -21,14 +20,13 @@ SIDES = {"top": (0, 0.0), "bottom": (0, 1.0), "left": (1, 0.0), "right": (1, 1.0
 
 def nearest_grid(model: Model, height: int, width: int) -> tuple[int, int]:
     """The (rows, cols) of a picture that the model draws, most alike in its proportions and then in its size."""
-    grids = (model.grid,) if isinstance(model, ContinuousBase) else model.grids
     side = model.pixels_per_token
 
     def distance(grid: tuple[int, int]) -> tuple[float, float]:
         taller, wider = log(grid[0] * side / height), log(grid[1] * side / width)
         return round(abs(taller - wider), 3), abs(taller + wider)
 
-    return min(grids, key=distance)
+    return min(model.grids, key=distance)
 
 
 def fitted(image: Tensor, height: int, width: int, place: tuple[float, float]) -> Tensor:

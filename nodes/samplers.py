@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-import torch
 from comfy_api.latest import io
 from torch import Tensor
 
-from ..model_loaders.ar_model import Conditioning, DiscreteModel
-from ..samplers.contract import Progress, Request, SamplingParams
-from ..samplers.engine.prefill import CHUNK, given_tokens
-from ..samplers.layout import TokenLayout
+from ..model_loaders.text.prompts import Conditioning
+from ..samplers.contract import Method
+from ..samplers.generate import AnyRequest, generate
 from ..samplers.methods.jacobi import SJD
 from ..samplers.methods.next_token import NextToken
 from .comfy_runtime import models, runs
 from .comfy_runtime.clip import prompts_of, text_of
-from .comfy_runtime.previews import Sketch
-from .latents import Latent, first_image, kept, skippable, strength, tokens_of, with_tokens
+from .latents import Latent, first_image, kept, skippable, strength, tokens_of, with_output
 from .rules import EXACT, ChosenRule
 from .widgets import choose, common_inputs, given, negative_input, rule_input, sampler_outputs
 
@@ -50,6 +48,10 @@ class CommonInputs:
     temperature: float
     negative: Conditioning | None = None
 
+    def params(self) -> dict[str, Any]:
+        """Sampling parameters, without those whose widgets stand for the model's own."""
+        return given(self, "cfg", "temperature")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs(CommonInputs):
@@ -58,102 +60,49 @@ class Inputs(CommonInputs):
     top_k: int
     top_p: float
 
-
-def params_of(inputs: Inputs) -> SamplingParams:
-    """Sampling parameters, with the model's own where a widget says -1."""
-    return replace(inputs.model.model.defaults, **given(inputs, "cfg", "temperature", "top_k", "top_p"))
+    def params(self) -> dict[str, Any]:
+        return super().params() | given(self, "top_k", "top_p")
 
 
-def layout_of(inputs: Inputs) -> TokenLayout:
-    """The token layout of latent_image; with a noise mask, the tokens outside it are forced. Raises ValueError."""
-    model, latent = inputs.model.model, inputs.latent_image
-    batch, _, rows, cols = latent["samples"].shape
-    layout = model.layout(rows, cols)
-    if latent.get("noise_mask") is None:
-        return layout
-    return layout.keeping(tokens_of(latent, model), kept(latent["noise_mask"], batch, rows, cols))
+def request_of(inputs: CommonInputs, where: Tensor | None = None, skip: Tensor | None = None) -> AnyRequest:
+    """What these inputs ask for. With a noise mask, the tokens of latent_image outside it are kept.
 
-
-def request_of(inputs: Inputs, where: Tensor | None = None, skip: Tensor | None = None) -> Request:
-    """What a sampler is asked by these inputs; a rule is lenient in the MASK ``where``, and a schedule may take drafts
-    unverified in the MASK ``skip`` (None: everywhere).
-
-    Raises ValueError where an input is illegal.
+    where: MASK in which a rule is lenient; skip: MASK in which a schedule may take drafts unverified (None:
+    everywhere). Raises ValueError where an input is illegal.
     """
-    model, latent = inputs.model.discrete(), inputs.latent_image
+    model, latent = inputs.model.model, inputs.latent_image
     positive, negative = prompts_of(inputs.positive, inputs.negative)
-    params, layout, batch = params_of(inputs), layout_of(inputs), latent["samples"].shape[0]
-    seed = inputs.seed + first_image(latent)
-    return Request(
-        model, positive, layout, params, negative, seed, batch, strength=strength(where, layout, batch),
-        skippable=skippable(skip, layout, batch),
+    batch, grid = latent["samples"].shape[0], model.check_grid(*latent["samples"].shape[-2:])
+    tokens = keep = None
+    if latent.get("noise_mask") is not None:
+        tokens, keep = tokens_of(latent, model), kept(latent["noise_mask"], batch, *grid)
+    return model.request(
+        positive, negative, seed=inputs.seed + first_image(latent), batch=batch, grid=grid, tokens=tokens, kept=keep,
+        strength=strength(where, batch, *grid), skippable=skippable(skip, batch, *grid), **inputs.params(),
     )
 
 
 def sample(
-    method: Any, width: int, inputs: Inputs, where: Tensor | None = None, drafter: models.LoadedDrafter | None = None,
+    method: Method, inputs: CommonInputs, drafter: models.LoadedDrafter | None = None, where: Tensor | None = None,
     skip: Tensor | None = None,
 ) -> io.NodeOutput:
-    """Run a method that feeds ``width`` tokens per pass; see request_of for the MASKs ``where`` and ``skip``.
-
-    Raises ValueError where an input is illegal.
-    """
+    """Run a method; see request_of for the MASKs. Raises ValueError where an input is illegal, and for a drafter of
+    another model."""
+    inputs.model.check_kind(method.continuous)
+    if drafter is not None:
+        drafter.follow(inputs.model)
+        method = replace(method, drafter=drafter.drafter)
     request = request_of(inputs, where, skip)
-    model, layout = request.model, request.layout
-
-    def sketch(progress: Progress) -> Sketch:
-        return sketched(model, layout, progress)
-
-    memory = memory_for(request, method, width, drafter)
-    with runs.sampling(
-        inputs.model, memory, layout.length, sketch, drafter, method.session_key(request)
-    ) as report:
-        decoded = method.sample(replace(request, callback=report))
-    tokens = models.output(layout.to_grid(decoded.tokens))
-    decoded.trace.settings |= told(inputs, drafter)
-    return io.NodeOutput(with_tokens(inputs.latent_image, tokens, model), decoded.trace)
+    output = generate(method, request, partial(runs.sampling, inputs.model, drafter))
+    output.trace.settings |= origin(inputs, drafter)
+    tensors = {name: models.output(t) for name in ("tokens", "latent") if (t := getattr(output, name)) is not None}
+    return io.NodeOutput(with_output(inputs.latent_image, replace(output, **tensors), request), output.trace)
 
 
-def memory_for(request: Request, method: Any, width: int, drafter: models.LoadedDrafter | None) -> int:
-    """Bytes that a run takes beside the weights. Raises ValueError for a prompt that is not the model's."""
-    model, layout, batch, guided = request.model, request.layout, request.batch, request.params.cfg != 1
-    prompt = model.prompt_tokens(request.conditioning, request.negative, batch, layout, guided)
-    return memory_of(model, layout, batch, guided, prompt, width, drafter, method.draft_width if drafter else 0)
-
-
-def memory_of(
-    model: DiscreteModel, layout: TokenLayout, batch: int, guided: bool, prompt: int, width: int,
-    drafter: models.LoadedDrafter | None, draft_width: int,
-) -> int:
-    """Bytes of the caches, laws and activations of a run behind prompts of ``prompt`` tokens, in which model and
-    drafter work on so many tokens in a round, and before that on those given at the beginning."""
-    rows, widest, read = batch * (1 + guided), max(width, draft_width) + 1, min(int(given_tokens(layout).max()), CHUNK)
-    config = model.backbone.config
-    laws = rows * max(8 * widest, 4 * read) * model.vocab_total * 4  # eight rows of fp32 laws, or a few of logits
-    activations = rows * max(prompt, widest, read) * (8 * config.dim + 4 * config.ffn_dim) * model.dtype.itemsize
-    memory = model.kv_bytes(batch, layout, width, guided, prompt) + laws + activations
-    return memory + (drafter.drafter.kv_bytes(batch, layout, draft_width, guided, prompt) if drafter else 0)
-
-
-def sketched(model: DiscreteModel, layout: TokenLayout, progress: Progress) -> Sketch:
-    """The first image as far as it is drawn, and what is guessed behind that. Kept tokens are there from the start."""
-    forced, tokens = layout.forced[0].cpu(), progress.tokens[0].to("cpu", copy=True)
-    decided = int((progress.committed if progress.start is None else progress.start)[0])
-    known = torch.arange(layout.length) < decided
-    guessed = torch.zeros_like(known)
-    if progress.draft is not None:
-        draft = progress.draft[0, : layout.length - decided].cpu()  # no more than there are places
-        tokens[decided : decided + len(draft)] = draft
-        guessed[decided : decided + len(draft)] = True
-    known, guessed = known | (forced >= 0), guessed & (forced < 0)
-    tokens = torch.where(forced >= 0, forced, tokens)
-    return Sketch(model.dequantize(layout.to_grid(tokens)[None]), layout.to_grid(known), layout.to_grid(guessed))
-
-
-def told(inputs: Any, drafter: models.LoadedDrafter | None) -> dict[str, Any]:
-    """What a trace is to tell of where it came from."""
-    told = {"model": inputs.model.name, "prompt": text_of(inputs.positive), "server": models.SERVER}
-    return told if drafter is None else told | {"drafter_name": drafter.name}
+def origin(inputs: CommonInputs, drafter: models.LoadedDrafter | None) -> dict[str, Any]:
+    """What a trace says of where it came from."""
+    origin = {"model": inputs.model.name, "prompt": text_of(inputs.positive), "server": models.SERVER}
+    return origin if drafter is None else origin | {"drafter_name": drafter.name}
 
 
 class NextTokenSampler(io.ComfyNode):
@@ -170,7 +119,7 @@ class NextTokenSampler(io.ComfyNode):
 
     @classmethod
     def execute(cls, **inputs: Any) -> io.NodeOutput:
-        return sample(NextToken(), 1, Inputs(**inputs))
+        return sample(NextToken(), Inputs(**inputs))
 
 
 class SJDSampler(io.ComfyNode):
@@ -211,4 +160,4 @@ class SJDSampler(io.ComfyNode):
         reuse = choose("refinement", refinement, REFINEMENTS)
         initial = choose("initialisation", initialisation, INITIAL)
         method = SJD(window or None, reuse, initial, threshold, rule.rule)
-        return sample(method, window or 32, Inputs(**inputs), rule.where)
+        return sample(method, Inputs(**inputs), where=rule.where)

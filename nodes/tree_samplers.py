@@ -60,18 +60,6 @@ def structure_of(structure: str, depth: int, width: int, nodes: int, tree_paths:
     return Dynamic(depth, width, nodes) if isinstance(chosen, Dynamic) else chosen
 
 
-def decode(
-    inputs: dict[str, Any], drafter: LoadedDrafter, method: DraftTree, where: Tensor | None, skip: Tensor | None = None
-) -> io.NodeOutput:
-    """Run a method with a drafter. Raises ValueError for illegal values and for a drafter of another model."""
-    common = Inputs(**inputs)
-    common.model.discrete()
-    drafter.follow(common.model)
-    method = replace(method, drafter=drafter.drafter)
-    method.check()
-    return sample(method, method.width, common, where, drafter, skip)
-
-
 def structure_input(default: str, more: tuple[str, ...] = ()) -> io.Input:
     return io.Combo.Input("structure", options=[*STRUCTURES, *more], default=default, tooltip=STRUCTURE_TIP)
 
@@ -118,7 +106,7 @@ class DraftTreeSampler(io.ComfyNode):
         rule: ChosenRule = EXACT, **inputs: Any,
     ) -> io.NodeOutput:
         structure = structure_of(structure, depth, width, nodes, tree_paths)
-        return decode(inputs, drafter, DraftTree(drafter.drafter, structure, rule.rule), rule.where)
+        return sample(DraftTree(drafter.drafter, structure, rule.rule), Inputs(**inputs), drafter, rule.where)
 
 
 LANTERN, LANTERN_PP = "LANTERN (dynamic tree)", "LANTERN++ (static tree)"
@@ -165,7 +153,7 @@ class LanternSampler(io.ComfyNode):
             method = published.lantern(drafter.drafter, neighbours=neighbours or 1000, delta=delta, redraw=redraw)
         else:
             method = published.lantern_pp(drafter.drafter, neighbours=neighbours or 10, ratio=ratio, redraw=redraw)
-        return decode(inputs, drafter, method, where)
+        return sample(method, Inputs(**inputs), drafter, where)
 
 
 class CoolSDSampler(io.ComfyNode):
@@ -197,7 +185,7 @@ class CoolSDSampler(io.ComfyNode):
             drafter.drafter, choose("structure", structure, STRUCTURES), delta=delta, decay=decay, steps=steps,
             schedule=schedule, floor=floor,
         )
-        return decode(inputs, drafter, method, where)
+        return sample(method, Inputs(**inputs), drafter, where)
 
 
 class ADTTreeSampler(io.ComfyNode):
@@ -252,7 +240,7 @@ class ADTTreeSampler(io.ComfyNode):
                 "children": choose("children", children, CHILDREN),
             },
         )
-        return decode(inputs, drafter, method, rule.where)
+        return sample(method, Inputs(**inputs), drafter, rule.where)
 
 
 class VVSSampler(io.ComfyNode):
@@ -303,4 +291,4 @@ class VVSSampler(io.ComfyNode):
             interval=interval, threshold=threshold, path=choose("path", path, PATHS), truncate=truncate,
             refresh=refresh,
         )
-        return decode(inputs, drafter, method, rule.where, where)
+        return sample(method, Inputs(**inputs), drafter, rule.where, where)

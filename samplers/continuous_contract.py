@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from ..kernels.sampling import inverse
+from .contract import Output, Result, Sketch
 from .distributions import Law
 from .rng import Purpose, Stream
-from .trace import CONTINUOUS_FIELDS, Record, Source, Trace
+from .trace import CONTINUOUS_FIELDS, Record, Source
 
 GUIDANCE = ("linear", "constant")
 
@@ -96,6 +97,14 @@ class ContinuousModel(Protocol):
         """
         ...
 
+    def to_latent(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Latents [B, C, h, w] of the image decoder (fp32) for tokens [B, S, C]."""
+        ...
+
+    def run_bytes(self, rows: int, tokens: int, draws: int) -> int:
+        """Bytes of the activations of a pass over rows of ``tokens`` tokens that draws ``draws`` of each."""
+        ...
+
 
 @dataclass(frozen=True)
 class ContinuousProgress:
@@ -109,11 +118,15 @@ class ContinuousProgress:
     passes: int
 
 
+ContinuousCallback = Callable[[ContinuousProgress], None]
+
+
 @dataclass(frozen=True)
 class ContinuousRequest:
-    """What a sampler is asked: draw ``batch`` images (image i with seed + i) on a grid (rows, cols).
+    """What a method is asked: generate ``batch`` images (image i with seed + i) on a grid (rows, cols).
 
-    kept [B, S] (bool) marks tokens of ``tokens`` [B, S, C] that stay as they are.
+    conditioning, negative: prompts in a form that model.start takes. kept [B, S] (bool) marks tokens of ``tokens``
+    [B, S, C] that stay as they are.
     """
 
     model: ContinuousModel
@@ -123,17 +136,32 @@ class ContinuousRequest:
     negative: Any = None
     seed: int = 0
     batch: int = 1
-    callback: Callable[[ContinuousProgress], None] | None = None
+    callback: ContinuousCallback | None = None
     tokens: Tensor | None = None
     kept: Tensor | None = None
+    continuous: ClassVar[bool] = True
 
+    @property
+    def length(self) -> int:
+        """Tokens of an image."""
+        return self.grid[0] * self.grid[1]
 
-@dataclass(frozen=True)
-class ContinuousDecoded:
-    """tokens [B, S, C] (fp32, model units) and the trace of how they came about."""
+    @property
+    def guided(self) -> bool:
+        """Is there a second prompt?"""
+        return self.params.cfg != 1
 
-    tokens: Tensor
-    trace: Trace
+    def output(self, result: Result) -> Output:
+        """The result on the image's grid."""
+        tokens = result.tokens.unflatten(1, self.grid)
+        return Output(tokens, self.model.to_latent(result.tokens, self.grid), result.trace)
+
+    def sketch(self, progress: ContinuousProgress) -> Sketch:
+        """The first image as far as it is decided. No drafts: each round drafts anew."""
+        known = progress.known[0]
+        latent = self.model.to_latent(torch.where(known[:, None], progress.tokens[0], 0)[None], self.grid)
+        known = known.unflatten(0, self.grid).cpu()
+        return Sketch(latent, known, torch.zeros_like(known))
 
 
 class Canvas:
@@ -148,7 +176,7 @@ class Canvas:
         if request.batch < 1:
             raise ValueError(f"The batch is {request.batch}, but must be 1 or more.")
         model, batch = request.model, request.batch
-        self.batch, self.device, self.length = batch, model.device, request.grid[0] * request.grid[1]
+        self.batch, self.device, self.length = batch, model.device, request.length
         positions = torch.arange(self.length, device=self.device).expand(batch, -1)
         if model.order is None:
             self.order = stream.uniform(positions, Purpose.ORDER).argsort(dim=1, stable=True)
@@ -226,6 +254,12 @@ class Canvas:
 
     def progress(self, passes: int) -> ContinuousProgress:
         return ContinuousProgress(self.tokens, self.known()[:, 0], self.done.cpu(), self.length, passes)
+
+
+def noise_bytes(request: ContinuousRequest, width: int) -> int:
+    """Bytes of the noises of a pass that predicts ``width`` tokens an image: fp32, and the integers they are made from.
+    """
+    return 40 * request.batch * width * (request.params.steps + 1) * request.model.channels
 
 
 def noises(

@@ -1,10 +1,14 @@
-"""What a sampler and a model need from each other. Samplers know nothing else of a model."""
+"""What methods and models need from each other, and what every method answers.
+
+ARModel and Drafter are all that methods know of models of token ids; continuous_contract.py has those of vectors.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,7 +34,7 @@ class ARModel(Protocol):
     vocab: int
     vocab_total: int
     device: torch.device
-    codebook: Tensor  # [V, C]
+    codebook: Tensor | None  # [V, C]
     defaults: SamplingParams
     kept: dict[Hashable, Any]  # what runs leave for the next of their kind (see engine/session.py)
 
@@ -70,6 +74,24 @@ class ARModel(Protocol):
 
     def neighbours(self, count: int) -> Tensor:
         """Table [V, count] (int64): for each code the others by distance of their code vectors, nearest first."""
+        ...
+
+    def dequantize(self, tokens: Tensor) -> Tensor:
+        """Code vectors [B, C, h, w] (fp32) of tokens [B, h, w]."""
+        ...
+
+    def prompt_tokens(
+        self, conditioning: Any, negative: Any, batch: int, layout: TokenLayout, guided: bool
+    ) -> int:
+        """Tokens of the longer of both prompts."""
+        ...
+
+    def kv_bytes(self, batch: int, layout: TokenLayout, slack: int, guided: bool, prompt: int) -> int:
+        """Bytes of the KV cache of a run after prompts of ``prompt`` tokens."""
+        ...
+
+    def activation_bytes(self, rows: int, tokens: int) -> int:
+        """Bytes of the activations of a pass over ``tokens`` tokens in each of so many rows."""
         ...
 
 
@@ -112,6 +134,10 @@ class Drafter(Protocol):
 
     def rewind(self, state: Any, count: Tensor) -> None:
         """Forget the last ``count`` [B] tokens observed."""
+        ...
+
+    def kv_bytes(self, batch: int, layout: TokenLayout, slack: int, guided: bool, prompt: int) -> int:
+        """See ARModel."""
         ...
 
 
@@ -176,12 +202,56 @@ class Progress:
 Callback = Callable[[Progress], None]
 
 
+P = TypeVar("P")
+
+
+def chosen_params(defaults: P, given: dict[str, Any], kind: str) -> P:
+    """A model's own sampling parameters with the ``given`` ones in their place; None stands for the model's own.
+
+    Raises ValueError naming those that a model of this kind ("models of token ids") does not have.
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    if unfit := given.keys() - {field.name for field in fields(defaults)}:
+        raise ValueError(f"{', '.join(sorted(unfit))}: not supported for {kind}.")
+    return replace(defaults, **given)
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """How far a run is with its first image: latent [1, C, h, w], which tokens are decided and which are drafts that go
+    into the next pass (known, guessed [h, w], bool, on the CPU, never both)."""
+
+    latent: Tensor
+    known: Tensor
+    guessed: Tensor
+
+
+@dataclass(frozen=True)
+class Result:
+    """tokens of a run and the trace of how they came about: [B, S] (int64), or [B, S, C] (fp32, model units) of a
+    continuous model."""
+
+    tokens: Tensor
+    trace: Trace
+
+
+@dataclass(frozen=True)
+class Output:
+    """tokens [B, rows, cols] (int64; of continuous models [B, rows, cols, C], fp32), latent [B, C, rows, cols] for the
+    image decoder (None while a discrete model has no codebook), trace."""
+
+    tokens: Tensor
+    latent: Tensor | None
+    trace: Trace
+
+
 @dataclass(frozen=True)
 class Request:
-    """What every sampler is asked: draw ``batch`` images (image i with seed + i) from ``model`` under a prompt.
+    """What a method is asked: generate ``batch`` images (image i with seed + i) from ``model`` under a prompt.
 
-    strength [1 or B, S] (fp32, 0..1): how far a relaxed acceptance rule may go at each position, 0 being exact; None is
-    1 everywhere. skippable [1 or B, S] (bool): where a schedule may take drafts unverified; None is everywhere.
+    conditioning, negative: prompts in a form that model.start takes. strength [1 or B, S] (fp32, 0..1): how far a
+    relaxed acceptance rule may go at each position, 0 being exact; None is 1 everywhere. skippable [1 or B, S] (bool):
+    where a schedule may take drafts unverified; None is everywhere.
     """
 
     model: ARModel
@@ -194,11 +264,66 @@ class Request:
     callback: Callback | None = None
     strength: Tensor | None = None
     skippable: Tensor | None = None
+    continuous: ClassVar[bool] = False
+
+    @property
+    def length(self) -> int:
+        """Tokens of an image's sequence."""
+        return self.layout.length
+
+    def output(self, result: Result) -> Output:
+        """The result on the image's grid."""
+        tokens = self.layout.to_grid(result.tokens)
+        latent = None if self.model.codebook is None else self.model.dequantize(tokens)
+        return Output(tokens, latent, result.trace)
+
+    def sketch(self, progress: Progress) -> Sketch:
+        """The first image as far as it is decided, and the drafts after that. Kept tokens are there from the start."""
+        layout = self.layout
+        forced, tokens = layout.forced[0].cpu(), progress.tokens[0].to("cpu", copy=True)
+        decided = int((progress.committed if progress.start is None else progress.start)[0])
+        known = torch.arange(layout.length) < decided
+        guessed = torch.zeros_like(known)
+        if progress.draft is not None:
+            draft = progress.draft[0, : layout.length - decided].cpu()  # no more than there are positions
+            tokens[decided : decided + len(draft)] = draft
+            guessed[decided : decided + len(draft)] = True
+        known, guessed = known | (forced >= 0), guessed & (forced < 0)
+        tokens = torch.where(forced >= 0, forced, tokens)
+        latent = self.model.dequantize(layout.to_grid(tokens)[None])
+        return Sketch(latent, layout.to_grid(known), layout.to_grid(guessed))
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """tokens [B, S] (int64) and the trace of how they came about."""
+class Method(ABC):
+    """A way of generating images. Methods are frozen dataclasses whose fields are their settings.
 
-    tokens: Tensor
-    trace: Trace
+    A request is a Request, or a ContinuousRequest where the method is ``continuous`` (its tokens are vectors).
+    """
+
+    name: str  # in traces
+    lossless: bool  # do images follow the model's own distribution
+    continuous: ClassVar[bool] = False
+
+    @abstractmethod
+    def check(self, request: Any) -> None:
+        """Raise ValueError naming the setting or parameter that is illegal, and its legal values."""
+
+    @abstractmethod
+    def width(self, request: Any) -> int:
+        """The most tokens of an image that a pass of the model is fed (a continuous one: predicts)."""
+
+    @abstractmethod
+    def describe(self, request: Any) -> dict[str, Any]:
+        """The settings of a run for its trace and report, JSON-ready: "method", "lossless" and the method's own."""
+
+    def session_key(self, request: Any) -> Hashable | None:
+        """Equal for runs that may take over each other's caches and captured steps (engine/session.py); None: none."""
+        return None
+
+    @abstractmethod
+    def run_bytes(self, request: Any) -> int:
+        """Bytes of memory that a run takes beside the weights."""
+
+    @abstractmethod
+    def sample(self, request: Any) -> Result:
+        """Generate ``request.batch`` images, each at its own pace. Raises ValueError as ``check`` does."""

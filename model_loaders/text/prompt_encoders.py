@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -102,7 +101,6 @@ class TextEncoder:
     grid: tuple[int, int]
     write_negative: Callable[[str, tuple[int, int]], Sequence[int]] | None = None
 
-    @lru_cache(maxsize=16)  # noqa: B019 (a few prompts, each asked for several times in a run)
     def encode(self, text: str, grid: tuple[int, int] | None = None, negative: bool = False) -> Tensor:
         """Ids [1, n, 1] (fp32) of a prompt. Raises FileNotFoundError or CheckpointError if there is no tokenizer."""
         write = self.write_negative if negative and self.write_negative else self.write

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,6 +11,22 @@ from torch import Tensor
 from .prompt_encoders import PromptEncoder, TextEncoder, features_of
 
 Conditioning = list  # core's CONDITIONING: [[features [1 or B, n, F], {"ar": {"family": ..., "text": ...}}]]
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """What a model reads of a CONDITIONING: features [1 or B, n, F] on its device, and the text they were written from.
+    """
+
+    features: Tensor
+    text: str
+
+
+def prompt_text(prompt: Conditioning | EncodedPrompt | None) -> str:
+    """What was typed for a prompt; "" where nobody knows, or there is none."""
+    if isinstance(prompt, EncodedPrompt):
+        return prompt.text
+    return prompt[0][1]["ar"].get("text", "") if prompt else ""
 
 
 class Prompted:
@@ -38,13 +55,15 @@ class Prompted:
         return self.encode_features(features_of(ids))
 
     def read(
-        self, conditioning: Conditioning, batch: int, name: str, grid: tuple[int, int] | None = None
-    ) -> Tensor:
-        """Features [1 or batch, n, F] of a CONDITIONING, for a picture of ``grid`` (rows, cols).
+        self, conditioning: Conditioning | EncodedPrompt, batch: int, name: str, grid: tuple[int, int] | None = None
+    ) -> EncodedPrompt:
+        """The prompt of a CONDITIONING for ``batch`` images of ``grid`` (rows, cols); one that was read stays as it is.
 
         A prompt that names the picture's size is written anew for each; so is a negative one in a family that frames it
         otherwise. Raises ValueError if it is not one of this model's, or no longer what the model wrote.
         """
+        if isinstance(conditioning, EncodedPrompt):
+            return conditioning
         if len(conditioning) != 1:
             raise ValueError(f"{name} combines {len(conditioning)} prompts; AR models take one. Use a single prompt.")
         features, extra = conditioning[0]
@@ -63,4 +82,4 @@ class Prompted:
                     "empty text there stands for no negative prompt."
                 )
             features = self.prompt_encoder.encode(own["text"], grid, name == "negative")
-        return features.to(self.device)
+        return EncodedPrompt(features.to(self.device), own.get("text", ""))

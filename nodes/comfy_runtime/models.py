@@ -74,23 +74,18 @@ class LoadedModel:
     name: str
     source: Hashable = field(default_factory=object)
 
-    def discrete(self) -> DiscreteModel:
-        """The model. Raises ValueError if it draws vectors."""
-        if isinstance(self.model, ContinuousBase):
+    def check_kind(self, continuous: bool) -> None:
+        """Raise ValueError for a sampler of models of the other kind."""
+        if self.model.continuous and not continuous:
             raise ValueError(
                 f"{self.name} is a continuous model: its tokens are vectors, and this sampler draws token ids. Use AR "
                 "Sampler (continuous) or Continuous Speculative Sampler with it."
             )
-        return self.model
-
-    def continuous(self) -> ContinuousBase:
-        """The model. Raises ValueError if it draws token ids."""
-        if not isinstance(self.model, ContinuousBase):
+        if continuous and not self.model.continuous:
             raise ValueError(
                 f"{self.name} draws token ids, and this sampler is for continuous models (MAR, xAR, Harmon), whose "
                 "tokens are vectors. Use AR Sampler (next token), SJD++ Sampler or a sampler with a draft tree with it."
             )
-        return self.model
 
 
 def open_model(choice: str, dtype: str, grid: tuple[int, int] | None) -> LoadedModel:

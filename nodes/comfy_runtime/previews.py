@@ -21,6 +21,7 @@ from ...model_loaders.ar_model import DiscreteModel
 from ...model_loaders.continuous_model import ContinuousBase
 from ...model_loaders.decoders.image_decoder import Autoencoder
 from ...reports.timeline_frames import UNDRAWN
+from ...samplers.contract import Sketch
 
 log = logging.getLogger(__name__)
 
@@ -30,16 +31,6 @@ DIMMED = 0.4  # how much of a guess shows through the grey
 COARSE = 4  # pixels per token and side where there are only colours; ComfyUI enlarges them
 PATCH = 3  # tokens per side of an area of one latent, whose colour is measured
 RIDGE = 0.01  # keeps the colours of directions that were hardly measured near their mean
-
-
-@dataclass(frozen=True)
-class Sketch:
-    """How far a run is with its first image: latent [1, C, h, w], where it is decided, and where it is but a guess that
-    goes into the next pass (known, guessed [h, w], bool, on the CPU, never both)."""
-
-    latent: Tensor
-    known: Tensor
-    guessed: Tensor
 
 
 Sketcher = Callable[[Any], Sketch]  # of a sampler's progress
@@ -61,14 +52,6 @@ class Palette:
         return (values @ self.weight[:-1] + self.weight[-1]).clamp(0, 1)
 
 
-def typical_latents(model: DiscreteModel | ContinuousBase, count: int) -> Tensor:
-    """Latents [count, C] such as the model draws, always the same ones."""
-    generator = torch.Generator().manual_seed(0)
-    if isinstance(model, ContinuousBase):
-        return torch.randn((count, model.channels), generator=generator) / model.scale
-    return model.codebook[torch.randint(model.vocab, (count,), generator=generator)]
-
-
 def areas(channels: int) -> int:
     """Areas per side of the picture that a palette is measured on: as many latents as it takes to tell C numbers."""
     return min(16, max(6, math.ceil(math.sqrt(2 * channels))))
@@ -83,7 +66,7 @@ def measured_tokens(channels: int) -> int:
 def measure_palette(decoder: Autoencoder, model: DiscreteModel | ContinuousBase) -> Palette:
     """Decode one picture of areas of one latent each, and fit a linear map from latents to their mean colours."""
     began, side = time.perf_counter(), areas(decoder.channels)
-    latents = typical_latents(model, side**2)
+    latents = model.typical_latents(side**2)
     picture = latents.T.unflatten(1, (side, side))[None]
     picture = picture.repeat_interleave(PATCH, 2).repeat_interleave(PATCH, 3)
     decoder.decode(picture[..., :PATCH, :PATCH]).cpu()  # what only the first decoding costs

@@ -11,6 +11,8 @@ import torch
 from comfy.cli_args import LatentPreviewMethod, args
 
 from ...model_loaders.decoders.image_decoder import Autoencoder
+from ...samplers.contract import Method
+from ...samplers.generate import AnyRequest
 from .memory import cast_room, fits, out_of_memory, total_memory
 from .models import LoadedDecoder, LoadedDrafter, LoadedModel
 from .previews import Previews, Sketcher, measure_palette, measured_tokens
@@ -25,11 +27,11 @@ class TooLargeError(ValueError):
 
 @contextmanager
 def placed(
-    loaded: LoadedModel, memory: int, drafter: LoadedDrafter | None = None, session_key: Hashable = None
+    loaded: LoadedModel, drafter: LoadedDrafter | None, method: Method, request: AnyRequest
 ) -> Iterator[None]:
-    """Model and drafter on the compute device with room for a run that takes ``memory`` bytes. Raises TooLargeError for
-    more than there is: a CPU would end the process over it. session_key: see ``missing``."""
-    memory += cast_room(loaded.model)
+    """Model and drafter on the compute device with room for the run. Raises TooLargeError for one that takes more than
+    there is: a CPU would end the process over it."""
+    memory, session_key = method.run_bytes(request) + cast_room(loaded.model), method.session_key(request)
     there_is = total_memory(loaded.patcher.load_device)
     if memory > there_is:
         raise TooLargeError(
@@ -50,17 +52,14 @@ def placed(
 
 @contextmanager
 def sampling(
-    loaded: LoadedModel, memory: int, length: int, sketch: Sketcher, drafter: LoadedDrafter | None = None,
-    session_key: Hashable = None,
+    loaded: LoadedModel, drafter: LoadedDrafter | None, method: Method, request: AnyRequest
 ) -> Iterator[Report]:
-    """Model and drafter placed (see above), and a callback for the sampler.
-
-    length: tokens of a picture; sketch: how far it is drawn. The callback draws progress and previews and raises when
-    the user interrupts.
-    """
-    with placed(loaded, memory, drafter, session_key):
-        memory = missing(loaded, memory + cast_room(loaded.model), session_key)
-        report = Report(length, previews_of(loaded, memory, length, sketch))
+    """Model and drafter placed (see below), and the callback of the run, which shows progress and previews and raises
+    when the user interrupts."""
+    with placed(loaded, drafter, method, request):
+        key = method.session_key(request)
+        memory = missing(loaded, method.run_bytes(request) + cast_room(loaded.model), key)
+        report = Report(request.length, previews_of(loaded, memory, request.length, request.sketch))
         yield report
         report.finish()
 

@@ -24,13 +24,14 @@ import logging
 import math
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ...kernels import continuous as kernels
-from ..continuous_contract import Canvas, ContinuousDecoded, ContinuousModel, ContinuousRequest, noises, own_noise
+from ..continuous_contract import Canvas, ContinuousModel, ContinuousRequest, noise_bytes, noises, own_noise
+from ..contract import Method, Result
 from ..distributions import Law, Normal, join
 from ..layout import TokenLayout
 from ..rng import Purpose, Stream
@@ -78,7 +79,7 @@ def residual(
 
 
 @dataclass(frozen=True)
-class ContinuousSpeculative:
+class ContinuousSpeculative(Method):
     """Draft with a small model, judge with the target.
 
     length: tokens (or cells) drafted per round. prefill: share of the picture that the target draws alone first.
@@ -99,6 +100,12 @@ class ContinuousSpeculative:
     tolerance: float = 0.26
     path: str = "off"
     aligned: bool = True
+    name: ClassVar[str] = "continuous_speculative"
+    continuous: ClassVar[bool] = True
+
+    @property
+    def lossless(self) -> bool:
+        return self.mode == "exact"
 
     @property
     def sees_drafts(self) -> bool:
@@ -110,7 +117,6 @@ class ContinuousSpeculative:
         return self.length + (self.mode != "block") if self.sees_drafts else 1
 
     def check(self, request: ContinuousRequest) -> None:
-        """Raise ValueError naming the setting that is illegal, by itself or with this model."""
         request.params.check()
         if not isinstance(self.length, int) or self.length < 1:
             raise ValueError(f"The draft length is {self.length}, but must be a number from 1 on.")
@@ -137,32 +143,50 @@ class ContinuousSpeculative:
             raise ValueError("The drafter draws {} numbers a token and {} tokens at once, the model {} and {}: they do "
                              "not belong together.".format(*pair[0], *pair[1]))
 
-    def sample(self, request: ContinuousRequest) -> ContinuousDecoded:
-        """Draw ``request.batch`` images. Raises ValueError on illegal parameters."""
+    def kappa(self, request: ContinuousRequest) -> float:
+        """How many times the test widens both Gaussians."""
+        if self.mode == "exact":
+            return 1.0
+        temperature = request.params.temperature if request.params.kind == "ddpm" else 1
+        return self.tolerance / (request.model.schedule(request.params).last_width * temperature)
+
+    def width(self, request: ContinuousRequest) -> int:
+        return min(self.length * request.model.group, request.length)
+
+    def describe(self, request: ContinuousRequest) -> dict[str, Any]:
+        settings = {
+            "method": self.name, "length": self.length, "prefill": self.prefill, "mode": self.mode,
+            "condition": "drafts" if self.sees_drafts else "prefix", "path": self.path, "aligned": self.aligned,
+            "lossless": self.lossless,
+        }
+        if self.mode != "exact":
+            settings |= {"tolerance": self.tolerance, "kappa": self.kappa(request)}
+        return settings | {name: value for name, value in asdict(request.params).items() if name != "iterations"}
+
+    def run_bytes(self, request: ContinuousRequest) -> int:
+        model, width = request.model, self.width(request)
+        rows, variants = request.batch * (1 + request.guided), min(self.variants, width // model.group + 1)
+        target = model.run_bytes(rows * variants, request.length, -(-width // variants))
+        return noise_bytes(request, width) + target + self.drafter.run_bytes(rows, request.length, model.group)
+
+    def sample(self, request: ContinuousRequest) -> Result:
         self.check(request)
         started = time.perf_counter()
         run = Run(self, request)
         run.prefill()
         while run.lowest < run.canvas.length:
             run.round()
-        settings: dict[str, Any] = {
-            "method": "continuous_speculative", "length": self.length, "prefill": self.prefill, "mode": self.mode,
-            "condition": "drafts" if self.sees_drafts else "prefix", "path": self.path, "aligned": self.aligned,
-            "lossless": self.mode == "exact",
-        }
-        if self.mode != "exact":
-            settings |= {"tolerance": self.tolerance, "kappa": run.kappa}
-        seconds = time.perf_counter() - started
-        params = {name: value for name, value in asdict(request.params).items() if name != "iterations"}
-        layout = TokenLayout.plain(*request.grid)
-        trace = run.record.finish(layout, request.seed, settings | params, seconds, draft_passes=run.draft_passes)
+        seconds, layout = time.perf_counter() - started, TokenLayout.plain(*request.grid)
+        trace = run.record.finish(
+            layout, request.seed, self.describe(request), seconds, draft_passes=run.draft_passes
+        )
         judged = trace.positions["depth"] > 0
         if judged.any() and (trace.positions["log_ratio"][judged] == -math.inf).all():
             log.warning(
                 "No guess of the drafter could be used in this run, so it saved nothing: its numbers are NaN, infinite "
                 "or absurd. The picture is sound. Load the drafter's file anew, or the model with another dtype."
             )
-        return ContinuousDecoded(run.canvas.finished(), trace)
+        return Result(run.canvas.finished(), trace)
 
 
 class Run:
@@ -172,13 +196,11 @@ class Run:
         model, batch = request.model, request.batch
         self.method, self.request, self.model, self.params = method, request, model, request.params
         self.group = model.group
-        self.schedule = model.schedule(self.params)
-        width = self.schedule.last_width * (self.params.temperature if self.params.kind == "ddpm" else 1)
-        self.kappa = 1.0 if method.mode == "exact" else method.tolerance / width
+        self.schedule, self.kappa = model.schedule(self.params), method.kappa(request)
         self.stream = Stream.of(request.seed, batch, model.device)
         self.canvas = Canvas(request, self.stream)
         self.record = self.canvas.record()
-        prompts = (request.conditioning, request.negative, batch, request.grid, self.params.cfg != 1)
+        prompts = (request.conditioning, request.negative, batch, request.grid, request.guided)
         self.state, self.draft_state = model.start(*prompts), method.drafter.start(*prompts)
         self.lowest, self.highest = self.canvas.extent()
         self.passes = self.rounds = self.draft_passes = 0

@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 import torch
 
-from ..continuous_contract import Canvas, ContinuousDecoded, ContinuousRequest, noises, own_noise
+from ..continuous_contract import Canvas, ContinuousRequest, noise_bytes, noises, own_noise
+from ..contract import Method, Result
 from ..layout import TokenLayout
 from ..rng import Stream
 from ..trace import Source
@@ -30,28 +32,48 @@ def mask_schedule(iterations: int, length: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class ContinuousNextToken:
+class ContinuousNextToken(Method):
     """Draw in ``iterations`` passes (None: the model's own number, or else one token, or one cell, a pass)."""
 
     iterations: int | None = None
+    name: ClassVar[str] = "continuous_next_token"
+    continuous: ClassVar[bool] = True
 
-    def sample(self, request: ContinuousRequest) -> ContinuousDecoded:
-        """Draw ``request.batch`` images. Raises ValueError on illegal parameters."""
-        model, params, batch = request.model, request.params, request.batch
-        params.check()
+    @property
+    def lossless(self) -> bool:
+        """With one token, or cell, a pass: tokens of a pass do not see each other. ``describe`` says it of a run."""
+        return self.iterations is None
+
+    def check(self, request: ContinuousRequest) -> None:
+        request.params.check()
         if self.iterations is not None and self.iterations < 1:
             raise ValueError(f"iterations is {self.iterations}, but must be 1 or more.")
+
+    def width(self, request: ContinuousRequest) -> int:
+        return max(map(max, self.counts(request)))
+
+    def describe(self, request: ContinuousRequest) -> dict[str, Any]:
+        alone = self.width(request) <= request.model.group
+        iterations = None if alone else len(self.counts(request))
+        return {"method": self.name} | asdict(request.params) | {"lossless": alone, "iterations": iterations}
+
+    def run_bytes(self, request: ContinuousRequest) -> int:
+        width = self.width(request)
+        rows = request.batch * (1 + request.guided)
+        return noise_bytes(request, width) + request.model.run_bytes(rows, request.length, width)
+
+    def sample(self, request: ContinuousRequest) -> Result:
+        self.check(request)
+        model, params, batch = request.model, request.params, request.batch
         started = time.perf_counter()
         schedule = model.schedule(params)
         stream = Stream.of(request.seed, batch, model.device)
         canvas = Canvas(request, stream)
         record = canvas.record()
-        guided = params.cfg != 1
-        state = model.start(request.conditioning, request.negative, batch, request.grid, guided)
-        passes, widest, highest = 0, 0, canvas.extent()[1]
-        for counts in self._counts(canvas, model.group, params.iterations):
+        state = model.start(request.conditioning, request.negative, batch, request.grid, request.guided)
+        passes, highest = 0, canvas.extent()[1]
+        for counts in self.counts(request):
             most = max(counts)
-            widest = max(widest, most)
             positions, exist = canvas.upcoming(0, most)
             count = torch.tensor(counts, device=canvas.device)
             drawn = exist & (torch.arange(most, device=canvas.device) < count[:, None])
@@ -72,18 +94,17 @@ class ContinuousNextToken:
             passes, highest = passes + 1, min(highest + most, canvas.length)
             if request.callback:
                 request.callback(canvas.progress(passes))
-        alone = widest <= model.group
-        settings = {"method": "continuous_next_token", **asdict(params), "lossless": alone,
-                    "iterations": None if alone else passes}
         trace = record.finish(
-            TokenLayout.plain(*request.grid), request.seed, settings, time.perf_counter() - started
+            TokenLayout.plain(*request.grid), request.seed, self.describe(request), time.perf_counter() - started
         )
-        return ContinuousDecoded(canvas.finished(), trace)
+        return Result(canvas.finished(), trace)
 
-    def _counts(self, canvas: Canvas, group: int, own: int | None) -> list[list[int]]:
-        """Tokens per pass and image. Images that keep more of their picture may be finished sooner."""
-        iterations = self.iterations or own or canvas.length
-        free = (canvas.length - canvas.done).tolist()
+    def counts(self, request: ContinuousRequest) -> list[list[int]]:
+        """Tokens per pass and image. Images of which more is kept may be finished sooner."""
+        group, length = request.model.group, request.length
+        iterations = self.iterations or request.params.iterations or length
+        kept = torch.zeros(1, 1) if request.kept is None else request.kept
+        free = (length - kept.sum(1).long().expand(request.batch)).tolist()
         rows = [[n * group for n in mask_schedule(min(iterations, left // group), left // group)] for left in free]
         passes = max(map(len, rows))
         return [[row[i] if i < len(row) else 0 for row in rows] for i in range(passes)]

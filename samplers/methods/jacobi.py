@@ -17,7 +17,7 @@ import time
 from collections.abc import Hashable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,9 +26,10 @@ from ...kernels.graphs import mapped
 from ...kernels.sampling import at, categorical, perturbed_argmax, readable
 from ...kernels.verification import couple
 from ..constants import counting, numbers
-from ..contract import ARModel, Decoded, Request, SamplingParams
+from ..contract import ARModel, Method, Request, Result, SamplingParams
 from ..drafts.guesses import INITIAL, Memory, fresh_guesses
 from ..engine.loop import decode, kind
+from ..engine.memory import run_bytes
 from ..engine.prefill import Start, read_given
 from ..engine.session import session
 from ..layout import TokenLayout
@@ -62,6 +63,7 @@ class Run:
     """What all steps of a run have in common. forcing: does the layout force any token."""
 
     method: SJD
+    rule: AcceptanceRule  # bound to the model
     params: SamplingParams
     width: int
     forcing: bool
@@ -125,7 +127,7 @@ def verify(run: Run, carry: Carry, p: Tensor) -> Verified:
     SJD eq. (3): accept guess k while u_k < p_k(x_k) / q_k(x_k), draw the first rejected position from norm([p - q]+);
     a relaxed rule puts its own probability and law in their place.
     """
-    window, memory, rule = carry.window, run.memory, run.method.rule
+    window, memory, rule = carry.window, run.memory, run.rule
     batch, seen, _ = p.shape
     position = window.committed[:, None] + counting(seen, p.device)
     exists = numbers((True,) * (seen - 1) + (False,), p.device, torch.bool).expand(batch, -1)
@@ -305,10 +307,11 @@ def begin(run: Run, start: Start, layout: TokenLayout, stream: Stream, strength:
 
 
 @dataclass(frozen=True)
-class SJD:
+class SJD(Method):
     """Speculative Jacobi decoding.
 
-    window: tokens per pass W, the root included (2 .. S); None: see ``width``.
+    window: tokens per pass W, the root included (2 .. S); None: 32 (16 on a CPU, where wider passes cost more than the
+    passes they save), or S if that is less.
     reuse: one of REUSE; "coupled", "gumbel", "threshold_exact" and "resample" draw from exactly the model's law,
     "threshold_paper" (SJD++ as printed) does not. initial: one of INITIAL. threshold: SJD++'s tau (> 0).
     rule: how a guess is verified, its depth being its place in the window, from 1; refinement stays exact.
@@ -319,14 +322,15 @@ class SJD:
     initial: str = "mixed"
     threshold: float = 0.5
     rule: AcceptanceRule = field(default_factory=Exact)
+    name: ClassVar[str] = "sjd"
 
-    def width(self, device: torch.device, length: int) -> int:
-        """W for an image of so many tokens. None picks 32, on a CPU 16 (a pass costs more there the wider it is, and
-        the second half of a window of 32 saves few), or all tokens if they are less."""
-        return self.window or min(16 if device.type == "cpu" else 32, length)
+    @property
+    def lossless(self) -> bool:
+        return self.rule.lossless and self.reuse != "threshold_paper"
 
-    def check(self, length: int) -> None:
-        """Raise ValueError naming the setting and its legal values."""
+    def check(self, request: Request) -> None:
+        request.params.check(request.model.vocab)
+        length = request.length
         if self.window is not None and not 2 <= self.window <= length:
             raise ValueError(f"window is {self.window}, but this image has {length} tokens: use 2 to {length}.")
         if self.reuse not in REUSE:
@@ -342,19 +346,29 @@ class SJD:
                 f"{self.rule.name!r} could relax. Use the exact rule, or reuse='coupled'."
             )
 
-    def session_key(self, request: Request) -> Hashable:
-        """Of which kind a run is; see engine/session.py."""
-        return kind(request, self, self.width(request.model.device, request.layout.length))
+    def width(self, request: Request) -> int:
+        return self.window or min(16 if request.model.device.type == "cpu" else 32, request.length)
 
-    def sample(self, request: Request) -> Decoded:
-        """Draw ``request.batch`` images, each at its own pace. Raises ValueError on illegal parameters."""
+    def describe(self, request: Request) -> dict[str, Any]:
+        settings = {
+            "method": self.name, "window": self.width(request), "reuse": self.reuse, "initial": self.initial,
+            "rule": self.rule.describe(), "lossless": self.lossless,
+        }
+        return settings | ({"threshold": self.threshold} if self.reuse.startswith("threshold") else {})
+
+    def session_key(self, request: Request) -> Hashable:
+        return kind(request, self, self.width(request))
+
+    def run_bytes(self, request: Request) -> int:
+        return run_bytes(request, self.width(request))
+
+    def sample(self, request: Request) -> Result:
+        self.check(request)
         model, params, batch = request.model, request.params, request.batch
         layout, begun = request.layout.to(model.device), time.perf_counter()
-        params.check(model.vocab)
-        self.check(layout.length)
-        method = replace(self, rule=self.rule.bind(model))
+        rule = self.rule.bind(model)
         strength = check_strength(request.strength, batch, layout.length, model.device)
-        width = self.width(model.device, layout.length)
+        width = self.width(request)
         forcing = layout.forces
         with session(model, self.session_key(request)) as kept:
             state = model.start(
@@ -369,31 +383,29 @@ class SJD:
             record = kept.record = kept.record or Record.empty(layout.length, batch, model.device, round_fields=())
             start = read_given(model, state, layout, batch, callback=request.callback)
             check_finite(start.out)
-            run = Run(method, kept.params(params, model.device), width, forcing, model, state, memory, record)
+            run = Run(self, rule, kept.params(params, model.device), width, forcing, model, state, memory, record)
             carry = begin(run, start, layout, Stream.of(request.seed, batch, model.device), strength)
             laps = decode(request, kept, state, partial(step, run), carry, width, start.given, begun)
-            settings = {
-                "method": "sjd", "window": width, "reuse": self.reuse, "initial": self.initial,
-                "rule": method.rule.describe(), "lossless": self.rule.lossless and self.reuse != "threshold_paper",
-            }
-            if self.reuse.startswith("threshold"):
-                settings["threshold"] = self.threshold
+            settings = self.describe(request) | {"rule": rule.describe()} | asdict(params)
             trace = record.finish(
-                layout, request.seed, settings | asdict(params), time.perf_counter() - begun, width=width,
-                milliseconds=laps,
+                layout, request.seed, settings, time.perf_counter() - begun, width=width, milliseconds=laps
             )
             trace.positions["refinements"] = refinements(trace.positions["finalised_at"], width)
-            return Decoded(record.image.clone(), trace)
+            return Result(record.image.clone(), trace)
 
 
 @dataclass(frozen=True)
-class Jacobi:
-    """Greedy Jacobi decoding: the arg-max picture, with the equality test. Of the request's parameters, cfg counts."""
+class Jacobi(SJD):
+    """Greedy Jacobi decoding: the arg-max image (the batch's images are equal), with the equality test.
 
-    window: int | None = None
+    Of the request's parameters, cfg counts.
+    """
+
+    reuse: str = field(default="gumbel", init=False)
     initial: str = "repeat"
+    threshold: float = field(default=0.5, init=False)
+    rule: AcceptanceRule = field(default_factory=Exact, init=False)
+    name: ClassVar[str] = "jacobi"
 
-    def sample(self, request: Request) -> Decoded:
-        """Draw the greedy image (the batch's images are equal)."""
-        greedy = replace(request, params=SamplingParams(cfg=request.params.cfg, temperature=0))
-        return SJD(window=self.window, reuse="gumbel", initial=self.initial).sample(greedy)
+    def sample(self, request: Request) -> Result:
+        return super().sample(replace(request, params=SamplingParams(cfg=request.params.cfg, temperature=0)))

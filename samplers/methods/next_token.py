@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.sampling import perturbed_argmax, readable
-from ..contract import ARModel, Decoded, Request, SamplingParams, StepOut
+from ..contract import ARModel, Method, Request, Result, SamplingParams, StepOut
 from ..engine.loop import decode, kind
+from ..engine.memory import run_bytes
 from ..engine.prefill import Start, read_given
 from ..engine.session import session
 from ..layout import TokenLayout
@@ -57,24 +58,35 @@ class Noise:
 
 
 @dataclass(frozen=True)
-class NextToken:
+class NextToken(Method):
     """x_n ~ p(. | x_<n), drawn as argmax(log p + g) with one fixed Gumbel vector g per image and position.
 
     Drawing it this way makes the picture a function of the seed alone, which same-seed Jacobi decoding reproduces.
     """
 
+    name = "next_token"
+    lossless = True
+
+    def check(self, request: Request) -> None:
+        request.params.check(request.model.vocab)
+
+    def width(self, request: Request) -> int:
+        return 1
+
+    def describe(self, request: Request) -> dict[str, Any]:
+        return {"method": self.name, "lossless": self.lossless}
+
     def session_key(self, request: Request) -> Hashable:
-        """Of which kind a run is; see engine/session.py."""
-        return kind(request, "next_token")
+        return kind(request, self.name)
 
-    def sample(self, request: Request) -> Decoded:
-        """Draw ``request.batch`` images; S passes (the prompt's included), less the tokens given at the beginning.
+    def run_bytes(self, request: Request) -> int:
+        return run_bytes(request, 1)
 
-        Raises ValueError on illegal parameters.
-        """
+    def sample(self, request: Request) -> Result:
+        """S passes (the prompt's included), less the tokens given at the beginning."""
+        self.check(request)
         model, params, batch = request.model, request.params, request.batch
         layout, begun = request.layout.to(model.device), time.perf_counter()
-        params.check(model.vocab)
         forcing = layout.forces
         with session(model, self.session_key(request)) as kept:
             state = model.start(
@@ -87,9 +99,9 @@ class NextToken:
             run = Run(model, kept.params(params, model.device), forcing, state, record, Noise())
             carry = begin(run, start, layout, Stream.of(request.seed, batch, model.device))
             decode(request, kept, state, partial(step, run), carry, 1, start.given, begun)
-            settings = {"method": "next_token", **asdict(params)}
+            settings = self.describe(request) | asdict(params)
             trace = record.finish(layout, request.seed, settings, time.perf_counter() - begun)
-            return Decoded(record.image.clone(), trace)
+            return Result(record.image.clone(), trace)
 
 
 @dataclass(frozen=True)

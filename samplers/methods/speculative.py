@@ -25,24 +25,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contract import Decoded, Drafter, Progress, Request
+from ..contract import Drafter, Method, Progress, Request, Result
 from ..drafts.structures import Extent, Static, Structure
 from ..engine.loop import kind
+from ..engine.memory import run_bytes
 from ..engine.prefill import read_given
 from ..engine.session import Poll, Session, session
 from ..probabilities import check_finite
 from ..rng import Stream
 from ..rules.acceptance import AcceptanceRule, Exact, check_strength
 from ..trace import Record, Trace
-from . import skipping as vvs
 from .round_step import ROUND, DraftInputs, RoundStep
-from .skipping import Skipping, check_skippable
+from .skipping import Skipping, check_codebook, check_skippable
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class DraftTree:
+class DraftTree(Method):
     """Speculative decoding with ``drafter``; exact with rule=Exact() and skipping=None, whatever the structure."""
 
     drafter: Drafter
@@ -56,12 +56,6 @@ class DraftTree:
         return self.rule.lossless and self.skipping is None
 
     @property
-    def width(self) -> int:
-        """The most tokens a pass of the target is fed."""
-        drafts, levels = self.structure.size()
-        return 1 + drafts + (levels if self.skipping else 0)
-
-    @property
     def draft_width(self) -> int:
         """The most tokens that stand in the drafter's cache behind what is decided."""
         return max(self.structure.expansions(), self.told)
@@ -71,29 +65,34 @@ class DraftTree:
         """The most tokens that the drafter is to take over from a round."""
         return 2 * self.structure.size()[1] + 1
 
-    def check(self) -> None:
-        """Raise ValueError naming the setting and its legal values."""
+    def check(self, request: Request) -> None:
+        request.params.check(request.model.vocab)
         self.structure.check()
         self.rule.check()
         if self.skipping is not None:
             self.skipping.check()
+            check_codebook(self.skipping, request.model.codebook)
         if self.structure.block and not isinstance(self.rule, Exact):
             raise ValueError("Block verification is exact and cannot be relaxed. Verify token by token, or use Exact.")
 
-    def describe(self) -> dict[str, Any]:
-        """Settings for the trace, JSON-ready."""
+    def width(self, request: Request) -> int:
+        """The root and the tree; after a skipped round also what was taken unverified."""
+        drafts, levels = self.structure.size()
+        return 1 + drafts + (levels if self.skipping else 0)
+
+    def describe(self, request: Request) -> dict[str, Any]:
         settings = {"method": self.name, "drafter": self.drafter.kind, "structure": self.structure.describe(),
                     "rule": self.rule.describe(), "lossless": self.lossless}
         return settings | ({"skipping": asdict(self.skipping)} if self.skipping else {})
 
     def session_key(self, request: Request) -> Hashable:
-        """Of which kind a run is: all that its rounds depend on, but for the tensors that they are given."""
-        return kind(request, self.drafter, repr(self.describe()))
+        return kind(request, self.drafter, repr(self.describe(request)))
 
-    def sample(self, request: Request) -> Decoded:
-        """Draw ``request.batch`` images, each at its own pace. Raises ValueError on illegal parameters."""
-        request.params.check(request.model.vocab)
-        self.check()
+    def run_bytes(self, request: Request) -> int:
+        return run_bytes(request, self.width(request), self.drafter, self.draft_width)
+
+    def sample(self, request: Request) -> Result:
+        self.check(request)
         with session(request.model, self.session_key(request), self.drafter) as kept:
             run = Run(self, request, kept)
             while True:
@@ -102,7 +101,7 @@ class DraftTree:
                 if run.done:
                     break
                 run.round()
-            return Decoded(run.step.record.image.clone(), run.finish())
+            return Result(run.step.record.image.clone(), run.finish())
 
 
 class Run:
@@ -118,15 +117,13 @@ class Run:
         layout = request.layout.to(model.device)
         rule = method.rule.bind(model)
         codebook = None if model.codebook is None else model.codebook.to(model.device)
-        if method.skipping:
-            vvs.check_codebook(method.skipping, codebook)
         strength = check_strength(request.strength, batch, layout.length, model.device)
         if strength is None:
             strength = torch.ones((1, layout.length), device=model.device)
         skippable = check_skippable(request.skippable, batch, layout.length, model.device)
         prompt = (request.conditioning, request.negative, batch, layout)
         guided = params.guided
-        target = model.start(*prompt, slack=method.width, guided=guided, into=kept.state)
+        target = model.start(*prompt, slack=method.width(request), guided=guided, into=kept.state)
         state = method.drafter.start(target, *prompt, slack=method.draft_width, guided=guided, into=kept.draft_state)
         kept.adopt(target, state)
         kept.record = kept.record or Record.empty(layout.length, batch, model.device, round_fields=ROUND)
@@ -170,7 +167,7 @@ class Run:
         """The shape of the next round: how much of the caches it looks at, of its tree, and of what came before."""
         step, method, carry = self.step, self.method, self.carry
         ahead = int(self.known.max()) + self.poll.lag * (method.structure.size()[1] + 1)
-        widths = method.width, method.draft_width + 1
+        widths = method.width(self.request), method.draft_width + 1
         target, drafter = (None if self.kept.graphs.one_shape else ahead + width for width in widths)
         return (
             step.model.reach(step.target, target), step.drafter.reach(step.state, drafter),
@@ -198,7 +195,7 @@ class Run:
         if not self.poll.lag:
             drafted = zip(begins, self.drafted, strict=True)
             times["draft_milliseconds"] = [1000 * (end - begin) for begin, end in drafted]
-        settings = self.method.describe() | asdict(self.request.params)
+        settings = self.method.describe(self.request) | asdict(self.request.params)
         expansions = self.expansions[: len(self.expansions) - surplus]
         trace = self.step.record.finish(
             self.request.layout, self.request.seed, settings, time.perf_counter() - self.begun, sum(expansions), **times

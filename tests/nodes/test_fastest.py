@@ -184,10 +184,7 @@ def test_memory_that_runs_out_costs_one_method(find, monkeypatch, tiny):
 
 
 def test_a_method_larger_than_the_memory_costs_only_itself(find, monkeypatch):
-    def memory_for(request, method, width, drafter):
-        return 2**60 if isinstance(method, SJD) else 0
-
-    monkeypatch.setattr(fastest, "memory_for", memory_for)
+    monkeypatch.setattr(SJD, "run_bytes", lambda self, request: 2**60)
     plain, window = (t["note"] for t in told(find(drafter=None)))
     assert plain == "" and "memory" in window
 

@@ -11,6 +11,7 @@ from comfyui_specar.nodes.comfy_runtime import runs
 from comfyui_specar.nodes.comfy_runtime.memory import out_of_memory
 from comfyui_specar.nodes.comfy_runtime.models import open_model
 from comfyui_specar.nodes.comfy_runtime.vae import ARVae
+from comfyui_specar.samplers.methods.next_token import NextToken
 
 SHORT = {  # where -> what it says
     "CUDA": mm.OOM_EXCEPTION("CUDA out of memory. Tried to allocate 2.00 GiB."),
@@ -71,13 +72,15 @@ def test_other_errors_while_decoding_are_told(tiny, monkeypatch):
         ARVae(tiny[0].decoder).decode(torch.randn(1, 8, 4, 4))
 
 
-def test_directml_has_more_than_comfyui_says(tiny, monkeypatch):
+def test_directml_has_more_than_comfyui_says(tiny, positive, monkeypatch):
     """It takes 1 GiB for every GPU there, whose size torch-directml does not tell."""
     monkeypatch.setattr(mm, "get_total_memory", lambda device=None, torch_total_too=False: 2**30)
-    with pytest.raises(runs.TooLargeError), runs.placed(tiny[0], 2**31):
+    monkeypatch.setattr(NextToken, "run_bytes", lambda self, request: 2**31)
+    run = tiny[0], None, NextToken(), tiny[0].model.request(positive)
+    with pytest.raises(runs.TooLargeError), runs.placed(*run):
         pass
     monkeypatch.setattr(mm, "directml_enabled", True)
-    with runs.placed(tiny[0], 2**31):
+    with runs.placed(*run):
         pass
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from comfyui_specar.kernels.graphs import Graphs
 from comfyui_specar.model_loaders.detect import load_model
-from comfyui_specar.nodes import samplers
 from comfyui_specar.nodes.comfy_runtime import runs
 from comfyui_specar.nodes.comfy_runtime.memory import fits, free_memory
 from comfyui_specar.nodes.comfy_runtime.operations import Operations
@@ -113,7 +112,7 @@ def test_a_run_takes_the_memory_that_its_own_session_holds(kept, memory, sample,
     """On a full GPU it would drop its session, and capture anew, every time; or send other models away."""
     key = kept["own"] = object()
     monkeypatch.setattr(NextToken, "session_key", lambda self, request: "own")
-    monkeypatch.setattr(samplers, "memory_for", lambda *_: 2**40)
+    monkeypatch.setattr(NextToken, "run_bytes", lambda self, request: 2**40)
     monkeypatch.setattr(runs, "total_memory", lambda device: 2**41)
     monkeypatch.setattr(next_token, "session", lambda model, key: nullcontext(Session(Graphs(CPU))))
     there, load = [], mm.load_models_gpu

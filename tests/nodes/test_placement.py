@@ -59,7 +59,7 @@ def test_every_family_runs_when_half_of_it_stays_behind(family, storage, tmp_pat
     model.keep_words_back()
     prompt = model.encode_class(3) if family == "llamagen" else model.encode_ids([1, 2, 3])
     if family != "llamagen":  # ids of words are checked, which tensors without data cannot be
-        embedded = model.prefix(model.read(prompt, 1, "positive", model.grid))
+        embedded = model.prefix(model.read(prompt, 1, "positive", model.grid).features)
         model.prefix.forward = lambda features: embedded.to(GPU)
     request.getfixturevalue("gpu")
     patcher = ModelPatcher(model, GPU, CPU)

@@ -7,11 +7,10 @@ import pytest
 import torch
 from comfy.cli_args import LatentPreviewMethod, args
 from comfyui_specar.nodes.comfy_runtime import previews
-from comfyui_specar.nodes.comfy_runtime.previews import DIMMED, Palette, Previews, Sketch, measure_palette
+from comfyui_specar.nodes.comfy_runtime.previews import DIMMED, Palette, Previews, measure_palette
 from comfyui_specar.nodes.comfy_runtime.progress import Report
 from comfyui_specar.nodes.comfy_runtime.runs import LoadedDecoder
-from comfyui_specar.nodes.samplers import sketched
-from comfyui_specar.samplers.contract import Progress
+from comfyui_specar.samplers.contract import Progress, Request, Sketch
 from comfyui_specar.samplers.layout import TokenLayout
 
 WHOLE = torch.ones(2, 2, dtype=torch.bool)
@@ -157,7 +156,7 @@ def test_a_window_of_guesses_stands_behind_what_is_decided(layout, start, known,
     draft = torch.tensor([[30, 31, 32], [50, 51, 52]])
     before = tokens.clone()
     state = Progress(tokens, torch.tensor([start - 3, 1]), layout.length, 2, draft, torch.tensor([start, 9]))
-    found = sketched(tiny[0].model, layout, state)
+    found = Request(tiny[0].model, None, layout, tiny[0].model.defaults).sketch(state)
     assert found.known.flatten().nonzero().flatten().tolist() == list(known)
     assert found.guessed.flatten().nonzero().flatten().tolist() == list(guessed)
     wanted = layout.to_grid(tokens[:1]).clone().flatten()
@@ -172,7 +171,7 @@ def test_kept_tokens_are_known_and_not_guessed(tiny):
     layout = TokenLayout.plain(4, 4).keeping(torch.full((1, 4, 4), 20), keep)
     state = Progress(torch.zeros(1, 16, dtype=torch.int64), torch.tensor([5]), 16, 2, torch.tensor([[30, 31, 32, 33]]),
                      torch.tensor([5]))
-    found = sketched(tiny[0].model, layout, state)
+    found = Request(tiny[0].model, None, layout, tiny[0].model.defaults).sketch(state)
     assert found.known.flatten().nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 6, 7, 15]
     assert found.guessed.flatten().nonzero().flatten().tolist() == [5, 8]
     wanted = torch.tensor([[0] * 5 + [30, 20, 20, 33] + [0] * 6 + [20]]).view(1, 4, 4)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from comfyui_specar.nodes import latents, regions
-from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.trace import Source
 
 from .conftest import FACTOR, GRID
@@ -106,15 +105,14 @@ def test_a_decoder_of_another_model_is_named(nodes, run, tiny, picture):
 
 
 def test_a_token_that_is_protected_in_part_is_protected():
-    layout = TokenLayout.ruled(2, 2, (9,), (8,))
     mask = torch.ones(1, 16, 16)
     mask[0, 7, 15] = 0  # the last pixel of the second token
-    assert latents.skippable(mask, layout, 3).tolist() == [[True, False, True, True, True, True, True]]
-    assert latents.skippable(None, layout, 3) is None
+    assert latents.skippable(mask, 3, 2, 2).tolist() == [[[True, False], [True, True]]]
+    assert latents.skippable(None, 3, 2, 2) is None
     feathered = torch.linspace(0, 1, 16).expand(1, 16, 16)
-    assert layout.to_grid(latents.skippable(feathered, layout, 1)).tolist() == [[[False, True]] * 2]
+    assert latents.skippable(feathered, 1, 2, 2).tolist() == [[[False, True]] * 2]
     with pytest.raises(ValueError, match="mask.* 2 masks.* 3"):
-        latents.skippable(mask.repeat(2, 1, 1), layout, 3)
+        latents.skippable(mask.repeat(2, 1, 1), 3, 2, 2)
 
 
 def test_vvs_skips_only_where_its_mask_says(sample):

@@ -20,7 +20,7 @@ def begun(method, model, params, prompt, strength=None, layout=None):
     state = model.start(prompt, None, 2, layout, slack=SIZE, guided=params.cfg != 1)
     memory = jacobi.Memory.empty(method.reuse, 2, layout.stride, SIZE, model.vocab_total, model.device)
     record = Record.empty(layout.length, 2, model.device, round_fields=())
-    run = jacobi.Run(method, params, SIZE, forcing, model, state, memory, record)
+    run = jacobi.Run(method, method.rule, params, SIZE, forcing, model, state, memory, record)
     nothing = torch.zeros((2, layout.length + 1), dtype=torch.int64, device=model.device)
     start = Start(nothing[:, 0], nothing, state.prefill)
     return run, jacobi.begin(run, start, layout, Stream.of(3, 2, model.device), strength)

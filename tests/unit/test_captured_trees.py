@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar.kernels.graphs import Graphs
-from comfyui_specar.samplers.contract import Decoded, Request, SamplingParams
+from comfyui_specar.samplers.contract import Request, Result, SamplingParams
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.engine import session
@@ -86,7 +86,7 @@ def compiled(method, asked):
     while not run.done:
         run.round()
     assert run.kept.graphs.calls >= 4
-    return Decoded(run.step.record.image, run.finish())
+    return Result(run.step.record.image, run.finish())
 
 
 def toy(layout="row", **options):

@@ -138,7 +138,7 @@ def test_lumina_names_the_size_of_the_picture(models):
     text = byte_tokenizer(list(IDS)).encode(
         "Generate an image of 96x32 according to the following prompt:\na fox"
     ).ids  # fmt: skip
-    wide = model.read(conditioning, 1, "positive", (2, 6))[0, :, 0].long().tolist()
+    wide = model.read(conditioning, 1, "positive", (2, 6)).features[0, :, 0].long().tolist()
     assert wide == [BOS, *text, TURN, BOI, IDS["<reserved08801>"], IDS["<reserved08803>"]]
     assert ids(conditioning)[-3:] == [BOI, IDS["<reserved08802>"], IDS["<reserved08802>"]]
     null = model.prefix.null(torch.zeros(1, 9, 1), (8, 2))

@@ -74,7 +74,7 @@ def test_prompts_name_the_size_and_are_framed(model):
     frame = [ids[name] for name in ("<|extra_203|>", "<|image start|>", "<|image token|>")]
 
     def read(text, grid, name="positive"):
-        return model.read(model.encode_prompt(text), 1, name, grid)[0, :, 0].int().tolist()
+        return model.read(model.encode_prompt(text), 1, name, grid).features[0, :, 0].int().tolist()
 
     words = ["a", "red", "cup", "masterpiece", ",", "film", "grained", ",", "best", "quality", "."]
     wanted = [frame[0], *(ids[word] for word in words), frame[1], ids["4"], ids["*"], ids["4"], frame[2]]

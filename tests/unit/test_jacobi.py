@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -95,7 +96,8 @@ def test_cfg_1_ignores_the_negative_prompt(models):
     (None, "cpu", 256, 16), (None, "cuda", 256, 32), (None, "cuda", 20, 20), (None, "cpu", 9, 9), (5, "cpu", 256, 5),
 ])
 def test_the_window_depends_on_the_device_unless_given(window, device, length, width):
-    assert SJD(window).width(torch.device(device), length) == width
+    asked = SimpleNamespace(model=SimpleNamespace(device=torch.device(device)), length=length)
+    assert SJD(window).width(asked) == width
 
 
 @pytest.mark.parametrize(("method", "words"), [

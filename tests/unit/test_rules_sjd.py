@@ -142,7 +142,7 @@ def test_refinement_stays_exact(reuse):
         method = SJD(window=width, reuse=reuse, rule=rule)
         memory = jacobi.Memory.empty(reuse, 50, layout.stride, width, 3, torch.device("cpu"))
         memory.drawn.put(position, q)
-        run = jacobi.Run(method, SamplingParams(), width, False, model, None, memory, None)
+        run = jacobi.Run(method, method.rule, SamplingParams(), width, False, model, None, memory, None)
         turn = torch.zeros((1, 1), dtype=torch.int64)
         carry = jacobi.Carry(window, turn, Stream.of(0, 50, "cpu"), None, layout, None)
         verified = jacobi.verify(run, carry, p)
