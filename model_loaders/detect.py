@@ -8,7 +8,6 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import nn
@@ -16,10 +15,10 @@ from torch import nn
 from ..models.quantised import NARROW
 from .ar_model import DiscreteModel, legal_grid, resolve_dtype
 from .continuous_model import ContinuousBase, check_continuous_pair
-from .decoders import cosmos, kl_vae, movq, vq
+from .decoders import KINDS
 from .decoders.image_decoder import ImageDecoder, LatentDecoder
 from .drafters import ModelDrafter, pair
-from .families import chameleon, eagle, emu3, harmon, janus, llamagen, mar, simplear, xar
+from .families import FAMILIES, NAMES, RELEASED_DECODERS, eagle
 from .families.eagle import EagleDrafter
 from .files.checkpoint import (
     INDEX,
@@ -37,35 +36,14 @@ from .files.checkpoint import (
     title,
     weight_file,
 )
+from .registry import Family
 
 log = logging.getLogger(__name__)
 
-FAMILIES = (llamagen, mar, xar, harmon, janus, chameleon, simplear, emu3)
-CONTINUOUS = (mar, xar, harmon)
-NAMES = "LlamaGen, MAR, xAR, Harmon, Janus-Pro, Lumina-mGPT, Anole, SimpleAR, Emu3"
-DECODER_KINDS = (movq, vq, kl_vae, cosmos)
-DECODERS = {  # family -> names its image decoder was released under
-    "llamagen-t2i": ("vq_ds16_t2i", "vq-ds16-t2i/model"), "llamagen-c2i": ("vq_ds16_c2i", "vq-ds16-c2i/model"),
-    "lumina-mgpt": ("chameleon_vqgan", "vqgan", "Anole-7b-v0.1-vqvae-hf/model"),
-    "anole": ("chameleon_vqgan", "vqgan", "Anole-7b-v0.1-vqvae-hf/model"),
-    "simplear": ("Cosmos-1.0-Tokenizer-DV8x16x16/decoder", "Cosmos-1.0-Tokenizer-DV8x16x16/autoencoder",
-                 "cosmos_dv8x16x16_decoder", "cosmos_dv8x16x16_autoencoder"),
-    "emu3": ("Emu3-VisionTokenizer/model",),
-    "janus-pro": (), "mar": ("kl16",), "xar": ("kl16",), "harmon": ("kl16",),
-}
-_VQGAN = "the folder Anole-7b-v0.1-vqvae-hf (repository leloy/Anole-7b-v0.1-vqvae-hf)"
-_KL16 = "kl16.ckpt (repository wusize/harmon)"
-_HOMES = {  # family -> its image decoder as it was released, and where
-    "llamagen-t2i": "vq_ds16_t2i.pt (repository peizesun/llamagen_t2i)",
-    "llamagen-c2i": "vq_ds16_c2i.pt (repository FoundationVision/LlamaGen)",
-    "lumina-mgpt": _VQGAN, "anole": _VQGAN,
-    "simplear": "the folder Cosmos-1.0-Tokenizer-DV8x16x16 (repository nvidia/Cosmos-1.0-Tokenizer-DV8x16x16)",
-    "emu3": "the folder Emu3-VisionTokenizer (repository BAAI/Emu3-VisionTokenizer)",
-    "mar": _KL16, "xar": _KL16, "harmon": _KL16,
-}
 _SCALED = (  # how names of scales end
     "weight_scale", "scale_weight", "weight_scale_inv", "scaled_fp8", "comfy_quant", ".qweight", ".absmax", ".SCB",
 )  # fmt: skip
+DECODER_FILES = (*WEIGHT_FILES, *(file for kind in KINDS for file in kind.files))  # of an image decoder's own folder
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
 
 
@@ -114,7 +92,7 @@ def build(
     family = family_of(checkpoint)
     if family is None:
         raise CheckpointError(unknown_model(checkpoint))
-    if checkpoint.storage is not None and family in CONTINUOUS:
+    if checkpoint.storage is not None and family.continuous:
         raise CheckpointError(
             f"{title(checkpoint.path)} is a continuous model: int8 and fp8 storage are for models of token ids, whose "
             "large matrices bear it. Choose another dtype."
@@ -161,8 +139,8 @@ def refuse_scaled(checkpoint: Checkpoint) -> None:
         )
 
 
-def family_of(checkpoint: Checkpoint) -> ModuleType | None:
-    """The module of the family that a checkpoint belongs to."""
+def family_of(checkpoint: Checkpoint) -> Family | None:
+    """The family that a checkpoint belongs to."""
     return next((family for family in FAMILIES if family.recognise(checkpoint.tensors)), None)
 
 
@@ -239,7 +217,7 @@ def unknown_model(checkpoint: Checkpoint) -> str:
 
 def is_image_decoder(tensors: Collection[str]) -> bool:
     """Are these the names of an image decoder's tensors, or of a model that contains one?"""
-    return any(kind.recognise(tensors) for kind in DECODER_KINDS)
+    return any(kind.recognise(tensors) for kind in KINDS)
 
 
 def load_image_decoder(
@@ -252,14 +230,14 @@ def load_image_decoder(
     """
     path = Path(path)
     beside = own_decoder(path) if os.path.isdir(path) else None
-    checkpoint = open_checkpoint(beside or weight_file(path, (*WEIGHT_FILES, *cosmos.FILES)))
-    family = next((kind for kind in DECODER_KINDS if kind.recognise(checkpoint.tensors)), None)
-    if family is None:
+    checkpoint = open_checkpoint(beside or weight_file(path, DECODER_FILES))
+    kind = next((kind for kind in KINDS if kind.recognise(checkpoint.tensors)), None)
+    if kind is None:
         names = ", ".join(sorted(checkpoint.tensors)[:4])
         raise CheckpointError(f"{checkpoint.path.name} is not an image decoder this pack knows. Its first tensors are: "
                               f"{names}.")
     with as_released(checkpoint.path):
-        decoder = family.load(checkpoint, dtype or torch.float32, operations)
+        decoder = kind.load(checkpoint, dtype or torch.float32, operations)
     decoder.module.to(device)
     return decoder
 
@@ -280,7 +258,8 @@ def image_decoders(path: Path, family: str, search_folders: Sequence[Path]) -> l
     own = [path] if is_image_decoder(tensor_names(path)) else []
     around = [path.parent, path.parent.parent] if path.name in WEIGHT_FILES else [path.parent]
     folders = [*around, *map(Path, search_folders)]
-    names = [f"{name}{suffix}" for name in DECODERS[family] for suffix in SAFETENSORS + PICKLES + TORCHSCRIPT]
+    suffixes = SAFETENSORS + PICKLES + TORCHSCRIPT
+    names = [f"{name}{suffix}" for name in RELEASED_DECODERS[family].names for suffix in suffixes]
     named = [folder / name for folder in folders for name in names if (folder / name).is_file()]
     return [*filter(None, [own_decoder(path.parent)]), *own, *named]
 
@@ -288,14 +267,16 @@ def image_decoders(path: Path, family: str, search_folders: Sequence[Path]) -> l
 def stays_fp8(path: str | Path) -> bool:
     """Is a model of token ids stored in fp8? Nothing but names and sizes is read."""
     file = weight_file(Path(path))
-    return holds_fp8(file) and family_of(outline(file)) not in CONTINUOUS
+    family = family_of(outline(file))
+    return holds_fp8(file) and not (family and family.continuous)
 
 
 def missing_decoder(model: str, family: str) -> str:
     """Which image decoder is missing beside a model called ``model``, and where it belongs, in words."""
-    if family not in _HOMES:
+    home = RELEASED_DECODERS[family].home
+    if not home:
         return f"{model} has no image decoder, though the released weights hold it. Download them again, whole."
     return (
-        f"No image decoder was found for {model}. Put {_HOMES[family]} beside the model or into models/vae, or choose "
+        f"No image decoder was found for {model}. Put {home} beside the model or into models/vae, or choose "
         "another file of it with Load AR Image Decoder."
     )

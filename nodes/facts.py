@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from ..kernels.linear import STORED
@@ -15,6 +14,7 @@ from ..model_loaders.decoders.image_decoder import Autoencoder
 from ..model_loaders.detect import family_of, load_drafter
 from ..model_loaders.families import eagle
 from ..model_loaders.files.checkpoint import CheckpointError, outline, weight_file
+from ..model_loaders.registry import Family
 
 PROMPT = 128  # tokens of the prompt for which caches are counted, where it may have any number
 SHOWN_SIZES = 24
@@ -121,14 +121,14 @@ def size(number: int) -> str:
 
 
 def fitting(
-    drafters: Mapping[str, Path], model: DiscreteModel | ContinuousBase, family: ModuleType | None
+    drafters: Mapping[str, Path], model: DiscreteModel | ContinuousBase, family: Family | None
 ) -> list[str]:
-    """Which files may draft for a model of a family's module: small ones are tried, larger ones told by the names and
+    """Which files may draft for a model of a family: small ones are tried, larger ones told by the names and
     shapes of their tensors alone."""
     return [name for name, path in drafters.items() if _fits(path, model, family)]
 
 
-def _fits(path: Path, model: DiscreteModel | ContinuousBase, family: ModuleType | None) -> bool:
+def _fits(path: Path, model: DiscreteModel | ContinuousBase, family: Family | None) -> bool:
     try:
         checkpoint = outline(weight_file(path))
         if sum(t.numel() * t.element_size() for t in checkpoint.tensors.values()) <= TRIED:

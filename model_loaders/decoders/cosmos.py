@@ -21,9 +21,9 @@ from ..files.checkpoint import (
     open_checkpoint,
     whole_number,
 )
+from ..registry import DecoderKind
 from .image_decoder import ImageDecoder
 
-FILES = ("decoder.jit", "autoencoder.jit", "decoder.safetensors", "autoencoder.safetensors")  # of the published folder
 _LEVELS = CosmosConfig.levels
 _REPOSITORY = "nvidia/Cosmos-1.0-Tokenizer-DV8x16x16"
 _WRAPPERS = (".conv3d", ".norm")  # of a layer's weights, in the names of the files
@@ -143,3 +143,8 @@ def _used(weights: dict[str, Tensor], config: CosmosConfig) -> dict[str, Tensor]
     idle = [f"decoder.up.{i}.upsample.conv1." for i in range(1, deepest + 1) if i != deepest - 1]
     idle += [f"encoder.down.{i}.downsample.conv2." for i in range(1, deepest)]
     return {name: tensor for name, tensor in weights.items() if not name.startswith(tuple(idle))}
+
+
+KIND = DecoderKind(
+    recognise, load, files=("decoder.jit", "autoencoder.jit", "decoder.safetensors", "autoencoder.safetensors")
+)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...models.kl_vae import KLConfig, KLModel
 from ..files.checkpoint import Checkpoint, incomplete_without, load_weights, whole_number
+from ..registry import DecoderKind, ReleasedDecoder
 from .image_decoder import LatentDecoder
 
 
@@ -56,3 +57,7 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> LatentDec
     module.eval().requires_grad_(False)
     margin = whole_number("margin", checkpoint.metadata.get("margin", 0), 0, 64)
     return LatentDecoder(module, config.factor, config.channels, checkpoint.path.name, margin)
+
+
+KIND = DecoderKind(recognise, load)
+KL16 = ReleasedDecoder(("kl16",), "kl16.ckpt (repository wusize/harmon)")

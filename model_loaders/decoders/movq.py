@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ...models.vq import nearest_codes
 from ..files.checkpoint import Checkpoint, incomplete_without, load_weights
+from ..registry import DecoderKind
 from .image_decoder import ImageDecoder
 
 _ROOTS = ("model.vqmodel.", "vqmodel.", "")  # inside a model of transformers, of older versions, in a file of its own
@@ -144,3 +145,6 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> ImageDeco
     load_weights(module, {f"vq.{name}": tensor for name, tensor in tensors.items()}, checkpoint, dtype)
     module.eval().requires_grad_(False)
     return ImageDecoder(module, module.factor, module.config.embed_dim, checkpoint.path.name)
+
+
+KIND = DecoderKind(recognise, load)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ...models.vq import VQConfig, VQModel
 from ..files.checkpoint import Checkpoint, incomplete_without, load_weights, whole_number
+from ..registry import DecoderKind
 from .image_decoder import ImageDecoder
 
 _ROOTS = ("", "gen_vision_model.", "model.vqmodel.", "vqmodel.")  # what the names begin with, in files and in models
@@ -82,3 +83,6 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> ImageDeco
     module.eval().requires_grad_(False)
     margin = whole_number("margin", checkpoint.metadata.get("margin", 0), 0, 64)
     return ImageDecoder(module, config.factor, config.codebook_dim, checkpoint.path.name, margin)
+
+
+KIND = DecoderKind(recognise, load)

@@ -1,0 +1,9 @@
+"""Families of models: a module for every one, listed here in the order in which they are asked about a file."""
+
+from . import chameleon, emu3, harmon, janus, llamagen, mar, simplear, xar
+
+FAMILIES = tuple(
+    module.FAMILY for module in (llamagen, mar, xar, harmon, janus, chameleon, simplear, emu3)
+)
+NAMES = ", ".join(label for family in FAMILIES for label in family.labels)
+RELEASED_DECODERS = {kind: decoder for family in FAMILIES for kind, decoder in family.decoders.items()}

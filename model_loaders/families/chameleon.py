@@ -24,6 +24,7 @@ from ...models.prefix import TextPrefix
 from ...samplers.contract import SamplingParams
 from ..ar_model import DiscreteModel, legal_grid
 from ..files.checkpoint import Checkpoint, CheckpointError, load_weights, title
+from ..registry import Family, ReleasedDecoder, Source
 from ..text.language_model import (
     Tokenizer,
     backbone_config,
@@ -270,3 +271,26 @@ def anole_prompt(words: Vocabulary, tokenizer: Tokenizer, text: str, _grid: tupl
 def anole_null(words: Vocabulary, _grid: tuple[int, int]) -> list[int]:
     """The prompt without a prompt."""
     return [words["<s>"], words["<racm3:break>"]]
+
+
+_VQGAN = "leloy/Anole-7b-v0.1-vqvae-hf"
+_DECODER = ReleasedDecoder(
+    ("chameleon_vqgan", "vqgan", "Anole-7b-v0.1-vqvae-hf/model"),
+    f"the folder Anole-7b-v0.1-vqvae-hf (repository {_VQGAN})",
+)
+_DECODER_SOURCE = Source(_VQGAN, "vae/Anole-7b-v0.1-vqvae-hf", "model.safetensors")
+FAMILY = Family(
+    labels=("Lumina-mGPT", "Anole"),
+    decoders={"lumina-mgpt": _DECODER, "anole": _DECODER},
+    recognise=recognise,
+    load=load,
+    releases={
+        r"Lumina-mGPT-7B-768": (Source(r"Alpha-VLLM/\g<0>", r"ar_models/\g<0>"), _DECODER_SOURCE),
+        r"Lumina-mGPT-7B-(512|1024|768-Omni)": (
+            Source(r"Alpha-VLLM/\g<0>", r"ar_models/\g<0>"),
+            Source("Alpha-VLLM/Lumina-mGPT-7B-768", r"ar_models/\g<0>", "tokenizer.json"), _DECODER_SOURCE,
+        ),
+        r"Anole-7b-v0\.1-hf": (Source(r"leloy/\g<0>", r"ar_models/\g<0>"),),
+        r"anole_drafter": (Source(r"jadohu/\g<0>", r"ar_drafters/\g<0>"),),
+    },
+)  # fmt: skip

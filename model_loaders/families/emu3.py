@@ -23,6 +23,7 @@ from ...models.prefix import TextPrefix
 from ...samplers.contract import SamplingParams
 from ..ar_model import DiscreteModel, legal_grid
 from ..files.checkpoint import Checkpoint, CheckpointError, load_weights, title
+from ..registry import Family, ReleasedDecoder, Source
 from ..text.language_model import (
     Tokenizer,
     backbone_config,
@@ -243,3 +244,17 @@ def open_tokenizer(path: Path, search: Sequence[Path]) -> Tokenizer | RankTokeni
         "Emu3 reads prompts through emu3.tiktoken (or tokenizer.json), which was not found. Put the one of "
         f"BAAI/Emu3-Gen into the folder {path.parent}."
     ))  # fmt: skip
+
+
+_DECODER = "Emu3-VisionTokenizer"
+FAMILY = Family(
+    labels=("Emu3",),
+    decoders={"emu3": ReleasedDecoder(
+        (f"{_DECODER}/model",), f"the folder {_DECODER} (repository BAAI/{_DECODER})"
+    )},
+    recognise=recognise,
+    load=load,
+    releases={r"Emu3-(Gen|Stage1)": (
+        Source(r"BAAI/\g<0>", r"ar_models/\g<0>"), Source(f"BAAI/{_DECODER}", f"vae/{_DECODER}"),
+    )},
+)  # fmt: skip

@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from ...models.harmon import Harmon
 from ..ar_model import Conditioning, legal_grid
 from ..continuous_model import MaskedModel, MaskedState
+from ..decoders.kl_vae import KL16
 from ..files.checkpoint import Checkpoint, CheckpointError, load_weights, whole_number
+from ..registry import Family
 from ..text.language_model import read_qwen2, readable
 from ..text.prompt_encoders import MissingEncoder, PromptEncoder, features_of
 from ..text.qwen2 import HEADS, Qwen2
 from . import mar
 
-FAMILY = "harmon"
+_NAME = "harmon"
 _LLM = "llm.model."
 _UNUSED = ("llm.lm_head.", "mar.class_emb.", "vae.")
 _DEFAULTS = {"cfg": 3.0, "cfg_schedule": "constant", "iterations": 64}
@@ -145,7 +147,7 @@ def load(
     except (KeyError, IndexError, ValueError) as error:  # a tensor that tells a size is missing, or of another shape
         raise CheckpointError(f"{path.name} is incomplete or damaged ({error}). Download it again.") from error
     encoder = tokenizer(path, backbone.llm.vocab, search)
-    model = HarmonModel(backbone, head, FAMILY, meta.get("scale", mar.SCALE), defaults, encoder)
+    model = HarmonModel(backbone, head, _NAME, meta.get("scale", mar.SCALE), defaults, encoder)
     model.grid = legal_grid(grid or meta.get("grid", _GRID))
     renamed = {
         name.replace("mar.diffloss.", "head.") if name.startswith("mar.diffloss.") else f"backbone.{name}": tensor
@@ -166,3 +168,6 @@ def tokenizer(path: Path, vocab: int, search: Sequence[Path]) -> PromptEncoder:
         f"{path.name} reads prompts through Qwen2.5's tokenizer, which was not found. Put a folder {_TOKENIZERS[1]} "
         "with its tokenizer.json and tokenizer_config.json into models/text_encoders."
     )
+
+
+FAMILY = Family(("Harmon",), {_NAME: KL16}, recognise, load, continuous=True)

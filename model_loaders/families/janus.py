@@ -21,6 +21,7 @@ from ...models.prefix import TextPrefix
 from ...samplers.contract import SamplingParams
 from ..ar_model import DiscreteModel, legal_grid
 from ..files.checkpoint import Checkpoint, CheckpointError, load_weights, read_settings
+from ..registry import Family, ReleasedDecoder, Source
 from ..text.language_model import (
     Tokenizer,
     backbone_config,
@@ -159,3 +160,9 @@ def without_words(tokenizer: Tokenizer, features: Tensor, _grid: tuple[int, int]
     padded = torch.full_like(features, tokenizer.id(_PAD))
     padded[:, [0, -1]] = features[:, [0, -1]]
     return padded
+
+
+FAMILY = Family(
+    ("Janus-Pro",), {"janus-pro": ReleasedDecoder()}, recognise, load,
+    releases={r"Janus-Pro-[17]B": (Source(r"deepseek-community/\g<0>", r"ar_models/\g<0>"),)},
+)

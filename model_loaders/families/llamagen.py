@@ -21,6 +21,7 @@ from ...models.prefix import CaptionPrefix, ClassPrefix
 from ...samplers.contract import SamplingParams
 from ..ar_model import DiscreteModel, legal_grid
 from ..files.checkpoint import WEIGHT_FILES, Checkpoint, CheckpointError, load_weights, whole_number
+from ..registry import Family, ReleasedDecoder, Source
 from ..text import t5
 from ..text.language_model import positive
 from ..text.prompt_encoders import ClassEncoder, MissingEncoder, PromptEncoder, WordEncoder
@@ -160,3 +161,30 @@ def class_names(classes: int) -> list[str] | None:
     except (ImportError, RuntimeError):  # RuntimeError: torchvision built for another torch
         return None
     return list(ResNet18_Weights.IMAGENET1K_V1.meta["categories"])
+
+
+_REPOSITORY, _TEXT_REPOSITORY = "FoundationVision/LlamaGen", "peizesun/llamagen_t2i"
+FAMILY = Family(
+    labels=("LlamaGen",),
+    decoders={
+        "llamagen-t2i": ReleasedDecoder(
+            ("vq_ds16_t2i", "vq-ds16-t2i/model"), f"vq_ds16_t2i.pt (repository {_TEXT_REPOSITORY})"
+        ),
+        "llamagen-c2i": ReleasedDecoder(
+            ("vq_ds16_c2i", "vq-ds16-c2i/model"), f"vq_ds16_c2i.pt (repository {_REPOSITORY})"
+        ),
+    },
+    recognise=recognise,
+    load=load,
+    releases={
+        r"c2i_\w+\.pt": (Source(_REPOSITORY, "ar_models", r"\g<0>"), Source(_REPOSITORY, "vae", "vq_ds16_c2i.pt")),
+        r"t2i_XL_stage\w+\.pt": (
+            Source(_TEXT_REPOSITORY, "ar_models", r"\g<0>"), Source(_TEXT_REPOSITORY, "vae", "vq_ds16_t2i.pt"),
+            Source("google/flan-t5-xl", "text_encoders/flan-t5-xl",
+                   "config.json, tokenizer.json, both *.safetensors and their index"),
+        ),
+        r"vq_ds16_c2i\.pt": (Source(_REPOSITORY, "vae", r"\g<0>"),),
+        r"vq_ds16_t2i\.pt": (Source(_TEXT_REPOSITORY, "vae", r"\g<0>"),),
+        r"llamagen2?_drafter": (Source(r"jadohu/\g<0>", r"ar_drafters/\g<0>"),),
+    },
+)  # fmt: skip

@@ -20,11 +20,13 @@ from ...models.mar import MAR, MARConfig
 from ...samplers.continuous_contract import ContinuousParams
 from ..ar_model import legal_grid
 from ..continuous_model import MaskedModel
+from ..decoders.kl_vae import KL16
 from ..files.checkpoint import Checkpoint, CheckpointError, load_weights, whole_number
+from ..registry import Family
 from ..text.prompt_encoders import ClassEncoder, MissingEncoder, PromptEncoder, WordEncoder
 from .llamagen import class_names
 
-FAMILY = "mar"
+_NAME = "mar"
 SCALE = 0.2325  # of the released KL-16 latents, to unit variance
 _HEADS = {768: 12, 1024: 16, 1280: 16}  # dim -> heads of the official sizes
 _CFG = {768: 2.9, 1024: 3.0, 1280: 3.2}  # and the guidance their authors evaluate them with
@@ -104,7 +106,7 @@ def load(
         raise CheckpointError(f"{path.name} is incomplete or damaged ({error}). Download it again.") from error
     encoder = prompt_encoder(config, meta, path)
     model = MaskedModel(
-        backbone, head, FAMILY, meta.get("scale", SCALE), defaults, encoder, meta.get("pixels_per_token", 16)
+        backbone, head, _NAME, meta.get("scale", SCALE), defaults, encoder, meta.get("pixels_per_token", 16)
     )
     renamed = {
         name.replace("diffloss.", "head.") if name.startswith("diffloss.") else f"backbone.{name}": tensor
@@ -149,3 +151,6 @@ def prompt_encoder(config: MARConfig, meta: dict[str, Any], path: Path) -> Promp
             "They do not belong together."
         )
     return encoder
+
+
+FAMILY = Family(("MAR",), {_NAME: KL16}, recognise, load, continuous=True)

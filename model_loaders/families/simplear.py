@@ -20,6 +20,7 @@ from ...models.simplear import TiedHead
 from ...samplers.contract import SamplingParams
 from ..ar_model import DiscreteModel, legal_grid
 from ..files.checkpoint import WEIGHT_FILES, Checkpoint, CheckpointError, load_weights
+from ..registry import Family, ReleasedDecoder, Source
 from ..text.language_model import (
     Tokenizer,
     backbone_config,
@@ -33,7 +34,7 @@ from ..text.language_model import (
 )
 from ..text.prompt_encoders import TextEncoder
 
-FAMILY = "simplear"
+_NAME = "simplear"
 _ROOT, _TABLE, _HEAD = "model.", "model.embed_tokens.weight", "lm_head.weight"
 _PARTS = ("model.layers.", "model.norm.", _TABLE, _HEAD)
 _HEADS = {896: 14, 1536: 12}
@@ -87,7 +88,7 @@ def load(
         prefix = TextPrefix(first, config.dim, lambda features, size: negative(), operations)
     defaults = SamplingParams(**{"cfg": 6.0} | meta.get("defaults", {}))
     model = DiscreteModel(
-        backbone, prefix, FAMILY, tuple(grid) if grid else grids[0], defaults, encoder,
+        backbone, prefix, _NAME, tuple(grid) if grid else grids[0], defaults, encoder,
         positions=SequencePositions(rope_theta(settings, 1e6)), grids=grids,
         longest=positive(settings, "max_position_embeddings", None), word_ids=range(first, first + codes),
     )
@@ -147,3 +148,18 @@ def prompt_encoder(tokenizer: Tokenizer, grid: tuple[int, int]) -> TextEncoder:
     return TextEncoder(
         lambda text, size: write(text, _PROMPT), grid, write_negative=lambda text, size: write(text, "{}")
     )
+
+
+_COSMOS = "Cosmos-1.0-Tokenizer-DV8x16x16"
+FAMILY = Family(
+    labels=("SimpleAR",),
+    decoders={_NAME: ReleasedDecoder(
+        (f"{_COSMOS}/decoder", f"{_COSMOS}/autoencoder", "cosmos_dv8x16x16_decoder", "cosmos_dv8x16x16_autoencoder"),
+        f"the folder {_COSMOS} (repository nvidia/{_COSMOS})",
+    )},
+    recognise=recognise,
+    load=load,
+    releases={r"SimpleAR-(0\.5|1\.5)B-(RL|SFT)": (
+        Source(r"Daniel0724/\g<0>", r"ar_models/\g<0>"), Source(f"nvidia/{_COSMOS}", f"vae/{_COSMOS}", "decoder.jit"),
+    )},
+)  # fmt: skip

@@ -19,7 +19,9 @@ from ...samplers.continuous_contract import ContinuousParams
 from ...samplers.distributions import Normal
 from ..ar_model import Conditioning
 from ..continuous_model import ContinuousBase
+from ..decoders.kl_vae import KL16
 from ..files.checkpoint import Checkpoint, CheckpointError, load_weights, whole_number
+from ..registry import Family
 from ..text.prompt_encoders import ClassEncoder, PromptEncoder
 from .llamagen import class_names
 from .mar import count, defaults_of
@@ -163,3 +165,6 @@ def load(
     load_weights(model, tensors, checkpoint, dtype)
     model.dtype = dtype
     return model.eval().requires_grad_(False)
+
+
+FAMILY = Family(("xAR",), {"xar": KL16}, recognise, load, continuous=True)

@@ -12,8 +12,8 @@ import comfy.ops
 import folder_paths
 from comfy.cli_args import args
 
-from ...model_loaders.decoders import cosmos
-from ...model_loaders.detect import DECODERS, bundled
+from ...model_loaders.detect import DECODER_FILES, bundled
+from ...model_loaders.families import RELEASED_DECODERS
 from ...model_loaders.files.checkpoint import PICKLES, SAFETENSORS, TORCHSCRIPT, WEIGHT_FILES, keep_maps
 from ..downloads import where_to_get
 
@@ -70,7 +70,7 @@ def decoder_choices() -> list[str]:
     """The decoders of the bundled models, then what is in models/vae and models/ar_models, where a model's folder or
     file may hold its decoder."""
     endings = SAFETENSORS + PICKLES + TORCHSCRIPT
-    return [*BUNDLED_MODELS, *choices_in(["vae", MODELS], (*WEIGHT_FILES, *cosmos.FILES), endings, inside=True)]
+    return [*BUNDLED_MODELS, *choices_in(["vae", MODELS], DECODER_FILES, endings, inside=True)]
 
 
 def choices_in(keys: Iterable[str], marks: Sequence[str], endings: tuple[str, ...], inside: bool = False) -> list[str]:
@@ -147,7 +147,7 @@ def may_be_used(file: str) -> bool:
     model anew because some other VAE is being downloaded would take minutes.)"""
     path = Path(file.lower())
     stem = path.with_suffix("").as_posix()
-    released = any(stem.endswith(name.lower()) for names in DECODERS.values() for name in names)
+    released = any(stem.endswith(name.lower()) for decoder in RELEASED_DECODERS.values() for name in decoder.names)
     return path.suffix in USED and (released or path.stem in COMPANIONS or "t5" in stem or path.suffix == ".tiktoken")
 
 

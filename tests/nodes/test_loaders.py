@@ -3,7 +3,8 @@
 import comfy.model_management as mm
 import pytest
 import torch
-from comfyui_specar.model_loaders import detect
+from comfyui_specar.model_loaders.detect import missing_decoder
+from comfyui_specar.model_loaders.families import RELEASED_DECODERS
 from safetensors.torch import save_file
 
 
@@ -55,10 +56,10 @@ def test_missing_decoder_does_not_prevent_loading_and_explains_itself(run, nodes
 
 
 def test_every_family_s_missing_decoder_is_named_as_it_is_looked_for():
-    for family, names in detect.DECODERS.items():
-        message = detect.missing_decoder("my model", family)
-        if names:
-            assert any(name.split("/")[0] in message for name in names) and "models/vae" in message, family
+    for family, decoder in RELEASED_DECODERS.items():
+        message = missing_decoder("my model", family)
+        if decoder.names:
+            assert any(name.split("/")[0] in message for name in decoder.names) and "models/vae" in message, family
         else:
             assert "my model" in message and "Download" in message, family
 

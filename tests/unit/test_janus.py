@@ -5,10 +5,9 @@ import json
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders import detect
-from comfyui_specar.model_loaders.decoders import vq
+from comfyui_specar.model_loaders.decoders import KINDS, vq
 from comfyui_specar.model_loaders.detect import find_image_decoder, load_image_decoder, load_model
-from comfyui_specar.model_loaders.families import janus
+from comfyui_specar.model_loaders.families import FAMILIES, janus
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, weight_file
 from comfyui_specar.samplers.contract import SamplingParams
 from safetensors.torch import save_file
@@ -83,8 +82,8 @@ def test_only_what_draws_is_read(tmp_path, model):
 
 def test_families_are_told_apart():
     for tensors in (weights(), released(weights())):
-        assert [family for family in detect.FAMILIES if family.recognise(tensors)] == [janus]
-        assert [kind for kind in detect.DECODER_KINDS if kind.recognise(tensors)] == [vq]
+        assert [family for family in FAMILIES if family.recognise(tensors)] == [janus.FAMILY]
+        assert [kind for kind in KINDS if kind.recognise(tensors)] == [vq.KIND]
     for others in (llamagen_weights(True), llamagen_weights(False), vq_weights(), {"model.vqmodel.encoder.x": 0}):
         assert not janus.recognise(others)
 

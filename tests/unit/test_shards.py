@@ -5,7 +5,8 @@ import pickle
 
 import pytest
 import torch
-from comfyui_specar.model_loaders.detect import NAMES, load_model
+from comfyui_specar.model_loaders.detect import load_model
+from comfyui_specar.model_loaders.families import NAMES
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_checkpoint, tensor_names, weight_file
 from comfyui_specar.models.quantised import stored
 from safetensors.torch import load_file, save_file
