@@ -132,21 +132,13 @@ class Upsample(nn.Module):
         return self.conv3(x + self.conv2(x))
 
 
-class Level(nn.Module):
-    """Residual blocks of one resolution, then a change of it."""
+class Level(vq.Level):
+    """A level of these residual blocks, under their name in the files, without attention."""
+
+    residual, name = ResBlock, "block"
 
     def __init__(self, channels_in: int, channels_out: int, blocks: int, operations):
-        super().__init__()
-        self.block = nn.ModuleList(
-            ResBlock(channels_in if i == 0 else channels_out, channels_out, operations) for i in range(blocks)
-        )
-        self.downsample: Downsample | None = None
-        self.upsample: Upsample | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in (*self.block, self.downsample, self.upsample):
-            x = x if layer is None else layer(x)
-        return x
+        super().__init__(channels_in, channels_out, blocks, False, operations)
 
 
 class Encoder(nn.Module):

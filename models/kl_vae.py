@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import vq
 from .vq import AttentionBlock, Downsample, ResBlock, Upsample, normalisation
 
 
@@ -39,26 +40,10 @@ class KLConfig:
         return [self.base_channels * m for m in self.ch_mult]
 
 
-class Level(nn.Module):
-    """Residual blocks of one resolution, attention after each where asked, then a change of resolution."""
+class Level(vq.Level):
+    """A level in the names of these files."""
 
-    def __init__(self, channels_in: int, channels_out: int, blocks: int, attention: bool, operations):
-        super().__init__()
-        widths = [channels_in, *[channels_out] * (blocks - 1)]
-        self.block = nn.ModuleList(ResBlock(width, channels_out, operations) for width in widths)
-        self.attn = nn.ModuleList(AttentionBlock(channels_out, operations) for _ in range(blocks if attention else 0))
-        self.downsample: Downsample | None = None
-        self.upsample: Upsample | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i, block in enumerate(self.block):
-            x = block(x)
-            if len(self.attn) > 0:
-                x = self.attn[i](x)
-        for resample in (self.downsample, self.upsample):
-            if resample is not None:
-                x = resample(x)
-        return x
+    name = "block"
 
 
 class Middle(nn.Module):

@@ -98,19 +98,24 @@ class Upsample(nn.Module):
 
 
 class Level(nn.Module):
-    """Residual blocks of one resolution, attention after each where asked, then a change of resolution."""
+    """Residual blocks of one resolution, attention after each where asked, then a change of resolution.
+
+    Autoencoders of this kind differ in their residual blocks, and in what their files call them.
+    """
+
+    residual: type[nn.Module] = ResBlock
+    name = "res"
 
     def __init__(self, channels_in: int, channels_out: int, blocks: int, attention: bool, operations) -> None:
         super().__init__()
-        self.res = nn.ModuleList(
-            ResBlock(channels_in if i == 0 else channels_out, channels_out, operations) for i in range(blocks)
-        )
+        widths = [channels_in, *[channels_out] * (blocks - 1)]
+        self.add_module(self.name, nn.ModuleList(self.residual(width, channels_out, operations) for width in widths))
         self.attn = nn.ModuleList(AttentionBlock(channels_out, operations) for _ in range(blocks if attention else 0))
-        self.downsample: Downsample | None = None
-        self.upsample: Upsample | None = None
+        self.downsample: nn.Module | None = None
+        self.upsample: nn.Module | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        for i, block in enumerate(self.res):
+        for i, block in enumerate(self.get_submodule(self.name)):
             x = block(x)
             if len(self.attn) > 0:
                 x = self.attn[i](x)
