@@ -50,6 +50,16 @@ def drawn(model: DiscreteModel, first: int) -> Tensor:
     return model.layout().forced[0, first:] < 0
 
 
+def guidance(batch: Batch) -> Tensor:
+    """A random guidance scale for every picture [B, 1, 1]."""
+    return GUIDANCE * torch.rand(len(batch.tokens), 1, 1, device=batch.tokens.device)
+
+
+def cross_entropy(target: Tensor, drafter: Tensor, scale: Tensor) -> Tensor:
+    """Of the guided distributions of two models, by their logits [2B, T, V]: nats [B, T]."""
+    return -(guide(target, scale).softmax(-1) * guide(drafter, scale).log_softmax(-1)).sum(-1)
+
+
 class Lesson(Protocol):
     """A drafter of ``model`` in training: ``module`` has the parameters, in fp32 on the model's device."""
 
@@ -122,15 +132,14 @@ class EagleLesson:
         return [features[:, prompt:] for features in out]
 
     def loss(self, batch: Batch, fraction: float) -> Tensor:
-        scale = GUIDANCE * torch.rand(len(batch.tokens), 1, 1, device=batch.tokens.device)
+        scale = guidance(batch)
         depths = 1 if fraction < FIRST_STEP_ONLY else self.depth
         total = torch.zeros((), device=batch.tokens.device)
         for depth, feature in enumerate(self.features(self.module, batch, depths, NOISE)):
             # The first drafts hang from the first token, not from the prompt.
             wanted, feature = batch.states(1 + depth), feature[:, depth:]
-            p = guide(head(self.model, wanted), scale).softmax(-1)
-            q = guide(head(self.model, feature), scale).log_softmax(-1)
-            entropy = -(p * q).sum(-1)[:, drawn(self.model, 1 + depth)].mean()
+            entropy = cross_entropy(head(self.model, wanted), head(self.model, feature), scale)
+            entropy = entropy[:, drawn(self.model, 1 + depth)].mean()
             total = total + entropy + FEATURE_WEIGHT * F.smooth_l1_loss(feature, wanted)
         return total / depths
 
@@ -185,10 +194,8 @@ class SmallLesson:
         return module(prefix, batch.tokens.repeat(2, 1))
 
     def loss(self, batch: Batch, fraction: float) -> Tensor:
-        scale = GUIDANCE * torch.rand(len(batch.tokens), 1, 1, device=batch.tokens.device)
-        p = guide(head(self.model, batch.states(0)), scale).softmax(-1)
-        q = guide(self.logits(self.module, batch), scale).log_softmax(-1)
-        return -(p * q).sum(-1).mean()
+        target = head(self.model, batch.states(0))
+        return cross_entropy(target, self.logits(self.module, batch), guidance(batch)).mean()
 
     def predict(self, module: DiscreteModel, batch: Batch) -> Tensor:
         return self.logits(module, batch)[:, 1:]
