@@ -5,10 +5,12 @@ It joins a backbone, a prefix (what stands before the image) and a token layout.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import logging
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from math import log
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +23,15 @@ from ..models.prefix import TextPrefix
 from ..models.vq import nearest_codes
 from ..samplers.contract import Callback, Request, SamplingParams, StepOut, chosen_params
 from ..samplers.layout import TokenLayout
-from .decoders.image_decoder import ImageDecoder
+from .branches import repeated, taken_over
+from .decoders.image_decoder import Autoencoder, ImageDecoder
+from .drafters import ModelDrafter, pair
 from .files.checkpoint import whole_number
 from .neighbours import neighbour_table
 from .text.prompt_encoders import PromptEncoder
 from .text.prompts import Conditioning, EncodedPrompt, Prompted
 
-T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -58,6 +62,7 @@ class DiscreteModel(Prompted, Placed):
     """
 
     continuous = False
+    tokens = "token ids"
 
     def __init__(
         self, backbone: Backbone, prefix: nn.Module, family: str, grid: tuple[int, int], defaults: SamplingParams,
@@ -74,6 +79,7 @@ class DiscreteModel(Prompted, Placed):
         self.row_ends, self.endings, self.word_ids = row_ends, endings, tuple(word_ids)
         self.vocab_total = backbone.config.vocab
         self.vocab = self.vocab_total - row_ends - endings
+        defaults.check(self.vocab)
         self.codebook: Tensor | None = None
         self.image_decoder: ImageDecoder | None = None
         self._neighbours: Tensor | None = None  # the widest table asked for so far
@@ -116,6 +122,25 @@ class DiscreteModel(Prompted, Placed):
     def words(self) -> nn.Embedding | None:
         """The table of a language model's words, if there is one."""
         return self.prefix.embedding if isinstance(self.prefix, TextPrefix) else None
+
+    @property
+    def prompt_kind(self) -> str:
+        """What the model reads as its prompt, in words."""
+        return self.prefix.reads + (f", image tokens from {self.word_ids[0]} on" if self.word_ids else "")
+
+    def as_drafter_for(self, target: DiscreteModel, path: Path) -> ModelDrafter:
+        """This model, of the file ``path``, as the drafter of ``target``. Raises CheckpointError unless it draws the
+        same for the same prompts."""
+        return pair(self, target, path)
+
+    def attach_decoder(self, decoders: Iterable[Autoencoder]) -> None:
+        """Take over the first image decoder that has this model's number of codes; others are named in the log."""
+        for decoder in decoders:
+            if decoder.codes == self.vocab:
+                self.attach_codebook(decoder.codebook, decoder.factor)
+                self.image_decoder = decoder
+                return
+            logger.warning("%s is not the image decoder of this model, which draws %d codes.", decoder.name, self.vocab)
 
     def attach_codebook(self, codebook: Tensor, pixels_per_token: int) -> None:
         """Take over the code vectors [V, C] of the image decoder. Raises ValueError if their number does not fit."""
@@ -315,26 +340,6 @@ class DiscreteModel(Prompted, Placed):
             tokens = layout.keeping(tokens, torch.ones_like(tokens, dtype=torch.bool)).forced
         features = self.read(conditioning, len(tokens), "conditioning", (layout.rows, layout.cols)).features
         return self(self.prefix(features).expand(len(tokens), -1, -1), tokens, layout.cols)
-
-
-def repeated(rows: Tensor, branches: int) -> Tensor:
-    """Rows [B, ...] for every guidance branch [R, ...]. Not to be written to: one row is not copied."""
-    if branches == 1 or len(rows) == 1:
-        return rows.expand(branches * len(rows), *rows.shape[1:])
-    return rows.repeat(branches, *[1] * (rows.ndim - 1))
-
-
-def taken_over(into: T | None, fresh: T) -> T:
-    """``into`` with all that a fresh state has, where that has moved into its memory; else the fresh state."""
-    if into is None or into.cache is not fresh.cache or into.table is not fresh.table:
-        return fresh
-    vars(into).update(vars(fresh))
-    return into
-
-
-def resolve_dtype(dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The dtype asked for, or fp32 on a CPU and bf16 elsewhere."""
-    return dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
 
 
 def legal_grid(grid: Sequence[int]) -> tuple[int, int]:

@@ -6,6 +6,7 @@ It joins a transformer, a diffusion head and a prompt encoder; families differ i
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,10 @@ from ..models.placed import Placed
 from ..samplers.continuous_contract import ContinuousCallback, ContinuousParams, ContinuousRequest, masked_guidance
 from ..samplers.contract import chosen_params
 from ..samplers.distributions import Normal
-from .files.checkpoint import CheckpointError, whole_number
+from .decoders.image_decoder import Autoencoder
+from .drafters import check_alike
+from .files.checkpoint import whole_number
+from .files.errors import CheckpointError
 from .text.prompt_encoders import PromptEncoder, WordEncoder
 from .text.prompts import Conditioning, Prompted
 
@@ -46,6 +50,7 @@ class ContinuousBase(Prompted, Placed):
     """
 
     continuous = True
+    tokens = "vectors"
     group = 1
     order: Tensor | None = None
     codebook = image_decoder = None  # its tokens are vectors, and no decoder comes with it
@@ -102,6 +107,33 @@ class ContinuousBase(Prompted, Placed):
     def prompt_kind(self) -> str:
         """What the model reads as its prompt, in words."""
         return "text"
+
+    @property
+    def cells(self) -> str:
+        """In which order tokens can be drawn, in words."""
+        return "any" if self.order is None else f"cells of {self.group} tokens"
+
+    def as_drafter_for(self, target: ContinuousBase, path: Path) -> ContinuousBase:
+        """This model, of the file ``path``, as the drafter of ``target``. Raises CheckpointError unless it draws the
+        same vectors in the same order."""
+        try:
+            self.check_grid(*target.grid)
+        except ValueError as error:
+            raise CheckpointError(f"{path.name} cannot draft for this model: {error}") from error
+        check_alike(path, {
+            "family": (self.family, target.family), "numbers per token": (self.channels, target.channels),
+            "scale of latents (that of its VAE)": (f"{self.scale:.5g}", f"{target.scale:.5g}"),
+            "order of drawing": (self.cells, target.cells), "kind of prompt": (self.prompt_kind, target.prompt_kind),
+        }, "VAE")  # fmt: skip
+        words = [m.prompt_encoder for m in (self, target) if isinstance(m.prompt_encoder, WordEncoder)]
+        if len(words) == 2 and not (words[0].words == words[1].words and torch.equal(words[0].table, words[1].table)):
+            raise CheckpointError(f"{path.name} cannot draft for this model: it reads other words. It lies beside "
+                                  "another text_encoder.safetensors than the model.")
+        self.prompt_encoder = target.prompt_encoder  # its own may not lie beside a drafter's file
+        return self
+
+    def attach_decoder(self, decoders: Iterable[Autoencoder]) -> None:
+        """Take over none: vectors have no codebook, and whoever decodes them brings the autoencoder."""
 
     def features(self, conditioning: Conditioning, batch: int, name: str) -> Tensor:
         """Features [batch, n, F] of a CONDITIONING. Raises ValueError if it is not one of this model's."""
@@ -205,30 +237,3 @@ class MaskedModel(ContinuousBase):
         transformer = rows * (tokens + config.slots) * config.dim * 12
         head = rows * draws * self.head.net.input_proj.out_features * 8
         return transformer * self.dtype.itemsize + head * self.head.dtype.itemsize
-
-
-def check_continuous_pair(small: ContinuousBase, target: ContinuousBase, path: Path) -> None:
-    """Raise CheckpointError unless ``small`` draws the same vectors as ``target``, in the same order."""
-    try:
-        small.check_grid(*target.grid)
-    except ValueError as error:
-        raise CheckpointError(f"{path.name} cannot draft for this model: {error}") from error
-    for what, mine, its in (
-        ("family", small.family, target.family),
-        ("numbers per token", small.channels, target.channels),
-        ("scale of latents (that of its VAE)", f"{small.scale:.5g}", f"{target.scale:.5g}"),
-        ("order of drawing", _order(small), _order(target)), ("kind of prompt", small.prompt_kind, target.prompt_kind),
-    ):
-        if mine != its:
-            raise CheckpointError(
-                f"{path.name} cannot draft for this model: its {what} is {mine}, the model's is {its}. Choose a "
-                "smaller model of the same family that was trained with the same VAE."
-            )
-    words = [m.prompt_encoder for m in (small, target) if isinstance(m.prompt_encoder, WordEncoder)]
-    if len(words) == 2 and not (words[0].words == words[1].words and torch.equal(words[0].table, words[1].table)):
-        raise CheckpointError(f"{path.name} cannot draft for this model: it reads other words. It lies beside another "
-                              "text_encoder.safetensors than the model.")
-
-
-def _order(model: ContinuousBase) -> str:
-    return "any" if model.order is None else f"cells of {model.group} tokens"

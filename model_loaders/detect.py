@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +12,11 @@ import torch
 from torch import nn
 
 from ..models.quantised import NARROW
-from .ar_model import DiscreteModel, legal_grid, resolve_dtype
-from .continuous_model import ContinuousBase, check_continuous_pair
+from .ar_model import DiscreteModel, legal_grid
+from .continuous_model import ContinuousBase
 from .decoders import KINDS
-from .decoders.image_decoder import ImageDecoder, LatentDecoder
-from .drafters import ModelDrafter, pair
+from .decoders.image_decoder import Autoencoder
+from .drafters import ModelDrafter
 from .families import FAMILIES, NAMES, RELEASED_DECODERS, eagle
 from .families.eagle import EagleDrafter
 from .files.checkpoint import (
@@ -27,8 +26,6 @@ from .files.checkpoint import (
     TORCHSCRIPT,
     WEIGHT_FILES,
     Checkpoint,
-    CheckpointError,
-    as_released,
     holds_fp8,
     open_checkpoint,
     outline,
@@ -36,9 +33,8 @@ from .files.checkpoint import (
     title,
     weight_file,
 )
+from .files.errors import CheckpointError, as_released
 from .registry import Family
-
-log = logging.getLogger(__name__)
 
 _SCALED = (  # how names of scales end
     "weight_scale", "scale_weight", "weight_scale_inv", "scaled_fp8", "comfy_quant", ".qweight", ".absmax", ".SCB",
@@ -76,11 +72,15 @@ def load_model(
     device, grid = torch.device(device), grid and legal_grid(grid)
     checkpoint = replace(open_checkpoint(weight_file(Path(path))), storage=storage)
     model = build(checkpoint, resolve_dtype(dtype, device), grid, search_folders, operations)
-    if isinstance(model, DiscreteModel):
-        attach_decoder(model, image_decoders(checkpoint.path, model.family, search_folders), operations)
+    model.attach_decoder(image_decoders(checkpoint.path, model.family, search_folders, operations))
     model.to(device)
     model.device = device
     return model
+
+
+def resolve_dtype(dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """The dtype asked for, or fp32 on a CPU and bf16 elsewhere."""
+    return dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
 
 
 def build(
@@ -98,24 +98,7 @@ def build(
             "large matrices bear it. Choose another dtype."
         )
     with as_released(checkpoint.path):
-        model = family.load(checkpoint, dtype, grid, search, operations)
-        if isinstance(model, DiscreteModel):
-            model.defaults.check(model.vocab)
-    return model
-
-
-def attach_decoder(model: DiscreteModel, paths: Sequence[Path], operations) -> None:
-    """Give a model the first image decoder that has its number of codes (fp32). Others are left, and named in the log.
-
-    Raises CheckpointError for one that cannot be read.
-    """
-    for path in paths:
-        decoder = load_image_decoder(path, operations=operations)
-        if isinstance(decoder, ImageDecoder) and len(decoder.codebook) == model.vocab:
-            model.attach_codebook(decoder.codebook, decoder.factor)
-            model.image_decoder = decoder
-            return
-        log.warning("%s is not the image decoder of this model, which draws %d codes.", path, model.vocab)
+        return family.load(checkpoint, dtype, grid, search, operations)
 
 
 def refuse_part(path: Path) -> None:
@@ -156,36 +139,27 @@ def load_drafter(
     checkpoint = open_checkpoint(weight_file(Path(path)))
     dtype, family = dtype or model.dtype, family_of(checkpoint)
     if eagle.recognise(checkpoint.tensors):
-        if not isinstance(model, DiscreteModel):
+        if model.tokens != DiscreteModel.tokens:
             raise CheckpointError(
-                f"{checkpoint.path.name} is an EAGLE drafter, which guesses token ids, but the model draws vectors. "
-                "Its drafter is a smaller model of its own family."
+                f"{checkpoint.path.name} is an EAGLE drafter, which guesses {DiscreteModel.tokens}, but the model "
+                f"draws {model.tokens}. Its drafter is a smaller model of its own family."
             )
         with as_released(checkpoint.path):
             drafter = eagle.load(checkpoint, model, dtype, operations)
     elif family is not None:
         small = build(checkpoint, dtype, None, (), operations)
-        drafter = as_drafter(small, model, checkpoint.path)
+        if small.tokens != model.tokens:
+            raise CheckpointError(
+                f"{checkpoint.path.name} draws {small.tokens}, but the model draws {model.tokens}: it cannot draft for "
+                "it."
+            )
+        drafter = small.as_drafter_for(model, checkpoint.path)
     else:
         raise CheckpointError(unknown_drafter(checkpoint.path, checkpoint.tensors))
     device = device or model.device
     drafter.module.to(device)
     drafter.module.device = device
     return drafter
-
-
-def as_drafter(
-    small: DiscreteModel | ContinuousBase, target: DiscreteModel | ContinuousBase, path: Path
-) -> ModelDrafter | ContinuousBase:
-    """A smaller model in its role as drafter. Raises CheckpointError unless it draws what the target draws."""
-    if isinstance(small, DiscreteModel) != isinstance(target, DiscreteModel):
-        kinds = ("vectors", "token ids") if isinstance(target, DiscreteModel) else ("token ids", "vectors")
-        raise CheckpointError(f"{path.name} draws {kinds[0]}, but the model draws {kinds[1]}: it cannot draft for it.")
-    if isinstance(small, DiscreteModel):
-        return pair(small, target, path)
-    check_continuous_pair(small, target, path)
-    small.prompt_encoder = target.prompt_encoder  # its own may not lie beside a drafter's file
-    return small
 
 
 def unknown_drafter(path: Path, tensors: dict[str, torch.Tensor]) -> str:
@@ -222,7 +196,7 @@ def is_image_decoder(tensors: Collection[str]) -> bool:
 
 def load_image_decoder(
     path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, operations=nn
-) -> ImageDecoder | LatentDecoder:
+) -> Autoencoder:
     """Load a VQ tokenizer or a KL VAE from a file, or from a folder (``vq``, ``vae`` or ``model.safetensors`` in it, or
     Cosmos's ``decoder.jit``).
 
@@ -250,11 +224,18 @@ def own_decoder(folder: Path) -> Path | None:
 def find_image_decoder(model_path: str | Path, family: str, search_folders: Sequence[Path] = ()) -> Path | None:
     """The image decoder of a model of ``family``: in the same file, beside it or its folder, or in the search
     folders, by the released names."""
-    return next(iter(image_decoders(weight_file(Path(model_path)), family, search_folders)), None)
+    return next(iter(decoder_files(weight_file(Path(model_path)), family, search_folders)), None)
 
 
-def image_decoders(path: Path, family: str, search_folders: Sequence[Path]) -> list[Path]:
-    """All that may be the image decoder of the model in a weight file, the likeliest first."""
+def image_decoders(path: Path, family: str, search: Sequence[Path], operations) -> Iterator[Autoencoder]:
+    """All that may be the image decoder of the model in a weight file, the likeliest first (fp32), read as they are
+    asked for. Raises CheckpointError for one that cannot be read."""
+    for file in decoder_files(path, family, search):
+        yield load_image_decoder(file, operations=operations)
+
+
+def decoder_files(path: Path, family: str, search_folders: Sequence[Path]) -> list[Path]:
+    """The files of all that may be the image decoder of the model in a weight file, the likeliest first."""
     own = [path] if is_image_decoder(tensor_names(path)) else []
     around = [path.parent, path.parent.parent] if path.name in WEIGHT_FILES else [path.parent]
     folders = [*around, *map(Path, search_folders)]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..models.prefix import CaptionPrefix, TextPrefix
-from ..samplers.contract import StepOut
+from ..models.prefix import TextPrefix
+from ..samplers.contract import ARModel, StepOut
 from ..samplers.layout import TokenLayout
-from .ar_model import DiscreteModel, State, repeated
-from .files.checkpoint import CheckpointError
+from .branches import repeated
+from .files.errors import CheckpointError
 from .text.prompts import Conditioning, EncodedPrompt, prompt_text
 
 
@@ -20,20 +22,21 @@ from .text.prompts import Conditioning, EncodedPrompt, prompt_text
 class ModelState:
     """The small model's own state; ``expanded``: drafts since the last observation."""
 
-    own: State
+    own: Any
     expanded: int = 0
 
 
 class ModelDrafter:
     """See Drafter in samplers/contract.py for the contract. Hidden states of the target are not used.
 
+    module: the small model, a DiscreteModel of ar_model.py.
     own_words: prompts are read anew with the small model's own tokenizer, whose special tokens may have other ids than
     the target's (those of Janus-Pro do).
     """
 
     kind = "model"
 
-    def __init__(self, module: DiscreteModel, own_words: bool = False):
+    def __init__(self, module: ARModel, own_words: bool = False):
         self.module, self.own_words = module, own_words
         self.family, self.dtype = module.family, module.dtype
 
@@ -46,7 +49,7 @@ class ModelDrafter:
         return self.module.kv_bytes(batch, layout, slack + 1, guided, prompt)
 
     def start(
-        self, target_state: State, conditioning: Conditioning | EncodedPrompt,
+        self, target_state: Any, conditioning: Conditioning | EncodedPrompt,
         negative: Conditioning | EncodedPrompt | None, batch: int,
         layout: TokenLayout, slack: int, guided: bool, into: ModelState | None = None,
     ) -> ModelState:
@@ -90,9 +93,15 @@ class ModelDrafter:
         self.module.commit(state.own, -count)
 
 
-def pair(small: DiscreteModel, target: DiscreteModel, path: Path) -> ModelDrafter:
-    """``small`` as the drafter of ``target``. Raises CheckpointError unless it draws the same for the same prompts."""
-    check_pair(small, target, path)
+def pair(small: ARModel, target: ARModel, path: Path) -> ModelDrafter:
+    """One DiscreteModel as the drafter of another. Raises CheckpointError unless it draws the same for the same
+    prompts."""
+    other = next((grid for grid in target.grids if grid not in small.grids), small.grid)
+    check_alike(path, {
+        "family": (small.family, target.family), "number of image tokens": (small.vocab, target.vocab),
+        "token grid": tuple("{1} x {0}".format(*grid) for grid in (small.grid, other)),
+        "kind of prompt": (small.prompt_kind, target.prompt_kind),
+    }, "image tokens")  # fmt: skip
     if not isinstance(small.prefix, TextPrefix):
         small.prompt_encoder = target.prompt_encoder
         return ModelDrafter(small)
@@ -104,27 +113,14 @@ def pair(small: DiscreteModel, target: DiscreteModel, path: Path) -> ModelDrafte
     return ModelDrafter(small, own_words=True)
 
 
-def check_pair(small: DiscreteModel, target: DiscreteModel, path: Path) -> None:
-    """Raise CheckpointError unless ``small`` draws the same tokens as ``target`` for the same prompts."""
-    other = next((grid for grid in target.grids if grid not in small.grids), small.grid)
-    for what, mine, its in (
-        ("family", small.family, target.family), ("number of image tokens", small.vocab, target.vocab),
-        ("token grid", "{1} x {0}".format(*small.grid), "{1} x {0}".format(*other)),
-        ("kind of prompt", prompt_kind(small), prompt_kind(target)),
-    ):
+def check_alike(path: Path, traits: Mapping[str, tuple[Any, Any]], shared: str) -> None:
+    """Raise CheckpointError unless a drafter, the model in a file, and its target have the same traits.
+
+    traits: what it is -> the drafter's, the target's. shared: what both must have been trained with.
+    """
+    for what, (mine, its) in traits.items():
         if mine != its:
             raise CheckpointError(
                 f"{path.name} cannot draft for this model: its {what} is {mine}, the model's is {its}. Choose a "
-                "smaller model of the same family that was trained with the same image tokens."
+                f"smaller model of the same family that was trained with the same {shared}."
             )
-
-
-def prompt_kind(model: DiscreteModel) -> str:
-    """What a model reads as its prompt, in words."""
-    prefix = model.prefix
-    if isinstance(prefix, CaptionPrefix):
-        return f"captions of {prefix.slots} x {prefix.uncond_embedding.shape[1]} numbers"
-    if isinstance(prefix, TextPrefix):
-        images = f", image tokens from {model.word_ids[0]} on" if model.word_ids else ""
-        return f"a language model's {prefix.words} words{images}"
-    return f"one of {prefix.classes} classes"

@@ -36,6 +36,11 @@ class CaptionPrefix(nn.Module):
         self.cap_proj = CaptionProjection(caption_dim, dim, operations)
         self.register_buffer("uncond_embedding", torch.zeros(slots, caption_dim))
 
+    @property
+    def reads(self) -> str:
+        """What stands for a prompt, in words."""
+        return f"captions of {self.slots} x {self.uncond_embedding.shape[1]} numbers"
+
     def forward(self, features: Tensor) -> Tensor:
         """Raises ValueError for the features of another text encoder."""
         check_width(features, self.uncond_embedding.shape[1])
@@ -73,6 +78,11 @@ class ClassPrefix(nn.Module):
         self.classes = classes
         self.embedding_table = operations.Embedding(classes + 1, dim)
 
+    @property
+    def reads(self) -> str:
+        """What stands for a prompt, in words."""
+        return f"one of {self.classes} classes"
+
     def forward(self, features: Tensor) -> Tensor:
         """Raises ValueError for what is no class number."""
         check_class(features[..., 0], self.classes)
@@ -94,6 +104,11 @@ class TextPrefix(nn.Module):
         super().__init__()
         self.words, self.null = words, null
         self.embedding = operations.Embedding(words, dim)
+
+    @property
+    def reads(self) -> str:
+        """What stands for a prompt, in words."""
+        return f"a language model's {self.words} words"
 
     def keep_back(self) -> None:
         """Take the table of words out of the modules that are moved to a device: only prompts need it."""

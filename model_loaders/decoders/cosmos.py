@@ -12,15 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ...models.cosmos import Cosmos, CosmosConfig
-from ..files.checkpoint import (
-    SAFETENSORS,
-    TORCHSCRIPT,
-    Checkpoint,
-    CheckpointError,
-    load_weights,
-    open_checkpoint,
-    whole_number,
-)
+from ..files.checkpoint import SAFETENSORS, TORCHSCRIPT, Checkpoint, open_checkpoint
+from ..files.errors import CheckpointError
+from ..files.names import numbered
 from ..registry import DecoderKind
 from .image_decoder import ImageDecoder
 
@@ -53,8 +47,8 @@ def flat(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def config_of(weights: Mapping[str, Tensor], levels: tuple[int, ...]) -> CosmosConfig:
     """Sizes of a tokenizer from its tensor shapes. Raises KeyError and ValueError for what is not there."""
-    depth = 1 + max(int(m[1]) for n in weights if (m := re.match(r"decoder\.up\.(\d+)\.", n)))
-    blocks = 1 + max(int(m[1]) for n in weights if (m := re.match(r"decoder\.up\.0\.block\.(\d+)\.", n)))
+    depth = numbered(weights, r"decoder\.up\.")
+    blocks = numbered(weights, r"decoder\.up\.0\.block\.")
     stem = weights.get("encoder.conv_in.0.weight")
     return CosmosConfig(
         levels, tuple(len(weights[f"decoder.up.{i}.block.0.conv1.0.weight"]) for i in range(depth)),
@@ -88,10 +82,7 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> ImageDeco
         )
     with torch.device("meta"):
         module = Cosmos(config, operations, why_not)
-    load_weights(module, _used(weights, config), checkpoint, dtype)
-    module.eval().requires_grad_(False)
-    margin = whole_number("margin", checkpoint.metadata.get("margin", 0), 0, 64)
-    return ImageDecoder(module, config.factor, channels, path.name, margin)
+    return ImageDecoder.load(module, config.factor, channels, _used(weights, config), checkpoint, dtype)
 
 
 def _check_kind(path: Path) -> None:

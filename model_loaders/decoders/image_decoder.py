@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
+
+from ..files.checkpoint import Checkpoint, whole_number
+from ..files.weights import Weights, load_weights
+
+A = TypeVar("A", bound="Autoencoder")
 
 
 @dataclass(frozen=True)
@@ -24,6 +30,21 @@ class Autoencoder:
     channels: int
     name: str
     margin: int = 0
+
+    @classmethod
+    def load(
+        cls: type[A], module: nn.Module, factor: int, channels: int, tensors: Weights, checkpoint: Checkpoint,
+        dtype: torch.dtype, ignore: Iterable[str] = (),
+    ) -> A:
+        """A decoder whose module, on the meta device, gets these tensors of a checkpoint; see load_weights."""
+        load_weights(module, tensors, checkpoint, dtype, ignore)
+        margin = whole_number("margin", checkpoint.metadata.get("margin", 0), 0, 64)
+        return cls(module, factor, channels, checkpoint.path.name, margin)
+
+    @property
+    def codes(self) -> int:
+        """How many codes there are; 0: latents are vectors of any numbers."""
+        return 0
 
     @property
     def device(self) -> torch.device:
@@ -63,6 +84,10 @@ class ImageDecoder(Autoencoder):
     def codebook(self) -> Tensor:
         """Code vectors [V, C], normalised as the decoder expects them."""
         return self.module.codebook()
+
+    @property
+    def codes(self) -> int:
+        return len(self.codebook)
 
     @torch.inference_mode()
     def dequantize(self, tokens: Tensor) -> Tensor:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
 
 from ...models.kl_vae import KLConfig, KLModel
-from ..files.checkpoint import Checkpoint, incomplete_without, load_weights, whole_number
+from ..files.checkpoint import Checkpoint
+from ..files.errors import incomplete_without
+from ..files.names import numbered
 from ..registry import DecoderKind, ReleasedDecoder
 from .image_decoder import LatentDecoder
 
@@ -30,8 +31,8 @@ def recognise(tensors: Collection[str]) -> bool:
 def config_of(tensors: dict[str, Tensor]) -> KLConfig:
     """Sizes of an autoencoder from its tensor names and shapes."""
     base = tensors["encoder.conv_in.weight"].shape[0]
-    levels = 1 + max(int(m[1]) for n in tensors if (m := re.match(r"encoder\.down\.(\d+)\.", n)))
-    blocks = 1 + max(int(m[1]) for n in tensors if (m := re.match(r"encoder\.down\.0\.block\.(\d+)\.", n)))
+    levels = numbered(tensors, r"encoder\.down\.")
+    blocks = numbered(tensors, r"encoder\.down\.0\.block\.")
     widths = [tensors[f"encoder.down.{i}.block.0.conv1.weight"].shape[0] for i in range(levels)]
     return KLConfig(
         channels=tensors["post_quant_conv.weight"].shape[0],
@@ -53,10 +54,7 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> LatentDec
         config = config_of(tensors)
     with torch.device("meta"):
         module = KLModel(config, operations)
-    load_weights(module, tensors, checkpoint, dtype)
-    module.eval().requires_grad_(False)
-    margin = whole_number("margin", checkpoint.metadata.get("margin", 0), 0, 64)
-    return LatentDecoder(module, config.factor, config.channels, checkpoint.path.name, margin)
+    return LatentDecoder.load(module, config.factor, config.channels, tensors, checkpoint, dtype)
 
 
 KIND = DecoderKind(recognise, load)

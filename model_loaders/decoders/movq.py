@@ -17,7 +17,9 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 
 from ...models.vq import nearest_codes
-from ..files.checkpoint import Checkpoint, incomplete_without, load_weights
+from ..files.checkpoint import Checkpoint
+from ..files.errors import incomplete_without
+from ..files.names import numbered, root_of
 from ..registry import DecoderKind
 from .image_decoder import ImageDecoder
 
@@ -36,8 +38,7 @@ def recognise(tensors: Collection[str]) -> bool:
 
 
 def _root(tensors: Collection[str]) -> str | None:
-    marks = ("quantize.embedding.weight", "decoder.norm_out.conv_y.weight")
-    return next((root for root in _ROOTS if all(f"{root}{mark}" in tensors for mark in marks)), None)
+    return root_of(tensors, _ROOTS, "quantize.embedding.weight", "decoder.norm_out.conv_y.weight")
 
 
 def native_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -61,7 +62,7 @@ def settings_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Settings of transformers' class from tensor shapes. Raises KeyError or ValueError if a part is missing."""
     base = len(tensors["encoder.conv_in.weight"])
     down = r"encoder\.down_block\.down\."
-    widths = [len(tensors[f"encoder.down_block.down.{i}.block.0.conv1.weight"]) for i in range(_count(tensors, down))]
+    widths = [len(tensors[f"encoder.down_block.down.{i}.block.0.conv1.weight"]) for i in range(numbered(tensors, down))]
     codes, dim = tensors["quantize.embedding.weight"].shape
     channels = len(tensors["post_quant_conv.conv.weight"])
     levels = {int(m[1]) for name in tensors if (m := re.match(down + r"(\d+)\.attn\.", name))}
@@ -69,15 +70,10 @@ def settings_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         "codebook_size": codes, "embed_dim": dim, "latent_channels": channels, "base_channels": base,
         "double_latent": len(tensors["encoder.conv_out.weight"]) == 2 * channels,
         "channel_multiplier": [width // base for width in widths],
-        "num_res_blocks": _count(tensors, down + r"0\.block\."), "attn_resolutions": sorted(levels),
+        "num_res_blocks": numbered(tensors, down + r"0\.block\."), "attn_resolutions": sorted(levels),
         "hidden_size": len(tensors["encoder.middle_block.attn_1.q_proj.weight"]),
-        "temporal_downsample_factor": 2 ** _count(tensors, r"encoder\.time_conv\."),
+        "temporal_downsample_factor": 2 ** numbered(tensors, r"encoder\.time_conv\."),
     }  # fmt: skip
-
-
-def _count(tensors: Mapping[str, Tensor], before: str) -> int:
-    """How many modules are numbered behind this."""
-    return 1 + max(int(m[1]) for name in tensors if (m := re.match(before + r"(\d+)\.", name)))
 
 
 class MoVQ(nn.Module):
@@ -142,9 +138,8 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> ImageDeco
         settings = settings_of(tensors)
     with torch.device("meta"):
         module = MoVQ(settings)
-    load_weights(module, {f"vq.{name}": tensor for name, tensor in tensors.items()}, checkpoint, dtype)
-    module.eval().requires_grad_(False)
-    return ImageDecoder(module, module.factor, module.config.embed_dim, checkpoint.path.name)
+    weights = {f"vq.{name}": tensor for name, tensor in tensors.items()}
+    return ImageDecoder.load(module, module.factor, module.config.embed_dim, weights, checkpoint, dtype)
 
 
 KIND = DecoderKind(recognise, load)

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ...models.vq import VQConfig, VQModel
-from ..files.checkpoint import Checkpoint, incomplete_without, load_weights, whole_number
+from ..files.checkpoint import Checkpoint
+from ..files.errors import incomplete_without
+from ..files.names import numbered, root_of
 from ..registry import DecoderKind
 from .image_decoder import ImageDecoder
 
@@ -27,13 +29,12 @@ _LEVEL = r"decoder\.conv_blocks\.(\d+)\."
 
 def recognise(tensors: Collection[str]) -> bool:
     """Is this a VQGAN, or a model with one in it?"""
-    return root_of(tensors) is not None
+    return _root(tensors) is not None
 
 
-def root_of(tensors: Collection[str]) -> str | None:
+def _root(tensors: Collection[str]) -> str | None:
     """What the names of the tokenizer's tensors begin with; None if there is none, or only its encoder."""
-    marks = ("quantize.embedding.weight", "decoder.norm_out.weight")
-    return next((root for root in _ROOTS if all(root + mark in tensors for mark in marks)), None)
+    return root_of(tensors, _ROOTS, "quantize.embedding.weight", "decoder.norm_out.weight")
 
 
 def mirrored(tensors: Collection[str], root: str) -> bool:
@@ -44,7 +45,7 @@ def mirrored(tensors: Collection[str], root: str) -> bool:
 
 def tensors_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tokenizer's tensors under LlamaGen's names; nothing else that a model's file holds, or a training's."""
-    root, named = root_of(tensors) or "", {}
+    root, named = _root(tensors) or "", {}
     for name, tensor in tensors.items():
         if name.startswith(root) and not name.startswith(f"{root}loss."):
             name = name.removeprefix(root)
@@ -52,7 +53,7 @@ def tensors_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 name = re.sub(pattern, replacement, name)
             named[name] = tensor
     if mirrored(tensors, root):
-        deepest = max(int(m[1]) for name in named if (m := re.match(_LEVEL, name)))
+        deepest = numbered(named, r"decoder\.conv_blocks\.") - 1
         named = {re.sub(_LEVEL, lambda m: f"decoder.conv_blocks.{deepest - int(m[1])}.", name): tensor
                  for name, tensor in named.items()}
     return named
@@ -61,8 +62,8 @@ def tensors_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def config_of(tensors: Mapping[str, Tensor], unit_codes: bool = True) -> VQConfig:
     """Sizes of a tokenizer from its tensor shapes, under LlamaGen's names."""
     base = tensors["encoder.conv_in.weight"].shape[0]
-    levels = 1 + max(int(m[1]) for n in tensors if (m := re.match(r"encoder\.conv_blocks\.(\d+)\.", n)))
-    blocks = 1 + max(int(m[1]) for n in tensors if (m := re.match(r"encoder\.conv_blocks\.0\.res\.(\d+)\.", n)))
+    levels = numbered(tensors, r"encoder\.conv_blocks\.")
+    blocks = numbered(tensors, r"encoder\.conv_blocks\.0\.res\.")
     widths = [tensors[f"encoder.conv_blocks.{i}.res.0.conv1.weight"].shape[0] for i in range(levels)]
     codes, dim = tensors["quantize.embedding.weight"].shape
     return VQConfig(
@@ -76,13 +77,11 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> ImageDeco
     """Build the tokenizer on the CPU. Raises CheckpointError for missing, unknown, misshapen or non-finite tensors."""
     tensors = tensors_of(checkpoint.tensors)
     with incomplete_without("encoder, decoder and codebook", checkpoint.path):
-        config = config_of(tensors, unit_codes=not mirrored(checkpoint.tensors, root_of(checkpoint.tensors) or ""))
+        config = config_of(tensors, unit_codes=not mirrored(checkpoint.tensors, _root(checkpoint.tensors) or ""))
     with torch.device("meta"):
         module = VQModel(config, operations)
-    load_weights(module, tensors, checkpoint, dtype, ignore=("quantize.codebook_used",))
-    module.eval().requires_grad_(False)
-    margin = whole_number("margin", checkpoint.metadata.get("margin", 0), 0, 64)
-    return ImageDecoder(module, config.factor, config.codebook_dim, checkpoint.path.name, margin)
+    unused = ("quantize.codebook_used",)  # a statistic of the training
+    return ImageDecoder.load(module, config.factor, config.codebook_dim, tensors, checkpoint, dtype, unused)
 
 
 KIND = DecoderKind(recognise, load)

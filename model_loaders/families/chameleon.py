@@ -23,22 +23,25 @@ from ...models.positions import SequencePositions
 from ...models.prefix import TextPrefix
 from ...samplers.contract import SamplingParams
 from ..ar_model import DiscreteModel, legal_grid
-from ..files.checkpoint import Checkpoint, CheckpointError, load_weights, title
+from ..files.checkpoint import Checkpoint, title
+from ..files.errors import CheckpointError
+from ..files.weights import load_weights
 from ..registry import Family, ReleasedDecoder, Source
 from ..text.language_model import (
     Tokenizer,
     backbone_config,
     backbone_tensors,
     find_tokenizer,
-    image_rows,
+    language_root,
     matrix,
     positive,
     rope_theta,
+    word_tensors,
 )
 from ..text.prompt_encoders import TextEncoder, features_of
 
 _PATCH, _CELL = 16, 32  # pixels of a token's side, and of the cells that Lumina-mGPT measures pictures in
-_NORM = "model.layers.0.self_attn.q_norm.weight"
+_ROOT, _NORM = "model.", "model.layers.0.self_attn.q_norm.weight"
 _ORIGINAL = "layers.0.attention.q_normalization.weight"  # of a consolidated.pth
 _HEADS = {4096: 32}  # width -> heads
 _TOKENIZERS = ("Lumina-mGPT-7B-768", "Anole-7b-v0.1-hf", "chameleon-7b")  # released with the same tokenizer
@@ -47,8 +50,8 @@ _WORDS = 65536  # of the released models
 
 def recognise(tensors: Mapping[str, Tensor]) -> bool:
     """Is this a model of the Chameleon family, in Hugging Face's naming or in Meta's?"""
-    norm = tensors.get(_NORM)
-    return _ORIGINAL in tensors or (norm is not None and norm.ndim == 2 and "model.embed_tokens.weight" in tensors)
+    hugging_face = language_root(tensors, (_ROOT,), "q_norm.weight") is not None
+    return _ORIGINAL in tensors or (hugging_face and tensors[_NORM].ndim == 2)
 
 
 def load(
@@ -62,7 +65,7 @@ def load(
     words = Vocabulary.of(settings, len(embeddings), path)
     rows = len(tensors[_NORM])
     kind = lumina(checkpoint, words, grid, search) if rows == 1 else anole(checkpoint, words, search)
-    config = backbone_config(checkpoint, "model.", words.codes + len(kind.specials), _HEADS, norm_eps=1e-5)
+    config = backbone_config(checkpoint, _ROOT, words.codes + len(kind.specials), _HEADS, norm_eps=1e-5)
     if rows not in (1, config.heads):
         raise CheckpointError(f"{path.name} normalises its {config.heads} heads in {rows} groups, as models of 34B do. "
                               "Only those of 7B are supported.")
@@ -77,15 +80,13 @@ def load(
     )  # fmt: skip
     if model.grid not in model.grids:
         raise CheckpointError(f"{title(path)}: {model.sizes_near(*(side * _PATCH for side in model.grid[::-1]))}")
-    named = backbone_tensors(tensors, "model.", path) | {"prefix.embedding.weight": embeddings}
-    for name, table in (("tok_embeddings", embeddings), ("output", head)):
-        named[f"backbone.{name}.weight"] = image_rows(table, words.first, words.codes, kind.specials)
+    named = backbone_tensors(tensors, _ROOT, path)
+    named |= word_tensors(embeddings, head, len(embeddings), words.images, kind.specials)
     if not named["backbone.output.weight"][0].any():
         raise CheckpointError(f"The head of {path.name} is zero for all image tokens: it is what a training starts "
                               "from, and draws nothing yet. Use a released model.")
-    load_weights(model, named, checkpoint, dtype)
     model.dtype = dtype
-    return model.eval().requires_grad_(False)
+    return load_weights(model, named, checkpoint, dtype)
 
 
 @dataclass(frozen=True)

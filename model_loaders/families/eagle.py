@@ -24,23 +24,15 @@ from ...models.eagle import Eagle
 from ...models.positions import Table, rotation_of
 from ...samplers.contract import StepOut
 from ...samplers.layout import TokenLayout
-from ..ar_model import Conditioning, DiscreteModel, State, repeated, taken_over
-from ..files.checkpoint import Checkpoint, CheckpointError, load_weights
+from ..ar_model import Conditioning, DiscreteModel, State
+from ..branches import repeated, taken_over
+from ..files.checkpoint import Checkpoint
+from ..files.errors import CheckpointError
+from ..files.weights import load_weights
+from ..text.language_model import layer_tensors, matrix
 
-_NAMES = {  # released -> ours; the projections of queries, keys and values are stacked
-    "fc.weight": "fc.weight", "fc.bias": "fc.bias",
-    "layers.0.self_attn.o_proj.weight": "layer.attention.wo.weight",
-    "layers.0.mlp.gate_proj.weight": "layer.feed_forward.w1.weight",
-    "layers.0.mlp.up_proj.weight": "layer.feed_forward.w3.weight",
-    "layers.0.mlp.down_proj.weight": "layer.feed_forward.w2.weight",
-    "layers.0.input_layernorm.weight": "layer.attention_norm.weight",
-    "layers.0.post_attention_layernorm.weight": "layer.ffn_norm.weight",
-} | {
-    f"layers.0.self_attn.{part}_norm.{kind}": f"layer.attention.{part}_norm.{kind}"
-    for part in "qk" for kind in ("weight", "bias")
-}  # fmt: skip
-_QKV = {kind: [f"layers.0.self_attn.{part}_proj.{kind}" for part in "qkv"] for kind in ("weight", "bias")}
-_TABLE = "embed_tokens.weight"
+_TABLE, _LAYER = "embed_tokens.weight", "layers.0."
+_QKV = [f"{_LAYER}self_attn.{part}_proj.weight" for part in "qkv"]
 _INPUT_TYPES = {  # LANTERN's config entry -> (family, grid) of the target
     "c2i": ("llamagen-c2i", [24, 24]), "t2i": ("llamagen-t2i", [16, 16]), "t2i2": ("llamagen-t2i", [32, 32]),
 }  # fmt: skip
@@ -49,7 +41,7 @@ _NORM_EPS = 1e-6  # where config.json does not say
 
 def recognise(tensors: dict[str, Tensor]) -> bool:
     """Is this a drafter of the first or second EAGLE generation?"""
-    return "fc.weight" in tensors and _QKV["weight"][0] in tensors
+    return "fc.weight" in tensors and _QKV[0] in tensors
 
 
 @dataclass
@@ -219,18 +211,14 @@ def load(checkpoint: Checkpoint, model: DiscreteModel, dtype: torch.dtype, opera
     check_sizes(settings, config, path)
     table = token_table(tensors.get(_TABLE), model)
     config = replace(config, norm_eps=norm_eps(settings, path), vocab=sum(map(len, table)))
-    joined = {name for names in _QKV.values() for name in names}
-    weights: dict[str, Tensor | tuple[Tensor, ...]] = {
-        _NAMES.get(name, name): tensor for name, tensor in tensors.items() if name not in joined | {_TABLE}
-    }
-    weights["tok_embeddings.weight"] = table
-    for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
-        weights[f"layer.attention.wqkv.{kind}"] = tuple(named(tensors, name, path) for name in _QKV[kind])
+    weights: dict[str, Tensor | tuple[Tensor, ...]] = {"tok_embeddings.weight": table}
+    weights |= {n: tensor for n, tensor in tensors.items() if n != _TABLE and not n.startswith(_LAYER)}
+    weights |= {n.replace(_LAYER, "layer."): part for n, part in layer_tensors(tensors, "", path).items()}
     with torch.device("meta"):
         module = Eagle(config, "fc.bias" in tensors, operations)
     load_weights(module, join_gates(weights), checkpoint, dtype)
     padded = settings.get("prompt") != "cropped" and hasattr(model.prefix, "slots")
-    return EagleDrafter(module.eval().requires_grad_(False), model, dtype, padded)
+    return EagleDrafter(module, model, dtype, padded)
 
 
 def token_table(own: Tensor | None, model: DiscreteModel) -> tuple[Tensor, ...]:
@@ -250,22 +238,6 @@ def image_embeddings(model: DiscreteModel) -> Tensor:
     """What a model reads for each of its image tokens [V+, D], whichever module embeds them."""
     with torch.no_grad():
         return model.backbone.tok_embeddings(torch.arange(model.vocab_total, device=model.device))
-
-
-def named(tensors: dict[str, Tensor], name: str, path: Path) -> Tensor:
-    """The tensor of that name. Raises CheckpointError if it is missing."""
-    if name not in tensors:
-        raise CheckpointError(f"{path.name} lacks {name}. It is incomplete: download it again.")
-    return tensors[name]
-
-
-def matrix(tensors: dict[str, Tensor], name: str, path: Path, columns: int | None = None) -> Tensor:
-    """The tensor of that name. Raises CheckpointError if it is missing or no matrix (of so many columns)."""
-    shape = list(named(tensors, name, path).shape)
-    if len(shape) != 2 or columns not in (None, shape[1]):
-        raise CheckpointError(f"{path.name}: {name} has shape {shape}, expected a matrix" + (
-            "." if columns is None else f" with {columns} columns."))
-    return tensors[name]
 
 
 def block_config(tensors: dict[str, Tensor], model: DiscreteModel, path: Path) -> BackboneConfig:
@@ -293,7 +265,7 @@ def block_config(tensors: dict[str, Tensor], model: DiscreteModel, path: Path) -
                 f"{path.name} was trained for another model: its {what} is {mine}, this model's is {its}. Choose the "
                 "drafter that belongs to this model."
             )
-    q, k, v = (len(matrix(tensors, name, path, dim)) for name in _QKV["weight"])
+    q, k, v = (len(matrix(tensors, name, path, dim)) for name in _QKV)
     kv_heads, rest = divmod(k, target.head_dim)
     if q != dim or k != v or rest or kv_heads == 0 or target.heads % kv_heads:
         raise CheckpointError(
@@ -302,7 +274,7 @@ def block_config(tensors: dict[str, Tensor], model: DiscreteModel, path: Path) -
         )
     return replace(
         target, layers=1, ffn_dim=len(gate), attention_norm="layers.0.input_layernorm.weight" in tensors,
-        head_norms=head_norms, kv_heads=kv_heads, vocab=rows, qkv_bias=_QKV["bias"][0] in tensors,
+        head_norms=head_norms, kv_heads=kv_heads, vocab=rows, qkv_bias=f"{_LAYER}self_attn.q_proj.bias" in tensors,
     )
 
 

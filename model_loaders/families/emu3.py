@@ -22,18 +22,22 @@ from ...models.positions import SequencePositions
 from ...models.prefix import TextPrefix
 from ...samplers.contract import SamplingParams
 from ..ar_model import DiscreteModel, legal_grid
-from ..files.checkpoint import Checkpoint, CheckpointError, load_weights, title
+from ..files.checkpoint import Checkpoint, title
+from ..files.errors import CheckpointError
+from ..files.names import root_of
+from ..files.weights import load_weights
 from ..registry import Family, ReleasedDecoder, Source
 from ..text.language_model import (
     Tokenizer,
     backbone_config,
     backbone_tensors,
     find_tokenizer,
-    image_rows,
+    language_root,
     matrix,
     positive,
     rope_theta,
     text_settings,
+    word_tensors,
 )
 from ..text.prompt_encoders import TextEncoder, features_of
 from ..text.tiktoken_file import RankTokenizer
@@ -44,7 +48,7 @@ NEGATIVE = (
     "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality, "
     "low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
 )
-_ROOTS = (("model.text_model.", ""), ("text_model.model.", "text_model."), ("model.", ""))  # of language model and head
+_ROOTS = {"model.text_model.": "", "text_model.model.": "text_model.", "model.": ""}  # of language model -> of its head
 _VQ = ("model.vqmodel.", "vqmodel.")
 _WORDS, _CODES = 184622, 32768  # of all released models: the codes are the last words
 _HEADS = {4096: 32}  # width -> heads
@@ -67,12 +71,11 @@ _RANKED = (  # the special tokens behind the ranks
 
 def recognise(tensors: Mapping[str, Tensor]) -> bool:
     """Is this an Emu3? By its image decoder beside the language model, or by the number of its words."""
-    for root, _head in _ROOTS:
-        table = tensors.get(f"{root}embed_tokens.weight")
-        if table is not None and table.ndim == 2 and f"{root}layers.0.self_attn.q_proj.weight" in tensors:
-            contained = any(f"{vq}quantize.embedding.weight" in tensors for vq in _VQ)
-            return len(table) == _WORDS or (root != "model." and contained)
-    return False
+    root = language_root(tensors, tuple(_ROOTS))
+    if root is None or (table := tensors[f"{root}embed_tokens.weight"]).ndim != 2:
+        return False
+    contained = root_of(tensors, _VQ, "quantize.embedding.weight") is not None
+    return len(table) == _WORDS or (root != "model." and contained)
 
 
 def load(
@@ -84,8 +87,8 @@ def load(
     and where nothing tells how large the pictures are that it draws.
     """
     path, meta, tensors, settings = checkpoint.path, checkpoint.own_settings, checkpoint.tensors, checkpoint.settings
-    root, head_root = next(roots for roots in _ROOTS if f"{roots[0]}embed_tokens.weight" in tensors)
-    tables = f"{root}embed_tokens.weight", f"{head_root}lm_head.weight"
+    root = next(root for root in _ROOTS if f"{root}embed_tokens.weight" in tensors)
+    tables = f"{root}embed_tokens.weight", f"{_ROOTS[root]}lm_head.weight"
     embeddings, head = (matrix(tensors, name, path) for name in tables)
     words = Words.of(settings, len(embeddings), path)
     patch = 2 ** (len((settings.get("vq_config") or {}).get("channel_multiplier") or (1, 2, 2, 4)) - 1)
@@ -109,14 +112,12 @@ def load(
         backbone, prefix, "emu3", default, defaults, encoder, patch, positions=SequencePositions(rope_theta(text, 1e6)),
         grids=grids, row_ends=True, endings=len(words.specials) - 1,
         longest=positive(text, "max_position_embeddings", 9216),
-        word_ids=(*range(words.first, words.first + words.codes), *words.specials),
+        word_ids=(*words.images, *words.specials),
     )  # fmt: skip
-    named = backbone_tensors(tensors, root, path) | {"prefix.embedding.weight": embeddings[: words.first]}
-    for name, table in (("tok_embeddings", embeddings), ("output", head)):
-        named[f"backbone.{name}.weight"] = image_rows(table, words.first, words.codes, words.specials)
-    load_weights(model, named, checkpoint, dtype)
+    named = backbone_tensors(tensors, root, path)
+    named |= word_tensors(embeddings, head, words.first, words.images, words.specials)
     model.dtype = dtype
-    return model.eval().requires_grad_(False)
+    return load_weights(model, named, checkpoint, dtype)
 
 
 # Sizes
@@ -196,6 +197,11 @@ class Words:
     image: int
     opening: int
     closing: int
+
+    @property
+    def images(self) -> range:
+        """Ids of the image codes, in their order."""
+        return range(self.first, self.first + self.codes)
 
     @property
     def specials(self) -> tuple[int, int, int, int]:

@@ -18,7 +18,9 @@ from ...models.harmon import Harmon
 from ..ar_model import Conditioning, legal_grid
 from ..continuous_model import MaskedModel, MaskedState
 from ..decoders.kl_vae import KL16
-from ..files.checkpoint import Checkpoint, CheckpointError, load_weights, whole_number
+from ..files.checkpoint import Checkpoint, whole_number
+from ..files.errors import CheckpointError
+from ..files.weights import load_weights
 from ..registry import Family
 from ..text.language_model import read_qwen2, readable
 from ..text.prompt_encoders import MissingEncoder, PromptEncoder, features_of
@@ -153,9 +155,8 @@ def load(
         name.replace("mar.diffloss.", "head.") if name.startswith("mar.diffloss.") else f"backbone.{name}": tensor
         for name, tensor in tensors.items()
     }
-    load_weights(model, renamed, checkpoint, dtype, precise=mar.PRECISE)
     model.dtype = dtype
-    return model.eval().requires_grad_(False)
+    return load_weights(model, renamed, checkpoint, dtype, precise=mar.PRECISE)
 
 
 def tokenizer(path: Path, vocab: int, search: Sequence[Path]) -> PromptEncoder:

@@ -20,7 +20,9 @@ from ...models.positions import SequencePositions
 from ...models.prefix import TextPrefix
 from ...samplers.contract import SamplingParams
 from ..ar_model import DiscreteModel, legal_grid
-from ..files.checkpoint import Checkpoint, CheckpointError, load_weights, read_settings
+from ..files.checkpoint import Checkpoint, read_settings
+from ..files.errors import CheckpointError
+from ..files.weights import load_weights
 from ..registry import Family, ReleasedDecoder, Source
 from ..text.language_model import (
     Tokenizer,
@@ -91,9 +93,8 @@ def load(
         TextEncoder(partial(written, tokenizer, words), own), meta.get("pixels_per_token", 16),
         positions=SequencePositions(rope_theta(settings)), longest=positive(settings, "max_position_embeddings", 16384),
     )
-    load_weights(model, named, checkpoint, dtype)
     model.dtype = dtype
-    return model.eval().requires_grad_(False)
+    return load_weights(model, named, checkpoint, dtype)
 
 
 def tensors_of(checkpoint: Checkpoint) -> tuple[dict[str, Tensor | tuple[Tensor, ...]], str]:

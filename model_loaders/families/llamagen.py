@@ -20,10 +20,12 @@ from ...models.backbone import Backbone, BackboneConfig, join_gates
 from ...models.prefix import CaptionPrefix, ClassPrefix
 from ...samplers.contract import SamplingParams
 from ..ar_model import DiscreteModel, legal_grid
-from ..files.checkpoint import WEIGHT_FILES, Checkpoint, CheckpointError, load_weights, whole_number
+from ..files.checkpoint import WEIGHT_FILES, Checkpoint, whole_number
+from ..files.errors import CheckpointError
+from ..files.weights import load_weights
 from ..registry import Family, ReleasedDecoder, Source
 from ..text import t5
-from ..text.language_model import positive
+from ..text.language_model import layer_tensors, positive
 from ..text.prompt_encoders import ClassEncoder, MissingEncoder, PromptEncoder, WordEncoder
 
 _HEADS = {  # (dim, layers) -> heads of the official sizes
@@ -31,12 +33,9 @@ _HEADS = {  # (dim, layers) -> heads of the official sizes
     (4096, 32): 32,
 }  # fmt: skip
 _IGNORED = ("freqs_cis",)
-_HUGGING_FACE = (  # (pattern, replacement) from Llama-style names
+_HUGGING_FACE = (  # (pattern, replacement) from Llama-style names, but for those of the layers
     (r"^model\.embed_tokens\.", "tok_embeddings."), (r"^lm_head\.", "output."), (r"^model\.", ""),
-    (r"\.input_layernorm\.", ".attention_norm."), (r"\.post_attention_layernorm\.", ".ffn_norm."),
-    (r"\.self_attn\.o_proj\.", ".attention.wo."), (r"\.mlp\.gate_proj\.", ".feed_forward.w1."),
-    (r"\.mlp\.up_proj\.", ".feed_forward.w3."), (r"\.mlp\.down_proj\.", ".feed_forward.w2."),
-)  # fmt: skip
+)
 
 
 def recognise(tensors: dict[str, Tensor]) -> bool:
@@ -46,20 +45,18 @@ def recognise(tensors: dict[str, Tensor]) -> bool:
     return embedded and any(name.startswith("cls_embedding.") for name in names)
 
 
-def official_names(tensors: dict[str, Tensor]) -> dict[str, Tensor | tuple[Tensor, ...]]:
-    """Llama-style names -> LlamaGen's; the q, k, v projections are stacked into wqkv. Official names pass unchanged."""
+def official_names(checkpoint: Checkpoint) -> dict[str, Tensor | tuple[Tensor, ...]]:
+    """Llama-style names -> LlamaGen's; see layer_tensors. Official names pass unchanged."""
+    tensors = checkpoint.tensors
     if "tok_embeddings.weight" in tensors:
         return {name: tensor for name, tensor in tensors.items() if name not in _IGNORED}
-    renamed = {}
+    renamed = layer_tensors(tensors, "model.", checkpoint.path)
     for name, tensor in tensors.items():
-        for pattern, replacement in _HUGGING_FACE:
-            name = re.sub(pattern, replacement, name)
-        renamed[name] = tensor
-    for name in [n for n in renamed if n.endswith(".self_attn.q_proj.weight")]:
-        parts = [renamed.pop(name.replace("q_proj", f"{part}_proj"), None) for part in "qkv"]
-        if all(part is not None for part in parts):
-            renamed[name.replace("self_attn.q_proj", "attention.wqkv")] = tuple(parts)
-    return {name: tensor for name, tensor in renamed.items() if not name.endswith("rotary_emb.inv_freq")}
+        if not name.startswith("model.layers.") and not name.endswith("rotary_emb.inv_freq"):
+            for pattern, replacement in _HUGGING_FACE:
+                name = re.sub(pattern, replacement, name)
+            renamed[name] = tensor
+    return renamed
 
 
 def backbone_config(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> BackboneConfig:
@@ -105,7 +102,7 @@ def load(
 ) -> DiscreteModel:
     """Build the model on the CPU. Raises CheckpointError if tensors are missing, unknown, misshapen or not finite."""
     path, meta = checkpoint.path, checkpoint.metadata
-    tensors = official_names(checkpoint.tensors)
+    tensors = official_names(checkpoint)
     config = backbone_config(tensors, checkpoint)
     text = "cls_embedding.cap_proj.fc1.weight" in tensors
     grid = legal_grid(grid) if grid else grid_of(checkpoint)
@@ -136,9 +133,8 @@ def load(
         name.replace("cls_embedding.", "prefix.") if name.startswith("cls_embedding.") else f"backbone.{name}": tensor
         for name, tensor in tensors.items()
     }
-    load_weights(model, join_gates(renamed), checkpoint, dtype)
     model.dtype = dtype
-    return model.eval().requires_grad_(False)
+    return load_weights(model, join_gates(renamed), checkpoint, dtype)
 
 
 def caption_encoder(path: Path, meta: dict, slots: int, width: int, search: Sequence[Path]) -> PromptEncoder:

@@ -21,7 +21,9 @@ from ...samplers.continuous_contract import ContinuousParams
 from ..ar_model import legal_grid
 from ..continuous_model import MaskedModel
 from ..decoders.kl_vae import KL16
-from ..files.checkpoint import Checkpoint, CheckpointError, load_weights, whole_number
+from ..files.checkpoint import Checkpoint, whole_number
+from ..files.errors import CheckpointError
+from ..files.weights import load_weights
 from ..registry import Family
 from ..text.prompt_encoders import ClassEncoder, MissingEncoder, PromptEncoder, WordEncoder
 from .llamagen import class_names
@@ -112,9 +114,8 @@ def load(
         name.replace("diffloss.", "head.") if name.startswith("diffloss.") else f"backbone.{name}": tensor
         for name, tensor in tensors.items()
     }
-    load_weights(model, renamed, checkpoint, dtype, precise=PRECISE)
     model.dtype = dtype
-    return model.eval().requires_grad_(False)
+    return load_weights(model, renamed, checkpoint, dtype, precise=PRECISE)
 
 
 def first_step(meta: dict[str, Any]) -> int:

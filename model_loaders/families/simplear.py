@@ -19,18 +19,21 @@ from ...models.prefix import TextPrefix
 from ...models.simplear import TiedHead
 from ...samplers.contract import SamplingParams
 from ..ar_model import DiscreteModel, legal_grid
-from ..files.checkpoint import WEIGHT_FILES, Checkpoint, CheckpointError, load_weights
+from ..files.checkpoint import WEIGHT_FILES, Checkpoint
+from ..files.errors import CheckpointError
+from ..files.weights import load_weights
 from ..registry import Family, ReleasedDecoder, Source
 from ..text.language_model import (
     Tokenizer,
     backbone_config,
     backbone_tensors,
     find_tokenizer,
-    image_rows,
+    language_root,
     matrix,
     positive,
     rope_theta,
     text_settings,
+    word_tensors,
 )
 from ..text.prompt_encoders import TextEncoder
 
@@ -51,8 +54,8 @@ _NEGATIVE = (
 
 def recognise(tensors: Mapping[str, Tensor]) -> bool:
     """Is this a Qwen2 language model and nothing else? Whether its words include image codes, ``load`` finds out."""
-    biased = f"{_ROOT}layers.0.self_attn.q_proj.bias" in tensors
-    return biased and _TABLE in tensors and all(name.startswith(_PARTS) for name in tensors)
+    biased = language_root(tensors, (_ROOT,), "q_proj.bias") is not None
+    return biased and all(name.startswith(_PARTS) for name in tensors)
 
 
 def load(
@@ -86,20 +89,17 @@ def load(
         if tied:
             backbone.output = TiedHead(backbone.tok_embeddings)
         prefix = TextPrefix(first, config.dim, lambda features, size: negative(), operations)
+    images = range(first, first + codes)
     defaults = SamplingParams(**{"cfg": 6.0} | meta.get("defaults", {}))
     model = DiscreteModel(
         backbone, prefix, _NAME, tuple(grid) if grid else grids[0], defaults, encoder,
         positions=SequencePositions(rope_theta(settings, 1e6)), grids=grids,
-        longest=positive(settings, "max_position_embeddings", None), word_ids=range(first, first + codes),
+        longest=positive(settings, "max_position_embeddings", None), word_ids=images,
     )
-    weights = backbone_tensors(tensors, _ROOT, path) | {
-        "prefix.embedding.weight": table[:first], "backbone.tok_embeddings.weight": image_rows(table, first, codes),
-    }  # fmt: skip
-    if not tied:
-        weights["backbone.output.weight"] = image_rows(tensors[_HEAD], first, codes)
-    load_weights(model, weights, checkpoint, dtype)
+    weights = backbone_tensors(tensors, _ROOT, path)
+    weights |= word_tensors(table, None if tied else tensors[_HEAD], first, images)
     model.dtype = dtype
-    return model.eval().requires_grad_(False)
+    return load_weights(model, weights, checkpoint, dtype)
 
 
 def open_tokenizer(path: Path, search: Sequence[Path]) -> Tokenizer:

@@ -20,7 +20,9 @@ from ...samplers.distributions import Normal
 from ..ar_model import Conditioning
 from ..continuous_model import ContinuousBase
 from ..decoders.kl_vae import KL16
-from ..files.checkpoint import Checkpoint, CheckpointError, load_weights, whole_number
+from ..files.checkpoint import Checkpoint, whole_number
+from ..files.errors import CheckpointError
+from ..files.weights import load_weights
 from ..registry import Family
 from ..text.prompt_encoders import ClassEncoder, PromptEncoder
 from .llamagen import class_names
@@ -162,9 +164,8 @@ def load(
         backbone = XAR(config, operations)
     model = CellModel(backbone, defaults, ClassEncoder(config.classes, class_names(config.classes)))
     tensors = {f"backbone.{name}": t for name, t in checkpoint.tensors.items() if not name.endswith(_RECOMPUTED)}
-    load_weights(model, tensors, checkpoint, dtype)
     model.dtype = dtype
-    return model.eval().requires_grad_(False)
+    return load_weights(model, tensors, checkpoint, dtype)
 
 
 FAMILY = Family(("xAR",), {"xar": KL16}, recognise, load, continuous=True)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...models.quantised import narrow_names, put_narrow, quantise, stored
 from . import safetensors_files
+from .errors import CheckpointError, refuse_shortage
 from .pickles import read_pickle, refuse_unreal
 from .torchscript import read_torchscript
 
@@ -27,24 +25,9 @@ INDEX = ".index.json"
 WEIGHT_FILES = (  # of a Hugging Face folder, in the order of preference
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
-_CHECKED = 2**20  # values looked at together
 # Averaged weights go before those of the last step; the others are of DDP, DeepSpeed and Lightning.
 _CONTAINERS = ("model_ema", "model", "module", "state_dict")
-
-
-_PAGE_FILE = re.compile(r"(os error |error code: <|WinError )1455\b")  # as safetensors, PyTorch and Python tell it
-_NO_MEMORY = re.compile(r"not enough memory|(can't|cannot) allocate memory", re.IGNORECASE)
 _LARGEST_SETTINGS = 32 * 2**20  # bytes of a .json file; the released ones have 10 MB at most
-_LONGEST_MESSAGE = 1200  # characters
-
-
-class CheckpointError(ValueError):
-    """A weight file that cannot be used; the message names the file, the reason and the remedy."""
-
-    def __init__(self, message: str):
-        if len(message) > _LONGEST_MESSAGE:  # what it quotes from a file may be of any length
-            message = f"{message[: _LONGEST_MESSAGE - 300]} ... {message[-290:]}"
-        super().__init__(message)
 
 
 @dataclass(frozen=True)
@@ -53,7 +36,7 @@ class Checkpoint:
 
     A checkpoint in shards has its index for a file. The tensors are maps of the files (see keep_maps): reading one is
     what costs.
-    storage: a narrower dtype, of NARROW, in which the large matrices are to be kept (see load_weights).
+    storage: a narrower dtype, of NARROW, in which the large matrices are to be kept (see weights.load_weights).
     """
 
     tensors: dict[str, Tensor]
@@ -73,33 +56,6 @@ class Checkpoint:
     def own_settings(self) -> dict[str, Any]:
         """What our own files say of themselves: the metadata, over the ``specar`` table of config.json."""
         return (self.settings.get("specar") or {}) | self.metadata
-
-
-@contextmanager
-def incomplete_without(needed: str, path: Path) -> Iterator[None]:
-    """Sizes are read from tensors by name: turn the want of one into a CheckpointError that says what is needed."""
-    try:
-        yield
-    except (KeyError, ValueError) as error:  # a tensor that tells a size, or a whole group of them, is not there
-        raise CheckpointError(
-            f"{path.name} is incomplete ({error}): {needed} are needed. Download it again."
-        ) from error
-
-
-@contextmanager
-def as_released(path: Path) -> Iterator[None]:
-    """Turn what a file breaks that is not as it was released into a CheckpointError. Files come from anywhere: a tensor
-    without dimensions, words where config.json should have numbers ..."""
-    try:
-        yield
-    except (CheckpointError, torch.cuda.OutOfMemoryError):
-        raise
-    except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError, RuntimeError) as error:
-        refuse_shortage(error, path)
-        raise CheckpointError(
-            f"{path.name}, its metadata or the config.json beside it is not as it was released: {error} "
-            f"({type(error).__name__}). Download them again."
-        ) from error
 
 
 def read_settings(file: Path) -> dict[str, Any]:
@@ -184,22 +140,6 @@ _Read = Callable[[Path], tuple[dict[str, Tensor], dict[str, str]]]  # safetensor
 def _map(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     with safe_open(str(path), framework="pt", device="cpu") as file:
         return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118 (not a dict)
-
-
-def refuse_shortage(error: BaseException, path: Path) -> None:
-    """Raise CheckpointError if a file could not be read, or its weights not be held, for want of memory."""
-    told = " ".join(str(cause) for cause in (error, error.__cause__) if cause)
-    size = f"{path.name} ({path.stat().st_size / 1e9:.1f} GB)" if path.is_file() else path.name
-    if _PAGE_FILE.search(told):
-        raise CheckpointError(
-            f"Windows cannot reserve memory for {size}, because its page file is too small (error 1455). Let Windows "
-            "manage the size of the page file (System > About > Advanced system settings > Performance > Advanced > "
-            "Virtual memory), close other programs, or start ComfyUI with --disable-mmap."
-        ) from error
-    if isinstance(error, MemoryError) or isinstance(error.__cause__, MemoryError) or _NO_MEMORY.search(told):
-        raise CheckpointError(
-            f"There is not enough memory to load {size}. Close other programs, or choose a dtype with fewer bytes."
-        ) from error
 
 
 def _open(path: Path, read: _Read, mapped: bool) -> Checkpoint:
@@ -324,89 +264,3 @@ def holds_fp8(path: Path) -> bool:
         return any(tensor.dtype == torch.float8_e4m3fn for tensor in outline(path).tensors.values())
     except CheckpointError:
         return False  # who loads it says what is wrong with it
-
-
-def load_weights(module: nn.Module, tensors: Mapping[str, Tensor | tuple[Tensor, ...]], checkpoint: Checkpoint,
-                 dtype: torch.dtype, ignore: Iterable[str] = (), precise: tuple[str, ...] = ()) -> None:
-    """Put tensors of a checkpoint into a module built on the meta device, one after the other, cast to ``dtype``.
-
-    A tuple stands for its tensors one below the other. Those under the prefixes ``precise`` stay fp32. With a
-    ``storage`` dtype in the checkpoint, the large Linear modules are replaced by such as keep their matrices in it
-    (which ones: NARROW). Raises CheckpointError for missing, unknown, misshapen or non-finite tensors (names in
-    ``ignore`` are left out).
-    """
-    path, ignore = checkpoint.path, set(ignore)
-    wanted = module.state_dict()
-    found = {name: tensor if isinstance(tensor, tuple) else (tensor,) for name, tensor in tensors.items()
-             if name not in ignore}
-    missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
-    if missing or unknown:
-        raise CheckpointError(
-            f"{path.name} does not fit this model: {len(missing)} tensors missing {missing[:3]}, "
-            f"{len(unknown)} unknown {unknown[:3]}. It is incomplete or of another family."
-        )
-    for name, shape in ((name, tensor.shape) for name, tensor in wanted.items()):
-        shapes = [list(part.shape) for part in found[name]]
-        whole = [sum(part[0] for part in shapes), *shapes[0][1:]] if shapes[0] else []
-        if whole != list(shape) or any(part[1:] != shapes[0][1:] for part in shapes):
-            raise CheckpointError(f"{path.name}: {name} has shape {whole}, expected {list(shape)}.")
-    narrow = {f"{n}.weight": n for n in narrow_names(module, checkpoint.storage)} if checkpoint.storage else {}
-    cast = {}
-    for name, tensor in wanted.items():
-        layer, scale = narrow.get(name), None
-        if layer is not None and checkpoint.storage == torch.int8:
-            parts = [_quantised(part, dtype, name, path) for part in found[name]]
-            cast[name], scale = (_joined(kind) for kind in zip(*parts, strict=True))
-            cast[f"{layer}.scale"] = scale
-        else:
-            kept = checkpoint.storage if layer is not None else torch.float32 if name.startswith(precise) else dtype
-            cast[name] = _joined([_cast(part, kept, tensor.is_floating_point(), name, path) for part in found[name]])
-        if layer is not None:
-            cast[name] = stored(cast[name])
-            put_narrow(module, layer, cast[name], scale)
-    module.load_state_dict(cast, strict=True, assign=True)
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
-
-
-def _quantised(tensor: Tensor, dtype: torch.dtype, name: str, path: Path) -> tuple[Tensor, Tensor]:
-    """A matrix in int8 and its scales, for computing in ``dtype``. Raises CheckpointError as _cast does."""
-    _refuse_whole(tensor, name, path)
-    rounded, scale = quantise(tensor)
-    if not torch.isfinite(scale).all():
-        raise CheckpointError(f"{path.name}: {name} contains NaN or infinite values. The file is damaged.")
-    if 127 * scale.max() > torch.finfo(dtype).max:
-        raise CheckpointError(f"{path.name}: {name} has values that are too large for {dtype}. Load it in bf16.")
-    return rounded, scale
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype, numbers: bool, name: str, path: Path) -> Tensor:
-    """The tensor in another precision; itself where it has that already.
-
-    The result is what is looked at: a map that is gone over twice is read twice where memory is short. Raises
-    CheckpointError for values that are not finite or too large for ``dtype``, or whole ones in place of real
-    ``numbers``.
-    """
-    if numbers:
-        _refuse_whole(tensor, name, path)
-    cast = tensor.to(dtype)
-    if not _finite(cast):
-        if _finite(tensor):
-            raise CheckpointError(f"{path.name}: {name} has values that are too large for {dtype}. Load it in bf16.")
-        raise CheckpointError(f"{path.name}: {name} contains NaN or infinite values. The file is damaged.")
-    return cast
-
-
-def _refuse_whole(tensor: Tensor, name: str, path: Path) -> None:
-    if not tensor.is_floating_point():
-        raise CheckpointError(
-            f"{path.name}: {name} holds whole numbers ({tensor.dtype}). It is quantised in a way that this pack does "
-            "not read: take the weights as they were released."
-        )
-
-
-def _finite(tensor: Tensor) -> bool:
-    parts = tensor.flatten().split(_CHECKED)  # the check makes copies
-    return all(torch.isfinite(part.float() if part.dtype.itemsize == 1 else part).all() for part in parts)

@@ -11,7 +11,8 @@ from safetensors.torch import save
 
 from ...files import replace
 from ...samplers.trace import CONTINUOUS_FIELDS, POSITION_FIELDS, SCHEMA, Source, Trace, derived_totals
-from .checkpoint import CheckpointError, open_checkpoint
+from .checkpoint import open_checkpoint
+from .errors import CheckpointError
 
 
 def save_trace(trace: Trace, path: str | Path) -> tuple[Path, Path]:

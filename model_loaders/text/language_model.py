@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import inf
 from pathlib import Path
@@ -12,7 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from ...models.backbone import BackboneConfig, join_gates
-from ..files.checkpoint import Checkpoint, CheckpointError, refuse_large
+from ..files.checkpoint import Checkpoint, refuse_large
+from ..files.errors import CheckpointError
+from ..files.names import root_of
 
 _LARGEST_TOKENIZER = 64 * 2**20  # bytes; the released ones have 20 MB at most
 _NAMES = {
@@ -22,24 +24,39 @@ _NAMES = {
 }  # fmt: skip
 
 
-def backbone_tensors(tensors: Mapping[str, Tensor], root: str, path: Path) -> dict[str, Tensor | tuple[Tensor, ...]]:
-    """Layers and final norm of a Llama-type model, whose names begin with ``root``, under the names of a DiscreteModel.
+def language_root(tensors: Collection[str], roots: Sequence[str], attention: str = "q_proj.weight") -> str | None:
+    """What the names of a Llama-type model begin with: the first of ``roots`` with a table of words and this tensor of
+    the first layer's attention behind it; None if there is none."""
+    return root_of(tensors, roots, "embed_tokens.weight", f"layers.0.self_attn.{attention}")
+
+
+def layer_tensors(tensors: Mapping[str, Tensor], root: str, path: Path) -> dict[str, Tensor | tuple[Tensor, ...]]:
+    """Layers of a Llama-type model, whose names begin with ``root``, under the names of LlamaGen and of our backbone.
 
     The projections of queries, keys and values are stacked. Raises CheckpointError if one of the three is missing.
     """
-    found: dict[str, Tensor | tuple[Tensor, ...]]
-    found = {"backbone.norm.weight": _tensor(tensors, f"{root}norm.weight", path)}
+    found: dict[str, Tensor | tuple[Tensor, ...]] = {}
     for name, tensor in tensors.items():
-        match = re.fullmatch(re.escape(root) + r"layers\.(\d+)\.(.+)\.(weight|bias)", name)
+        match = re.fullmatch(re.escape(root) + r"(layers\.\d+)\.(.+)\.(weight|bias)", name)
         if match is None or match[2] in ("self_attn.k_proj", "self_attn.v_proj"):
             continue
         layer, part, kind = match.groups()
         if part == "self_attn.q_proj":
-            stacked = (_tensor(tensors, name.replace("q_proj", f"{p}_proj"), path) for p in "qkv")
-            found[f"backbone.layers.{layer}.attention.wqkv.{kind}"] = tuple(stacked)
+            stacked = (named(tensors, name.replace("q_proj", f"{p}_proj"), path) for p in "qkv")
+            found[f"{layer}.attention.wqkv.{kind}"] = tuple(stacked)
         else:
-            found[f"backbone.layers.{layer}.{_NAMES.get(part, part)}.{kind}"] = tensor
-    return join_gates(found)
+            found[f"{layer}.{_NAMES.get(part, part)}.{kind}"] = tensor
+    return found
+
+
+def backbone_tensors(tensors: Mapping[str, Tensor], root: str, path: Path) -> dict[str, Tensor | tuple[Tensor, ...]]:
+    """Layers and final norm of a Llama-type model, whose names begin with ``root``, under the names of a DiscreteModel.
+
+    Raises CheckpointError if the norm, or a projection of queries, keys or values is missing.
+    """
+    layers = join_gates(layer_tensors(tensors, root, path))
+    norm = {"backbone.norm.weight": named(tensors, f"{root}norm.weight", path)}
+    return norm | {f"backbone.{name}": tensor for name, tensor in layers.items()}
 
 
 def text_settings(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -99,20 +116,32 @@ def rope_theta(settings: Mapping[str, Any], default: float = 10000.0) -> float:
     return float(positive(rope, "rope_theta", None) or positive(settings, "rope_theta", default))
 
 
-def image_rows(table: Tensor, first: int, codes: int, specials: Sequence[int] = ()) -> tuple[Tensor, ...]:
-    """Rows of an embedding or a head [words, D] for the image codes from id ``first`` on, then for special tokens."""
-    return (table[first : first + codes], *(table[special : special + 1] for special in specials))
+def word_tensors(
+    embedding: Tensor, head: Tensor | None, words: int, codes: range, specials: Sequence[int] = ()
+) -> dict[str, Tensor | tuple[Tensor, ...]]:
+    """Of the embedding and the head [N, D] of a model whose image codes are words, under the names of a DiscreteModel:
+    what its prompts are made of, the first ``words`` rows, and the rows of image codes and special tokens.
+
+    head None: it is the embedding.
+    """
+    def drawn(table: Tensor) -> tuple[Tensor, ...]:
+        return (table[codes.start : codes.stop], *(table[special : special + 1] for special in specials))
+
+    found = {"prefix.embedding.weight": embedding[:words], "backbone.tok_embeddings.weight": drawn(embedding)}
+    return found if head is None else found | {"backbone.output.weight": drawn(head)}
 
 
-def matrix(tensors: Mapping[str, Tensor], name: str, path: Path) -> Tensor:
-    """A matrix by its name. Raises CheckpointError if it is missing, or none."""
-    tensor = _tensor(tensors, name, path)
-    if tensor.ndim != 2 or not tensor.numel():
-        raise CheckpointError(f"{path.name}: {name} has shape {list(tensor.shape)}, expected a matrix.")
+def matrix(tensors: Mapping[str, Tensor], name: str, path: Path, columns: int | None = None) -> Tensor:
+    """The tensor of that name. Raises CheckpointError if it is missing or no matrix (of so many columns)."""
+    tensor = named(tensors, name, path)
+    if tensor.ndim != 2 or not tensor.numel() or columns not in (None, tensor.shape[1]):
+        wanted = "a matrix" if columns is None else f"a matrix with {columns} columns"
+        raise CheckpointError(f"{path.name}: {name} has shape {list(tensor.shape)}, expected {wanted}.")
     return tensor
 
 
-def _tensor(tensors: Mapping[str, Tensor], name: str, path: Path) -> Tensor:
+def named(tensors: Mapping[str, Tensor], name: str, path: Path) -> Tensor:
+    """The tensor of that name. Raises CheckpointError if it is missing."""
     if name not in tensors:
         raise CheckpointError(f"{path.name} lacks {name}. It is incomplete: download it again.")
     return tensors[name]

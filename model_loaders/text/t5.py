@@ -9,17 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..files.checkpoint import (
-    PICKLES,
-    SAFETENSORS,
-    WEIGHT_FILES,
-    Checkpoint,
-    CheckpointError,
-    as_released,
-    load_weights,
-    open_checkpoint,
-)
+from ..files.checkpoint import PICKLES, SAFETENSORS, WEIGHT_FILES, Checkpoint, open_checkpoint
 from ..files.checkpoint import weight_file as weights_in
+from ..files.errors import CheckpointError, as_released
+from ..files.weights import load_weights
 from .caption_cleaning import clean_caption
 from .language_model import Tokenizer, find_tokenizer
 
@@ -124,7 +117,7 @@ def load_t5(path: Path, width: int, dtype: torch.dtype) -> T5:
     tensors["encoder.encoder.embed_tokens.weight"] = tensors["encoder.shared.weight"]
     load_weights(module, tensors, checkpoint, dtype)
     module.encoder.encoder.embed_tokens.weight = module.encoder.shared.weight
-    return module.eval().requires_grad_(False)
+    return module
 
 
 def encoder_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:

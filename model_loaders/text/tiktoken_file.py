@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from ..files.checkpoint import CheckpointError, refuse_large
+from ..files.checkpoint import refuse_large
+from ..files.errors import CheckpointError
 
 _LARGEST = 32 * 2**20  # bytes; Emu3's has 2.5 MB
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders.decoders import movq
+from comfyui_specar.model_loaders.decoders import image_decoder, movq
 from comfyui_specar.model_loaders.families import emu3
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, open_checkpoint, weight_file
 from comfyui_specar.model_loaders.text.tiktoken_file import RankTokenizer
@@ -244,7 +244,7 @@ def shapes_of(module):
 def plans(monkeypatch):
     """What would be loaded, without reading it: (tensors wanted by name, tensors found)."""
     seen = []
-    for module in (emu3, movq):
+    for module in (emu3, image_decoder):
         monkeypatch.setattr(module, "load_weights", lambda model, found, *_: seen.append((model.state_dict(), found)))
     return seen
 

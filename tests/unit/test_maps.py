@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders.files import checkpoint
+from comfyui_specar.model_loaders.files import checkpoint, weights
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 from comfyui_specar.samplers.methods.next_token import NextToken
 from safetensors.torch import save_file
@@ -156,7 +156,7 @@ def test_too_little_memory_is_no_damage(tmp_path, monkeypatch, kind):
         patch.setattr(torch, "load", failing(NO_MEMORY[kind]))
         for file in (path, tmp_path / "model.pt"):
             assert "not enough memory" in refused(file)
-    monkeypatch.setattr(checkpoint, "_cast", failing(NO_MEMORY[kind]))
+    monkeypatch.setattr(weights, "_cast", failing(NO_MEMORY[kind]))
     assert "not enough memory" in refused(path)
 
 

@@ -1,0 +1,125 @@
+"""From the tensors of a checkpoint to the parameters of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ...models.quantised import narrow_names, put_narrow, quantise, stored
+from .checkpoint import Checkpoint
+from .errors import CheckpointError
+
+M = TypeVar("M", bound=nn.Module)
+Weights = Mapping[str, Tensor | tuple[Tensor, ...]]  # by the names of a module; a tuple: one below the other
+
+_CHECKED = 2**20  # values looked at together
+
+
+def load_weights(
+    module: M, tensors: Weights, checkpoint: Checkpoint, dtype: torch.dtype, ignore: Iterable[str] = (),
+    precise: tuple[str, ...] = (),
+) -> M:
+    """Fill a module built on the meta device, and return it ready to be used: without dropout or gradients.
+
+    tensors: of the checkpoint, those in ``ignore`` to be left out. They are read and cast to ``dtype`` one after the
+    other; what is under the prefixes ``precise`` becomes fp32. With a ``storage`` dtype in the checkpoint, the large
+    Linear modules (which ones: NARROW) are replaced by such as keep their matrices in it. Raises CheckpointError for
+    tensors that are missing, unknown, misshapen or not finite, before any is read where names and shapes tell.
+    """
+    path, wanted = checkpoint.path, module.state_dict()
+    left_out = set(ignore)
+    found = {name: parts if isinstance(parts, tuple) else (parts,)
+             for name, parts in tensors.items() if name not in left_out}
+    _check_names(wanted, found, path)
+    _check_shapes(wanted, found, path)
+    storage = checkpoint.storage
+    narrow = {f"{layer}.weight": layer for layer in narrow_names(module, storage)} if storage else {}
+    weights = {}
+    for name, parameter in wanted.items():
+        if layer := narrow.get(name):
+            weights[name], scale = _narrow(found[name], storage, dtype, name, path)
+            put_narrow(module, layer, weights[name], scale)
+            if scale is not None:
+                weights[f"{layer}.scale"] = scale
+        else:
+            kept = torch.float32 if name.startswith(precise) else dtype
+            parts = (_cast(part, kept, parameter.is_floating_point(), name, path) for part in found[name])
+            weights[name] = _joined(list(parts))
+    module.load_state_dict(weights, strict=True, assign=True)
+    return module.eval().requires_grad_(False)
+
+
+def _check_names(wanted: Mapping[str, Tensor], found: Mapping[str, Sequence[Tensor]], path: Path) -> None:
+    missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    if missing or unknown:
+        raise CheckpointError(
+            f"{path.name} does not fit this model: {len(missing)} tensors missing {missing[:3]}, "
+            f"{len(unknown)} unknown {unknown[:3]}. It is incomplete or of another family."
+        )
+
+
+def _check_shapes(wanted: Mapping[str, Tensor], found: Mapping[str, Sequence[Tensor]], path: Path) -> None:
+    for name, parameter in wanted.items():
+        first, *others = ([*part.shape] for part in found[name])
+        shape = [sum(part[0] for part in (first, *others)), *first[1:]] if first else []
+        if shape != [*parameter.shape] or any(other[1:] != first[1:] for other in others):
+            raise CheckpointError(f"{path.name}: {name} has shape {shape}, expected {[*parameter.shape]}.")
+
+
+def _narrow(
+    parts: Sequence[Tensor], storage: torch.dtype, dtype: torch.dtype, name: str, path: Path
+) -> tuple[Tensor, Tensor | None]:
+    """Weight and scale of a NarrowLinear that keeps a matrix in int8 or fp8, and computes in ``dtype``."""
+    if storage == torch.int8:
+        rounded, scales = zip(*(_quantised(part, dtype, name, path) for part in parts), strict=True)
+        return _joined(rounded), _joined(scales)
+    return stored(_joined([_cast(part, storage, True, name, path) for part in parts])), None
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
+
+
+def _quantised(tensor: Tensor, dtype: torch.dtype, name: str, path: Path) -> tuple[Tensor, Tensor]:
+    """A matrix in int8 and its scales, for computing in ``dtype``. Raises CheckpointError as _cast does."""
+    _refuse_whole(tensor, name, path)
+    rounded, scale = quantise(tensor)
+    if not torch.isfinite(scale).all():
+        raise CheckpointError(f"{path.name}: {name} contains NaN or infinite values. The file is damaged.")
+    if 127 * scale.max() > torch.finfo(dtype).max:
+        raise CheckpointError(f"{path.name}: {name} has values that are too large for {dtype}. Load it in bf16.")
+    return rounded, scale
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype, numbers: bool, name: str, path: Path) -> Tensor:
+    """The tensor in another precision; itself where it has that already.
+
+    The result is what is looked at: a map that is gone over twice is read twice where memory is short. Raises
+    CheckpointError for values that are not finite or too large for ``dtype``, or whole ones in place of real
+    ``numbers``.
+    """
+    if numbers:
+        _refuse_whole(tensor, name, path)
+    cast = tensor.to(dtype)
+    if not _finite(cast):
+        if _finite(tensor):
+            raise CheckpointError(f"{path.name}: {name} has values that are too large for {dtype}. Load it in bf16.")
+        raise CheckpointError(f"{path.name}: {name} contains NaN or infinite values. The file is damaged.")
+    return cast
+
+
+def _refuse_whole(tensor: Tensor, name: str, path: Path) -> None:
+    if not tensor.is_floating_point():
+        raise CheckpointError(
+            f"{path.name}: {name} holds whole numbers ({tensor.dtype}). It is quantised in a way that this pack does "
+            "not read: take the weights as they were released."
+        )
+
+
+def _finite(tensor: Tensor) -> bool:
+    parts = tensor.flatten().split(_CHECKED)  # the check makes copies
+    return all(torch.isfinite(part.float() if part.dtype.itemsize == 1 else part).all() for part in parts)
