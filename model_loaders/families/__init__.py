@@ -1,9 +1,7 @@
-"""Families of models: a module for every one, listed here in the order in which they are asked about a file."""
+"""Families of models: a module for every one, listed here in the order in which they are named."""
 
 from . import chameleon, emu3, harmon, janus, llamagen, mar, simplear, xar
 
-FAMILIES = tuple(
-    module.FAMILY for module in (llamagen, mar, xar, harmon, janus, chameleon, simplear, emu3)
-)
+FAMILIES = tuple(module.FAMILY for module in (llamagen, janus, simplear, chameleon, emu3, mar, xar, harmon))
 NAMES = ", ".join(label for family in FAMILIES for label in family.labels)
 RELEASED_DECODERS = {kind: decoder for family in FAMILIES for kind, decoder in family.decoders.items()}

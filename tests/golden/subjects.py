@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from comfyui_specar import api
-from safetensors.torch import save_file
 
-from ..support import tiny_harmon, tiny_mar, tiny_xar
-from ..support.every_family import WRITE, make_family
+from ..support.every_family import FAMILIES, make_family
+from ..support.tiny_family import declared
 
-BUNDLED, TINY = "default", tuple(WRITE)
-BUNDLED_VECTORS, TINY_VECTORS = "continuous", ("mar", "harmon", "xar")
+BUNDLED, TINY = "default", tuple(FAMILIES)
+_VECTORS = declared("TINY", continuous=True)
+BUNDLED_VECTORS, TINY_VECTORS = "continuous", tuple(_VECTORS)
 PROMPT, NEGATIVE = "heart, 3d, on a blue background", "moon, flat"
 ROWS = 3  # that a case draws of the bundled models' 16 or 8: the last ones of a next-token image; the others are kept
 SEED = 7
@@ -75,25 +75,6 @@ def continuous(name: str) -> Subject:
         return Subject(model, prompt, model.encode_prompt(NEGATIVE), {"small": small},
                        options=options | {"tokens": tokens, "kept": keep})
     with TemporaryDirectory() as folder:
-        model = _WRITE_VECTORS[name](Path(folder))
+        model = api.load_model(_VECTORS[name].write(Path(folder)), dtype=torch.float32)
         prompt, negative = (model.encode_prompt(text) for text in ("3", "5"))
     return Subject(model, prompt, negative, {"itself": model}, options=options)
-
-
-def _mar(folder: Path) -> Any:
-    """An untrained head's tokens stay small from step 500 on."""
-    return api.load_model(tiny_mar.write_mar(folder / "mar.safetensors", first_step=500), dtype=torch.float32)
-
-
-def _harmon(folder: Path) -> Any:
-    tiny_harmon.write_tokenizer(folder / "qwen25_tokenizer")
-    return api.load_model(tiny_harmon.write_harmon(folder / "harmon.safetensors"), dtype=torch.float32)
-
-
-def _xar(folder: Path) -> Any:
-    header = {"specar": f'{{"heads": {tiny_xar.HEADS}}}'}
-    save_file(tiny_xar.xar_weights(blocks=1), folder / "xar.safetensors", metadata=header)
-    return api.load_model(folder / "xar.safetensors", dtype=torch.float32)
-
-
-_WRITE_VECTORS = {"mar": _mar, "harmon": _harmon, "xar": _xar}

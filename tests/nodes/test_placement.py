@@ -3,7 +3,6 @@
 A GPU is simulated by tensors without data, which refuse to be mixed across devices as real ones do.
 """
 
-from functools import partial
 
 import comfy.model_management as mm
 import pytest
@@ -16,14 +15,12 @@ from comfyui_specar.nodes.comfy_runtime import runs
 from comfyui_specar.nodes.comfy_runtime.operations import Operations
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..support import tiny, tiny_chameleon, tiny_emu3, tiny_janus, tiny_simplear
+from ..support import tiny_chameleon
+from ..support.tiny_family import declared
 
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
-FAMILIES = {
-    "llamagen": lambda folder: tiny.write_llamagen(folder / "model.safetensors", False),
-    "lumina-mgpt": tiny_chameleon.write, "anole": partial(tiny_chameleon.write, kind="anole"),
-    "janus-pro": tiny_janus.write, "simplear": tiny_simplear.write, "emu3": tiny_emu3.write,
-}
+FAMILIES = declared("TINY", continuous=False)
+NAMES = [name for name in FAMILIES if name != "llamagen-t2i"]  # those with a text encoder
 
 
 @pytest.fixture
@@ -49,15 +46,15 @@ def run(model, prompt):
 
 
 @pytest.mark.parametrize(("family", "storage"), [
-    *((family, None) for family in FAMILIES), *((family, torch.int8) for family in FAMILIES),
+    *((family, storage) for storage in (None, torch.int8) for family in NAMES),
     ("emu3", torch.float8_e4m3fn), ("simplear", torch.float8_e4m3fn),
 ], ids=str)
 def test_every_family_runs_when_half_of_it_stays_behind(family, storage, tmp_path, request):
-    model = load_model(FAMILIES[family](tmp_path), operations=Operations, storage=storage)
+    model = load_model(FAMILIES[family].write(tmp_path), operations=Operations, storage=storage)
     kept = {None: torch.float32, torch.int8: torch.int8, torch.float8_e4m3fn: torch.uint8}[storage]
     assert kept in {parameter.dtype for parameter in model.parameters()}
     model.keep_words_back()
-    prompt = model.encode_class(3) if family == "llamagen" else model.encode_ids([1, 2, 3])
+    prompt = model.encode_class(3) if family == "llamagen-c2i" else model.encode_ids([1, 2, 3])
     if family != "llamagen":  # ids of words are checked, which tensors without data cannot be
         embedded = model.prefix(model.read(prompt, 1, "positive", model.grid).features)
         model.prefix.forward = lambda features: embedded.to(GPU)
@@ -71,7 +68,7 @@ def test_every_family_runs_when_half_of_it_stays_behind(family, storage, tmp_pat
 
 
 def test_a_layer_that_cannot_cast_would_be_noticed(tmp_path, request):
-    model = load_model(FAMILIES["llamagen"](tmp_path), operations=Operations)
+    model = load_model(FAMILIES["llamagen-c2i"].write(tmp_path), operations=Operations)
     model.backbone.output = torch.nn.Linear(*reversed(model.backbone.output.weight.shape), bias=False)
     request.getfixturevalue("gpu")
     ModelPatcher(model, GPU, CPU).load(GPU, lowvram_model_memory=1)

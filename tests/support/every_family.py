@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from comfyui_specar.model_loaders.ar_model import Conditioning, DiscreteModel
@@ -23,27 +22,10 @@ from comfyui_specar.samplers.rules.tv_budget import TVMetered
 from comfyui_specar.training import drafter_export
 from safetensors.torch import load_file, save_file
 
-from . import tiny_chameleon, tiny_emu3, tiny_janus, tiny_simplear
-from .tiny import GRID, HEADS, caption_features, fill, llamagen_shapes
+from .tiny import GRID, caption_features, fill
+from .tiny_family import declared
 
-
-def write_llamagen(folder, text, seed=0, layers=2):
-    header = {"specar": json.dumps({"heads": HEADS, "grid": GRID})}
-    weights = {name: fill(name if seed == 0 else f"{seed} {name}", shape)
-               for name, shape in llamagen_shapes(text, layers=layers).items()}
-    save_file(weights, folder / "model.safetensors", metadata=header)
-    return folder
-
-
-WRITE = {  # family -> (writes a model's folder, special tokens)
-    "llamagen-t2i": (partial(write_llamagen, text=True), 0),
-    "llamagen-c2i": (partial(write_llamagen, text=False), 0),
-    "janus-pro": (tiny_janus.write, 0),
-    "simplear": (tiny_simplear.write, 0),
-    "lumina-mgpt": (partial(tiny_chameleon.write, kind="lumina"), 4 + 1),
-    "anole": (partial(tiny_chameleon.write, kind="anole"), 1),
-    "emu3": (tiny_emu3.write, 4 + 3),
-}
+FAMILIES = declared("TINY", continuous=False)
 ROWS, COLS = GRID
 TREE, FEW = Static(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0))), Dynamic(3, 3, 8)
 BOUNDS = {"depths": (1, 3), "widths": (1, 4), "width_step": 1, "first": (2, 3), "nodes": 8}
@@ -97,7 +79,7 @@ def write_eagle(model: DiscreteModel, folder):
 
 def make_family(name, folder, device="cpu"):
     """The model of a family, with its drafters, from files that are written to a folder."""
-    write, _ = WRITE[name]
+    write = FAMILIES[name].write
     folders = [folder / part for part in ("target", "small", "eagle")]
     for each in folders:
         each.mkdir(exist_ok=True)

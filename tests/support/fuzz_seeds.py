@@ -10,7 +10,7 @@ import json
 import shutil
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
@@ -22,19 +22,17 @@ from comfyui_specar.model_loaders.detect import find_image_decoder, stays_fp8
 from comfyui_specar.model_loaders.families import emu3
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 from comfyui_specar.model_loaders.text.tiktoken_file import RankTokenizer
-from comfyui_specar.models.kl_vae import KLConfig, KLModel
 from comfyui_specar.reports.run_report import check_words
 from comfyui_specar.samplers.trace import Source
-from safetensors.torch import save_file
 
-from . import tiny, tiny_chameleon, tiny_emu3, tiny_harmon, tiny_janus, tiny_mar, tiny_simplear, tiny_t5, tiny_xar
+from . import tiny, tiny_chameleon, tiny_emu3, tiny_mar, tiny_simplear
 from .fuzz_files import CANARY
+from .tiny_family import declared
 
 ROOT = Path(comfyui_specar.__file__).resolve().parent
 LONGEST = 1500  # characters of a message
 DRAWN = 4096  # tokens of a picture that is worth starting here
 HUNGRY = ("allocate memory", "MemoryError", "not enough memory")
-KL = KLConfig(channels=16, ch_mult=(1, 1), base_channels=32, num_res_blocks=1)
 
 
 class EnoughError(Exception):
@@ -120,68 +118,6 @@ def use_ranks(folder: Path) -> None:
     tokenizer.id("<|image token|>"), len(tokenizer)
 
 
-def llamagen_captions(folder: Path) -> None:
-    tiny.write_llamagen(folder / "t2i_XL_stage2_512.safetensors", True)
-    torch.save(tiny.vq_weights(), folder / "vq_ds16_t2i.pt")
-    tiny_t5.write(folder / "flan-t5-xl")
-
-
-def llamagen_words(folder: Path) -> None:
-    """In the layout of the bundled model."""
-    defaults = {"cfg": 2.0, "temperature": 1.0, "top_k": 8, "top_p": 1.0}
-    tiny.write_llamagen(folder / "model.safetensors", True, caption_slots=tiny.SLOTS, defaults=defaults,
-                        pixels_per_token=2)
-    save_file(tiny.vq_weights(), str(folder / "vq.safetensors"), metadata={"specar": json.dumps({"margin": 1})})
-    write_words(folder, tiny.CAPTION)
-
-
-def write_words(folder: Path, width: int) -> None:
-    words = ["red", "cat", "bg_blue"]
-    header = {"words": words, "stop_words": ["a"], "synonyms": {"crimson": "red"}, "backgrounds": ["blue"]}
-    save_file({"word_embeddings.weight": tiny.fill("words embedding", (3, width))},
-              str(folder / "text_encoder.safetensors"), metadata={"specar": json.dumps(header)})
-
-
-def llamagen_classes(folder: Path) -> None:
-    """A pickle with config.json, as conversions have them."""
-    torch.save({"model": tiny.llamagen_weights(False), "steps": 5}, folder / "pytorch_model.bin")
-    settings = {"num_attention_heads": tiny.HEADS, "block_size": 16, "rms_norm_eps": 1e-5, "model_type": "llamagen"}
-    (folder / "config.json").write_text(json.dumps(settings), encoding="utf-8")
-
-
-def simplear(folder: Path) -> None:
-    tiny_simplear.write(folder, decoder=False)
-    tiny_simplear.write_cosmos(folder / tiny_simplear.DECODER, ("decoder",), ".jit")
-
-
-def mar(folder: Path) -> None:
-    config = replace(tiny_mar.MAR, encoder_layers=1, conditions=tiny.CAPTION, captions=True)
-    defaults = {"cfg": 2.0, "steps": 5, "iterations": 4}
-    tiny_mar.write_mar(folder / "model.safetensors", config, caption_slots=4, defaults=defaults)
-    write_words(folder, tiny.CAPTION)
-    kl_vae(folder / "kl16.safetensors")
-
-
-def kl_vae(file: Path) -> None:
-    torch.manual_seed(0)
-    save_file(KLModel(KL).state_dict(), str(file))
-
-
-def mar_pickle(folder: Path) -> None:
-    """No metadata tells the heads of this tiny one: it is refused, though never for another reason while sound."""
-    torch.save({"model": tiny_mar.mar_weights(), "model_ema": tiny_mar.mar_weights()}, folder / "mar.pth")
-
-
-def harmon(folder: Path) -> None:
-    tiny_harmon.write_harmon(folder / "harmon.safetensors")
-    tiny_harmon.write_tokenizer(folder / "qwen25_tokenizer")
-
-
-def xar(folder: Path) -> None:
-    metadata = {"heads": tiny_xar.HEADS, "defaults": {"steps": 3}}
-    save_file(tiny_xar.xar_weights(blocks=1), str(folder / "xar.safetensors"), {"specar": json.dumps(metadata)})
-
-
 def eagle(folder: Path) -> None:
     tiny.write_eagle(folder / "eagle", input_type=None, grid=[4, 4], target="llamagen-c2i")
 
@@ -195,28 +131,16 @@ def trace(folder: Path) -> None:
 
 
 SEEDS = {
-    "LlamaGen with T5": Seed(llamagen_captions, partial(use_model, name="t2i_XL_stage2_512.safetensors")),
-    "LlamaGen with words": Seed(llamagen_words, partial(use_model, name="")),
-    "LlamaGen of classes": Seed(llamagen_classes, partial(use_model, name="", prompt="3")),
-    "Janus-Pro": Seed(partial(tiny_janus.write, shards=2), partial(use_model, name="")),
-    "Janus-Pro as released": Seed(partial(tiny_janus.write, original=True, pickled=True), partial(use_model, name="")),
-    "Janus-Pro in int8": Seed(tiny_janus.write, partial(use_model, name="", storage=torch.int8)),
-    "SimpleAR": Seed(simplear, partial(use_model, name="")),
-    "Lumina-mGPT": Seed(partial(tiny_chameleon.write, kind="lumina"), partial(use_model, name="Lumina-mGPT-tiny")),
-    "Anole": Seed(partial(tiny_chameleon.write, kind="anole", shards=3), partial(use_model, name="Anole-tiny-hf")),
-    "Emu3": Seed(tiny_emu3.write, partial(use_model, name="")),
+    **{name: Seed(files.write, partial(use_model, name=files.name, prompt=files.prompt, storage=files.storage))
+       for name, files in declared("FILES").items()},
     "Emu3's ranks": Seed(tiny_emu3.write_ranks, use_ranks),
-    "MAR": Seed(mar, partial(use_model, name="")),
-    "MAR as released": Seed(mar_pickle, partial(use_model, name="mar.pth", prompt="3")),
-    "Harmon": Seed(harmon, partial(use_model, name="harmon.safetensors")),
-    "xAR": Seed(xar, partial(use_model, name="xar.safetensors", prompt="3")),
     "EAGLE drafter": Seed(eagle, partial(use_drafter, name="eagle")),
     "small model as drafter": Seed(small, partial(use_drafter, name="small.safetensors")),
     "VQ": Seed(lambda folder: torch.save(tiny.vq_weights(), folder / "vq.pt"), partial(use_decoder, name="vq.pt")),
     "VQGAN": Seed(lambda folder: tiny_chameleon.write_vqgan(folder / "vq.ckpt"), partial(use_decoder, name="vq.ckpt")),
     "MoVQ": Seed(tiny_emu3.write_decoder, partial(use_decoder, name="")),
     "Cosmos": Seed(lambda folder: tiny_simplear.write_cosmos(folder, suffix=".jit"), partial(use_decoder, name="")),
-    "KL": Seed(lambda folder: kl_vae(folder / "kl16.safetensors"), partial(use_decoder, name="kl16.safetensors")),
+    "KL": Seed(tiny_mar.write_kl_vae, partial(use_decoder, name="kl16.safetensors")),
     "trace": Seed(trace, use_trace),
 }
 

@@ -74,6 +74,14 @@ def write_llamagen(path: Path, text: bool, **metadata) -> Path:
     return path
 
 
+def write_words(folder: Path, width: int) -> None:
+    """The text encoder of a model of ours, text_encoder.safetensors: a few words of ``width`` numbers."""
+    words = ["red", "cat", "bg_blue"]
+    header = {"words": words, "stop_words": ["a"], "synonyms": {"crimson": "red"}, "backgrounds": ["blue"]}
+    save_file({"word_embeddings.weight": fill("words embedding", (3, width))},
+              str(folder / "text_encoder.safetensors"), metadata={"specar": json.dumps(header)})
+
+
 def llamagen(folder: Path, text: bool) -> DiscreteModel:
     """The tiny model, written to ``folder`` and loaded from there."""
     return load_model(write_llamagen(folder / "model.safetensors", text))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from . import tiny
 from .tiny import fill
+from .tiny_family import Files, Tiny, Workflow
 from .tiny_folder import byte_tokenizer, write_folder
 
 KINDS = ("lumina", "anole")
@@ -139,3 +142,33 @@ def write(folder: Path, seed: int = 0, shards: int = 1, kind: str = "lumina", to
     if tokenizer:
         byte_tokenizer(list(vocabulary(codes)), FIRST).save(str(folder / "tokenizer.json"))
     return folder
+
+
+def install_lumina(models: Path) -> None:
+    folder = write(models / "ar_models", kind="lumina").rename(models / "ar_models/Lumina-mGPT-7B-768")
+    decoder = models / "vae/Anole-7b-v0.1-vqvae-hf"
+    decoder.mkdir(parents=True, exist_ok=True)
+    (folder / "chameleon_vqgan.safetensors").rename(decoder / "model.safetensors")
+
+
+def install_anole(models: Path) -> None:
+    folder = write(models / "ar_models", kind="anole", shards=3, width=64, heads=tiny.HEADS)
+    folder.rename(models / "ar_models/Anole-7b-v0.1-hf")
+    words = len(vocabulary(tiny.VOCAB)) + FIRST
+    weights = tiny.eagle_weights(vocab=words, head_norms=tiny.HEADS)
+    drafter = tiny.write_eagle(models / "ar_drafters/anole_drafter", weights, vocab_size=words, input_type=None)
+    torch.save(weights, drafter / "pytorch_model.bin")
+    (drafter / "model.safetensors").unlink()
+
+
+TINY = {
+    "lumina-mgpt": Tiny(partial(write, kind="lumina"), specials=4 + 1),
+    "anole": Tiny(partial(write, kind="anole"), specials=1),
+}
+FILES = {
+    "Lumina-mGPT": Files(partial(write, kind="lumina"), "Lumina-mGPT-tiny"),
+    "Anole": Files(partial(write, kind="anole", shards=3), "Anole-tiny-hf"),
+}
+WORKFLOWS = {
+    "45_lumina_mgpt_needs_download": Workflow(install_lumina), "46_anole_needs_download": Workflow(install_anole),
+}

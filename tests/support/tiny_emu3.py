@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 from .tiny import fill
+from .tiny_family import Files, Tiny, Workflow
 from .tiny_folder import write_folder
 
 CODES, HEADS, KV_HEADS, FACTOR = 32, 4, 2, 2
@@ -154,3 +155,8 @@ def write_original(folder: Path, seed: int = 0, shards: int = 1, **sizes: int) -
         weights[name] = weights[name][:61].repeat(-(-RELEASED_WORDS // 61), 1)[: shapes["embed_tokens.weight"][0]]
     config = {"architectures": ["Emu3ForCausalLM"], "model_type": "Emu3", "image_area": 518400, **text}
     return write_folder(folder, weights, config, shards)
+
+
+TINY = {"emu3": Tiny(write, specials=4 + 3)}
+FILES = {"Emu3": Files(write)}
+WORKFLOWS = {"47_emu3_needs_download": Workflow(lambda models: write(models / "ar_models/Emu3-Gen", shards=7))}

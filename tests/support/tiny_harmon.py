@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .tiny import fill
+from .tiny_family import Files, Tiny
 from .tiny_mar import mar_fill, mar_shapes
 
 MAR = MARConfig(dim=32, encoder_layers=2, decoder_layers=2, heads=4, rows=4, cols=4, slots=4, conditions=10)
@@ -77,3 +78,13 @@ def write_tokenizer(folder: Path) -> Path:
               "eos_token": "<|im_end|>", "add_prefix_space": False, "bos_token": None, "unk_token": None}
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
+
+
+def write(folder: Path) -> Path:
+    """The tiny model in a folder with its tokenizer."""
+    write_tokenizer(folder / "qwen25_tokenizer")
+    return write_harmon(folder / "harmon.safetensors")
+
+
+TINY = {"harmon": Tiny(write)}
+FILES = {"Harmon": Files(write, "harmon.safetensors")}

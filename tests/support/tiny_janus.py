@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from comfyui_specar.models.vq import VQConfig, VQModel
 from tokenizers import processors
 from torch import Tensor
 
+from .tiny_family import Files, Tiny, Workflow
 from .tiny_folder import byte_tokenizer, write_folder
 
 SIDE = 4  # tokens a side
@@ -134,3 +135,12 @@ def write(folder: Path, seed: int = 0, shards: int = 1, original: bool = False, 
     )
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
+
+
+TINY = {"janus-pro": Tiny(write)}
+FILES = {
+    "Janus-Pro": Files(partial(write, shards=2)),
+    "Janus-Pro as released": Files(partial(write, original=True, pickled=True)),
+    "Janus-Pro in int8": Files(write, storage=torch.int8),
+}
+WORKFLOWS = {"44_janus_pro_needs_download": Workflow(lambda models: write(models / "ar_models/Janus-Pro-1B"))}

@@ -6,17 +6,21 @@ import json
 from dataclasses import fields, replace
 from pathlib import Path
 
+import torch
 from comfyui_specar.models.diffusion_head import Schedule
+from comfyui_specar.models.kl_vae import KLConfig, KLModel
 from comfyui_specar.models.mar import MARConfig
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .tiny import fill
+from .tiny import CAPTION, fill, write_words
+from .tiny_family import Files, Tiny
 
 MAR = MARConfig(
     dim=32, encoder_layers=2, decoder_layers=1, heads=4, rows=4, cols=4, channels=16, slots=4, conditions=10
 )
 WIDTH, DEPTH = 24, 2  # of the diffusion head
+KL = KLConfig(channels=16, ch_mult=(1, 1), base_channels=32, num_res_blocks=1)
 _TABLES = ("class_emb", "fake_latent", "mask_token", "pos_embed_learned")
 
 
@@ -87,3 +91,26 @@ def last_steps(schedule: Schedule, count: int) -> Schedule:
     """
     tables = {field.name: getattr(schedule, field.name) for field in fields(schedule)}
     return replace(schedule, **{name: t[:count] for name, t in tables.items() if isinstance(t, Tensor)})
+
+
+def write_kl_vae(folder: Path) -> None:
+    torch.manual_seed(0)
+    save_file(KLModel(KL).state_dict(), str(folder / "kl16.safetensors"))
+
+
+def write_files(folder: Path) -> None:
+    """A model of ours, which reads words, with its text encoder and autoencoder."""
+    config = replace(MAR, encoder_layers=1, conditions=CAPTION, captions=True)
+    write_mar(folder / "model.safetensors", config, caption_slots=4, defaults={"cfg": 2.0, "steps": 5, "iterations": 4})
+    write_words(folder, CAPTION)
+    write_kl_vae(folder)
+
+
+def write_pickle(folder: Path) -> None:
+    """No metadata tells the heads of this tiny one: it is refused, though never for another reason while sound."""
+    torch.save({"model": mar_weights(), "model_ema": mar_weights()}, folder / "mar.pth")
+
+
+# An untrained head's tokens stay small from step 500 on.
+TINY = {"mar": Tiny(lambda folder: write_mar(folder / "mar.safetensors", first_step=500))}
+FILES = {"MAR": Files(write_files), "MAR as released": Files(write_pickle, "mar.pth", "3")}

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from .tiny import fill
+from .tiny_family import Files, Tiny, Workflow
 from .tiny_folder import byte_tokenizer, write_folder
 
 SPECIALS = ("<|endoftext|>", "<|t2i|>", "<|i2t|>", "<|soi|>", "<|vtokens|>", "<|t2v|>", "<|v2t|>", "<|sov|>")
@@ -165,3 +166,19 @@ def write(folder: Path, seed: int = 0, shards: int = 1, decoder: bool = True, **
     if decoder:
         write_cosmos(folder / DECODER)
     return folder
+
+
+def write_files(folder: Path) -> None:
+    """As released: the image decoder is a TorchScript archive."""
+    write(folder, decoder=False)
+    write_cosmos(folder / DECODER, ("decoder",), ".jit")
+
+
+def install(models: Path) -> None:
+    write(models / "ar_models/SimpleAR-0.5B-RL", decoder=False)
+    write_cosmos(models / "vae" / DECODER, ("decoder",), ".jit")
+
+
+TINY = {"simplear": Tiny(write)}
+FILES = {"SimpleAR": Files(write_files)}
+WORKFLOWS = {"43_simplear_needs_download": Workflow(install)}

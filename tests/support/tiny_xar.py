@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from comfyui_specar.model_loaders.families import xar
@@ -12,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .tiny import fill
+from .tiny_family import Files, Tiny
 
 DIM, HEADS, HIDDEN, CLASSES = 32, 4, 85, 1000
 
@@ -48,7 +52,17 @@ def xar_weights(**sizes: int) -> dict[str, Tensor]:
     return {name: xar_weight(name, shape) for name, shape in xar_shapes(**sizes).items()}
 
 
+def write(folder: Path, sizes: Mapping[str, int] = MappingProxyType({}), **metadata) -> Path:
+    """A safetensors file of the tiny model, with the metadata that its size needs. sizes: see ``xar_shapes``."""
+    header = {"specar": json.dumps({"heads": HEADS} | metadata)}
+    save_file(xar_weights(**sizes), str(folder / "xar.safetensors"), metadata=header)
+    return folder / "xar.safetensors"
+
+
 def tiny_xar(folder: Path, dtype: torch.dtype = torch.float32, **sizes: int) -> xar.CellModel:
     """The tiny model, written to ``folder`` and loaded from there."""
-    save_file(xar_weights(**sizes), folder / "xar.safetensors", metadata={"specar": json.dumps({"heads": HEADS})})
-    return xar.load(open_checkpoint(folder / "xar.safetensors"), dtype, None, ())
+    return xar.load(open_checkpoint(write(folder, sizes)), dtype, None, ())
+
+
+TINY = {"xar": Tiny(partial(write, sizes={"blocks": 1}))}
+FILES = {"xAR": Files(partial(write, sizes={"blocks": 1}, defaults={"steps": 3}), "xar.safetensors", "3")}

@@ -11,10 +11,10 @@ from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.trace import Source
 
-from ..support.every_family import COLS, FEW, METHODS, ROWS, TREE, WRITE, asked, make_family
+from ..support.every_family import COLS, FAMILIES, FEW, METHODS, ROWS, TREE, asked, make_family
 
 
-@pytest.fixture(scope="module", params=WRITE)
+@pytest.fixture(scope="module", params=FAMILIES)
 def family(request, tmp_path_factory):
     return make_family(request.param, tmp_path_factory.mktemp("family"))
 
@@ -23,8 +23,8 @@ def family(request, tmp_path_factory):
 @torch.inference_mode()
 def test_what_is_forced_is_in_place(family, name):
     """Every method is guided in half of the families."""
-    specials = WRITE[family.model.family][1]
-    guided = (list(METHODS).index(name) + list(WRITE).index(family.model.family)) % 2 > 0
+    specials = FAMILIES[family.model.family].specials
+    guided = (list(METHODS).index(name) + list(FAMILIES).index(family.model.family)) % 2 > 0
     wanted = asked(family, guided)
     decoded = METHODS[name](family).sample(wanted)
     tokens, forced = decoded.tokens, wanted.layout.forced

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from functools import partial
 
 import pytest
 import torch
@@ -17,12 +16,10 @@ from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.methods.speculative import DraftTree
 from safetensors.torch import load_file, save_file
 
-from ..support import tiny_chameleon, tiny_emu3, tiny_janus, tiny_simplear
+from ..support import tiny_chameleon, tiny_simplear
+from ..support.every_family import FAMILIES
 
-WRITE = {
-    "janus-pro": tiny_janus.write, "simplear": tiny_simplear.write, "lumina-mgpt": tiny_chameleon.write,
-    "anole": partial(tiny_chameleon.write, kind="anole"), "emu3": tiny_emu3.write,
-}  # fmt: skip
+WRITE = {name: tiny.write for name, tiny in FAMILIES.items() if not name.startswith("llamagen")}
 
 
 @pytest.fixture(scope="module")

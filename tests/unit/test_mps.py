@@ -14,7 +14,7 @@ from comfyui_specar.samplers.rng import Purpose, Stream
 from safetensors.torch import save_file
 
 from ..support import tiny_chameleon, tiny_emu3, tiny_simplear
-from ..support.every_family import METHODS, WRITE, Family, asked, make_family
+from ..support.every_family import FAMILIES, METHODS, Family, asked, make_family
 from ..support.mps import DEVICE, MetalTensor, metal
 from ..support.tiny_mar import write_mar
 from ..support.tiny_xar import HEADS, xar_weights
@@ -51,12 +51,12 @@ def request(family: Family, guided: bool, alone: bool) -> Request:
 
 
 @pytest.mark.parametrize(("families", "name"), [
-    (family, name) for family in WRITE for name in (METHODS if family in FULLY else FEW)
+    (family, name) for family in FAMILIES for name in (METHODS if family in FULLY else FEW)
 ], indirect=["families"])
 @torch.inference_mode()
 def test_every_method_draws_what_it_draws_on_the_cpu(families, name):
     on_cpu, on_metal = families
-    guided = (list(METHODS).index(name) + list(WRITE).index(on_cpu.model.family)) % 2 > 0
+    guided = (list(METHODS).index(name) + list(FAMILIES).index(on_cpu.model.family)) % 2 > 0
     alone = on_cpu.model.family != "emu3"  # parts of one picture's tensors are contiguous, those of two are not
     wanted = METHODS[name](on_cpu).sample(request(on_cpu, guided, alone))
     with metal() as device:

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ..support import tiny_mar
-from ..support.every_family import WRITE
+from ..support.every_family import FAMILIES
 from ..support.tiny import write_llamagen
 from ..support.tiny_simplear import write as write_simplear
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
-FAMILIES = [name for name in WRITE if name != "llamagen-t2i"]
+SELF_CONTAINED = [name for name in FAMILIES if name != "llamagen-t2i"]  # those with a text encoder
 
 
 def restored(narrow: NarrowLinear) -> torch.Tensor:
@@ -72,12 +72,12 @@ def test_what_is_not_finite_shows_in_the_scale(value):
 
 
 def open_both(name, folder, storage):
-    write, _ = WRITE[name]
+    write = FAMILIES[name].write
     folder = write(folder, layers=2)
     return load_model(folder), load_model(folder, storage=storage)
 
 
-@pytest.mark.parametrize(("name", "storage"), [*((name, INT8) for name in FAMILIES), ("simplear", FP8)], ids=str)
+@pytest.mark.parametrize(("name", "storage"), [*((name, INT8) for name in SELF_CONTAINED), ("simplear", FP8)], ids=str)
 def test_every_family_computes_with_the_rounded_weights(name, storage, tmp_path):
     whole, narrow = open_both(name, tmp_path, storage)
     layers = {n: m for n, m in narrow.named_modules() if isinstance(m, NarrowLinear)}
@@ -138,7 +138,7 @@ def test_int8_takes_a_quarter_of_fp32(tmp_path):
 
 
 def test_other_precisions_compute_with_the_same_levels(tmp_path):
-    folder = WRITE["llamagen-c2i"][0](tmp_path, layers=1)
+    folder = FAMILIES["llamagen-c2i"].write(tmp_path, layers=1)
     wide, half = load_model(folder, storage=INT8), load_model(folder, dtype=torch.bfloat16, storage=INT8)
     name = "layers.0.feed_forward.w2"
     assert torch.equal(wide.backbone.get_submodule(name).weight, half.backbone.get_submodule(name).weight)
@@ -196,7 +196,7 @@ def test_continuous_models_are_refused(tmp_path, storage):
 
 
 def test_drafters_stay_in_the_models_precision(tmp_path):
-    write, _ = WRITE["janus-pro"]
+    write = FAMILIES["janus-pro"].write
     model, drafter = load_model(write(tmp_path / "large"), storage=INT8), write(tmp_path / "small", layers=1)
     drafter = load_drafter(drafter, model)
     assert {p.dtype for p in drafter.module.parameters()} == {torch.float32}

@@ -1,0 +1,51 @@
+"""What the module ``tiny_<family>`` of every family declares of its tiny models. Lists of families are made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from comfyui_specar.model_loaders.families import FAMILIES
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A model with random weights, in ``TINY`` under what ``family`` of the loaded model says.
+
+    write: (folder) -> what is to be loaded; of token ids also with seed and layers, and of 4 x 4 tokens then.
+    specials: how many tokens are no part of the picture.
+    """
+
+    write: Callable[..., Path]
+    specials: int = 0
+
+
+@dataclass(frozen=True)
+class Files:
+    """Sound files of a model and all that it needs, in ``FILES`` by a name of their own: ``write`` puts them into a
+    folder, whose file ``name`` (\"\": itself) is loaded, to be asked for a prompt, with a storage."""
+
+    write: Callable[[Path], Any]
+    name: str = ""
+    prompt: str = "a red cat"
+    storage: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Workflow:
+    """What the workflow of a family asks for, in ``WORKFLOWS`` by the workflow's name: ``write`` puts it into ComfyUI's
+    models folder. changes: what a workflow's inputs must be for it."""
+
+    write: Callable[[Path], Any]
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+def declared(table: str, continuous: bool | None = None) -> dict[str, Any]:
+    """The entries of a table (TINY, FILES, WORKFLOWS) of all families, or of those of one kind of tokens."""
+    families = [family for family in FAMILIES if continuous in (None, family.continuous)]
+    modules = (import_module(f"{__package__}.tiny_{family.load.__module__.rpartition('.')[2]}") for family in families)
+    return {name: entry for module in modules for name, entry in getattr(module, table, {}).items()}
