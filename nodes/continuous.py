@@ -7,6 +7,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ..model_loaders.families import CONTINUOUS_NAMES
 from ..samplers.methods.continuous import ContinuousSpeculative
 from ..samplers.methods.continuous_next_token import ContinuousNextToken
 from .comfy_runtime import models
@@ -69,8 +70,8 @@ class ContinuousNextTokenSampler(io.ComfyNode):
             node_id="SpecARContinuousNextTokenSampler",
             display_name="AR Sampler (continuous)",
             category="SpecAR/sampling",
-            description="For models whose tokens are vectors (MAR, xAR, Harmon): the plain method, one token per pass "
-            "or as many as the model's authors draw, and the baseline for the speculative sampler.",
+            description=f"For models whose tokens are vectors ({CONTINUOUS_NAMES}): the plain method, one token per "
+            "pass or as many as the model's authors draw, and the baseline for the speculative sampler.",
             inputs=[
                 *continuous_inputs(),
                 io.Int.Input("iterations", default=0, min=0, max=4096,
@@ -93,7 +94,7 @@ class ContinuousSampler(io.ComfyNode):
             node_id="SpecARContinuousSampler",
             display_name="Continuous Speculative Sampler",
             category="SpecAR/sampling",
-            description="For models whose tokens are vectors (MAR, xAR, Harmon): a small model guesses tokens, the "
+            description=f"For models whose tokens are vectors ({CONTINUOUS_NAMES}): a small model guesses tokens, the "
             "model judges several in one pass. NOT lossless: a guess passes if it is within a tolerance of what the "
             "model would draw. Only mode exact follows a distribution exactly, that of the model with noise in its "
             "last denoising step, and it saves next to nothing.",

@@ -7,6 +7,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..model_loaders.detect import missing_decoder
+from ..model_loaders.families import CONTINUOUS_NAMES
 from .checks import available
 from .comfy_runtime import folders, models
 from .comfy_runtime.clip import ARClip
@@ -48,7 +49,7 @@ class LoadCheckpoint(io.ComfyNode):
             ],
             outputs=[
                 ARModel.Output("ar_model", display_name="AR_MODEL", tooltip="The model, for an AR sampler. Continuous "
-                               "models (MAR, xAR, Harmon) have samplers of their own."),
+                               f"models ({CONTINUOUS_NAMES}) have samplers of their own."),
                 io.Clip.Output("clip", display_name="CLIP", tooltip="Its text encoder, for CLIP Text Encode. "
                                "Class-conditional models take a class name or number as text."),
                 io.Vae.Output("vae", display_name="VAE", tooltip="Its image decoder, for VAE Decode and VAE Encode."),

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from comfyui_specar.batch.client import Run, run_prompt, view
+from comfyui_specar.tests.support.families import WORKFLOWS
 from frontend import Frontend, FrontendError
 from PIL import Image, ImageSequence
 
@@ -23,12 +24,7 @@ img {{ width: 100%; flex: 1; min-height: 0; object-fit: cover; object-position: 
 p {{ margin: 0; padding: 10px 18px 14px; font-size: 30px; font-weight: bold; border-top: 4px solid #d55e00; }}
 small {{ display: block; color: #bbb; font-size: 20px; font-weight: normal; margin-top: 3px; }}
 </style><body><img src="data:image/png;base64,{graph}"><p>{title}<small>{needs}</small></p></body>"""
-TITLES = {
-    "41_llamagen_class_needs_download": "LlamaGen, classes", "42_llamagen_text_needs_download": "LlamaGen, text",
-    "43_simplear_needs_download": "SimpleAR 0.5B, 1.5B", "44_janus_pro_needs_download": "Janus-Pro 1B, 7B",
-    "45_lumina_mgpt_needs_download": "Lumina-mGPT 7B", "46_anole_needs_download": "Anole 7B with a drafter",
-    "47_emu3_needs_download": "Emu3 8B",
-}
+TITLES = {name: workflow.title for name, workflow in WORKFLOWS.items()}  # of those whose models do not ship
 
 
 def tiles(pictures: list[Image.Image], side: int, columns: int) -> Image.Image:

@@ -5,7 +5,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..model_loaders.families import llamagen, mar
 from ..model_loaders.files.checkpoint import open_checkpoint
+from ..model_loaders.files.names import renamed
 from ..models.backbone import join_gates
 from .captions import Captions
 
@@ -18,10 +20,8 @@ def autoregressive(folder: Path, captions: Captions) -> dict[str, Tensor]:
     """Of ``TextToImage``; without the word table where the exported model knows other words."""
     joined = join_gates(tensors_of(folder / "model.safetensors"))
     whole = {name: torch.cat(part) if isinstance(part, tuple) else part for name, part in joined.items()}
-    state = {"null_caption": whole.pop("cls_embedding.uncond_embedding")}
-    for name, tensor in whole.items():
-        caption = name.startswith("cls_embedding.")
-        state[name.replace("cls_embedding.", "prefix.") if caption else f"backbone.{name}"] = tensor
+    null = whole.pop("cls_embedding.uncond_embedding")
+    state = {"null_caption": null} | renamed(whole, llamagen.PARTS)
     encoder = open_checkpoint(folder / "text_encoder.safetensors")
     if encoder.metadata["words"] == captions.words:
         state["words.weight"] = encoder.tensors["word_embeddings.weight"].float()
@@ -30,10 +30,7 @@ def autoregressive(folder: Path, captions: Captions) -> dict[str, Tensor]:
 
 def masked(file: Path) -> dict[str, Tensor]:
     """Of ``MaskedTextToImage``; its ``guess`` is not exported."""
-    return {
-        name.replace("diffloss.", "head.") if name.startswith("diffloss.") else f"backbone.{name}": tensor
-        for name, tensor in tensors_of(file).items()
-    }
+    return renamed(tensors_of(file), mar.PARTS)
 
 
 def start(model: nn.Module, weights: dict[str, Tensor] | None) -> None:

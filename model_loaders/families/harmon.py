@@ -20,6 +20,7 @@ from ..continuous_model import MaskedModel, MaskedState
 from ..decoders.kl_vae import KL16
 from ..files.checkpoint import Checkpoint, whole_number
 from ..files.errors import CheckpointError
+from ..files.names import renamed
 from ..files.weights import load_weights
 from ..registry import Family
 from ..text.language_model import read_qwen2, readable
@@ -151,12 +152,9 @@ def load(
     encoder = tokenizer(path, backbone.llm.vocab, search)
     model = HarmonModel(backbone, head, _NAME, meta.get("scale", mar.SCALE), defaults, encoder)
     model.grid = legal_grid(grid or meta.get("grid", _GRID))
-    renamed = {
-        name.replace("mar.diffloss.", "head.") if name.startswith("mar.diffloss.") else f"backbone.{name}": tensor
-        for name, tensor in tensors.items()
-    }
+    weights = renamed(tensors, {"mar.diffloss.": "head.", "": "backbone."})
     model.dtype = dtype
-    return load_weights(model, renamed, checkpoint, dtype, precise=mar.PRECISE)
+    return load_weights(model, weights, checkpoint, dtype, precise=mar.PRECISE)
 
 
 def tokenizer(path: Path, vocab: int, search: Sequence[Path]) -> PromptEncoder:

@@ -22,6 +22,7 @@ from ...samplers.contract import SamplingParams
 from ..ar_model import DiscreteModel, legal_grid
 from ..files.checkpoint import WEIGHT_FILES, Checkpoint, whole_number
 from ..files.errors import CheckpointError
+from ..files.names import renamed
 from ..files.weights import load_weights
 from ..registry import Family, ReleasedDecoder, Source
 from ..text import t5
@@ -33,9 +34,8 @@ _HEADS = {  # (dim, layers) -> heads of the official sizes
     (4096, 32): 32,
 }  # fmt: skip
 _IGNORED = ("freqs_cis",)
-_HUGGING_FACE = (  # (pattern, replacement) from Llama-style names, but for those of the layers
-    (r"^model\.embed_tokens\.", "tok_embeddings."), (r"^lm_head\.", "output."), (r"^model\.", ""),
-)
+PARTS = {"cls_embedding.": "prefix.", "": "backbone."}  # of a DiscreteModel: released -> ours
+_HUGGING_FACE = {"model.embed_tokens.": "tok_embeddings.", "lm_head.": "output.", "model.": "", "": ""}  # -> released
 
 
 def recognise(tensors: dict[str, Tensor]) -> bool:
@@ -50,13 +50,9 @@ def official_names(checkpoint: Checkpoint) -> dict[str, Tensor | tuple[Tensor, .
     tensors = checkpoint.tensors
     if "tok_embeddings.weight" in tensors:
         return {name: tensor for name, tensor in tensors.items() if name not in _IGNORED}
-    renamed = layer_tensors(tensors, "model.", checkpoint.path)
-    for name, tensor in tensors.items():
-        if not name.startswith("model.layers.") and not name.endswith("rotary_emb.inv_freq"):
-            for pattern, replacement in _HUGGING_FACE:
-                name = re.sub(pattern, replacement, name)
-            renamed[name] = tensor
-    return renamed
+    outside = {name: tensor for name, tensor in tensors.items()
+               if not name.startswith("model.layers.") and not name.endswith("rotary_emb.inv_freq")}
+    return renamed(outside, _HUGGING_FACE) | layer_tensors(tensors, "model.", checkpoint.path)
 
 
 def backbone_config(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> BackboneConfig:
@@ -129,12 +125,8 @@ def load(
         encoder = ClassEncoder(classes, class_names(classes))
     family = "llamagen-t2i" if text else "llamagen-c2i"
     model = DiscreteModel(backbone, prefix, family, grid, defaults, encoder, meta.get("pixels_per_token", 16))
-    renamed = {
-        name.replace("cls_embedding.", "prefix.") if name.startswith("cls_embedding.") else f"backbone.{name}": tensor
-        for name, tensor in tensors.items()
-    }
     model.dtype = dtype
-    return load_weights(model, join_gates(renamed), checkpoint, dtype)
+    return load_weights(model, join_gates(renamed(tensors, PARTS)), checkpoint, dtype)
 
 
 def caption_encoder(path: Path, meta: dict, slots: int, width: int, search: Sequence[Path]) -> PromptEncoder:

@@ -23,6 +23,7 @@ from ..continuous_model import MaskedModel
 from ..decoders.kl_vae import KL16
 from ..files.checkpoint import Checkpoint, whole_number
 from ..files.errors import CheckpointError
+from ..files.names import renamed
 from ..files.weights import load_weights
 from ..registry import Family
 from ..text.prompt_encoders import ClassEncoder, MissingEncoder, PromptEncoder, WordEncoder
@@ -34,6 +35,7 @@ _HEADS = {768: 12, 1024: 16, 1280: 16}  # dim -> heads of the official sizes
 _CFG = {768: 2.9, 1024: 3.0, 1280: 3.2}  # and the guidance their authors evaluate them with
 PRECISE = ("head.",)  # the head's first step multiplies rounding errors by over 300: it stays in fp32
 _NET = "diffloss.net."
+PARTS = {"diffloss.": "head.", "": "backbone."}  # of a MaskedModel: released -> ours
 
 
 def recognise(tensors: dict[str, Tensor]) -> bool:
@@ -110,12 +112,8 @@ def load(
     model = MaskedModel(
         backbone, head, _NAME, meta.get("scale", SCALE), defaults, encoder, meta.get("pixels_per_token", 16)
     )
-    renamed = {
-        name.replace("diffloss.", "head.") if name.startswith("diffloss.") else f"backbone.{name}": tensor
-        for name, tensor in tensors.items()
-    }
     model.dtype = dtype
-    return load_weights(model, renamed, checkpoint, dtype, precise=PRECISE)
+    return load_weights(model, renamed(tensors, PARTS), checkpoint, dtype, precise=PRECISE)
 
 
 def first_step(meta: dict[str, Any]) -> int:

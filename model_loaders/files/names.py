@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def root_of(names: Collection[str], roots: Sequence[str], *marks: str) -> str | None:
@@ -18,3 +21,12 @@ def numbered(names: Collection[str], before: str) -> int:
     Raises ValueError if there are none.
     """
     return 1 + max(int(match[1]) for name in names if (match := re.match(rf"{before}(\d+)\.", name)))
+
+
+def renamed(tensors: Mapping[str, T], beginnings: Mapping[str, str]) -> dict[str, T]:
+    """The tensors with other beginnings of their names: theirs -> ours, the first that fits ("": any that is left)."""
+    found = {}
+    for name, tensor in tensors.items():
+        theirs = next(beginning for beginning in beginnings if name.startswith(beginning))
+        found[beginnings[theirs] + name.removeprefix(theirs)] = tensor
+    return found

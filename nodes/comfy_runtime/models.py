@@ -20,6 +20,7 @@ from ...model_loaders.ar_model import DiscreteModel
 from ...model_loaders.continuous_model import ContinuousBase
 from ...model_loaders.decoders.image_decoder import Autoencoder
 from ...model_loaders.detect import find_image_decoder, load_drafter, load_image_decoder, load_model, stays_fp8
+from ...model_loaders.families import CONTINUOUS_NAMES
 from ...model_loaders.text.t5 import T5, T5Encoder
 from .folders import DRAFTERS, MODELS, fingerprint, resolve, search_folders
 from .memory import free_memory
@@ -83,8 +84,9 @@ class LoadedModel:
             )
         if continuous and not self.model.continuous:
             raise ValueError(
-                f"{self.name} draws token ids, and this sampler is for continuous models (MAR, xAR, Harmon), whose "
-                "tokens are vectors. Use AR Sampler (next token), SJD++ Sampler or a sampler with a draft tree with it."
+                f"{self.name} draws token ids, and this sampler is for continuous models ({CONTINUOUS_NAMES}), "
+                "whose tokens are vectors. Use AR Sampler (next token), SJD++ Sampler or a sampler with a draft tree "
+                "with it."
             )
 
 

@@ -27,7 +27,7 @@ class Tiny:
 @dataclass(frozen=True)
 class Files:
     """Sound files of a model and all that it needs, in ``FILES`` by a name of their own: ``write`` puts them into a
-    folder, whose file ``name`` (\"\": itself) is loaded, to be asked for a prompt, with a storage."""
+    folder, whose file ``name`` (none: itself) is loaded, to be asked for a prompt, with a storage."""
 
     write: Callable[[Path], Any]
     name: str = ""
@@ -38,8 +38,9 @@ class Files:
 @dataclass(frozen=True)
 class Workflow:
     """What the workflow of a family asks for, in ``WORKFLOWS`` by the workflow's name: ``write`` puts it into ComfyUI's
-    models folder. changes: what a workflow's inputs must be for it."""
+    models folder. title: of the workflow's card. changes: what its inputs must be for the tiny files."""
 
+    title: str
     write: Callable[[Path], Any]
     changes: Mapping[str, Any] = field(default_factory=dict)
 
