@@ -16,7 +16,7 @@ from torch import Tensor
 from .dispatch import accelerated
 from .sampling import at, categorical, chosen, entries, nobody, point_mass, redraw, row_of, unless_empty
 
-SMALLEST = 1e-30  # stands in for a probability of zero under a fraction
+EPS = 1e-30  # stands in for a probability of zero under a fraction
 ACCEPTED, RELAXED, RESIDUAL, BONUS = 1, 2, 3, 4  # as samplers.trace.Source has them
 
 
@@ -78,7 +78,7 @@ def couple(
     rows = torch.arange(batch, device=p.device).unsqueeze(1)
     slot = position % laws.shape[1]
     q_token = laws[rows, slot, token]
-    ratio = at(p, token) / q_token.clamp(min=SMALLEST)
+    ratio = at(p, token) / q_token.clamp(min=EPS)
     accepted = exists & (u < ratio.clamp(max=1))
     refused = entries(~accepted)
     q = laws.reshape(-1, vocab).index_select(0, (rows * laws.shape[1] + slot).reshape(-1)[refused])
@@ -126,7 +126,7 @@ def walk(
             q = point_mass(draft, law.shape[-1]) if left is None else left
             case = law, q, draft, depth, strength[:, level]
             q_draft = at(q, draft)
-            ratio = at(law, draft) / q_draft.clamp(min=SMALLEST)
+            ratio = at(law, draft) / q_draft.clamp(min=EPS)
             passed = testing & (u[:, level, rank] < rule.accept_probability(*case))
             relaxed, place = u[:, level, rank] >= ratio, torch.full_like(node, rank)
             test = _tested(test, testing, passed, relaxed, place, q_draft, ratio, rule.leak(*case))
@@ -219,7 +219,7 @@ def block(p: Tensor, laws: Tensor, token: Tensor, exists: Tensor, u: Tensor, v: 
     batch, levels = u.shape
     exists, draft = exists[:, 1:].clone(), token[:, 1:]  # Metal reads no bytes that begin between multiples of four
     q_draft = at(laws, draft)
-    ratio = at(p[:, :-1], draft) / q_draft.clamp(min=SMALLEST)
+    ratio = at(p[:, :-1], draft) / q_draft.clamp(min=EPS)
     weight = [torch.ones_like(u[:, 0])]
     for i in range(levels):
         weight.append((weight[-1] * ratio[:, i]).clamp(max=1))
@@ -229,7 +229,7 @@ def block(p: Tensor, laws: Tensor, token: Tensor, exists: Tensor, u: Tensor, v: 
     never = torch.zeros_like(exists[:, :1])
     goes_on = torch.cat((exists[:, 1:], never), dim=1)  # is there a draft behind draft i
     inner = torch.cat((mass[:, 1:], torch.zeros_like(mass[:, :1])), dim=1)
-    pass_inner = inner / (inner + 1 - weight[:, 1:]).clamp(min=SMALLEST)
+    pass_inner = inner / (inner + 1 - weight[:, 1:]).clamp(min=EPS)
     passes = exists & (u < torch.where(goes_on, pass_inner, weight[:, 1:]))
     number = torch.arange(1, levels + 1, device=p.device)
     accepted = torch.where(passes, number, 0).amax(1)

@@ -20,7 +20,7 @@ from .verification import Claim, Verified
 
 BLOCK = 2048
 WARPS = 8
-SMALLEST = tl.constexpr(1e-30)
+EPS = tl.constexpr(1e-30)
 ACCEPTED, RELAXED, RESIDUAL = (tl.constexpr(n) for n in (1, 2, 3))
 
 
@@ -42,7 +42,7 @@ def _couple(
     law = p + place * vocab
     draft_law = laws + (place // count * rows + tl.load(position + place) % rows) * vocab
     q_x = tl.load(draft_law + x)
-    ratio = tl.div_rn(tl.load(law + x), tl.maximum(q_x, SMALLEST))
+    ratio = tl.div_rn(tl.load(law + x), tl.maximum(q_x, EPS))
     there = tl.load(exists + place).to(tl.int32)
     passed = (there != 0) & (tl.load(u + place) < tl.minimum(ratio, 1.0))
     if not passed:
@@ -123,7 +123,7 @@ def _walk(
             q_x = 1.0
             if DRAWN:
                 q_x = tl.div_rn(tl.load(q_row + x), q_norm)
-            ratio = tl.div_rn(p_x, tl.maximum(q_x, SMALLEST))
+            ratio = tl.div_rn(p_x, tl.maximum(q_x, EPS))
             f = ratio
             omega = 1.0
             if CLAIMS:
@@ -136,7 +136,7 @@ def _walk(
                     near = table + tl.minimum(x, codes - 1) * near_columns
                     absorbed, _ = nearest(p_row, p_norm, near, neighbours, budget, BLOCK)
                     claim += absorbed
-                f = tl.div_rn(claim, tl.maximum(q_x, SMALLEST))
+                f = tl.div_rn(claim, tl.maximum(q_x, EPS))
             f = tl.minimum(f, 1.0)
             uniform = tl.load(u + level * width + rank)
             passed = uniform < f
@@ -332,12 +332,12 @@ def _block(
         there = tl.load(exists + i + 1) != 0
         x = tl.load(token + i + 1)
         row = image * 0 + i
-        ratio = tl.div_rn(tl.load(p + row * vocab + x), tl.maximum(tl.load(laws + row * vocab + x), SMALLEST))
+        ratio = tl.div_rn(tl.load(p + row * vocab + x), tl.maximum(tl.load(laws + row * vocab + x), EPS))
         weight = tl.minimum(weight * ratio, 1.0)
         h = weight
         if (i + 1 < levels) & (tl.load(exists + i + 2, mask=i + 1 < levels, other=0) != 0):
             mass = _mass(p + (row + 1) * vocab, laws + (row + 1) * vocab, weight, vocab, BLOCK)
-            h = tl.div_rn(mass, tl.maximum(mass + 1 - weight, SMALLEST))
+            h = tl.div_rn(mass, tl.maximum(mass + 1 - weight, EPS))
         passed = there & (tl.load(u + i) < h)
         best = tl.where(passed, i + 1, best)
         best_weight = tl.where(passed, weight, best_weight)
@@ -347,7 +347,7 @@ def _block(
             x = tl.load(token + i + 1)
             row = image * 0 + i
             q_x = tl.load(laws + row * vocab + x)
-            ratio = tl.div_rn(tl.load(p + row * vocab + x), tl.maximum(q_x, SMALLEST))
+            ratio = tl.div_rn(tl.load(p + row * vocab + x), tl.maximum(q_x, EPS))
             note(ints, floats, size, i, tl.where(i < best, ACCEPTED, RESIDUAL), zero, q_x, ratio, ratio * 0.0)
             if i < best:
                 tl.store(ints + i, row + 1)

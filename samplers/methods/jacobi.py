@@ -35,7 +35,7 @@ from ..engine.session import session
 from ..layout import TokenLayout
 from ..probabilities import check_finite, probabilities
 from ..rng import Purpose, Stream
-from ..rules.acceptance import SMALLEST, AcceptanceRule, Draft, Exact, accept_or_redraw, check_strength
+from ..rules.acceptance import EPS, AcceptanceRule, Draft, Exact, accept_or_redraw, check_strength
 from ..trace import Record, Source
 
 REUSE = ("coupled", "gumbel", "threshold_paper", "threshold_exact", "resample")
@@ -151,7 +151,7 @@ def verify(run: Run, carry: Carry, p: Tensor) -> Verified:
                 leak = rule.leak(p, draft.q, draft.token, draft.depth, strength) * exists
     if q is None:
         q = memory.drawn.entry(position, window.guess)
-        q, ratio = q * exists, at(p, window.guess) / q.clamp(min=SMALLEST) * exists
+        q, ratio = q * exists, at(p, window.guess) / q.clamp(min=EPS) * exists
     # Accepted guesses in a row, and the token behind them; the last column is never accepted.
     most = numbers((seen,), p.device, torch.int64)
     leading = torch.where(accepted, most, numbers(tuple(range(1, seen + 1)), p.device, torch.int64)).amin(-1)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.sampling import at, categorical, redraw, residual
-from ...kernels.verification import SMALLEST, Claim, couple
+from ...kernels.verification import EPS, Claim, couple
 from ..contract import ARModel
 
 
@@ -82,7 +82,7 @@ class Exact(AcceptanceRule):
 
 def exact_probability(p: Tensor, q: Tensor, token: Tensor) -> Tensor:
     """min(1, p/q) of the exact rule [...]."""
-    return (at(p, token) / at(q, token).clamp(min=SMALLEST)).clamp(max=1)
+    return (at(p, token) / at(q, token).clamp(min=EPS)).clamp(max=1)
 
 
 def check_strength(strength: Tensor | None, batch: int, length: int, device: torch.device) -> Tensor | None:

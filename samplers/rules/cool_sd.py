@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.sampling import at, residual, unless_empty
-from ...kernels.verification import SMALLEST, Claim
+from ...kernels.verification import EPS, Claim
 from .acceptance import AcceptanceRule
 
 SCHEDULES = ("exponential", "linear")
@@ -40,7 +40,7 @@ class ScaledRatio(AcceptanceRule):
 
     def accept_probability(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         scaled = self.omega(p, q, depth, strength) * at(p, token)
-        return (scaled / at(q, token).clamp(min=SMALLEST)).clamp(max=1)
+        return (scaled / at(q, token).clamp(min=EPS)).clamp(max=1)
 
     def residual(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         if self.plain:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.sampling import at, unless_empty
-from ...kernels.verification import SMALLEST
+from ...kernels.verification import EPS
 from ..contract import ARModel
 from .acceptance import AcceptanceRule
 
@@ -60,7 +60,7 @@ class Grouped(AcceptanceRule):
         return replace(self, codes=model.codebook.to(model.device, torch.float32))
 
     def accept_probability(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
-        return at(self._kept(p, q, strength), token) / at(q, token).clamp(min=SMALLEST)
+        return at(self._kept(p, q, strength), token) / at(q, token).clamp(min=EPS)
 
     def residual(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         return unless_empty((p - self._kept(p, q, strength)).clamp(min=0), p)
@@ -86,7 +86,7 @@ class Grouped(AcceptanceRule):
                 group_p[lower] += share * sorted_p[upper]
                 group_q[lower] += share * sorted_q[upper]
         # In this order of operations a group of one gives min(q, p) to the last bit.
-        kept = torch.minimum(sorted_q, sorted_q / group_q.clamp(min=SMALLEST) * group_p)
+        kept = torch.minimum(sorted_q, sorted_q / group_q.clamp(min=EPS) * group_p)
         return torch.zeros_like(p).scatter(-1, order, kept)
 
     def _distances(self, order: Tensor) -> list[Tensor]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...kernels.neighbours import aggregate
 from ...kernels.sampling import at, residual, unless_empty
-from ...kernels.verification import SMALLEST, Claim
+from ...kernels.verification import EPS, Claim
 from ..contract import ARModel
 from .acceptance import AcceptanceRule
 
@@ -95,7 +95,7 @@ class NeighbourRule(AcceptanceRule):
 
     def accept_probability(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         absorbed, _ = self.aggregate(p, token, strength)
-        return ((at(p, token) + absorbed) / at(q, token).clamp(min=SMALLEST)).clamp(max=1)
+        return ((at(p, token) + absorbed) / at(q, token).clamp(min=EPS)).clamp(max=1)
 
     def residual(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         if self.plain:
@@ -118,7 +118,7 @@ class NeighbourRule(AcceptanceRule):
         What another residual than the optimal one adds is at most the mean of (1 - f) times their distance.
         """
         f = self.accept_probability(p, q, token, depth, strength)
-        excess = (f - at(p, token) / at(q, token).clamp(min=SMALLEST)).clamp(min=0)
+        excess = (f - at(p, token) / at(q, token).clamp(min=EPS)).clamp(min=0)
         if self.plain:
             return excess
         drawn, best = self.residual(p, q, token, depth, strength), residual(p, q)

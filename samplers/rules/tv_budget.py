@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.verification import SMALLEST
+from ...kernels.verification import EPS
 from .cool_sd import ScaledRatio
 
 
@@ -44,7 +44,7 @@ class TVMetered(ScaledRatio):
         the p of the others. Ratios are sorted downwards, so that both sums are prefix sums free of cancellation.
         """
         budget = (self.epsilon * strength).unsqueeze(-1)
-        ratio, order = torch.where(_relaxable(p, q), (q / p).clamp(max=1 / SMALLEST), 1).sort(-1, descending=True)
+        ratio, order = torch.where(_relaxable(p, q), (q / p).clamp(max=1 / EPS), 1).sort(-1, descending=True)
         sorted_p = p.gather(-1, order)
         steeper = sorted_p.cumsum(-1)  # p of this and all larger ratios
         excess = (ratio - 1) * sorted_p
