@@ -62,7 +62,7 @@ class Claim:
 
 
 @accelerated
-def couple(
+def maximal_coupling(
     p: Tensor, laws: Tensor, position: Tensor, token: Tensor, exists: Tensor, u: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Test every draft of a window by itself with the exact rule, and redraw those refused: the maximal coupling.

@@ -34,7 +34,7 @@ def _drawn_or(left, right, scale, minus, count, uniform, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _couple(
+def _maximal_coupling(
     p, laws, position, token, exists, u, v, out, accepted, q_out, ratio_out, count, rows, vocab, BLOCK: tl.constexpr
 ):
     place = tl.program_id(0).to(tl.int64)
@@ -53,15 +53,15 @@ def _couple(
     tl.store(ratio_out + place, ratio * there)
 
 
-def couple(
+def maximal_coupling(
     p: Tensor, laws: Tensor, position: Tensor, token: Tensor, exists: Tensor, u: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See verification.couple."""
+    """See verification.maximal_coupling."""
     shape = p.shape[:2]
     out, accepted = torch.empty(shape, dtype=torch.int64, device=p.device), torch.empty_like(exists)
     q_out, ratio_out = p.new_empty(shape), p.new_empty(shape)
     given = (t.contiguous() for t in (p, laws, position, token, exists, u, v))
-    _couple[(out.numel(),)](
+    _maximal_coupling[(out.numel(),)](
         *given, out, accepted, q_out, ratio_out, shape[1], laws.shape[1], p.shape[2], BLOCK, num_warps=WARPS
     )
     return out, accepted, q_out, ratio_out

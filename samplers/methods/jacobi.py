@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...kernels.graphs import mapped
 from ...kernels.sampling import at, categorical, perturbed_argmax, readable
-from ...kernels.verification import couple
+from ...kernels.verification import maximal_coupling
 from ..constants import counting, numbers
 from ..contract import ARModel, Method, Request, Result, SamplingParams
 from ..drafts.guesses import INITIAL, Memory, fresh_guesses
@@ -163,7 +163,7 @@ def coupled(
     run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor, u: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Tokens [B, W] that follow p and are the guesses as often as can be; whether they are; the guesses' q and p/q."""
-    return couple(p, run.memory.drawn.rows, position, window.guess, exists, u, v)
+    return maximal_coupling(p, run.memory.drawn.rows, position, window.guess, exists, u, v)
 
 
 def drawn(run: Run, carry: Carry, position: Tensor, exists: Tensor) -> Draft:

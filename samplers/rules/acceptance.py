@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.sampling import at, categorical, redraw, residual
-from ...kernels.verification import EPS, Claim, couple
+from ...kernels.verification import EPS, Claim, maximal_coupling
 from ..contract import ARModel
 
 
@@ -128,7 +128,7 @@ def accept_or_redraw(
     """
     if type(rule) is Exact:  # not a subclass, which may answer otherwise
         place = torch.arange(p.shape[1], device=p.device).expand_as(draft.token)
-        token, accepted, _, _ = couple(p, draft.q, place, draft.token, draft.exists, u, v)
+        token, accepted, _, _ = maximal_coupling(p, draft.q, place, draft.token, draft.exists, u, v)
         return Outcome(token, accepted, torch.zeros_like(accepted))
     given = p, draft.q, draft.token, draft.depth, strength
     accepted = draft.exists & (u < rule.accept_probability(*given))

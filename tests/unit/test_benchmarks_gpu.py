@@ -127,9 +127,11 @@ def test_calls_are_watched_wherever_a_kernel_was_imported():
         sampling.redraw(torch.rand(2, 5), q=torch.rand(2, 5), v=torch.rand(2))
         from comfyui_specar.kernels import verification
 
-        verification.couple(torch.rand(1, 2, 5), torch.rand(1, 2, 5), *(torch.zeros(1, 2, dtype=torch.int64),) * 2,
-                            torch.ones(1, 2, dtype=torch.bool), torch.rand(1, 2), torch.rand(1, 2))
-    assert seen == [("sampling.redraw", 3), ("verification.couple", 7), ("sampling.redraw", 3)]
+        verification.maximal_coupling(
+            torch.rand(1, 2, 5), torch.rand(1, 2, 5), *(torch.zeros(1, 2, dtype=torch.int64),) * 2,
+            torch.ones(1, 2, dtype=torch.bool), torch.rand(1, 2), torch.rand(1, 2),
+        )
+    assert seen == [("sampling.redraw", 3), ("verification.maximal_coupling", 7), ("sampling.redraw", 3)]
     assert jacobi.__dict__ == before
     sampling.redraw(torch.rand(2, 5), torch.rand(2, 5), torch.rand(2))
     assert len(seen) == 3

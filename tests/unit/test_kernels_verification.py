@@ -76,8 +76,9 @@ def test_windows_are_decided_alike(vocab, batch, seed):
     exists = torch.arange(count) < torch.tensor([count, 1, 0])[:batch, None]
     position = slot + ring * torch.randint(0, 9, slot.shape, generator=generator)
     given = p, laws, position, token, exists, uniforms(generator, batch, count), uniforms(generator, batch, count)
-    for twin, reference in zip(interpreted("verification.couple", *given), verification.couple(*given), strict=True):
-        assert twin.dtype == reference.dtype and torch.equal(twin, reference)
+    found = interpreted("verification.maximal_coupling", *given)
+    for kernel, reference in zip(found, verification.maximal_coupling(*given), strict=True):
+        assert kernel.dtype == reference.dtype and torch.equal(kernel, reference)
 
 
 @pytest.mark.parametrize("drawn", [True, False], ids=["sampled", "certain"])
@@ -173,5 +174,5 @@ def test_the_kernels_compile():
     assert compiled("verification.walk_relaxed", p, zeros, children, None, None, u, v, strength, CoolSD())
     assert compiled("verification.walk_relaxed", p, zeros, children, laws, law_of, u, v, strength, Lantern(table=table))
     assert compiled("verification.match", p, zeros, children, levels, p[..., 0])
-    assert compiled("verification.couple", p, laws, zeros, zeros, zeros == 0, p[..., 0], p[..., 0])
+    assert compiled("verification.maximal_coupling", p, laws, zeros, zeros, zeros == 0, p[..., 0], p[..., 0])
     assert compiled("verification.block", laws[:, :6], laws[:, :5], zeros[:, :6], zeros[:, :6] == 0, u[..., 0], v)
