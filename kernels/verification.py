@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ def maximal_coupling(
     return torch.where(accepted, token, redrawn), accepted, q_token * exists, ratio * exists
 
 
-def walk(
+def recursive_rejection_sampling(
     behind: Callable[[Tensor], Tensor], token: Tensor, children: Tensor, laws: Tensor | None, law_of: Tensor | None,
     u: Tensor, v: Tensor, strength: Tensor, rule: Any,
 ) -> Verified:
@@ -149,28 +150,32 @@ def walk(
 
 
 @accelerated
-def walk_exact(
+def exact_rejection_sampling(
     p: Tensor, token: Tensor, children: Tensor, laws: Tensor | None, law_of: Tensor | None, u: Tensor, v: Tensor,
     strength: Tensor, rule: Any,
 ) -> Verified:
-    """walk() with laws p [B, M + 1, V] and the exact rule."""
-    return walk(lambda slot: row_of(p, slot), token, children, laws, law_of, u, v, strength, rule)
+    """recursive_rejection_sampling() with laws p [B, M + 1, V] and the exact rule."""
+    given = token, children, laws, law_of, u, v, strength, rule
+    return recursive_rejection_sampling(partial(row_of, p), *given)
 
 
 @accelerated
-def walk_relaxed(
+def relaxed_rejection_sampling(
     p: Tensor, token: Tensor, children: Tensor, laws: Tensor | None, law_of: Tensor | None, u: Tensor, v: Tensor,
     strength: Tensor, rule: Any,
 ) -> Verified:
-    """walk() with laws p [B, M + 1, V] and a relaxed rule that has a ``claim``."""
-    return walk(lambda slot: row_of(p, slot), token, children, laws, law_of, u, v, strength, rule)
+    """recursive_rejection_sampling() with laws p [B, M + 1, V] and a relaxed rule that has a ``claim``."""
+    given = token, children, laws, law_of, u, v, strength, rule
+    return recursive_rejection_sampling(partial(row_of, p), *given)
 
 
-def follow(behind: Callable[[Tensor], Tensor], token: Tensor, children: Tensor, levels: int, u: Tensor) -> Verified:
+def sample_and_match(
+    behind: Callable[[Tensor], Tensor], token: Tensor, children: Tensor, levels: int, u: Tensor
+) -> Verified:
     """Exact verification of children proposed for certain: draw behind the root, and go on while the draw is a child.
 
-    The law is that of recursive rejection with point masses. behind, token, children: see walk(); u [B, M + 1]:
-    uniform numbers for the draw behind every slot.
+    The law is that of recursive rejection with point masses. behind, token, children: see
+    recursive_rejection_sampling(); u [B, M + 1]: uniform numbers for the draw behind every slot.
     """
     node = torch.zeros_like(token[:, 0])
     alive = node == 0
@@ -200,9 +205,9 @@ def follow(behind: Callable[[Tensor], Tensor], token: Tensor, children: Tensor, 
 
 
 @accelerated
-def match(p: Tensor, token: Tensor, children: Tensor, levels: int, u: Tensor) -> Verified:
-    """follow() with laws p [B, M + 1, V]."""
-    return follow(lambda slot: row_of(p, slot), token, children, levels, u)
+def sample_and_match_rows(p: Tensor, token: Tensor, children: Tensor, levels: int, u: Tensor) -> Verified:
+    """sample_and_match() with laws p [B, M + 1, V]."""
+    return sample_and_match(partial(row_of, p), token, children, levels, u)
 
 
 @accelerated
@@ -214,7 +219,7 @@ def block(p: Tensor, laws: Tensor, token: Tensor, exists: Tensor, u: Tensor, v: 
     follows [w p - q]+. Here i counts accepted drafts, p_(i+1) and q_(i+1) are the laws behind them.
 
     p [B, L + 1, V]: target laws behind the root and every draft; laws [B, L, V]: drafts' laws; token and exists
-    [B, L + 1], the root being column 0; u [B, L], v [B, L + 1]: as in walk().
+    [B, L + 1], the root being column 0; u [B, L], v [B, L + 1]: as in recursive_rejection_sampling().
     """
     batch, levels = u.shape
     exists, draft = exists[:, 1:].clone(), token[:, 1:]  # Metal reads no bytes that begin between multiples of four

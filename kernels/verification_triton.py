@@ -77,7 +77,7 @@ def _draft_law(q, q_norm, i, inside, x, DRAWN: tl.constexpr):
 
 
 @triton.jit
-def _walk(
+def _recursive_rejection_sampling(
     p, token, children, laws, law_of, u, v, scale, absolute, relative, table, codes, near_columns, neighbours,
     scratch, ints, floats, accepted, slots, rows, vocab, levels, width,
     DRAWN: tl.constexpr, CLAIMS: tl.constexpr, NEAR: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
@@ -200,7 +200,7 @@ def _walk(
     finish(ints, accepted + image, size, levels, level, tl.maximum(last, 0).to(tl.int64))
 
 
-def _launch_walk(
+def _launch(
     p: Tensor, token: Tensor, children: Tensor, laws: Tensor | None, law_of: Tensor | None, u: Tensor, v: Tensor,
     claim: Claim | None,
 ) -> Verified:
@@ -215,7 +215,7 @@ def _launch_walk(
     near = claim is not None and claim.table is not None
     table = (claim.table, *claim.table.shape, claim.neighbours) if near else (token, 0, 0, 0)
     small = (t.contiguous() for t in (token, children))
-    _walk[(batch,)](
+    _recursive_rejection_sampling[(batch,)](
         p, *small, laws, law_of, u.contiguous(), v.contiguous(), scale, absolute, relative, *table, scratch, *written,
         slots, rows, vocab, levels, width,
         rows > 0, claim is not None, near, triton.next_power_of_2(levels + 1), BLOCK, num_warps=WARPS,
@@ -223,26 +223,26 @@ def _launch_walk(
     return verified(*written)
 
 
-def walk_exact(
+def exact_rejection_sampling(
     p: Tensor, token: Tensor, children: Tensor, laws: Tensor | None, law_of: Tensor | None, u: Tensor, v: Tensor,
     strength: Tensor, rule: Any,
 ) -> Verified:
-    """See verification.walk_exact."""
-    return _launch_walk(p, token, children, laws, law_of, u, v, None)
+    """See verification.exact_rejection_sampling."""
+    return _launch(p, token, children, laws, law_of, u, v, None)
 
 
-def walk_relaxed(
+def relaxed_rejection_sampling(
     p: Tensor, token: Tensor, children: Tensor, laws: Tensor | None, law_of: Tensor | None, u: Tensor, v: Tensor,
     strength: Tensor, rule: Any,
 ) -> Verified:
-    """See verification.walk_relaxed."""
+    """See verification.relaxed_rejection_sampling."""
     levels = u.shape[1]
     claim = rule.claim(torch.arange(1, levels + 1, device=p.device), strength[:, :levels])
-    return _launch_walk(p, token, children, laws, law_of, u, v, claim)
+    return _launch(p, token, children, laws, law_of, u, v, claim)
 
 
 @triton.jit
-def _match(
+def _sample_and_match(
     p, token, children, u, ints, floats, accepted, slots, vocab, levels, width, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):
@@ -286,11 +286,11 @@ def _match(
     finish(ints, accepted + image, size, levels, level, x)
 
 
-def match(p: Tensor, token: Tensor, children: Tensor, levels: int, u: Tensor) -> Verified:
-    """See verification.match."""
+def sample_and_match_rows(p: Tensor, token: Tensor, children: Tensor, levels: int, u: Tensor) -> Verified:
+    """See verification.sample_and_match_rows."""
     (batch, slots, vocab), width = p.shape, children.shape[2]
     written = outputs(p, batch, levels)
-    _match[(batch,)](
+    _sample_and_match[(batch,)](
         *(t.contiguous() for t in (p, token, children, u)), *written, slots, vocab, levels, width,
         triton.next_power_of_2(width), triton.next_power_of_2(levels + 1), BLOCK, num_warps=WARPS,
     )

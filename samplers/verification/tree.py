@@ -47,9 +47,10 @@ class Numbers:
 def recursive_rejection(
     rule: AcceptanceRule, tree: Tree, p: Laws, strength: Tensor, numbers: Numbers
 ) -> Verified:
-    """Test siblings one after the other, each against what the rejected ones left of p and q (see kernels.walk).
+    """Test siblings one after the other, each against what the rejected ones left of p and q.
 
-    With the exact rule the output law is exactly p. strength [B, L]: see AcceptanceRule.
+    See kernels.recursive_rejection_sampling. With the exact rule the output law is exactly p. strength [B, L]: see
+    AcceptanceRule.
     """
     device, levels, width = tree.token.device, tree.levels, tree.width
     # A number for every test, level by level, and one for the draw behind a path of every length.
@@ -60,12 +61,12 @@ def recursive_rejection(
     u, v = accept[:, : levels * width].unflatten(1, (levels, width)), redraw[:, levels * width :]
     given = tree.token, tree.children(), tree.laws, tree.law_of, u, v, strength, rule
     if callable(p):
-        return kernels.walk(p, *given)
+        return kernels.recursive_rejection_sampling(p, *given)
     if type(rule) is Exact:  # not a subclass, which may answer otherwise
-        return kernels.walk_exact(p, *given)
+        return kernels.exact_rejection_sampling(p, *given)
     if rule.claims:
-        return kernels.walk_relaxed(p, *given)
-    return kernels.walk(partial(row_of, p), *given)
+        return kernels.relaxed_rejection_sampling(p, *given)
+    return kernels.recursive_rejection_sampling(partial(row_of, p), *given)
 
 
 def sample_and_match(tree: Tree, p: Laws, numbers: Numbers) -> Verified:
@@ -75,7 +76,7 @@ def sample_and_match(tree: Tree, p: Laws, numbers: Numbers) -> Verified:
     """
     slots = counting(tree.token.shape[1], tree.token.device)
     given = tree.token, tree.children(), tree.levels, numbers.uniform(Purpose.REDRAW, tree.depth, slots)
-    return kernels.follow(p, *given) if callable(p) else kernels.match(p, *given)
+    return kernels.sample_and_match(p, *given) if callable(p) else kernels.sample_and_match_rows(p, *given)
 
 
 def block_verification(tree: Tree, p: Tensor, numbers: Numbers) -> Verified:

@@ -329,7 +329,7 @@ def test_a_dry_run_tries_every_stage(tmp_path):
               if NEEDS_DEVICE in (*entry.get("not_run", {}).values(), entry["why"])}
     assert needed == {"device", "races", "allocator", "captures", "passes", "ratios"}
     assert {row["kernel"] for row in found["kernels"]["rows"]} >= {"attention.attend_few", "linear.few_rows",
-                                                                  "verification.walk_exact"}
+                                                                  "verification.exact_rejection_sampling"}
     text = out.with_suffix(".md").read_text(encoding="utf-8")
     assert text == page(told) and "Dry run, without a CUDA device" in text
     assert all(f"| {stage.title} | **" in text for stage in STAGES)

@@ -87,7 +87,7 @@ def test_trees_are_decided_alike(rule, drawn):
     vocab = 9
     if not isinstance(rule, (Exact, UniformRSD, CoolSD)):
         rule = type(rule)(**{f.name: getattr(rule, f.name) for f in fields(rule)} | {"table": neighbours(vocab)})
-    walk = "walk_exact" if isinstance(rule, Exact) else "walk_relaxed"
+    name = "exact_rejection_sampling" if isinstance(rule, Exact) else "relaxed_rejection_sampling"
     seen = set()
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
@@ -101,8 +101,8 @@ def test_trees_are_decided_alike(rule, drawn):
         strength = torch.rand((batch, tree.levels + 1), generator=generator)
         given = (p, token, tree.children(), laws if drawn else None, law_of if drawn else None, u,
                  uniforms(generator, batch, tree.levels + 1), strength, rule)
-        reference = getattr(verification, walk)(*given)
-        same(interpreted(f"verification.{walk}", *given), reference)
+        reference = getattr(verification, name)(*given)
+        same(interpreted(f"verification.{name}", *given), reference)
         seen |= set(reference.source.flatten().tolist())
     assert {verification.ACCEPTED, verification.RESIDUAL, verification.BONUS} <= seen
     assert (verification.RELAXED in seen) == (not isinstance(rule, Exact))
@@ -118,7 +118,8 @@ def test_masses_that_underflow_are_decided_alike():
     for u in (0.0, 0.4, ENDS[1]):
         numbers = torch.full((1, tree.levels, tree.width), u), torch.full((1, tree.levels + 1), u)
         given = p, token, tree.children(), laws, law_of, *numbers, torch.ones(1, 3), Exact()
-        same(interpreted("verification.walk_exact", *given), verification.walk_exact(*given))
+        reference = verification.exact_rejection_sampling(*given)
+        same(interpreted("verification.exact_rejection_sampling", *given), reference)
 
 
 def test_likeliest_children_are_matched_alike():
@@ -128,7 +129,7 @@ def test_likeliest_children_are_matched_alike():
         tree = random_tree(seed, drafts=9, vocab=vocab)
         token, laws, _ = sampled(tree, vocab, generator)
         given = laws, token, tree.children(), tree.levels, uniforms(generator, *token.shape)
-        same(interpreted("verification.match", *given), verification.match(*given))
+        same(interpreted("verification.sample_and_match_rows", *given), verification.sample_and_match_rows(*given))
 
 
 def test_chains_are_decided_as_blocks_alike():
@@ -157,7 +158,8 @@ def test_laws_can_be_asked_for_one_by_one():
         return p[torch.arange(1), slot]
 
     given = token, tree.children(), laws, law_of, *numbers, torch.ones(1, tree.levels), Exact()
-    one_by_one, at_once = verification.walk(behind, *given), verification.walk_exact(p, *given)
+    one_by_one = verification.recursive_rejection_sampling(behind, *given)
+    at_once = verification.exact_rejection_sampling(p, *given)
     same(one_by_one, at_once)
     assert asked == [0, *one_by_one.path[0, : int(one_by_one.accepted)].tolist()] and len(asked) > 1
 
@@ -170,9 +172,10 @@ def test_the_kernels_compile():
     laws, law_of = torch.empty(batch, 20, vocab), torch.zeros(slots, dtype=torch.int64)
     u, v, strength = torch.empty(batch, levels, width), torch.empty(batch, levels + 1), torch.ones(batch, levels)
     table = torch.zeros(vocab, 1000, dtype=torch.int32)
-    assert compiled("verification.walk_exact", p, zeros, children, laws, law_of, u, v, strength, Exact())
-    assert compiled("verification.walk_relaxed", p, zeros, children, None, None, u, v, strength, CoolSD())
-    assert compiled("verification.walk_relaxed", p, zeros, children, laws, law_of, u, v, strength, Lantern(table=table))
-    assert compiled("verification.match", p, zeros, children, levels, p[..., 0])
+    tree, numbers = (p, zeros, children), (u, v, strength)
+    assert compiled("verification.exact_rejection_sampling", *tree, laws, law_of, *numbers, Exact())
+    assert compiled("verification.relaxed_rejection_sampling", *tree, None, None, *numbers, CoolSD())
+    assert compiled("verification.relaxed_rejection_sampling", *tree, laws, law_of, *numbers, Lantern(table=table))
+    assert compiled("verification.sample_and_match_rows", p, zeros, children, levels, p[..., 0])
     assert compiled("verification.maximal_coupling", p, laws, zeros, zeros, zeros == 0, p[..., 0], p[..., 0])
     assert compiled("verification.block", laws[:, :6], laws[:, :5], zeros[:, :6], zeros[:, :6] == 0, u[..., 0], v)

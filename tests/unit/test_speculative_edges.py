@@ -141,7 +141,8 @@ def test_no_random_number_is_used_twice(children, monkeypatch):
 
     monkeypatch.setattr(Stream, "uniform", uniform_noted)
     monkeypatch.setattr(Stream, "gumbel", gumbel_noted)
-    for name, places in {"walk": (5, 6), "follow": (4,), "block": (4, 5)}.items():  # where they take theirs
+    where = {"recursive_rejection_sampling": (5, 6), "sample_and_match": (4,), "block": (4, 5)}  # they take theirs
+    for name, places in where.items():
         monkeypatch.setattr(kernels, name, noted(getattr(kernels, name), *places))
     toy = ToyModel(layout, memory=2)
     sampled = [Chain(3), Chain(4, "block"), Static("lantern_57"), ADTTree("random", "sampled", **SMALL)]
