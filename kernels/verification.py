@@ -47,9 +47,11 @@ class Verified:
 
 
 @dataclass(frozen=True)
-class Claim:
-    """How much probability a relaxed rule lets a draft x claim: scale * p(x) + c_J, where c_j is the probability of
-    the j codes nearest to x and J the largest j <= neighbours with c_j <= absolute + relative * p(x).
+class AcceptanceBudget:
+    """The probability that a relaxed rule accepts a draft x with, before the division by q(x).
+
+    It is scale * p(x) + c_J, where c_j is the probability of the j codes nearest to x and J the largest j <= neighbours
+    with c_j <= absolute + relative * p(x).
 
     scale, absolute, relative [B, L] (fp32) for the drafts of every level; table [V, neighbours or more] (int32), or
     None where no neighbours count.
@@ -164,7 +166,7 @@ def relaxed_rejection_sampling(
     p: Tensor, token: Tensor, children: Tensor, laws: Tensor | None, law_of: Tensor | None, u: Tensor, v: Tensor,
     strength: Tensor, rule: Any,
 ) -> Verified:
-    """recursive_rejection_sampling() with laws p [B, M + 1, V] and a relaxed rule that has a ``claim``."""
+    """recursive_rejection_sampling() with laws p [B, M + 1, V] and a relaxed rule that has an ``acceptance_budget``."""
     given = token, children, laws, law_of, u, v, strength, rule
     return recursive_rejection_sampling(partial(row_of, p), *given)
 

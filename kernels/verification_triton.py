@@ -16,7 +16,7 @@ from torch import Tensor
 from .neighbours_triton import nearest
 from .sampling_triton import drawn, weights
 from .triton_outcome import clear, finish, note, outputs, verified
-from .verification import Claim, Verified
+from .verification import AcceptanceBudget, Verified
 
 BLOCK = 2048
 WARPS = 8
@@ -202,7 +202,7 @@ def _recursive_rejection_sampling(
 
 def _launch(
     p: Tensor, token: Tensor, children: Tensor, laws: Tensor | None, law_of: Tensor | None, u: Tensor, v: Tensor,
-    claim: Claim | None,
+    budget: AcceptanceBudget | None,
 ) -> Verified:
     batch, levels, width = u.shape
     slots, vocab = p.shape[1:]
@@ -210,15 +210,15 @@ def _launch(
     laws, law_of, rows = (p, token, 0) if laws is None else (laws.contiguous(), law_of, laws.shape[1])
     scratch = p.new_empty((batch, 2, vocab))
     written = outputs(p, batch, levels)
-    scale, absolute, relative = (p,) * 3 if claim is None else (
-        t.expand(batch, levels).contiguous() for t in (claim.scale, claim.absolute, claim.relative))
-    near = claim is not None and claim.table is not None
-    table = (claim.table, *claim.table.shape, claim.neighbours) if near else (token, 0, 0, 0)
+    scale, absolute, relative = (p,) * 3 if budget is None else (
+        t.expand(batch, levels).contiguous() for t in (budget.scale, budget.absolute, budget.relative))
+    near = budget is not None and budget.table is not None
+    table = (budget.table, *budget.table.shape, budget.neighbours) if near else (token, 0, 0, 0)
     small = (t.contiguous() for t in (token, children))
     _recursive_rejection_sampling[(batch,)](
         p, *small, laws, law_of, u.contiguous(), v.contiguous(), scale, absolute, relative, *table, scratch, *written,
         slots, rows, vocab, levels, width,
-        rows > 0, claim is not None, near, triton.next_power_of_2(levels + 1), BLOCK, num_warps=WARPS,
+        rows > 0, budget is not None, near, triton.next_power_of_2(levels + 1), BLOCK, num_warps=WARPS,
     )
     return verified(*written)
 
@@ -237,8 +237,8 @@ def relaxed_rejection_sampling(
 ) -> Verified:
     """See verification.relaxed_rejection_sampling."""
     levels = u.shape[1]
-    claim = rule.claim(torch.arange(1, levels + 1, device=p.device), strength[:, :levels])
-    return _launch(p, token, children, laws, law_of, u, v, claim)
+    budget = rule.acceptance_budget(torch.arange(1, levels + 1, device=p.device), strength[:, :levels])
+    return _launch(p, token, children, laws, law_of, u, v, budget)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.sampling import at, categorical, redraw, residual
-from ...kernels.verification import EPS, Claim, maximal_coupling
+from ...kernels.verification import EPS, AcceptanceBudget, maximal_coupling
 from ..contract import ARModel
 
 
@@ -29,7 +29,7 @@ class AcceptanceRule:
     name: str
     lossless: bool  # is the output law exactly p, whatever the strength
     plain: bool = False  # is the residual [p - q]+
-    claims: bool = False  # is it plain and does it have a ``claim``
+    has_budget: bool = False  # is it plain and does it have an ``acceptance_budget``
 
     def check(self) -> None:
         """Raise ValueError naming the setting that is outside its legal range."""
@@ -54,10 +54,10 @@ class AcceptanceRule:
         """Total variation [...] between what this test draws and p: its value, or an unbiased estimate of a bound."""
         raise NotImplementedError
 
-    def claim(self, depth: Tensor, strength: Tensor) -> Claim:
-        """The probability a draft claims, for drafts at depth [L] (int64) under a strength [B, L].
+    def acceptance_budget(self, depth: Tensor, strength: Tensor) -> AcceptanceBudget:
+        """The probability that drafts at depth [L] (int64) are accepted with, under a strength [B, L].
 
-        Only of rules that ``claims``; then f(x) = min(1, claim / q(x)).
+        Only of rules that have one (``has_budget``); then f(x) = min(1, budget / q(x)).
         """
         raise NotImplementedError
 

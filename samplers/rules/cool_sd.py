@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.sampling import at, residual, unless_empty
-from ...kernels.verification import EPS, Claim
+from ...kernels.verification import EPS, AcceptanceBudget
 from .acceptance import AcceptanceRule
 
 SCHEDULES = ("exponential", "linear")
@@ -31,12 +31,12 @@ class ScaledRatio(AcceptanceRule):
         raise NotImplementedError
 
     @property
-    def claims(self) -> bool:
+    def has_budget(self) -> bool:
         return self.plain
 
-    def claim(self, depth: Tensor, strength: Tensor) -> Claim:
+    def acceptance_budget(self, depth: Tensor, strength: Tensor) -> AcceptanceBudget:
         omega = self.omega(None, None, depth, strength)
-        return Claim(omega, torch.zeros_like(omega), torch.zeros_like(omega))
+        return AcceptanceBudget(omega, torch.zeros_like(omega), torch.zeros_like(omega))
 
     def accept_probability(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         scaled = self.omega(p, q, depth, strength) * at(p, token)

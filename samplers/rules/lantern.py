@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...kernels.neighbours import aggregate
 from ...kernels.sampling import at, residual, unless_empty
-from ...kernels.verification import EPS, Claim
+from ...kernels.verification import EPS, AcceptanceBudget
 from ..contract import ARModel
 from .acceptance import AcceptanceRule
 
@@ -53,14 +53,14 @@ class NeighbourRule(AcceptanceRule):
         return self.redraw == "optimal"
 
     @property
-    def claims(self) -> bool:
+    def has_budget(self) -> bool:
         return self.plain
 
-    def claim(self, depth: Tensor, strength: Tensor) -> Claim:
+    def acceptance_budget(self, depth: Tensor, strength: Tensor) -> AcceptanceBudget:
         """The budget is linear in the draft's probability."""
         absolute = self.budget(torch.zeros_like(strength), strength)
         relative = self.budget(torch.ones_like(strength), strength) - absolute
-        return Claim(torch.ones_like(strength), absolute, relative, self.table, self.neighbours)
+        return AcceptanceBudget(torch.ones_like(strength), absolute, relative, self.table, self.neighbours)
 
     def budget(self, p_token: Tensor, strength: Tensor) -> Tensor:
         """Neighbours' probability [...] that a draft of probability p_token [...] may count as its own."""

@@ -27,7 +27,7 @@ class TVMetered(ScaledRatio):
     epsilon: float = 0.05
     name = "tv_metered"
     plain = True  # omega >= 1: eq. (11)
-    claims = False  # omega depends on the laws
+    has_budget = False  # omega depends on the laws
 
     @property
     def lossless(self) -> bool:

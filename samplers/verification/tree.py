@@ -64,7 +64,7 @@ def recursive_rejection(
         return kernels.recursive_rejection_sampling(p, *given)
     if type(rule) is Exact:  # not a subclass, which may answer otherwise
         return kernels.exact_rejection_sampling(p, *given)
-    if rule.claims:
+    if rule.has_budget:
         return kernels.relaxed_rejection_sampling(p, *given)
     return kernels.recursive_rejection_sampling(partial(row_of, p), *given)
 
