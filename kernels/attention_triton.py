@@ -86,7 +86,7 @@ def _attend(
     every += row * every_row
     factors += row * factors_row
     norm = tl.zeros_like(head) if ONE_NORM else head
-    x = _turned(
+    x = _rotated(
         every + token * every_token + head * every_head, factors + token * factors_token, query_weight + norm * DIM,
         query_bias + norm * DIM, asked, eps, DIM, HALVES, NORMED, BLOCK_D,
     )
@@ -99,7 +99,7 @@ def _attend(
         slot = tl.load(slots + row * slots_row + new * slots_token, new < count, 0)
         mine = (new < count) & (tl.minimum(slot // PART, tl.num_programs(2) - 1) == part)
         norm = tl.zeros_like(new) if ONE_NORM else tl.zeros_like(new) + key_head
-        key = _turned(
+        key = _rotated(
             every + new * every_token + own_key * every_head, factors + new * factors_token, key_weight + norm * DIM,
             key_bias + norm * DIM, mine, eps, DIM, HALVES, NORMED, BLOCK_D,
         )
@@ -178,7 +178,7 @@ def _finite(maximum):
 
 
 @triton.jit
-def _turned(
+def _rotated(
     x, factors, weight, bias, wanted, eps, DIM: tl.constexpr, HALVES: tl.constexpr, NORMED: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):

@@ -30,7 +30,7 @@ def rotate(x: Tensor, factors: Tensor, halves: bool) -> None:
         cos, sin = factors.unsqueeze(2).chunk(2, dim=-1)
         x.copy_(wide * cos + wide.roll(wide.shape[-1] // 2, -1) * sin)
         return
-    turns = torch.view_as_complex(factors.unflatten(-1, (-1, 2))).unsqueeze(2)
-    torch.view_as_complex(wide.unflatten(-1, (-1, 2))).mul_(turns)
+    rotations = torch.view_as_complex(factors.unflatten(-1, (-1, 2))).unsqueeze(2)
+    torch.view_as_complex(wide.unflatten(-1, (-1, 2))).mul_(rotations)
     if wide.dtype != x.dtype:
         x.copy_(wide)

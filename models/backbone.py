@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..kernels.attention import attend
 from ..kernels.rotation import factors_of, normalise, rotate
-from .cache import KVCache, Turn
+from .cache import KVCache, RotaryTable
 from .products import product
 
 T = TypeVar("T")
@@ -63,15 +63,15 @@ class Rotation(NamedTuple):
     sin: Tensor
     halves: bool = False
 
-    def turn(self) -> Turn:
+    def table(self) -> RotaryTable:
         """The same, made ready once for all layers of a pass."""
-        return Turn(factors_of(self.cos, self.sin, self.halves), self.halves)
+        return RotaryTable(factors_of(self.cos, self.sin, self.halves), self.halves)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate x [R, H, T, head_dim] in fp32 and return it in its own dtype."""
-        turned = x.transpose(1, 2).clone()
-        rotate(turned, *self.turn()[:2])
-        return turned.transpose(1, 2)
+        rotated = x.transpose(1, 2).clone()
+        rotate(rotated, *self.table()[:2])
+        return rotated.transpose(1, 2)
 
 
 class HeadNorm(nn.Module):
@@ -104,23 +104,23 @@ class Attention(nn.Module):
         self.wo = operations.Linear(config.dim, config.dim, bias=False)
 
     def forward(
-        self, x: Tensor, norm: nn.Module, turn: Turn, layer: int, cache: KVCache | None, mask: Tensor | None
+        self, x: Tensor, norm: nn.Module, rotary: RotaryTable, layer: int, cache: KVCache | None, mask: Tensor | None
     ) -> Tensor:
         """x plus the attention of norm(x)."""
         every = product(self.wqkv, x, norm).unflatten(-1, (-1, self.head_dim))  # heads of queries, of keys, of values
         if cache is None:
-            attended = self._uncached(every, turn, mask)
+            attended = self._uncached(every, rotary, mask)
         else:
             norms = (*self.q_norm.of(every), *self.k_norm.of(every)) if self.head_norms else None
-            attended = cache.attend(layer, every, turn._replace(norms=norms), mask)
+            attended = cache.attend(layer, every, rotary._replace(norms=norms), mask)
         return product(self.wo, attended.flatten(2), residual=x)
 
-    def _uncached(self, every: Tensor, turn: Turn, mask: Tensor | None) -> Tensor:
+    def _uncached(self, every: Tensor, rotary: RotaryTable, mask: Tensor | None) -> Tensor:
         """Attention [R, T, H, d] of tokens to each other, for their queries, keys and values [R, T, H + 2 * Hkv, d]."""
         if self.head_norms:
             q, k, v = every.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
             every = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=2)
-        rotate(every[:, :, : self.heads + self.kv_heads], *turn[:2])
+        rotate(every[:, :, : self.heads + self.kv_heads], *rotary[:2])
         q, k, v = every.transpose(1, 2).split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         return attend(q, k, v, mask).transpose(1, 2)
 
@@ -147,8 +147,8 @@ class Block(nn.Module):
         self.ffn_norm = operations.RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config, operations)
 
-    def forward(self, x: Tensor, turn: Turn, layer: int, cache: KVCache | None, mask: Tensor | None) -> Tensor:
-        x = self.attention(x, self.attention_norm, turn, layer, cache, mask)
+    def forward(self, x: Tensor, rotary: RotaryTable, layer: int, cache: KVCache | None, mask: Tensor | None) -> Tensor:
+        x = self.attention(x, self.attention_norm, rotary, layer, cache, mask)
         return self.feed_forward(x, self.ffn_norm)
 
 
@@ -197,9 +197,9 @@ class Backbone(nn.Module):
         With a cache, keys and values are written at the cache's current slots. ``mask`` [R, 1, T, reach or T], in the
         dtype of x, is added to the scores of attention (see kernels.attention.added); None is causal, without a cache.
         """
-        turn = rotation.turn()
+        rotary = rotation.table()
         for index, layer in enumerate(self.layers):
-            x = layer(x, turn, index, cache, mask)
+            x = layer(x, rotary, index, cache, mask)
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:

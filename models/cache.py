@@ -34,7 +34,7 @@ def slots_of(prompt: int, places: int) -> int:
     return rounded(prompt) + rounded(places)
 
 
-class Turn(NamedTuple):
+class RotaryTable(NamedTuple):
     """Rotations made ready for all layers of a pass, and a layer's norms of queries and keys (see kernels/rotation.py).
     """
 
@@ -110,14 +110,14 @@ class KVCache:
             self._slots, self.lengths, self._columns, tree_mask, count, behind, self.reach, self.buffer[0, 0, 0, 0]
         )
 
-    def attend(self, layer: int, every: Tensor, turn: Turn, mask: Tensor) -> Tensor:
+    def attend(self, layer: int, every: Tensor, rotary: RotaryTable, mask: Tensor) -> Tensor:
         """Attention [rows, count, H, head_dim] of the open tokens. Of their queries, keys and values ``every``
         [rows, count, H + 2 * heads, head_dim], the first two are rotated, and the last two stored in the open slots.
 
         mask [rows, 1, count, reach]: what is added to the scores, see kernels/attention.py.
         """
         slots = self._slots[:, : self._count]
-        return attend_cached(every, *turn, self.buffer[layer], self._rows, slots, mask, self._arrived)
+        return attend_cached(every, *rotary, self.buffer[layer], self._rows, slots, mask, self._arrived)
 
     def commit(self, count: Tensor, path: Tensor | None = None) -> None:
         """Keep the first ``count`` [rows] tokens of the last pass, or of ``path`` [rows, P]: offsets into the pass,

@@ -33,4 +33,4 @@ class Eagle(Placed):
         rotation, cache and mask as in Backbone; a pair stands where its token stands. There is no final norm.
         """
         x = self.fc(torch.cat((self.tok_embeddings(ids).to(hidden.dtype), hidden), dim=-1))
-        return self.layer(x, rotation.turn(), 0, cache, mask)
+        return self.layer(x, rotation.table(), 0, cache, mask)

@@ -62,13 +62,13 @@ class SequencePositions:
 
     def prompt(self, count: int, head_dim: int, device: torch.device | str) -> Rotation:
         """See Positions."""
-        return self._turned(torch.arange(count, device=device)[None], head_dim)
+        return self._rotation(torch.arange(count, device=device)[None], head_dim)
 
     def image(self, places: Tensor, prompts: Tensor, cols: int, head_dim: int) -> Rotation:
         """See Positions."""
-        return self._turned(places + prompts[:, None], head_dim)
+        return self._rotation(places + prompts[:, None], head_dim)
 
-    def _turned(self, places: Tensor, head_dim: int) -> Rotation:
+    def _rotation(self, places: Tensor, head_dim: int) -> Rotation:
         steps = torch.arange(0, head_dim, 2, device=places.device, dtype=torch.float32)
         angles = places[..., None] * self.theta ** (-steps / head_dim)
         return Rotation(angles.cos(), angles.sin(), halves=True)
@@ -77,10 +77,10 @@ class SequencePositions:
 class Table(NamedTuple):
     """Rotations of the first places of every row's image, looked up instead of computed in every pass.
 
-    turns [R, P, 2, head_dim / 2] (fp32): cosines, then sines; rows [R, 1] (int64) counts from 0.
+    cos_sin [R, P, 2, head_dim / 2] (fp32): cosines, then sines; rows [R, 1] (int64) counts from 0.
     """
 
-    turns: Tensor
+    cos_sin: Tensor
     rows: Tensor
     halves: bool
 
@@ -92,15 +92,15 @@ class Table(NamedTuple):
         itself, filled anew, where its sizes are these."""
         every = torch.arange(places, device=prompts.device).expand(len(prompts), -1)
         rotation = positions.image(every, prompts, cols, head_dim)
-        turns = torch.stack((rotation.cos, rotation.sin), dim=2)
-        if into is None or (into.turns.shape, into.turns.device) != (turns.shape, turns.device):
-            return cls(turns, torch.arange(len(prompts), device=prompts.device)[:, None], rotation.halves)
-        into.turns.copy_(turns)
+        cos_sin = torch.stack((rotation.cos, rotation.sin), dim=2)
+        if into is None or (into.cos_sin.shape, into.cos_sin.device) != (cos_sin.shape, cos_sin.device):
+            return cls(cos_sin, torch.arange(len(prompts), device=prompts.device)[:, None], rotation.halves)
+        into.cos_sin.copy_(cos_sin)
         return into
 
     def at(self, places: Tensor) -> Rotation:
         """Rotation [R, T, ...] at places [R, T]; those behind the last one get that of the last."""
-        cos, sin = self.turns[self.rows, places.clamp(max=self.turns.shape[1] - 1)].unbind(2)
+        cos, sin = self.cos_sin[self.rows, places.clamp(max=self.cos_sin.shape[1] - 1)].unbind(2)
         return Rotation(cos, sin, self.halves)
 
 

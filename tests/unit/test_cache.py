@@ -111,7 +111,7 @@ def write(cache: KVCache, layer: int, keys: torch.Tensor, values: torch.Tensor):
     every = torch.stack((keys, keys, values), dim=2)[..., None].repeat(1, 1, 1, 2)
     nowhere = torch.ones(1, keys.shape[1], 1), torch.zeros(1, keys.shape[1], 1)
     everything = torch.zeros(len(keys), 1, keys.shape[1], cache.reach)
-    cache.attend(layer, every, Rotation(*nowhere).turn(), everything)
+    cache.attend(layer, every, Rotation(*nowhere).table(), everything)
 
 
 def test_uncommitted_slots_are_out_of_sight():
