@@ -1,4 +1,4 @@
-"""Triton kernels of cache.py: what a pass's tokens see, and moving accepted tokens for all layers in one launch."""
+"""Triton kernels of cache.py: the mask of a forward pass, and moving accepted tokens in all layers in one launch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BLOCK = 256
 
 
 def open_slots(
-    slots: Tensor, lengths: Tensor, columns: Tensor, tree_mask: Tensor | None, count: int, behind: int, reach: int,
+    slots: Tensor, lengths: Tensor, columns: Tensor, tree_mask: Tensor | None, count: int, uncommitted: int, reach: int,
     like: Tensor,
 ) -> Tensor:
     """See cache.open_slots."""
@@ -18,7 +18,7 @@ def open_slots(
     mask = like.new_empty((rows, 1, count, reach))
     tree = slots[..., None] if tree_mask is None else tree_mask  # never read if there is none
     _open_slots[(rows * count, triton.cdiv(reach, BLOCK))](
-        slots, slots.stride(0), lengths.contiguous(), tree, *tree.stride(), mask, count, behind, reach, capacity,
+        slots, slots.stride(0), lengths.contiguous(), tree, *tree.stride(), mask, count, uncommitted, reach, capacity,
         TREE=tree_mask is not None, BLOCK=BLOCK, num_warps=4,
     )
     return mask
@@ -26,22 +26,22 @@ def open_slots(
 
 @triton.jit
 def _open_slots(
-    slots, slots_row, lengths, tree, tree_row, tree_token, tree_column, mask, count, behind, reach, capacity,
+    slots, slots_row, lengths, tree, tree_row, tree_token, tree_column, mask, count, uncommitted, reach, capacity,
     TREE: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """A block of what one token sees; the first block's program stores its slot."""
+    """A block of one token's mask; the program of the first block stores the token's slot."""
     i = tl.program_id(0)
     row = (i // count).to(tl.int64)
     token = i % count
     length = tl.load(lengths + row)
-    here = length + behind + token
+    here = length + uncommitted + token
     if tl.program_id(1) == 0:
         tl.store(slots + row * slots_row + token, tl.minimum(here, capacity - 1))
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < reach
     if TREE:
         offset = column - length
-        fed = inside & (offset >= 0) & (offset < behind + count)
+        fed = inside & (offset >= 0) & (offset < uncommitted + count)
         tree += row * tree_row + token * tree_token
         seen = (offset < 0) | (tl.load(tree + offset * tree_column, mask=fed, other=0).to(tl.int32) != 0)
     else:
@@ -63,7 +63,7 @@ def _keep_path(
     buffer, layer_stride, row_stride, head_stride, slot_stride, lengths, path, path_row, path_column, rows, heads,
     capacity, count, dim, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """One head of one row of one layer. All is read before anything is written: sources and targets overlap."""
+    """One head of one row of one layer. Everything is read before anything is written: sources and targets overlap."""
     i = tl.program_id(0)
     row = i // heads % rows
     place = tl.arange(0, BLOCK_P)

@@ -1,8 +1,8 @@
 """A static key/value cache: fixed buffers, explicit slots, ragged rows.
 
-Every row keeps its own committed length. A pass writes its tokens behind that length; committing moves the length (and,
-for a tree, first gathers the accepted path), rolling back is simply not committing. Nothing here reads a device value
-on the host, and whatever outlives a pass stays where it is in memory, so a decoding step can run without
+Every row keeps its own committed length. A forward pass writes its tokens after that length; committing moves the
+length (and, for a tree, first gathers the accepted path), rolling back is simply not committing. Nothing here reads a
+device value on the host, and everything that outlives a pass keeps its address, so a decoding step can run without
 synchronisation and be replayed as a CUDA graph.
 """
 
@@ -17,25 +17,27 @@ from ..kernels.attention import FEW, attend_cached
 from ..kernels.cache import keep_path, open_slots
 from ..kernels.rotation import Norms
 
-BUCKET = 128  # slots come in multiples of it, so that prompts of similar lengths make steps of one shape
-CPU_BUCKET = 32  # of the slots that steps look at: another shape costs nothing there
+BUCKET = 128  # slots per allocation step: prompts of similar lengths lead to steps of one shape
+CPU_BUCKET = 32  # of the slots a step attends to: a CPU has no graphs that a new shape would have to capture
 
 
 def rounded(slots: int, bucket: int = BUCKET) -> int:
-    """The next multiple of a bucket."""
+    """``slots`` rounded up to a multiple of ``bucket``."""
     return -(-slots // bucket) * bucket
 
 
 def slots_of(prompt: int, places: int) -> int:
-    """Slots of a cache for a prompt of so many tokens and so many places behind it.
+    """Slots of a cache for a prompt of ``prompt`` tokens and ``places`` tokens after it.
 
-    Both are rounded up, so that prompts of 1 to 128 tokens lead to caches of one size, and to one set of graphs.
+    Both are rounded up: prompts of 1 to 128 tokens lead to caches of one size, and to one set of graphs.
     """
     return rounded(prompt) + rounded(places)
 
 
 class RotaryTable(NamedTuple):
-    """Rotations made ready for all layers of a pass, and a layer's norms of queries and keys (see kernels/rotation.py).
+    """Rotary factors shared by all layers of a forward pass, and one layer's norms of queries and keys.
+
+    factors: see kernels.rotation.factors_of; halves: see Rotation; norms: see kernels.rotation.Norms.
     """
 
     factors: Tensor
@@ -46,7 +48,7 @@ class RotaryTable(NamedTuple):
 class KVCache:
     """Keys and values ``buffer`` [layers, rows, 2 * heads, capacity, head_dim], the heads of keys first.
 
-    ``lengths`` [rows] (int64): committed slots per row. ``reach``: steps look at the first so many slots.
+    ``lengths`` [rows] (int64): committed slots per row. ``reach``: number of leading slots that steps attend to.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class KVCache:
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self._rows = torch.arange(rows, device=device)[:, None]
         self._columns = torch.arange(capacity, device=device)
-        # In memory of their own: what a captured pass allocates must not outlive its capture. Of the open tokens:
+        # Of the open tokens. Allocated here: what a captured pass allocates must not outlive its capture.
         self._slots = torch.zeros((rows, capacity), dtype=torch.int64, device=device)
         self._arrived = torch.zeros((rows, heads, FEW), dtype=torch.int32, device=device)  # see kernels/attention.py
         self._count = 0
@@ -81,49 +83,48 @@ class KVCache:
         cls, layers: int, rows: int, heads: int, slots: int, head_dim: int, dtype: torch.dtype, device: torch.device,
         into: KVCache | None = None,
     ) -> KVCache:
-        """An empty cache of ``slots`` slots; ``into`` itself, emptied, where its sizes are these."""
+        """An empty cache of ``slots`` slots: ``into`` itself, emptied, if it has these sizes."""
         shape = (layers, rows, 2 * heads, slots, head_dim)
         if into is None or (into.buffer.shape, into.buffer.dtype, into.buffer.device) != (shape, dtype, device):
             return cls(layers, rows, heads, slots, head_dim, dtype, device)
         into.lengths.zero_()
-        into.buffer.zero_()  # what is not seen is multiplied by zero, which NaN of an earlier run would survive
+        into.buffer.zero_()  # hidden slots get weight zero, and 0 * NaN of an earlier run would be NaN
         into.reach = into.capacity
         return into
 
     def look_at(self, slots: int | None) -> int:
-        """Promise that nothing of worth will stand behind the first ``slots`` (None: behind the last). Returns the
-        reach, a little further."""
+        """Declare that only the first ``slots`` (None: all) will be used. Returns ``reach``: ``slots`` rounded up."""
         bucket = CPU_BUCKET if self.buffer.device.type == "cpu" else BUCKET
         self.reach = self.capacity if slots is None else min(rounded(slots, bucket), self.capacity)
         return self.reach
 
-    def open(self, count: int, tree_mask: Tensor | None = None, behind: int = 0) -> Tensor:
-        """Reserve the next pass's ``count`` slots, after every row's length and ``behind`` uncommitted tokens.
+    def open(self, count: int, tree_mask: Tensor | None = None, uncommitted: int = 0) -> Tensor:
+        """Reserve ``count`` slots for the next forward pass, after each row's committed and ``uncommitted`` tokens.
 
-        tree_mask [rows, count, behind + count] (bool): may token i see uncommitted token j; None is a chain. Returns
-        what is added to attention scores [rows, 1, count, reach]: 0 for a slot that is seen, else minus infinity. Slots
-        past the capacity are folded onto the last one; the caller provides slack so that only tokens behind the end of
-        the image get there.
+        tree_mask [rows, count, uncommitted + count] (bool): may token i see uncommitted token j; None is a chain.
+        Returns the additive attention mask [rows, 1, count, reach]: 0 for a visible slot, else minus infinity. Slots
+        past the capacity are clamped to the last one; callers leave enough room that only tokens past the end of the
+        image get there.
         """
         self._count = count
         return open_slots(
-            self._slots, self.lengths, self._columns, tree_mask, count, behind, self.reach, self.buffer[0, 0, 0, 0]
+            self._slots, self.lengths, self._columns, tree_mask, count, uncommitted, self.reach, self.buffer[0, 0, 0, 0]
         )
 
     def attend(self, layer: int, every: Tensor, rotary: RotaryTable, mask: Tensor) -> Tensor:
-        """Attention [rows, count, H, head_dim] of the open tokens. Of their queries, keys and values ``every``
-        [rows, count, H + 2 * heads, head_dim], the first two are rotated, and the last two stored in the open slots.
+        """Attention [rows, count, H, head_dim] of the open tokens.
 
-        mask [rows, 1, count, reach]: what is added to the scores, see kernels/attention.py.
+        every [rows, count, H + 2 * heads, head_dim]: queries, keys and values. Queries and keys are rotated; keys and
+        values are stored in the open slots. mask [rows, 1, count, reach]: see ``open``.
         """
         slots = self._slots[:, : self._count]
         return attend_cached(every, *rotary, self.buffer[layer], self._rows, slots, mask, self._arrived)
 
     def commit(self, count: Tensor, path: Tensor | None = None) -> None:
-        """Keep the first ``count`` [rows] tokens of the last pass, or of ``path`` [rows, P]: offsets into the pass,
-        which increase as far as they count.
+        """Keep the first ``count`` [rows] tokens of the last forward pass, or of ``path`` [rows, P].
 
-        The rotation of a kept key stays right as long as a node's position is root + depth.
+        path: offsets into the pass, increasing over the first ``count``. The rotation of a kept key stays valid as long
+        as a node's position is root + depth.
         """
         if path is not None:
             keep_path(self.buffer, self.lengths, path)

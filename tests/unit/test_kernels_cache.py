@@ -13,21 +13,21 @@ from ..support.twins import compiled, compiled_everywhere, interpreted
 def openings(draw):
     """Arguments of open_slots: chains and trees, some of them past the capacity, masks shared by rows or not."""
     rows, capacity = draw(st.integers(1, 3)), draw(st.sampled_from([12, 300]))
-    count, behind, reach = draw(st.integers(1, 5)), draw(st.integers(0, 4)), draw(st.integers(9, capacity))
+    count, uncommitted, reach = draw(st.integers(1, 5)), draw(st.integers(0, 4)), draw(st.integers(9, capacity))
     lengths = torch.tensor(draw(st.lists(st.integers(0, capacity), min_size=rows, max_size=rows)))
     generator, tree = torch.Generator().manual_seed(draw(st.integers(0, 99))), None
     if draw(st.booleans()):
-        tree = torch.rand((draw(st.sampled_from([1, rows])), count, behind + count), generator=generator) < 0.5
+        tree = torch.rand((draw(st.sampled_from([1, rows])), count, uncommitted + count), generator=generator) < 0.5
         tree = tree.expand(rows, -1, -1)
     like = torch.zeros(1, dtype=draw(st.sampled_from([torch.float32, torch.float16])))
     slots = torch.full((rows, capacity), -1)
-    return slots, lengths, torch.arange(capacity), tree, count, behind, reach, like
+    return slots, lengths, torch.arange(capacity), tree, count, uncommitted, reach, like
 
 
 @settings(deadline=None, max_examples=30)
 @given(openings())
 def test_both_open_the_same_slots(given):
-    slots, lengths, columns, tree, count, behind, reach, like = given
+    slots, lengths, columns, tree, count, uncommitted, reach, like = given
     found = slots.clone()
     wanted = open_slots(*given)
     mask = interpreted("cache.open_slots", found, *given[1:])
@@ -35,8 +35,8 @@ def test_both_open_the_same_slots(given):
     for row, length in enumerate(lengths.tolist()):
         for i in range(count):
             last = len(columns) - 1
-            assert slots[row, i] == min(length + behind + i, last)
-            chain = [j <= behind + i for j in range(behind + count)]
+            assert slots[row, i] == min(length + uncommitted + i, last)
+            chain = [j <= uncommitted + i for j in range(uncommitted + count)]
             seen = [*[True] * length, *(chain if tree is None else tree[row, i].tolist()), *[False] * reach][:reach]
             assert (wanted[row, 0, i] == 0).tolist() == seen
     assert (slots[:, count:] == -1).all()
