@@ -1,8 +1,8 @@
 """The one Llama-like transformer behind every discrete model of the pack.
 
 Pre-norm blocks with RMSNorm, rotary positions and a SwiGLU feed-forward network. Parameter names follow LlamaGen's
-released files. The rotation is handed in as cosines and sines, so that a family decides what a position is
-(see positions.py).
+released files. Callers pass the rotation as cosines and sines, so a family defines its own positions (see
+positions.py).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Rotation(NamedTuple):
     halves: bool = False
 
     def table(self) -> RotaryTable:
-        """The same, made ready once for all layers of a pass."""
+        """The factors, computed once for all layers of a forward pass."""
         return RotaryTable(factors_of(self.cos, self.sin, self.halves), self.halves)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ class HeadNorm(nn.Module):
         return normalise(x, *self.of(x))
 
     def of(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weight and bias as x needs them."""
+        """Weight and bias in the dtype and on the device of x."""
         return self.weight.to(x), self.bias.to(x)
 
 
@@ -134,7 +134,7 @@ class FeedForward(nn.Module):
         self.w2 = operations.Linear(config.ffn_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """x plus the network's result for norm(x)."""
+        """x plus the network's output for norm(x)."""
         return product(self.w2, product(self.w1_w3, x, norm, gate=True), residual=x)
 
 
@@ -153,7 +153,7 @@ class Block(nn.Module):
 
 
 def split_gates(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors with gate and input of every feed-forward network apart, under the names of released files."""
+    """Split w1_w3 of every feed-forward network into w1 (gate) and w3 (input), as released files name them."""
     apart = {}
     for name, tensor in tensors.items():
         if ".w1_w3." in name:
@@ -165,7 +165,7 @@ def split_gates(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def join_gates(tensors: Mapping[str, T]) -> dict[str, T | tuple[T, ...]]:
-    """The other way round: w1 and w3 as one pair, where both are there."""
+    """The inverse of ``split_gates``: w1 and w3 as one pair, if both are present."""
     joined: dict[str, T | tuple[T, ...]] = dict(tensors)
     for name in tensors:
         other = name.replace("feed_forward.w1.", "feed_forward.w3.")
@@ -177,8 +177,8 @@ def join_gates(tensors: Mapping[str, T]) -> dict[str, T | tuple[T, ...]]:
 class Backbone(nn.Module):
     """Token embedding, blocks, final norm and head.
 
-    ``operations`` supplies Linear, Embedding and RMSNorm: ``torch.nn``, or ComfyUI's casting twins. A family with
-    another way from tokens to embeddings or from hidden states to logits puts its own modules in place of the two.
+    ``operations`` supplies Linear, Embedding and RMSNorm: ``torch.nn``, or ComfyUI's casting versions. A family with
+    another token embedding or head replaces these two modules with its own.
     """
 
     def __init__(self, config: BackboneConfig, operations=nn):

@@ -1,9 +1,9 @@
-"""NVIDIA's Cosmos tokenizer for discrete video, 8 x 16 x 16 (arXiv:2501.03575), as it treats a video of one frame.
+"""NVIDIA's Cosmos tokenizer for discrete video, 8 x 16 x 16 (arXiv:2501.03575), for a video of one frame.
 
-Time is padded with copies of the first frame, so that in a single frame every filter over time sees three equal ones:
-it is the 1 x 1 filter of its summed weights. Attention over time has one frame to look at, hence returns its values;
-the halves of the wavelets that take differences in time see none. What is left is this network in two dimensions, equal
-to the one in three. Parameter names are those of the published files, without the names of their wrappers.
+The original pads time with copies of the first frame, so for a single frame every filter over time sees three equal
+frames and is the 1 x 1 filter of its summed weights. Attention over time has one frame and returns its values. The
+wavelet bands of differences in time are zero. The result is this two-dimensional network, equal to the original.
+Parameter names are those of the published files, without the names of their wrappers.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def norm(channels: int, operations) -> nn.Module:
 
 
 def pair(channels_in: int, channels_out: int, operations) -> nn.Sequential:
-    """A filter in space, and the one in time behind it."""
+    """A filter in space, then one in time."""
     return nn.Sequential(
         operations.Conv2d(channels_in, channels_out, 3, padding=1), operations.Conv2d(channels_out, channels_out, 1)
     )
 
 
 class ResBlock(vq.ResBlock):
-    """The residual block of every such autoencoder, with filters in pairs and norms in one group."""
+    """vq.ResBlock with filters in pairs and norms over one group."""
 
     def __init__(self, channels_in: int, channels_out: int, operations):
         super().__init__(channels_in, channels_out, operations)
@@ -81,7 +81,7 @@ class SpaceAttention(vq.AttentionBlock):
 
 
 class TimeAttention(nn.Module):
-    """Attention to the only frame there is."""
+    """Attention over time with a single frame: the projected values."""
 
     def __init__(self, channels: int, operations):
         super().__init__()
@@ -104,7 +104,7 @@ class Middle(nn.Module):
 
 
 class Downsample(nn.Module):
-    """Halves the resolution. conv2 is there where the original halves time as well."""
+    """Halves the resolution. conv2 exists where the original also halves time."""
 
     def __init__(self, channels: int, in_time: bool, operations):
         super().__init__()
@@ -118,7 +118,7 @@ class Downsample(nn.Module):
 
 
 class Upsample(nn.Module):
-    """Doubles the resolution. conv1 is there where the original doubles time as well."""
+    """Doubles the resolution. conv1 exists where the original also doubles time."""
 
     def __init__(self, channels: int, in_time: bool, operations):
         super().__init__()
@@ -162,7 +162,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Level 0 of ``up`` is the finest resolution, and the last to be passed."""
+    """Level 0 of ``up`` is the finest resolution, and the last to run."""
 
     def __init__(self, config: CosmosConfig, operations):
         super().__init__()
@@ -185,7 +185,7 @@ class Decoder(nn.Module):
 
 
 def fold(x: Tensor) -> Tensor:
-    """A step of the Haar wavelet over two equal frames [B, C, H, W] -> bands [B, 8C, H/2, W/2].
+    """One step of the Haar wavelet over two equal frames [B, C, H, W] -> bands [B, 8C, H/2, W/2].
 
     The bands' order is that of three binary digits: sum or difference in time (zero here), in height, in width.
     """
@@ -197,7 +197,7 @@ def fold(x: Tensor) -> Tensor:
 
 
 def unfold(bands: Tensor) -> Tensor:
-    """The later of the two frames [B, C, 2H, 2W] that an inverse step makes of bands [B, 8C, H, W]."""
+    """The inverse step: of bands [B, 8C, H, W], the later of the two frames [B, C, 2H, 2W]."""
     low, high = bands.chunk(2, dim=1)
     (ll, lh), (hl, hh) = (half.chunk(2, dim=1) for half in (low - high).chunk(2, dim=1))
     top, bottom = (ll + hl, lh + hh), (ll - hl, lh - hh)
@@ -208,7 +208,7 @@ def unfold(bands: Tensor) -> Tensor:
 class Cosmos(nn.Module):
     """Pixels to tokens and back. ``operations`` supplies Conv2d and GroupNorm (``torch.nn`` or a compatible class).
 
-    no_encoder: why there is none to encode with (empty: there is).
+    no_encoder: the reason why the model has no encoder; empty if it has one.
     """
 
     def __init__(self, config: CosmosConfig, operations=nn, no_encoder: str = ""):
@@ -247,14 +247,14 @@ class Cosmos(nn.Module):
     def encode_latent(self, pixels: Tensor) -> Tensor:
         """[B, 3, H, W] in [-1, 1] -> [B, C, h, w] before quantisation; H and W are multiples of the factor.
 
-        Raises ValueError where there is no encoder.
+        Raises ValueError if there is no encoder.
         """
         if self.no_encoder:
             raise ValueError(self.no_encoder)
         return self.quant_conv(self.encoder(pixels))
 
     def quantize_latent(self, latent: Tensor) -> Tensor:
-        """[B, C, h, w] -> [B, h, w] int64: each channel is squeezed into its range and rounded to a step."""
+        """[B, C, h, w] -> [B, h, w] int64: each channel is bounded to its range and rounded to a level."""
         levels, weights = self._digits(latent.device)
         half = (levels - 1) * (1 + 1e-3) / 2
         offset = torch.where(levels % 2 == 0, 0.5, 0.0)
@@ -262,5 +262,5 @@ class Cosmos(nn.Module):
         return ((steps.round().long() + levels // 2) * weights).sum(-1)
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """[B, 3, H, W] in [-1, 1] -> tokens [B, h, w] int64. Raises ValueError where there is no encoder."""
+        """[B, 3, H, W] in [-1, 1] -> tokens [B, h, w] int64. Raises ValueError if there is no encoder."""
         return self.quantize_latent(self.encode_latent(pixels))

@@ -1,5 +1,5 @@
 """The diffusion head of MAR (Li et al., "Autoregressive image generation without vector quantization", NeurIPS 2024,
-arXiv:2406.11838, section 3.2): a small MLP that denoises one token under the backbone's vector z.
+arXiv:2406.11838, section 3.2): a small MLP that denoises one token, conditioned on the backbone's vector z.
 
 Parameter names follow the published files (``diffloss.net.*``).
 """
@@ -22,8 +22,8 @@ KINDS = ("ddpm", "ddim")
 class Schedule:
     """A cosine noise schedule (Nichol & Dhariwal, 2021, eq. 17), respaced to T of its 1000 steps.
 
-    Every table is [T], index 0 being the last denoising step. kind: "ddpm" draws from the learned variance, "ddim"
-    (Song et al., 2021, eta = 0) adds no noise. timesteps (int64): the original step numbers the network was trained on.
+    Every table is [T], index 0 being the last denoising step. kind: "ddpm" samples with the learned variance, "ddim"
+    (Song et al., 2021, eta = 0) adds no noise. timesteps (int64): the step numbers that the network was trained on.
     """
 
     kind: str
@@ -42,10 +42,10 @@ class Schedule:
     def cosine(
         cls, steps: int = 100, kind: str = "ddpm", device: torch.device | str = "cpu", first: int = TRAINING_STEPS - 1
     ) -> Schedule:
-        """``steps`` of the original ones, evenly spread from ``first`` to 0.
+        """``steps`` of the original steps, evenly spaced from ``first`` to 0.
 
-        The very first step of published models multiplies errors of the network by over 300; small models, which cannot
-        be that precise, begin a little later. Raises ValueError for an illegal number or kind.
+        The first step of published models multiplies the network's errors by over 300; small models are less precise
+        and begin a little later. Raises ValueError for an illegal number or kind.
         """
         if not 1 <= first < TRAINING_STEPS:
             raise ValueError(f"Denoising begins at step 1 to {TRAINING_STEPS - 1}; {first} was asked for.")
@@ -53,12 +53,12 @@ class Schedule:
             raise ValueError(f"The diffusion head takes 2 to {first + 1} steps a token; {steps} were asked for.")
         if kind not in KINDS:
             raise ValueError(f"The diffusion head samples by {' or '.join(KINDS)}; {kind!r} was asked for.")
-        on = {"dtype": torch.float64, "device": "cpu"}  # whatever device models are being built on
+        on = {"dtype": torch.float64, "device": "cpu"}  # also where models are built on another default device
         t = torch.arange(TRAINING_STEPS + 1, **on) / TRAINING_STEPS
         signal = torch.cos((t + 0.008) / 1.008 * math.pi / 2).square()
         betas = (1 - signal[1:] / signal[:-1]).clamp(max=0.999)
         stride = first / (steps - 1)
-        # Added up, not multiplied: the published code breaks ties between two timesteps by its rounding errors.
+        # Accumulated, not multiplied: the published code rounds ties between two timesteps by its accumulated error.
         spaced = [round(t) for t in accumulate(repeat(stride, steps - 1), initial=0.0)]
         timesteps = torch.tensor(spaced, device="cpu")
         alpha_bar = torch.cumprod(1 - betas, 0)[timesteps]
@@ -100,10 +100,10 @@ class Schedule:
 
 
 class Endpoint(NamedTuple):
-    """How a denoising ended: the law N(mean, exp(log_std)^2) of its last step, whose mean is the sample itself.
+    """The end of a denoising: the distribution N(mean, exp(log_std)^2) of its last step. The mean is the sample.
 
     mean, log_std [..., C] (fp32, temperature included); path [...]: sum of log std over dimensions and all earlier
-    steps (without the temperature, which cancels wherever it is compared).
+    steps (without the temperature, which cancels in comparisons).
     """
 
     mean: Tensor
@@ -170,7 +170,7 @@ class DenoisingMLP(nn.Module):
 
 
 class DiffusionHead(nn.Module):
-    """The denoising MLP with its schedule. ``schedule`` is the model's own; others may be given per call."""
+    """The denoising MLP with its schedule. ``schedule`` is the model's own; a call may pass another."""
 
     def __init__(
         self, channels: int, condition_dim: int, width: int, depth: int, steps: int = 100, operations=nn,
@@ -183,7 +183,7 @@ class DiffusionHead(nn.Module):
         self.dtype = torch.float32
 
     def embed(self, z: Tensor) -> Tensor:
-        """Condition vectors of backbone vectors z [N, D], computed once per denoising."""
+        """Condition vectors [N, width] of backbone vectors z [N, D], computed once per denoising."""
         return self.net.cond_embed(z.to(self.dtype))
 
     def mean_log_variance(

@@ -1,7 +1,7 @@
 """EAGLE's feature drafter (Li et al., arXiv:2401.15077): one transformer block that continues a target's hidden states.
 
-At every position it reads the target's last hidden state (behind the final norm) together with the token that was drawn
-from it, and predicts the hidden state of the next position. The target's own head turns that into logits.
+At every position it reads the target's last hidden state (after the final norm) and the token sampled from it, and
+predicts the hidden state of the next position. The target's own head turns that into logits.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Eagle(Placed):
     def forward(
         self, hidden: Tensor, ids: Tensor, rotation: Rotation, cache: KVCache | None = None, mask: Tensor | None = None
     ) -> Tensor:
-        """Predicted features [R, T, dim] one position further, for features [R, T, dim] and the ids [R, T] behind them.
+        """Predicted features [R, T, dim] one position further, for features [R, T, dim] and the ids [R, T] after them.
 
-        rotation, cache and mask as in Backbone; a pair stands where its token stands. There is no final norm.
+        rotation, cache and mask as in Backbone; a pair has the position of its token. There is no final norm.
         """
         x = self.fc(torch.cat((self.tok_embeddings(ids).to(hidden.dtype), hidden), dim=-1))
         return self.layer(x, rotation.table(), 0, cache, mask)

@@ -1,7 +1,7 @@
-"""Harmon (arXiv:2503.21979): MAR whose encoder output passes through a language model that has read the prompt.
+"""Harmon (arXiv:2503.21979): MAR with a language model, which has read the prompt, after its encoder.
 
-Attention between the picture's tokens is bidirectional in MAR, so only the prompt's keys and values can be kept: every
-pass reads all known tokens again. Parameter names follow the published files, but for the diffusion head's.
+Attention between image tokens is bidirectional in MAR, so only the prompt's keys and values are cached: every forward
+pass reads all known tokens again. Parameter names follow the published files, except the diffusion head's.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ class LanguageModel(Protocol):
     def read(
         self, x: Tensor, mask: Tensor, places: Tensor, before: KeysAndValues = ()
     ) -> tuple[Tensor, KeysAndValues]:
-        """Hidden states [R, n, width] of embeddings x at places [R, n] behind T earlier ones, and their own keys.
+        """Hidden states [R, n, width] of embeddings x at places [R, n] after T earlier ones, and their keys and values.
 
-        mask [R, 1, n, T + n] is added to the attention scores. ``before`` may have R / k rows, each standing for k.
+        mask [R, 1, n, T + n] is added to the attention scores. ``before`` may have R / k rows, each shared by k rows.
         """
         ...
 
 
 class Prompt(NamedTuple):
-    """What the language model keeps of R prompts of n tokens; valid [R, n] (bool): not padding."""
+    """The language model's cache of R prompts of n tokens; valid [R, n] (bool): not padding."""
 
     layers: KeysAndValues
     valid: Tensor
 
 
 class Harmon(nn.Module):
-    """Prompts and known tokens -> one vector z per position: MAR's interface, but for what a prompt is.
+    """Prompts and known tokens -> one vector z per position: MAR's interface, except for the prompt.
 
     ``operations`` makes the layers of MAR and of the projections.
     """
@@ -58,7 +58,7 @@ class Harmon(nn.Module):
         self.proj_out = _projection(llm.width, llm.width, config.dim, operations)
 
     def prompt(self, ids: Tensor, valid: Tensor) -> Prompt:
-        """Read prompts, ids [R, n] (int64), padded behind their end where not valid [R, n] (bool)."""
+        """Read prompts, ids [R, n] (int64), padded at the end where not valid [R, n] (bool)."""
         x = self.llm.embed(ids)
         return Prompt(self.llm.read(x, *_attention(valid[:, :0], valid, x.dtype))[1], valid)
 
@@ -67,13 +67,13 @@ class Harmon(nn.Module):
         return self.mar.positions(rows, cols)
 
     def encode(self, prompt: Prompt, tokens: Tensor, known: Tensor, seen: int, positions: Positions) -> Encoded:
-        """Read the known ones (known [R, S], bool) of tokens [R, S, C] behind R prompts, or behind R / k prompts of k
-        consecutive rows each. ``seen``: at least as many as any row knows.
+        """Read the known tokens (known [R, S], bool; tokens [R, S, C]) after R prompts, or after R / k prompts shared
+        by k consecutive rows each. ``seen``: an upper bound of the known tokens per row.
         """
         slots = self.config.slots
         encoded = self.mar.encode(self.mar.unconditional(len(tokens)), tokens, known, seen, positions)
-        # In the language model the tokens come first and the slots, which sum up what is known, last. Padding stands
-        # between them: it is seen by nobody and takes no place.
+        # In the language model the tokens come first and the slots, which summarise them, last. Padding is between
+        # them: it is hidden and takes no position.
         x = self.proj_in(encoded.hidden).roll(-slots, dims=1)
         before = prompt.valid.repeat_interleave(len(tokens) // len(prompt.valid), dim=0)
         mask, places = _attention(before, F.pad(encoded.valid, (0, slots), value=True), x.dtype)
@@ -87,7 +87,7 @@ class Harmon(nn.Module):
     def forward(
         self, prompt: Prompt, tokens: Tensor, known: Tensor, seen: int, positions: Positions | None = None
     ) -> Tensor:
-        """z [R, S, D] behind prompts, under tokens [R, S, C] of which ``known`` [R, S] (bool) count."""
+        """z [R, S, D] after prompts, given tokens [R, S, C] where ``known`` [R, S] (bool)."""
         positions = positions or self.positions(self.config.rows, self.config.cols)
         return self.decode(self.encode(prompt, tokens, known, seen, positions), positions)
 
@@ -97,9 +97,9 @@ def _projection(inner: int, hidden: int, outer: int, operations) -> nn.Sequentia
 
 
 def _attention(before: Tensor, valid: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Additive causal mask [R, 1, n, T + n] and places [R, n] of n tokens behind T others.
+    """Additive causal mask [R, 1, n, T + n] and places [R, n] of n tokens after T others.
 
-    Those not valid (before [R, T], valid [R, n], bool) are hidden and not counted.
+    Tokens that are not valid (before [R, T], valid [R, n], bool) are hidden and take no position.
     """
     length, keys = valid.shape[1], torch.cat((before, valid), dim=1)
     causal = torch.ones((length, keys.shape[1]), dtype=torch.bool, device=keys.device).tril(before.shape[1])

@@ -1,6 +1,6 @@
-"""Janus' way from image tokens to embeddings and from hidden states to image tokens (arXiv:2501.17811).
+"""Janus' image token embedding and image head (arXiv:2501.17811).
 
-The two stand in for a backbone's token embedding and head: words of the language model and image codes share nothing.
+They replace a backbone's token embedding and head: text tokens and image codes share no parameters.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .products import product
 
 
 class CodeEmbedding(nn.Module):
-    """Image tokens [B, T] -> embeddings [B, T, dim], through code vectors of their own and a small network."""
+    """Image tokens [B, T] -> embeddings [B, T, dim]: a table of code vectors, then a small MLP."""
 
     def __init__(self, codes: int, code_dim: int, dim: int, operations=nn):
         super().__init__()

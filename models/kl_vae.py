@@ -19,7 +19,7 @@ from .vq import AttentionBlock, Downsample, ResBlock, Upsample, normalisation
 class KLConfig:
     """Sizes of a model; the defaults are KL-16. Everything here can be read from tensor names and shapes.
 
-    encoder_attention, decoder_attention: is there attention after every residual block of the deepest level, too?
+    encoder_attention, decoder_attention: is there attention after every residual block of the deepest level.
     """
 
     channels: int = 16

@@ -1,7 +1,7 @@
 """The masked autoregressive transformer of MAR (arXiv:2406.11838): an encoder over the known tokens, then a decoder.
 
-Attention is bidirectional, so nothing can be cached: every pass reads all known tokens again. Parameter names follow
-the published files.
+Attention is bidirectional, so nothing can be cached: every forward pass reads all known tokens again. Parameter names
+follow the published files.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .prefix import check_class, check_width
 
 @dataclass(frozen=True)
 class MARConfig:
-    """Sizes of a model; the defaults are MAR-B. ``slots`` vectors of the prompt stand before the image.
+    """Sizes of a model; the defaults are MAR-B. ``slots`` prompt vectors precede the image.
 
-    conditions: number of classes, or the width of caption features where ``captions`` is set.
+    conditions: number of classes, or the width of caption features if ``captions`` is set.
     """
 
     dim: int = 768
@@ -136,7 +136,7 @@ class MAR(nn.Module):
         return self.fake_latent[:, None].expand(rows, self.config.slots, -1)
 
     def positions(self, rows: int, cols: int) -> Positions:
-        """The position tables for a grid; for another than the model's own, its part is resized bilinearly."""
+        """The position tables for a grid; those of the image are resized bilinearly if it is not the model's own."""
         tables = self.encoder_pos_embed_learned, self.decoder_pos_embed_learned, self.diffusion_pos_embed_learned
         own = self.config.rows, self.config.cols
         if (rows, cols) == own:
@@ -150,9 +150,9 @@ class MAR(nn.Module):
         return Positions(*map(resized, tables))
 
     def encode(self, prompt: Tensor, tokens: Tensor, known: Tensor, seen: int, positions: Positions) -> Encoded:
-        """Read the prompt [R, slots, D] and the known ones (known [R, S], bool) of tokens [R, S, C].
+        """Read the prompt [R, slots, D] and the known tokens (known [R, S], bool; tokens [R, S, C]).
 
-        ``seen``: at least as many as any row knows; rows that know fewer are padded with hidden tokens.
+        ``seen``: an upper bound of the known tokens per row; rows with fewer are padded with hidden tokens.
         """
         index = (~known).to(torch.uint8).argsort(dim=1, stable=True)[:, :seen]  # known ones first, in raster order
         valid = known.gather(1, index)
@@ -171,7 +171,7 @@ class MAR(nn.Module):
         """z [R, S, D] for every position."""
         slots, length = self.config.slots, positions.head.shape[1]
         x = self.decoder_embed(encoded.hidden)
-        grid = self.mask_token.to(x.dtype).expand(len(x), length + 1, -1)  # one place more swallows the padding
+        grid = self.mask_token.to(x.dtype).expand(len(x), length + 1, -1)  # the last position is scratch, for padding
         place = torch.where(encoded.valid, encoded.index, length)[..., None].expand(-1, -1, x.shape[-1])
         grid = grid.scatter(1, place, x[:, slots:])[:, :length]
         x = torch.cat((x[:, :slots], grid), dim=1) + positions.decoder
@@ -182,6 +182,6 @@ class MAR(nn.Module):
     def forward(
         self, prompt: Tensor, tokens: Tensor, known: Tensor, seen: int, positions: Positions | None = None
     ) -> Tensor:
-        """z [R, S, D] under slot vectors [R, slots, D], tokens [R, S, C] of which ``known`` [R, S] (bool) count."""
+        """z [R, S, D] given slot vectors [R, slots, D] and tokens [R, S, C] where ``known`` [R, S] (bool)."""
         positions = positions or self.positions(self.config.rows, self.config.cols)
         return self.decode(self.encode(prompt, tokens, known, seen, positions), positions)

@@ -1,4 +1,4 @@
-"""Where a module computes."""
+"""Modules that know their device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 def numbered(device: torch.device | str) -> torch.device:
-    """The device with its number, as tensors on it tell it: cuda is cuda:0, unless another GPU is the current one."""
+    """The device with its index, as tensors report it: cuda is cuda:0, or the current GPU."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -15,7 +15,7 @@ def numbered(device: torch.device | str) -> torch.device:
 
 
 class Placed(nn.Module):
-    """A module that knows its device, and by its number whoever sets it: ``cuda`` would differ from every weight's."""
+    """A module that knows its device, with its index: ``cuda`` would differ from the device of every weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Placed(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes; whoever moves the module sets it."""
+        """The device it computes on. Set it when you move the module."""
         return self._device
 
     @device.setter

@@ -1,4 +1,4 @@
-"""Where tokens stand, as rotations of queries and keys (rotary positions, Su et al., arXiv:2104.09864)."""
+"""Positions of tokens, as rotations of queries and keys (rotary positions, Su et al., arXiv:2104.09864)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from .backbone import Rotation
 
 
 class Positions(Protocol):
-    """What a family's model knows about places."""
+    """The positions of a model family."""
 
     def prompt(self, count: int, head_dim: int, device: torch.device | str) -> Rotation:
         """Rotation [1, count, ...] of a prompt of ``count`` tokens."""
         ...
 
     def image(self, places: Tensor, prompts: Tensor, cols: int, head_dim: int) -> Rotation:
-        """Rotation [R, T, ...] of the tokens standing at ``places`` [R, T] of an image of ``cols`` columns, behind
-        prompts of ``prompts`` [R] tokens. Behind the image any rotation will do."""
+        """Rotation [R, T, ...] of the tokens at ``places`` [R, T] of an image of ``cols`` columns, after prompts of
+        ``prompts`` [R] tokens. Past the end of the image any rotation is valid."""
         ...
 
 
 def grid_angles(places: Tensor, cols: int, head_dim: int, theta: float = 10000.0) -> Tensor:
     """Angles [..., head_dim / 2] (fp32) of tokens at ``places`` [...] of an image of ``cols`` columns.
 
-    The first half of the channel pairs turns with the row, the second half with the column, both with the frequencies
+    The first half of the channel pairs rotates with the row, the second half with the column, at the frequencies
     theta^(-2i / (head_dim / 2)), i = 0 .. head_dim / 4 - 1.
     """
     half = head_dim // 2
@@ -38,7 +38,7 @@ def grid_angles(places: Tensor, cols: int, head_dim: int, theta: float = 10000.0
 
 @dataclass(frozen=True)
 class GridPositions:
-    """LlamaGen's (arXiv:2406.06525): image tokens turn by row and column, prompt tokens are multiplied by zero."""
+    """LlamaGen's (arXiv:2406.06525): image tokens rotate by row and column, prompt tokens are multiplied by zero."""
 
     theta: float = 10000.0
 
@@ -55,8 +55,8 @@ class GridPositions:
 
 @dataclass(frozen=True)
 class SequencePositions:
-    """Those of language models: tokens are counted through prompt and image, and channel i turns with i + head_dim / 2
-    by the angle place * theta^(-2i / head_dim)."""
+    """Those of language models: positions count prompt and image tokens. Channels i and i + head_dim / 2 are a pair,
+    rotated by position * theta^(-2i / head_dim)."""
 
     theta: float = 10000.0
 
@@ -75,7 +75,7 @@ class SequencePositions:
 
 
 class Table(NamedTuple):
-    """Rotations of the first places of every row's image, looked up instead of computed in every pass.
+    """Rotations of the first places of every row's image, looked up instead of computed in every forward pass.
 
     cos_sin [R, P, 2, head_dim / 2] (fp32): cosines, then sines; rows [R, 1] (int64) counts from 0.
     """
@@ -88,8 +88,8 @@ class Table(NamedTuple):
     def of(
         cls, positions: Positions, places: int, prompts: Tensor, cols: int, head_dim: int, into: Table | None = None
     ) -> Table:
-        """That of ``places`` places of images of ``cols`` columns behind prompts of ``prompts`` [R] tokens; ``into``
-        itself, filled anew, where its sizes are these."""
+        """The table of ``places`` places of images of ``cols`` columns, after prompts of ``prompts`` [R] tokens:
+        ``into`` itself, overwritten, if it has these sizes."""
         every = torch.arange(places, device=prompts.device).expand(len(prompts), -1)
         rotation = positions.image(every, prompts, cols, head_dim)
         cos_sin = torch.stack((rotation.cos, rotation.sin), dim=2)
@@ -99,7 +99,7 @@ class Table(NamedTuple):
         return into
 
     def at(self, places: Tensor) -> Rotation:
-        """Rotation [R, T, ...] at places [R, T]; those behind the last one get that of the last."""
+        """Rotation [R, T, ...] at places [R, T]; places past the last one are clamped to it."""
         cos, sin = self.cos_sin[self.rows, places.clamp(max=self.cos_sin.shape[1] - 1)].unbind(2)
         return Rotation(cos, sin, self.halves)
 

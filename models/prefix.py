@@ -1,6 +1,6 @@
-"""What stands before the image tokens: caption features or a class (LlamaGen), or the words of a language model.
+"""Prefixes of the image tokens: caption features or a class (LlamaGen), or the tokens of a language model.
 
-Parameter names are LlamaGen's (``cls_embedding.*``). ``unconditional`` gives the second guidance branch's prompt where
+Parameter names are LlamaGen's (``cls_embedding.*``). ``unconditional`` is the prompt of the second guidance branch if
 the user wrote none.
 """
 
@@ -26,8 +26,8 @@ class CaptionProjection(nn.Module):
 class CaptionPrefix(nn.Module):
     """Caption features [B, n, caption_dim] -> prefix embeddings [B, n, dim].
 
-    LlamaGen pads captions on the left to ``slots`` and zeroes the padding; a padded slot then contributes nothing, so
-    only the n valid slots are kept, and an unconditional prefix of n slots uses the last n learned rows.
+    LlamaGen pads captions on the left to ``slots`` and zeroes the padding, which then contributes nothing. Only the n
+    valid slots are kept, and an unconditional prefix of n slots uses the last n learned rows.
     """
 
     def __init__(self, caption_dim: int, slots: int, dim: int, operations=nn):
@@ -47,12 +47,12 @@ class CaptionPrefix(nn.Module):
         return self.cap_proj(features.to(self.uncond_embedding.dtype))
 
     def unconditional(self, features: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Prefix embeddings [1, n, dim] of the learned null caption, as long as ``features`` [B, n, caption_dim]."""
+        """Prefix embeddings [1, n, dim] of the learned null caption; n as in ``features`` [B, n, caption_dim]."""
         return self.cap_proj(self.uncond_embedding[None, -features.shape[1] :].to(features.device))
 
 
 def check_width(features: Tensor, width: int) -> None:
-    """Raise ValueError unless caption features [B, n, F] have so many numbers a word."""
+    """Raise ValueError unless caption features [B, n, F] have F = ``width`` numbers per token."""
     if features.ndim != 3 or features.shape[2] != width:
         raise ValueError(
             f"The prompt has the shape {list(features.shape)}, but this model reads {width} numbers a word: it was "
@@ -61,8 +61,10 @@ def check_width(features: Tensor, width: int) -> None:
 
 
 def check_class(number: Tensor, classes: int) -> None:
-    """Raise ValueError unless all numbers are whole and at most ``classes``, the null class. (Others could end a GPU's
-    process.)"""
+    """Raise ValueError unless all numbers are integers from 0 to ``classes``, the null class.
+
+    An index out of range would raise an asynchronous error on a GPU, which ends the process.
+    """
     if not ((number >= 0) & (number <= classes) & (number == number.floor())).all():
         raise ValueError(
             f"The prompt holds the class {number.flatten()[0].item():g}, but this model has the classes 0 to "
@@ -84,20 +86,20 @@ class ClassPrefix(nn.Module):
         return f"one of {self.classes} classes"
 
     def forward(self, features: Tensor) -> Tensor:
-        """Raises ValueError for what is no class number."""
+        """Raises ValueError unless ``features`` are class numbers."""
         check_class(features[..., 0], self.classes)
         return self.embedding_table(features[..., 0].long())
 
     def unconditional(self, features: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Prefix embeddings [1, n, dim] of the null class, as long as ``features`` [B, n, 1]."""
+        """Prefix embeddings [1, n, dim] of the null class; n as in ``features`` [B, n, 1]."""
         return self.embedding_table(torch.full((1, features.shape[1]), self.classes, device=features.device))
 
 
 class TextPrefix(nn.Module):
-    """Ids of a language model [B, n, 1] -> prefix embeddings [B, n, dim].
+    """Token ids of a language model [B, n, 1] -> prefix embeddings [B, n, dim].
 
-    null: (features [B, n, 1] of a prompt, grid (rows, cols)) -> features of the prompt that the model was trained to
-    read without one.
+    null: (features [B, n, 1] of a prompt, grid (rows, cols)) -> features of the unconditional prompt that the model was
+    trained with.
     """
 
     def __init__(self, words: int, dim: int, null: Callable[[Tensor, tuple[int, int]], Tensor], operations=nn):
@@ -111,11 +113,11 @@ class TextPrefix(nn.Module):
         return f"a language model's {self.words} words"
 
     def keep_back(self) -> None:
-        """Take the table of words out of the modules that are moved to a device: only prompts need it."""
+        """Keep the embedding table out of the modules that are moved to a device: only prompts need it."""
         self.__dict__["embedding"] = self._modules.pop("embedding")
 
     def forward(self, features: Tensor) -> Tensor:
-        """Raises ValueError for what is no list of words."""
+        """Raises ValueError unless ``features`` are token ids."""
         ids = features[..., 0].long()
         if not ids.numel() or not 0 <= ids.min() <= ids.max() < self.words or not torch.equal(ids, features[..., 0]):
             raise ValueError(
@@ -125,5 +127,5 @@ class TextPrefix(nn.Module):
         return self.embedding(ids.to(self.embedding.weight.device)).to(ids.device)  # the table may stay elsewhere
 
     def unconditional(self, features: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Prefix embeddings [B, m, dim] of the null prompt to the prompt ``features`` [B, n, 1]."""
+        """Prefix embeddings [B, m, dim] of the null prompt for the prompt ``features`` [B, n, 1]."""
         return self(self.null(features, grid).to(features.device))

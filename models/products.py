@@ -1,4 +1,4 @@
-"""A linear layer with what stands before and after it in a transformer: in one launch where a GPU runs Triton."""
+"""A linear layer with its norm, gate and residual: one launch on a GPU that runs Triton."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ..kernels.gating import gated
 from ..kernels.linear import FEW, few_rows
 from .quantised import NarrowLinear
 
-FEW_WIDE = 64  # rows; with more, a matrix in two bytes per number is better multiplied by torch's own kernels
+FEW_WIDE = 64  # rows; for more of them torch's own kernels multiply a 16-bit matrix faster
 Operands = tuple[Tensor, Tensor | None, Tensor | None]  # weight, scale and bias of a linear layer
 
 
 def product(
     linear: nn.Module, x: Tensor, norm: nn.Module | None = None, gate: bool = False, residual: Tensor | None = None
 ) -> Tensor:
-    """linear(norm(x)) for x [..., K], ``gated`` if asked for, plus residual. norm: an RMSNorm, or Identity."""
+    """linear(norm(x)) for x [..., K], ``gated`` with gate, plus residual. norm: an RMSNorm or Identity."""
     norm = None if isinstance(norm, nn.Identity) else norm
     operands = _operands(linear, x)
     if operands is not None and (norm is None or _at_hand(norm, x)):
@@ -31,8 +31,8 @@ def product(
 
 
 def _operands(linear: nn.Module, x: Tensor) -> Operands | None:
-    """What ``few_rows`` multiplies x with; None where the layer has to be called: for many rows, on other devices,
-    while training, and for layers of a kind of their own, or whose weights ComfyUI changes or brings over when used."""
+    """The operands of ``few_rows`` for a layer, or None if the layer must be called: for many rows, on other devices,
+    in training, for layers of other classes, and where ComfyUI patches or moves the weights on use."""
     if x.dtype not in (torch.bfloat16, torch.float16) or torch.is_grad_enabled() or not dispatch.runs_triton(x.device):
         return None
     rows = x.numel() // x.shape[-1]
@@ -45,6 +45,6 @@ def _operands(linear: nn.Module, x: Tensor) -> Operands | None:
 
 
 def _at_hand(layer: nn.Module, x: Tensor) -> bool:
-    """Do the parameters of a layer lie where x lies, as what they are used as?"""
+    """Are the parameters of a layer unpatched, on the device of x and in its dtype?"""
     changed = any(getattr(layer, f"{part}_function", None) for part in ("weight", "bias"))  # by ComfyUI, as for LoRA
     return not changed and all(p.device == x.device and p.dtype == x.dtype for p in layer.parameters(recurse=False))

@@ -1,5 +1,4 @@
-"""Linear layers whose matrix takes one byte per number: int8, every row with a scale of its own, or fp8 (e4m3), of
-which the bits are kept."""
+"""Linear layers whose matrix takes one byte per number: int8 with a scale per row, or the bits of fp8 (e4m3)."""
 
 from __future__ import annotations
 
@@ -8,16 +7,16 @@ from torch import Tensor, nn
 
 from ..kernels.linear import linear_narrow
 
-NARROW = {  # how a matrix may be kept -> parts of the names of those that are. Rounding to fp8 is too coarse for heads.
+NARROW = {  # storage -> parts of the names of the matrices kept in it. fp8 is too coarse for heads.
     torch.int8: (".layers.", "backbone.output"), torch.float8_e4m3fn: (".layers.",),
 }  # fmt: skip
-_TOGETHER = 2**20  # numbers that are rounded at once: that takes several copies of them
+_TOGETHER = 2**20  # numbers rounded at once: rounding makes several copies
 
 
 class NarrowLinear(nn.Module):
-    """Stands in for a Linear; takes over its bias. weight [N, K] as ``stored`` makes it, scale [N] (None for fp8).
+    """Replaces a Linear and takes over its bias. weight [N, K] as of ``stored``, scale [N] (None for fp8).
 
-    comfy_cast_weights tells ComfyUI that it may leave the weights in main memory: they are brought over when used.
+    comfy_cast_weights tells ComfyUI that it may leave the weights in main memory: they are copied to x's device on use.
     """
 
     comfy_cast_weights = True
@@ -36,18 +35,18 @@ class NarrowLinear(nn.Module):
 
 
 def narrow_names(module: nn.Module, storage: torch.dtype) -> list[str]:
-    """Names of the Linear modules in a model whose matrices are large, and may be kept in ``storage``."""
+    """Names of the Linear modules in a model whose matrices may be kept in ``storage``."""
     return [name for name, layer in module.named_modules()
             if isinstance(layer, nn.Linear) and any(part in name for part in NARROW[storage])]
 
 
 def stored(weight: Tensor) -> Tensor:
-    """What is kept of a matrix in int8 or fp8: itself, or its bits (uint8), which every device can hold."""
+    """A matrix as it is kept: int8 itself, or the bits of fp8 as uint8, which every device supports."""
     return weight.view(torch.uint8) if weight.dtype == torch.float8_e4m3fn else weight
 
 
 def put_narrow(module: nn.Module, name: str, weight: Tensor, scale: Tensor | None) -> None:
-    """Put a NarrowLinear in the place of a Linear. weight and scale: see there."""
+    """Replace a Linear by a NarrowLinear. weight and scale: see there."""
     above, _, last = name.rpartition(".")
     setattr(module.get_submodule(above), last, NarrowLinear(weight, scale, module.get_submodule(name).bias))
 
@@ -55,8 +54,8 @@ def put_narrow(module: nn.Module, name: str, weight: Tensor, scale: Tensor | Non
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     """A matrix [N, K] rounded to the nearest of 255 levels between -m and m, m the largest magnitude of the row.
 
-    Returns int8 [N, K] and scales [N] (fp32): the level is int8 x scale, and half a scale the largest error. Values
-    that are not finite leave a scale that is not.
+    Returns int8 [N, K] and scales [N] (fp32): the level is int8 x scale, and the largest error half a scale. A row with
+    values that are not finite has a scale that is not finite.
     """
     parts = [_quantise(part) for part in weight.split(max(1, _TOGETHER // max(1, weight.shape[1])))]
     rounded, scales = zip(*parts, strict=True)
@@ -65,5 +64,5 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     wide = weight.float()
-    scale = (wide.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)  # rows of zeros have one, too
+    scale = (wide.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)  # > 0 for rows of zeros, too
     return (wide / scale[:, None]).round_().to(torch.int8), scale

@@ -1,4 +1,4 @@
-"""SimpleAR's head (arXiv:2504.11455): that of the small Qwen2 models, which is their table of embeddings."""
+"""SimpleAR's head (arXiv:2504.11455): tied to the token embedding, as in the small Qwen2 models."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 
 class TiedHead(nn.Module):
-    """Hidden states [..., D] -> logits [..., V] by the rows of an embedding, which is stored there alone.
+    """Hidden states [..., D] -> logits [..., V] by the rows of an embedding.
 
-    The embedding is no submodule of the head, so that it is moved, saved and counted once.
+    The embedding is not a submodule of the head, so it is moved, saved and counted once.
     """
 
     def __init__(self, embedding: nn.Module):

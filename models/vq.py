@@ -1,8 +1,8 @@
 """The VQGAN image tokenizer (Esser et al., arXiv:2012.09841) as LlamaGen (arXiv:2406.06525, section 2.1) and Chameleon
-(arXiv:2405.09818) use it, shared by every family that draws with one of theirs.
+(arXiv:2405.09818) use it, shared by every family with one of their tokenizers.
 
-Parameter names follow the published LlamaGen files. Level 0 of the encoder is the full resolution; block 0 of
-the decoder is the deepest level, so the two lists mirror each other.
+Parameter names follow the published LlamaGen files. Level 0 of the encoder is the full resolution; block 0 of the
+decoder is the deepest level.
 """
 
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_ROWS = 1024  # vectors compared with all codes at once: with 32768 codes, the table of distances has 128 MiB
+_ROWS = 1024  # vectors compared with all codes at once: 128 MiB of distances for 32768 codes
 
 
 @dataclass(frozen=True)
 class VQConfig:
     """Sizes of a tokenizer; the defaults are VQ-16. Everything here can be read from tensor shapes.
 
-    ``ch_mult`` holds one channel multiplier per level, so the picture is ``2 ** (len(ch_mult) - 1)`` times the grid.
-    attention: does the deepest level attend behind each of its blocks, as LlamaGen's does. unit_codes: are code vectors
-    normalised to length 1 whenever they are used, as LlamaGen's are.
+    ``ch_mult`` holds one channel multiplier per level, so the image is ``2 ** (len(ch_mult) - 1)`` times the grid.
+    attention: is there attention after each block of the deepest level, as in LlamaGen. unit_codes: are code vectors
+    normalised to length 1 whenever they are used, as in LlamaGen.
     """
 
     codebook_size: int = 16384
@@ -39,7 +39,7 @@ class VQConfig:
 
 
 def normalisation(channels: int, operations) -> nn.Module:
-    """The group norm that every block of these autoencoders uses."""
+    """The group norm of every block of these autoencoders."""
     return operations.GroupNorm(32, channels, eps=1e-6, affine=True)
 
 
@@ -171,7 +171,7 @@ class Decoder(nn.Module):
 
 
 class Quantizer(nn.Module):
-    """The codebook, as it is stored: never normalised."""
+    """The codebook as stored, not normalised."""
 
     def __init__(self, config: VQConfig) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class VQModel(nn.Module):
 
 
 def nearest_codes(latent: Tensor, codebook: Tensor) -> Tensor:
-    """[B, C, h, w] -> [B, h, w] int64: the rows of the codebook [V, C] at the least distance.
+    """[B, C, h, w] -> [B, h, w] int64: the nearest rows of the codebook [V, C].
 
     |z - e|^2 = |z|^2 - 2 (z e - |e|^2 / 2): among codes of one length, that is the one of highest cosine similarity.
     """

@@ -1,5 +1,5 @@
 """The transformer of xAR (Ren et al., "Beyond next-token: next-X prediction for autoregressive visual generation",
-arXiv:2502.20388): a picture of four cells, each denoised by flow matching while the clean ones before it are looked at.
+arXiv:2502.20388): an image of four cells, each denoised by flow matching with attention to the clean cells before it.
 
 A token's index is in cell order throughout: cell by cell, raster order inside. Parameter names follow the published
 files.
@@ -20,7 +20,7 @@ from .backbone import Rotation
 from .diffusion_head import KINDS, Endpoint, TimeEmbedding
 from .positions import grid_angles
 
-GRID, CELLS, CELL = 16, 4, 64  # tokens of a side; cells of a picture (2 x 2), tokens of a cell (8 x 8)
+GRID, CELLS, CELL = 16, 4, 64  # tokens of a side; cells of an image (2 x 2), tokens of a cell (8 x 8)
 TRAINING_STEPS = 1000  # times are rounded down to thousandths
 
 KeysValues = list[tuple[Tensor, Tensor]]  # of every block, [R, heads, n, head_dim] each
@@ -28,7 +28,7 @@ KeysValues = list[tuple[Tensor, Tensor]]  # of every block, [R, heads, n, head_d
 
 @dataclass(frozen=True)
 class XARConfig:
-    """Sizes of a model; the defaults are xAR-B. ``classes`` does not count the null class behind them."""
+    """Sizes of a model; the defaults are xAR-B. ``classes`` does not count the null class after them."""
 
     dim: int = 768
     encoder_layers: int = 8
@@ -52,7 +52,7 @@ class Flow:
 
     @classmethod
     def of(cls, steps: int, kind: str = "ddpm") -> Flow:
-        """Evenly spread steps; those with noise end at 0.04 and jump from there. Raises ValueError if illegal."""
+        """Evenly spaced steps; "ddpm" ends at 0.04 and jumps to 0. Raises ValueError for an illegal number or kind."""
         if not 2 <= steps <= TRAINING_STEPS:
             raise ValueError(f"A cell can be denoised in 2 to {TRAINING_STEPS} steps; {steps} were asked for.")
         if kind == "ddpm":
@@ -69,7 +69,7 @@ class Flow:
 
     @property
     def last_width(self) -> float:
-        """Standard deviation that the last step would have, in latent units (0.057 with noise in the others)."""
+        """Nominal standard deviation of the last step, in latent units (0.057 for "ddpm")."""
         return self.width(self.steps - 1)
 
     def width(self, index: int) -> float:
@@ -77,7 +77,7 @@ class Flow:
         return math.sqrt(2 * self.times[index] * (self.times[index] - self.times[index + 1]))
 
     def mean(self, x: Tensor, velocity: Tensor, index: int) -> Tensor:
-        """Where step ``index`` takes x under the predicted velocity (noise - data).
+        """x after step ``index`` with the predicted velocity (noise - data), without noise.
 
         The score of a linear flow is -((1 - t) velocity + x) / t, so the SDE's drift is x + (2 - t) velocity.
         """
@@ -103,7 +103,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rotation: Rotation, past: tuple[Tensor, Tensor] | None, mask: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The output for x [R, n, D], which looks at ``past`` and itself; and its own keys and values."""
+        """The output for x [R, n, D], which attends to ``past`` and itself, and its own keys and values."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         q, k = rotation(q), rotation(k)
         keys, values = (k, v) if past is None else (torch.cat(pair, dim=2) for pair in zip(past, (k, v), strict=True))
@@ -141,7 +141,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, condition: Tensor, rotation: Rotation, past: tuple[Tensor, Tensor] | None, mask: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """x [R, G, 64, D] of G cells under conditions [R, G, D]."""
+        """x [R, G, 64, D] of G cells, given conditions [R, G, D]."""
         gain1, gain2, scale1, scale2, shift1, shift2 = self.ada_lin(condition).unsqueeze(2).chunk(6, dim=-1)
         attended, own = self.attn(modulated(x, scale1, shift1).flatten(1, 2), rotation, past, mask)
         x = x + gain1 * attended.view_as(x)
@@ -189,10 +189,11 @@ class XAR(nn.Module):
         self, tokens: Tensor, condition: Tensor, places: Places, past: KeysValues | None = None,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, KeysValues]:
-        """Velocity [R, G, 64, C] of cells tokens [R, G, 64, C] under conditions [R, G, D], and their keys and values.
+        """Velocity [R, G, 64, C] of the cells tokens [R, G, 64, C], given conditions [R, G, D], and their keys and
+        values.
 
-        Tokens look at ``past`` (n tokens) and all G cells, unless mask [R or 1, 1, 1 or G * 64, n + G * 64] (bool)
-        hides some. A condition is the sum of class and time embedding.
+        Tokens attend to ``past`` (n tokens) and all G cells, except where mask [R or 1, 1, 1 or G * 64, n + G * 64]
+        (bool) is false. A condition is the sum of class and time embedding.
         """
         own = []
 
@@ -208,9 +209,9 @@ class XAR(nn.Module):
         return self.pred(self.decoder_norm(x)), own
 
     def read(self, cells: Tensor, classes: Tensor) -> KeysValues:
-        """Keys and values of the first G cells, clean: cells [R, G, 64, C] under class embeddings [R, D].
+        """Keys and values of the first G cells, clean: cells [R, G, 64, C] with class embeddings [R, D].
 
-        A cell sees itself and those before it, so its keys and values do not depend on later ones.
+        A cell attends to itself and those before it, so its keys and values do not depend on later ones.
         """
         index = torch.arange(cells.shape[1], device=cells.device)
         sees = (index[:, None] >= index).repeat_interleave(CELL, 0).repeat_interleave(CELL, 1)
@@ -224,8 +225,8 @@ class XAR(nn.Module):
         """One cell per row, number cells [R], from noise0 [R, 64, C] along noise_t [T, R, 64, C] (the last is unused).
 
         classes [R, D]: class embeddings; [2R, D], conditional rows first, with guidance, whose scales are cfg
-        [R, 64, 1]: the velocity is u + cfg (c - u). past, mask: of as many rows as classes. The path of the endpoint
-        is 0, for the widths of the steps are the same under any model; a flow without noise has nominal widths.
+        [R, 64, 1]: the velocity is u + cfg (c - u). past, mask: as many rows as classes. The path of the endpoint is 0,
+        because the widths of the steps do not depend on the model; a flow without noise has nominal widths.
         """
         branches = len(classes) // len(cells)
         places = self.places(cells.repeat(branches)[:, None])
