@@ -19,7 +19,7 @@ def weights(left, right, scale, minus, i, inside):
 
 
 @triton.jit
-def drawn(left, right, scale, minus, count, uniform, BLOCK: tl.constexpr):
+def sampled(left, right, scale, minus, count, uniform, BLOCK: tl.constexpr):
     """The first i below count where the cumulative sum of the weights exceeds uniform times their total. One without
     weight is never drawn: if round-off leaves none, the last that has; -1 if all weights are zero."""
     sums = tl.zeros([BLOCK], tl.float32)
@@ -46,10 +46,10 @@ def drawn(left, right, scale, minus, count, uniform, BLOCK: tl.constexpr):
 def _redraw_kernel(p, q, v, out, count, MINUS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     uniform = tl.load(v + row)
-    token = drawn(p + row * count, q + row * count, 1.0, MINUS, count, uniform, BLOCK)
+    token = sampled(p + row * count, q + row * count, 1.0, MINUS, count, uniform, BLOCK)
     if MINUS:
         if token < 0:
-            token = drawn(p + row * count, q + row * count, 1.0, 0, count, uniform, BLOCK)
+            token = sampled(p + row * count, q + row * count, 1.0, 0, count, uniform, BLOCK)
     tl.store(out + row, tl.maximum(token, 0).to(tl.int64))
 
 

@@ -1,4 +1,4 @@
-"""Verification of drafts, from laws and random numbers to what is decided: of windows, trees and chains.
+"""Verification of drafts (windows, trees and chains), from probabilities and random numbers to what is decided.
 
 Shapes: B images, T positions of a window, M drafts of a tree (slot 0 is the root, the last token decided), W children
 at most, L levels. Rules are those of samplers/rules/acceptance.py: accept_probability, residual and leak of rows.
@@ -17,16 +17,16 @@ from torch import Tensor
 from .dispatch import accelerated
 from .sampling import at, categorical, chosen, entries, nobody, point_mass, redraw, row_of, unless_empty
 
-EPS = 1e-30  # stands in for a probability of zero under a fraction
+EPS = 1e-30  # replaces a probability of zero in a denominator
 ACCEPTED, RELAXED, RESIDUAL, BONUS = 1, 2, 3, 4  # as samplers.trace.Source has them
 
 
 @dataclass(frozen=True)
 class Verified:
-    """The outcome for columns 0 .. L, column i being i positions behind the tokens decided so far.
+    """The outcome for columns 0 .. L, column i being i positions after the tokens decided so far.
 
-    path [B, L] accepted slots (0 behind the end), accepted [B] their number a; token [B, L + 1]: the accepted drafts,
-    then the token drawn behind them (columns after a are meaningless). Of the last draft tested at each column:
+    path [B, L] accepted slots (0 past the end), accepted [B] their number a; token [B, L + 1]: the accepted drafts,
+    then the token sampled after them (columns after a are meaningless). Of the last draft tested at each column:
     source (a trace.Source: BONUS where there was none), rank (int64), q, ratio = p/q, and the tv_leak of all tests
     there (fp32).
     """
@@ -66,175 +66,218 @@ class AcceptanceBudget:
 
 @accelerated
 def maximal_coupling(
-    p: Tensor, laws: Tensor, position: Tensor, token: Tensor, exists: Tensor, u: Tensor, v: Tensor
+    p: Tensor, draft_probs: Tensor, position: Tensor, token: Tensor, exists: Tensor, u: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Test every draft of a window by itself with the exact rule, and redraw those refused: the maximal coupling.
+    """Test every draft of a window by itself with the exact rule, and resample the rejected ones from [p - q]+.
 
-    p [B, T, V]: laws the tokens must follow; draft t of image b is token[b, t], drawn from the law in the slot
-    position[b, t] mod R (laws [B, R, V], token and position [B, T], int64). Where exists [B, T] (bool) is false there
-    is none, and the token is drawn from p. u, v [B, T]: uniform numbers for the test and the redraw.
+    p [B, T, V]: target probabilities; draft t of image b is token[b, t], sampled from row position[b, t] mod R of
+    draft_probs [B, R, V] (token and position [B, T], int64). Where exists [B, T] (bool) is false there is no draft, and
+    the token is sampled from p. u, v [B, T]: uniform numbers for the test and for resampling.
 
     Returns tokens (int64), which of them are accepted drafts (bool), and the drafts' q and p / q, which are 0 where
     there is no draft; all [B, T].
     """
     batch, count, vocab = p.shape
     rows = torch.arange(batch, device=p.device).unsqueeze(1)
-    slot = position % laws.shape[1]
-    q_token = laws[rows, slot, token]
+    slot = position % draft_probs.shape[1]
+    q_token = draft_probs[rows, slot, token]
     ratio = at(p, token) / q_token.clamp(min=EPS)
     accepted = exists & (u < ratio.clamp(max=1))
-    refused = entries(~accepted)
-    q = laws.reshape(-1, vocab).index_select(0, (rows * laws.shape[1] + slot).reshape(-1)[refused])
-    q = q.mul_(exists.reshape(-1, 1)[refused])
-    drawn = redraw(p.reshape(-1, vocab).index_select(0, refused), q, v.reshape(-1)[refused])
-    redrawn = token.reshape(-1).scatter(0, refused, drawn).view(batch, count)
-    return torch.where(accepted, token, redrawn), accepted, q_token * exists, ratio * exists
+    rejected = entries(~accepted)
+    q = draft_probs.reshape(-1, vocab).index_select(0, (rows * draft_probs.shape[1] + slot).reshape(-1)[rejected])
+    q = q.mul_(exists.reshape(-1, 1)[rejected])
+    resampled = redraw(p.reshape(-1, vocab).index_select(0, rejected), q, v.reshape(-1)[rejected])
+    resampled = token.reshape(-1).scatter(0, rejected, resampled).view(batch, count)
+    return torch.where(accepted, token, resampled), accepted, q_token * exists, ratio * exists
 
 
 def recursive_rejection_sampling(
-    behind: Callable[[Tensor], Tensor], token: Tensor, children: Tensor, laws: Tensor | None, law_of: Tensor | None,
-    u: Tensor, v: Tensor, strength: Tensor, rule: Any,
+    probs_after: Callable[[Tensor], Tensor], token: Tensor, children: Tensor, draft_probs: Tensor | None,
+    draft_row: Tensor | None, u: Tensor, v: Tensor, strength: Tensor, rule: Any,
 ) -> Verified:
-    """Recursive rejection: test siblings one after the other, each against what the rejected ones left of p and q.
+    """Test siblings one after the other, each against what the rejected ones left of p and q.
 
-    From the root down: accept child c with the rule's f(c); on rejection P becomes the rule's residual and, where
-    children were drawn without replacement, Q loses c and is renormalised (Li et al., EAGLE, ICML 2024; Jeon et al.,
-    "Recursive speculative decoding", 2024). A child that was not drawn but proposed for certain has the point mass on
-    itself as Q. With the exact rule the output law is exactly p.
+    From the root down: accept child c with the rule's f(c). On rejection p becomes the rule's residual and, where
+    children were sampled without replacement, q loses c and is renormalised (Li et al., EAGLE, ICML 2024; Jeon et al.,
+    "Recursive speculative decoding", 2024). The q of a child proposed for certain is the point mass on it. The token
+    after the path is sampled from the p that is left. With the exact rule the output distribution is exactly p.
 
-    behind(slot [B]) -> the target's laws [B, V] behind a slot of every image; token [B, M + 1]; children [B, M + 1, W]:
-    slots in the order they were drawn, -1 where none is; laws [B, E, V] and law_of [M + 1]: slot s's children were
-    drawn from row law_of[s], None if proposed for certain; u [B, L, W], v [B, L + 1]: uniform numbers for the test of a
-    child and the draw behind a path of that length; strength [B, L or more]: see AcceptanceRule.
+    probs_after(slot [B]) -> target probabilities [B, V] after a slot of every image; token [B, M + 1]; children
+    [B, M + 1, W]: slots in the order they were sampled, -1 for none; draft_probs [B, E, V] and draft_row [M + 1]: slot
+    s's children were sampled from row draft_row[s], None if proposed for certain; u [B, L, W], v [B, L + 1]: uniform
+    numbers for the test of a child and for the token after a path of that length; strength [B, L or more]: see
+    AcceptanceRule.
     """
     batch, levels, width = u.shape
     node = torch.zeros_like(token[:, 0])
-    alive = node == 0
-    law = behind(node)
+    growing = node == 0
+    p = probs_after(node)
     untested = _untested(batch, token.device)
-    path, tests = [], []
+    path, records = [], []
     for level in range(levels):
-        if nobody(alive):
+        if nobody(growing):
             break
-        kids = row_of(children, node)
-        left = None if laws is None else row_of(laws, law_of[node])
-        depth = torch.full_like(node, level + 1)
-        test, found = untested, torch.zeros_like(alive)
+        siblings = row_of(children, node)
+        q = None if draft_probs is None else row_of(draft_probs, draft_row[node])
+        found, record = torch.zeros_like(growing), untested
         for rank in range(width):
-            testing = alive & ~found & (kids[:, rank] >= 0)
+            testing = growing & ~found & (siblings[:, rank] >= 0)
             if nobody(testing):
                 break
-            child = kids[:, rank].clamp(min=0)
-            draft = row_of(token, child)
-            q = point_mass(draft, law.shape[-1]) if left is None else left
-            case = law, q, draft, depth, strength[:, level]
-            q_draft = at(q, draft)
-            ratio = at(law, draft) / q_draft.clamp(min=EPS)
-            passed = testing & (u[:, level, rank] < rule.accept_probability(*case))
-            relaxed, place = u[:, level, rank] >= ratio, torch.full_like(node, rank)
-            test = _tested(test, testing, passed, relaxed, place, q_draft, ratio, rule.leak(*case))
-            failed = testing & ~passed
-            if not nobody(failed):
-                rest = rule.residual(*case)
-                law = chosen(failed, rest / rest.sum(-1, keepdim=True), law)
-                if left is not None:
-                    without = left.scatter(-1, draft.unsqueeze(-1), 0)
-                    without = unless_empty(without, left)  # its mass may be tiny, and must stay a law's all the same
-                    left = chosen(failed, without / without.sum(-1, keepdim=True), left)
-            node = torch.where(passed, child, node)
-            found = found | passed
-        alive = found
-        if not nobody(alive):
-            law = chosen(alive, behind(node), law)
-        path.append(torch.where(alive, node, 0))
-        tests.append(test)
-    return _outcome(token, path, tests, untested, levels, lambda a: categorical(law, v.gather(1, a)[:, 0]))
+            child = siblings[:, rank].clamp(min=0)
+            test = _SiblingTest.of(p, q, row_of(token, child), level, strength, u[:, level, rank])
+            accepted = testing & test.passes(rule)
+            record = test.recorded(record, testing, accepted, rank, rule)
+            p, q = test.after_rejection(testing & ~accepted, p, q, rule)
+            node = torch.where(accepted, child, node)
+            found = found | accepted
+        growing = found
+        if not nobody(growing):
+            p = chosen(growing, probs_after(node), p)
+        path.append(torch.where(growing, node, 0))
+        records.append(record)
+    return _outcome(token, path, records, untested, levels, lambda a: categorical(p, v.gather(1, a)[:, 0]))
+
+
+@dataclass(frozen=True)
+class _SiblingTest:
+    """A test of one draft x [B] per image, sampled from q [B, V], against p [B, V], at depth [B] with u [B]."""
+
+    p: Tensor
+    q: Tensor
+    draft: Tensor
+    depth: Tensor
+    strength: Tensor
+    u: Tensor
+
+    @classmethod
+    def of(cls, p: Tensor, q: Tensor | None, draft: Tensor, level: int, strength: Tensor, u: Tensor) -> _SiblingTest:
+        """The test of drafts of a level; without q they were proposed for certain."""
+        q = point_mass(draft, p.shape[-1]) if q is None else q
+        return cls(p, q, draft, torch.full_like(draft, level + 1), strength[:, level], u)
+
+    @property
+    def case(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What the functions of a rule take."""
+        return self.p, self.q, self.draft, self.depth, self.strength
+
+    def passes(self, rule: Any) -> Tensor:
+        """Is u < f(x) [B] (bool)."""
+        return self.u < rule.accept_probability(*self.case)
+
+    def after_rejection(
+        self, rejected: Tensor, p: Tensor, q: Tensor | None, rule: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """p and q (None: children proposed for certain) for the next sibling, of the images ``rejected`` [B]."""
+        if nobody(rejected):
+            return p, q
+        residual = rule.residual(*self.case)
+        p = chosen(rejected, residual / residual.sum(-1, keepdim=True), p)
+        if q is not None:
+            without = q.scatter(-1, self.draft.unsqueeze(-1), 0)
+            without = unless_empty(without, q)  # x may have had all the mass; q must stay a distribution
+            q = chosen(rejected, without / without.sum(-1, keepdim=True), q)
+        return p, q
+
+    def recorded(self, before: Tensor, testing: Tensor, accepted: Tensor, rank: int, rule: Any) -> Tensor:
+        """The record [B, 5] of a column after this test of the images ``testing`` [B]."""
+        q_draft = at(self.q, self.draft)
+        ratio = at(self.p, self.draft) / q_draft.clamp(min=EPS)
+        ranks = torch.full_like(self.draft, rank)
+        return _recorded(before, testing, accepted, self.u >= ratio, ranks, q_draft, ratio, rule.leak(*self.case))
 
 
 @accelerated
 def exact_rejection_sampling(
-    p: Tensor, token: Tensor, children: Tensor, laws: Tensor | None, law_of: Tensor | None, u: Tensor, v: Tensor,
-    strength: Tensor, rule: Any,
+    p: Tensor, token: Tensor, children: Tensor, draft_probs: Tensor | None, draft_row: Tensor | None, u: Tensor,
+    v: Tensor, strength: Tensor, rule: Any,
 ) -> Verified:
-    """recursive_rejection_sampling() with laws p [B, M + 1, V] and the exact rule."""
-    given = token, children, laws, law_of, u, v, strength, rule
+    """recursive_rejection_sampling() with target probabilities p [B, M + 1, V] and the exact rule."""
+    given = token, children, draft_probs, draft_row, u, v, strength, rule
     return recursive_rejection_sampling(partial(row_of, p), *given)
 
 
 @accelerated
 def relaxed_rejection_sampling(
-    p: Tensor, token: Tensor, children: Tensor, laws: Tensor | None, law_of: Tensor | None, u: Tensor, v: Tensor,
-    strength: Tensor, rule: Any,
+    p: Tensor, token: Tensor, children: Tensor, draft_probs: Tensor | None, draft_row: Tensor | None, u: Tensor,
+    v: Tensor, strength: Tensor, rule: Any,
 ) -> Verified:
-    """recursive_rejection_sampling() with laws p [B, M + 1, V] and a relaxed rule that has an ``acceptance_budget``."""
-    given = token, children, laws, law_of, u, v, strength, rule
+    """recursive_rejection_sampling() with target probabilities p [B, M + 1, V] and a rule with an acceptance_budget."""
+    given = token, children, draft_probs, draft_row, u, v, strength, rule
     return recursive_rejection_sampling(partial(row_of, p), *given)
 
 
 def sample_and_match(
-    behind: Callable[[Tensor], Tensor], token: Tensor, children: Tensor, levels: int, u: Tensor
+    probs_after: Callable[[Tensor], Tensor], token: Tensor, children: Tensor, levels: int, u: Tensor
 ) -> Verified:
-    """Exact verification of children proposed for certain: draw behind the root, and go on while the draw is a child.
+    """Exact verification of children proposed for certain: sample after the root, and go on while that is a child.
 
-    The law is that of recursive rejection with point masses. behind, token, children: see
-    recursive_rejection_sampling(); u [B, M + 1]: uniform numbers for the draw behind every slot.
+    The distribution is that of recursive rejection sampling with point masses. probs_after, token, children: see
+    recursive_rejection_sampling(); u [B, M + 1]: uniform numbers for the token after every slot.
     """
     node = torch.zeros_like(token[:, 0])
-    alive = node == 0
+    growing = node == 0
     untested = _untested(len(token), token.device)
-    law = behind(node)
-    drawn = categorical(law, row_of(u, node))
-    path, tests = [], []
+    p = probs_after(node)
+    sampled = categorical(p, row_of(u, node))
+    path, records = [], []
     for _ in range(levels):
-        if nobody(alive):
+        if nobody(growing):
             break
-        kids = row_of(children, node)
-        kid_token = token.gather(1, kids.clamp(min=0))
-        equal = alive[:, None] & (kids >= 0) & (kid_token == drawn[:, None])
-        found = equal.any(1)
-        rank = torch.where(found, equal.long().argmax(1), (kids >= 0).sum(1) - 1).clamp(min=0)  # or the last, refused
-        ratio = at(law, row_of(kid_token, rank))
-        one, nothing = torch.ones_like(ratio), torch.zeros_like(ratio)
-        testing = alive & (kids >= 0).any(1)
-        tests.append(_tested(untested, testing, found, torch.zeros_like(found), rank, one, ratio, nothing))
-        node = torch.where(found, row_of(kids, rank), node)
-        alive = found
-        if not nobody(alive):
-            law = chosen(alive, behind(node), law)
-            drawn = torch.where(alive, categorical(law, row_of(u, node)), drawn)
-        path.append(torch.where(alive, node, 0))
-    return _outcome(token, path, tests, untested, levels, lambda a: drawn)
+        siblings = row_of(children, node)
+        exists = siblings >= 0
+        sibling_token = token.gather(1, siblings.clamp(min=0))
+        matches = growing[:, None] & exists & (sibling_token == sampled[:, None])
+        matched = matches.any(1)
+        rank = torch.where(matched, matches.long().argmax(1), exists.sum(1) - 1).clamp(min=0)  # else the last sibling
+        records.append(_matched(untested, growing & exists.any(1), matched, rank, p, row_of(sibling_token, rank)))
+        node = torch.where(matched, row_of(siblings, rank), node)
+        growing = matched
+        if not nobody(growing):
+            p = chosen(growing, probs_after(node), p)
+            sampled = torch.where(growing, categorical(p, row_of(u, node)), sampled)
+        path.append(torch.where(growing, node, 0))
+    return _outcome(token, path, records, untested, levels, lambda a: sampled)
+
+
+def _matched(
+    untested: Tensor, testing: Tensor, matched: Tensor, rank: Tensor, p: Tensor, draft: Tensor
+) -> Tensor:
+    """The record [B, 5] of a column of sample_and_match: the draft [B] has q = 1 and nothing is relaxed."""
+    ratio = at(p, draft)
+    one, nothing = torch.ones_like(ratio), torch.zeros_like(ratio)
+    return _recorded(untested, testing, matched, torch.zeros_like(matched), rank, one, ratio, nothing)
 
 
 @accelerated
 def sample_and_match_rows(p: Tensor, token: Tensor, children: Tensor, levels: int, u: Tensor) -> Verified:
-    """sample_and_match() with laws p [B, M + 1, V]."""
+    """sample_and_match() with target probabilities p [B, M + 1, V]."""
     return sample_and_match(partial(row_of, p), token, children, levels, u)
 
 
 @accelerated
-def block(p: Tensor, laws: Tensor, token: Tensor, exists: Tensor, u: Tensor, v: Tensor) -> Verified:
+def block(p: Tensor, draft_probs: Tensor, token: Tensor, exists: Tensor, u: Tensor, v: Tensor) -> Verified:
     """Verify a chain as a block (Sun et al., ICLR 2025, algorithm 2): exact, and never shorter on average.
 
     With w_0 = 1, w_i = min(1, w_(i-1) p_i(x_i) / q_i(x_i)) and S_i = sum [w_i p_(i+1) - q_(i+1)]+, prefix i passes with
     h_i = S_i / (S_i + 1 - w_i), the whole chain with w_L; the longest prefix that passes is taken and the next token
-    follows [w p - q]+. Here i counts accepted drafts, p_(i+1) and q_(i+1) are the laws behind them.
+    follows [w p - q]+. Here i counts accepted drafts; p_(i+1) and q_(i+1) are the distributions after them.
 
-    p [B, L + 1, V]: target laws behind the root and every draft; laws [B, L, V]: drafts' laws; token and exists
-    [B, L + 1], the root being column 0; u [B, L], v [B, L + 1]: as in recursive_rejection_sampling().
+    p [B, L + 1, V]: target probabilities after the root and every draft; draft_probs [B, L, V]: the drafts'; token and
+    exists [B, L + 1], the root being column 0; u [B, L], v [B, L + 1]: as in recursive_rejection_sampling().
     """
     batch, levels = u.shape
     exists, draft = exists[:, 1:].clone(), token[:, 1:]  # Metal reads no bytes that begin between multiples of four
-    q_draft = at(laws, draft)
+    q_draft = at(draft_probs, draft)
     ratio = at(p[:, :-1], draft) / q_draft.clamp(min=EPS)
     weight = [torch.ones_like(u[:, 0])]
     for i in range(levels):
         weight.append((weight[-1] * ratio[:, i]).clamp(max=1))
     weight = torch.stack(weight, dim=1)  # w_0 .. w_L
-    excess = (weight[:, :-1, None] * p[:, :-1]).sub_(laws).clamp_(min=0)  # behind 0 .. L-1 accepted drafts
-    mass = excess.sum(-1)
+    excess = (weight[:, :-1, None] * p[:, :-1]).sub_(draft_probs).clamp_(min=0)  # after 0 .. L-1 accepted drafts
+    mass = excess.sum(-1)  # S_0 .. S_(L-1)
     never = torch.zeros_like(exists[:, :1])
-    goes_on = torch.cat((exists[:, 1:], never), dim=1)  # is there a draft behind draft i
+    goes_on = torch.cat((exists[:, 1:], never), dim=1)  # is there a draft after draft i
     inner = torch.cat((mass[:, 1:], torch.zeros_like(mass[:, :1])), dim=1)
     pass_inner = inner / (inner + 1 - weight[:, 1:]).clamp(min=EPS)
     passes = exists & (u < torch.where(goes_on, pass_inner, weight[:, 1:]))
@@ -244,42 +287,42 @@ def block(p: Tensor, laws: Tensor, token: Tensor, exists: Tensor, u: Tensor, v: 
     rejected = row_of(torch.cat((exists, never), dim=1), accepted) & (
         row_of(torch.cat((mass, torch.zeros_like(mass[:, :1])), dim=1), accepted) > 0
     )
-    law = chosen(rejected, row_of(excess, accepted.clamp(max=levels - 1)), row_of(p, accepted))
+    probs = chosen(rejected, row_of(excess, accepted.clamp(max=levels - 1)), row_of(p, accepted))
     never, zero = never[:, 0], torch.zeros_like(mass[:, 0])
     untested = _untested(batch, p.device)
     tested = exists & (accepted[:, None] >= number - 1)
-    tests = [_tested(untested, tested[:, i], taken[:, i], never, zero, q_draft[:, i], ratio[:, i], zero)
-             for i in range(levels)]
+    records = [_recorded(untested, tested[:, i], taken[:, i], never, zero, q_draft[:, i], ratio[:, i], zero)
+               for i in range(levels)]
     path = torch.where(taken, number, 0).unbind(1)
-    return _outcome(token, list(path), tests, untested, levels, lambda a: categorical(law, v.gather(1, a)[:, 0]))
+    return _outcome(token, list(path), records, untested, levels, lambda a: categorical(probs, v.gather(1, a)[:, 0]))
 
 
 def _untested(batch: int, device: torch.device) -> Tensor:
-    """No test: source, rank, q, ratio and leak [B, 5] (fp32)."""
+    """The record of a column without a test: source, rank, q, ratio and leak [B, 5] (fp32)."""
     values = torch.zeros((batch, 5), device=device)
     values[:, 0] = BONUS
     return values
 
 
-def _tested(
-    before: Tensor, testing: Tensor, passed: Tensor, relaxed: Tensor, rank: Tensor, q: Tensor, ratio: Tensor,
+def _recorded(
+    before: Tensor, testing: Tensor, accepted: Tensor, relaxed: Tensor, rank: Tensor, q: Tensor, ratio: Tensor,
     leak: Tensor,
 ) -> Tensor:
-    """The tests at a column [B, 5] after one more, of the images ``testing`` [B]."""
-    source = torch.where(passed, torch.where(relaxed, float(RELAXED), float(ACCEPTED)), float(RESIDUAL))
+    """The record [B, 5] of a column after one more test, of the images ``testing`` [B]. Leaks add up."""
+    source = torch.where(accepted, torch.where(relaxed, float(RELAXED), float(ACCEPTED)), float(RESIDUAL))
     now = torch.stack((source, rank.float(), q, ratio, before[:, 4] + leak), dim=1)
     return torch.where(testing.unsqueeze(1), now, before)
 
 
 def _outcome(
-    token: Tensor, path: list[Tensor], tests: list[Tensor], untested: Tensor, levels: int,
-    draw: Callable[[Tensor], Tensor],
+    token: Tensor, path: list[Tensor], records: list[Tensor], untested: Tensor, levels: int,
+    sample: Callable[[Tensor], Tensor],
 ) -> Verified:
-    """Put the columns together; the token behind the path is draw(accepted [B, 1]) [B]."""
-    missing = levels - len(path)  # levels nobody reached
+    """Join the columns; the token after the path is sample(accepted [B, 1]) [B]."""
+    missing = levels - len(path)  # levels that no image reached
     slots = torch.stack(path + [torch.zeros_like(token[:, 0])] * missing, dim=1)
-    source, rank, q, ratio, leak = torch.stack(tests + [untested] * (missing + 1), dim=1).unbind(-1)
+    source, rank, q, ratio, leak = torch.stack(records + [untested] * (missing + 1), dim=1).unbind(-1)
     accepted = (slots > 0).sum(1, keepdim=True)
-    drawn = draw(accepted).unsqueeze(1)
-    tokens = torch.cat((token.gather(1, slots), drawn), dim=1).scatter(1, accepted, drawn)
+    last = sample(accepted).unsqueeze(1)
+    tokens = torch.cat((token.gather(1, slots), last), dim=1).scatter(1, accepted, last)
     return Verified(slots, accepted[:, 0], tokens, source.long(), rank.long(), q, ratio, leak)
