@@ -1,4 +1,4 @@
-"""Attention of new tokens to a cache of keys and values, which theirs join."""
+"""Attention of new tokens to a key/value cache, to which their keys and values are added."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .dispatch import accelerated
 from .rotation import Norms, normalise, rotate
 from .steady import enough
 
-FEW = 128  # tokens; longer prompts are work for the fused kernels of torch
+FEW = 128  # tokens; torch's fused kernels are for longer prompts
 
 
 def added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """What a mask (bool: who sees what) adds to scores: 0 or minus infinity. Made once for all layers of a pass."""
+    """The additive form of a boolean mask (true: visible): 0 or minus infinity. Made once for all layers of a pass."""
     return None if mask is None else torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(
         ~mask, -torch.inf
     )
@@ -24,13 +24,14 @@ def attend_cached(
     every: Tensor, factors: Tensor, halves: bool, norms: Norms | None, buffer: Tensor, rows: Tensor, slots: Tensor,
     mask: Tensor, arrived: Tensor,
 ) -> Tensor:
-    """Attention of new tokens to a cache. Their queries and keys are normalised (with ``norms``) and rotated, and their
-    keys and values are stored before anyone looks at them.
+    """Attention of new tokens to a cache, and to each other where the mask allows it.
+
+    Queries and keys are normalised (with ``norms``) and rotated; keys and values are stored in the cache, then read.
 
     every [R, T, H + 2 Hkv, d]: queries, keys, values; factors as of ``factors_of`` (fp32); buffer [R, 2 Hkv, N, d]:
-    keys, values; rows [R, 1] counts from 0; slots [R, T] (int64): where each token's keys and values go;
+    keys, values; rows [R, 1] counts from 0; slots [R, T] (int64): the slot of each token's keys and values;
     mask [R, 1, T, n], n <= N, is added to the scores of the first n slots (see ``added``); arrived [R, Hkv, FEW]
-    (int32): zero, and zero again after the call. Returns [R, T, H, d]; zeros for a query that sees nothing.
+    (int32): zero before and after the call. Returns [R, T, H, d]; zeros for a query that sees no slot.
     """
     attended = attend_few if every.shape[1] <= FEW else attend_few.__wrapped__
     return attended(every, factors, halves, norms, buffer, rows, slots, mask, arrived)
@@ -51,8 +52,8 @@ def attend_few(
 ) -> Tensor:
     """``attend_cached`` for up to FEW tokens. All arguments are dense in their last dimension.
 
-    The Triton kernel is batch invariant: a query's result does not depend on which other rows and tokens, and how many,
-    there are, nor on slots that it does not see.
+    The Triton kernel is batch invariant: a query's result does not depend on the other rows and tokens, their number,
+    or the slots that it does not see.
     """
     heads, kept = every.shape[2], buffer.shape[1]
     every = every.clone()
@@ -69,8 +70,8 @@ def attend_few(
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Attention of queries [R, H, T, d] to keys and values [R, Hkv, N, d], by torch's fused kernels; None is causal.
 
-    mask [R, 1, T, N] is added to the scores (see ``added``). The fused kernels know only as many heads of keys as of
-    queries: so queries that share a key head are laid behind each other, which needs no copies of the cache.
+    mask [R, 1, T, N] is added to the scores (see ``added``). The fused kernels need as many key heads as query heads.
+    Queries that share a key head are therefore concatenated along T, which copies nothing of the cache.
     """
     shared = q.shape[1] // k.shape[1]
     if shared == 1:
@@ -84,7 +85,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _steady(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """torch's attention, of enough queries for results that do not depend on their number (see steady.py)."""
+    """torch's attention, with queries padded so that results do not depend on their number (see steady.py)."""
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     several, masks = enough(q, mask)

@@ -1,17 +1,17 @@
-"""Attention of few new tokens to a long cache, in one launch (Triton kernel of attention.py).
+"""Triton kernel of attention.py: attention of few new tokens to a long cache, in one launch.
 
-The cache is cut into parts, so that there are enough programs to fill a GPU (Dao et al., "Flash-Decoding for
-long-context inference", 2023). A program stores the new keys and values that belong to its part, and nobody else reads
-them: so nothing has to wait for another program. Queries that share a key head are rows of one tile, so that keys and
-values are read once; slots that no query of a tile sees are not read at all.
+The cache is split into parts, so that there are enough programs to fill a GPU (Dao et al., "Flash-Decoding for
+long-context inference", 2023). A program stores the new keys and values of its part, and no other program reads them,
+so no program waits for another. Queries that share a key head are rows of one tile, so keys and values are read once;
+slots that no query of a tile sees are not read.
 
-Each program leaves what its part gives, and counts itself in. The last of a tile's puts the parts together. Who is last
-is a matter of chance, but the parts are taken in their order.
+Each program stores the result of its part and increments a counter. The last program of a tile combines the parts.
+Which one is last varies, but the parts are combined in a fixed order.
 
-It is batch invariant by construction: a part has the same slots, they are taken in the same order and summed by the
-same instruction (mma.sync, whose result for a row does not depend on the other rows of its tile), however many queries
-and rows there are. So a tile has at most 32 queries, as from 64 on newer GPUs would take another instruction. Slots and
-parts that a query does not see add zero to its sums.
+It is batch invariant by construction: for any number of queries and rows, a part has the same slots, processed in the
+same order by the same instruction (mma.sync, whose result for a row does not depend on the other rows of its tile). So
+a tile has at most 32 queries: from 64 on, newer GPUs would use another instruction. Slots and parts that a query does
+not see add zero to its sums.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import Tensor
 from .linear_triton import in_order
 from .rotation import EPS, Norms
 
-AHEAD = tl.constexpr(4)  # parts that are loaded at once to be put together
-TILE = 8192  # bytes of keys held at once: with queries, values and what is under way, little enough for every GPU
+AHEAD = tl.constexpr(4)  # parts loaded at once when they are combined
+TILE = 8192  # bytes of keys held at once: with queries, values and prefetched tiles, this fits every GPU
 
 
 def attend_few(
@@ -38,19 +38,19 @@ def attend_few(
     shared = heads // key_heads - 2
     queries = shared * count  # rows that read the same keys
     block_d = max(triton.next_power_of_2(dim), 16)
-    roomy = every.dtype != torch.float32 and dim == block_d  # all else takes more registers
+    roomy = every.dtype != torch.float32 and dim == block_d  # others need more registers
     block_m = 32 if queries > 16 and roomy else 16
     block_n = max(min(TILE // (block_d * every.dtype.itemsize), 64), 16)
-    part = 128 if block_d <= 64 else 256  # slots; there is more to put together of wider heads
+    part = 128 if block_d <= 64 else 256  # slots; combining parts costs more for wider heads
     tiles, parts = triton.cdiv(queries, block_m), triton.cdiv(reach, part)
-    assert tiles <= arrived.shape[2], "more queries than places to count at"
+    assert tiles <= arrived.shape[2], "more tiles of queries than counters"
     out = every.new_empty(batch, count, heads - 2 * key_heads, dim)
-    partial = scales = out  # never written if there is one part
+    partial = scales = out  # unused if there is one part
     if parts > 1:
         partial = torch.empty((batch, key_heads, parts, queries, dim), device=out.device)
         scales = torch.empty((2, batch, key_heads, parts, queries), device=out.device)
     mask = mask.expand(batch, 1, count, reach)
-    given = (every,) * 4 if norms is None else tuple(norm.contiguous() for norm in norms)  # never read if not there
+    given = (every,) * 4 if norms is None else tuple(norm.contiguous() for norm in norms)  # unused without norms
     _attend[(batch * key_heads, tiles, parts)](
         every, *every.stride()[:3], factors, factors.stride(0) if len(factors) > 1 else 0, factors.stride(1), *given,
         buffer, *buffer.stride()[:3], slots, *slots.stride(), mask, mask.stride(0), mask.stride(2), out, partial,
@@ -69,8 +69,7 @@ def _attend(
     DIM: tl.constexpr, HALVES: tl.constexpr, NORMED: tl.constexpr, ONE_NORM: tl.constexpr, WHOLE: tl.constexpr,
     PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """BLOCK_M queries of one key head, and PART slots. WHOLE: there is one part. ONE_NORM: do all heads have the same
-    norm.
+    """BLOCK_M queries of one key head, and PART slots. WHOLE: there is one part. ONE_NORM: all heads share one norm.
 
     partial [rows, key heads, parts, queries, DIM]: sums of values, weighted by exp(score - maximum); scales: the maxima
     [rows, key heads, parts, queries], and ``second`` numbers later the sums of the weights.
@@ -108,7 +107,7 @@ def _attend(
         place = slot[:, None] * buffer_slot + d[None, :]
         tl.store(keys + place, key, there)
         tl.store(values + place, value, there)
-    tl.debug_barrier()  # other threads read what was stored
+    tl.debug_barrier()  # other threads read what this one stored
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     masses = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     result = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -144,9 +143,9 @@ def _attend(
         tl.store(scales + index + part * queries, maximum, asked)
         tl.store(scales + index + part * queries + second, mass, asked)
         tl.store(partial + (index + part * queries)[:, None] * DIM + d[None, :], result, wanted)
-        tl.debug_barrier()  # all threads have stored before one counts them in
+        tl.debug_barrier()  # all threads have stored before the counter is incremented
         arrived += tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        # acq_rel: the last one sees what all before it have stored.
+        # acq_rel: the last program sees what all others have stored.
         if tl.atomic_add(arrived, 1, sem="acq_rel") == parts - 1:
             tl.store(arrived, 0)  # for the next launch
             maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -156,7 +155,7 @@ def _attend(
                 for i in tl.static_range(AHEAD):
                     there = first + i < parts
                     place = index + (first + i) * queries
-                    # .cg: from the cache that all programs share
+                    # .cg: from the cache shared by all programs
                     highest = tl.load(scales + place, asked & there, float("-inf"), cache_modifier=".cg")
                     weight = tl.load(scales + place + second, asked & there, 0.0, cache_modifier=".cg")
                     theirs = tl.load(
@@ -173,7 +172,7 @@ def _attend(
 
 @triton.jit
 def _finite(maximum):
-    """What scores are compared with: their maximum, or of a query that has seen nothing yet, 0."""
+    """The maximum of a query's scores, or 0 if it has seen no slot yet."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
@@ -182,7 +181,7 @@ def _rotated(
     x, factors, weight, bias, wanted, eps, DIM: tl.constexpr, HALVES: tl.constexpr, NORMED: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The heads at x [M], normalised and rotated: [M, BLOCK_D]. A channel needs the one that it turns with, too."""
+    """The heads at x [M], normalised and rotated: [M, BLOCK_D]. A channel is loaded with the other one of its pair."""
     d = tl.arange(0, BLOCK_D)
     there = wanted[:, None] & (d < DIM)[None, :]
     if HALVES:

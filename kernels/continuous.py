@@ -1,6 +1,6 @@
-"""Two Gaussians, one the draft's law and one the target's: their log ratio, and draws from what the draft leaves over.
+"""Gaussians of draft and target: their log ratio, and samples from the residual distribution.
 
-Shapes: C numbers a token. A law is given by mean and log_std [..., C] and path [...] (see samplers.laws.Normal).
+Shapes: C numbers per token. A distribution is mean and log_std [..., C] and path [...] (see samplers.laws.Normal).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Gaussian = tuple[Tensor, Tensor, Tensor]  # mean, log_std, path
 
 @accelerated
 def log_ratio(x: Tensor, p: Gaussian, q: Gaussian, kappa: float, sign: float) -> Tensor:
-    """log of Sigma^sign p(x)/q(x) [...] at x [..., C], the exponents of both Gaussians widened ``kappa`` times.
+    """log of Sigma^sign p(x)/q(x) [...] at x [..., C], with the standard deviations in both exponents times ``kappa``.
 
     log Sigma = path_q - path_p, clamped to +-50 (eqs. 8 and 9 of "Continuous speculative decoding").
     """
@@ -29,9 +29,10 @@ def log_ratio(x: Tensor, p: Gaussian, q: Gaussian, kappa: float, sign: float) ->
 
 @accelerated
 def redraw(normal: Tensor, accept: Tensor, p: Gaussian, q: Gaussian, sign: float) -> tuple[Tensor, Tensor]:
-    """A draw [..., C] from norm([Sigma^sign p - q]+) by acceptance-rejection, and the proposals it took [...] (int64).
+    """A sample [..., C] from norm([Sigma^sign p - q]+) by acceptance-rejection, and its number of proposals (int64).
 
-    normal [n, ..., C], accept [n, ...]: the numbers of all n tries, whose proposals come from p. See first_accepted.
+    normal [n, ..., C], accept [n, ...]: standard normal and uniform numbers of n proposals from p. The number [...] is
+    that of first_accepted.
     """
     mean, log_std, _ = p
     proposals = mean + log_std.exp() * normal
@@ -39,10 +40,10 @@ def redraw(normal: Tensor, accept: Tensor, p: Gaussian, q: Gaussian, sign: float
 
 
 def first_accepted(proposals: Tensor, ratio: Tensor, accept: Tensor) -> tuple[Tensor, Tensor]:
-    """The first of n proposals [n, ..., C] that passes accept < 1 - exp(-ratio) [n, ...], and its number from 1 [...].
+    """The first of n proposals [n, ..., C] with accept < 1 - exp(-ratio) [n, ...], and its number from 1 [...].
 
-    Where none does the last one stands, and the number is -n. A ratio of NaN is that to a draft's law that is none, of
-    which nothing is to be left out: the first proposal passes.
+    If none passes, the result is the last proposal and the number -n. A ratio of NaN means that the draft had no valid
+    distribution: the first proposal passes.
     """
     taken = ~(accept >= -torch.expm1(-ratio))
     found, tries = taken.any(0), len(proposals)

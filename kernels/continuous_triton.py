@@ -1,4 +1,4 @@
-"""Triton twins of continuous.py: a program for some tokens (log_ratio), or for one with all its proposals (redraw)."""
+"""Triton kernels of continuous.py: a program per ROWS tokens (log_ratio), or per token with all proposals (redraw)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROWS = 32  # tokens, or proposals, at a time
 
 @triton.jit
 def _exponents(x, p_mean, p_log_std, q_mean, q_log_std, inside, narrow):
-    """log of p(x)/q(x) summed over the last dimension; exponents are divided by kappa^2, 1 / (2 kappa^2) = narrow."""
+    """log of p(x)/q(x) summed over the last dimension; narrow = 1 / (2 kappa^2) scales the exponents."""
     to_p = (x - p_mean) * (x - p_mean) * narrow * tl.exp(-2 * p_log_std)
     to_q = (x - q_mean) * (x - q_mean) * narrow * tl.exp(-2 * q_log_std)
     return tl.sum(tl.where(inside, to_q - to_p + q_log_std - p_log_std, 0.0), axis=1)
@@ -55,9 +55,9 @@ def log_ratio(x: Tensor, p: Gaussian, q: Gaussian, kappa: float, sign: float) ->
     return out
 
 
-def _full(law: Gaussian, shape: torch.Size) -> tuple[Tensor, ...]:
-    """A law's tensors, one row per token."""
-    mean, log_std, path = law
+def _full(gaussian: Gaussian, shape: torch.Size) -> tuple[Tensor, ...]:
+    """The tensors of a Gaussian, one row per token."""
+    mean, log_std, path = gaussian
     return mean.expand(shape).contiguous(), log_std.expand(shape).contiguous(), path.expand(shape[:-1]).contiguous()
 
 

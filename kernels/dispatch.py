@@ -1,10 +1,10 @@
 """Which of two implementations runs: the torch reference, or on an NVIDIA GPU the Triton kernel of the same name.
 
 The Triton kernel of ``kernels/x.py:f`` is ``kernels/x_triton.py:f``, with the same signature and results. Triton comes
-with torch on Linux; where it is missing or of no use, the reference runs (see ``runs_triton``). A Triton kernel is
+with torch on Linux; where it is missing or not supported, the reference runs (see ``runs_triton``). A Triton kernel is
 validated before its first use with arguments of a kind (see ``kind``): it and the reference compute the same trial and
-must agree. Only then does one of them compute what was asked for, so that the first call of a process gives what every
-later one gives, to the last bit.
+must agree. Only then does one of them compute the result, so the first call of a process gives what every later one
+gives, to the last bit.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .graphs import leaves, recording
 log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 OLDEST = 8, 0  # compute capability, that of GPUs since 2020
-_chosen: dict[Hashable, Callable[..., Any]] = {}  # by reference and kind of arguments, decided before their first use
-_doubted: set[Hashable] = set()  # those whose Triton kernel has failed once
+_chosen: dict[Hashable, Callable[..., Any]] = {}  # by reference and kind of arguments, set before their first use
+_doubted: set[Hashable] = set()  # cases whose Triton kernel has failed validation once
 
 
 def accelerated(reference: F | None = None, *, trial: Callable[..., tuple] | None = None) -> F:
-    """Let a torch reference be replaced by its Triton kernel where its first argument is on a GPU that runs Triton.
+    """Replace a torch reference by its Triton kernel if its first argument is on a GPU that runs Triton.
 
-    trial: arguments -> those that the two are compared on, for functions that write in their arguments: copies of what
-    is written, and no more of it than a comparison needs. None: the arguments themselves.
+    trial: arguments -> the arguments that the two are compared on, for functions that write to their arguments: copies
+    of what is written, no larger than a comparison needs. None: the arguments themselves.
     """
     if reference is None:
         return partial(accelerated, trial=trial)  # type: ignore[return-value]
@@ -47,7 +47,7 @@ def accelerated(reference: F | None = None, *, trial: Callable[..., tuple] | Non
         given = first, *rest
         case = reference, first.device, *map(kind, given)
         if case not in _chosen:
-            if recording():  # the first call of a step is an ordinary one, so this is rare
+            if recording():  # rare: the first call of a step is not captured
                 return reference(*given)
             _choose(case, reference, trial, given)
         return _call(case, reference, given)
@@ -57,9 +57,9 @@ def accelerated(reference: F | None = None, *, trial: Callable[..., tuple] | Non
 
 
 def kind(value: Any) -> Hashable:
-    """What of an argument may lead to another kernel, or to another way through it: whether it is there, its dtype, its
-    sizes rounded up to powers of two (as the tiles of a kernel are), and whether a number is 0 or 1, which switch
-    things off."""
+    """The properties of an argument that may select another kernel, or another path through it: whether it is None, its
+    dtype, its sizes rounded up to powers of two (as a kernel's tiles are), and whether a number is 0 or 1, which switch
+    features off."""
     if isinstance(value, Tensor):
         return value.dtype, *(1 << (size - 1).bit_length() if size else 0 for size in value.shape)
     if isinstance(value, tuple):
@@ -70,10 +70,10 @@ def kind(value: Any) -> Hashable:
 
 
 def _choose(case: Hashable, reference: Callable[..., Any], trial: Callable[..., tuple] | None, given: tuple) -> None:
-    """Decide what computes a case from now on.
+    """Choose what computes a case from now on.
 
-    A number on the edge of two decisions may fall on either side, and memory may be short for a moment: so a kernel
-    gets a second try, and until then nothing is decided.
+    A near tie may be decided either way, and memory may be short for a moment: so a kernel gets a second try, and until
+    then nothing is chosen.
     """
     try:
         kernel = triton_kernel(reference)
@@ -82,8 +82,8 @@ def _choose(case: Hashable, reference: Callable[..., Any], trial: Callable[..., 
             return
         why = "computes something else than its torch version, which is used instead"
     except torch.OutOfMemoryError as error:
-        why = f"cannot be validated for want of memory, so its slower torch version runs: {error}"
-    except Exception as error:  # whatever a compiler or driver may raise: the reference is always there
+        why = f"cannot be validated: out of memory, so its slower torch version runs: {error}"
+    except Exception as error:  # compilers and drivers raise anything; the reference is always available
         _leave(case, reference, _does_not_run(error))
         return
     if case in _doubted:
@@ -92,9 +92,9 @@ def _choose(case: Hashable, reference: Callable[..., Any], trial: Callable[..., 
 
 
 def _call(case: Hashable, reference: Callable[..., Any], given: tuple) -> Any:
-    """The result of what was chosen for a case, or of the reference if a kernel proves not to run after all.
+    """The result of the function chosen for a case, or of the reference if the kernel fails to run.
 
-    What cannot be compiled or launched has not written anything yet.
+    A kernel that cannot be compiled or launched has not written anything yet.
     """
     function = _chosen.get(case, reference)
     try:
@@ -109,7 +109,7 @@ def _call(case: Hashable, reference: Callable[..., Any], given: tuple) -> Any:
 
 
 def _leave(case: Hashable, reference: Callable[..., Any], why: str) -> None:
-    """The reference computes a case from now on; the log tells why, once."""
+    """The reference computes a case from now on; the reason is logged once."""
     _chosen[case] = reference
     log.warning("The Triton kernel %s %s", reference.__name__, why)
 
@@ -126,7 +126,7 @@ def triton_kernel(reference: Callable[..., Any]) -> Callable[..., Any]:
 def agree(
     reference: Callable[..., Any], kernel: Callable[..., Any], trial: Callable[..., tuple] | None, given: tuple
 ) -> bool:
-    """Do the two return and write the same, up to round-off? Nothing of ``given`` is written."""
+    """Do the two return and write the same, up to round-off? ``given`` is not written."""
     outcomes = []
     for function in (reference, kernel):
         tried = given if trial is None else trial(*given)
@@ -136,10 +136,10 @@ def agree(
 
 @cache
 def runs_triton(device: torch.device) -> bool:
-    """Do Triton's kernels run on this device? The log tells once why a GPU has to do without.
+    """Do the Triton kernels run on this device? If a GPU does not run them, the reason is logged once.
 
-    Compilers may end the process over what they cannot compile, so that nothing is tried where nothing was written
-    for: on AMD's GPUs, and on NVIDIA's before compute capability 8.0, whose registers the kernels overflow.
+    A compiler may end the process over code it cannot compile, so unsupported devices are not tried: AMD GPUs, and
+    NVIDIA GPUs before compute capability 8.0, whose registers the kernels overflow.
     """
     if device.type != "cuda":
         return False
@@ -161,19 +161,20 @@ def has_triton() -> bool:
     """Is Triton installed?"""
     try:
         return find_spec("triton") is not None
-    except ValueError:  # somebody has put an empty module in its place
+    except ValueError:  # another package has put an empty module in its place
         return False
 
 
 def alike(a: Tensor, b: Tensor) -> bool:
-    """Equal up to round-off, which may also turn one decision in a hundred.
+    """Equal up to round-off, which may change one decision in a hundred.
 
-    Sums that nearly cancel keep the error of their terms: so it is compared with the size of all numbers, too.
+    A sum that nearly cancels has the absolute error of its terms, so errors are also compared with the size of all
+    numbers.
     """
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if a.is_floating_point():
-        step = torch.finfo(a.dtype).eps  # halves keep few digits
+        step = torch.finfo(a.dtype).eps  # large for 16-bit floats
         size = float(a.float().nan_to_num(posinf=0, neginf=0).square().mean().sqrt()) if a.numel() else 0.0
         least = max(1e-5, 2 * step) * max(1.0, size)
         different = ~torch.isclose(a, b, rtol=max(1e-3, 8 * step), atol=least, equal_nan=True)

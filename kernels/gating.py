@@ -10,6 +10,6 @@ from .dispatch import accelerated
 
 @accelerated
 def gated(x: Tensor) -> Tensor:
-    """silu(gate) * value for x [..., 2F], gate and value one behind the other -> [..., F]."""
+    """silu(gate) * value for x [..., 2F], the gate first -> [..., F]."""
     gate, value = x.chunk(2, dim=-1)
     return F.silu(gate) * value

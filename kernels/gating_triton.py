@@ -1,4 +1,4 @@
-"""The gate of a SwiGLU network in one launch (twin of gating.py)."""
+"""Triton kernel of gating.py: the gate of a SwiGLU network in one launch."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Steps as CUDA graphs: one launch instead of a thousand. On other devices a step is simply called.
 
-A graph replays the launches that were made while it was captured, on the memory they had then. So a step is a function
-of tensors: what changes from call to call is among its inputs, which are copied to where the graph reads them, or lies
-in memory that stays where it is (key/value caches). Nobody writes in an input: one that a step hands on unchanged is
-a constant of the run, and is copied once.
+A graph replays the captured launches on the memory they used. So a step is a function of tensors: everything that
+changes from call to call is an input, which is copied to where the graph reads it, or is in memory with a fixed address
+(key/value caches). Inputs are never written to: one that a step returns unchanged is a constant of the run, and is
+copied once.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from . import switches
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-MOST = 128  # graphs of one kind of run; further shapes of its steps are called
-PATIENCE = 5  # calls that take as long as a capture
+MOST = 128  # graphs of one kind of run; steps of further shapes are called
+PATIENCE = 5  # calls that take as long as one capture
 
 
 def leaves(tree: Any) -> list[Tensor]:
@@ -52,10 +52,10 @@ def mapped(change: Callable[[Tensor], Tensor], tree: T) -> T:
 
 
 class _Graph:
-    """A captured step: ``inputs`` it reads and ``outputs`` it writes, at fixed places.
+    """A captured step: ``inputs`` it reads and ``outputs`` it writes, at fixed addresses.
 
-    The graph also reads what the ``step`` had at hand (tables, caches), which therefore must not be freed before it.
-    An output that is the input of the same place is handed on: whoever calls gets back what was given.
+    The graph also reads the tensors that the ``step`` refers to (tables, caches); holding the step keeps them alive. An
+    output that is the input of the same index is handed on: the caller gets back the tensor it passed.
     """
 
     def __init__(self, graph: Any, step: Callable[..., Any], inputs: tuple, outputs: Any):
@@ -66,8 +66,8 @@ class _Graph:
         self.held: dict[int, Tensor] = {}  # of what is handed on, the input that was copied
 
     def replay(self, inputs: tuple, written: Container[int]) -> Any:
-        """Copy what changed to where the graph reads it, and launch. ``written``: the outputs of all graphs, by id:
-        they are other numbers after every replay."""
+        """Copy the inputs that changed to where the graph reads them, and launch. ``written``: the outputs of all
+        graphs, by id: their values change with every replay."""
         given = leaves(inputs)
         copy_together((there, new) for i, (there, new) in enumerate(zip(self.places, given, strict=True))
                       if self.held.get(i) is not new)
@@ -90,21 +90,21 @@ _allowed = True
 
 
 def allow(allowed: bool) -> None:
-    """May steps be captured from now on? ComfyUI's command line can forbid it."""
+    """Allow or forbid capturing from now on, as ComfyUI's command line asks."""
     global _allowed
     _allowed = allowed
 
 
 def captures(device: torch.device) -> bool:
-    """Can steps be captured on this device? On NVIDIA GPUs.
+    """Can steps be captured on this device? Only on NVIDIA GPUs.
 
-    HIP, which ROCm shows as ``cuda``, may end the process over a capture that CUDA refuses with an error.
+    HIP, which ROCm reports as ``cuda``, may end the process on a capture that CUDA refuses with an error.
     """
     return device.type == "cuda" and torch.version.hip is None
 
 
 def capturable(device: torch.device) -> bool:
-    """Are steps captured on this device? Where they can be, unless it was forbidden."""
+    """Are steps captured on this device: can they be, and is it allowed?"""
     return captures(device) and _allowed and not switches.on(switches.NO_GRAPHS)
 
 
@@ -112,15 +112,15 @@ _recording = False
 
 
 def recording() -> bool:
-    """Is a step being captured? Then nothing may be read on the host."""
+    """Is a step being captured? Then no value may be read on the host."""
     return _recording
 
 
 @contextmanager
 def capturing() -> Iterator[None]:
-    """While this lasts, a step is being captured.
+    """In this context a step is being captured.
 
-    Python's garbage collector waits: a tensor or event of anybody's that it destroys may call what no capture bears.
+    Python's garbage collector is off: destroying a tensor or event may make calls that a capture forbids.
     """
     global _recording
     collects = gc.isenabled()
@@ -135,10 +135,10 @@ def capturing() -> Iterator[None]:
 
 
 class Graphs:
-    """The captured steps of one kind of run, by key. Results of a call stand until the next call.
+    """The captured steps of one kind of run, by key. The results of a call are valid until the next call.
 
-    one_shape: shall all steps of a run have the same shapes? Every other shape is another capture. On a device that
-    captures they have them without graphs, too: sums of other lengths are rounded differently, and so may be the image.
+    one_shape: should all steps of a run have the same shapes? Every other shape is another capture. True on devices
+    that can capture, even without graphs: sums of other lengths round differently, which may change the image.
     """
 
     def __init__(self, device: torch.device):
@@ -149,12 +149,12 @@ class Graphs:
         self._written: set[int] = set()  # outputs of all graphs
 
     def __call__(self, key: Hashable, step: Callable[..., T], *inputs: Any) -> T:
-        """step(*inputs). The key stands for all that is not a tensor: shapes, settings, the branches a step takes.
+        """step(*inputs). The key identifies everything that is not a tensor: shapes, settings, the branches of a step.
 
-        The first call is an ordinary one; the second captures, and from then on the graph is replayed. Of a run that
-        has many shapes only those are captured which have come a few times. Where a GPU refuses to capture or to launch
-        a graph, nothing of it was executed: this and all further steps are called. (An error of something launched
-        before comes back from the step, and ends the run.)
+        The first call only calls the step; the second captures it, and from then on the graph is replayed. In a run
+        with many shapes, a shape is captured after it was called a few times. If a GPU refuses to capture or launch a
+        graph, nothing was executed: this and all further steps are called. (An error of an earlier launch is raised
+        again by the step, and ends the run.)
         """
         if not self.active:
             return step(*inputs)
@@ -182,8 +182,7 @@ class Graphs:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         places = placed(inputs)
         graph = torch.cuda.CUDAGraph()
-        # Other threads of the process may go on using the GPU meanwhile. A capture that fails does not find back to the
-        # stream it came from.
+        # Other threads may use the GPU during the capture. A capture that fails does not restore the current stream.
         with (
             torch.cuda.stream(torch.cuda.current_stream()), capturing(),
             torch.cuda.graph(graph, self._pool, capture_stream(self.device), capture_error_mode="thread_local"),
@@ -194,18 +193,18 @@ class Graphs:
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which a GPU's steps are captured. torch's own is one of the first GPU that captured anything."""
+    """The stream on which a GPU's steps are captured. torch's default one belongs to the first GPU that captured."""
     return torch.cuda.Stream(device)
 
 
 def placed(inputs: tuple) -> tuple:
-    """Copies of the inputs, where a graph will find those of later calls."""
+    """Copies of the inputs: the memory from which a graph reads those of later calls."""
     return mapped(lambda t: t.clone(memory_format=torch.contiguous_format), inputs)
 
 
 def own_outputs(outputs: T, places: tuple) -> T:
-    """Outputs that are (parts of) inputs, copied: the next call's inputs are written there one after the other, while
-    others may still have to be read. Not so those that are handed on (see _Graph)."""
+    """The outputs, with those that share an input's memory copied: the next call overwrites inputs one after the other,
+    while others may still have to be read. Outputs that are handed on are not copied (see _Graph)."""
     taken = {t.untyped_storage()._cdata for t in leaves(places)}
     every = itertools.chain(leaves(places), itertools.repeat(None))
 

@@ -1,4 +1,4 @@
-"""First guesses of Jacobi decoding: the laws of a position's neighbours in the image."""
+"""First guesses of Jacobi decoding: the distributions of a position's neighbours in the image."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from .dispatch import accelerated
 
 
 def neighbours_of(known: Tensor, position: Tensor, stride: int) -> tuple[Tensor, Tensor]:
-    """Left and upper neighbours [B, T] (int64) of positions [B, T] behind ``known`` [B, 1], the last with a law.
+    """Left and upper neighbours [B, T] (int64) of positions [B, T] after ``known`` [B, 1], the last known position.
 
-    Left: ``known``, if it is in the same row, else the upper one. Upper: as many rows up as it takes to be known; in
-    the first row ``known``.
+    Left: ``known`` if it is in the same row, else the upper neighbour. Upper: the nearest known position in the same
+    column; if there is none, ``known``.
     """
     above = known - (known - position) % stride
     above = torch.where(above < 0, known, above)
@@ -20,9 +20,9 @@ def neighbours_of(known: Tensor, position: Tensor, stride: int) -> tuple[Tensor,
 
 
 @accelerated
-def mean_law(rows: Tensor, known: Tensor, position: Tensor, stride: int) -> Tensor:
-    """Laws [B, T, V]: half of the left, half of the upper neighbour's. rows [B, R, V] (fp32): that of position i lies
-    in slot i mod R; known, position and stride as above."""
+def mean_probs(rows: Tensor, known: Tensor, position: Tensor, stride: int) -> Tensor:
+    """The mean [B, T, V] of the left and the upper neighbour's probabilities. rows [B, R, V] (fp32): position i has
+    slot i mod R; known, position: see ``neighbours_of``; stride: positions per row."""
     batch, slots, _ = rows.shape
     first = torch.arange(0, batch * slots, slots, device=rows.device)[:, None]
     left, above = (

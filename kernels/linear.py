@@ -1,11 +1,11 @@
-"""Products of a few rows with large matrices, and what stands before and after them in a transformer.
+"""Products of few rows with large matrices, fused with the norm before and the gate or residual after them.
 
-A matrix is as wide as the rows (bf16 or fp16), or kept in one byte per number: int8 with a scale for every row, or the
-bits of fp8 (e4m3). The bits are uint8: Apple's GPUs do not know torch's own type of them, not even to hold them.
+A matrix has the dtype of the rows (bf16 or fp16), or one byte per number: int8 with a scale for every row, or the bits
+of fp8 (e4m3). The bits are stored as uint8, because Apple's GPUs do not support torch's fp8 dtype at all.
 
-A pass of few tokens costs what reading its weights costs. So narrow ones are widened where they are multiplied: in the
-registers of a GPU, or block by block in the cache of a CPU, and never written in a wider form. Prompts have many
-tokens, and are multiplied with a copy of the matrix, made for them.
+A forward pass of few tokens is bound by reading the weights. So narrow weights are widened where they are multiplied:
+in the registers of a GPU, or block by block in the cache of a CPU, and never written in a wider form. Prompts have many
+tokens, and are multiplied with a widened copy of the matrix.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from .dispatch import accelerated
 from .gating import gated
 
-STORED = {torch.int8: "int8", torch.uint8: "float8_e4m3fn"}  # dtype of a matrix -> what it holds
-FEW = 128  # rows of a pass that is bound by its weights
+STORED = {torch.int8: "int8", torch.uint8: "float8_e4m3fn"}  # dtype of a matrix -> format of its numbers
+FEW = 128  # rows up to which a forward pass is bound by reading its weights
 _BLOCK = 2**18  # weights widened at once on a CPU
 
 
@@ -40,10 +40,10 @@ def few_rows(
 ) -> Tensor:
     """x [M, K] times the rows of ``weight`` [N, K] (in the dtype of x, or as in ``linear_narrow``), plus bias [N].
 
-    norm [K]: x is normalised before (RMSNorm with this weight and ``eps``). gate: the result is ``gated``, and half as
+    norm [K]: x is first normalised (RMSNorm with this weight and ``eps``). gate: the result is ``gated``, and half as
     wide. residual [M, N or N / 2]: added to the result. Returns the dtype of x.
 
-    The Triton kernel is batch invariant: a row's result does not depend on which other rows, and how many, there are.
+    The Triton kernel is batch invariant: a row's result does not depend on the other rows or their number.
     """
     if norm is not None:
         x = F.rms_norm(x, norm.shape, norm, eps)
@@ -53,12 +53,12 @@ def few_rows(
         product = _narrow(x, weight, scale)
         product = product if bias is None else product + bias.to(x)
     if gate:
-        product = gated.__wrapped__(product)  # nothing but torch: this is the reference
+        product = gated.__wrapped__(product)  # without its Triton kernel: this is the reference
     return product if residual is None else residual + product
 
 
 def _narrow(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
-    """``linear_narrow`` for x [M, K]. Only a CPU gains by blocks; on a GPU each is a launch."""
+    """``linear_narrow`` for x [M, K], in blocks on a CPU; on a GPU each block would be a launch."""
     if x.device.type != "cpu":
         return F.linear(x, widened(weight, scale, x.dtype))
     blocks = weight.split(max(1, _BLOCK // weight.shape[1]))
@@ -67,13 +67,13 @@ def _narrow(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def widened(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The matrix that a narrow one [N, K] with its scales stands for, in a wide dtype."""
+    """A narrow matrix [N, K] times its scales, in a wide dtype."""
     if weight.dtype == torch.int8:
         wide = weight.to(dtype)
     elif weight.is_cuda:
         wide = weight.view(torch.float8_e4m3fn).to(dtype)
     else:
-        # The bits of a 256th of the number in fp16: torch's own conversion is eight times slower on a CPU.
+        # As fp16 the shifted bits are the number / 256. torch's own conversion is eight times slower on a CPU.
         bits = (weight.view(torch.int8).to(torch.int16) << 7) & ~(1 << 14)
         wide = bits.view(torch.float16).to(dtype).mul_(256)
     return wide if scale is None else wide.mul_(scale[:, None])

@@ -1,12 +1,12 @@
 """Triton kernel of linear.py.
 
-It is batch invariant by construction: every number of the result is the sum over K in the same order, by the same
-instruction (mma.sync, whose result for a row does not depend on the other rows of its tile), whatever the tile. So a
-tile has at most 32 rows, as from 64 on newer GPUs would take another instruction; more rows are more programs, which
-read the matrix from the GPU's cache. Nothing is shared between programs, and nothing depends on timing.
+It is batch invariant by construction: for any tile, every number of the result is the sum over K in the same order, by
+the same instruction (mma.sync, whose result for a row does not depend on the other rows of its tile). So a tile has at
+most 32 rows: from 64 on, newer GPUs would use another instruction. More rows are more programs, which read the matrix
+from the GPU's cache. Programs share nothing, and nothing depends on timing.
 
-Tiles have 16 rows, the least that tensor cores multiply, or 32. With more rows, more columns share what is read of
-them.
+Tiles have 16 rows, the fewest that tensor cores multiply, or 32. With more rows a tile has more columns, so that they
+share the rows that are read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WIDE = 8192  # rows of a matrix that occupy a GPU in larger tiles, which read x less often
+WIDE = 8192  # rows of a matrix that fill a GPU even with larger tiles, which read x less often
 STORED = torch.int8, torch.uint8  # int8, and the bits of fp8
 
 
@@ -26,14 +26,14 @@ def few_rows(
     eps: float = 0.0, gate: bool = False, residual: Tensor | None = None,
 ) -> Tensor:
     """See linear.few_rows."""
-    if norm is not None and x.dtype == torch.float16:  # which may not hold numbers that are not normalised yet
+    if norm is not None and x.dtype == torch.float16:  # in which x * norm may overflow before it is normalised
         x, norm = F.rms_norm(x, norm.shape, norm, eps), None
     (count, inner), outer = x.shape, len(weight) // (1 + gate)
     out = x.new_empty(count, outer)
     stored = 0 if weight.dtype == x.dtype else STORED.index(weight.dtype) + 1
     rows, columns, warps = (16, 16, 2) if count <= 16 else (32, 64 if len(weight) >= WIDE and not gate else 32, 4)
     few = triton.cdiv(count, rows)
-    given = (out if t is None else t.contiguous() for t in (scale, bias, norm, residual))  # never read if not there
+    given = (out if t is None else t.contiguous() for t in (scale, bias, norm, residual))  # unused if None
     _few_rows[(few * triton.cdiv(outer, columns),)](
         x.contiguous(), weight.view(torch.int8) if stored else weight, *given, out, few, count, outer, inner, eps,
         STORED=stored, SCALED=scale is not None, BIASED=bias is not None, NORMED=norm is not None, GATED=gate,
@@ -49,9 +49,10 @@ def _few_rows(
     SCALED: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):
-    """ROWS rows and COLUMNS columns of the result, DEPTH numbers of K at a time. few: tiles of rows, which follow each
-    other, so that they read the same part of the matrix at the same time. STORED: 0 as wide as x, 1 int8, 2 bits of
-    fp8.
+    """ROWS rows and COLUMNS columns of the result, DEPTH numbers of K at a time.
+
+    few: the number of row tiles; the programs of one column tile are consecutive, so they read the same part of the
+    matrix at the same time. STORED: 0 the dtype of x, 1 int8, 2 bits of fp8.
     """
     row = tl.program_id(0) % few * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) // few * COLUMNS + tl.arange(0, COLUMNS)
@@ -87,7 +88,7 @@ def _few_rows(
 
 @triton.jit
 def _widened(b, a, STORED: tl.constexpr):
-    """Stored numbers in the dtype of a; of fp8, a 256th of them."""
+    """Stored numbers in the dtype of a; those of fp8 divided by 256."""
     if STORED == 2:
         b = ((b.to(tl.int16) << 7) & -16385).to(tl.float16, bitcast=True)
     return b.to(a.dtype)
@@ -97,7 +98,7 @@ def _widened(b, a, STORED: tl.constexpr):
 def _finished(
     total, shrink, scale, bias, column, outer, STORED: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr
 ):
-    """Sums of products, with all that is the same for a row or a column of them."""
+    """Sums of products, times the factors of their rows and columns, plus the bias."""
     total *= shrink[:, None]
     if STORED == 2:
         total *= 256
@@ -110,8 +111,8 @@ def _finished(
 
 @triton.jit
 def in_order(x, ROWS: tl.constexpr, DEPTH: tl.constexpr):
-    """The sum over the last dimension of x [ROWS, DEPTH], of neighbours, then of neighbours' sums, and so on: an order
-    that is written down, where that of tl.sum depends on the tile."""
+    """The sum over the last dimension of x [ROWS, DEPTH]: of pairs of neighbours, then of pairs of sums, and so on.
+    This order is fixed; that of tl.sum depends on the tile."""
     for _ in tl.static_range(DEPTH.bit_length() - 1):
         left, right = tl.split(tl.reshape(x, (ROWS, x.shape[1] // 2, 2)))
         x = left + right

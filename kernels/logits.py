@@ -17,18 +17,18 @@ def probabilities(
 ) -> Tensor:
     """Probabilities [B, T, V+] (fp32) from logits [R, T, V+]; R = 2B with guidance (cfg other than 1), else B.
 
-    In this order: guidance u + cfg (c - u); ids from ``vocab`` on out of reach; temperature (0: all mass on the first
+    In this order: guidance u + cfg (c - u); ids >= ``vocab`` are excluded; temperature (0: all mass on the first
     largest); the filters ``top_k`` (0: off) and ``top_p`` (1: off) in their ``order``, "top_k" and "top_p"; softmax.
-    forced [B, T] (int64): the id, in [0, V+), forced at a position, which makes it a point mass, or -1; None: nowhere.
+    forced [B, T] (int64): an id in [0, V+) makes the position a point mass, -1 leaves it free; None: all are free.
 
-    Top-k keeps a logit if fewer than k are larger, top-p if those that are larger have a probability of at most top_p
-    together. So equal logits stay or go together, and one stays at least. The second filter counts only what the first
-    one left.
+    Top-k keeps a logit if fewer than k are larger, top-p if the larger ones have a total probability of at most top_p.
+    So equal logits are kept or dropped together, and at least one is kept. The second filter counts only what the first
+    one kept.
 
-    A row with a NaN, with +inf or with nothing but -inf becomes all NaN (the record of the tokens then tells of it).
+    A row with a NaN, with +inf or with only -inf becomes all NaN, which the record of the tokens reports.
 
-    numbers [4] (fp32): the values of cfg, temperature, top_k and top_p, read by the device: a step captured with them
-    can be replayed with others. The arguments of these names then only say what is off.
+    numbers [4] (fp32): the values of cfg, temperature, top_k and top_p, read on the device, so that a captured step can
+    be replayed with other values. The arguments of these names then only say what is off.
     """
     guided, greedy, heated, by_rank, by_mass = cfg != 1, temperature == 0, temperature != 1, top_k > 0, top_p < 1
     if numbers is not None:
@@ -45,7 +45,7 @@ def probabilities(
         p = z.softmax(-1)
         if by_rank or by_mass:
             lowest = _lowest_kept(z, top_k if by_rank else None, top_p if by_mass else None, order)
-            # Comparing into floats and dividing by what is left is many times faster than filling with -inf.
+            # Multiplying by a float mask and renormalising is many times faster than filling with -inf.
             p = p.mul_(torch.ge(z, lowest, out=torch.empty_like(z)))
             p = p.div_(p.sum(-1, keepdim=True))
     p = F.pad(p, (0, logits.shape[-1] - vocab)) if vocab < logits.shape[-1] else p
@@ -89,5 +89,5 @@ def _lowest_kept(
         weights = weights * (ordered >= kth)
         weights = weights / weights.sum(-1, keepdim=True)
     larger = weights.cumsum(-1) - weights
-    lowest = ordered.gather(-1, (larger <= top_p).sum(-1, keepdim=True).clamp(min=1) - 1)  # of NaN none is
+    lowest = ordered.gather(-1, (larger <= top_p).sum(-1, keepdim=True).clamp(min=1) - 1)  # a row of NaN keeps none
     return lowest if kth is None else torch.maximum(lowest, kth)

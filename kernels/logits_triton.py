@@ -1,7 +1,7 @@
-"""Logits -> probabilities in one launch (Triton kernel of logits.py): one program for a row.
+"""Triton kernel of logits.py: logits -> probabilities in one launch, with one program per row.
 
-The row is written to where its probabilities belong, and read from there block by block as often as the filters need
-it: a block fits into registers whatever the vocabulary, and a row into the cache of a GPU.
+The row is written to its place in the result, and read from there block by block as often as the filters need it: a
+block fits into registers for any vocabulary, and a row into the cache of a GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2**13  # ids held at once, 16 of them by a thread
+BLOCK = 2**13  # ids held at once, 16 per thread
 
 
 def probabilities(
@@ -24,8 +24,8 @@ def probabilities(
     batch = rows if cfg == 1 else rows // 2
     p = torch.empty((batch, steps, total), device=logits.device)
     block = min(max(triton.next_power_of_2(total), 32), BLOCK)
-    where = logits if forced is None else forced  # never read if there is none
-    values = logits if numbers is None else numbers  # never read either
+    where = logits if forced is None else forced  # unused if None
+    values = logits if numbers is None else numbers  # unused if None
     _probabilities[(batch * steps,)](
         logits, *logits.stride()[:2], where, *where.stride()[:2], p, batch * logits.stride(0), steps, total, vocab,
         float(cfg), float(temperature), top_k, float(top_p), values, NUMBERS=numbers is not None, GUIDED=cfg != 1,
@@ -41,8 +41,8 @@ def _probabilities(
     temperature, top_k, top_p, values, NUMBERS: tl.constexpr, GUIDED: tl.constexpr, GREEDY: tl.constexpr,
     FORCED: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, K_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """One row of p [B, steps, total]; ``unconditional``: from a row's conditional logits to its others; ``values``:
-    where cfg, temperature, top_k and top_p are to be read, with NUMBERS."""
+    """One row of p [B, steps, total]. ``unconditional``: offset from a row's conditional to its unconditional logits;
+    ``values``: the memory of cfg, temperature, top_k and top_p, with NUMBERS."""
     if NUMBERS:
         cfg = tl.load(values)
         temperature = tl.load(values + 1)
@@ -65,11 +65,11 @@ def _probabilities(
         tl.store(p + i, z, mask=i < vocab)
         maxima = tl.maximum(maxima, z)
         odds = tl.maximum(odds, (z != z).to(tl.int32))
-    tl.debug_barrier()  # other threads read what was written
+    tl.debug_barrier()  # other threads read what this one wrote
     largest = tl.max(maxima, 0)
     sound = (tl.max(odds, 0) == 0) & (largest > float("-inf")) & (largest < float("inf"))
-    token = tl.full((), -1, tl.int64)  # the only one that is possible, if there is such
-    lowest = tl.full((), 0, tl.uint32)  # the least image of a logit that passes the filters
+    token = tl.full((), -1, tl.int64)  # of a point mass, else -1
+    lowest = tl.full((), 0, tl.uint32)  # least ordered bits of a logit that passes the filters
     mass = 1.0
     if GREEDY:
         token = _first(p, largest, vocab, BLOCK)
@@ -88,21 +88,21 @@ def _probabilities(
     for start in range(0, total, BLOCK):
         i = start + tl.arange(0, BLOCK)
         z = _block(p, start, vocab, BLOCK)
-        law = tl.where(_image(z) >= lowest, tl.exp(z - largest) / mass, 0.0)
-        law = tl.where(token >= 0, tl.where(i == token, 1.0, 0.0), tl.where(i < vocab, law, 0.0))
-        tl.store(p + i, tl.where(sound | (i >= vocab), law, float("nan")), mask=i < total)
+        probs = tl.where(_ordered_bits(z) >= lowest, tl.exp(z - largest) / mass, 0.0)
+        probs = tl.where(token >= 0, tl.where(i == token, 1.0, 0.0), tl.where(i < vocab, probs, 0.0))
+        tl.store(p + i, tl.where(sound | (i >= vocab), probs, float("nan")), mask=i < total)
 
 
 @triton.jit
 def _block(row, start, vocab, BLOCK: tl.constexpr):
-    """Logits of BLOCK ids, -inf from ``vocab`` on."""
+    """Logits of BLOCK ids; -inf for ids >= ``vocab``."""
     i = start + tl.arange(0, BLOCK)
     return tl.load(row + i, mask=i < vocab, other=float("-inf"))
 
 
 @triton.jit
-def _image(z):
-    """Unsigned integers in the order of the floats z; both zeros are one."""
+def _ordered_bits(z):
+    """Unsigned integers in the order of the floats z; 0.0 and -0.0 are equal."""
     bits = tl.where(z == 0, 0.0, z).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
 
@@ -119,23 +119,23 @@ def _first(row, largest, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def _mass(row, largest, lowest, vocab, BLOCK: tl.constexpr):
-    """The sum of exp(logit - largest) of the logits whose image is at least ``lowest``."""
+    """The sum of exp(logit - largest) over the logits whose ordered bits are at least ``lowest``."""
     sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab, BLOCK):
         z = _block(row, start, vocab, BLOCK)
-        sums += tl.where(_image(z) >= lowest, tl.exp(z - largest), 0.0)
+        sums += tl.where(_ordered_bits(z) >= lowest, tl.exp(z - largest), 0.0)
     return tl.sum(sums, 0)
 
 
 @triton.jit
 def _kth(row, k, vocab, BLOCK: tl.constexpr):
-    """The k-th largest image of the logits, found bit by bit: the largest integer that k of them reach."""
+    """The k-th largest ordered bits of the logits, found bit by bit: the largest integer that k logits reach."""
     found = tl.full((), 0, tl.uint32)
     bit = tl.full((), 2147483648, tl.uint32)
     for _ in range(32):
         reached = tl.zeros([BLOCK], tl.int32)
         for start in range(0, vocab, BLOCK):
-            reached += (_image(_block(row, start, vocab, BLOCK)) >= (found | bit)).to(tl.int32)
+            reached += (_ordered_bits(_block(row, start, vocab, BLOCK)) >= (found | bit)).to(tl.int32)
         found = tl.where(tl.sum(reached, 0) >= k, found | bit, found)
         bit = bit >> 1
     return found
@@ -143,8 +143,8 @@ def _kth(row, k, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def _dropped(row, largest, lowest, top_p, vocab, BLOCK: tl.constexpr):
-    """Of the logits whose image is at least ``lowest``, the largest integer above which the images of more than top_p
-    of the probability lie: they stay."""
+    """The largest ordered bits that top-p drops: logits with larger ones have more than top_p of the probability. Only
+    logits with ordered bits of at least ``lowest`` count."""
     limit = top_p * _mass(row, largest, lowest, vocab, BLOCK)
     found = tl.full((), 0, tl.uint32)
     bit = tl.full((), 2147483648, tl.uint32)

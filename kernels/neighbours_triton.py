@@ -1,4 +1,4 @@
-"""Triton twin of neighbours.py: one program per draft."""
+"""Triton kernel of neighbours.py: one program per draft."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ BLOCK = 1024
 
 
 @triton.jit
-def nearest(law, norm, table, count, budget, BLOCK: tl.constexpr):
-    """c_J and J of the ``count`` codes that a row of the table lists, under the law divided by norm."""
+def nearest(p, norm, table, count, budget, BLOCK: tl.constexpr):
+    """c_J and J of the ``count`` codes that a row of the table lists, with probabilities p / norm."""
     limit = tl.where(budget > 0, budget, -1.0)
     before = 0.0
     most = 0.0
@@ -21,7 +21,7 @@ def nearest(law, norm, table, count, budget, BLOCK: tl.constexpr):
         j = start + tl.arange(0, BLOCK)
         inside = j < count
         near = tl.load(table + j, mask=inside, other=0)
-        mass = tl.div_rn(tl.load(law + near, mask=inside, other=0.0), norm)
+        mass = tl.div_rn(tl.load(p + near, mask=inside, other=0.0), norm)
         cumulative = before + tl.cumsum(mass)
         within = inside & (cumulative <= limit)
         most = tl.maximum(most, tl.max(tl.where(within, cumulative, 0.0)))

@@ -1,8 +1,8 @@
 """Counter-based random numbers: Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
-A number is a function of (key, position, purpose, draw) alone: these are the words of the counter, with a lane where a
-position gets a vector. Keys [B, 2] (int64) are the low and high words of each image's seed; positions [B, T] (int64)
-and ``draw`` (an int or int64 [B or 1, T or 1]) must be in [0, 2^32).
+A number depends on (key, position, purpose, draw) alone: position, purpose and draw are words of the counter, and its
+fourth word is the lane in a vector. Keys [B, 2] (int64) are the low and high words of each image's seed; positions
+[B, T] (int64) and ``draw`` (an int or int64 [B or 1, T or 1]) must be in [0, 2^32).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from .dispatch import accelerated
 log = logging.getLogger(__name__)
 WORD = 0xFFFFFFFF
 ROUNDS = 10
-_EXACT = ("cpu", "cuda", "meta")  # devices that are known to multiply exactly; tensors on meta hold no numbers
+_EXACT = ("cpu", "cuda", "meta")  # device types known to multiply exactly; meta tensors hold no numbers
 
 
 @cache
 def _constants(device: torch.device) -> tuple[Tensor, ...]:
-    """As tensors, which torch takes faster than numbers: the multipliers of words 0 and 2 [2], what is added to the two
-    words of the key in each round [ROUNDS, 2], 32, and the mask of a word."""
+    """The multipliers of words 0 and 2 [2], the Weyl increments of the key's two words in each round [ROUNDS, 2], 32,
+    and the mask of a word: as tensors, which torch takes faster than Python numbers."""
     weyl = [[0x9E3779B9 * i & WORD, 0xBB67AE85 * i & WORD] for i in range(ROUNDS)]
     numbers = [0xD2511F53, 0xCD9E8D57], weyl, 32, WORD
     return tuple(torch.tensor(number, dtype=torch.int64, device=device) for number in numbers)
@@ -32,23 +32,23 @@ def _constants(device: torch.device) -> tuple[Tensor, ...]:
 
 @cache
 def multiplies_exactly(device: torch.device) -> bool:
-    """Are products of int64 numbers exact modulo 2^64 on this device? Elsewhere than on CPUs and NVIDIA's and AMD's
-    GPUs that is not a matter of course, and so it is tried, once."""
+    """Are products of int64 numbers exact modulo 2^64 on this device? Other devices than CPUs and NVIDIA and AMD GPUs
+    are tested once."""
     if device.type in _EXACT:
         return True
     words = torch.tensor([0xD2511F53, 0xCD9E8D57, 2**24 + 1, WORD], dtype=torch.int64, device="cpu")
     there = words.to(device)
     exact = torch.equal((there[:, None] * there).cpu(), words[:, None] * words)
     if not exact:
-        log.warning("%s multiplies int64 numbers wrongly: random numbers are made on the CPU (slower).", device)
+        log.warning("%s multiplies int64 numbers wrongly: random numbers are computed on the CPU (slower).", device)
     return exact
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Four 32-bit words for four counter words and two key words (int64 tensors in [0, 2^32), broadcast together).
 
-    Words 0 and 2 lie in one tensor, 1 and 3 in another, so that both halves of a round are the same few operations.
-    The 64-bit products wrap modulo 2^64 in int64; their high words come back by an arithmetic shift and a mask.
+    Words 0 and 2 are in one tensor, 1 and 3 in another, so both halves of a round are the same operations. The 64-bit
+    products wrap modulo 2^64 in int64; an arithmetic shift and a mask give their high words.
     """
     device = key[0].device
     if not multiplies_exactly(device):
@@ -60,7 +60,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     even, odd, key = (words.reshape(2, *[1] * (rank - words.ndim), *words.shape[1:]) for words in (even, odd, key))
     multipliers = multipliers.reshape(2, *[1] * (rank - 1))
     for round_key in ((key + weyl.reshape(ROUNDS, *multipliers.shape)) & mask).unbind():
-        product = (even * multipliers).roll(1, 0)  # by turning, each product comes to the words it changes
+        product = (even * multipliers).roll(1, 0)  # swaps the products: each changes the other half's words
         even = ((product >> half) ^ round_key ^ odd).bitwise_and_(mask)
         odd = product.bitwise_and_(mask)
     return even[0], odd[0], even[1], odd[1]
@@ -76,15 +76,15 @@ def uniform(positions: Tensor, keys: Tensor, purposes: tuple[int, ...], draw: in
 @accelerated
 def gumbel(positions: Tensor, keys: Tensor, count: int, purpose: int, draw: int | Tensor) -> Tensor:
     """Standard Gumbel noise [B, T, count] (fp32), always finite. The first numbers do not depend on ``count``."""
-    # v in (0, 1), finest near 0, where the largest noise comes from. It must not round to 1 or reach 0: infinite noise
-    # would turn a token of probability zero into NaN, which arg-max takes for the largest.
+    # v in (0, 1), finest near 0, which gives the largest noise. It must not be 0 or round to 1: infinite noise plus the
+    # log of a probability of zero is NaN, which argmax takes for the largest.
     v = _fractions(positions, keys, count, purpose, draw).clamp_(2**-33, 1 - 2**-24)
     return v.neg_().log1p_().neg_().log_().neg_()[..., :count]
 
 
 @accelerated
 def normal(positions: Tensor, keys: Tensor, count: int, purpose: int, draw: int | Tensor) -> Tensor:
-    """Standard normal numbers [B, T, count] (fp32), by Box and Muller's transform. The first ones do not depend on
+    """Standard normal numbers [B, T, count] (fp32), by the Box-Muller transform. The first numbers do not depend on
     ``count``."""
     radius, angle = _fractions(positions, keys, count, purpose, draw).unflatten(-1, (-1, 2)).unbind(-1)
     radius = (-2 * radius.clamp(2**-33, 1).log()).sqrt()
@@ -106,10 +106,10 @@ def _fractions(positions: Tensor, keys: Tensor, count: int, purpose: int, draw: 
 
 @cache
 def row(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Numbers as a tensor [n, 1, 1], made once: they come from the host."""
+    """Numbers as a tensor [n, 1, 1], made once because it is a copy from the host."""
     return torch.tensor(numbers, device=device)[:, None, None]
 
 
 def draws(draw: int | Tensor, positions: Tensor) -> Tensor:
-    """The numbers of the uses as a tensor that is broadcast over positions."""
+    """``draw`` as a tensor that broadcasts over positions."""
     return draw if isinstance(draw, Tensor) else row((draw,), positions.device)[0]

@@ -1,4 +1,4 @@
-"""Random numbers in one launch each (twin of noise.py). Triton's own generator is the same Philox-4x32-10."""
+"""Triton kernels of noise.py: random numbers in one launch each. Triton's own generator is the same Philox-4x32-10."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _vectors(
 
 
 def _counter(positions: Tensor, keys: Tensor, draw: int | Tensor) -> tuple:
-    """What both kernels take first: position, draw and key of every number, with their strides."""
+    """The first arguments of both kernels: position, draw and key of every number, with their strides."""
     positions = positions.expand(len(keys), -1)
     draw = draws(draw, positions).expand(positions.shape)
     return positions, *positions.stride(), draw, *draw.stride(), keys.contiguous(), *positions.shape
@@ -109,7 +109,7 @@ def _fraction(word):
 
 @triton.jit
 def _gumbel(v):
-    """-log(-log(1 - v)), where 1 - v loses no digits: log(1 + x) = x log(y) / (y - 1) for y = 1 + x rounded."""
+    """-log(-log(1 - v)) without loss of digits in 1 - v: log(1 + x) = x log(y) / (y - 1) for y = 1 + x rounded."""
     v = tl.minimum(tl.maximum(v, 1.0 / 8589934592), 1 - 1.0 / 16777216)
     y = 1 - v
     return -tl.log(tl.where(y == 1, v, v * tl.log(y) / (y - 1)))
@@ -117,7 +117,7 @@ def _gumbel(v):
 
 @triton.jit
 def _pair(v, w):
-    """Two normal numbers of two fractions."""
+    """Two normal numbers from two uniform ones."""
     radius = tl.sqrt(-2 * tl.log(tl.maximum(v, 1.0 / 8589934592)))
     angle = w * 6.283185307179586
     return radius * tl.cos(angle), radius * tl.sin(angle)

@@ -1,4 +1,4 @@
-"""Writing down what a pass decided: the tokens of an image, and the numbers that its trace keeps of each."""
+"""Recording what a forward pass decided: the tokens of an image, and each token's numbers for the trace."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def write(
 ) -> None:
     """At positions [B, T] (int64), where ``meant`` [B, T] (bool), store tokens and numbers, in place.
 
-    table [B, S + 1, F] (fp32) gets in its ``columns`` [n] (int64) the ``values``, each [B, T], integers before floats;
-    tokens [B, S + 1] (int64) get token [B, T] (None: nothing). With laws p [B, T, V] the last three columns get p of
-    the token, the entropy of p in nats, and its largest probability. The last place is for what is not meant, and is
-    cleared.
+    ``columns`` [n] (int64) of table [B, S + 1, F] (fp32) get the ``values``, each [B, T], integers before floats;
+    tokens [B, S + 1] (int64) get token [B, T] (None: unchanged). With probabilities p [B, T, V] the last three columns
+    get p of the token, the entropy of p in nats, and its largest probability. The last slot is scratch, for positions
+    that are not meant, and is cleared.
     """
     slot = torch.where(meant, position, table.shape[1] - 1)
     if token is not None:

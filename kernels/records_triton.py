@@ -1,4 +1,4 @@
-"""Triton kernel of records.py: a program writes down one token, and reads its law once."""
+"""Triton kernel of records.py: a program stores one token, and reads its distribution once."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def write(
     shape = batch, position.shape[1]
     integers, floats = ([value.expand(shape) for value in values if value.is_floating_point() == real]
                         for real in (False, True))
-    # What is not there is never read.
+    # A tensor that stands for None is never read.
     ints = torch.stack(integers) if integers else tokens
     reals = torch.stack(floats) if floats else table
     position, meant = position.expand(shape), meant.expand(shape)
     chosen = position if token is None else token.expand(shape)
-    law = table if p is None else p.expand(*shape, -1)
+    probs = table if p is None else p.expand(*shape, -1)
     _write[(shape[0] * shape[1],)](
-        table, tokens, position, *position.stride(), meant, *meant.stride(), chosen, *chosen.stride(), law,
-        *law.stride()[:2], columns, ints, reals, shape[0] * shape[1], shape[1], size, fields, len(integers),
-        len(floats), law.shape[-1], TOKEN=token is not None, LAW=p is not None, MOST=MOST, BLOCK=BLOCK, num_warps=8,
+        table, tokens, position, *position.stride(), meant, *meant.stride(), chosen, *chosen.stride(), probs,
+        *probs.stride()[:2], columns, ints, reals, shape[0] * shape[1], shape[1], size, fields, len(integers),
+        len(floats), probs.shape[-1], TOKEN=token is not None, PROBS=p is not None, MOST=MOST, BLOCK=BLOCK, num_warps=8,
     )
 
 
@@ -37,9 +37,9 @@ def write(
 def _write(
     table, tokens, position, position_row, position_column, meant, meant_row, meant_column, token, token_row,
     token_column, p, p_row, p_column, columns, ints, floats, total, count, size, fields, integers, reals, vocab,
-    TOKEN: tl.constexpr, LAW: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
+    TOKEN: tl.constexpr, PROBS: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """One token of [B, count], if it is meant; ``size`` places of an image, ``fields`` numbers of each."""
+    """One token of [B, count], if it is meant. ``size``: slots of an image; ``fields``: numbers per slot."""
     i = tl.program_id(0)
     row = (i // count).to(tl.int64)
     column = (i % count).to(tl.int64)
@@ -56,15 +56,15 @@ def _write(
         if TOKEN:
             x = tl.load(token + row * token_row + column * token_column)
             tl.store(tokens + place, x)
-            if LAW:
+            if PROBS:
                 p += row * p_row + column * p_column
                 sums = tl.zeros([BLOCK], tl.float32)
                 largest = tl.zeros([BLOCK], tl.float32)
                 for start in range(0, vocab, BLOCK):
                     k = start + tl.arange(0, BLOCK)
-                    law = tl.load(p + k, mask=k < vocab, other=0.0)
-                    sums -= tl.where(law == 0, 0.0, law * tl.log(law))
-                    largest = tl.maximum(largest, law)
+                    probs = tl.load(p + k, mask=k < vocab, other=0.0)
+                    sums -= tl.where(probs == 0, 0.0, probs * tl.log(probs))
+                    largest = tl.maximum(largest, probs)
                 tl.store(table + tl.load(columns), tl.load(p + x))
                 tl.store(table + tl.load(columns + 1), tl.sum(sums, 0))
                 tl.store(table + tl.load(columns + 2), tl.max(largest, 0))

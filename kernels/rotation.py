@@ -1,4 +1,4 @@
-"""Rotary positions: normalising and rotating heads of queries and keys."""
+"""Rotary positions: norms and rotation of the heads of queries and keys."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-EPS = 1e-5  # of the norms of heads
+EPS = 1e-5  # of LayerNorm
 Norms = tuple[Tensor, Tensor, Tensor, Tensor]  # weight and bias [H or 1, d] for queries, and [Hkv or 1, d] for keys
 
 
@@ -16,15 +16,16 @@ def normalise(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def factors_of(cos: Tensor, sin: Tensor, halves: bool) -> Tensor:
-    """Cosines and sines [R or 1, T, d / 2] as ``rotate`` takes them: [.., d] pairs of both, or for ``halves`` [.., 2d]
-    what either half is multiplied with, and then what the other half is."""
+    """Cosines and sines [R or 1, T, d / 2] as ``rotate`` takes them: [..., d] interleaved; with ``halves`` [..., 2d],
+    the factors of a channel itself, then those of the other channel of its pair."""
     if halves:
         return torch.cat((cos, cos, -sin, sin), dim=-1)
     return torch.stack((cos, sin), dim=-1).flatten(-2)
 
 
 def rotate(x: Tensor, factors: Tensor, halves: bool) -> None:
-    """Rotate x [R, T, H, d] in place, in fp32: two adjacent channels, or with ``halves`` the i-th of either half."""
+    """Rotate x [R, T, H, d] in place, in fp32. A pair is two adjacent channels, or with ``halves`` channels i and
+    i + d / 2. factors: see ``factors_of``."""
     wide = x.float()  # x itself if it is fp32
     if halves:
         cos, sin = factors.unsqueeze(2).chunk(2, dim=-1)

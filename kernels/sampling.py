@@ -1,4 +1,4 @@
-"""Operations on probability rows that every sampler repeats at every position of every pass (torch reference)."""
+"""Operations on rows of probabilities, used at every position of every forward pass (torch reference)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def choose(condition: Tensor, yes: Tensor, no: Tensor) -> Tensor:
 
 
 def inverse(order: Tensor) -> Tensor:
-    """The inverses [B, n] of permutations ``order`` [B, n] (int64): where each number stands."""
+    """The inverses [B, n] of permutations ``order`` [B, n] (int64): the index of each number."""
     places = torch.arange(order.shape[1], device=order.device).expand_as(order)
     return torch.empty(order.shape, dtype=order.dtype, device=order.device).scatter_(1, order, places)
 
@@ -47,19 +47,20 @@ def point_mass(token: Tensor, vocab: int) -> Tensor:
 
 @accelerated
 def categorical(weights: Tensor, u: Tensor) -> Tensor:
-    """Draw one index per row of non-negative ``weights`` [..., V] by inverting the cumulative sum at u [...] in [0, 1).
+    """Sample one index per row of non-negative ``weights`` [..., V] by inverting the cumulative sum at u [...] in
+    [0, 1).
 
     Rows need not be normalised. The result is the first index whose cumulative weight exceeds u times the total. On a
-    GPU the parallel sum is not monotone to the last bit, so that an entry of weight zero can be hit: the largest entry
-    then stands in, because such an id may be illegal.
+    GPU the parallel sum is not monotone to the last bit, so an entry of weight zero can be hit. Such an id may be
+    illegal, so the largest entry replaces it.
     """
     return _inverted(weights, weights.cumsum(-1), u)
 
 
 @accelerated
 def redraw(p: Tensor, q: Tensor, v: Tensor) -> Tensor:
-    """categorical(residual(p, q), v) [...] (int64) for rows p and q [..., V]: what the exact rule draws instead of a
-    refused draft. Where q is a row of zeros, that is a draw from p."""
+    """categorical(residual(p, q), v) [...] (int64) for rows p and q [..., V]: the exact rule's sample after a
+    rejection. If q is a row of zeros, it is a sample from p."""
     weights = (p - q).clamp_(min=0)
     cumulative = weights.cumsum(-1)
     empty = ~(cumulative[..., -1:] > 0)
@@ -71,8 +72,8 @@ def redraw(p: Tensor, q: Tensor, v: Tensor) -> Tensor:
 
 @accelerated
 def perturbed_argmax(p: Tensor, noise: Tensor) -> Tensor:
-    """The first largest entry of log p + noise for rows p [..., V] and Gumbel noise [..., V]: a draw from p, [...]
-    (int64). Of rows of NaN, the first entry."""
+    """The first largest entry of log p + noise for rows p [..., V] and Gumbel noise [..., V]: a sample from p, [...]
+    (int64). For a row of NaN, the first entry."""
     return p.log().add_(noise).argmax(-1)
 
 
@@ -85,7 +86,7 @@ def _inverted(weights: Tensor, cumulative: Tensor, u: Tensor) -> Tensor:
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """Unnormalised rejection law [p - q]+ [..., V]; where round-off leaves no mass (p equals q), p itself."""
+    """Unnormalised residual distribution [p - q]+ [..., V]; where round-off leaves no mass (p equals q), p itself."""
     return unless_empty((p - q).clamp_(min=0), p)
 
 
@@ -101,25 +102,25 @@ def entropy(p: Tensor) -> Tensor:
 
 
 def readable(value: Tensor) -> bool:
-    """May values be read on the host? On the CPU that is free and saves work; elsewhere, and while a step is being
-    compiled or recorded, it would cost more than going on without knowing."""
+    """May values be read on the host? On the CPU this is free and saves work. Elsewhere, and while a step is being
+    compiled or captured, it would cost more than it saves."""
     return value.device.type == "cpu" and not torch.compiler.is_compiling() and not recording()
 
 
 def nobody(mask: Tensor) -> bool:
-    """Is no entry of a mask set? Where that is not to be read the answer is no."""
+    """Is no entry of a mask set? False where the mask may not be read."""
     return readable(mask) and not bool(mask.any())
 
 
 def entries(mask: Tensor) -> Tensor:
-    """Flat indices [n] (int64) of the entries set in a mask; where it is not to be read, of all entries."""
+    """Flat indices [n] (int64) of the entries set in a mask; of all entries where the mask may not be read."""
     if readable(mask):
         return mask.reshape(-1).nonzero()[:, 0]
     return torch.arange(mask.numel(), device=mask.device)
 
 
 def row_of(values: Tensor, index: Tensor) -> Tensor:
-    """Rows values[b, index[b]] of values [B, n, ...] for index [B] (int64). Not to be written to."""
+    """Rows values[b, index[b]] of values [B, n, ...] for index [B] (int64). Read-only: it may be a view."""
     if len(index) == 1 and readable(index):
         return values[:, int(index)]
     return values[torch.arange(len(index), device=index.device), index]

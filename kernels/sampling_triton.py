@@ -1,4 +1,4 @@
-"""Triton twins of sampling.py: one program per row, which reads it twice, in blocks."""
+"""Triton kernels of sampling.py: one program per row, which reads it twice, in blocks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def weights(left, right, scale, minus, i, inside):
 
 @triton.jit
 def sampled(left, right, scale, minus, count, uniform, BLOCK: tl.constexpr):
-    """The first i below count where the cumulative sum of the weights exceeds uniform times their total. One without
-    weight is never drawn: if round-off leaves none, the last that has; -1 if all weights are zero."""
+    """The first i < count whose cumulative weight exceeds uniform times the total. An i of weight zero is never
+    sampled: if round-off leaves no such i, it is the last of positive weight; -1 if all weights are zero."""
     sums = tl.zeros([BLOCK], tl.float32)
     places = tl.full([BLOCK], -1, tl.int32)
     for start in range(0, count, BLOCK):

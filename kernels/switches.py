@@ -1,4 +1,4 @@
-"""Switches for machines on which something that only saves time does harm: environment variables, read when needed."""
+"""Environment variables that switch off optimisations on machines where they fail. They are read when needed."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.guesses import mean_law, neighbours_of
+from ...kernels.guesses import mean_probs, neighbours_of
 from ...kernels.sampling import categorical, point_mass
 from ..constants import counting, uniform_law
 from ..layout import TokenLayout
@@ -89,7 +89,7 @@ def neighbour_laws(
     if initial in ("uniform", "repeat"):
         return uniform.expand(*position.shape, -1)
     if initial == "mixed" and not forcing:
-        return mean_law(laws.rows, known, position, stride)
+        return mean_probs(laws.rows, known, position, stride)
     left, above = neighbours_of(known, position, stride)
 
     def law(source: Tensor) -> Tensor:

@@ -17,14 +17,14 @@ def test_the_laws_are_those_of_the_reference(batch, count, stride, known, seed):
     last = known + torch.randint(0, 5, (batch, 1), generator=generator)
     position = last + 1 + torch.arange(count)
     case = rows, last, position, stride
-    assert torch.equal(interpreted("guesses.mean_law", *case), reference.mean_law(*case))
+    assert torch.equal(interpreted("guesses.mean_probs", *case), reference.mean_probs(*case))
 
 
 @pytest.mark.parametrize("vocab", [4096, 16384, 184622])
 def test_the_kernel_compiles(vocab):
     last = torch.zeros(2, 1, dtype=torch.int64)
-    [kernel] = compiled("guesses.mean_law", torch.empty(2, 64, vocab), last, last + torch.arange(1, 33), 32)
-    assert kernel.name == "_mean_law"
+    [kernel] = compiled("guesses.mean_probs", torch.empty(2, 64, vocab), last, last + torch.arange(1, 33), 32)
+    assert kernel.name == "_mean_probs"
 
 
 def test_neighbours():
