@@ -122,10 +122,11 @@ def beside(name: str, reference: Callable[..., Any], given: tuple, device: torch
     shapes = [f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in leaves(given)]
     row: dict[str, Any] = {"kernel": name, "inputs": shapes, "reference_ms": _best(lambda: reference(*given), device)}
     try:
-        twin = triton_kernel(name)
+        kernel = triton_kernel(name)
         here, there = copied(given), copied(given)  # either may write in its arguments
-        pairs = zip(leaves((reference(*here), here)), leaves((twin(*there), there)), strict=True)
-        row |= {"agree": all(dispatch.alike(a, b) for a, b in pairs), "triton_ms": _best(lambda: twin(*given), device)}
+        pairs = zip(leaves((reference(*here), here)), leaves((kernel(*there), there)), strict=True)
+        agree = all(dispatch.alike(a, b) for a, b in pairs)
+        row |= {"agree": agree, "triton_ms": _best(lambda: kernel(*given), device)}
     except Exception as error:  # whatever a compiler or driver may raise: the other kernels are still measured
         row["failed"] = f"{type(error).__name__}: {error}"[:500]
     return row | {"reference_ms": _best(lambda: reference(*given), device)}

@@ -199,6 +199,6 @@ def launched(name: str, given: tuple) -> Any:
 
 def interpreted(name: str, given: tuple) -> Any:
     """The kernel in Triton's interpreter, in a process of its own."""
-    from comfyui_specar.tests.support import twins
+    from comfyui_specar.tests.support import triton_kernels
 
-    return twins.interpreted(name, *given)
+    return triton_kernels.interpreted(name, *given)

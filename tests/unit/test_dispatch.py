@@ -255,18 +255,18 @@ def test_round_off_is_no_difference_and_a_decision_in_a_hundred_neither():
 
 
 def accelerated(module):
-    """The functions of a module that may have a twin."""
+    """The functions of a module that may have a Triton kernel."""
     own = {name: f for name, f in inspect.getmembers(module, inspect.isfunction) if f.__module__ == module.__name__}
     return {name: f for name, f in own.items()
             if hasattr(f, "__wrapped__") and f.__code__.co_filename == dispatch.__file__}
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in KERNELS.glob("*.py") if path.stem[0] != "_"))
-def test_twins_take_what_their_references_take(name):
-    """Every accelerated function has a twin of the same signature, and every file of twins has references."""
+def test_triton_kernels_take_what_their_references_take(name):
+    """Every accelerated function has a Triton kernel of the same signature, and every Triton module has references."""
     if name.endswith("_triton"):
         assert accelerated(import_module(f"comfyui_specar.kernels.{name.removesuffix('_triton')}"))
         return
     for function, reference in accelerated(import_module(f"comfyui_specar.kernels.{name}")).items():
-        twin = getattr(import_module(f"comfyui_specar.kernels.{name}_triton"), function)
-        assert inspect.signature(twin) == inspect.signature(reference)
+        kernel = getattr(import_module(f"comfyui_specar.kernels.{name}_triton"), function)
+        assert inspect.signature(kernel) == inspect.signature(reference)

@@ -29,7 +29,7 @@ from comfyui_specar.samplers.rules.tv_budget import TVMetered
 from ..support.toy import ToyDrafter, ToyModel, chi_square, marginal, plain, request
 from ..support.toy_heads import ToyHead, score
 from ..support.toy_heads import request as vectors_request
-from ..support.twins import interpreted
+from ..support.triton_kernels import interpreted
 
 LAYOUT = plain(2, 3)
 MODEL = ToyModel(LAYOUT)

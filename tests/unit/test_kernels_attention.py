@@ -14,7 +14,7 @@ from comfyui_specar.kernels.rotation import factors_of, rotate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ..support.twins import compiled_everywhere, interpreted
+from ..support.triton_kernels import compiled_everywhere, interpreted
 
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 

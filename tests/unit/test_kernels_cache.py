@@ -6,7 +6,7 @@ from comfyui_specar.kernels.cache import keep_path, open_slots
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ..support.twins import compiled, compiled_everywhere, interpreted
+from ..support.triton_kernels import compiled, compiled_everywhere, interpreted
 
 
 @st.composite

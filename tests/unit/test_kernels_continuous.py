@@ -1,10 +1,10 @@
-"""Gaussians: the Triton twins compute the ratios and draws of the torch references, and compile."""
+"""Gaussians: the Triton kernels compute the ratios and draws of the torch references, and compile."""
 
 import pytest
 import torch
 from comfyui_specar.kernels import continuous
 
-from ..support.twins import compiled, interpreted
+from ..support.triton_kernels import compiled, interpreted
 
 
 def gaussian(generator: torch.Generator, *shape: int) -> continuous.Gaussian:

@@ -9,7 +9,7 @@ from comfyui_specar.kernels.rotation import factors_of, rotate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ..support.twins import compiled_everywhere, interpreted
+from ..support.triton_kernels import compiled_everywhere, interpreted
 
 
 @settings(deadline=None, max_examples=8)

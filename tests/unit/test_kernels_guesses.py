@@ -6,7 +6,7 @@ from comfyui_specar.kernels import guesses as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ..support.twins import compiled, interpreted
+from ..support.triton_kernels import compiled, interpreted
 
 
 @settings(deadline=None, max_examples=20)

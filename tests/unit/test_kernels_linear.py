@@ -11,7 +11,7 @@ from comfyui_specar.kernels import linear
 from comfyui_specar.models.quantised import stored
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..support.twins import compiled_everywhere, interpreted
+from ..support.triton_kernels import compiled_everywhere, interpreted
 
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 BOTH = list(itertools.product((False, True), repeat=2))

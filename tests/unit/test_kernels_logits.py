@@ -1,4 +1,4 @@
-"""Logits to probabilities: the Triton twin gives the law of the torch reference, and compiles for every vocabulary."""
+"""Logits to probabilities: the Triton kernel agrees with the torch reference, and compiles for every vocabulary."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ from comfyui_specar.kernels import logits as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ..support.twins import compiled_everywhere, interpreted
+from ..support.triton_kernels import compiled_everywhere, interpreted
 
 K_FIRST, P_FIRST = ("top_k", "top_p"), ("top_p", "top_k")
 # Logits of passes() are smaller than 18, so a guided and heated one is smaller than (18 + 7 x 36) / 0.7 < 400. It is

@@ -1,10 +1,10 @@
-"""LANTERN's neighbours: the Triton twin counts what the torch reference counts, and compiles."""
+"""LANTERN's neighbours: the Triton kernel counts what the torch reference counts, and compiles."""
 
 import pytest
 import torch
 from comfyui_specar.kernels import neighbours
 
-from ..support.twins import compiled, interpreted
+from ..support.triton_kernels import compiled, interpreted
 
 
 @pytest.mark.parametrize("vocab, specials, count", [(8, 0, 1), (9, 2, 6), (1300, 3, 1100)])

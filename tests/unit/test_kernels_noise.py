@@ -1,4 +1,4 @@
-"""Random numbers: the Triton twins draw the numbers of the torch reference, and compile."""
+"""Random numbers: the Triton kernels draw the numbers of the torch reference, and compile."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from comfyui_specar.samplers.rng import Purpose, Stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ..support.twins import compiled, interpreted
+from ..support.triton_kernels import compiled, interpreted
 
 
 @st.composite

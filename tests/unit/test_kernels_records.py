@@ -5,7 +5,7 @@ import torch
 from comfyui_specar.kernels import records
 from comfyui_specar.samplers.trace import POSITION_FIELDS, Record, Source
 
-from ..support.twins import compiled_everywhere, interpreted
+from ..support.triton_kernels import compiled_everywhere, interpreted
 
 FIELDS = len(POSITION_FIELDS)
 

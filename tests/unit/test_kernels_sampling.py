@@ -1,4 +1,4 @@
-"""Draws from rows: the Triton twins draw what the torch references draw, and compile."""
+"""Draws from rows: the Triton kernels draw what the torch references draw, and compile."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from comfyui_specar.kernels import sampling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ..support.twins import compiled, compiled_everywhere, interpreted
+from ..support.triton_kernels import compiled, compiled_everywhere, interpreted
 
 
 def laws(seed: int, vocab: int, count: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Verification: the Triton twins decide as the torch references do, draft by draft, and compile."""
+"""Verification: the Triton kernels decide as the torch references do, draft by draft, and compile."""
 
 from dataclasses import fields
 
@@ -12,7 +12,7 @@ from comfyui_specar.samplers.rules.cool_sd import CoolSD, UniformRSD
 from comfyui_specar.samplers.rules.lantern import Lantern, LanternPP
 
 from ..support.random_trees import random_tree, tree_of_paths
-from ..support.twins import compiled, interpreted
+from ..support.triton_kernels import compiled, interpreted
 
 ENDS = (0.0, 1 - 2**-12)
 
@@ -44,9 +44,9 @@ def sampled(tree: Tree, vocab: int, generator: torch.Generator) -> tuple[torch.T
     return order[batch, tree.parent, tree.rank], laws, torch.arange(tree.token.shape[1])
 
 
-def same(twin: verification.Verified, reference: verification.Verified) -> None:
+def same(kernel: verification.Verified, reference: verification.Verified) -> None:
     for field in fields(reference):
-        a, b = getattr(twin, field.name), getattr(reference, field.name)
+        a, b = getattr(kernel, field.name), getattr(reference, field.name)
         assert a.dtype == b.dtype and a.shape == b.shape, field.name
         if a.is_floating_point():
             assert torch.allclose(a, b, rtol=1e-4, atol=1e-6), (field.name, a, b)

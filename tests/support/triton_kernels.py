@@ -49,23 +49,23 @@ class Kernel:
         return self.stack > 0 and self.registers > min(2**16 // (32 * self.warps), 256) - 8
 
 
-def interpreted(twin: str, *given: Any, backwards: bool = False) -> Any:
-    """The result of a twin, named ``module.function``. Tensors are shared with it: what it writes is seen here.
+def interpreted(function: str, *given: Any, backwards: bool = False) -> Any:
+    """The result of a Triton kernel's ``module.function``. Tensors are shared with it: what it writes is seen here.
 
-    backwards: its programs run in the opposite order, one after the other all the same.
+    backwards: its programs run one after the other in the opposite order.
     """
-    return _process("1").submit(_there("_call_backwards" if backwards else "_call"), twin, given).result()
+    return _process("1").submit(_there("_call_backwards" if backwards else "_call"), function, given).result()
 
 
-def compiled(twin: str, *given: Any, capability: int = 90) -> list[Kernel]:
-    """The kernels that a call of a twin launches, compiled for a compute capability (90: 9.0). Nothing is run."""
-    return _process("0").submit(_there("_compile"), twin, given, capability).result()
+def compiled(function: str, *given: Any, capability: int = 90) -> list[Kernel]:
+    """The kernels that a call launches, compiled for a compute capability (90: 9.0). Nothing is run."""
+    return _process("0").submit(_there("_compile"), function, given, capability).result()
 
 
-def compiled_everywhere(twin: str, *given: Any) -> list[Kernel]:
+def compiled_everywhere(function: str, *given: Any) -> list[Kernel]:
     """``compiled`` for every kind of GPU since 2020. No kernel may overflow its registers, or ask for more shared
     memory than each of them has."""
-    kernels = [kernel for capability in CAPABILITIES for kernel in compiled(twin, *given, capability=capability)]
+    kernels = [kernel for capability in CAPABILITIES for kernel in compiled(function, *given, capability=capability)]
     for kernel in kernels:
         assert not kernel.overflows, f"{kernel.name} spills {kernel.stack} bytes"
         assert kernel.shared <= SHARED, f"{kernel.name} needs {kernel.shared} bytes of shared memory"
@@ -73,7 +73,7 @@ def compiled_everywhere(twin: str, *given: Any) -> list[Kernel]:
 
 
 def _there(name: str) -> Callable[..., Any]:
-    return getattr(import_module("comfyui_specar.tests.support.twins"), name)
+    return getattr(import_module("comfyui_specar.tests.support.triton_kernels"), name)
 
 
 @cache
@@ -103,20 +103,20 @@ def _teach_bf16() -> None:
     InterpreterBuilder.create_dot = create_dot
 
 
-def _call_backwards(twin: str, given: tuple) -> Any:
+def _call_backwards(function: str, given: tuple) -> Any:
     from triton.runtime.interpreter import interpreter_builder as grid
 
     place = grid.set_grid_idx
     with patch.object(grid, "set_grid_idx", lambda *at: place(*(n - 1 - i for n, i in zip(grid.grid_dim, at)))):
-        return _call(twin, given)
+        return _call(function, given)
 
 
-def _call(twin: str, given: tuple) -> Any:
-    module, name = twin.split(".")
+def _call(function: str, given: tuple) -> Any:
+    module, name = function.split(".")
     return getattr(import_module(f"comfyui_specar.kernels.{module}_triton"), name)(*given)
 
 
-def _compile(twin: str, given: tuple, capability: int) -> list[Kernel]:
+def _compile(function: str, given: tuple, capability: int) -> list[Kernel]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import JITFunction, driver
 
@@ -139,7 +139,7 @@ def _compile(twin: str, given: tuple, capability: int) -> list[Kernel]:
 
     driver.set_active(Absent())
     with patch.object(JITFunction, "run", compile_only):
-        _call(twin, given)
+        _call(function, given)
     return kernels
 
 
