@@ -11,12 +11,17 @@ from hypothesis import strategies as st
 
 from ..support.triton_kernels import compiled_everywhere, interpreted
 
+ROUNDING = 2.0**-24  # relative, half an ulp of fp32
+
 
 @settings(deadline=None, max_examples=8)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.sampled_from([1, 7, 64, 1500]), st.integers(0, 999))
 def test_gates_agree(shape, width, seed):
+    """Both round a sum, a quotient and a product, by half an ulp each. exp is within 1 ulp in torch and within 3 in
+    numpy, which interprets the kernel. These are 14 roundings, and nothing cancels."""
     x = 4 * torch.randn((*shape, 2 * width), generator=torch.Generator().manual_seed(seed))
-    assert torch.allclose(gated(x), interpreted("gating.gated", x), atol=1e-6)
+    tiny = torch.finfo(torch.float32).tiny
+    assert torch.allclose(gated(x), interpreted("gating.gated", x), rtol=14 * ROUNDING, atol=tiny)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -26,7 +31,10 @@ def test_the_kernel_compiles(dtype):
 
 
 def test_gradients_flow_through_rotations_and_gates():
-    """Training has no cache: the rotation in place and the gate are differentiated."""
+    """Training has no cache: the rotation in place and the gate are differentiated.
+
+    A gradient is a rotation of two products. Some 32 roundings lead to it, each by half an ulp of the largest at most.
+    """
     generator = torch.Generator().manual_seed(0)
     every, angles = (torch.randn(shape, generator=generator) for shape in ((1, 2, 4, 4), (1, 2, 2)))
     factors = factors_of(angles.cos(), angles.sin(), halves=False)
@@ -41,4 +49,4 @@ def test_gradients_flow_through_rotations_and_gates():
     single = every.detach().float().requires_grad_()  # which is rotated in place, in double there is a copy
     for x in (every, single):
         turned(x).square().sum().backward()
-    assert torch.allclose(single.grad, every.grad.float(), atol=1e-5)
+    assert (single.grad - every.grad).abs().max() <= 32 * ROUNDING * every.grad.abs().max()
