@@ -25,7 +25,7 @@ def test_ratios_agree(shape, kappa, sign):
 
 @pytest.mark.parametrize(("tries", "batch", "channels"), [(100, 3, 16), (1, 2, 1), (40, 4, 3)])
 def test_the_same_proposals_are_accepted(tries, batch, channels):
-    """In the order of memory that samplers have; one pair of laws is the same, so that nothing is ever accepted."""
+    """In the memory layout that samplers have; one pair of Gaussians is equal, so that nothing is ever accepted."""
     generator = torch.Generator().manual_seed(tries)
     p = gaussian(generator, batch, 1, channels)
     q = p[0] + 0.3 * torch.randn(p[0].shape, generator=generator), p[1], p[2]
@@ -33,13 +33,13 @@ def test_the_same_proposals_are_accepted(tries, batch, channels):
     normal = torch.randn((batch, tries, channels), generator=generator).movedim(1, 0).unsqueeze(2)
     accept = torch.rand((batch, tries), generator=generator).movedim(1, 0).unsqueeze(2)
     y, number = continuous.redraw(normal, accept, p, q, 0.0)
-    twin_y, twin_number = interpreted("continuous.redraw", normal, accept, p, q, 0.0)
-    assert torch.equal(twin_number, number) and torch.allclose(twin_y, y, atol=1e-5)
+    kernel_y, kernel_number = interpreted("continuous.redraw", normal, accept, p, q, 0.0)
+    assert torch.equal(kernel_number, number) and torch.allclose(kernel_y, y, atol=1e-5)
     assert number[0, 0] == -tries and (tries == 1 or (number[1:] > 0).all())
 
 
 def test_the_kernels_compile():
-    law = torch.empty(4, 8, 16), torch.empty(4, 8, 16), torch.empty(4, 8)
-    assert compiled("continuous.log_ratio", law[0], law, law, 42.0, 1.0)
-    law = tuple(part[:, :1] for part in law)
-    assert compiled("continuous.redraw", torch.empty(100, 4, 1, 16), torch.empty(100, 4, 1), law, law, 0.0)
+    normal = torch.empty(4, 8, 16), torch.empty(4, 8, 16), torch.empty(4, 8)
+    assert compiled("continuous.log_ratio", normal[0], normal, normal, 42.0, 1.0)
+    normal = tuple(part[:, :1] for part in normal)
+    assert compiled("continuous.redraw", torch.empty(100, 4, 1, 16), torch.empty(100, 4, 1), normal, normal, 0.0)

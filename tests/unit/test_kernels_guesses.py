@@ -1,4 +1,4 @@
-"""First guesses: the Triton kernel gives the laws of the torch reference, to the last bit, and compiles."""
+"""First guesses: the Triton kernel agrees with the torch reference, to the last bit, and compiles."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_the_kernel_compiles(vocab):
 
 
 def test_neighbours():
-    """On rows of four, behind position 5: x x x x / x x . . / . . . ."""
+    """On rows of four, after position 5: x x x x / x x . . / . . . ."""
     position = torch.arange(6, 12)[None]
     left, above = reference.neighbours_of(torch.tensor([[5]]), position, 4)
     assert left.tolist() == [[5, 5, 4, 5, 2, 3]] and above.tolist() == [[2, 3, 4, 5, 2, 3]]

@@ -104,19 +104,19 @@ def test_a_copy_for_prompts_holds_scaled_numbers():
 
 @pytest.mark.parametrize("storage", [INT8, FP8], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_twin_agrees(shape, storage):
+def test_the_kernel_agrees(shape, storage):
     given = problem(*shape, storage)
     assert_near(interpreted("linear.few_rows", *given), *given)
 
 
 @pytest.mark.parametrize("storage", [INT8, FP8], ids=str)
-def test_the_twin_agrees_in_fp16(storage):
+def test_the_kernel_agrees_in_fp16(storage):
     """Triton's interpreter cannot turn whole numbers into bf16, for which the same kernel is only compiled (below)."""
     given = problem(17, 20, 300, storage, torch.float16)
     assert_near(interpreted("linear.few_rows", *given), *given)
 
 
-def test_the_twin_knows_every_number_in_fp8():
+def test_the_kernel_knows_every_number_in_fp8():
     numbers = every_number()
     found = [interpreted("linear.few_rows", x, numbers, None) for x in torch.eye(numbers.shape[1]).split(linear.FEW)]
     assert torch.equal(torch.cat(found)[:, 0], numbers[0].view(FP8).float())

@@ -20,8 +20,8 @@ def test_the_same_neighbours_count(vocab, specials, count):
     budget = torch.rand(shape, generator=generator)
     budget[0, 1], budget[1, 1] = 0, 2
     mass, number = neighbours.aggregate(p, token, budget, table, count)
-    twin_mass, twin_number = interpreted("neighbours.aggregate", p, token, budget, table, count)
-    assert torch.equal(twin_number, number) and torch.allclose(twin_mass, mass, atol=1e-6)
+    kernel_mass, kernel_number = interpreted("neighbours.aggregate", p, token, budget, table, count)
+    assert torch.equal(kernel_number, number) and torch.allclose(kernel_mass, mass, atol=1e-6)
     assert number[0, 1] == mass[0, 1] == 0 and number[1, 1] == count
     assert (number[0, 0] == 0) == (specials > 0)
 

@@ -10,8 +10,8 @@ from ..support.triton_kernels import compiled_everywhere, interpreted
 FIELDS = len(POSITION_FIELDS)
 
 
-def problem(vocab: int, token: bool = True, law: bool = True, batch: int = 2, count: int = 4, places: int = 9):
-    """Tokens of images of 9 places, some of which are not meant or lie behind the end; a law has zeros."""
+def problem(vocab: int, token: bool = True, probs: bool = True, batch: int = 2, count: int = 4, places: int = 9):
+    """Tokens of images of 9 places, some of which are not meant or are past the end; a distribution has zeros."""
     generator = torch.Generator().manual_seed(vocab)
     table = torch.rand((batch, places + 1, FIELDS), generator=generator)
     tokens = torch.randint(0, vocab, (batch, places + 1), generator=generator)
@@ -24,15 +24,15 @@ def problem(vocab: int, token: bool = True, law: bool = True, batch: int = 2, co
         torch.tensor([[5]]).expand(batch, count), torch.randint(0, 7, (batch, count), generator=generator),
         torch.rand((batch, count), generator=generator),
     )
-    columns = torch.tensor([0, 2, 4, 3, 7, 8][: 3 + 3 * law])
-    drawn = p.argmax(-1) if token else None
-    return table, tokens, position, meant, drawn, p if law else None, columns, values
+    columns = torch.tensor([0, 2, 4, 3, 7, 8][: 3 + 3 * probs])
+    sampled = p.argmax(-1) if token else None
+    return table, tokens, position, meant, sampled, p if probs else None, columns, values
 
 
-@pytest.mark.parametrize(("vocab", "token", "law"), [(5, True, True), (2500, True, True), (5, True, False),
+@pytest.mark.parametrize(("vocab", "token", "probs"), [(5, True, True), (2500, True, True), (5, True, False),
                                                      (5, False, False)])
-def test_both_write_the_same(vocab, token, law):
-    given = problem(vocab, token, law)
+def test_both_write_the_same(vocab, token, probs):
+    given = problem(vocab, token, probs)
     table, tokens = given[0].clone(), given[1].clone()
     records.write(table, tokens, *given[2:])
     interpreted("records.write", *given)
@@ -80,7 +80,7 @@ def test_a_record_is_written_by_name():
 
 @pytest.mark.parametrize("vocab", [4096, 16384, 184622])
 def test_the_kernel_compiles(vocab):
-    for law in (False, True):
-        given = problem(8, law=law)
-        p = torch.empty(2, 4, vocab) if law else None
+    for probs in (False, True):
+        given = problem(8, probs=probs)
+        p = torch.empty(2, 4, vocab) if probs else None
         assert compiled_everywhere("records.write", *given[:5], p, *given[6:])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ..support.triton_kernels import compiled, compiled_everywhere, interpreted
 
 
-def laws(seed: int, vocab: int, count: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def distributions(seed: int, vocab: int, count: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(p, q, u) with all that is extreme: p = q, q of zeros, point masses, masses near nothing, u at both ends."""
     generator = torch.Generator().manual_seed(seed)
     p, q = ((torch.randn((2, count, vocab), generator=generator) * 3).softmax(-1) for _ in range(2))
@@ -28,7 +28,7 @@ def laws(seed: int, vocab: int, count: int = 6) -> tuple[torch.Tensor, torch.Ten
 @pytest.mark.parametrize("vocab", [1, 8, 300, 2500])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_draws_agree_token_for_token(vocab, seed):
-    p, q, u = laws(seed, vocab)
+    p, q, u = distributions(seed, vocab)
     assert torch.equal(interpreted("sampling.categorical", p, u), sampling.categorical(p, u))
     assert torch.equal(interpreted("sampling.redraw", p, q, u), sampling.redraw(p, q, u))
 
@@ -36,7 +36,7 @@ def test_draws_agree_token_for_token(vocab, seed):
 @pytest.mark.parametrize("vocab", [1, 8, 300, 5000])
 def test_the_largest_after_noise_is_the_same(vocab):
     """Also where probabilities are zero, where two are equal, and where all are NaN: then it is the first."""
-    p, _, u = laws(5, vocab)
+    p, _, u = distributions(5, vocab)
     noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
     p[1, 1], noise[1, 1] = 0.25, 0
     p[1, 2], p[1, 3] = torch.nan, 0
@@ -48,7 +48,7 @@ def test_the_largest_after_noise_is_the_same(vocab):
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 10**6), st.integers(2, 40))
 def test_a_redraw_is_a_draw_from_the_residual(seed, vocab):
-    p, q, u = laws(seed, vocab)
+    p, q, u = distributions(seed, vocab)
     token = sampling.redraw(p, q, u)
     assert torch.equal(token, sampling.categorical(sampling.residual(p, q), u))
     assert torch.equal(token[0, 1], sampling.categorical(p, u)[0, 1])
@@ -57,7 +57,7 @@ def test_a_redraw_is_a_draw_from_the_residual(seed, vocab):
 
 def test_what_the_host_does_not_read_changes_nothing(monkeypatch):
     """With values out of sight, as on a GPU, all rows take the long way to the same tokens."""
-    p, q, u = laws(3, 30)
+    p, q, u = distributions(3, 30)
     near = sampling.categorical(p, u), sampling.redraw(p, q, u), sampling.residual(p, q)
     monkeypatch.setattr(sampling, "readable", lambda value: False)
     far = sampling.categorical(p, u), sampling.redraw(p, q, u), sampling.residual(p, q)

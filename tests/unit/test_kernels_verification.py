@@ -18,12 +18,12 @@ ENDS = (0.0, 1 - 2**-12)
 
 
 def rows(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    """Random laws, one in three with few tokens, one in six with a single one."""
-    law = (torch.randn(shape, generator=generator) * 2).softmax(-1)
+    """Random distributions, one in three with few tokens, one in six with a single one."""
+    probs = (torch.randn(shape, generator=generator) * 2).softmax(-1)
     kind = torch.rand(shape[:-1], generator=generator).unsqueeze(-1)
-    law = torch.where((kind < 1 / 3) & (torch.rand(shape, generator=generator) < 0.6), 0.0, law)
-    law = torch.where(kind < 1 / 6, torch.zeros_like(law).scatter(-1, law.argmax(-1, keepdim=True), 1.0), law)
-    return law / law.sum(-1, keepdim=True)
+    probs = torch.where((kind < 1 / 3) & (torch.rand(shape, generator=generator) < 0.6), 0.0, probs)
+    probs = torch.where(kind < 1 / 6, torch.zeros_like(probs).scatter(-1, probs.argmax(-1, keepdim=True), 1.0), probs)
+    return probs / probs.sum(-1, keepdim=True)
 
 
 def uniforms(generator: torch.Generator, *shape: int) -> torch.Tensor:
@@ -37,11 +37,11 @@ def rand(generator: torch.Generator, *shape: int) -> torch.Tensor:
 
 
 def sampled(tree: Tree, vocab: int, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-    """(token, laws, law_of): siblings that differ and have mass, as draws without replacement do."""
-    laws = (torch.randn((len(tree.token), tree.token.shape[1], vocab), generator=generator) * 2).softmax(-1)
-    order = laws.argsort(-1, descending=True)
+    """(token, draft_probs, draft_row): siblings that differ and have mass, as when sampling without replacement."""
+    draft_probs = (torch.randn((len(tree.token), tree.token.shape[1], vocab), generator=generator) * 2).softmax(-1)
+    order = draft_probs.argsort(-1, descending=True)
     batch = torch.arange(len(tree.token))[:, None]
-    return order[batch, tree.parent, tree.rank], laws, torch.arange(tree.token.shape[1])
+    return order[batch, tree.parent, tree.rank], draft_probs, torch.arange(tree.token.shape[1])
 
 
 def same(kernel: verification.Verified, reference: verification.Verified) -> None:
@@ -66,24 +66,25 @@ def test_sources_are_those_of_the_trace():
 
 @pytest.mark.parametrize("vocab, batch, seed", [(8, 3, 0), (8, 2, 1), (2500, 2, 2)])
 def test_windows_are_decided_alike(vocab, batch, seed):
-    """Windows whose laws stand in a ring, with drafts that do not exist, and drafts drawn from p itself."""
+    """Draft distributions are in a ring buffer; some drafts do not exist, and some are sampled from p itself."""
     generator = torch.Generator().manual_seed(seed)
     count, ring = 4, 6
-    p, laws = rows(generator, batch, count, vocab), rows(generator, batch, ring, vocab)
+    p, draft_probs = rows(generator, batch, count, vocab), rows(generator, batch, ring, vocab)
     slot = torch.stack([torch.randperm(ring, generator=generator)[:count] for _ in range(batch)])
-    token = laws[torch.arange(batch)[:, None], slot].argmax(-1)
-    p[0, 0] = laws[0, slot[0, 0]]  # nothing is left of p where the draft is refused
+    token = draft_probs[torch.arange(batch)[:, None], slot].argmax(-1)
+    p[0, 0] = draft_probs[0, slot[0, 0]]  # nothing is left of p where the draft is refused
     exists = torch.arange(count) < torch.tensor([count, 1, 0])[:batch, None]
     position = slot + ring * torch.randint(0, 9, slot.shape, generator=generator)
-    given = p, laws, position, token, exists, uniforms(generator, batch, count), uniforms(generator, batch, count)
+    u, v = uniforms(generator, batch, count), uniforms(generator, batch, count)
+    given = p, draft_probs, position, token, exists, u, v
     found = interpreted("verification.maximal_coupling", *given)
     for kernel, reference in zip(found, verification.maximal_coupling(*given), strict=True):
         assert kernel.dtype == reference.dtype and torch.equal(kernel, reference)
 
 
-@pytest.mark.parametrize("drawn", [True, False], ids=["sampled", "certain"])
+@pytest.mark.parametrize("sampling", [True, False], ids=["sampled", "certain"])
 @pytest.mark.parametrize("rule", [Exact(), UniformRSD(2.5), CoolSD(4.0), Lantern(4, 0.4), LanternPP(3, 4.0)], ids=str)
-def test_trees_are_decided_alike(rule, drawn):
+def test_trees_are_decided_alike(rule, sampling):
     vocab = 9
     if not isinstance(rule, (Exact, UniformRSD, CoolSD)):
         rule = type(rule)(**{f.name: getattr(rule, f.name) for f in fields(rule)} | {"table": neighbours(vocab)})
@@ -92,14 +93,14 @@ def test_trees_are_decided_alike(rule, drawn):
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
         tree = random_tree(seed, batch=5, drafts=9, vocab=vocab)
-        token, laws, law_of = sampled(tree, vocab, generator)
+        token, draft_probs, draft_row = sampled(tree, vocab, generator)
         batch, slots = token.shape
         share = torch.rand((batch, slots, 1), generator=generator)
-        p = share * rows(generator, batch, slots, vocab) + (1 - share) * laws
-        p[:, ::4] = laws[:, ::4]  # every draft is accepted there, unless one before it was refused
+        p = share * rows(generator, batch, slots, vocab) + (1 - share) * draft_probs
+        p[:, ::4] = draft_probs[:, ::4]  # every draft is accepted there, unless one before it was refused
         u = (uniforms if seed == 0 else rand)(generator, batch, tree.levels, tree.width)
         strength = torch.rand((batch, tree.levels + 1), generator=generator)
-        given = (p, token, tree.children(), laws if drawn else None, law_of if drawn else None, u,
+        given = (p, token, tree.children(), draft_probs if sampling else None, draft_row if sampling else None, u,
                  uniforms(generator, batch, tree.levels + 1), strength, rule)
         reference = getattr(verification, name)(*given)
         same(interpreted(f"verification.{name}", *given), reference)
@@ -109,15 +110,15 @@ def test_trees_are_decided_alike(rule, drawn):
 
 
 def test_masses_that_underflow_are_decided_alike():
-    """Laws of a single token, of which nothing is left, and drafts of a mass that division must not turn into NaN."""
+    """Distributions of one token, of which nothing is left, and drafts of a mass that division must not make NaN."""
     tree = tree_of_paths(1, 1, 1, 2)
     p = torch.tensor([1e-30, 1 - 1e-6, 1e-6, 0.0]).expand(1, 6, -1).clone()
     p[:, 4] = torch.tensor([0.0, 1.0, 0.0, 0.0])
-    laws = torch.tensor([[[1e-30, 1.0, 1e-38, 0.0], [0.0, 0.0, 1.0, 0.0]]])
-    token, law_of = torch.tensor([[0, 1, 0, 2, 3, 2]]), torch.tensor([0, 1, 1, 1, 1, 1])
+    draft_probs = torch.tensor([[[1e-30, 1.0, 1e-38, 0.0], [0.0, 0.0, 1.0, 0.0]]])
+    token, draft_row = torch.tensor([[0, 1, 0, 2, 3, 2]]), torch.tensor([0, 1, 1, 1, 1, 1])
     for u in (0.0, 0.4, ENDS[1]):
         numbers = torch.full((1, tree.levels, tree.width), u), torch.full((1, tree.levels + 1), u)
-        given = p, token, tree.children(), laws, law_of, *numbers, torch.ones(1, 3), Exact()
+        given = p, token, tree.children(), draft_probs, draft_row, *numbers, torch.ones(1, 3), Exact()
         reference = verification.exact_rejection_sampling(*given)
         same(interpreted("verification.exact_rejection_sampling", *given), reference)
 
@@ -127,8 +128,8 @@ def test_likeliest_children_are_matched_alike():
         generator = torch.Generator().manual_seed(seed)
         vocab = 8 if seed else 2500
         tree = random_tree(seed, drafts=9, vocab=vocab)
-        token, laws, _ = sampled(tree, vocab, generator)
-        given = laws, token, tree.children(), tree.levels, uniforms(generator, *token.shape)
+        token, draft_probs, _ = sampled(tree, vocab, generator)
+        given = draft_probs, token, tree.children(), tree.levels, uniforms(generator, *token.shape)
         same(interpreted("verification.sample_and_match_rows", *given), verification.sample_and_match_rows(*given))
 
 
@@ -136,29 +137,29 @@ def test_chains_are_decided_as_blocks_alike():
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
         levels, vocab, batch = 1 + seed, 2500 if seed == 2 else 7, 3
-        p, laws = rows(generator, batch, levels + 1, vocab), rows(generator, batch, levels, vocab)
-        p[1, 1:] = laws[1]  # all that was drafted is accepted, or nothing is left
-        token = torch.cat((torch.zeros(batch, 1, dtype=torch.int64), laws.argmax(-1)), dim=1)
+        p, draft_probs = rows(generator, batch, levels + 1, vocab), rows(generator, batch, levels, vocab)
+        p[1, 1:] = draft_probs[1]  # all that was drafted is accepted, or nothing is left
+        token = torch.cat((torch.zeros(batch, 1, dtype=torch.int64), draft_probs.argmax(-1)), dim=1)
         exists = torch.arange(levels + 1) <= torch.tensor([levels, levels, levels // 2])[:, None]
         u, v = uniforms(generator, batch, levels), uniforms(generator, batch, levels + 1)
-        given = p, laws, token, exists, u, v
+        given = p, draft_probs, token, exists, u, v
         same(interpreted("verification.block", *given), verification.block(*given))
 
 
-def test_laws_can_be_asked_for_one_by_one():
+def test_probabilities_can_be_asked_for_one_by_one():
     """Slot by slot, as the CPU does, the same is decided, and no more than the path is asked for."""
     tree, vocab = random_tree(5, batch=1, vocab=9), 9
     generator = torch.Generator().manual_seed(5)
-    token, laws, law_of = sampled(tree, vocab, generator)
-    p, asked = laws.roll(1, 0) * 0.5 + laws * 0.5, []
+    token, draft_probs, draft_row = sampled(tree, vocab, generator)
+    p, asked = draft_probs.roll(1, 0) * 0.5 + draft_probs * 0.5, []
     numbers = torch.rand((1, tree.levels, tree.width), generator=generator) * 0.5, torch.rand((1, tree.levels + 1))
 
-    def behind(slot: torch.Tensor) -> torch.Tensor:
+    def probs_after(slot: torch.Tensor) -> torch.Tensor:
         asked.append(int(slot))
         return p[torch.arange(1), slot]
 
-    given = token, tree.children(), laws, law_of, *numbers, torch.ones(1, tree.levels), Exact()
-    one_by_one = verification.recursive_rejection_sampling(behind, *given)
+    given = token, tree.children(), draft_probs, draft_row, *numbers, torch.ones(1, tree.levels), Exact()
+    one_by_one = verification.recursive_rejection_sampling(probs_after, *given)
     at_once = verification.exact_rejection_sampling(p, *given)
     same(one_by_one, at_once)
     assert asked == [0, *one_by_one.path[0, : int(one_by_one.accepted)].tolist()] and len(asked) > 1
@@ -169,13 +170,15 @@ def test_the_kernels_compile():
     batch, levels, width, slots, vocab = 2, 5, 5, 58, 16384
     p, zeros = torch.empty(batch, slots, vocab), torch.zeros(batch, slots, dtype=torch.int64)
     children = torch.zeros(batch, slots, width, dtype=torch.int64)
-    laws, law_of = torch.empty(batch, 20, vocab), torch.zeros(slots, dtype=torch.int64)
+    draft_probs, draft_row = torch.empty(batch, 20, vocab), torch.zeros(slots, dtype=torch.int64)
     u, v, strength = torch.empty(batch, levels, width), torch.empty(batch, levels + 1), torch.ones(batch, levels)
     table = torch.zeros(vocab, 1000, dtype=torch.int32)
     tree, numbers = (p, zeros, children), (u, v, strength)
-    assert compiled("verification.exact_rejection_sampling", *tree, laws, law_of, *numbers, Exact())
+    drafted = *tree, draft_probs, draft_row, *numbers
+    assert compiled("verification.exact_rejection_sampling", *drafted, Exact())
     assert compiled("verification.relaxed_rejection_sampling", *tree, None, None, *numbers, CoolSD())
-    assert compiled("verification.relaxed_rejection_sampling", *tree, laws, law_of, *numbers, Lantern(table=table))
+    assert compiled("verification.relaxed_rejection_sampling", *drafted, Lantern(table=table))
     assert compiled("verification.sample_and_match_rows", p, zeros, children, levels, p[..., 0])
-    assert compiled("verification.maximal_coupling", p, laws, zeros, zeros, zeros == 0, p[..., 0], p[..., 0])
-    assert compiled("verification.block", laws[:, :6], laws[:, :5], zeros[:, :6], zeros[:, :6] == 0, u[..., 0], v)
+    assert compiled("verification.maximal_coupling", p, draft_probs, zeros, zeros, zeros == 0, p[..., 0], p[..., 0])
+    p, draft_probs, token = draft_probs[:, :6], draft_probs[:, :5], zeros[:, :6]
+    assert compiled("verification.block", p, draft_probs, token, token == 0, u[..., 0], v)
