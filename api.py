@@ -11,6 +11,11 @@ from .model_loaders.ar_model import DiscreteModel
 from .model_loaders.continuous_model import ContinuousBase
 from .model_loaders.detect import bundled, load_drafter, load_image_decoder, load_model
 from .model_loaders.files.trace_files import load_trace, save_trace
+from .reports.acceptance_map import acceptance_map
+from .reports.comparison import chart as comparison_chart
+from .reports.comparison import table as comparison_table
+from .reports.run_report import describe as run_report
+from .reports.timeline_frames import timeline_frames
 from .samplers.contract import Method, Output
 from .samplers.drafts.adt_tree import ADTTree
 from .samplers.drafts.structures import Chain, Dynamic, Static
@@ -30,8 +35,9 @@ from .samplers.rules.lantern import Lantern, LanternPP
 from .samplers.rules.tv_budget import TVMetered
 from .samplers.trace import Trace
 
-__all__ = ["Output", "Trace", "bundled", "load_drafter", "load_image_decoder", "load_model", "load_trace",
-           "methods", "rules", "sample", "save_trace", "structures"]
+__all__ = ["Output", "Trace", "acceptance_map", "bundled", "comparison_chart", "comparison_table", "load_drafter",
+           "load_image_decoder", "load_model", "load_trace", "methods", "rules", "run_report", "sample", "save_trace",
+           "structures", "timeline_frames"]
 
 methods = SimpleNamespace(
     NextToken=NextToken, Jacobi=Jacobi, SJD=SJD, DraftTree=DraftTree, Lantern=published.lantern,

@@ -14,7 +14,6 @@ from comfy_api.latest import io, ui
 from ..model_loaders.files.trace_files import load_trace, save_trace
 from ..reports import acceptance_map, comparison
 from ..reports.run_report import check_words, describe
-from ..reports.timeline_frames import check_pictures
 from ..reports.token_records import token_numbers
 from ..samplers.trace import Trace
 from .checks import available
@@ -23,7 +22,6 @@ from .sockets import ARTrace
 
 log = logging.getLogger(__name__)
 MOST_RUNS = 8  # traces that Compare Runs takes
-TOKEN_PIXELS = 16  # side of a token in maps drawn without a picture
 
 
 def shown(trace: Trace, **more: Any) -> dict[str, Any]:
@@ -31,8 +29,8 @@ def shown(trace: Trace, **more: Any) -> dict[str, Any]:
     return {"text": [describe(trace)], "specar": [trace.report()], **more}
 
 
-def as_pictures(arrays: list[np.ndarray]) -> torch.Tensor:
-    """uint8 arrays [H, W, 3] -> an IMAGE batch [B, H, W, 3] in 0..1."""
+def as_pictures(arrays: Sequence[np.ndarray] | np.ndarray) -> torch.Tensor:
+    """uint8 arrays [H, W, 3], or one [B, H, W, 3] -> an IMAGE batch [B, H, W, 3] in 0..1."""
     return torch.from_numpy(np.stack(arrays).astype(np.float32) / 255)
 
 
@@ -86,21 +84,12 @@ class AcceptanceMap(io.ComfyNode):
     def execute(
         cls, trace: Trace, metric: str, opacity: float, image: torch.Tensor | None = None
     ) -> io.NodeOutput:
-        batch = trace.positions["source"].shape[0]
-        if image is not None:
-            check_pictures(trace, len(image))
-        pictures = [None] * batch if image is None else list((image * 255).round().byte().cpu().numpy()[..., :3])
-        height, width = (trace.rows * TOKEN_PIXELS, trace.cols * TOKEN_PIXELS) if image is None else image.shape[1:3]
-        drawn = [acceptance_map.token_map(trace, metric, i) for i in range(batch)]
-        layers = [acceptance_map.overlay(m, picture, opacity) for m, picture in zip(drawn, pictures, strict=True)]
-        tallest = max(len(layer) for layer in layers)  # legends may differ in length
-        sizes = [(x.shape[1], len(x) - acceptance_map.legend_height(m)) for x, m in zip(layers, drawn, strict=True)]
-        layers = [np.pad(x, ((0, tallest - len(x)), (0, 0), (0, 0)), constant_values=255) for x in layers]
-        overlay = as_pictures(layers)
-        colours = as_pictures([acceptance_map.enlarge(m.colours, height, width) for m in drawn])
-        mask = torch.from_numpy(np.stack([acceptance_map.enlarge(m.strength, height, width) for m in drawn]))
-        told = shown(trace, **preview(overlay, cls, [token_numbers(trace, i, size) for i, size in enumerate(sizes)]))
-        return io.NodeOutput(overlay, colours, mask, json.dumps(trace.report(), indent=1), ui=told)
+        maps = acceptance_map.draw_maps(trace, image, metric, opacity)
+        overlay, colours = as_pictures(maps.overlay), as_pictures(maps.colours)
+        numbers = [token_numbers(trace, number, maps.map_size) for number in range(len(overlay))]
+        told = shown(trace, **preview(overlay, cls, numbers))
+        return io.NodeOutput(overlay, colours, torch.from_numpy(maps.strength), json.dumps(trace.report(), indent=1),
+                             ui=told)
 
 
 class CompareTraces(io.ComfyNode):

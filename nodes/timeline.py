@@ -10,16 +10,13 @@ import torch.nn.functional as F
 from comfy_api.latest import io, ui
 from torch import Tensor
 
-from ..reports.timeline_frames import check_pictures, draw_frames, passes_of
+from ..reports.timeline_frames import MOST, check_number, draw_frames, frame_rate, passes_of
 from ..samplers.trace import Trace
 from .sockets import ARTrace
 
 log = logging.getLogger(__name__)
 
-MOST = 240  # frames of the run, where the user names no number
 ROOM = 2 * 2**30  # bytes that all frames may take: they are made at once, for the nodes behind
-SECONDS = 4.0  # that the run takes to play
-FASTEST = 60  # frames per second
 SHOWN = 384  # longest side in pixels of the film on the node
 
 
@@ -36,11 +33,6 @@ def passes_shown(trace: Trace, picture: int, count: int, hold: int, height: int,
             f"{ROOM // frame} frames: set frames and hold lower, or make the picture smaller (Upscale Image By)."
         )
     return shown
-
-
-def speed(count: int) -> float:
-    """Frames per second at which so many frames take about SECONDS."""
-    return float(min(FASTEST, max(1, round(count / SECONDS))))
 
 
 def film(pixels: Tensor, fps: float, cls: type[io.ComfyNode]) -> dict:
@@ -97,9 +89,7 @@ class Timeline(io.ComfyNode):
     def execute(
         cls, trace: Trace, image: Tensor, frames: int, tint: float, hold: int, picture: int
     ) -> io.NodeOutput:
-        check_pictures(trace, len(image))
-        if picture >= len(image):
-            raise ValueError(f"picture is {picture}, but this run drew {len(image)}: use 0 to {len(image) - 1}.")
+        check_number(trace, len(image), picture, name="picture")
         finished = image[picture, ..., :3].float().cpu()
         shown = passes_shown(trace, picture, frames, hold, *finished.shape[:2])
         pixels = finished.repeat(len(shown) + hold, 1, 1, 1)
@@ -107,5 +97,5 @@ class Timeline(io.ComfyNode):
         for number, frame in enumerate(draw_frames(trace, picture, finished.numpy(), shown, tint)):
             pixels[number] = torch.from_numpy(frame)
             bar.update(1)
-        fps = speed(len(shown))
+        fps = frame_rate(len(shown))
         return io.NodeOutput(pixels, fps, ui=film(pixels, fps, cls))

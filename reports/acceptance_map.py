@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from ..samplers.trace import Source, Trace
+from .images import Images, as_bytes, batch_size, check_images
 
 GREY = (150, 150, 150)
 AMOUNT = ((0, 32, 77), (58, 72, 107), (109, 110, 114), (163, 151, 116), (213, 194, 95), (255, 234, 70))
@@ -47,6 +48,7 @@ METRICS = (
 LOG_RATIOS = 10  # the log ratio's colours reach from minus this to this
 NOT_JUDGED = "no guess was verified"
 MARGIN, LINE = 10, 22  # pixels of the legend
+TOKEN_PIXELS = 16  # side of a token in maps drawn without an image
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,52 @@ class TokenMap:
     strength: np.ndarray
     title: str
     legend: tuple[Swatch | Scale, ...]
+
+
+@dataclass(frozen=True)
+class Maps:
+    """The maps of all images of a run.
+
+    overlay [B, H', W', 3] (uint8): each over its image, enlarged, above its legend; map_size: (width, height) of what
+    is above the legend. colours [B, H, W, 3] (uint8) and strength [B, H, W] (fp32 in 0..1) have the images' size.
+    """
+
+    overlay: np.ndarray
+    map_size: tuple[int, int]
+    colours: np.ndarray
+    strength: np.ndarray
+
+
+def acceptance_map(
+    trace: Trace, image: Images | None = None, metric: str = "source", opacity: float = 0.5
+) -> np.ndarray:
+    """What happened to every token, laid over the images of a run: [B, H', W', 3] (uint8).
+
+    image: all images of the run, [B, H, W, 3] (floating point in 0..1 as an image decoder returns, or uint8; Tensor or
+    numpy; a run of one image also takes [H, W, 3]); None draws the map alone. metric: one of METRICS. opacity: from 0
+    (the image in grey) to 1 (the map). The shorter side has at least 512 pixels (W' and what is above the legend are
+    the same multiple of W and H); the legend is below. Raises ValueError where the images are not of this run, and for
+    a metric that it has no record of.
+    """
+    return draw_maps(trace, image, metric, opacity).overlay
+
+
+def draw_maps(trace: Trace, image: Images | None, metric: str, opacity: float) -> Maps:
+    """See :func:`acceptance_map`. Without an image, a token of ``colours`` and ``strength`` has TOKEN_PIXELS."""
+    maps = [token_map(trace, metric, number) for number in range(batch_size(trace))]
+    images, height, width = [None] * len(maps), trace.rows * TOKEN_PIXELS, trace.cols * TOKEN_PIXELS
+    if image is not None:
+        images = as_bytes(image)
+        check_images(trace, len(images))
+        height, width = images.shape[1:3]
+    layers = [overlay(drawn, below, opacity) for drawn, below in zip(maps, images, strict=True)]
+    tallest = max(len(layer) for layer in layers)  # legends may differ in length
+    return Maps(
+        np.stack([np.pad(x, ((0, tallest - len(x)), (0, 0), (0, 0)), constant_values=255) for x in layers]),
+        (layers[0].shape[1], len(layers[0]) - legend_height(maps[0])),
+        np.stack([enlarge(drawn.colours, height, width) for drawn in maps]),
+        np.stack([enlarge(drawn.strength, height, width) for drawn in maps]),
+    )
 
 
 def token_map(trace: Trace, metric: str, image: int) -> TokenMap:

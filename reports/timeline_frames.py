@@ -8,18 +8,44 @@ import numpy as np
 
 from ..samplers.trace import Source, Trace
 from .acceptance_map import SOURCES
+from .images import Images, as_bytes, check_images
 
 UNDRAWN = (128, 128, 128)  # colour of what is not drawn yet
 TRAIL = 4  # frames in which a token is tinted, ...
 FADE = 0.5  # ... in each of them so much as in the one before
+MOST = 240  # frames of a run, where the user names no number
+SECONDS = 4.0  # that a run takes to play
+FASTEST = 60  # frames per second
 
 
-def check_pictures(trace: Trace, count: int) -> None:
-    """Raise ValueError unless ``count`` pictures are as many as a trace tells of."""
-    batch = trace.positions["source"].shape[0]
-    if count != batch:
-        raise ValueError(f"The trace tells of {batch} pictures, but {count} are connected as image. "
-                         "Connect the pictures that were decoded from the same sampler.")
+def timeline_frames(
+    trace: Trace, image: Images, number: int = 0, frames: int = MOST, tint: float = 0.5
+) -> list[np.ndarray]:
+    """A run as a film: frames [H, W, 3] (uint8) of image ``number``, which grow from the first tokens to all of them.
+
+    image: all images of the run, [B, H, W, 3] (floating point in 0..1 as an image decoder returns, or uint8; Tensor or
+    numpy; a run of one image also takes [H, W, 3]). frames: one per forward pass, but no more than this (1 or more).
+    tint (0..1): how strongly a new token is coloured by how it came about. Raises ValueError where the images are not
+    of this run, or there is no image ``number``.
+    """
+    images = as_bytes(image)
+    check_number(trace, len(images), number)
+    finished = images[number].astype(np.float32) / 255
+    drawn = draw_frames(trace, number, finished, passes_of(trace, number, frames), tint)
+    return [as_bytes(frame)[0] for frame in drawn]
+
+
+def check_number(trace: Trace, count: int, number: int, name: str = "number") -> None:
+    """Raise ValueError unless ``count`` images are as many as the trace has, and ``number`` (the parameter ``name``) is
+    one of them."""
+    check_images(trace, count)
+    if not 0 <= number < count:
+        raise ValueError(f"{name} is {number}, but this run generated {count} images: use 0 to {count - 1}.")
+
+
+def frame_rate(count: int) -> float:
+    """Frames per second at which so many frames take about SECONDS."""
+    return float(min(FASTEST, max(1, round(count / SECONDS))))
 
 
 def passes_of(trace: Trace, image: int, most: int) -> list[int]:

@@ -22,7 +22,7 @@ OWN = {  # room -> modules of the pack it may import (a room, or one module of i
         "files", "models", "samplers.continuous_contract", "samplers.contract", "samplers.distributions",
         "samplers.layout", "samplers.trace",
     },
-    "api": {"model_loaders", "samplers"},
+    "api": {"model_loaders", "samplers", "reports"},
     "reports": {"samplers.trace"},
     "nodes": {"model_loaders", "samplers", "kernels", "reports"},
     "batch": {"api", "files"},
@@ -139,7 +139,8 @@ def test_importing_the_pack_is_cheap():
 
 
 def test_the_headless_names_are_there():
-    names = ("load_model", "load_image_decoder", "bundled", "sample", "methods", "rules", "Trace")
+    names = ("load_model", "load_image_decoder", "bundled", "sample", "methods", "rules", "Trace", "acceptance_map",
+             "timeline_frames", "comparison_chart", "comparison_table", "run_report")
     out = run(f"import comfyui_specar as s\nprint(all(getattr(s, n) is not None for n in {names!r}))\n"
               "print(s.methods.SJD().reuse, s.methods.NextToken, s.methods.Jacobi, s.rules.Exact)\n"
               "print('comfy' in sys.modules, 'transformers' in sys.modules)\ntry:\n    s.nonsense\n"
