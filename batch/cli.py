@@ -16,6 +16,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from .dispatch import Batch, Options
 from .jobs import Job, JobsError, read_jobs
 from .journal import Journal, JournalError
+from .maps import check_ids, with_maps
 from .overrides import OverrideError, Workflow, fingerprint, prompts_of, read_workflow
 
 WORKFLOW = Path(__file__).resolve().parent.parent / "workflows/api/03_sjd_acceptance_map.json"
@@ -31,6 +32,10 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
         jobs = read_jobs(options.jobs)
+        if options.maps:
+            check_ids(jobs)
+            if not options.out:
+                raise JobsError("--maps needs --out FOLDER, where the maps go")
         return on_ray(options, jobs) if options.ray else on_servers(options, jobs)
     except (JobsError, OverrideError, JournalError) as error:
         say(f"error: {error}")
@@ -46,6 +51,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("jobs", type=Path, help="the jobs: .csv with a header, or .jsonl")
     top.add_argument("--results", type=Path, help="a JSON line per job (default: JOBS.results.jsonl)")
     top.add_argument("--out", type=Path, help="folder for the pictures (of servers: for copies of what they saved)")
+    top.add_argument("--maps", action="store_true",
+                     help="save the acceptance map of every image beside it, as ID_map.png (needs --out)")
     top.add_argument("--retry-failed", action="store_true", help="make those again that failed before")
     top.add_argument("--dry-run", action="store_true", help="only check that all jobs fit the workflow")
     comfy = top.add_argument_group("on ComfyUI servers")
@@ -85,12 +92,15 @@ def say(text: str) -> None:
 
 
 def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
-    prompts = prompts_of(read_workflow(options.workflow), jobs)
+    workflow = read_workflow(options.workflow)
+    prompts = prompts_of(workflow, jobs)
+    if options.maps:
+        with_maps(workflow)  # or refuse it before anything is begun
     if options.dry_run:
         say(f"{len(jobs)} jobs fit {options.workflow.name}")
         return DONE
     urls = list(dict.fromkeys(url.rstrip("/") for url in options.server or [SERVER]))
-    chosen = Options(options.in_flight, options.retries, options.out, patience=options.patience)
+    chosen = Options(options.in_flight, options.retries, options.out, patience=options.patience, maps=options.maps)
     with Journal(results_of(options)) as journal:
         open_jobs = left(journal, jobs, {job: fingerprint(prompt) for job, prompt in prompts.items()}, options)
         return followed(journal, jobs, open_jobs, lambda told: drive(journal, urls, chosen, open_jobs, prompts, told))
@@ -115,7 +125,7 @@ def on_ray(options: argparse.Namespace, jobs: list[Job]) -> int:
 
         def work(told: Callable[[dict], None]) -> bool:
             try:
-                draw_all(journal, studio, fleet, open_jobs, settings, prints, options.out, told)
+                draw_all(journal, studio, fleet, open_jobs, settings, prints, options.out, told, options.maps)
             except KeyboardInterrupt:
                 return True
             return False

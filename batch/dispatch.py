@@ -17,6 +17,7 @@ import aiohttp
 from ..files import FileInUseError, replace
 from .jobs import Job
 from .journal import Journal
+from .maps import map_of, with_maps
 from .overrides import Workflow, fingerprint, named_after
 from .server import Entry, Server, ServerAwayError
 
@@ -33,7 +34,8 @@ SLOW = 5.0  # seconds: the longest pause before a server is asked again that tak
 class Options:
     """in_flight: prompts that a server has at a time (with 2 it never waits for the next). retries: how often a job is
     handed out again because its server was lost. grace: seconds after which the jobs of a silent server go to others.
-    patience: seconds without any server after which the batch gives up. download: a folder for copies of the files."""
+    patience: seconds without any server after which the batch gives up. download: a folder for copies of the files.
+    maps: are acceptance maps to be drawn of what is saved, and copied, too."""
 
     in_flight: int = 2
     retries: int = 3
@@ -41,6 +43,7 @@ class Options:
     grace: float = 20.0
     patience: float = 300.0
     poll: float = 0.5
+    maps: bool = False
 
 
 @dataclass(eq=False)
@@ -221,7 +224,8 @@ class Batch:
         self.journal.write_queued(work.job.id, work.fingerprint, work.attempt, lane.server.url)
         lane.sent[prompt_id] = work  # also if the answer is lost: the next visit finds out
         name = work.job.id if work.attempt == 1 else f"{work.job.id}.try{work.attempt}"
-        if refused := await lane.server.submit(named_after(work.prompt, name), prompt_id, self.client):
+        prompt = with_maps(work.prompt) if self.options.maps else work.prompt  # the fingerprint is that without
+        if refused := await lane.server.submit(named_after(prompt, name), prompt_id, self.client):
             await lane.server.cancel([prompt_id])  # in case it makes a part of it
             del lane.sent[prompt_id]
             self._end(self._line(lane, work, prompt_id, Entry("error", 0.0, refused)))
@@ -230,8 +234,9 @@ class Batch:
         record = self._line(lane, work, prompt_id, found)
         if not self.options.download or found.outcome != "success":
             return record
-        copies = []
-        for file, path in zip(found.files, copies_of(found.files, self.options.download / work.job.id), strict=True):
+        copies, paths = [], copies_of(found.files, self.options.download / work.job.id)
+        maps = [(drawn, map_of(paths[found.files.index(image)])) for image, drawn in found.maps]
+        for file, path in [*zip(found.files, paths, strict=True), *maps]:
             content = await lane.server.fetch(file)
             if content is None:
                 record |= {"status": "error", "error": f"{lane.server.url} no longer has {file['filename']}"}
@@ -247,8 +252,8 @@ class Batch:
         error = "interrupted by someone else" if found.outcome == "interrupted" else found.error
         return {
             "id": work.job.id, "status": found.outcome, "overrides": work.job.overrides, "server": lane.server.url,
-            "prompt_id": prompt_id, "attempt": work.attempt, "seconds": round(found.seconds, 3), "files": found.files,
-            "traces": found.traces, "error": error,
+            "prompt_id": prompt_id, "attempt": work.attempt, "seconds": round(found.seconds, 3),
+            "files": found.files + [drawn for _, drawn in found.maps], "traces": found.traces, "error": error,
         }
 
     def _end(self, record: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from ..files import FileInUseError
 from .dispatch import write_whole
 from .jobs import Job, JobsError
 from .journal import Journal
+from .maps import map_of
 from .studio import Painter, Studio
 
 LOCAL = "local"
@@ -36,8 +37,8 @@ class FleetError(RuntimeError):
 
 
 def draw_all(journal: Journal, studio: Studio, fleet: Fleet, jobs: list[Job], settings: dict[str, dict[str, Any]],
-             prints: dict[str, str], out: Path, told: Callable[[dict[str, Any]], None]) -> None:
-    """Draws the jobs; returns when every one has ended. Raises FleetError."""
+             prints: dict[str, str], out: Path, told: Callable[[dict[str, Any]], None], maps: bool) -> None:
+    """Draws the jobs, and their acceptance maps if so wanted; returns when every one has ended. Raises FleetError."""
     if not jobs:
         return
     ray = started(fleet)
@@ -45,13 +46,13 @@ def draw_all(journal: Journal, studio: Studio, fleet: Fleet, jobs: list[Job], se
         for job in jobs:
             journal.write_queued(job.id, prints[job.id], len(journal.queued.get(job.id, ())) + 1, "ray")
         by_id = {job.id: job for job in jobs}
-        for row in rows(ray, studio, fleet, jobs, settings):
+        for row in rows(ray, studio, fleet, jobs, settings, maps):
             record = json.loads(row["record"])
-            write(journal, by_id.pop(record["id"]), record, row["picture"], out, told)
+            write(journal, by_id.pop(record["id"]), record, (row["picture"], row["map"]), out, told)
         for job in by_id.values():
             record = {"status": "error", "traces": [], "seconds": 0.0,
                       "error": f"given up after {fleet.retries + 1} tries: each time the process that drew it died"}
-            write(journal, job, record, b"", out, told)
+            write(journal, job, record, (b"", b""), out, told)
     except (ray.exceptions.RayError, ray.exceptions.RayTaskError) as error:
         raise FleetError(f"Ray gave up: {str(error).strip().splitlines()[-1]}") from error
     finally:
@@ -82,7 +83,7 @@ def started(fleet: Fleet):
     return ray
 
 
-def rows(ray, studio: Studio, fleet: Fleet, jobs: list[Job], settings: dict[str, dict[str, Any]]):
+def rows(ray, studio: Studio, fleet: Fleet, jobs: list[Job], settings: dict[str, dict[str, Any]], maps: bool):
     """The painters' rows as they come. A block has one job, and an actor one block at a time, so that nothing but the
     job that an actor draws dies with it."""
     items = [{"job": json.dumps({"id": job.id, "settings": settings[job.id]})} for job in jobs]
@@ -90,22 +91,24 @@ def rows(ray, studio: Studio, fleet: Fleet, jobs: list[Job], settings: dict[str,
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of max_task_retries, which has no other name yet
         drawn = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
-            Painter, fn_constructor_args=(studio,), batch_size=1, compute=pool,
+            Painter, fn_constructor_args=(studio, maps), batch_size=1, compute=pool,
             num_cpus=fleet.cpus, num_gpus=fleet.gpus or None, max_task_retries=fleet.retries,
         )
     return drawn.iter_rows()
 
 
-def write(journal: Journal, job: Job, record: dict[str, Any], picture: bytes, out: Path,
+def write(journal: Journal, job: Job, record: dict[str, Any], images: tuple[bytes, bytes], out: Path,
           told: Callable[[dict[str, Any]], None]) -> None:
-    """The picture first, so that a line of the results always has its picture."""
-    entry = journal.queued[job.id][-1]
-    copies = [out / f"{job.id}.png"] if picture else []
-    try:
-        for path in copies:
-            write_whole(path, picture)
-    except FileInUseError as error:
-        record |= {"status": "error", "error": f"{copies.pop()} could not be replaced: {error.strerror}"}
+    """The files first, so that a line of the results always has its image. images: PNGs of image and map, empty where
+    there is none."""
+    entry, path, copies = journal.queued[job.id][-1], out / f"{job.id}.png", []
+    for place, content in zip((path, map_of(path)), images, strict=True):
+        if content:
+            try:
+                write_whole(place, content)
+                copies.append(place)
+            except FileInUseError as error:
+                record |= {"status": "error", "error": f"{place} could not be replaced: {error.strerror}"}
     full = {"id": job.id, "status": record["status"], "overrides": job.overrides, "server": entry["server"],
             "prompt_id": entry["prompt_id"], "attempt": entry["attempt"], "seconds": record["seconds"], "files": [],
             "traces": record["traces"], "error": record["error"], "copies": [str(path) for path in copies]}

@@ -6,6 +6,8 @@ from typing import Any
 
 import aiohttp
 
+from .maps import MAP
+
 BUSY_GATEWAY = (502, 503, 504)  # what a proxy says whose server is away
 ENDS = {"execution_success": "success", "execution_error": "error", "execution_interrupted": "interrupted"}
 
@@ -20,13 +22,15 @@ class ServerAwayError(ConnectionError):
 
 @dataclass(frozen=True)
 class Entry:
-    """What the server's history keeps about a prompt that ended. outcome: success, error or interrupted."""
+    """What the server's history keeps about a prompt that ended. outcome: success, error or interrupted. maps: pairs of
+    one of the files and its acceptance map, which is not among them."""
 
     outcome: str
     seconds: float
     error: str = ""
     files: list[dict[str, str]] = field(default_factory=list)
     traces: list[dict[str, Any]] = field(default_factory=list)
+    maps: list[tuple[dict[str, str], dict[str, str]]] = field(default_factory=list)
 
 
 class Server:
@@ -117,12 +121,13 @@ def entry(found: dict[str, Any]) -> Entry:
     data = next((data for event, data in messages.items() if event in ENDS), {})
     begun = messages.get("execution_start", data).get("timestamp", 0)
     seconds = (data.get("timestamp", begun) - begun) / 1000
-    outputs = list((found.get("outputs") or {}).values())
+    outputs = found.get("outputs") or {}
+    own = [output for node, output in outputs.items() if not node.endswith(MAP)]
     error = ""
     if outcome == "error":
         text = " ".join(str(data.get("exception_message", "no reason given")).split())
         error = f"{data.get('node_type', 'ComfyUI')}: {text}"
-    return Entry(outcome, seconds, error, files_of(outputs), traces_of(outputs))
+    return Entry(outcome, seconds, error, files_of(own), traces_of(own), maps_of(outputs))
 
 
 def files_of(outputs: list[dict]) -> list[dict[str, str]]:
@@ -132,6 +137,12 @@ def files_of(outputs: list[dict]) -> list[dict[str, str]]:
     files = [{"filename": file["filename"], "subfolder": file.get("subfolder", ""), "type": file.get("type", "output")}
              for file in listed]
     return [file for file in files if file["type"] == "output"] or files
+
+
+def maps_of(outputs: dict[str, dict]) -> list[tuple[dict[str, str], dict[str, str]]]:
+    """Every saved image that has a map (see maps.with_maps), and its map."""
+    return [pair for node, output in outputs.items() if node + MAP in outputs
+            for pair in zip(files_of([output]), files_of([outputs[node + MAP]]), strict=True)]
 
 
 def traces_of(outputs: list[dict]) -> list[dict[str, Any]]:

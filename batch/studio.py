@@ -98,17 +98,17 @@ def typed(name: str, value: Any, known: dict[str, str]) -> Any:
 
 
 class Painter:
-    """Holds what a studio names, and draws."""
+    """Holds what a studio names, and draws. maps: acceptance maps, too."""
 
-    def __init__(self, studio: Studio):
-        self.studio, self.recipe = studio, studio.recipe()
+    def __init__(self, studio: Studio, maps: bool = False):
+        self.studio, self.recipe, self.maps = studio, studio.recipe(), maps
         self.model = api.load_model(find(studio.model), device=studio.device)
         self.decoder = api.load_image_decoder(find(studio.decoder or studio.model), device=studio.device)
         self.drafter = api.load_drafter(find(studio.drafter), self.model) if studio.drafter else None
 
-    def draw(self, settings: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
-        """A PNG (with the settings and totals in it, under `specar`), and the run's totals. Raises what the sampler
-        raises."""
+    def draw(self, settings: dict[str, Any]) -> tuple[bytes, bytes, dict[str, Any]]:
+        """PNGs of the image and of its acceptance map (empty unless wanted), with the settings and totals in them under
+        `specar`; and the run's totals. Raises what the sampler raises."""
         given = dict(settings)
         prompt, negative = (given.pop(name, None) for name in TEXTS)
         sampling = {name: given.pop(name) for name in SAMPLING if name in given}
@@ -116,24 +116,28 @@ class Painter:
             self.model, self.model.encode_prompt(prompt), self.recipe.build(self.drafter, **given),
             negative=negative and self.model.encode_prompt(negative), **sampling,
         )
-        pixels = (self.decoder.decode(out.latent)[0] * 255).clamp(0, 255).byte().cpu().numpy()  # as Save Image does
+        decoded = self.decoder.decode(out.latent)
+        pixels = (decoded[0] * 255).clamp(0, 255).byte().cpu().numpy()  # as Save Image does
         totals = {"method": out.trace.settings.get("method"), **out.trace.summary()}
-        return png(pixels, {"settings": settings, "model": self.studio.model, "totals": totals}), totals
+        about = {"settings": settings, "model": self.studio.model, "totals": totals}
+        drawn_map = png(api.acceptance_map(out.trace, decoded)[0], about) if self.maps else b""
+        return png(pixels, about), drawn_map, totals
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list]:
         """Draws the jobs of a batch; one that fails says why in its record, and stops none of the others."""
-        records, pictures = [], []
+        records, pictures, maps = [], [], []
         for text in batch["job"]:
-            job, begun, picture = json.loads(text), time.monotonic(), b""
+            job, begun, picture, drawn_map = json.loads(text), time.monotonic(), b"", b""
             record = {"id": job["id"], "status": "success", "traces": [], "error": ""}
             try:
-                picture, totals = self.draw(job["settings"])
+                picture, drawn_map, totals = self.draw(job["settings"])
                 record["traces"] = [totals]
             except Exception as error:  # of whatever kind: a job's trouble is not the batch's
                 record |= {"status": "error", "error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
             records.append(json.dumps(record | {"seconds": round(time.monotonic() - begun, 3)}))
             pictures.append(picture)
-        return {"record": records, "picture": pictures}
+            maps.append(drawn_map)
+        return {"record": records, "picture": pictures, "map": maps}
 
 
 def find(name: str) -> Path:

@@ -99,3 +99,26 @@ def test_equal_jobs_have_a_picture_each_and_a_refused_one_says_why(comfy, twins)
     assert {Path(file["filename"]).stem[:-7] for file in two["files"]} == {"picture_two", "trace_two"}
     assert (twins / "out/one.png").exists() and (twins / "out/two.png").exists()
     assert "ComfyUI" in bad["error"] and "cfg" in bad["error"]
+
+
+def test_maps_lie_beside_the_images_of_a_workflow_that_has_none(comfy, tmp_path):
+    """Two images of one run: the text-to-image workflow shows no trace, and saves what it decodes."""
+    (tmp_path / "jobs.csv").write_text("id,batch_size,seed\none,2,3\n", encoding="utf-8")
+    arguments = ["--maps", "--workflow", str(PACK / "workflows/api/01_start_here_text_to_image.json")]
+    batch = start(tmp_path, "--server", comfy.url, *arguments)
+    _, said = batch.communicate(timeout=PATIENCE)
+    assert batch.returncode == 0, said
+    [record] = results(tmp_path)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "one.png", "one.2.png", "one_map.png", "one.2_map.png"}
+    assert len(record["files"]) == len(record["copies"]) == 4
+    [trace] = record["traces"]
+    assert trace["images"] == 2
+    for image, drawn in (("one", "one_map"), ("one.2", "one.2_map")):
+        with Image.open(tmp_path / f"out/{image}.png") as opened, Image.open(tmp_path / f"out/{drawn}.png") as overlay:
+            assert opened.size == (128, 128) and overlay.width == 512 and overlay.height > 512
+            grey = np.asarray(opened.resize((512, 512), Image.Resampling.NEAREST)) @ [0.299, 0.587, 0.114]
+            colour = np.asarray(overlay)[:512] - grey[..., None] / 2
+            tokens = colour.reshape(16, 32, 16, 32, 3).transpose(0, 2, 4, 1, 3).reshape(16, 16, 3, -1)
+            # Over its own image, a token has one colour, but for rounding (1) and Save Image's rounding down (1/2).
+            assert np.ptp(tokens, axis=-1).max() < 2

@@ -94,6 +94,9 @@ class FakeComfy:
             image = {"filename": f"{prefix}_00001_.png", "subfolder": "", "type": "output"}
             outputs = {"9": {"images": [image]}, "10": {"specar": [report], "images": [{**image, "type": "temp"}]},
                        "11": {"specar": [report]}}
+            if "9_map" in prompt:
+                name = f"{prompt['9_map']['inputs']['filename_prefix']}_00001_.png"
+                outputs["9_map"] = {"images": [{**image, "filename": name}]}
         messages = [["execution_start", {"timestamp": 1000}], [event, {"timestamp": 1250, **data}]]
         status = "success" if event == "execution_success" else "error"
         return {"outputs": outputs, "status": {"status_str": status, "messages": messages}}

@@ -89,7 +89,7 @@ def test_a_picture_that_another_program_holds_open_costs_that_job_alone(tmp_path
         for job in jobs:
             journal.write_queued(job.id, "same", 1, "ray")
             record = {"status": "success", "traces": [], "seconds": 1.0, "error": ""}
-            fleet.write(journal, job, record, b"picture", tmp_path / "out", told.append)
+            fleet.write(journal, job, record, (b"picture", b""), tmp_path / "out", told.append)
     assert [record["status"] for record in told] == ["error", "success"]
     assert "a.png" in told[0]["error"] and "open in another program" in told[0]["error"] and told[0]["copies"] == []
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["b.png"]

@@ -1,0 +1,149 @@
+"""Acceptance maps beside the images of a batch: for which workflows, under which names, on servers and without."""
+
+import asyncio
+import io
+import json
+import re
+from pathlib import Path
+
+import comfyui_specar as specar
+import numpy as np
+import pytest
+from comfyui_specar.batch import cli, fleet
+from comfyui_specar.batch.dispatch import Batch, Options
+from comfyui_specar.batch.jobs import Job, JobsError
+from comfyui_specar.batch.journal import Journal
+from comfyui_specar.batch.maps import SAMPLER, check_ids, sampler_of, with_maps
+from comfyui_specar.batch.overrides import OverrideError, fingerprint, read_workflow
+from comfyui_specar.batch.studio import Painter, Studio
+from comfyui_specar.tests.support.fake_comfy import FakeComfy
+from comfyui_specar.tests.support.patience import PATIENCE
+from PIL import Image
+
+ROOT = Path(specar.__file__).resolve().parent
+SHIPPED = sorted((ROOT / "workflows/api").glob("*.json"))
+SAVES_NO_IMAGE = "06_decoding_timeline.json"
+
+
+def node(kind: str, **inputs) -> dict:
+    return {"class_type": kind, "inputs": inputs}
+
+
+def workflow() -> dict:
+    return {
+        "1": node("Encoder", text="cat", clip=["2", 0]),
+        "3": node("SpecARSJDSampler", positive=["1", 0], seed=0),
+        "6": node("VAEDecode", samples=["3", 0], vae=["2", 2]),
+        "9": node("SaveImage", filename_prefix="p", images=["6", 0]),
+    }
+
+
+def test_the_nodes_that_are_taken_for_samplers_are_those_with_a_latent_image_and_its_trace():
+    contract = json.loads((ROOT / "tests/e2e/object_info.json").read_text(encoding="utf-8"))
+    outputs = {name: [kind for kind, _ in about["outputs"]] for name, about in contract.items()}
+    named = {name for name in outputs if SAMPLER.fullmatch(name)}
+    assert named == {name for name, kinds in outputs.items() if kinds == ["LATENT", "AR_TRACE"]} and len(named) > 8
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_shipped_workflows_get_a_map_of_every_image_that_they_save_and_of_no_chart(path):
+    plain = read_workflow(path)
+    if path.name == SAVES_NO_IMAGE:
+        with pytest.raises(OverrideError, match="--maps.*Save Image.*trace"):
+            with_maps(plain)
+        return
+    mapped = with_maps(plain)
+    assert {key: mapped[key] for key in plain} == plain
+    images = {key for key, content in plain.items() if content["class_type"] == "SaveImage"
+              and plain[content["inputs"]["images"][0]]["class_type"].startswith("VAEDecode")}
+    assert images and mapped.keys() - plain.keys() == {key + end for key in images for end in ("_map", "_overlay")}
+    for key in images:
+        overlay = mapped[key + "_overlay"]["inputs"]
+        assert overlay["image"] == plain[key]["inputs"]["images"] and SAMPLER.fullmatch(
+            plain[overlay["trace"][0]]["class_type"])
+        assert mapped[key + "_map"]["inputs"] == {
+            "images": [key + "_overlay", 0], "filename_prefix": plain[key]["inputs"]["filename_prefix"] + "_map"}
+
+
+@pytest.mark.parametrize(("added", "sampler"), [
+    ({}, "3"),
+    ({"6": node("ImageScale", image=["7", 0]), "7": node("VAEDecode", samples=["3", 0])}, "3"),
+    ({"6": node("SpecARCompareTraces", trace_1=["3", 1])}, None),  # a chart
+    ({"6": node("SpecARAcceptanceMap", trace=["3", 1], image=["7", 0]), "7": node("VAEDecode", samples=["3", 0])},
+     None),  # a map
+    ({"6": node("ImageBatch", image1=["3", 0], image2=["4", 0]), "4": node("SpecARSampler")}, None),  # whose trace?
+    ({"6": node("LoadImage", image="a.png")}, None),
+    ({"6": node("Circle", image=["6", 0], other=["gone", 0])}, None),
+])
+def test_the_sampler_of_an_image(added, sampler):
+    assert sampler_of(workflow() | added, "9") == sampler
+
+
+def test_a_prefix_that_another_node_gives_is_shared():
+    plain = workflow() | {"10": node("PrimitiveString", value="p")}
+    plain["9"]["inputs"]["filename_prefix"] = ["10", 0]
+    assert with_maps(plain)["9_map"]["inputs"]["filename_prefix"] == ["10", 0]
+
+
+def test_a_server_draws_the_maps_and_their_copies_lie_beside_the_images(tmp_path):
+    """The fingerprint is that without maps: a batch may go on with or without them."""
+    async def check():
+        async with FakeComfy() as one:
+            with Journal(tmp_path / "r.jsonl") as found:
+                for job, maps in (("plain", False), ("mapped", True)):
+                    options = Options(poll=0.005, download=tmp_path / "out", maps=maps)
+                    batch = Batch(found, [one.url], options)
+                    await asyncio.wait_for(batch.run([Job(job, {}, 1)], {job: workflow()}), PATIENCE)
+                assert {entries[-1]["fingerprint"] for entries in found.queued.values()} == {fingerprint(workflow())}
+                return found.results
+
+    results = asyncio.run(check())
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["mapped.png", "mapped_map.png", "plain.png"]
+    assert (tmp_path / "out/mapped_map.png").read_bytes() == b"p_map_mapped_00001_.png"
+    assert [file["filename"] for file in results["mapped"]["files"]] == [
+        "p_mapped_00001_.png", "p_map_mapped_00001_.png"]
+    assert results["mapped"]["copies"] == [str(tmp_path / f"out/{name}.png") for name in ("mapped", "mapped_map")]
+
+
+def test_a_painter_draws_the_map_of_its_image():
+    settings = {"prompt": "star, 3d, on a blue background", "seed": 1}
+    image, drawn, totals = Painter(Studio("default", "sjd"), maps=True).draw(settings)
+    model, decoder = (load(specar.bundled("default")) for load in (specar.load_model, specar.load_image_decoder))
+    out = specar.sample(model, model.encode_prompt(settings["prompt"]), specar.methods.SJD(), seed=1)
+    wanted = specar.acceptance_map(out.trace, decoder.decode(out.latent))[0]
+    opened = [Image.open(io.BytesIO(content)) for content in (image, drawn)]
+    assert np.array_equal(np.asarray(opened[1]), wanted)
+    assert opened[0].text == opened[1].text and json.loads(opened[1].text["specar"])["totals"] == totals
+
+
+def test_both_files_of_a_job_are_written_and_one_that_is_held_open_costs_the_job(tmp_path, locked):
+    locked({"b_map.png": 99})
+    told = []
+    with Journal(tmp_path / "r.jsonl") as journal:
+        for name in "ab":
+            journal.write_queued(name, "same", 1, "ray")
+            record = {"status": "success", "traces": [], "seconds": 1.0, "error": ""}
+            fleet.write(journal, Job(name, {}, 1), record, (b"image", b"map"), tmp_path / "out", told.append)
+    assert [record["status"] for record in told] == ["success", "error"] and "b_map.png" in told[1]["error"]
+    assert [len(record["copies"]) for record in told] == [2, 1]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.png", "a_map.png", "b.png"]
+
+
+def test_a_job_that_has_the_name_of_a_map_is_refused():
+    check_ids([Job("apple", {}, 2), Job("map", {}, 3)])
+    with pytest.raises(JobsError, match="line 2: .*apple_map"):
+        check_ids([Job("apple", {}, 2), Job("Apple_map", {}, 3)])
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((), "--maps needs --out"),
+    (("--ray",), "--maps needs --out"),
+    (("--out", "out", "--workflow", str(ROOT / "workflows/api" / SAVES_NO_IMAGE)), "--maps.*trace"),
+    (("--out", "out", "--workflow", str(ROOT / "workflows/api" / SAVES_NO_IMAGE), "--dry-run"), "--maps.*trace"),
+])
+def test_where_no_map_can_be_saved_nothing_is_begun(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "jobs.csv").write_text("prompt\ncat\n", encoding="utf-8")
+    assert cli.main(["jobs.csv", "--maps", "--server", "http://127.0.0.1:9", *arguments]) == cli.BAD_INPUT
+    assert re.search(message, capsys.readouterr().err)
+    assert [path.name for path in tmp_path.iterdir()] == ["jobs.csv"]
