@@ -47,10 +47,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m comfyui_specar.batch", epilog=EPILOG,
-                                  description="Makes a picture for every row of a CSV or JSON-lines file.")
+                                  description="Generates an image for every row of a CSV or JSON-lines file.")
     top.add_argument("jobs", type=Path, help="the jobs: .csv with a header, or .jsonl")
     top.add_argument("--results", type=Path, help="a JSON line per job (default: JOBS.results.jsonl)")
-    top.add_argument("--out", type=Path, help="folder for the pictures (of servers: for copies of what they saved)")
+    top.add_argument("--out", type=Path, help="folder for the images (of servers: for copies of what they saved)")
     top.add_argument("--maps", action="store_true",
                      help="save the acceptance map of every image beside it, as ID_map.png (needs --out)")
     top.add_argument("--retry-failed", action="store_true", help="make those again that failed before")
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     comfy.add_argument("--workflow", type=Path, default=WORKFLOW,
                        help=f"in API format (default: {WORKFLOW.name} of this pack)")
     comfy.add_argument("--in-flight", type=positive, default=Options.in_flight, metavar="N",
-                       help="jobs that a server has at a time (default: %(default)s: it draws one, the next one waits)")
+                       help="jobs that a server has at a time (default: %(default)s: one runs, the next one waits)")
     comfy.add_argument("--retries", type=int, default=Options.retries, metavar="N",
                        help="how often a job is handed out again when its server was lost (default: %(default)s)")
     comfy.add_argument("--patience", type=float, default=Options.patience, metavar="SECONDS",
@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     fleet.add_argument("--method", default="sjd", help="sjd, next_token, cool_sd, ... (default: %(default)s; a wrong "
                        "name lists all); columns of the jobs file set its settings")
     fleet.add_argument("--actors", type=positive, default=1, metavar="N",
-                       help="models that draw at a time (default: %(default)s)")
+                       help="models that generate at a time (default: %(default)s)")
     fleet.add_argument("--cpus", type=positive, default=1, metavar="N", help="threads of one (default: %(default)s)")
     fleet.add_argument("--gpus", type=float, default=0, metavar="N",
                        help="GPUs of one; 0.5 if two share it (default: %(default)s)")
@@ -103,15 +103,16 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
     chosen = Options(options.in_flight, options.retries, options.out, patience=options.patience, maps=options.maps)
     with Journal(results_of(options)) as journal:
         open_jobs = left(journal, jobs, {job: fingerprint(prompt) for job, prompt in prompts.items()}, options)
-        return followed(journal, jobs, open_jobs, lambda told: drive(journal, urls, chosen, open_jobs, prompts, told))
+        return followed(journal, jobs, open_jobs,
+                        lambda on_result: drive(journal, urls, chosen, open_jobs, prompts, on_result))
 
 
 def on_ray(options: argparse.Namespace, jobs: list[Job]) -> int:
-    from .fleet import Fleet, draw_all
+    from .fleet import Fleet, generate_all
     from .studio import Studio
 
     if not options.out and not options.dry_run:
-        raise JobsError("--ray needs --out DIR, where the pictures go")
+        raise JobsError("--ray needs --out DIR, where the images go")
     device = "cuda" if options.gpus else "cpu"
     studio = Studio(options.model, options.method, options.decoder, options.drafter, device)
     settings = studio.settings(jobs)
@@ -123,9 +124,9 @@ def on_ray(options: argparse.Namespace, jobs: list[Job]) -> int:
     with Journal(results_of(options)) as journal:
         open_jobs = left(journal, jobs, prints, options)
 
-        def work(told: Callable[[dict], None]) -> bool:
+        def work(on_result: Callable[[dict], None]) -> bool:
             try:
-                draw_all(journal, studio, fleet, open_jobs, settings, prints, options.out, told, options.maps)
+                generate_all(journal, studio, fleet, open_jobs, settings, prints, options.out, on_result, options.maps)
             except KeyboardInterrupt:
                 return True
             return False
@@ -150,10 +151,10 @@ def left(journal: Journal, jobs: list[Job], prints: dict[str, str], options: arg
 
 
 def followed(journal: Journal, jobs: list[Job], open_jobs: list[Job], work: Callable[[Callable], bool]) -> int:
-    """Does the work under a progress bar, says what became of it. `work(told)` returns whether it was cancelled."""
+    """Does the work under a progress bar, says what became of it. `work(on_result)` returns: was it cancelled?"""
     bar = tqdm(total=len(jobs), initial=len(jobs) - len(open_jobs), unit="job", disable=None, dynamic_ncols=True)
 
-    def told(record: dict[str, Any]) -> None:
+    def on_result(record: dict[str, Any]) -> None:
         bar.update()
         if record["status"] != "success":
             say(f"{record['id']}: {record['error']}")
@@ -161,7 +162,7 @@ def followed(journal: Journal, jobs: list[Job], open_jobs: list[Job], work: Call
             say(f"{record['id']}: done")
 
     with bar, logging_redirect_tqdm():
-        cancelled = work(told)
+        cancelled = work(on_result)
     records = [journal.results.get(job.id) for job in jobs]
     made, open_still = sum(r is not None and r["status"] == "success" for r in records), records.count(None)
     failed = len(jobs) - made - open_still
@@ -174,12 +175,12 @@ def followed(journal: Journal, jobs: list[Job], open_jobs: list[Job], work: Call
 
 
 def drive(journal: Journal, urls: list[str], options: Options, jobs: list[Job], prompts: dict[str, Workflow],
-          told: Callable[[dict], None]) -> bool:
+          on_result: Callable[[dict], None]) -> bool:
     """Runs the batch; Ctrl-C (or SIGTERM) cancels it, a second one ends the program. Returns: was it cancelled?"""
     cancelled = False
 
     async def run() -> None:
-        batch, loop = Batch(journal, urls, options, told), asyncio.get_running_loop()
+        batch, loop = Batch(journal, urls, options, on_result), asyncio.get_running_loop()
 
         def cancel() -> None:
             nonlocal cancelled

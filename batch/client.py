@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-PREVIEW_WITH_METADATA = 4  # binary event: length of the JSON, the JSON, the encoded picture
+PREVIEW_WITH_METADATA = 4  # binary event: length of the JSON, the JSON, the encoded image
 FINAL_EVENTS = {"execution_success": "success", "execution_error": "error", "execution_interrupted": "interrupted"}
 
 
@@ -50,7 +50,7 @@ async def run_prompt(url: str, prompt: dict, workflow: dict | None = None, follo
                      timeout: float = 600.0) -> Run:
     """Queues an API-format prompt and waits for its end.
 
-    `workflow` (UI format) is embedded in saved pictures, so that they can be dragged back into ComfyUI. `follow` is
+    `workflow` (UI format) is embedded in saved images, so that they can be dragged back into ComfyUI. `follow` is
     awaited with (run, event, data) for every message about this prompt.
     Raises asyncio.TimeoutError after `timeout` seconds, and aiohttp.ClientError when the server goes away.
     """

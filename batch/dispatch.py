@@ -35,7 +35,7 @@ class Options:
     """in_flight: prompts that a server has at a time (with 2 it never waits for the next). retries: how often a job is
     handed out again because its server was lost. grace: seconds after which the jobs of a silent server go to others.
     patience: seconds without any server after which the batch gives up. download: a folder for copies of the files.
-    maps: are acceptance maps to be drawn of what is saved, and copied, too."""
+    maps: save and copy acceptance maps, too."""
 
     in_flight: int = 2
     retries: int = 3
@@ -90,11 +90,11 @@ class Lane:
 
 
 class Batch:
-    """`told` is called with the line of every job that ends. `stop()` cancels; `run()` then returns soon."""
+    """`on_result` is called with the line of every job that ends. `stop()` cancels; `run()` then returns soon."""
 
     def __init__(self, journal: Journal, urls: list[str], options: Options,
-                 told: Callable[[dict[str, Any]], None] = lambda record: None):
-        self.journal, self.urls, self.options, self.told = journal, urls, options, told
+                 on_result: Callable[[dict[str, Any]], None] = lambda record: None):
+        self.journal, self.urls, self.options, self.on_result = journal, urls, options, on_result
         self.waiting: deque[Work] = deque()
         self.lanes: list[Lane] = []
         self.stopping = False
@@ -103,7 +103,7 @@ class Batch:
         self.client = uuid.uuid4().hex
 
     async def run(self, jobs: list[Job], prompts: dict[str, Workflow]) -> None:
-        """Makes all pictures. Returns when every job has ended, after `stop()`, and with `unfinished` jobs when no
+        """Generates all images. Returns when every job has ended, after `stop()`, and with `unfinished` jobs when no
         server answers. Raises OSError where the results cannot be written."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=ANSWER_SECONDS)
         async with aiohttp.ClientSession(timeout=timeout) as session:
@@ -259,7 +259,7 @@ class Batch:
     def _end(self, record: dict[str, Any]) -> None:
         self.journal.write_result(record)
         self.unfinished -= 1
-        self.told(record)
+        self.on_result(record)
         if not self.unfinished:
             self.over.set()
             self._wake()
@@ -274,7 +274,7 @@ class Batch:
             self.waiting.appendleft(work)
 
     def _give_back(self, lane: Lane) -> None:
-        """The server is silent: its jobs go to others, those first that it had not come to: the job that it was drawing
+        """The server is silent: its jobs go to others, those first that it had not come to: the job that was running
         may be what kills servers, and should not take the same neighbours with it each time."""
         for prompt_id in list(lane.sent):
             work = lane.strays[prompt_id] = lane.sent.pop(prompt_id)
@@ -306,7 +306,7 @@ class Batch:
             lane.news.set()
 
     async def _cancel(self, lane: Lane) -> None:
-        """Takes our prompts from the server, and keeps the pictures that were finished all the same."""
+        """Takes our prompts from the server, and keeps the images that were finished all the same."""
         deadline = time.monotonic() + self.options.grace
         try:
             await lane.server.cancel(list(lane.sent))

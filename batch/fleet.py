@@ -1,4 +1,4 @@
-"""The same jobs on Ray, an engine for many machines: actors that hold a model draw, this process writes the results."""
+"""The same jobs on Ray, an engine for many machines: actors that hold a model generate, this process writes."""
 
 import json
 import logging
@@ -17,13 +17,13 @@ from .maps import map_of
 from .studio import Painter, Studio
 
 LOCAL = "local"
-STORE_BYTES = 256 << 20  # of a local Ray's shared memory; a picture is a few megabytes
+STORE_BYTES = 256 << 20  # of a local Ray's shared memory; an image is a few megabytes
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """address: of a cluster, `auto`, or LOCAL for a Ray of this process. actors: how many models draw at a time, each
-    with so many CPUs and GPUs. retries: how often a job is drawn again whose actor died."""
+    """address: of a cluster, `auto`, or LOCAL for a Ray of this process. actors: how many models generate at a time,
+    each with so many CPUs and GPUs. retries: how often a job is repeated whose actor died."""
 
     address: str = LOCAL
     actors: int = 1
@@ -36,9 +36,9 @@ class FleetError(RuntimeError):
     """Ray is not there, or has given up; the message says why."""
 
 
-def draw_all(journal: Journal, studio: Studio, fleet: Fleet, jobs: list[Job], settings: dict[str, dict[str, Any]],
-             prints: dict[str, str], out: Path, told: Callable[[dict[str, Any]], None], maps: bool) -> None:
-    """Draws the jobs, and their acceptance maps if so wanted; returns when every one has ended. Raises FleetError."""
+def generate_all(journal: Journal, studio: Studio, fleet: Fleet, jobs: list[Job], settings: dict[str, dict[str, Any]],
+             prints: dict[str, str], out: Path, on_result: Callable[[dict[str, Any]], None], maps: bool) -> None:
+    """Generates the jobs' images, with maps if wanted; returns when every job has ended. Raises FleetError."""
     if not jobs:
         return
     ray = started(fleet)
@@ -48,11 +48,11 @@ def draw_all(journal: Journal, studio: Studio, fleet: Fleet, jobs: list[Job], se
         by_id = {job.id: job for job in jobs}
         for row in rows(ray, studio, fleet, jobs, settings, maps):
             record = json.loads(row["record"])
-            write(journal, by_id.pop(record["id"]), record, (row["picture"], row["map"]), out, told)
+            write(journal, by_id.pop(record["id"]), record, (row["image"], row["map"]), out, on_result)
         for job in by_id.values():
             record = {"status": "error", "traces": [], "seconds": 0.0,
-                      "error": f"given up after {fleet.retries + 1} tries: each time the process that drew it died"}
-            write(journal, job, record, (b"", b""), out, told)
+                      "error": f"given up after {fleet.retries + 1} tries: each time the process that ran it died"}
+            write(journal, job, record, (b"", b""), out, on_result)
     except (ray.exceptions.RayError, ray.exceptions.RayTaskError) as error:
         raise FleetError(f"Ray gave up: {str(error).strip().splitlines()[-1]}") from error
     finally:
@@ -79,26 +79,26 @@ def started(fleet: Fleet):
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
-    context.max_errored_blocks = -1  # a job whose actor dies each time is told at the end
+    context.max_errored_blocks = -1  # a job whose actor dies each time is reported at the end
     return ray
 
 
 def rows(ray, studio: Studio, fleet: Fleet, jobs: list[Job], settings: dict[str, dict[str, Any]], maps: bool):
     """The painters' rows as they come. A block has one job, and an actor one block at a time, so that nothing but the
-    job that an actor draws dies with it."""
+    job that an actor runs dies with it."""
     items = [{"job": json.dumps({"id": job.id, "settings": settings[job.id]})} for job in jobs]
     pool = ray.data.ActorPoolStrategy(size=fleet.actors, max_tasks_in_flight_per_actor=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of max_task_retries, which has no other name yet
-        drawn = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
+        generated = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
             Painter, fn_constructor_args=(studio, maps), batch_size=1, compute=pool,
             num_cpus=fleet.cpus, num_gpus=fleet.gpus or None, max_task_retries=fleet.retries,
         )
-    return drawn.iter_rows()
+    return generated.iter_rows()
 
 
 def write(journal: Journal, job: Job, record: dict[str, Any], images: tuple[bytes, bytes], out: Path,
-          told: Callable[[dict[str, Any]], None]) -> None:
+          on_result: Callable[[dict[str, Any]], None]) -> None:
     """The files first, so that a line of the results always has its image. images: PNGs of image and map, empty where
     there is none."""
     entry, path, copies = journal.queued[job.id][-1], out / f"{job.id}.png", []
@@ -113,4 +113,4 @@ def write(journal: Journal, job: Job, record: dict[str, Any], images: tuple[byte
             "prompt_id": entry["prompt_id"], "attempt": entry["attempt"], "seconds": record["seconds"], "files": [],
             "traces": record["traces"], "error": record["error"], "copies": [str(path) for path in copies]}
     journal.write_result(full)
-    told(full)
+    on_result(full)

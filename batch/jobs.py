@@ -1,4 +1,4 @@
-"""The list of pictures to make: a CSV or JSON-lines file, one job per row."""
+"""The list of images to generate: a CSV or JSON-lines file, one job per row."""
 
 import csv
 import hashlib
@@ -106,7 +106,7 @@ def json_rows(text: str, name: str) -> Iterator[Row]:
             raise JobsError(f"{name}, line {line}: expected an object such as {{\"prompt\": \"cat\", \"seed\": 1}}")
         for column, value in row.items():
             if isinstance(value, dict | list):
-                raise JobsError(f"{name}, line {line}: {column} is neither a text nor a number nor true or false")
+                raise JobsError(f"{name}, line {line}: {column} is neither a string nor a number nor true or false")
             if isinstance(value, str) and not is_text(value):
                 raise JobsError(f"{name}, line {line}: {column} has half a character (a lone surrogate)")
         yield line, {column: value for column, value in row.items() if value is not None}

@@ -118,7 +118,7 @@ class Journal:
         self.queued.setdefault(job, []).append(entry)
 
     def write_result(self, record: dict[str, Any]) -> None:
-        """To be called before the server is told to forget it."""
+        """To be called before the server forgets it."""
         self._results.append(record)
         self.results[record["id"]] = record
 

@@ -64,7 +64,7 @@ def with_overrides(workflow: Workflow, overrides: dict[str, Any]) -> Workflow:
 
 def named_after(prompt: Workflow, name: str) -> Workflow:
     """A copy whose saved files all begin with their own prefix and `name`: no job writes over another's files, and
-    ComfyUI, which would skip the saving of a picture it has just made, saves it again."""
+    ComfyUI, which would skip the saving of an image it has just made, saves it again."""
     changed = copy.deepcopy(prompt)
     for node, field, value in widgets(prompt):
         if field == "filename_prefix":
@@ -104,7 +104,7 @@ def source(workflow: Workflow, node: str, field: str) -> Place | None:
 
 
 def places(workflow: Workflow, name: str) -> list[Place]:
-    if name in ROLES and (found := texts_behind(workflow, ROLES[name])):
+    if name in ROLES and (found := texts_reaching(workflow, ROLES[name])):
         return found
     if found := [place for node in workflow if (place := source(workflow, node, name))]:
         return list(dict.fromkeys(found))
@@ -132,7 +132,7 @@ def place_of(workflow: Workflow, name: str) -> Place:
     return place
 
 
-def texts_behind(workflow: Workflow, role: str) -> list[Place]:
+def texts_reaching(workflow: Workflow, role: str) -> list[Place]:
     """The prompts that reach an input of this name, directly or through other nodes."""
     found: list[Place] = []
     links = [node["inputs"][role] for node in workflow.values() if isinstance(node["inputs"].get(role), list)]
@@ -154,7 +154,7 @@ def texts_behind(workflow: Workflow, role: str) -> list[Place]:
 
 def names(workflow: Workflow) -> list[str]:
     """What jobs can set by name alone."""
-    roles = [name for name, role in ROLES.items() if texts_behind(workflow, role)]
+    roles = [name for name, role in ROLES.items() if texts_reaching(workflow, role)]
     return roles + sorted({field for _, field, _ in widgets(workflow)} - set(roles))
 
 
@@ -163,13 +163,13 @@ def converted(value: Any, current: Any, name: str) -> Any:
     if isinstance(current, bool):
         word = str(value).strip().lower()
         if word not in WORDS:
-            raise OverrideError(f"{name} is true or false, not {value!r}")
+            raise OverrideError(f"{name} must be true or false, not {value!r}")
         return WORDS[word]
     if isinstance(current, int | float):
         return number(value, name)
     if isinstance(current, str):
         if isinstance(value, bool):
-            raise OverrideError(f"{name} is a text, not {value!r}")
+            raise OverrideError(f"{name} must be a string, not {value!r}")
         return str(value)
     return value
 
@@ -188,6 +188,6 @@ def number(value: Any, name: str) -> int | float:
                 continue
     if isinstance(found, float):
         if not math.isfinite(found):
-            raise OverrideError(f"{name} is a number, not {value!r}")
+            raise OverrideError(f"{name} must be a number, not {value!r}")
         return int(found) if found.is_integer() else found
     return found

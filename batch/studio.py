@@ -1,4 +1,4 @@
-"""One model that draws jobs without ComfyUI: what the actors of a Ray cluster hold (see fleet.py)."""
+"""One model that runs jobs without ComfyUI: what the actors of a Ray cluster hold (see fleet.py)."""
 
 import io
 import json
@@ -55,7 +55,7 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Studio:
-    """Which files to draw with, and how. Every one is the name of a bundled model, or a path that all machines have."""
+    """Which files to use, and how. Every one is the name of a bundled model, or a path that all machines have."""
 
     model: str
     method: str
@@ -93,12 +93,12 @@ def typed(name: str, value: Any, known: dict[str, str]) -> Any:
         raise OverrideError(f"there is no setting {name}; this method has {', '.join(known)}")
     found = converted(value, EXAMPLES[known[name]], name)
     if known[name].startswith("int") and not isinstance(found, int):
-        raise OverrideError(f"{name} is a whole number, not {value!r}")
+        raise OverrideError(f"{name} must be an integer, not {value!r}")
     return found
 
 
 class Painter:
-    """Holds what a studio names, and draws. maps: acceptance maps, too."""
+    """Holds what a studio names, and generates. maps: acceptance maps, too."""
 
     def __init__(self, studio: Studio, maps: bool = False):
         self.studio, self.recipe, self.maps = studio, studio.recipe(), maps
@@ -106,7 +106,7 @@ class Painter:
         self.decoder = api.load_image_decoder(find(studio.decoder or studio.model), device=studio.device)
         self.drafter = api.load_drafter(find(studio.drafter), self.model) if studio.drafter else None
 
-    def draw(self, settings: dict[str, Any]) -> tuple[bytes, bytes, dict[str, Any]]:
+    def generate(self, settings: dict[str, Any]) -> tuple[bytes, bytes, dict[str, Any]]:
         """PNGs of the image and of its acceptance map (empty unless wanted), with the settings and totals in them under
         `specar`; and the run's totals. Raises what the sampler raises."""
         given = dict(settings)
@@ -120,24 +120,24 @@ class Painter:
         pixels = (decoded[0] * 255).clamp(0, 255).byte().cpu().numpy()  # as Save Image does
         totals = {"method": out.trace.settings.get("method"), **out.trace.summary()}
         about = {"settings": settings, "model": self.studio.model, "totals": totals}
-        drawn_map = png(api.acceptance_map(out.trace, decoded)[0], about) if self.maps else b""
-        return png(pixels, about), drawn_map, totals
+        overlay = png(api.acceptance_map(out.trace, decoded)[0], about) if self.maps else b""
+        return png(pixels, about), overlay, totals
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list]:
-        """Draws the jobs of a batch; one that fails says why in its record, and stops none of the others."""
-        records, pictures, maps = [], [], []
+        """Runs the jobs of a batch; one that fails says why in its record, and stops none of the others."""
+        records, images, maps = [], [], []
         for text in batch["job"]:
-            job, begun, picture, drawn_map = json.loads(text), time.monotonic(), b"", b""
+            job, begun, image, overlay = json.loads(text), time.monotonic(), b"", b""
             record = {"id": job["id"], "status": "success", "traces": [], "error": ""}
             try:
-                picture, drawn_map, totals = self.draw(job["settings"])
+                image, overlay, totals = self.generate(job["settings"])
                 record["traces"] = [totals]
             except Exception as error:  # of whatever kind: a job's trouble is not the batch's
                 record |= {"status": "error", "error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
             records.append(json.dumps(record | {"seconds": round(time.monotonic() - begun, 3)}))
-            pictures.append(picture)
-            maps.append(drawn_map)
-        return {"record": records, "picture": pictures, "map": maps}
+            images.append(image)
+            maps.append(overlay)
+        return {"record": records, "image": images, "map": maps}
 
 
 def find(name: str) -> Path:

@@ -6,7 +6,7 @@ from comfyui_specar.batch.studio import Painter
 
 
 class MortalPainter(Painter):
-    def draw(self, settings):
+    def generate(self, settings):
         if settings["prompt"] == "poison":
             os._exit(1)
-        return super().draw(settings)
+        return super().generate(settings)

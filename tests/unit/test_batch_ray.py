@@ -117,7 +117,7 @@ def test_every_method_draws_with_its_settings(method, monkeypatch):
     defaults = {name: getattr(made, name) for name in columns if getattr(made, name) is not None}
     settings = studio.settings([Job("a", {"prompt": "cat", "negative": "dog", "cfg": "2", **defaults}, 1)])["a"]
     with pytest.raises(AttributeError):  # nothing is drawn
-        Painter(studio).draw(settings)
+        Painter(studio).generate(settings)
     [((_, prompt, built), named)] = drawn
     assert named["cfg"] == 2 and named["negative"] is not None and prompt is not None and "seed" not in named
     assert built == RECIPES[method].build(built.drafter if hasattr(built, "drafter") else None)
