@@ -21,15 +21,15 @@ RATIO = ((230, 97, 1), (253, 184, 99), (247, 247, 247), (146, 197, 222), (5, 90,
 SOURCES = {  # Source -> (name in the legend, colour)
     Source.ACCEPTED: ("accepted guess", (86, 180, 233)),
     Source.RELAXED: ("accepted by a relaxed rule", (204, 121, 167)),
-    Source.RESIDUAL: ("redrawn after rejection", (213, 94, 0)),
-    Source.BONUS: ("drawn without a guess", (240, 228, 66)),
+    Source.RESIDUAL: ("resampled after rejection", (213, 94, 0)),
+    Source.BONUS: ("sampled without a guess", (240, 228, 66)),
     Source.PREFILL: ("from the prompt's pass", (0, 0, 0)),
     Source.SKIPPED: ("taken unverified", (0, 158, 115)),
     Source.FORCED: ("kept or fixed", GREY),
 }
-CONTINUOUS_NAMES = {  # the same for runs that drew vectors, where the names differ
+CONTINUOUS_NAMES = {  # the same for runs that sampled vectors, where the names differ
     Source.RELAXED: "accepted within the tolerance",
-    Source.PREFILL: "drawn by the model alone, first",
+    Source.PREFILL: "sampled by the model alone, first",
 }
 TREE = {  # metric -> (record of the trace, title)
     "tree depth": ("tree_depth", "Levels of the token's draft tree"),
@@ -37,7 +37,7 @@ TREE = {  # metric -> (record of the trace, title)
 }
 MARKS = {  # metric -> (Source that is marked, title)
     "skipped": (Source.SKIPPED, "Tokens taken unverified"),
-    "accepted by relaxation": (Source.RELAXED, "Tokens that no exact test would have let pass"),
+    "accepted by relaxation": (Source.RELAXED, "Tokens that no exact test would have accepted"),
 }
 DISCRETE = ("ratio p/q", "entropy", "top-1 probability", *TREE, "skipped", "TV leak")  # metrics of token ids ...
 CONTINUOUS = ("distance", "log ratio", "order", "block", "tries")  # ... and of vectors; the others suit both
@@ -48,7 +48,7 @@ METRICS = (
 LOG_RATIOS = 10  # the log ratio's colours reach from minus this to this
 NOT_JUDGED = "no guess was verified"
 MARGIN, LINE = 10, 22  # pixels of the legend
-TOKEN_PIXELS = 16  # side of a token in maps drawn without an image
+TOKEN_PIXELS = 16  # side of a token in maps without an image
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def token_map(trace: Trace, metric: str, image: int) -> TokenMap:
         return _sources(source, CONTINUOUS_NAMES if trace.continuous else {})
     if metric == "pass":
         last = max(int(grids["finalised_at"].max()), 1)
-        return _amount(grids["finalised_at"], last, free, "Pass that fixed the token", "0", str(last))
+        return _amount(grids["finalised_at"], last, free, "Forward pass that fixed the token", "0", str(last))
     if metric == "accepted length":
         lengths = _tokens_per_pass(grids["finalised_at"], free)
         most = max(int(lengths.max()), 1)
@@ -153,7 +153,7 @@ def token_map(trace: Trace, metric: str, image: int) -> TokenMap:
         return _marks(source == kind, free, SOURCES[kind][1], names.get(kind, SOURCES[kind][0]), title)
     if metric == "TV leak":
         most = max(float(grids["tv_leak"].max()), 1e-6)
-        total = f"Leak: drift added, {math.fsum(grids['tv_leak'].flat):.2f} in all"
+        total = f"Drift bound, {math.fsum(grids['tv_leak'].flat):.2f} in all"
         return _amount(grids["tv_leak"], most, free, total, "0, exact", f"{most:.2g}")
     return _continuous(metric, grids, free)
 
@@ -166,29 +166,29 @@ def check(trace: Trace, metric: str) -> None:
         raise ValueError(f"metric is {metric!r}; choose one of: {there}.")
     if metric in others:
         kind = "vectors" if trace.continuous else "token ids"
-        raise ValueError(f"metric is {metric!r}, but this run drew {kind}, which have none. Choose one of: {there}.")
+        raise ValueError(f"metric is {metric!r}, but this run sampled {kind}, which have none. Choose one of: {there}.")
 
 
 def _continuous(metric: str, grids: dict[str, np.ndarray], free: np.ndarray) -> TokenMap:
     judged = free & (grids["depth"] > 0)
     if metric == "distance":
         distances = grids["distance"]
-        most = max(float(distances[judged & np.isfinite(distances)].max(initial=0)), 1e-6)  # a drafter may draw garbage
-        distances, title = np.minimum(distances, most), "Distance of the two models' draws (latent units)"
+        most = max(float(distances[judged & np.isfinite(distances)].max(initial=0)), 1e-6)  # drafters may fail
+        distances, title = np.minimum(distances, most), "Distance of the two models' samples (latent units)"
         return _amount(distances, most, judged, title, "0", f"{most:.2f}", NOT_JUDGED)
     if metric == "log ratio":
         return _log_ratio(grids["log_ratio"], judged)
     if metric == "order":
         last = grids["order"].size - 1
-        return _amount(grids["order"], max(last, 1), free, "Place in the order of drawing", "0, first", str(last))
+        return _amount(grids["order"], max(last, 1), free, "Place in the order of sampling", "0, first", str(last))
     if metric == "block":
         last = max(int(grids["block"].max()), 1)
         return _amount(grids["block"], last, free & (grids["block"] > 0), "Round that guessed the token", "0",
                        str(last), NOT_JUDGED)
-    tries, redrawn = np.abs(grids["tries"]), grids["tries"] != 0
-    most, vain = max(int(tries.max()), 1), int((grids["tries"] < 0).sum())
-    title = "Tries to redraw after a rejection" + (f"; {vain} in vain" if vain else "")
-    return _amount(tries, most, redrawn, title, "0", str(most), "not redrawn by tries")
+    tries, resampled = np.abs(grids["tries"]), grids["tries"] != 0
+    most, failed = max(int(tries.max()), 1), int((grids["tries"] < 0).sum())
+    title = "Tries to resample after a rejection" + (f"; {failed} failed" if failed else "")
+    return _amount(tries, most, resampled, title, "0", str(most), "not resampled by tries")
 
 
 def _tokens_per_pass(finalised_at: np.ndarray, free: np.ndarray) -> np.ndarray:
@@ -237,7 +237,7 @@ def _log_ratio(ratio: np.ndarray, judged: np.ndarray) -> TokenMap:
 
 
 def _tree(metric: str, values: np.ndarray, free: np.ndarray) -> TokenMap:
-    """Raises ValueError for a run that drew no trees."""
+    """Raises ValueError for a run that drafted no trees."""
     most = int(values.max())
     if not most:
         raise ValueError(f"This run drafted no trees, so there is no {metric} to show. Choose another metric, or "
@@ -264,24 +264,24 @@ def gradient(values: np.ndarray, anchors: tuple[tuple[int, int, int], ...]) -> n
 
 
 def enlarge(grid: np.ndarray, height: int, width: int) -> np.ndarray:
-    """A token grid [h, w, ...] at picture size, each token a flat rectangle."""
+    """A token grid [h, w, ...] at image size, each token a flat rectangle."""
     rows = np.arange(height) * grid.shape[0] // height
     cols = np.arange(width) * grid.shape[1] // width
     return grid[rows][:, cols]
 
 
-def overlay(token_map: TokenMap, picture: np.ndarray | None, opacity: float, shortest: int = 512) -> np.ndarray:
-    """Map over picture [H, W, 3] (uint8; None: map alone), ``shortest`` pixels or larger, above its legend.
+def overlay(token_map: TokenMap, image: np.ndarray | None, opacity: float, shortest: int = 512) -> np.ndarray:
+    """Map over image [H, W, 3] (uint8; None: map alone), ``shortest`` pixels or larger, above its legend.
 
-    The picture turns grey, so that every colour is the map's.
+    The image turns grey, so that every colour is the map's.
     """
     rows, cols = token_map.colours.shape[:2]
-    height, width = picture.shape[:2] if picture is not None else (rows, cols)
+    height, width = image.shape[:2] if image is not None else (rows, cols)
     factor = -(-shortest // min(height, width))
     height, width = height * factor, width * factor
     canvas = enlarge(token_map.colours, height, width).astype(np.float64)
-    if picture is not None:
-        grey = picture @ [0.299, 0.587, 0.114]
+    if image is not None:
+        grey = image @ [0.299, 0.587, 0.114]
         canvas = opacity * canvas + (1 - opacity) * enlarge(grey, height, width)[..., None]
     return np.concatenate((canvas.round().astype(np.uint8), draw_legend(token_map, width)))
 

@@ -45,17 +45,17 @@ class Column:
 
 
 def columns(traces: list[Trace]) -> list[Column]:
-    """The measures, per picture. Wall times only of runs that may be compared (see :func:`times_compare`)."""
+    """The measures, per image. Wall times only of runs that may be compared (see :func:`times_compare`)."""
     totals = [t.summary() for t in traces]
     chosen = [
-        Column("model passes", "per picture", [sum(t["passes_per_image"]) / t["images"] for t in totals], _count),
+        Column("model passes", "per image", [sum(t["passes_per_image"]) / t["images"] for t in totals], _count),
         Column("draft passes", "per run", [t["draft_passes"] for t in totals], _count),
         Column("tokens", "per model pass", [t["accepted_length"] for t in totals], "{:.2f}".format),
         Column("acceptance", "of guesses", [_acceptance(t) for t in totals], "{:.0%}".format),
     ]
     if not all(t.continuous for t in traces):
-        leaks = [t["tv_leak"] / t["images"] if "tv_leak" in t else None for t in totals]
-        chosen.append(Column("leak", "per picture", leaks, "{:.2f}".format))
+        bounds = [t["tv_leak"] / t["images"] if "tv_leak" in t else None for t in totals]
+        chosen.append(Column("drift bound", "per image", bounds, "{:.2f}".format))
     if any(t.continuous for t in traces):
         chosen.append(Column("distance", "mean square", [_distance(t) for t in totals], "{:.3g}".format))
     if not times_compare(traces):
@@ -69,7 +69,7 @@ def times_compare(traces: list[Trace]) -> str:
     if None in servers or len(servers) > 1:
         return "No wall times: these runs were not all made by the same running server, so their times do not compare."
     if len({(t.totals["images"], t.totals["tokens"]) for t in traces}) > 1:
-        return "No wall times: these runs drew different numbers of pictures or tokens, so their times do not compare."
+        return "No wall times: these runs sampled different numbers of images or tokens, so their times do not compare."
     return ""
 
 
@@ -78,7 +78,7 @@ def _acceptance(totals: dict) -> float | None:
 
 
 def _distance(totals: dict) -> float | None:
-    """Between the draws of both models, where there were two."""
+    """Between the samples of both models, where there were two."""
     return totals.get("mean_square_distance") if totals["draft_passes"] else None
 
 
@@ -105,7 +105,7 @@ def written_table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def chart(traces: list[Trace]) -> np.ndarray:
-    """The same as a picture [H, 1024, 3] (uint8): one row per run, one column of bars per measure."""
+    """The same as an image [H, 1024, 3] (uint8): one row per run, one column of bars per measure."""
     return bars(labels(traces), [exact(trace) for trace in traces], columns(traces), times_compare(traces))
 
 

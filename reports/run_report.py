@@ -12,7 +12,7 @@ RULES = {
     "cool_sd": "Cool-SD", "grouped": "grouped", "tv_metered": "metered",
 }
 SHOWN = ("neighbours", "delta", "ratio", "decay", "epsilon", "window", "gap", "radius")  # settings of rules
-TOLD_ELSEWHERE = ("method", "model", "prompt", "server", "lossless")
+SHOWN_ELSEWHERE = ("method", "model", "prompt", "server", "lossless")
 DRAFTED = {"block": "blocks", "prefix": "prefixes", "exact": "prefixes"}  # mode of a continuous run -> what it guesses
 SIGMA = {"off": "", "paper": ", Sigma as in the paper", "official": ", Sigma as in the official code"}
 
@@ -72,7 +72,7 @@ def exact(trace: Trace) -> bool:
 
 
 def fidelity(trace: Trace) -> str:
-    """The same in words, and how much drift was added."""
+    """The same in words, and the bound on its drift."""
     if trace.settings.get("mode") == "exact":
         return "the distribution of the model with noise in its last step"
     if exact(trace):
@@ -81,9 +81,9 @@ def fidelity(trace: Trace) -> str:
         return "tokens of a pass do not see each other"
     if trace.continuous:
         apart = trace.summary()["mean_square_distance"]
-        return f"the two models' draws are {apart:.3g} apart (mean squared distance)"
-    leak = trace.summary()["tv_leak"] / trace.totals["images"]
-    return f"approximate, leak {leak:.2f} per picture" if leak else "approximate"
+        return f"the two models' samples are {apart:.3g} apart (mean squared distance)"
+    bound = trace.summary()["tv_leak"] / trace.totals["images"]
+    return f"approximate, drift bound {bound:.2f} per image" if bound else "approximate"
 
 
 def describe(trace: Trace) -> str:
@@ -95,12 +95,12 @@ def describe(trace: Trace) -> str:
     if "window" in settings:
         method += f", window {settings['window']}, initial {settings['initial']}"
     length = trace.positions["source"].shape[1]
-    drawn = length - totals["given"] // totals["images"]
+    sampled = length - totals["given"] // totals["images"]
     lines = [
         method,
         f"acceptance: {judgement(settings)}; {fidelity(trace)}",
-        f"{', '.join(map(str, passes))} passes for {drawn} tokens: {totals['step_compression']:.2f} tokens per pass "
-        f"({'one token a pass' if trace.continuous else 'next token'}: {drawn} passes)",
+        f"{', '.join(map(str, passes))} passes for {sampled} tokens: {totals['step_compression']:.2f} tokens per pass "
+        f"({'one token a pass' if trace.continuous else 'next token'}: {sampled} passes)",
     ]
     if totals["draft_passes"]:
         lines.append(f"{totals['draft_passes']} passes of the drafter")
@@ -110,8 +110,8 @@ def describe(trace: Trace) -> str:
         lines.append(f"accepted guesses: {totals['accepted_drafts']} ({totals['acceptance_rate']:.0%} of those judged)")
     if skipped := totals["sources"].get("skipped"):
         lines.append(f"taken unverified: {skipped}")
-    if vain := totals.get("last_resorts"):
-        lines.append(f"redrawn in vain: {vain} (the last try was taken)")
+    if failed := totals.get("last_resorts"):
+        lines.append(f"resampling failed: {failed} (the last try was taken)")
     lines.append(drawing(settings))
     lines.append(f"seed {totals['seed']}, {totals['seconds']:.2f} s")
     return "\n".join(lines)
@@ -124,13 +124,13 @@ def check_words(trace: Trace, name: str) -> None:
         labels([trace])
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{name} tells of a run with settings that this pack does not know ({type(error).__name__}: {error}). Save "
+            f"{name} has a run with settings that this pack does not know ({type(error).__name__}: {error}). Save "
             "it again with Save Trace."
         ) from error
 
 
 def drawing(settings: dict[str, Any]) -> str:
-    """With which parameters the model drew."""
+    """The sampling parameters of the model."""
     if "kind" not in settings:
         return ", ".join(f"{name} {settings[name]:g}" for name in ("cfg", "temperature", "top_k", "top_p"))
     cfg = f"cfg {settings['cfg']:g}" + (f" ({settings['cfg_schedule']})" if settings["cfg"] != 1 else "")
@@ -158,7 +158,7 @@ def _facts(trace: Trace) -> dict[str, Any]:
     """Everything that may differ between two runs, under short names."""
     flat: dict[str, Any] = {}
     for name, value in trace.settings.items():
-        if name not in TOLD_ELSEWHERE:
+        if name not in SHOWN_ELSEWHERE:
             flat |= value if isinstance(value, dict) else {name: value}
     return flat | {"seed": trace.totals["seed"], "images": trace.totals["images"],
                    "prompt": trace.settings.get("prompt"), "model": trace.settings.get("model")}

@@ -1,4 +1,4 @@
-"""Drawing of a run pass by pass: the picture as far as it is decided, the latest tokens tinted. Pure numpy."""
+"""A run, forward pass by forward pass: the image as far as it is decided, the latest tokens tinted. Pure numpy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..samplers.trace import Source, Trace
 from .acceptance_map import SOURCES
 from .images import Images, as_bytes, check_images
 
-UNDRAWN = (128, 128, 128)  # colour of what is not drawn yet
+UNDRAWN = (128, 128, 128)  # colour of what is not decided yet
 TRAIL = 4  # frames in which a token is tinted, ...
 FADE = 0.5  # ... in each of them so much as in the one before
 MOST = 240  # frames of a run, where the user names no number
@@ -49,8 +49,9 @@ def frame_rate(count: int) -> float:
 
 
 def passes_of(trace: Trace, image: int, most: int) -> list[int]:
-    """The passes that image number ``image`` is drawn after: all from the first that decided a token of it to the last,
-    or ``most`` (1 or more) of them at even distances, with the last and, unless that is the only one, the first."""
+    """The passes after which image number ``image`` is shown: all from the first that decided a token of it to the
+    last, or ``most`` (1 or more) of them at even distances, with the last and, unless that is the only one, the
+    first."""
     decided = _grid(trace, "finalised_at", image)[_grid(trace, "source", image) != Source.FORCED]
     if not len(decided):  # all of it was kept
         return [0]
@@ -60,25 +61,25 @@ def passes_of(trace: Trace, image: int, most: int) -> list[int]:
 
 
 def draw_frames(
-    trace: Trace, image: int, picture: np.ndarray, after: list[int], tint: float
+    trace: Trace, image: int, pixels: np.ndarray, after: list[int], tint: float
 ) -> Iterator[np.ndarray]:
-    """The decoded picture [H, W, 3] (fp32 in 0..1) of image number ``image``, as far as it was decided ``after`` each
+    """The decoded pixels [H, W, 3] (fp32 in 0..1) of image number ``image``, as far as it was decided ``after`` each
     of these passes (rising), the rest grey.
 
-    A token has the colour of its Source (see maps) with the strength ``tint`` (0..1) in the frame in which it appears,
-    and fades. What was kept is there from the first frame on, and never tinted.
+    A token has the colour of its Source (see acceptance_map) with the strength ``tint`` (0..1) in the frame in which
+    it appears, and fades. What was kept is there from the first frame on, and never tinted.
     """
     source = _grid(trace, "source", image)
     appears = np.searchsorted(after, _grid(trace, "finalised_at", image))  # in this frame
     appears = np.where(source == Source.FORCED, -TRAIL, appears)
-    tops, lefts = (edges(size, count) for size, count in zip(picture.shape, source.shape, strict=False))
-    canvas = np.empty_like(picture)
+    tops, lefts = (edges(size, count) for size, count in zip(pixels.shape, source.shape, strict=False))
+    canvas = np.empty_like(pixels)
     canvas[:] = np.divide(UNDRAWN, 255)
     for number in range(len(after)):
         age = number - appears
         for row, col in np.argwhere(age >= 0 if number == 0 else age == 0):
             area = np.s_[tops[row] : tops[row + 1], lefts[col] : lefts[col + 1]]
-            canvas[area] = picture[area]
+            canvas[area] = pixels[area]
         frame = canvas.copy()
         for row, col in np.argwhere((age >= 0) & (age < TRAIL)):
             area = np.s_[tops[row] : tops[row + 1], lefts[col] : lefts[col + 1]]
@@ -88,7 +89,7 @@ def draw_frames(
 
 
 def edges(size: int, count: int) -> np.ndarray:
-    """Where ``count`` tokens begin on a side of so many pixels, and its end: the same areas as in maps.enlarge."""
+    """Where ``count`` tokens begin on a side of so many pixels, and its end: the same areas as ``enlarge`` gives."""
     return -(-np.arange(count + 1) * size // count)
 
 

@@ -1,4 +1,4 @@
-"""What a trace holds of every token, as a file for the front end, which tells the numbers of the token pointed at."""
+"""What a trace holds of every token, as a file for the front end, which shows the records of the token pointed at."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DIGITS = 4  # significant ones that are kept of fractions
 def token_numbers(trace: Trace, image: int, map_size: tuple[int, int]) -> str:
     """Strict JSON (no NaN, no Infinity) of one image's records.
 
-    map_size: (width, height) of the token grid in the picture beside the file. ``fields`` has an array per record of
+    map_size: (width, height) of the token grid in the image beside the file. ``fields`` has an array per record of
     the trace, row by row; records of nothing but zeros are left out. ``sources`` names the values of "source".
     """
     names = {kind: name for kind, (name, _) in SOURCES.items()} | (CONTINUOUS_NAMES if trace.continuous else {})

@@ -15,7 +15,7 @@ from .comparison import Column, bars, written_table
 
 SCHEMA = "specar.trials/1"
 TIME_UP = "not tried, as time was up"  # a note
-ROUNDING = 1e-5  # of leaks, which are summed in fp32
+ROUNDING = 1e-5  # of drift bounds, which are summed in fp32
 
 
 class Method(Protocol):
@@ -29,8 +29,8 @@ class Method(Protocol):
 
 @dataclass
 class Trial:
-    """What was measured of a method: seconds per token of every run; tokens, passes of the model (summed over pictures)
-    and drift of all runs together. note: why there are no numbers, or not all."""
+    """What was measured of a method: seconds per token of every run; tokens, passes of the model (summed over images)
+    and drift bound (leak) of all runs together. note: why there are no numbers, or not all."""
 
     method: Method
     seconds: list[float] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Trial:
 
     @property
     def passes_per_token(self) -> float:
-        """Of one picture: 1 is what the next-token sampler takes."""
+        """Of one image: 1 is what the next-token sampler takes."""
         return self.passes / self.tokens
 
     def within(self, budget: float) -> bool:
@@ -91,24 +91,24 @@ def speed(trial: Trial, plain: Trial) -> tuple[float, float, float]:
 
 
 def summary(trials: list[Trial], verdict: Verdict, setting: str, budget: float) -> str:
-    """What was chosen and why, how to set it by hand, and what was not measured. setting: what the trials drew."""
+    """What was chosen and why, how to set it by hand, and what was not measured. setting: what the trials sampled."""
     chosen = verdict.chosen
     if verdict.faster:
         times, least, most = speed(chosen, trials[0])
         lines = [f"Chosen: {title(chosen)}. {times:.2f} times as fast as next token in these trials ({least:.2f} to "
                  f"{most:.2f} over {len(chosen.seconds)} runs)."]
         if verdict.alike:
-            lines.append(f"Not to be told from the fastest by these runs: {'; '.join(map(title, verdict.alike))}.")
+            lines.append(f"Indistinguishable from the fastest in these runs: {'; '.join(map(title, verdict.alike))}.")
     elif trials[1:] and all(trial.note == TIME_UP for trial in trials[1:]):
-        lines = ["Chosen: next token, for want of time to try any other method. Allow more seconds."]
+        lines = ["Chosen: next token, as there was no time to try any other method. Allow more seconds."]
     else:
         within = " within the leak budget" if budget else ""
         lines = [f"Chosen: next token. No other method{within} was faster, as far as these trials can tell."]
     notes: dict[str, list[str]] = {}
     for trial in trials:
         notes.setdefault(trial.note, []).append(title(trial))
-    told = [f"{note[0].upper()}{note[1:]}: {'; '.join(titles)}." for note, titles in notes.items() if note]
-    return "\n".join([*lines, f"By hand: {chosen.method.by_hand}.", setting, *told])
+    noted = [f"{note[0].upper()}{note[1:]}: {'; '.join(titles)}." for note, titles in notes.items() if note]
+    return "\n".join([*lines, f"By hand: {chosen.method.by_hand}.", setting, *noted])
 
 
 def in_words(trials: list[Trial], verdict: Verdict, setting: str, budget: float) -> str:
@@ -138,17 +138,17 @@ def title(trial: Trial) -> str:
 def columns(trials: list[Trial]) -> list[Column]:
     """The measures, with the range of single runs where there are several."""
     plain = trials[0]
-    told = [trial if trial.seconds else None for trial in trials]
-    speeds = [t and speed(t, plain) for t in told]
+    measured = [trial if trial.seconds else None for trial in trials]
+    speeds = [t and speed(t, plain) for t in measured]
     chosen = [
-        Column("time", "ms per token", [t and 1000 * t.median for t in told], "{:.3g}".format,
-               [t and (1000 * min(t.seconds), 1000 * max(t.seconds)) for t in told]),
+        Column("time", "ms per token", [t and 1000 * t.median for t in measured], "{:.3g}".format,
+               [t and (1000 * min(t.seconds), 1000 * max(t.seconds)) for t in measured]),
         Column("speed", "times next token", [s and s[0] for s in speeds], "{:.2f}".format,
                [None, *(s and s[1:] for s in speeds[1:])]),
-        Column("model passes", "per token", [t and t.passes_per_token for t in told], "{:.2f}".format),
+        Column("model passes", "per token", [t and t.passes_per_token for t in measured], "{:.2f}".format),
     ]
     if any(not trial.method.exact for trial in trials):
-        chosen.append(Column("leak", "per token", [t and t.leak_per_token for t in told], "{:.3f}".format))
+        chosen.append(Column("drift bound", "per token", [t and t.leak_per_token for t in measured], "{:.3f}".format))
     return chosen
 
 
@@ -165,7 +165,7 @@ def table(trials: list[Trial], verdict: Verdict) -> str:
 
 
 def chart(trials: list[Trial], verdict: Verdict, setting: str) -> np.ndarray:
-    """The same as a picture [H, 1024, 3] (uint8); thin lines show the range of single runs."""
+    """The same as an image [H, 1024, 3] (uint8); thin lines show the range of single runs."""
     names = [(t.method.name, f"{t.method.judges}; {t.note}" if t.note and t.seconds else t.method.judges)
              for t in trials]
     return bars(names, [trial.method.exact for trial in trials], columns(trials), setting,

@@ -75,7 +75,7 @@ def assert_tells(page: Page, trace: Trace, image: int, row: int, column: int) ->
                            arg=f"row {row + 1}, column {column + 1}: ")
     title, pairs = told(page)
     values = {name: trace.grid(name)[image, row, column].item() for name in trace.positions}
-    assert title.endswith("redrawn after rejection") == (values["source"] == Source.RESIDUAL)
+    assert title.endswith("resampled after rejection") == (values["source"] == Source.RESIDUAL)
     expected = {NAMES[name]: value for name, value in values.items()
                 if name in NAMES and (values["depth"] or name not in OF_GUESSES)}
     assert set(expected) <= set(pairs) <= set(expected) | {"tries to redraw", "TV leak"}

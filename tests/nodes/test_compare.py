@@ -29,7 +29,7 @@ def test_node_draws_all_runs_and_hands_on_their_reports(run, nodes, runs):
     assert [len(row) for row in rows] == [8] * 6  # run, distribution, five measures and the time; head, rule, four runs
     assert rows[2][0].strip() == "next token, exact" and float(rows[2][2]) == 16 and rows[2][5].strip() == "-"
     assert [row[1].strip() for row in rows[2:]] == ["exact", "exact", "exact", "approximate"]
-    assert float(rows[5][6]) > 0  # leak
+    assert float(rows[5][6]) > 0  # drift bound
     json.dumps(out.ui["specar"])
 
 
@@ -82,9 +82,9 @@ def test_descriptions_say_what_matters(runs, sample, rule):
     assert plain.startswith("next token\n") and "the model's own distribution" in plain
     assert sjd.startswith("SJD, coupled, window 4, initial mixed\n")
     assert tree.startswith("EAGLE, static tree of 25\n") and "passes of the drafter" in tree
-    assert "UniformRSD (delta 50)" in relaxed and "approximate, leak " in relaxed
+    assert "UniformRSD (delta 50)" in relaxed and "approximate, drift bound " in relaxed
     biased = describe(sample("SJD", refinement="SJD++ reuse (paper)")[1])
-    assert "approximate" in biased and "leak" not in biased
+    assert "approximate" in biased and "bound" not in biased
     assert "LANTERN++ (neighbours 5, ratio 3)" in describe(sample("Lantern", neighbours=5, ratio=3.0)[1])
     skipping = describe(sample("VVS", interval=2, structure="chain")[1])
     assert "drafts unverified: one in 2" in skipping and "taken unverified: " in skipping
@@ -98,13 +98,13 @@ def test_continuous_runs_tell_their_tolerance_and_their_distance(run, nodes, dra
     assert second[:2] == ("the model alone", "approximate within 0.26 (kappa 45)")
     _, table = run(nodes["SpecARCompareTraces"], trace_1=plain, trace_2=block).result
     head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
-    assert "distance (mean square)" in head and not any("leak" in name for name in head)
+    assert "distance (mean square)" in head and not any("drift bound" in name for name in head)
     where = head.index("distance (mean square)")
     assert rows[0][where] == "-" and float(rows[1][where]) > 0
     assert [row[1] for row in rows] == ["exact", "approximate"]
     assert comparison.table([few]).splitlines()[2].split("|")[2].strip() == "approximate"
     mixed = [column.name for column in comparison.columns([plain, runs[0]])]
-    assert "leak" in mixed and "distance" in mixed
+    assert "drift bound" in mixed and "distance" in mixed
     assert comparison.table([plain, block, runs[0]]).count("-") > 3
     assert comparison.chart([plain, runs[0]]).shape[1] == 1024
 

@@ -29,7 +29,7 @@ def as_json(trace: Trace) -> dict:
 
 
 def made_trace(**grids) -> Trace:
-    """A 2 x 2 trace of one image: accepted, redrawn / bonus, kept."""
+    """A 2 x 2 trace of one image: accepted, resampled / bonus, kept."""
     default = {
         "source": [Source.ACCEPTED, Source.RESIDUAL, Source.BONUS, Source.FORCED], "finalised_at": [1, 1, 2, 2],
         "depth": [1, 2, 0, 0], "ratio": [2.0, 0.125, 0.0, 0.0], "entropy": [0.0, 1.0, 2.0, 0.0],
@@ -121,7 +121,7 @@ def vector_trace(**grids) -> Trace:
         ("log ratio", [[1, np.exp(-1, dtype=np.float32)], [0, 0]], "no guess was verified: 2"),
         ("order", [[2 / 3, 1], [1 / 3, 0]], "kept or fixed: 1"),
         ("block", [[1, 0.5], [0, 0]], "no guess was verified: 2"),
-        ("tries", [[0, 1], [0, 0]], "not redrawn by tries: 3"),
+        ("tries", [[0, 1], [0, 0]], "not resampled by tries: 3"),
     ],
 )
 def test_metrics_of_continuous_models(metric, strength, grey):
@@ -132,8 +132,8 @@ def test_metrics_of_continuous_models(metric, strength, grey):
 
 def test_continuous_words_in_legends():
     legend = [item.text for item in token_map(vector_trace(), "source", 0).legend]
-    assert "accepted within the tolerance: 1 (25%)" in legend and "drawn by the model alone, first: 1 (25%)" in legend
-    assert token_map(vector_trace(), "tries", 0).title.endswith("1 in vain")
+    assert "accepted within the tolerance: 1 (25%)" in legend and "sampled by the model alone, first: 1 (25%)" in legend
+    assert token_map(vector_trace(), "tries", 0).title.endswith("1 failed")
     infinite = token_map(vector_trace(log_ratio=[np.inf, -np.inf, 0.0, 0.0]), "log ratio", 0)
     assert tuple(infinite.colours[0, 0]) == RATIO[-1] and tuple(infinite.colours[0, 1]) == RATIO[0]
 

@@ -105,7 +105,7 @@ def test_a_budget_brings_relaxed_methods_and_bounds_the_choice(find):
         assert not over or len(t["seconds_per_token"]) == 1, "it need not be repeated"
     chosen = told(out)[out.ui["specar"][0]["chosen"]]
     assert chosen["tv_leak"] / chosen["tokens"] <= 1e-4 * (1 + 1e-5)
-    assert "leak (per token)" in out.result[2]
+    assert "drift bound (per token)" in out.result[2]
 
 
 def test_fast_methods_are_repeated_in_turns_with_the_baseline(find, monkeypatch):
