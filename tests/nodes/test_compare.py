@@ -58,7 +58,7 @@ def test_wall_times_only_of_one_server_and_equal_work(runs, sample):
         assert "same running server" in comparison.table(pair).splitlines()[-1]
         assert len(comparison.chart(pair)) > len(comparison.chart([runs[0], runs[1]]))  # room for the sentence
     more = [runs[0], sample("NextToken", batch=2)[1]]
-    assert "different numbers of pictures" in comparison.table(more)
+    assert "different numbers of images" in comparison.table(more)
 
 
 def test_runs_that_read_alike_are_told_apart(runs, sample):
