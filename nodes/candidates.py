@@ -43,7 +43,7 @@ def relaxed_methods(bases: Iterable[ChosenMethod], budget: float, codes: int) ->
     """``bases`` with rules that drift measurably, for a budget of drift per token and a codebook of so many codes
     (0: there is none)."""
     rules: list[tuple[AcceptanceRule, str, str]] = [
-        (TVMetered(budget), f"metered (epsilon {budget:g})", f"Metered Rule: epsilon {budget:g}"),
+        (TVMetered(budget), f"TV budget (epsilon {budget:g})", f"TV Budget Rule: epsilon {budget:g}"),
         (CoolSD(1.1), "Cool-SD (delta 1.1)", "Cool-SD Rule: delta 1.1"),
         (CoolSD(2.0), "Cool-SD (delta 2)", "Cool-SD Rule: delta 2"),
     ]

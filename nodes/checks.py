@@ -72,11 +72,11 @@ def problem_of(wanted: io.Input, value: Any) -> str | None:
 def told(value: Any) -> str:
     """A value in a few words."""
     if isinstance(value, Tensor):
-        return f"a tensor of the shape {list(value.shape)} ({str(value.dtype).removeprefix('torch.')})"
+        return f"a tensor of shape {list(value.shape)} ({str(value.dtype).removeprefix('torch.')})"
     if isinstance(value, (str, int, float)):
-        text = repr(value) if not isinstance(value, int) or abs(value) < 10**SHORT else "a number of too many digits"
+        text = repr(value) if not isinstance(value, int) or abs(value) < 10**SHORT else "a number with too many digits"
     else:
-        text = f"of the type {type(value).__name__}"
+        text = f"of type {type(value).__name__}"
     return text if len(text) <= SHORT else text[:SHORT] + "..."
 
 
@@ -102,13 +102,13 @@ def _number(wanted: io.Input, value: Any) -> str | None:
     sound = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     if sound and wanted.min <= value <= wanted.max:
         return None
-    return f"is {told(value)}, but must be a {'whole ' * whole}number from {wanted.min} to {wanted.max}."
+    return f"is {told(value)}, but must be {'an integer' if whole else 'a number'} from {wanted.min} to {wanted.max}."
 
 
 def _text(wanted: io.Input, value: Any) -> str | None:
     if isinstance(value, str):
         return None
-    return f"is {told(value)}, but must be a text, or one of the choices of the widget."
+    return f"is {told(value)}, but must be a string, or one of the options of the widget."
 
 
 def _switch(wanted: io.Input, value: Any) -> str | None:
@@ -118,15 +118,15 @@ def _switch(wanted: io.Input, value: Any) -> str | None:
 def _latent(wanted: io.Input, value: Any) -> str | None:
     samples = value.get("samples") if isinstance(value, dict) else None
     if getattr(samples, "is_nested", False):
-        return "holds several latents in one (a video and its sound, say). Use Empty AR Latent or VAE Encode."
+        return "holds several latents (for example video and audio). Use Empty AR Latent or VAE Encode."
     if not isinstance(samples, Tensor):
         return f"is {told(value)}, but must be a LATENT (Empty AR Latent or VAE Encode)."
-    problem = flaw(samples, (4,)) or (None if samples.is_floating_point() else f"holds {told(samples)}, no floats.")
+    problem = flaw(samples, (4,)) or (None if samples.is_floating_point() else f"holds {told(samples)}, not floats.")
     if problem:
-        return f"{problem} A LATENT is [pictures, channels, rows, columns]: use Empty AR Latent or VAE Encode."
+        return f"{problem} A LATENT is [images, channels, rows, columns]: use Empty AR Latent or VAE Encode."
     if value.get("noise_mask") is not None:
         problem = flaw(value["noise_mask"], (2, 3, 4))
-        return problem and f"has a noise mask that {problem} Draw the mask again (Set Latent Noise Mask)."
+        return problem and f"has a noise mask that {problem} Recreate the mask (Set Latent Noise Mask)."
     return None
 
 
@@ -136,11 +136,11 @@ def _conditioning(wanted: io.Input, value: Any) -> str | None:
     for entry in value:
         if not (isinstance(entry, (list, tuple)) and len(entry) == 2 and isinstance(entry[0], Tensor)
                 and isinstance(entry[1], dict) and isinstance(entry[1].get("ar", {}), dict)):
-            return "is a CONDITIONING that no CLIP Text Encode made. Connect one with the model's own CLIP."
+            return "is a CONDITIONING not made by CLIP Text Encode. Connect one made with the model's own CLIP."
         if entry[0].ndim != 3 and "ar" in entry[1]:
-            return f"is a CONDITIONING of the shape {list(entry[0].shape)}, no [prompts, words, numbers]. Make it anew."
+            return f"is a CONDITIONING of shape {list(entry[0].shape)}, not [prompts, words, values]. Recreate it."
         if entry[0].numel() and not entry[0].isfinite().all():
-            return "is a CONDITIONING that holds NaN or infinite numbers. Make it anew with CLIP Text Encode."
+            return "is a CONDITIONING with NaN or infinite values. Recreate it with CLIP Text Encode."
     return None
 
 
@@ -148,12 +148,12 @@ def _image(wanted: io.Input, value: Any) -> str | None:
     problem = flaw(value, (4,))
     if not problem and (not value.is_floating_point() or value.shape[-1] < 3):
         problem = f"is {told(value)}."
-    return problem and f"{problem} An IMAGE is [pictures, height, width, 3] with numbers from 0 to 1 (VAE Decode)."
+    return problem and f"{problem} An IMAGE is [images, height, width, 3] with values from 0 to 1 (VAE Decode)."
 
 
 def _mask(wanted: io.Input, value: Any) -> str | None:
     problem = flaw(value, (2, 3, 4))
-    return problem and f"{problem} A MASK is [masks, height, width] with numbers from 0 to 1."
+    return problem and f"{problem} A MASK is [masks, height, width] with values from 0 to 1."
 
 
 def _vae(wanted: io.Input, value: Any) -> str | None:
@@ -167,7 +167,7 @@ def flaw(value: Any, dimensions: tuple[int, ...]) -> str | None:
         return f"is {told(value)}."
     if not value.numel():
         return f"is empty: {told(value)}."
-    return None if value.isfinite().all() else "holds NaN or infinite numbers."
+    return None if value.isfinite().all() else "holds NaN or infinite values."
 
 
 CHECKS: dict[str, Callable[[io.Input, Any], str | None]] = {

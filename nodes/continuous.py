@@ -50,16 +50,16 @@ def continuous_inputs() -> list[io.Input]:
     """Sockets and widgets of every sampler of continuous models, first on the node."""
     return [
         *prompt_inputs(),
-        temperature_input("it scales the noise in every step of the head"),
+        temperature_input("it scales the noise in every denoising step of the head"),
         io.Combo.Input("guidance", options=list(GUIDANCE), default=MODELS_OWN,
-                       tooltip="How cfg is spread over the picture. linear: it grows with the share that is drawn, as "
-                       "MAR's authors do. constant: the same for every token."),
+                       tooltip="How cfg changes over the image. linear: it grows with the fraction generated so far, "
+                       "as MAR's authors do. constant: the same for every token."),
         io.Combo.Input("head_sampler", options=list(HEADS), default=MODELS_OWN,
-                       tooltip="How the diffusion head draws a token. ddpm: with noise in every step. ddim: without, "
-                       "which needs fewer steps."),
+                       tooltip="How the diffusion head samples a token. ddpm: with noise in every step. ddim: without "
+                       "noise, which needs fewer steps."),
         io.Int.Input("head_steps", default=0, min=0, max=1000,
                      tooltip="Denoising steps of the diffusion head per token. Fewer are faster and coarser. 0: the "
-                     "model's own number."),
+                     "model's default."),
     ]
 
 
@@ -70,13 +70,13 @@ class ContinuousNextTokenSampler(io.ComfyNode):
             node_id="SpecARContinuousNextTokenSampler",
             display_name="AR Sampler (continuous)",
             category="SpecAR/sampling",
-            description=f"For models whose tokens are vectors ({CONTINUOUS_NAMES}): the plain method, one token per "
-            "pass or as many as the model's authors draw, and the baseline for the speculative sampler.",
+            description=f"For models whose tokens are vectors ({CONTINUOUS_NAMES}). Samples one token per forward "
+            "pass of the model, or as many as the model's authors do. The baseline for the speculative sampler.",
             inputs=[
                 *continuous_inputs(),
                 io.Int.Input("iterations", default=0, min=0, max=4096,
-                             tooltip="Passes of the model. 0: the model's own number, for MAR one per token. With "
-                             "fewer, several tokens are drawn at once: faster, but they do not see each other."),
+                             tooltip="Forward passes of the model. 0: the model's default, for MAR one per token. With "
+                             "fewer, several tokens are sampled in one pass: faster, but they do not see each other."),
                 negative_input(),
             ],
             outputs=sampler_outputs(),
@@ -94,40 +94,44 @@ class ContinuousSampler(io.ComfyNode):
             node_id="SpecARContinuousSampler",
             display_name="Continuous Speculative Sampler",
             category="SpecAR/sampling",
-            description=f"For models whose tokens are vectors ({CONTINUOUS_NAMES}): a small model guesses tokens, the "
-            "model judges several in one pass. NOT lossless: a guess passes if it is within a tolerance of what the "
-            "model would draw. Only mode exact follows a distribution exactly, that of the model with noise in its "
-            "last denoising step, and it saves next to nothing.",
+            description=f"For models whose tokens are vectors ({CONTINUOUS_NAMES}): a small model drafts tokens, and "
+            "the model verifies several of them in one forward pass. NOT lossless: a draft token is accepted if it is "
+            "within a tolerance of what the model itself would sample. Only mode exact follows a distribution exactly, "
+            "that of the model with noise in its last denoising step, and it saves almost nothing.",
             inputs=[
                 *continuous_inputs(),
                 drafter_input(),
                 io.Int.Input("draft_length", default=8, min=1, max=256,
-                             tooltip="Tokens guessed and judged per pass of the model. Longer saves passes; in the "
-                             "first mode more of the picture is then drawn without seeing its latest tokens."),
+                             tooltip="Tokens drafted and verified per forward pass of the model. Longer drafts save "
+                             "passes; in the first mode, more of the image is then generated without seeing its latest "
+                             "tokens."),
                 io.Float.Input("prefill", default=0.05, min=0, max=1, step=0.01, round=0.001,
-                               tooltip="Share of the picture that the model draws alone before any guess. The paper "
-                               "uses 0.05: the first tokens decide what the picture becomes."),
+                               tooltip="Fraction of the image that the model generates alone before drafting starts. "
+                               "The paper uses 0.05: the first tokens decide what the image becomes."),
                 io.Combo.Input("mode", options=list(MODES), default=next(iter(MODES)),
-                               tooltip="each guess alone: what is rejected is replaced by the model's own draw, "
-                               "nothing is lost. stop at a rejection: the paper's algorithm, later guesses are "
-                               "dropped. exact: no tolerance; with a true MAR, which adds no noise in its last step, "
-                               "nothing would ever pass, so this adds it. All but the last are approximate."),
+                               tooltip="each guess alone: a rejected draft token is replaced by the model's own "
+                               "sample, and the others stay. stop at a rejection: the paper's algorithm, which drops "
+                               "all later draft tokens. exact: no tolerance; a standard MAR adds no noise in its last "
+                               "step and would reject every draft token, so this mode adds that noise. All modes but "
+                               "exact are approximate."),
                 io.Combo.Input("target_sees", options=list(SEES), default="automatic",
-                               tooltip="What the model sees when it judges a guess. what is decided: one picture per "
-                               "pass, cheap, but the guesses of a round do not see each other. and earlier guesses: "
-                               "one variant of the picture per guess, as dear as that many pictures. automatic: the "
-                               "first for each guess alone, the second for the other modes, which need it."),
+                               tooltip="What the model sees when it verifies a draft token. what is decided: one image "
+                               "per pass, cheap, but the draft tokens of a round do not see each other. and earlier "
+                               "guesses: one variant of the image per draft token, at the cost of that many images. "
+                               "automatic: the first for each guess alone, the second for the other modes, which need "
+                               "it."),
                 io.Float.Input("tolerance", default=0.26, min=0, max=10, step=0.01, round=0.0001,
-                               tooltip="How far a guess may be from the model's own draw, in units of the latent "
-                               "(whose spread is about 1). 0.26 is the published value (kappa 42). 0 rejects every "
-                               "guess, higher keeps more of the small model's picture. Not used in mode exact."),
+                               tooltip="How far a draft token may be from the model's own sample, in units of the "
+                               "latent (whose spread is about 1). 0.26 is the published value (kappa 42). 0 rejects "
+                               "every draft token; higher values keep more of the small model's image. Not used in "
+                               "mode exact."),
                 io.Combo.Input("sigma", options=list(SIGMA), default="off",
-                               tooltip="The paper's factor for the paths of both models in the test. Off is right: "
-                               "any other value biases the pictures. The official code uses its inverse. Must be off "
-                               "in mode exact."),
+                               tooltip="The factor by which the paper multiplies the test, from the denoising paths of "
+                               "both models. off is correct: any other value biases the images. The official code uses "
+                               "the inverse. Must be off in mode exact."),
                 io.Boolean.Input("alignment", default=True,
-                                 tooltip="Both models denoise from the same noise, so that their draws come close. "
-                                 "Off: hardly any guess passes."),
+                                 tooltip="Both models denoise from the same noise, so that their samples are close. "
+                                 "Off: almost every draft token is rejected."),
                 negative_input(),
             ],
             outputs=sampler_outputs(),

@@ -43,7 +43,7 @@ def preview(pictures: torch.Tensor, cls: type[io.ComfyNode], numbers: Sequence[s
         images = ui.PreviewImage(pictures, cls=cls).as_dict()
         beside = [folders.save_beside(*pair) for pair in zip(images["images"], numbers, strict=False)]
     except OSError as error:
-        log.error("%s shows no picture, because it could not be written: %s", cls.GET_SCHEMA().display_name, error)
+        log.error("%s shows no image, because the file could not be written: %s", cls.GET_SCHEMA().display_name, error)
         return {"images": []}
     return images | ({"specar_tokens": beside} if beside else {})
 
@@ -55,26 +55,30 @@ class AcceptanceMap(io.ComfyNode):
             node_id="SpecARAcceptanceMap",
             display_name="Acceptance Map",
             category="SpecAR/diagnostics",
-            description="Shows, token by token, where guesses were accepted, how long it took, how sure the model was.",
+            description="Shows for every token whether its draft was accepted, in which forward pass, and how certain "
+                        "the model was.",
             inputs=[
                 ARTrace.Input("trace", tooltip="The trace of an AR sampler, or of Load Trace."),
                 io.Combo.Input("metric", options=list(acceptance_map.METRICS), default="source",
-                               tooltip="source: how each token came about. pass: which pass fixed it. accepted "
-                               "length: how many were fixed with it. ratio p/q: how well the guess fitted "
-                               "(blue: accepted for certain). entropy, top-1: how sure the model was. tree depth, tree "
-                               "width: the draft tree that the token came from. skipped, accepted by relaxation, TV "
-                               "leak: where and how much the run departed from the model. For continuous models: "
-                               "distance between the draws of both models, log ratio of the test, order of drawing, "
-                               "block (the round that guessed it), tries to redraw."),
+                               tooltip="source: how each token was produced. pass: the forward pass that decided it. "
+                               "accepted length: how many tokens that pass decided. ratio p/q: the model's probability "
+                               "over the draft's (blue: always accepted). entropy, top-1: how certain the model was. "
+                               "tree depth, tree width: the draft tree that the token came from. skipped, accepted by "
+                               "relaxation, TV leak: where and by how much the run departs from the model's "
+                               "distribution. For continuous models: distance between the samples of both models, log "
+                               "ratio of the test, order of generation, block (the round that drafted it), tries to "
+                               "resample."),
                 io.Float.Input("opacity", default=0.5, min=0, max=1, step=0.05, round=0.01,
-                               tooltip="How much the map covers the picture; 1 hides it."),
-                io.Image.Input("image", optional=True, tooltip="Decoded pictures of this run, to lay the map over."),
+                               tooltip="Opacity of the map over the image. 1 hides the image."),
+                io.Image.Input("image", optional=True, tooltip="The decoded images of this run, shown below the map."),
             ],
             outputs=[
-                io.Image.Output("overlay", display_name="overlay", tooltip="Map over picture, enlarged, with legend."),
-                io.Image.Output("map", display_name="map", tooltip="The map alone, as large as the picture."),
-                io.Mask.Output("mask", display_name="mask", tooltip="The metric from 0 to 1, at picture size. "
-                               "For source: 1 where a guess was accepted; for the ratios: the probability of it."),
+                io.Image.Output("overlay", display_name="overlay", tooltip="The map over the image, enlarged, with a "
+                                                                           "legend."),
+                io.Image.Output("map", display_name="map", tooltip="The map alone, at image size."),
+                io.Mask.Output("mask", display_name="mask", tooltip="The metric from 0 to 1, at image size. For "
+                               "source: 1 where a draft token was accepted. For the ratios: the probability of "
+                               "acceptance."),
                 io.String.Output("report", display_name="report", tooltip="Settings and totals (JSON specar.trace/1)."),
             ],
             is_output_node=True,
@@ -99,15 +103,15 @@ class CompareTraces(io.ComfyNode):
             node_id="SpecARCompareTraces",
             display_name="Compare Runs",
             category="SpecAR/diagnostics",
-            description="Puts runs beside each other: passes of model and drafter, tokens per pass, drift, and, for "
-            "runs made by the same server, wall time.",
+            description="Compares runs: forward passes of model and drafter, tokens per pass, drift, and, for runs of "
+            "the same server, wall time.",
             inputs=[
                 ARTrace.Input("trace_1", tooltip="The trace of an AR sampler, or of Load Trace."),
                 *(ARTrace.Input(f"trace_{number}", optional=True, tooltip="Another trace.")
                   for number in range(2, MOST_RUNS + 1)),
             ],
             outputs=[
-                io.Image.Output("chart", display_name="chart", tooltip="A row per run, a column per measure."),
+                io.Image.Output("chart", display_name="chart", tooltip="One row per run, one column per measure."),
                 io.String.Output("table", display_name="table", tooltip="The same numbers as a Markdown table."),
             ],
             is_output_node=True,
@@ -128,11 +132,12 @@ class SaveTrace(io.ComfyNode):
             node_id="SpecARSaveTrace",
             display_name="Save Trace",
             category="SpecAR/diagnostics",
-            description="Writes a run's report (.json) and its record of all tokens (.safetensors) to output.",
+            description="Saves a run's report (.json) and its record of every token (.safetensors) to the output "
+                        "folder.",
             inputs=[
                 ARTrace.Input("trace", tooltip="The trace of an AR sampler."),
                 io.String.Input("filename_prefix", default="specar/trace",
-                                tooltip="Folder and beginning of the file names, as in Save Image; a number follows."),
+                                tooltip="Folder and prefix of the file names, as in Save Image. A counter is added."),
             ],
             outputs=[],
             is_output_node=True,
@@ -165,13 +170,14 @@ class LoadTrace(io.ComfyNode):
             node_id="SpecARLoadTrace",
             display_name="Load Trace",
             category="SpecAR/diagnostics",
-            description="Reads a trace written by Save Trace, from the output or the input folder.",
+            description="Loads a trace saved by Save Trace, from the output or the input folder.",
             inputs=[
                 io.Combo.Input("trace_name", options=folders.trace_choices(),
-                               tooltip="A trace in the output or input folder (.safetensors beside its .json). "
+                               tooltip="A trace in the output or input folder (a .safetensors file next to its .json). "
                                "Press R to refresh the list."),
             ],
-            outputs=[ARTrace.Output("trace", display_name="AR_TRACE", tooltip="For Acceptance Map.")],
+            outputs=[ARTrace.Output("trace", display_name="AR_TRACE", tooltip="For Acceptance Map, Decoding Timeline "
+                                                                              "and Compare Runs.")],
         )
 
     @classmethod

@@ -67,7 +67,7 @@ def facts_of(
         prompt = PROMPT if words is not None else getattr(model.prefix, "slots", 1)
         caches = tuple(model.kv_bytes(1, model.layout(), 0, guided, prompt) for guided in (False, True))
         ids = list(range(model.vocab, model.vocab_total))
-        specials = {"end of a row": ids[: model.row_ends], "end of the picture": ids[model.row_ends :]}
+        specials = {"end of a row": ids[: model.row_ends], "end of the image": ids[model.row_ends :]}
     grids = [model.grid, *(grid for grid in model.grids if grid != model.grid)] if discrete else [model.grid]
     return Facts(
         family=model.family, tokens="ids" if discrete else "vectors",
@@ -91,16 +91,16 @@ def in_words(name: str, facts: Facts, missing: str) -> str:
         f"weights on the compute device: {memory}",
     ]
     if facts.bytes_of_words:
-        lines.append(f"table of words, in main memory: {size(facts.bytes_of_words)}")
+        lines.append(f"word embeddings, in main memory: {size(facts.bytes_of_words)}")
     codes = f" of {facts.codes} codes" if facts.codes else ""
     specials = ", ".join(f"{what} ({', '.join(map(str, ids))})" for what, ids in facts.specials.items())
-    lines.append(f"a picture: {rows} rows of {cols} tokens{codes}" + (
-        f", {facts.sequence} in all with the special ones: {specials}" if specials else f", {facts.sequence} in all"))
+    lines.append(f"an image: {rows} rows of {cols} tokens{codes}" + (
+        f", {facts.sequence} in all with special tokens: {specials}" if specials else f", {facts.sequence} in all"))
     if facts.caches:
         plain, guided = map(size, facts.caches)
-        lines.append(f"caches per picture, behind {facts.prompt} tokens of prompt: {plain}, with guidance {guided}")
+        lines.append(f"KV cache per image, after {facts.prompt} prompt tokens: {plain}, with guidance {guided}")
     if facts.longest:
-        lines.append(f"prompt and picture together: {facts.longest} tokens at most")
+        lines.append(f"prompt and image together: at most {facts.longest} tokens")
     shown = ", ".join(f"{width} x {height}" for width, height in facts.sizes[:SHOWN_SIZES])
     more = len(facts.sizes) - SHOWN_SIZES
     lines.append(f"sizes (width x height): {shown}" + (f" and {more} more" if more > 0 else ""))
@@ -108,7 +108,7 @@ def in_words(name: str, facts: Facts, missing: str) -> str:
         f"{key} {' then '.join(value) if isinstance(value, tuple) else value}" for key, value in facts.defaults.items()
         if value is not None))
     lines.append(f"image decoder: {facts.decoder} ({size(facts.decoder_bytes)})" if facts.decoder else missing)
-    lines.append("drafters that fit: " + (", ".join(facts.drafters) or "none"))
+    lines.append("compatible drafters: " + (", ".join(facts.drafters) or "none"))
     return "\n".join(lines)
 
 

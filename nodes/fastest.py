@@ -133,7 +133,7 @@ class Search:
             trial = Trial(method)
             self.trials.append(trial)
             if method.drafter is None and 2 * method.method.width(self.request) > self.layout.length:
-                trial.note = f"not tried, as trials of {self.layout.drawn} tokens are too short for it"
+                trial.note = f"not tried: trials of {self.layout.drawn} tokens are too short for it"
                 continue
             if clock() >= enough:
                 trial.note = TIME_UP
@@ -149,7 +149,7 @@ class Search:
         self.begin(len(others) * (2 * (RUNS - 1) + 2 * self.captured))
         for place, trial in enumerate(sorted(others, key=lambda trial: trial.median)):
             if place and clock() >= self.until:
-                trial.note = "run only once, as time was up"
+                trial.note = "run only once: time was up"
                 continue
             with self.noting(trial):
                 if self.captured:
@@ -167,14 +167,14 @@ class Search:
         try:
             yield
         except GivenUpError:
-            slow = f"given up, as it took more than {HOPELESS:g} times as long as next token"
+            slow = f"stopped: it took more than {HOPELESS:g} times as long as next token"
             trial.note = TIME_UP if clock() >= until else slow
         except (RuntimeError, runs.TooLargeError) as error:
             if not isinstance(error, runs.TooLargeError) and not out_of_memory(error):
                 raise
             trial.note = "did not fit in memory"
         if trial.tokens and not trial.within(self.budget):
-            trial.note = f"over the leak budget ({trial.leak_per_token:.3f} per token)"
+            trial.note = f"over leak_budget (drift bound {trial.leak_per_token:.3f} per token)"
         for key in kept.keys() - self.warm.keys():
             del kept[key]  # a model keeps few, and the baseline's shall be among them
 
@@ -226,27 +226,27 @@ class FindFastest(io.ComfyNode):
             node_id="SpecARFindFastest",
             display_name="Find Fastest",
             category="SpecAR/diagnostics",
-            description="Tries several methods on this model and device for a while, shows what each took, and hands "
-            "on the fastest one. A method counts as faster only if all its runs were.",
+            description="Tries several methods on this model and device, shows how long each takes, and outputs the "
+            "fastest one. A method counts as faster only if all its runs were faster.",
             inputs=[
                 *(trial_seed_input() if i.id == "seed" else i for i in common_inputs()),
                 io.Float.Input("leak_budget", default=0, min=0, max=1, step=0.01, round=0.001,
-                               tooltip="Drift from the model's own distribution that is allowed per token (total "
-                               "variation, 0 to 1). 0: only exact methods. 0.05: one token in twenty may differ."),
+                               tooltip="Allowed drift from the model's own distribution per token (total variation, 0 "
+                               "to 1). 0: only exact methods. 0.05: one token in twenty may differ."),
                 io.Int.Input("tokens", default=256, min=16, max=65536,
-                             tooltip="Tokens of each picture that a trial draws at most, from the top. Fewer are drawn "
-                             "where time is short."),
+                             tooltip="Maximum number of tokens per image in a trial, from the top. Fewer if time is "
+                             "short."),
                 io.Int.Input("seconds", default=60, min=1, max=3600,
-                             tooltip="For how long to try, roughly. What was not tried by then is named."),
+                             tooltip="Approximate time for all trials. The report lists what was not tried."),
                 ARDrafter.Input("drafter", optional=True,
-                                tooltip="A drafter from Load AR Drafter, to try draft trees too."),
+                                tooltip="A drafter from Load AR Drafter, to try draft trees as well."),
                 negative_input(),
             ],
             outputs=[
-                ARMethod.Output("method", display_name="AR_METHOD", tooltip="For AR Sampler (chosen method)."),
-                io.Image.Output("chart", display_name="chart", tooltip="A row per method, a column per measure."),
+                ARMethod.Output("method", display_name="AR_METHOD", tooltip="For AR Sampler (auto)."),
+                io.Image.Output("chart", display_name="chart", tooltip="One row per method, one column per measure."),
                 io.String.Output("report", display_name="report",
-                                 tooltip="What was chosen, how to set it by hand, and all that was measured."),
+                                 tooltip="What was chosen, how to set it by hand, and all measurements."),
             ],
             is_output_node=True,
         )
@@ -258,15 +258,15 @@ class FindFastest(io.ComfyNode):
     ) -> io.NodeOutput:
         if model.model.continuous:
             raise ValueError(
-                f"{model.name} is a continuous model, and Find Fastest tries methods for models that draw token ids. "
-                "Compare its samplers yourself: connect their traces to Compare Runs."
+                f"{model.name} is a continuous model; Find Fastest supports only models of token ids. "
+                "To compare continuous samplers, connect their traces to Compare Runs."
             )
         if drafter is not None:
             drafter.follow(model)
         request = request_of(Inputs(model=model, seed=trial_seed, **inputs))
         if not request.layout.drawn:
-            raise ValueError("The noise mask of latent_image keeps every token, so there is nothing to draw. Mask what "
-                             "is to be drawn, or connect Empty AR Latent.")
+            raise ValueError("The noise mask of latent_image keeps every token, so there is nothing to generate. Mask "
+                             "the part to generate, or connect Empty AR Latent.")
         tried, layout = search(request, model, drafter, leak_budget, tokens, seconds)
         verdict = trials.judge(tried, leak_budget)
         setting = setting_in_words(request, layout)
@@ -279,7 +279,7 @@ class FindFastest(io.ComfyNode):
 
 def trial_seed_input() -> io.Input:
     return io.Int.Input("trial_seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF,
-                        tooltip="Seed of the trials. ComfyUI keeps the result until an input changes: change this to "
+                        tooltip="Seed of the trials. ComfyUI keeps the result until an input changes; change this to "
                         "measure again.")
 
 
@@ -287,5 +287,5 @@ def setting_in_words(request: Request, layout: TokenLayout) -> str:
     """What was measured."""
     drawn, total = layout.drawn, request.layout.drawn
     what = f"{total} tokens" if drawn == total else f"the first {drawn} of {total} tokens"
-    pictures = "a picture" if request.batch == 1 else f"each of {request.batch} pictures"
-    return f"Trials drew {what} of {pictures} on {request.model.device}, {drawing(asdict(request.params))}."
+    pictures = "an image" if request.batch == 1 else f"each of {request.batch} images"
+    return f"Trials sampled {what} of {pictures} on {request.model.device}, {drawing(asdict(request.params))}."

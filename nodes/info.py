@@ -20,10 +20,10 @@ class ModelInfo(io.ComfyNode):
             node_id="SpecARModelInfo",
             display_name="AR Model Info",
             category="SpecAR/loaders",
-            description="Says what a loaded model is: its family and size, the memory it takes, the picture sizes it "
-            "draws, its settings, whether its image decoder was found, and which drafters fit it.",
-            inputs=[ARModel.Input("model", tooltip="The model from Load AR Checkpoint.")],
-            outputs=[io.String.Output("info", display_name="info", tooltip="The same as text.")],
+            description="Describes a loaded model: family and size, memory use, image sizes, default settings, image "
+            "decoder, and compatible drafters.",
+            inputs=[ARModel.Input("model", tooltip="The model, from Load AR Checkpoint.")],
+            outputs=[io.String.Output("info", display_name="info", tooltip="The report as text.")],
             is_output_node=True,
         )
 

@@ -27,13 +27,13 @@ def picture_of(latent: Latent, model: Model) -> Tensor:
     samples = latent["samples"]
     if samples.ndim != 4 or samples.shape[1] != model.latent_channels:
         raise ValueError(
-            f"latent_image has the shape {list(samples.shape)}, but this model's latents are [pictures, "
-            f"{model.latent_channels} channels, rows, columns]. Encode the picture with the VAE of Load AR Checkpoint "
-            "(a model without its image decoder cannot inpaint)."
+            f"latent_image has shape {list(samples.shape)}, but this model's latents are [images, "
+            f"{model.latent_channels} channels, rows, columns]. Encode the image with the VAE of Load AR Checkpoint (a "
+            "model without its image decoder cannot inpaint)."
         )
     if not samples.any():
         raise ValueError(
-            "latent_image has a noise mask but no picture to keep. Encode one with VAE Encode, or remove the mask."
+            "latent_image has a noise mask but no image to keep. Encode one with VAE Encode, or remove the mask."
         )
     return samples
 
@@ -126,11 +126,11 @@ def first_image(latent: Latent) -> int:
     if len(index) != len(latent["samples"]) or not all(isinstance(number, int) for number in index):
         raise ValueError(
             f"latent_image numbers its images {list(index)[:8]}, but holds {len(latent['samples'])}. Connect the "
-            "LATENT of the node before the last one that changed it."
+            "LATENT from before it was last changed."
         )
     if list(index) != list(range(index[0], index[0] + len(index))):
         raise ValueError(
-            f"latent_image holds the images {list(index)} of its batch, but one run draws consecutive ones. "
+            f"latent_image holds the images {list(index)} of its batch, but one run samples consecutive ones. "
             "Sample them one by one (Latent From Batch)."
         )
     return int(index[0])

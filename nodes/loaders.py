@@ -25,34 +25,36 @@ class LoadCheckpoint(io.ComfyNode):
             node_id="SpecARLoadCheckpoint",
             display_name="Load AR Checkpoint",
             category="SpecAR/loaders",
-            description="Loads an autoregressive image model with its text encoder and image decoder. "
-            "Your own models go into models/ar_models.",
+            description="Loads an autoregressive image model with its text encoder and image decoder. Put your own "
+            "models into models/ar_models.",
             inputs=[
                 io.Combo.Input(
                     "model_name", options=folders.model_choices(), default=folders.BUNDLED,
-                    tooltip="A model that ships with this pack (default: of token ids; continuous: of vectors), or a "
-                    "file or a Hugging Face folder in models/ar_models. Its image decoder is looked for beside it and "
-                    "in models/vae.",
+                    tooltip="A model that ships with this pack (default: token ids; continuous: vectors), or a file or "
+                    "Hugging Face folder in models/ar_models. Its image decoder is searched for next to it and in "
+                    "models/vae.",
                 ),
                 io.Combo.Input(
                     "dtype", options=list(models.DTYPES), default="auto",
-                    tooltip="Precision of the weights. auto: fp32 on a CPU, bf16 (or fp16) on a GPU. Lower precision "
-                    "halves memory; pictures of the same seed then differ. fp8 and int8 (storage): the large matrices "
-                    "are kept in 8 bits and computed with as in auto, in half the memory of bf16. int8 rounds less.",
+                    tooltip="Precision of the weights. auto: fp32 on CPU, bf16 (or fp16) on GPU. Lower precision "
+                    "halves memory and changes the image of a seed. fp8 and int8 (storage): the large matrices are "
+                    "stored in 8 bits, half the memory of bf16, and computed as in auto. int8 has the smaller rounding "
+                    "error.",
                 ),
                 io.Combo.Input(
                     "grid", options=list(GRIDS), default="auto",
-                    tooltip="Tokens per side of the picture that is drawn where Empty AR Latent names no size. Needed "
-                    "only for LlamaGen files whose name does not tell it: 16 for 256, 24 for 384, 32 for 512 pixels. "
-                    "Others refuse a size they do not draw (Lumina-mGPT 768: 48; SimpleAR 1024: 64; Emu3 720: 90).",
+                    tooltip="Tokens per side of the image if Empty AR Latent sets no size. Needed only for LlamaGen "
+                    "files whose name does not tell it: 16 for 256, 24 for 384, 32 for 512 pixels. Other models accept "
+                    "only their own values (Lumina-mGPT 768: 48; SimpleAR 1024: 64; Emu3 720: 90).",
                 ),
             ],
             outputs=[
                 ARModel.Output("ar_model", display_name="AR_MODEL", tooltip="The model, for an AR sampler. Continuous "
-                               f"models ({CONTINUOUS_NAMES}) have samplers of their own."),
-                io.Clip.Output("clip", display_name="CLIP", tooltip="Its text encoder, for CLIP Text Encode. "
+                               f"models ({CONTINUOUS_NAMES}) need a continuous sampler."),
+                io.Clip.Output("clip", display_name="CLIP", tooltip="The model's text encoder, for CLIP Text Encode. "
                                "Class-conditional models take a class name or number as text."),
-                io.Vae.Output("vae", display_name="VAE", tooltip="Its image decoder, for VAE Decode and VAE Encode."),
+                io.Vae.Output("vae", display_name="VAE", tooltip="The model's image decoder, for VAE Decode and VAE "
+                                                                 "Encode."),
             ],
         )
 
@@ -81,15 +83,15 @@ class LoadDrafter(io.ComfyNode):
             node_id="SpecARLoadDrafter",
             display_name="Load AR Drafter",
             category="SpecAR/loaders",
-            description="Loads a small network that guesses what a model will draw. Your own drafters go into "
+            description="Loads a small model that drafts tokens for a larger one. Put your own drafters into "
             "models/ar_drafters.",
             inputs=[
-                ARModel.Input("model", tooltip="The model to guess for, from Load AR Checkpoint. A drafter works only "
-                              "with the model it was trained for."),
+                ARModel.Input("model", tooltip="The target model, from Load AR Checkpoint. A drafter works only with "
+                              "the model it was trained for."),
                 io.Combo.Input(
                     "drafter_name", options=folders.drafter_choices(), default=folders.BUNDLED_DRAFTER,
-                    tooltip="A drafter that ships with this pack, or a file or folder in models/ar_drafters: EAGLE "
-                    "drafters, or a smaller model with the same tokens. A continuous model needs a continuous one.",
+                    tooltip="A drafter that ships with this pack, or a file or folder in models/ar_drafters: an EAGLE "
+                    "drafter, or a smaller model with the same tokens. A continuous model needs a continuous drafter.",
                 ),
             ],
             outputs=[ARDrafter.Output("drafter", display_name="AR_DRAFTER",
@@ -116,13 +118,13 @@ class LoadImageDecoder(io.ComfyNode):
             node_id="SpecARLoadImageDecoder",
             display_name="Load AR Image Decoder",
             category="SpecAR/loaders",
-            description="Loads the image tokenizer or autoencoder that turns a model's tokens into pixels and back. "
-            "Needed only where Load AR Checkpoint did not find it.",
+            description="Loads the image tokenizer or autoencoder that converts a model's tokens to pixels and back. "
+            "Needed only if Load AR Checkpoint did not find it.",
             inputs=[
                 io.Combo.Input(
                     "decoder_name", options=folders.decoder_choices(), default=folders.BUNDLED,
-                    tooltip="A file or folder in models/vae or models/ar_models (a model's folder may hold its "
-                    "decoder). It must be the decoder released with the model.",
+                    tooltip="A file or folder in models/vae or models/ar_models (a model's folder may contain its "
+                    "decoder). Use the decoder that was released with the model.",
                 ),
             ],
             outputs=[io.Vae.Output("vae", display_name="VAE", tooltip="For VAE Decode and VAE Encode.")],
@@ -148,16 +150,17 @@ class EmptyLatent(io.ComfyNode):
             node_id="SpecAREmptyLatent",
             display_name="Empty AR Latent",
             category="SpecAR/latent",
-            description="Says how large the pictures are and how many. A model draws the sizes it was trained on.",
+            description="Sets the size and number of images. A model generates only the sizes it was trained on.",
             inputs=[
-                ARModel.Input("model", tooltip="The model that will draw; it knows which sizes are possible."),
+                ARModel.Input("model", tooltip="The model that generates the images; it determines the possible "
+                                               "sizes."),
                 io.Int.Input("width", default=128, min=0, max=4096, step=8,
-                             tooltip="Width in pixels. 0: the model's own, the only one of the bundled models. AR "
+                             tooltip="Width in pixels. 0: the model's default, the only size of the bundled models. AR "
                              "Model Info lists the sizes of a model."),
                 io.Int.Input("height", default=128, min=0, max=4096, step=8,
-                             tooltip="Height in pixels. 0: the model's own."),
+                             tooltip="Height in pixels. 0: the model's default."),
                 io.Int.Input("batch_size", default=1, min=1, max=64,
-                             tooltip="Pictures per run. Picture i is drawn with seed + i, whatever the batch."),
+                             tooltip="Images per run. Image i uses seed + i, whatever the batch size."),
             ],
             outputs=[io.Latent.Output("latent", display_name="LATENT", tooltip="For latent_image of an AR sampler.")],
         )
@@ -171,8 +174,8 @@ class EmptyLatent(io.ComfyNode):
             if not model.model.continuous:
                 raise ValueError(model.model.sizes_near(width, height))
             raise ValueError(
-                f"{width} x {height} pixels cannot be cut into tokens of {side} x {side} pixels. "
-                f"This model draws {own_cols * side} x {own_rows * side} pixels."
+                f"{width} x {height} pixels cannot be divided into tokens of {side} x {side} pixels. "
+                f"This model generates {own_cols * side} x {own_rows * side} pixels."
             )
         grid = model.model.check_grid(height // side, width // side)
         return io.NodeOutput(empty_latent(model.model, *grid, batch_size))

@@ -40,8 +40,8 @@ class ChosenMethod:
         if self.model.source != model.source:
             raise ValueError(
                 f"The method ({self.name}) was chosen for {self.model.name}, but this sampler's model is {model.name} "
-                "from another loader. Connect the same Load AR Checkpoint to this sampler and to Find Fastest; if it "
-                "is, change trial_seed there to measure again."
+                "from another loader. Connect the same Load AR Checkpoint to this sampler and to Find Fastest. If it "
+                "already is, change trial_seed there to measure again."
             )
         if self.drafter is None:
             return self.method
@@ -54,13 +54,13 @@ class MethodSampler(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="SpecARMethodSampler",
-            display_name="AR Sampler (chosen method)",
+            display_name="AR Sampler (auto)",
             category="SpecAR/sampling",
-            description="Draws with the method that Find Fastest has chosen. Pictures are those of that method's own "
+            description="Samples with the method that Find Fastest chose. The images equal those of that method's own "
             "sampler node.",
             inputs=[
                 *common_inputs(),
-                ARMethod.Input("method", tooltip="The method that Find Fastest has chosen for the same model."),
+                ARMethod.Input("method", tooltip="The method from Find Fastest, for the same model."),
                 negative_input(),
             ],
             outputs=sampler_outputs(),

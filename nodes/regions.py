@@ -58,23 +58,24 @@ class ContinuePicture(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="SpecARContinuePicture",
-            display_name="Continue Picture",
+            display_name="Continue Image",
             category="SpecAR/latent",
-            description="Keeps one side of a picture, most often its top, and leaves the rest for a sampler to draw.",
+            description="Keeps one side of an image, usually its top, and lets a sampler generate the rest.",
             inputs=[
-                ARModel.Input("model", tooltip="The model that will draw; it knows which sizes are possible."),
+                ARModel.Input("model", tooltip="The model that generates the images; it determines the possible "
+                                               "sizes."),
                 io.Vae.Input("vae", tooltip="The model's image decoder, from Load AR Checkpoint."),
-                io.Image.Input("image", tooltip="The picture to be continued. It is scaled and cut to the size nearest "
-                               "to its own that the model draws. Several: each is continued, with seed + its number."),
+                io.Image.Input("image", tooltip="The image to continue. It is scaled and cropped to the nearest size "
+                               "that the model generates. In a batch, each image is continued, with seed + its index."),
                 io.Float.Input("keep", default=0.5, min=0, max=1, step=0.01, round=0.001,
-                               tooltip="How much of the picture stays, rounded to whole rows (or columns) of tokens."),
+                               tooltip="Fraction of the image to keep, rounded to whole rows (or columns) of tokens."),
                 io.Combo.Input("side", options=list(SIDES), default="top",
-                               tooltip="Which side stays. Models of token ids draw row by row from the top and see "
-                               "only what is above and to the left: top works best, left works, right and bottom are "
-                               "kept without being looked at. MAR and Harmon see all sides."),
+                               tooltip="Which side to keep. Models of token ids generate row by row from the top and "
+                               "see only tokens above and to the left: top works best, left works; right and bottom "
+                               "are kept, but the model does not see them. MAR and Harmon see all sides."),
             ],
             outputs=[io.Latent.Output("latent", display_name="LATENT",
-                                      tooltip="The picture with its mask, for latent_image of an AR sampler.")],
+                                      tooltip="The image with its noise mask, for latent_image of an AR sampler.")],
         )
 
     @classmethod
@@ -86,7 +87,7 @@ class ContinuePicture(io.ComfyNode):
         samples = vae.encode(fitted(image[..., :3].float(), rows * patch, cols * patch, place))
         if samples.ndim != 4 or samples.shape[2:] != (rows, cols):
             raise ValueError(
-                f"The VAE made a latent of the shape {list(samples.shape)} of a picture that this model draws with "
+                f"The VAE encodes the image to a latent of shape {list(samples.shape)}, but this model needs "
                 f"{rows} x {cols} tokens: they do not belong together. Connect the VAE of Load AR Checkpoint."
             )
         latent: Latent = {"samples": samples, "noise_mask": to_draw(rows, cols, side, keep)}

@@ -39,16 +39,16 @@ EXACT = ChosenRule(Exact())
 def redraw_input() -> io.Input:
     return io.Combo.Input(
         "redraw", options=list(REDRAW), default="optimal (recommended)",
-        tooltip="What is drawn after a rejection. Optimal drifts least; the others repeat what the paper prints or its "
-        "official code does.",
+        tooltip="How a token is resampled after a rejection. optimal drifts least; the other options reproduce the "
+        "paper or its official code.",
     )
 
 
 def where_input() -> io.Input:
     return io.Mask.Input(
         "where", optional=True,
-        tooltip="Where the rule may be lenient: white fully, black exact, grey partly. Any size. "
-        "Not connected: everywhere.",
+        tooltip="Where the rule is relaxed: white fully, black not at all (exact), grey partly. Any size. Not "
+        "connected: everywhere.",
     )
 
 
@@ -69,7 +69,7 @@ class ExactRule(io.ComfyNode):
             node_id="SpecARRuleExact",
             display_name="Exact Rule",
             category="SpecAR/rules",
-            description="Keeps guesses so that pictures follow the model's own distribution. The same as no rule.",
+            description="Accepts draft tokens so that images follow the model's own distribution. The same as no rule.",
             inputs=[],
             outputs=outputs(),
         )
@@ -86,14 +86,14 @@ class LanternRule(io.ComfyNode):
             node_id="SpecARRuleLantern",
             display_name="LANTERN Rule",
             category="SpecAR/rules",
-            description="A guess may count the probability of tokens that look alike as its own, up to a fixed amount.",
+            description="Adds the probability of similar tokens to a draft token's own, up to a fixed amount.",
             inputs=[
                 io.Int.Input("neighbours", default=1000, min=1, max=16384,
-                             tooltip="How many of the most similar tokens a guess may borrow from. LANTERN uses 1000 "
-                             "of 16384; a smaller codebook needs fewer."),
+                             tooltip="Number of most similar tokens whose probability is added. LANTERN uses 1000 of "
+                             "16384; a smaller codebook needs fewer."),
                 io.Float.Input("delta", default=0.1, min=0, max=1, step=0.01, round=0.001,
-                               tooltip="Most probability a guess may borrow. Higher is faster and drifts further; "
-                               "0 is exact. The paper uses 0.1 to 0.6."),
+                               tooltip="Maximum probability added to a draft token's own. Higher is faster and drifts "
+                               "further; 0 is exact. The paper uses 0.1 to 0.6."),
                 redraw_input(),
                 where_input(),
             ],
@@ -112,14 +112,14 @@ class LanternPPRule(io.ComfyNode):
             node_id="SpecARRuleLanternPP",
             display_name="LANTERN++ Rule",
             category="SpecAR/rules",
-            description="As LANTERN, but the borrowed probability is limited to a multiple of the guess's own.",
+            description="As LANTERN, but the added probability is limited to a multiple of the draft token's own.",
             inputs=[
                 io.Int.Input("neighbours", default=10, min=1, max=16384,
-                             tooltip="How many of the most similar tokens a guess may borrow from. LANTERN++ uses 5 or "
+                             tooltip="Number of most similar tokens whose probability is added. LANTERN++ uses 5 or "
                              "10."),
                 io.Float.Input("ratio", default=2.0, min=1, max=1000, step=0.1, round=0.01,
-                               tooltip="The paper's lambda: a guess's probability may grow this many times. Higher is "
-                               "faster and drifts further; 1 is exact. The paper uses 2 to 20."),
+                               tooltip="The paper's lambda: maximum factor by which a draft token's probability may "
+                               "grow. Higher is faster and drifts further; 1 is exact. The paper uses 2 to 20."),
                 redraw_input(),
                 where_input(),
             ],
@@ -138,10 +138,11 @@ class UniformRSDRule(io.ComfyNode):
             node_id="SpecARRuleUniformRSD",
             display_name="Uniform Relaxation Rule",
             category="SpecAR/rules",
-            description="Keeps a guess more often by one factor for all (UniformRSD of the Cool-SD paper).",
+            description="Accepts draft tokens more often, by the same factor for all (UniformRSD of the Cool-SD "
+                        "paper).",
             inputs=[
                 io.Float.Input("delta", default=1.1, min=1, max=1000, step=0.05, round=0.01,
-                               tooltip="How many times likelier a guess is kept. 1 is exact, 1.1 hardly differs, 2 is "
+                               tooltip="Factor on the acceptance probability. 1 is exact, 1.1 hardly differs, 2 is "
                                "faster and drifts further."),
                 where_input(),
             ],
@@ -157,18 +158,19 @@ def cool_sd_inputs() -> list[io.Input]:
     """The widgets of Cool-SD, for its rule and its sampler."""
     return [
         io.Float.Input("delta", default=1.1, min=1, max=1000, step=0.05, round=0.01,
-                       tooltip="How many times likelier a guess is kept, on average over a draft. 1.1 hardly differs "
-                       "from exact, 2 is faster and drifts further."),
+                       tooltip="Mean factor on the acceptance probability over a draft. 1.1 hardly differs from exact, "
+                       "2 is faster and drifts further."),
         io.Float.Input("decay", default=0.2, min=0, max=10, step=0.05, round=0.001,
-                       tooltip="How much more lenient the beginning of a draft is than its end; 0 treats all alike."),
+                       tooltip="How much more relaxed the beginning of a draft is than its end. 0: the same "
+                               "everywhere."),
         io.Int.Input("steps", default=5, min=1, max=64,
-                     tooltip="Tokens over which the leniency is spread; behind them the rule is exact. The depth of "
-                     "the draft is a good value."),
+                     tooltip="Number of draft tokens over which the relaxation is spread; after them the rule is "
+                     "exact. A good value is the depth of the draft."),
         io.Combo.Input("schedule", options=list(SCHEDULES), default="exponential",
-                       tooltip="How the leniency decreases along a draft. The paper finds exponential best."),
+                       tooltip="How the relaxation decreases along a draft. The paper finds exponential best."),
         io.Boolean.Input("floor", default=True,
-                         tooltip="Never be stricter than exact. Off: as printed in the paper, where a small delta "
-                         "makes the end of a draft stricter than it need be."),
+                         tooltip="Never stricter than exact. Off: as printed in the paper, where a small delta makes "
+                         "the end of a draft stricter than necessary."),
     ]
 
 
@@ -179,7 +181,7 @@ class CoolSDRule(io.ComfyNode):
             node_id="SpecARRuleCoolSD",
             display_name="Cool-SD Rule",
             category="SpecAR/rules",
-            description="Keeps guesses more often, most at the beginning of a draft, where leniency buys most.",
+            description="Accepts draft tokens more often, most at the beginning of a draft, where this saves most.",
             inputs=[*cool_sd_inputs(), where_input()],
             outputs=outputs(),
         )
@@ -198,16 +200,16 @@ class GroupedRule(io.ComfyNode):
             node_id="SpecARRuleGrouped",
             display_name="Grouped Rule",
             category="SpecAR/rules",
-            description="Compares groups of similar, similarly likely tokens instead of single ones (GSD).",
+            description="Verifies groups of similar, about equally likely tokens instead of single tokens (GSD).",
             inputs=[
                 io.Int.Input("window", default=14, min=1, max=64,
-                             tooltip="How many tokens of about the same probability a group is chosen from; 1 is "
-                             "exact. GSD's authors use 14."),
+                             tooltip="Number of about equally likely tokens that a group is chosen from; 1 is exact. "
+                             "GSD's authors use 14."),
                 io.Float.Input("gap", default=0.15, min=0, max=1, step=0.01, round=0.001,
-                               tooltip="How far probabilities in a group may lie apart; 0 is exact."),
+                               tooltip="Maximum difference between probabilities in a group; 0 is exact."),
                 io.Float.Input("radius", default=0.5, min=0, max=1000, step=0.05, round=0.001,
-                               tooltip="How different the tokens of a group may look (squared distance of their code "
-                               "vectors, so it depends on the model); 0 is exact."),
+                               tooltip="Maximum difference in look between tokens of a group (squared distance of "
+                               "their code vectors, so it depends on the model); 0 is exact."),
                 where_input(),
             ],
             outputs=outputs(),
@@ -223,13 +225,13 @@ class TVMeteredRule(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="SpecARRuleTVMetered",
-            display_name="Metered Rule",
+            display_name="TV Budget Rule",
             category="SpecAR/rules",
-            description="Keeps guesses as often as a given drift per token allows, and no more.",
+            description="Accepts as many draft tokens as a given drift per token (total variation) allows.",
             inputs=[
                 io.Float.Input("epsilon", default=0.05, min=0, max=1, step=0.01, round=0.001,
-                               tooltip="Drift allowed per token (total variation, 0 to 1). 0 is exact; 0.05 lets one "
-                               "token in twenty differ from what the model would have drawn."),
+                               tooltip="Allowed drift per token (total variation, 0 to 1). 0 is exact; with 0.05, one "
+                               "token in twenty may differ from what the model would have sampled."),
                 where_input(),
             ],
             outputs=outputs(),

@@ -112,7 +112,8 @@ class NextTokenSampler(io.ComfyNode):
             node_id="SpecARNextTokenSampler",
             display_name="AR Sampler (next token)",
             category="SpecAR/sampling",
-            description="Draws one token per pass of the model: the plain method, and the baseline for all others.",
+            description="Samples one token per forward pass of the model: the standard method, and the baseline for "
+                        "all others.",
             inputs=[*common_inputs(), negative_input()],
             outputs=sampler_outputs(),
         )
@@ -129,23 +130,23 @@ class SJDSampler(io.ComfyNode):
             node_id="SpecARSJDSampler",
             display_name="SJD++ Sampler",
             category="SpecAR/sampling",
-            description="Speculative Jacobi decoding: guesses a window of tokens and verifies them in one pass of the "
-            "model, several times fewer passes than tokens. No second model is needed.",
+            description="Speculative Jacobi decoding: drafts a window of tokens and verifies them in one forward pass "
+            "of the model. Needs several times fewer passes than tokens, and no second model.",
             inputs=[
                 *common_inputs(),
                 io.Int.Input("window", default=0, min=0, max=4096,
-                             tooltip="Tokens guessed and verified per pass. Wider saves passes, but each costs more. "
-                             "0: automatic (32, on a CPU 16). SJD's authors use 16 to 96."),
+                             tooltip="Tokens drafted and verified per forward pass. A wider window saves passes, but "
+                             "each costs more. 0: automatic (32; 16 on CPU). SJD's authors use 16 to 96."),
                 io.Combo.Input("refinement", options=list(REFINEMENTS), default="coupled (exact)",
-                               tooltip="What becomes of guesses that are not accepted yet. The exact ones keep the "
-                               "distribution of the next-token sampler; SJD++ as in the paper is biased. "
-                               "Same seed: the very picture of the next-token sampler."),
+                               tooltip="What happens to draft tokens that are not accepted yet. The exact options keep "
+                               "the distribution of the next-token sampler; SJD++ as in the paper is biased. same "
+                               "seed: the same image as the next-token sampler."),
                 io.Float.Input("threshold", default=0.5, min=0.01, max=10, step=0.01, round=0.001,
-                               tooltip="For the two SJD++ refinements: keep a guess whose probability ratio is above "
-                               "this (the paper's tau, 0.5). Higher redraws more."),
+                               tooltip="For the two SJD++ refinements: reuse a draft token whose probability ratio is "
+                               "above this (the paper's tau, 0.5). A higher value resamples more."),
                 io.Combo.Input("initialisation", options=list(INITIAL), default="left and upper neighbour",
-                               tooltip="Where the first guess at a position comes from. The neighbours' predictions "
-                               "save passes; uniform is the plain choice."),
+                               tooltip="Where the first draft token at a position comes from. The neighbours' "
+                               "predictions save passes; uniform is the simplest choice."),
                 negative_input(),
                 rule_input(),
             ],

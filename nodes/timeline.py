@@ -28,9 +28,9 @@ def passes_shown(trace: Trace, picture: int, count: int, hold: int, height: int,
     shown = passes_of(trace, picture, count or max(2, min(MOST, fit)))
     if len(shown) > fit:
         raise ValueError(
-            f"{len(shown)} frames of {width} x {height} pixels, and the last held {hold} times, would take "
-            f"{(len(shown) + hold) * frame / 2**30:.1f} GiB of memory. {ROOM / 2**30:.0f} GiB are allowed, which is "
-            f"{ROOM // frame} frames: set frames and hold lower, or make the picture smaller (Upscale Image By)."
+            f"{len(shown)} frames of {width} x {height} pixels, with the last held {hold} times, need "
+            f"{(len(shown) + hold) * frame / 2**30:.1f} GiB of memory. The limit is {ROOM / 2**30:.0f} GiB, or "
+            f"{ROOM // frame} frames: lower frames and hold, or use a smaller image (Upscale Image By)."
         )
     return shown
 
@@ -49,7 +49,7 @@ def film(pixels: Tensor, fps: float, cls: type[io.ComfyNode]) -> dict:
             pixels, "ComfyUI_temp_timeline", io.FolderType.temp, cls, fps, lossless=False, quality=80, method=0
         )
     except OSError as error:
-        log.error("Decoding Timeline shows no film, because it could not be written: %s", error)
+        log.error("Decoding Timeline shows no animation, because the file could not be written: %s", error)
         return {"images": []}
     return ui.SavedImages([saved], is_animated=True).as_dict()
 
@@ -61,25 +61,25 @@ class Timeline(io.ComfyNode):
             node_id="SpecARTimeline",
             display_name="Decoding Timeline",
             category="SpecAR/diagnostics",
-            description="Shows how a picture came about, pass by pass of the model: a film of its tokens, tinted "
-            "where they were just decided.",
+            description="Shows how an image was generated, one frame per forward pass of the model. Newly decided "
+            "tokens are tinted.",
             inputs=[
                 ARTrace.Input("trace", tooltip="The trace of an AR sampler, or of Load Trace."),
-                io.Image.Input("image", tooltip="The decoded pictures of this run."),
+                io.Image.Input("image", tooltip="The decoded images of this run."),
                 io.Int.Input("frames", default=0, min=0, max=1000,
-                             tooltip="Frames of the run. 0: one for every pass of the model, up to 240. Fewer than "
-                             "passes: passes at even distances, the first and the last among them."),
+                             tooltip="Number of frames. 0: one per forward pass of the model, up to 240. Fewer than "
+                             "passes: evenly spaced passes, including the first and the last."),
                 io.Float.Input("tint", default=0.5, min=0, max=1, step=0.05, round=0.01,
-                               tooltip="How strongly a new token has the colour of how it came about (as in Acceptance "
-                               "Map, metric source). It fades over four frames. 0: no colours."),
+                               tooltip="How strongly a new token is tinted by its source (the colours of Acceptance "
+                               "Map, metric source). The tint fades over four frames. 0: no tint."),
                 io.Int.Input("hold", default=12, min=0, max=1000,
-                             tooltip="How often the finished picture, without tint, is repeated at the end."),
+                             tooltip="How many times the finished image, without tint, is repeated at the end."),
                 io.Int.Input("picture", default=0, min=0, max=4095,
-                             tooltip="Which picture of the batch; 0 is the first."),
+                             tooltip="Which image of the batch; 0 is the first."),
             ],
             outputs=[
-                io.Image.Output("film", display_name="frames", tooltip="For Save Animated WEBP, or Create Video."),
-                io.Float.Output("fps", display_name="fps", tooltip="Frames per second at which the run takes about "
+                io.Image.Output("film", display_name="frames", tooltip="For Save Animated WEBP or Create Video."),
+                io.Float.Output("fps", display_name="fps", tooltip="Frames per second at which the run plays in about "
                                 "four seconds, for the same nodes."),
             ],
             is_output_node=True,

@@ -30,8 +30,8 @@ STRUCTURES = {  # shown -> what is drafted per pass, with the published sizes
     "chain, block verification": Chain(verification="block"),
 }
 STRUCTURE_TIP = (
-    "What is guessed per pass. Static tree: children drawn at random, best at temperature 1. Dynamic tree: the "
-    "likeliest children, best at low temperature. Chain: one line of guesses, the cheapest pass."
+    "The shape of the draft. Static tree: sampled children, best at temperature 1. Dynamic tree: the most likely "
+    "children, best at low temperature. Chain: one sequence of draft tokens, the cheapest pass."
 )
 CHILDREN = {"most likely (paper)": "top_k", "drawn at random": "sampled"}
 OWN_VALUES = "own values"
@@ -45,8 +45,8 @@ def own_tree(paths: str) -> tuple[Path, ...]:
         return tuple(tuple(int(child) for child in path.split(",")) for path in paths.split(";") if path.strip())
     except ValueError:
         raise ValueError(
-            f"tree_paths is {paths!r}, but must be a list of paths of child numbers such as 0; 1; 0,0 (the first child "
-            "of the root, its second, and the first child of the first)."
+            f"tree_paths is {paths!r}, but must be a list of paths of child indices such as 0; 1; 0,0 (the first child "
+            "of the root, its second child, and the first child of its first child)."
         ) from None
 
 
@@ -68,12 +68,12 @@ def tree_inputs() -> list[io.Input]:
     """The measures of a structure."""
     return [
         io.Int.Input("depth", default=5, min=1, max=32,
-                     tooltip="Guesses in a row: the length of a chain, the levels of a dynamic tree."),
+                     tooltip="Draft tokens in a row: the length of a chain, or the levels of a dynamic tree."),
         io.Int.Input("width", default=10, min=1, max=64,
-                     tooltip="Dynamic tree: how many guesses follow a guess, and how many of a level are followed up."),
+                     tooltip="Dynamic tree: children per draft token, and how many tokens of a level get children."),
         io.Int.Input("nodes", default=58, min=1, max=1024,
-                     tooltip="Drafts of a dynamic tree that the model verifies per pass: its likeliest ones. More save "
-                     "passes, but each costs more."),
+                     tooltip="Dynamic tree: number of draft tokens that the model verifies per forward pass, the most "
+                     "likely ones. More tokens save passes, but each pass costs more."),
     ]
 
 
@@ -84,16 +84,16 @@ class DraftTreeSampler(io.ComfyNode):
             node_id="SpecARDraftTreeSampler",
             display_name="Draft-Tree Sampler (EAGLE)",
             category="SpecAR/sampling",
-            description="A drafter guesses a tree of tokens, the model verifies all of them in one pass and keeps the "
-            "path that passes. Exact unless a relaxed rule is connected.",
+            description="A drafter proposes a tree of tokens, the model verifies all of them in one forward pass, and "
+            "the accepted path is kept. Exact unless a relaxed rule is connected.",
             inputs=[
                 *common_inputs(),
                 drafter_input(),
                 structure_input(STATIC, (OWN,)),
                 *tree_inputs(),
                 io.String.Input("tree_paths", default="0; 1; 2; 0,0; 0,1; 1,0; 0,0,0",
-                                tooltip="For an own tree: paths of child numbers from 0, separated by semicolons; "
-                                "parents and earlier siblings must be in the list."),
+                                tooltip="For own tree: paths of child indices from 0, separated by semicolons. Parents "
+                                "and earlier siblings must be in the list."),
                 negative_input(),
                 rule_input(),
             ],
@@ -119,23 +119,23 @@ class LanternSampler(io.ComfyNode):
             node_id="SpecARLanternSampler",
             display_name="LANTERN Sampler",
             category="SpecAR/sampling",
-            description="Draft trees with a relaxed rule: a guess may count the probability of tokens that look alike "
-            "as its own. Fewer passes; pictures drift from the model's own distribution.",
+            description="Draft trees with a relaxed rule: the probability of similar tokens is added to a draft "
+            "token's own. Fewer forward passes; images drift from the model's own distribution.",
             inputs=[
                 *common_inputs(),
                 drafter_input(),
                 io.Combo.Input("variant", options=[LANTERN, LANTERN_PP], default=LANTERN_PP,
-                               tooltip="LANTERN: limited by delta, over EAGLE-2's dynamic tree. LANTERN++: limited by "
-                               "ratio, over EAGLE's static tree; its successor."),
+                               tooltip="LANTERN: limited by delta, with EAGLE-2's dynamic tree. LANTERN++, its "
+                               "successor: limited by ratio, with EAGLE's static tree."),
                 io.Int.Input("neighbours", default=0, min=0, max=16384,
-                             tooltip="How many of the most similar tokens a guess may borrow from. 0: the paper's, "
+                             tooltip="Number of most similar tokens whose probability is added. 0: the paper's value, "
                              "1000 for LANTERN and 10 for LANTERN++. A small codebook needs fewer."),
                 io.Float.Input("delta", default=0.1, min=0, max=1, step=0.01, round=0.001,
-                               tooltip="For LANTERN: most probability a guess may borrow. Higher is faster and drifts "
-                               "further; 0 is exact."),
+                               tooltip="For LANTERN: maximum probability added to a draft token's own. Higher is "
+                               "faster and drifts further; 0 is exact."),
                 io.Float.Input("ratio", default=2.0, min=1, max=1000, step=0.1, round=0.01,
-                               tooltip="For LANTERN++: the paper's lambda, how many times a guess's probability may "
-                               "grow. Higher is faster and drifts further; 1 is exact."),
+                               tooltip="For LANTERN++: the paper's lambda, the maximum factor by which a draft token's "
+                               "probability may grow. Higher is faster and drifts further; 1 is exact."),
                 redraw_input(),
                 negative_input(),
                 where_input(),
@@ -163,8 +163,8 @@ class CoolSDSampler(io.ComfyNode):
             node_id="SpecARCoolSDSampler",
             display_name="Cool-SD Sampler",
             category="SpecAR/sampling",
-            description="Draft trees with a rule that keeps guesses more often than exact, most at the beginning of a "
-            "draft. Fewer passes; pictures drift from the model's own distribution.",
+            description="Draft trees with a rule that accepts draft tokens more often than exact, most at the "
+            "beginning of a draft. Fewer forward passes; images drift from the model's own distribution.",
             inputs=[
                 *common_inputs(),
                 drafter_input(),
@@ -195,31 +195,34 @@ class ADTTreeSampler(io.ComfyNode):
             node_id="SpecARADTTreeSampler",
             display_name="ADT-Tree Sampler",
             category="SpecAR/sampling",
-            description="A draft tree that adapts: deeper and narrower where guesses were accepted nearby, shallower "
-            "and wider where they were not. Exact unless a relaxed rule is connected.",
+            description="A draft tree that adapts: deeper and narrower where draft tokens were accepted nearby, "
+            "shallower and wider where they were rejected. Exact unless a relaxed rule is connected.",
             inputs=[
                 *common_inputs(),
                 drafter_input(),
                 io.Combo.Input("preset", options=[*PRESETS, OWN_VALUES], default="LlamaGen",
-                               tooltip="The paper's steps and bounds for two models, or the values of the widgets from "
-                               "beta to nodes, which count for own values only."),
+                               tooltip="The paper's steps and bounds for two models. own values: those of the widgets "
+                               "from beta to nodes, which are ignored otherwise."),
                 io.Combo.Input("initialisation", options=list(INITIAL), default="horizontal",
-                               tooltip="Whose depth and width are adapted: the left neighbour's (best in the paper), "
-                               "the upper one's, random ones, or a weighted mean of the surroundings."),
+                               tooltip="Which earlier tree's depth and width are adapted: the left neighbour's (best "
+                               "in the paper), the upper one's, random ones, or a weighted mean of the surroundings."),
                 io.Combo.Input("children", options=list(CHILDREN), default="most likely (paper)",
-                               tooltip="Which children a draft gets. Drawn at random is accepted more often at "
+                               tooltip="Which children a draft token gets. drawn at random is accepted more often at "
                                "temperature 1."),
                 io.Float.Input("beta", default=1.0, min=0, max=1, step=0.05, round=0.001,
-                               tooltip="The tree grows deeper when at least this share of the last one's levels was "
+                               tooltip="The tree grows deeper if at least this fraction of the last tree's levels was "
                                "accepted. 1: only after a full path."),
-                io.Int.Input("depth_step", default=1, min=0, max=32, tooltip="Levels added or taken away per pass."),
+                io.Int.Input("depth_step", default=1, min=0, max=32, tooltip="Levels added or removed per pass."),
                 io.Int.Input("width_step", default=10, min=0, max=64,
-                             tooltip="Children per draft taken away or added at the same time."),
-                io.Int.Input("depth_min", default=1, min=1, max=32, tooltip="Fewest levels."),
-                io.Int.Input("depth_max", default=9, min=1, max=32, tooltip="Most levels."),
-                io.Int.Input("width_min", default=4, min=1, max=64, tooltip="Fewest children per draft."),
-                io.Int.Input("width_max", default=39, min=1, max=64, tooltip="Most children per draft."),
-                io.Int.Input("nodes", default=58, min=1, max=1024, tooltip="Most drafts verified per pass."),
+                             tooltip="Children per draft token removed or added at the same time."),
+                io.Int.Input("depth_min", default=1, min=1, max=32, tooltip="Minimum number of levels."),
+                io.Int.Input("depth_max", default=9, min=1, max=32, tooltip="Maximum number of levels."),
+                io.Int.Input("width_min", default=4, min=1, max=64, tooltip="Minimum number of children per draft "
+                                                                            "token."),
+                io.Int.Input("width_max", default=39, min=1, max=64, tooltip="Maximum number of children per draft "
+                                                                             "token."),
+                io.Int.Input("nodes", default=58, min=1, max=1024, tooltip="Maximum number of draft tokens verified "
+                                                                           "per forward pass."),
                 negative_input(),
                 rule_input(),
             ],
@@ -250,33 +253,33 @@ class VVSSampler(io.ComfyNode):
             node_id="SpecARVVSSampler",
             display_name="VVS Sampler",
             category="SpecAR/sampling",
-            description="Takes some drafts without verifying them, which saves whole passes of the model. Approximate: "
-            "the pictures drift from the model's own distribution, and nothing limits how far.",
+            description="Accepts some drafts without verifying them, which saves whole forward passes of the model. "
+            "Approximate: images drift from the model's own distribution, and nothing limits how far.",
             inputs=[
                 *common_inputs(),
                 drafter_input(),
                 structure_input(DYNAMIC),
                 io.Combo.Input("schedule", options=list(SCHEDULES), default="uniform",
                                tooltip="When verification is skipped. uniform: every interval-th time. dynamic: when "
-                               "the paths of the tree look alike."),
+                               "the paths of the tree are similar."),
                 io.Int.Input("interval", default=4, min=2, max=1024,
-                             tooltip="For uniform: one draft in this many is taken unverified. Lower is faster and "
+                             tooltip="For uniform: one draft in this many is accepted unverified. Lower is faster and "
                              "drifts further; the paper uses 2 to 4."),
                 io.Float.Input("threshold", default=0.7, min=0, max=1.01, step=0.01, round=0.001,
-                               tooltip="For dynamic: skip when the paths are at least this similar (0 to 1). Lower "
-                               "skips more often; the paper uses 0.65 to 0.8. Above 1: never."),
+                               tooltip="For dynamic: skip if the paths are at least this similar (0 to 1). Lower skips "
+                               "more often; the paper uses 0.65 to 0.8. Above 1: never."),
                 io.Combo.Input("path", options=list(PATHS), default="at random (paper)",
-                               tooltip="Which path of the tree is taken unverified."),
+                               tooltip="Which path of the tree is accepted unverified."),
                 io.Boolean.Input("truncate", default=True,
                                  tooltip="Cut an unverified path to the mean length of the tree's paths."),
                 io.Boolean.Input("refresh", default=True,
-                                 tooltip="After a skip, repeat the drafter's steps with the model's true features. "
-                                 "Off: keep the outdated ones, as the official code does."),
+                                 tooltip="After a skip, rerun the drafter on the model's true features. Off: keep the "
+                                 "outdated features, as the official code does."),
                 negative_input(),
                 rule_input(),
                 io.Mask.Input("where", optional=True,
-                              tooltip="Where drafts may be taken unverified: white yes, black never. Any size; a token "
-                              "that lies outside with any part is always verified. Not connected: everywhere."),
+                              tooltip="Where drafts may be accepted unverified: white yes, black never. Any size; a "
+                              "token that is partly black is always verified. Not connected: everywhere."),
             ],
             outputs=sampler_outputs(),
         )

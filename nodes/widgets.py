@@ -9,39 +9,39 @@ from comfy_api.latest import io
 from .sockets import ARDrafter, ARModel, ARRule, ARTrace
 
 MODELS_OWN = -1  # value of cfg, temperature, top_k, top_p that stands for the model's own
-OWN = "-1: the model's own value."
+OWN = "-1: the model's default."
 
 
 def prompt_inputs() -> list[io.Input]:
     """Sockets and widgets of every sampler, first on the node."""
     return [
-        ARModel.Input("model", tooltip="The model from Load AR Checkpoint."),
-        io.Conditioning.Input("positive", tooltip="What to draw: CLIP Text Encode with the model's own CLIP."),
-        io.Latent.Input("latent_image", tooltip="Size and batch (Empty AR Latent), or an encoded picture with a noise "
+        ARModel.Input("model", tooltip="The model, from Load AR Checkpoint."),
+        io.Conditioning.Input("positive", tooltip="The prompt: CLIP Text Encode with the model's own CLIP."),
+        io.Latent.Input("latent_image", tooltip="Size and batch (Empty AR Latent), or an encoded image with a noise "
                         "mask: tokens outside the mask are kept."),
         io.Int.Input("seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=True,
-                     tooltip="The same seed, the same picture. Picture i of a batch is drawn with seed + i and equals "
-                     "a single run with it."),
+                     tooltip="The same seed gives the same image. Image i of a batch uses seed + i and equals a single "
+                     "run with that seed."),
         io.Float.Input("cfg", default=MODELS_OWN, min=-1, max=30, step=0.1, round=0.01,
-                       tooltip=f"Guidance: how strongly the prompt is followed. 1 is off and twice as cheap. {OWN}"),
+                       tooltip=f"Guidance: how strongly the prompt is followed. 1 is off, at half the cost. {OWN}"),
     ]
 
 
 def temperature_input(zero: str) -> io.Input:
     """``zero``: what a temperature of 0 means."""
     return io.Float.Input("temperature", default=MODELS_OWN, min=-1, max=5, step=0.05, round=0.01,
-                          tooltip=f"Below 1 is calmer, above 1 wilder; {zero}. {OWN}")
+                          tooltip=f"Below 1: less random, above 1: more random; {zero}. {OWN}")
 
 
 def common_inputs() -> list[io.Input]:
     """Sockets and widgets of every sampler of token ids, first on the node."""
     return [
         *prompt_inputs(),
-        temperature_input("0 always takes the most likely token"),
+        temperature_input("0: always the most likely token"),
         io.Int.Input("top_k", default=MODELS_OWN, min=-1, max=65536,
-                     tooltip=f"Draw among this many most likely tokens only; 0 is off. {OWN}"),
+                     tooltip=f"Sample only from this many most likely tokens. 0 is off. {OWN}"),
         io.Float.Input("top_p", default=MODELS_OWN, min=-1, max=1, step=0.01, round=0.001,
-                       tooltip="Draw among the most likely tokens only, as many as together reach this probability; "
+                       tooltip="Sample only from the most likely tokens whose probabilities add up to this value. "
                        f"1 is off. {OWN}"),
     ]
 
@@ -62,26 +62,26 @@ def choose(name: str, value: str, options: dict[str, Any]) -> Any:
 def negative_input() -> io.Input:
     return io.Conditioning.Input(
         "negative", optional=True,
-        tooltip="What to stay away from (needs cfg above 1). Not connected or empty: the model's own "
+        tooltip="What to avoid (negative prompt). Needs cfg above 1. Not connected or empty: the model's own "
         "unconditional prediction.",
     )
 
 
 def drafter_input() -> io.Input:
-    return ARDrafter.Input("drafter", tooltip="The drafter from Load AR Drafter, loaded for the same model.")
+    return ARDrafter.Input("drafter", tooltip="The drafter, from Load AR Drafter, loaded for the same model.")
 
 
 def rule_input() -> io.Input:
     return ARRule.Input(
         "rule", optional=True,
-        tooltip="When a guess is kept: an acceptance rule. Not connected: exact, the distribution of the "
+        tooltip="The acceptance rule: when a draft token is accepted. Not connected: exact, the distribution of the "
         "next-token sampler.",
     )
 
 
 def sampler_outputs() -> list[io.Output]:
     return [
-        io.Latent.Output("latent", display_name="LATENT", tooltip="The drawn tokens, for VAE Decode."),
+        io.Latent.Output("latent", display_name="LATENT", tooltip="The generated tokens, for VAE Decode."),
         ARTrace.Output("trace", display_name="AR_TRACE",
-                       tooltip="What happened to every token, for Acceptance Map and Save Trace."),
+                       tooltip="A record of every token, for Acceptance Map and Save Trace."),
     ]

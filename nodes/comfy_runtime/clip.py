@@ -42,6 +42,6 @@ def prompts_of(
     Raises ValueError for an empty positive.
     """
     if text_of(positive) == "":
-        raise ValueError("The positive prompt is empty. Type what to draw into its CLIP Text Encode.")
+        raise ValueError("The positive prompt is empty. Enter a prompt in its CLIP Text Encode.")
     zeroed = negative and negative[0][0].shape[1] > 1 and not negative[0][0].any()  # a class alone may be number 0
     return positive, None if zeroed or (negative and text_of(negative) == "") else negative

@@ -122,7 +122,7 @@ def resolve(choice: str, *keys: str) -> Path:
     found = next((root / inside for root in roots if inside != "." and os.path.exists(root / inside)), None)
     if found is None:
         looked = ", ".join(map(str, roots))
-        remedy = where_to_get(choice) or "Choose another file, or press R for a new list."
+        remedy = where_to_get(choice) or "Choose another file, or press R to refresh the list."
         raise FileNotFoundError(f"{choice[:99]} is not in {looked}. {remedy}")
     return found
 

@@ -79,14 +79,13 @@ class LoadedModel:
         """Raise ValueError for a sampler of models of the other kind."""
         if self.model.continuous and not continuous:
             raise ValueError(
-                f"{self.name} is a continuous model: its tokens are vectors, and this sampler draws token ids. Use AR "
-                "Sampler (continuous) or Continuous Speculative Sampler with it."
+                f"{self.name} is a continuous model: its tokens are vectors, and this sampler is for token ids. Use AR "
+                "Sampler (continuous) or Continuous Speculative Sampler."
             )
         if continuous and not self.model.continuous:
             raise ValueError(
-                f"{self.name} draws token ids, and this sampler is for continuous models ({CONTINUOUS_NAMES}), "
-                "whose tokens are vectors. Use AR Sampler (next token), SJD++ Sampler or a sampler with a draft tree "
-                "with it."
+                f"{self.name} generates token ids, and this sampler is for continuous models ({CONTINUOUS_NAMES}), "
+                "whose tokens are vectors. Use AR Sampler (next token), SJD++ Sampler or a sampler with a draft tree."
             )
 
 

@@ -79,7 +79,7 @@ def measure_palette(decoder: Autoencoder, model: DiscreteModel | ContinuousBase)
     penalty = torch.full((len(moments),), RIDGE * float(moments.diagonal()[:-1].mean()), dtype=torch.float64)
     penalty[-1] = 0
     weight = torch.linalg.solve(moments + penalty.diag(), known.T @ colours).float()
-    log.info("Learnt the colours of previews in %.2f s, once for this image decoder.", time.perf_counter() - began)
+    log.info("Measured the preview colours in %.2f s, once for this image decoder.", time.perf_counter() - began)
     return Palette(weight, pace)
 
 

@@ -57,7 +57,7 @@ class Report:
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            log.warning("Too little memory to decode previews: this run goes on without them.")
+            log.warning("Not enough memory to decode previews: this run continues without them.")
             self.previews = None
             return None
         return picture and ("JPEG", picture, args.preview_size)

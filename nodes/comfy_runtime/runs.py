@@ -35,8 +35,8 @@ def placed(
     there_is = total_memory(loaded.patcher.load_device)
     if memory > there_is:
         raise TooLargeError(
-            f"This run would take {memory / 2**30:.1f} GiB of memory beside the model, more than the "
-            f"{there_is / 2**30:.1f} GiB there are. Draw fewer pictures at once (batch_size), or smaller ones."
+            f"This run needs {memory / 2**30:.1f} GiB of memory beside the model, more than the "
+            f"{there_is / 2**30:.1f} GiB in total. Generate fewer images at once (batch_size), or smaller ones."
         )
     together = [loaded.patcher] if drafter is None else [loaded.patcher, drafter.patcher]  # none must evict another
     if not fits(together, missing(loaded, memory, session_key)):
@@ -89,7 +89,7 @@ def previews_of(loaded: LoadedModel, memory: int, length: int, sketch: Sketcher)
                 if not out_of_memory(error):
                     raise
     if found.palette is None:
-        log.info("No previews: the memory that decoding them takes is not free beside the model.")
+        log.info("No previews: not enough free memory beside the model to decode them.")
         return None
     wanted = None if method == LatentPreviewMethod.Latent2RGB else decoder
     return Previews(sketch, found.palette, wanted, found.decoder.factor, args.preview_size)

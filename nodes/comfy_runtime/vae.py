@@ -105,7 +105,7 @@ class ARVae:
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            log.warning("Too little memory for a whole picture: working in tiles of %d pixels.", TILE)
+            log.warning("Not enough memory for a whole image: using tiles of %d pixels.", TILE)
         return None
 
     def _vectors(self, latent: Tensor) -> Tensor:
@@ -115,8 +115,8 @@ class ARVae:
             return decoder.dequantize(self._checked(latent.round().long()[:, 0]))
         if latent.ndim != 4 or latent.shape[1] != decoder.channels:
             raise ValueError(
-                f"This latent of the shape {list(latent.shape)} has {latent.shape[1]} channels, but the image decoder "
-                f"{decoder.name} reads {decoder.channels} ([pictures, channels, rows, columns]): it comes from another "
+                f"This latent of shape {list(latent.shape)} has {latent.shape[1]} channels, but the image decoder "
+                f"{decoder.name} reads {decoder.channels} ([images, channels, rows, columns]): it comes from another "
                 "kind of model. Connect the VAE that belongs to that model."
             )
         return latent

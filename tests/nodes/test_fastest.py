@@ -82,7 +82,7 @@ def test_every_method_is_tried_and_the_result_is_all_of_a_piece(find, tiny, prog
     assert told(out)[0]["passes"] == told(out)[0]["tokens"]
     assert method.name == EXACT[out.ui["specar"][0]["chosen"]] and f"| {method.name} (chosen) " in report
     assert chart.shape[::2] == (1, 1024) and out.ui["images"] and out.ui["text"][0] in report
-    assert "Trials drew 16 tokens of a picture on cpu, cfg 2, temperature 0.9" in report
+    assert "Trials sampled 16 tokens of an image on cpu, cfg 2, temperature 0.9" in report
     json.dumps(out.ui["specar"])
     values = [value for value, _, _ in progress]
     assert values == sorted(values) and progress[-1][0] == progress[-1][1]
@@ -96,12 +96,12 @@ def test_without_a_drafter_there_are_windows_only(find):
 def test_a_budget_brings_relaxed_methods_and_bounds_the_choice(find):
     out = find(leak_budget=1e-4, drafter=None, batch=2)
     assert [t["acceptance"] for t in told(out)] == [
-        "exact", "exact", "metered (epsilon 0.0001)", "Cool-SD (delta 1.1)", "Cool-SD (delta 2)",
+        "exact", "exact", "TV budget (epsilon 0.0001)", "Cool-SD (delta 1.1)", "Cool-SD (delta 2)",
         "LANTERN++ (neighbours 10, ratio 2)"]
     for t in told(out)[2:]:
         assert t["tokens"] % 32 == 0 and t["tv_leak"] > 0
         over = t["tv_leak"] / t["tokens"] > 1e-4 * (1 + 1e-5)
-        assert ("over the leak budget" in t["note"]) == over == (t["acceptance"][:7] != "metered")
+        assert ("over leak_budget" in t["note"]) == over == ("TV budget" not in t["acceptance"])
         assert not over or len(t["seconds_per_token"]) == 1, "it need not be repeated"
     chosen = told(out)[out.ui["specar"][0]["chosen"]]
     assert chosen["tv_leak"] / chosen["tokens"] <= 1e-4 * (1 + 1e-5)

@@ -60,7 +60,7 @@ def test_special_tokens_words_and_sizes_of_a_language_model(tmp_path):
     assert len(facts.sizes) == len(model.grids)
     assert facts.sizes[0] == (cols * model.pixels_per_token, rows * model.pixels_per_token)
     text = in_words("Emu3", facts, "no decoder")
-    assert "end of a row" in text and "table of words, in main memory" in text and "no decoder" in text
+    assert "end of a row" in text and "word embeddings, in main memory" in text and "no decoder" in text
 
 
 def test_fp8_is_told_apart(tmp_path):
