@@ -13,15 +13,15 @@ pytestmark = pytest.mark.browser
 
 MAP, SJD, CONTINUOUS = "SpecARAcceptanceMap", "03_sjd_acceptance_map", "31_continuous_speculative"
 NAMES = {  # record of the trace -> what the map calls it
-    "finalised_at": "fixed in pass", "depth": "place in the draft", "p": "p of the token", "q": "q of the guess",
-    "ratio": "p/q of the guess", "refinements": "passes as a guess", "entropy": "entropy, nats",
-    "top1": "top-1 probability", "order": "place in the order", "block": "guessed in round", "distance": "distance",
-    "log_ratio": "log ratio",
+    "finalised_at": "decided in pass", "depth": "position in the draft", "p": "p of the token",
+    "q": "q of the draft token", "ratio": "p/q of the draft token", "refinements": "passes as a draft token",
+    "entropy": "entropy, nats", "top1": "top-1 probability", "order": "position in the order",
+    "block": "drafted in round", "distance": "distance", "log_ratio": "log ratio",
 }
 OF_GUESSES = ("depth", "q", "ratio", "block", "distance", "log_ratio")  # told where a guess was judged
 PARTS = "[...document.querySelectorAll('.specar-map')].filter(map => map.checkVisibility())"
 IS_SHOWN = f"() => {PARTS}.length && {PARTS}.every(map => map.querySelector('img').naturalWidth && " \
-           "map.querySelector('.specar-hint')?.textContent === 'Point at a token to read its numbers.')"
+           "map.querySelector('.specar-hint')?.textContent === 'Point at a token to see its values.')"
 
 
 def open_and_run(page: Page, name: str, batch: int = 1) -> None:
@@ -78,7 +78,7 @@ def assert_tells(page: Page, trace: Trace, image: int, row: int, column: int) ->
     assert title.endswith("resampled after rejection") == (values["source"] == Source.RESIDUAL)
     expected = {NAMES[name]: value for name, value in values.items()
                 if name in NAMES and (values["depth"] or name not in OF_GUESSES)}
-    assert set(expected) <= set(pairs) <= set(expected) | {"tries to redraw", "TV leak"}
+    assert set(expected) <= set(pairs) <= set(expected) | {"tries to resample", "drift bound (TV)"}
     assert {name: float(pairs[name]) for name in expected} == pytest.approx(expected, rel=6e-4)
 
 
@@ -97,7 +97,7 @@ def test_pointing_at_a_token_tells_its_numbers(page, comfy, renderer, name):
 
     page.locator(".specar-turn").nth(1).click()  # to the second picture
     page.wait_for_function(IS_SHOWN)
-    assert page.locator(".specar-page").first.inner_text() == "picture 2 of 2"
+    assert page.locator(".specar-page").first.inner_text() == "image 2 of 2"
     assert text(page) == report
     point_at(page, trace, *last)
     assert_tells(page, trace, 1, *last)

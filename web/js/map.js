@@ -1,9 +1,9 @@
 // The acceptance map on its node: the picture, and below it the run's report or the numbers of the token pointed at.
 import { describeToken } from "./tokens.js";
 
-const HINT = "Point at a token to read its numbers.";
+const HINT = "Point at a token to see its values.";
 const GONE = "The server no longer has this map (it was restarted, or cannot be reached). Run again.";
-const UNWRITTEN = "The map could not be written; ComfyUI's log says why.";
+const UNWRITTEN = "The map could not be written; see ComfyUI's log.";
 const STEPS = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -28,7 +28,7 @@ export class MapView {
   build() {
     this.element = made("div", "specar-map widget-expands"); // the new renderer gives such widgets the free space
     this.pages = made("div", "specar-pages", this.element);
-    for (const [text, step, label] of [["‹", -1, "previous picture"], ["›", 1, "next picture"]]) {
+    for (const [text, step, label] of [["‹", -1, "previous image"], ["›", 1, "next image"]]) {
       const button = made("button", "specar-turn", this.pages, { type: "button", "aria-label": label });
       button.textContent = text;
       button.addEventListener("click", () => this.turn(step));
@@ -72,7 +72,7 @@ export class MapView {
       this.image.removeAttribute("src");
       return this.close(UNWRITTEN);
     }
-    this.pageText.textContent = `picture ${page + 1} of ${this.shown.pictures.length}`;
+    this.pageText.textContent = `image ${page + 1} of ${this.shown.pictures.length}`;
     this.select(null);
     this.image.src = this.addressOf(this.shown.pictures[page]);
     this.read(this.shown.numbers[page]);

@@ -1,4 +1,4 @@
-// What the numbers of a token say, in plain words. No access to the page or to ComfyUI.
+// The values of a token, labelled. No access to the page or to ComfyUI.
 
 const FORCED = 5; // a Source, see samplers/trace.py
 
@@ -28,17 +28,17 @@ export function describeToken(data, index) {
 function tokenPairs(data, value) {
   const guessed = value("depth") > 0;
   return [
-    ["fixed in pass", value("finalised_at")],
+    ["decided in pass", value("finalised_at")],
     ["p of the token", value("p")],
-    guessed && ["place in the draft", value("depth")],
-    guessed && ["q of the guess", value("q")],
-    guessed && ["p/q of the guess", value("ratio")],
-    "refinements" in data.fields && ["passes as a guess", value("refinements")],
+    guessed && ["position in the draft", value("depth")],
+    guessed && ["q of the draft token", value("q")],
+    guessed && ["p/q of the draft token", value("ratio")],
+    "refinements" in data.fields && ["passes as a draft token", value("refinements")],
     ["entropy, nats", value("entropy")],
     ["top-1 probability", value("top1")],
     value("tree_depth") > 0 && ["tree", `${value("tree_depth")} levels, ${value("tree_width")} wide`],
-    value("tree_depth") > 0 && guessed && ["place among siblings", value("rank") + 1],
-    "tv_leak" in data.fields && ["TV leak", value("tv_leak")],
+    value("tree_depth") > 0 && guessed && ["rank among siblings", value("rank") + 1],
+    "tv_leak" in data.fields && ["drift bound (TV)", value("tv_leak")],
   ].filter(Boolean);
 }
 
@@ -46,12 +46,12 @@ function vectorPairs(data, value) {
   const guessed = value("depth") > 0;
   const tries = value("tries");
   return [
-    ["fixed in pass", value("finalised_at")],
-    ["place in the order", value("order")],
-    guessed && ["guessed in round", value("block")],
-    guessed && ["place in the draft", value("depth")],
+    ["decided in pass", value("finalised_at")],
+    ["position in the order", value("order")],
+    guessed && ["drafted in round", value("block")],
+    guessed && ["position in the draft", value("depth")],
     guessed && ["distance", value("distance")],
     guessed && ["log ratio", value("log_ratio")],
-    tries !== 0 && ["tries to redraw", tries < 0 ? `${-tries}, in vain` : tries],
+    tries !== 0 && ["tries to resample", tries < 0 ? `${-tries}, failed` : tries],
   ].filter(Boolean);
 }
