@@ -70,7 +70,8 @@ class AcceptanceMap(io.ComfyNode):
                                "resample."),
                 io.Float.Input("opacity", default=0.5, min=0, max=1, step=0.05, round=0.01,
                                tooltip="Opacity of the map over the image. 1 hides the image."),
-                io.Image.Input("image", optional=True, tooltip="The decoded images of this run, shown below the map."),
+                io.Image.Input("image", optional=True, tooltip="The decoded images of this run, as the background of "
+                                                               "the map."),
             ],
             outputs=[
                 io.Image.Output("overlay", display_name="overlay", tooltip="The map over the image, enlarged, with a "

@@ -208,8 +208,8 @@ class GroupedRule(io.ComfyNode):
                 io.Float.Input("gap", default=0.15, min=0, max=1, step=0.01, round=0.001,
                                tooltip="Maximum difference between probabilities in a group; 0 is exact."),
                 io.Float.Input("radius", default=0.5, min=0, max=1000, step=0.05, round=0.001,
-                               tooltip="Maximum difference in look between tokens of a group (squared distance of "
-                               "their code vectors, so it depends on the model); 0 is exact."),
+                               tooltip="Maximum visual difference between tokens of a group (squared distance of their "
+                               "code vectors, so it depends on the model); 0 is exact."),
                 where_input(),
             ],
             outputs=outputs(),

@@ -68,7 +68,8 @@ def tree_inputs() -> list[io.Input]:
     """The measures of a structure."""
     return [
         io.Int.Input("depth", default=5, min=1, max=32,
-                     tooltip="Draft tokens in a row: the length of a chain, or the levels of a dynamic tree."),
+                     tooltip="Number of consecutive draft tokens: the length of a chain, or the levels of a dynamic "
+                             "tree."),
         io.Int.Input("width", default=10, min=1, max=64,
                      tooltip="Dynamic tree: children per draft token, and how many tokens of a level get children."),
         io.Int.Input("nodes", default=58, min=1, max=1024,
@@ -207,8 +208,8 @@ class ADTTreeSampler(io.ComfyNode):
                                tooltip="Which earlier tree's depth and width are adapted: the left neighbour's (best "
                                "in the paper), the upper one's, random ones, or a weighted mean of the surroundings."),
                 io.Combo.Input("children", options=list(CHILDREN), default="most likely (paper)",
-                               tooltip="Which children a draft token gets. drawn at random is accepted more often at "
-                               "temperature 1."),
+                               tooltip="Which children a draft token gets. Sampled ones (drawn at random) are accepted "
+                               "more often at temperature 1."),
                 io.Float.Input("beta", default=1.0, min=0, max=1, step=0.05, round=0.001,
                                tooltip="The tree grows deeper if at least this fraction of the last tree's levels was "
                                "accepted. 1: only after a full path."),
