@@ -17,22 +17,12 @@ from .reports.comparison import table as comparison_table
 from .reports.run_report import describe as run_report
 from .reports.timeline_frames import timeline_frames
 from .samplers.contract import Method, Output
-from .samplers.drafts.adt_tree import ADTTree
-from .samplers.drafts.structures import Chain, Dynamic, Static
 from .samplers.generate import generate
 from .samplers.layout import TokenLayout
-from .samplers.methods import published
-from .samplers.methods.continuous import ContinuousSpeculative
 from .samplers.methods.continuous_next_token import ContinuousNextToken
-from .samplers.methods.jacobi import SJD, Jacobi
-from .samplers.methods.next_token import NextToken
+from .samplers.methods.jacobi import SJD
 from .samplers.methods.skipping import Skipping
-from .samplers.methods.speculative import DraftTree
-from .samplers.rules.acceptance import Exact
-from .samplers.rules.cool_sd import CoolSD, UniformRSD
-from .samplers.rules.grouped import Grouped
-from .samplers.rules.lantern import Lantern, LanternPP
-from .samplers.rules.tv_budget import TVMetered
+from .samplers.registry import METHODS, PUBLISHED, RULES, STRUCTURES
 from .samplers.trace import Trace
 
 __all__ = ["Output", "Trace", "acceptance_map", "bundled", "comparison_chart", "comparison_table", "load_drafter",
@@ -40,15 +30,11 @@ __all__ = ["Output", "Trace", "acceptance_map", "bundled", "comparison_chart", "
            "structures", "timeline_frames"]
 
 methods = SimpleNamespace(
-    NextToken=NextToken, Jacobi=Jacobi, SJD=SJD, DraftTree=DraftTree, Lantern=published.lantern,
-    LanternPP=published.lantern_pp, CoolSD=published.cool_sd, ADTTree=published.adt_tree, VVS=published.vvs,
-    Skipping=Skipping, ContinuousNextToken=ContinuousNextToken, ContinuousSpeculative=ContinuousSpeculative,
+    **{method.__name__: method for method in METHODS}, **{name: each.build for name, each in PUBLISHED.items()},
+    Skipping=Skipping,
 )
-structures = SimpleNamespace(Chain=Chain, Static=Static, Dynamic=Dynamic, ADTTree=ADTTree)
-rules = SimpleNamespace(
-    Exact=Exact, Lantern=Lantern, LanternPP=LanternPP, UniformRSD=UniformRSD, CoolSD=CoolSD, Grouped=Grouped,
-    TVMetered=TVMetered,
-)
+structures = SimpleNamespace(**{structure.__name__: structure for structure in STRUCTURES})
+rules = SimpleNamespace(**{rule.__name__: rule for rule in RULES})
 
 
 def sample(

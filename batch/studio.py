@@ -13,6 +13,8 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from .. import api
+from ..samplers.contract import Method
+from ..samplers.registry import METHODS, PUBLISHED
 from .jobs import Job, JobsError, several
 from .overrides import OverrideError, converted
 
@@ -26,31 +28,22 @@ class Recipe:
     """How a method is made. settings: the dataclass whose plain fields jobs may set."""
 
     build: Callable[..., Any]
-    settings: type | None = None
+    settings: type
     needs_drafter: bool = True
 
     def columns(self) -> dict[str, str]:
-        own = fields(self.settings) if self.settings else ()
+        own = (field for field in fields(self.settings) if field.init and field.name != "name")
         return {field.name: str(field.type) for field in own if str(field.type) in EXAMPLES}
 
 
-def alone(method: type) -> Recipe:
+def recipe_of(method: type[Method]) -> Recipe:
+    if "drafter" in {field.name for field in fields(method)}:
+        return Recipe(method, method)
     return Recipe(lambda _drafter, **settings: method(**settings), method, needs_drafter=False)
 
 
-RECIPES = {
-    "next_token": alone(api.methods.NextToken),
-    "jacobi": alone(api.methods.Jacobi),
-    "sjd": alone(api.methods.SJD),
-    "draft_tree": Recipe(api.methods.DraftTree),
-    "lantern": Recipe(api.methods.Lantern, api.rules.Lantern),
-    "lantern_pp": Recipe(api.methods.LanternPP, api.rules.LanternPP),
-    "cool_sd": Recipe(api.methods.CoolSD, api.rules.CoolSD),
-    "adt_tree": Recipe(api.methods.ADTTree, api.structures.ADTTree),
-    "vvs": Recipe(api.methods.VVS, api.methods.Skipping),
-    "continuous_next_token": alone(api.methods.ContinuousNextToken),
-    "continuous_speculative": Recipe(api.methods.ContinuousSpeculative, api.methods.ContinuousSpeculative),
-}
+RECIPES = {method.name: recipe_of(method) for method in METHODS}
+RECIPES |= {each.name: Recipe(each.build, each.settings) for each in PUBLISHED.values()}
 
 
 @dataclass(frozen=True)

@@ -240,3 +240,6 @@ class TVMeteredRule(io.ComfyNode):
     @classmethod
     def execute(cls, epsilon: float, where: Tensor | None = None) -> io.NodeOutput:
         return chosen(TVMetered(epsilon), where)
+
+
+NODES = (ExactRule, LanternRule, LanternPPRule, UniformRSDRule, CoolSDRule, GroupedRule, TVMeteredRule)

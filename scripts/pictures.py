@@ -120,13 +120,10 @@ SCENES = {
                          SAVE: (COLUMN, 0, 270, 240)}),
     "SpecARRuleExact": rule("SpecARRuleExact", "source"),
     "SpecARRuleLantern": rule("SpecARRuleLantern", neighbours=30, delta=0.3),
-    "SpecARRuleLanternPP": rule("SpecARRuleLanternPP"),
     "SpecARRuleUniformRSD": rule("SpecARRuleUniformRSD", delta=2),
     "SpecARRuleCoolSD": Scene(
         "14_exact_on_the_face", {"MaskPreview": (0, 0, 300, 220), "SpecARRuleCoolSD": (0, None, 300),
                                  TREE: (0, None, 0), SAVE: (0, 580, 300, 240), MAP: (COLUMN, 0, 330, 700)}),
-    "SpecARRuleGrouped": rule("SpecARRuleGrouped"),
-    "SpecARRuleTVMetered": rule("SpecARRuleTVMetered"),
     MAP: Scene("03_sjd_acceptance_map", {SAVE: (0, 0, 240, 220), MAP: (300, 0, 420, 640)}),
     "SpecARTimeline": Scene(
         "06_decoding_timeline", {"SpecARTimeline": (0, 0, 330, 480), PREVIEW: (COLUMN, 0, 420, 480)},
@@ -139,6 +136,8 @@ SCENES = {
     "SpecARLoadTrace": Scene("03_sjd_acceptance_map", {"SpecARLoadTrace": (0, 0, 340), MAP: (400, 0, 340, 620)},
                              prepare=read_saved_trace),
 }
+for _page in DOCS.glob("SpecARRule*"):
+    SCENES.setdefault(_page.name, rule(_page.name))
 
 
 def as_webp(png: bytes) -> bytes:

@@ -11,17 +11,18 @@ without verifying a draft teaches nothing, and those tokens take over the shape 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..layout import TokenLayout
 from ..rng import Purpose, Stream
+from ..settings import setting
 from .growing import DRAWS, Drafting, Root, grow_sampled, grow_top_k
-from .structures import Extent
+from .structures import Extent, Structure
 from .trees import Shape, Tree, shape_of
 
 INITIAL = ("horizontal", "vertical", "random", "tokenflock")
@@ -65,7 +66,7 @@ class History:
 
 
 @dataclass(frozen=True)
-class ADTTree:
+class ADTTree(Structure):
     """A tree of changing shape. The defaults are the paper's for LlamaGen; see ANOLE.
 
     initial: the shape that is adapted. horizontal: the left neighbour's, which is the last tree's; vertical: the upper
@@ -83,42 +84,36 @@ class ADTTree:
     where no single one did.
     """
 
-    initial: str = "horizontal"
-    children: str = "top_k"
-    beta: float = 1.0
-    depth_step: int = 1
-    width_step: int = 10
+    initial: str = setting("horizontal", options=INITIAL)
+    children: str = setting("top_k", options=CHILDREN)
+    beta: float = setting(1.0, 0, 1)
+    depth_step: int = setting(1, 0, 32)
+    width_step: int = setting(10, 0, 64)
     depths: tuple[int, int] = (1, 9)
     widths: tuple[int, int] = (4, 39)
     nodes: int = 58
     first: tuple[int, int] = (5, 10)
-    radius: float = 2.0
-    row_start: str = "previous"
-    alpha_over: str = "effective"
-    flock_distance: str = "euclidean"
-
-    block = False
+    radius: float = setting(2.0, 1, 64)
+    row_start: str = setting("previous", options=ROW_START)
+    alpha_over: str = setting("effective", options=ALPHA_OVER)
+    flock_distance: str = setting("euclidean", options=FLOCK_DISTANCE)
+    kind: ClassVar[str] = "adt"
 
     def check(self) -> None:
-        """Raise ValueError naming the setting and its legal values."""
-        for name, options in (("initial", INITIAL), ("children", CHILDREN), ("row_start", ROW_START),
-                              ("alpha_over", ALPHA_OVER), ("flock_distance", FLOCK_DISTANCE)):
-            if getattr(self, name) not in options:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(options)}.")
+        super().check()
         for name, (low, high), most in (("depths", self.depths, 32), ("widths", self.widths, 64)):
             if not 1 <= low <= high <= most:
                 raise ValueError(f"{name} are {low} to {high}, but must be bounds in rising order from 1 to {most}.")
         for name, value, low, high in (
-            ("beta", self.beta, 0, 1), ("depth_step", self.depth_step, 0, 32), ("width_step", self.width_step, 0, 64),
             ("nodes", self.nodes, self.depths[1], 1024), ("first depth", self.first[0], 1, 32),
-            ("first width", self.first[1], 1, 64), ("radius", self.radius, 1, 64),
+            ("first width", self.first[1], 1, 64),
         ):
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}, but must be {low} to {high}.")
 
-    def describe(self) -> dict[str, Any]:
-        """Settings, JSON-ready."""
-        return {"kind": "adt", **asdict(self)}
+    @staticmethod
+    def in_words(settings: dict[str, Any]) -> str:
+        return f"adaptive tree, {settings['initial']}"
 
     def size(self) -> tuple[int, int]:
         """The most drafts and the most levels of a tree. Sampled trees of a batch share slots, level by level."""

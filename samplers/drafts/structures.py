@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..layout import TokenLayout
 from ..rng import Stream
+from ..settings import check_settings, setting
 from .growing import DRAWS, Drafting, Root, grow_sampled, grow_top_k
 from .trees import Path, Shape, Tree, published, shape_of
 
@@ -18,59 +20,66 @@ Plan = tuple[Tensor, Tensor] | None  # depth [B] and width [B] asked for, where 
 Extent = tuple[int, ...]  # what the host must know of a batch's plans to launch a round; () where nothing varies
 
 
-class Structure(Protocol):
-    """What is drafted each round. ``block``: verify by blocks instead of token by token (chains only)."""
+class Structure(ABC):
+    """What is drafted each round. Structures are frozen dataclasses whose fields are their settings.
 
-    block: bool
+    block: verify by blocks instead of token by token (chains only).
+    """
+
+    kind: ClassVar[str]  # in traces
+    block: bool = False
 
     def check(self) -> None:
         """Raise ValueError naming the setting and its legal values."""
-        ...
+        check_settings(self)
 
+    def describe(self) -> dict[str, Any]:
+        """Settings, JSON-ready."""
+        return {"kind": self.kind} | asdict(self)
+
+    @staticmethod
+    @abstractmethod
+    def in_words(settings: dict[str, Any]) -> str:
+        """What ``describe`` says, for people."""
+
+    @abstractmethod
     def size(self) -> tuple[int, int]:
         """The most drafts and the most levels a tree can have."""
-        ...
 
+    @abstractmethod
     def expansions(self) -> int:
         """The most drafts that a drafter is asked to expand in a round."""
-        ...
 
+    @abstractmethod
     def start(self, batch: int, layout: TokenLayout, device: torch.device) -> Any:
         """What the structure remembers of a run so far."""
-        ...
 
+    @abstractmethod
     def plan(self, history: Any, committed: Tensor, layout: TokenLayout, stream: Stream, turn: Tensor) -> Plan:
         """The next trees' shapes, decided when the round before ends."""
-        ...
 
+    @abstractmethod
     def extent(self, plan: Plan, left: Tensor, coarse: bool) -> Tensor | None:
         """The Extent [n] (int64) of a plan for images of which ``left`` [B] tokens are missing. coarse: may be larger,
         so that rounds have few different shapes."""
-        ...
 
+    @abstractmethod
     def passes(self, extent: Extent) -> int:
         """How often the drafter is asked to expand drafts in a round."""
-        ...
 
+    @abstractmethod
     def grow(self, work: Drafting, root: Root, plan: Plan, extent: Extent, turn: Tensor) -> Tree:
         """The next tree."""
-        ...
 
+    @abstractmethod
     def learn(
         self, history: Any, plan: Plan, tree: Tree, before: Tensor, after: Tensor, accepted: Tensor, update: Tensor
     ) -> Any:
         """The memory after a round: decided tokens before and after it, accepted drafts, and whom it concerns [B]."""
-        ...
-
-    def describe(self) -> dict[str, Any]:
-        """Settings, JSON-ready."""
-        ...
 
 
-class _Fixed:
+class _Fixed(Structure):
     """Nothing to remember or to plan."""
-
-    block = False
 
     def start(self, batch: int, layout: TokenLayout, device: torch.device) -> None:
         return None
@@ -91,6 +100,7 @@ class _FixedShape(_Fixed):
         raise NotImplementedError
 
     def check(self) -> None:
+        super().check()
         drafts, _ = self.size()
         if drafts >= DRAWS:
             raise ValueError(f"The tree has {drafts} drafts, but at most {DRAWS - 1} are possible. Use a smaller tree.")
@@ -117,8 +127,9 @@ class Chain(_FixedShape):
     which is exact too and accepts no less on average.
     """
 
-    length: int = 5
-    verification: str = "token"
+    length: int = setting(5, 1, 64)
+    verification: str = setting("token", options=("token", "block"))
+    kind: ClassVar[str] = "chain"
 
     @property
     def block(self) -> bool:
@@ -127,14 +138,9 @@ class Chain(_FixedShape):
     def shape(self) -> Shape:
         return shape_of(tuple((0,) * n for n in range(1, self.length + 1)))
 
-    def check(self) -> None:
-        if not 1 <= self.length <= 64:
-            raise ValueError(f"length is {self.length}, but a chain has 1 to 64 drafts.")
-        if self.verification not in ("token", "block"):
-            raise ValueError(f"verification is {self.verification!r}; choose token or block.")
-
-    def describe(self) -> dict[str, Any]:
-        return {"kind": "chain", "length": self.length, "verification": self.verification}
+    @staticmethod
+    def in_words(settings: dict[str, Any]) -> str:
+        return f"chain of {settings['length']}" + (" by blocks" if settings["verification"] == "block" else "")
 
 
 @dataclass(frozen=True)
@@ -142,26 +148,27 @@ class Static(_FixedShape):
     """A tree of fixed shape over sampled children (EAGLE-1): a published one by name, or a list of paths."""
 
     tree: str | Sequence[Path] = "lantern_57"
+    kind: ClassVar[str] = "static"
 
     def shape(self) -> Shape:
         return shape_of(published(self.tree) if isinstance(self.tree, str) else tuple(map(tuple, self.tree)))
 
     def describe(self) -> dict[str, Any]:
-        return {"kind": "static", "tree": self.tree, "drafts": self.size()[0]}
+        return super().describe() | {"drafts": self.size()[0]}
+
+    @staticmethod
+    def in_words(settings: dict[str, Any]) -> str:
+        return f"static tree of {settings['drafts']}"
 
 
 @dataclass(frozen=True)
 class Dynamic(_Fixed):
     """EAGLE-2's tree of likeliest children: ``depth`` (1 .. 32) levels, ``width`` (1 .. 64), best ``nodes`` kept."""
 
-    depth: int = 5
-    width: int = 10
-    nodes: int = 58
-
-    def check(self) -> None:
-        for name, value, most in (("depth", self.depth, 32), ("width", self.width, 64), ("nodes", self.nodes, 1024)):
-            if not 1 <= value <= most:
-                raise ValueError(f"{name} is {value}, but must be 1 to {most}.")
+    depth: int = setting(5, 1, 32)
+    width: int = setting(10, 1, 64)
+    nodes: int = setting(58, 1, 1024)
+    kind: ClassVar[str] = "dynamic"
 
     def size(self) -> tuple[int, int]:
         return self.nodes, self.depth
@@ -175,5 +182,6 @@ class Dynamic(_Fixed):
     def grow(self, work: Drafting, root: Root, plan: None, extent: Extent, turn: Tensor) -> Tree:
         return grow_top_k(work, root, self.depth, self.width, self.nodes)
 
-    def describe(self) -> dict[str, Any]:
-        return {"kind": "dynamic", "depth": self.depth, "width": self.width, "nodes": self.nodes}
+    @staticmethod
+    def in_words(settings: dict[str, Any]) -> str:
+        return f"dynamic tree of {settings['nodes']}"

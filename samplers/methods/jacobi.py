@@ -36,6 +36,7 @@ from ..layout import TokenLayout
 from ..probabilities import check_finite, probabilities
 from ..rng import Purpose, Stream
 from ..rules.acceptance import EPS, AcceptanceRule, Draft, Exact, accept_or_redraw, check_strength
+from ..settings import check_settings, setting
 from ..trace import Record, Source
 
 REUSE = ("coupled", "gumbel", "threshold_paper", "threshold_exact", "resample")
@@ -318,8 +319,8 @@ class SJD(Method):
     """
 
     window: int | None = None
-    reuse: str = "coupled"
-    initial: str = "mixed"
+    reuse: str = setting("coupled", options=REUSE)
+    initial: str = setting("mixed", options=INITIAL)
     threshold: float = 0.5
     rule: AcceptanceRule = field(default_factory=Exact)
     name: ClassVar[str] = "sjd"
@@ -333,10 +334,7 @@ class SJD(Method):
         length = request.length
         if self.window is not None and not 2 <= self.window <= length:
             raise ValueError(f"window is {self.window}, but this image has {length} tokens: use 2 to {length}.")
-        if self.reuse not in REUSE:
-            raise ValueError(f"reuse is {self.reuse!r}; choose one of {', '.join(REUSE)}.")
-        if self.initial not in INITIAL:
-            raise ValueError(f"initial is {self.initial!r}; choose one of {', '.join(INITIAL)}.")
+        check_settings(self)
         if not self.threshold > 0:
             raise ValueError(f"threshold is {self.threshold}, but must be above 0 (SJD++ uses 0.5).")
         self.rule.check()
@@ -402,7 +400,7 @@ class Jacobi(SJD):
     """
 
     reuse: str = field(default="gumbel", init=False)
-    initial: str = "repeat"
+    initial: str = setting("repeat", options=INITIAL)
     threshold: float = field(default=0.5, init=False)
     rule: AcceptanceRule = field(default_factory=Exact, init=False)
     name: ClassVar[str] = "jacobi"

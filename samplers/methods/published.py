@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ..contract import Drafter
@@ -39,3 +41,21 @@ def vvs(
 ) -> DraftTree:
     """VVS: some rounds are not verified; settings: methods.Skipping. The paper's host is LANTERN on EAGLE-2's tree."""
     return DraftTree(drafter, structure or Dynamic(), rule or Lantern(), Skipping(**skipping), name="vvs")
+
+
+@dataclass(frozen=True)
+class Published:
+    """A method of a paper: ``build(drafter, ...)`` makes it, its own keywords being fields of ``settings``."""
+
+    name: str  # of the method that it builds
+    build: Callable[..., DraftTree]
+    settings: type
+
+
+PUBLISHED = {
+    "Lantern": Published("lantern", lantern, Lantern),
+    "LanternPP": Published("lantern_pp", lantern_pp, LanternPP),
+    "CoolSD": Published("cool_sd", cool_sd, CoolSD),
+    "ADTTree": Published("adt_tree", adt_tree, ADTTree),
+    "VVS": Published("vvs", vvs, Skipping),
+}

@@ -19,6 +19,7 @@ from torch.nn.functional import normalize
 
 from ...kernels.sampling import take
 from ..drafts.trees import Tree
+from ..settings import check_settings, setting
 
 SCHEDULES = ("uniform", "dynamic")
 PATHS = ("uniform", "confident", "first")
@@ -37,28 +38,18 @@ class Skipping:
     guard: no skip while this few tokens of the image, or fewer, are decided.
     """
 
-    schedule: str = "uniform"
-    interval: int = 4
-    threshold: float = 0.7
-    decay: float = 0.9
-    path: str = "uniform"
+    schedule: str = setting("uniform", options=SCHEDULES)
+    interval: int = setting(4, 2, advice="no two rounds in a row are skipped")
+    threshold: float = setting(0.7, 0, advice="0 always skips, above 1 never")
+    decay: float = setting(0.9, 1e-6, 1)
+    path: str = setting("uniform", options=PATHS)
     truncate: bool = True
     refresh: bool = True
-    guard: int = 5
+    guard: int = setting(5, 0)
 
     def check(self) -> None:
         """Raise ValueError naming the setting and its legal values."""
-        for name, options in (("schedule", SCHEDULES), ("path", PATHS)):
-            if getattr(self, name) not in options:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(options)}.")
-        if not self.interval >= 2:
-            raise ValueError(f"interval is {self.interval}, but must be 2 or more: no two rounds in a row are skipped.")
-        if not self.threshold >= 0:
-            raise ValueError(f"threshold is {self.threshold}, but must be 0 (always skip) or more (above 1: never).")
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"decay is {self.decay}, but must be above 0 and at most 1.")
-        if not self.guard >= 0:
-            raise ValueError(f"guard is {self.guard}, but must be 0 or more.")
+        check_settings(self)
 
 
 def check_codebook(settings: Skipping, codebook: Tensor | None) -> None:

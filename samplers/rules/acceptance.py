@@ -13,7 +13,7 @@ tested it bounds, in expectation, the total variation between the pictures drawn
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,18 +21,22 @@ from torch import Tensor
 from ...kernels.sampling import at, categorical, redraw, residual
 from ...kernels.verification import EPS, AcceptanceBudget, maximal_coupling
 from ..contract import ARModel
+from ..settings import check_settings
 
 
 class AcceptanceRule:
     """What every rule answers. Rules are frozen dataclasses whose fields are their settings."""
 
-    name: str
+    name: ClassVar[str]  # in traces
+    label: ClassVar[str]  # for people
+    paper: ClassVar[str]
     lossless: bool  # is the output law exactly p, whatever the strength
     plain: bool = False  # is the residual [p - q]+
     has_budget: bool = False  # is it plain and does it have an ``acceptance_budget``
 
     def check(self) -> None:
         """Raise ValueError naming the setting that is outside its legal range."""
+        check_settings(self)
 
     def bind(self, model: ARModel) -> AcceptanceRule:
         """The rule with what it needs of a model. Raises ValueError where the model does not have it."""
@@ -66,7 +70,8 @@ class AcceptanceRule:
 class Exact(AcceptanceRule):
     """min(1, p/q) and [p - q]+: the output law is exactly p (Leviathan et al., ICML 2023, appendix A.1)."""
 
-    name = "exact"
+    name = label = "exact"
+    paper = "Leviathan et al., ICML 2023"
     lossless = True
     plain = True
 

@@ -14,10 +14,17 @@ from torch import Tensor
 
 from ...kernels.sampling import at, residual, unless_empty
 from ...kernels.verification import EPS, AcceptanceBudget
+from ..settings import setting
 from .acceptance import AcceptanceRule
 
 SCHEDULES = ("exponential", "linear")
 LONGEST = 64  # steps of a schedule: more than any draft
+PAPER = "Li et al., AAAI 2026"
+
+
+def _budget() -> float:
+    """The relaxation budget of both rules."""
+    return setting(1.1, 1, 1000, exact=1, advice="1.1 and 2 are the paper's values")
 
 
 class ScaledRatio(AcceptanceRule):
@@ -59,8 +66,8 @@ class ScaledRatio(AcceptanceRule):
 class UniformRSD(ScaledRatio):
     """omega = delta for every draft (eq. 13). delta >= 1 is the relaxation budget; 1 is exact."""
 
-    delta: float = 1.1
-    name = "uniform_rsd"
+    delta: float = _budget()
+    name, label, paper = "uniform_rsd", "UniformRSD", PAPER
 
     @property
     def lossless(self) -> bool:
@@ -69,9 +76,6 @@ class UniformRSD(ScaledRatio):
     @property
     def plain(self) -> bool:
         return self.delta >= 1
-
-    def check(self) -> None:
-        check_budget(self.delta)
 
     def omega(self, p: Tensor, q: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         return 1 + (self.delta - 1) * strength
@@ -91,12 +95,12 @@ class CoolSD(ScaledRatio):
     others are scaled down by a common factor so that the mean stays delta.
     """
 
-    delta: float = 1.1
-    decay: float = 0.2
-    steps: int = 5
-    schedule: str = "exponential"
+    delta: float = _budget()
+    decay: float = setting(0.2, 0)
+    steps: int = setting(5, 1, LONGEST)
+    schedule: str = setting("exponential", options=SCHEDULES)
     floor: bool = True
-    name = "cool_sd"
+    name, label, paper = "cool_sd", "Cool-SD", PAPER
 
     @property
     def lossless(self) -> bool:
@@ -107,13 +111,7 @@ class CoolSD(ScaledRatio):
         return self.floor
 
     def check(self) -> None:
-        check_budget(self.delta)
-        if not 0 <= self.decay < math.inf:
-            raise ValueError(f"decay is {self.decay}, but must be 0 (the same for every draft) or more.")
-        if not 1 <= self.steps <= LONGEST:
-            raise ValueError(f"steps is {self.steps}, but must be 1 to {LONGEST}.")
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule is {self.schedule!r}; choose one of {', '.join(SCHEDULES)}.")
+        super().check()
         if not self.floor and min(self.omegas()) < 0:
             most = 2 * self.delta / (self.steps - 1)
             raise ValueError(
@@ -141,9 +139,3 @@ class CoolSD(ScaledRatio):
         for i, omega in enumerate(self.omegas(), start=1):
             excess = torch.where(depth == i, omega - 1, excess)
         return 1 + excess * strength
-
-
-def check_budget(delta: float) -> None:
-    """Raise ValueError unless delta is 1 to 1000."""
-    if not 1 <= delta <= 1000:
-        raise ValueError(f"delta is {delta}, but must be 1 (exact) to 1000; 1.1 and 2 are the paper's values.")

@@ -6,7 +6,6 @@ arXiv:2508.07747), whose group of a token follows the authors' published code.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from ...kernels.sampling import at, unless_empty
 from ...kernels.verification import EPS
 from ..contract import ARModel
+from ..settings import setting
 from .acceptance import AcceptanceRule
 
 WIDEST = 64
@@ -35,23 +35,15 @@ class Grouped(AcceptanceRule):
     times. At the ends of the ranking the window is cut off (the authors' code leaves the group there).
     """
 
-    window: int = 14
-    gap: float = 0.15
-    radius: float = 0.5
+    window: int = setting(14, 1, WIDEST, exact=1)
+    gap: float = setting(0.15, 0, 1, exact=0)
+    radius: float = setting(0.5, 0, exact=0)
     codes: Tensor | None = field(default=None, repr=False, compare=False)  # [V, C], of a bound rule
-    name = "grouped"
+    name, label, paper = "grouped", "grouped", "So et al., ICCV 2025"
 
     @property
     def lossless(self) -> bool:
         return self.window == 1 or self.gap == 0 or self.radius == 0
-
-    def check(self) -> None:
-        if not 1 <= self.window <= WIDEST:
-            raise ValueError(f"window is {self.window}, but must be 1 (exact) to {WIDEST}.")
-        if not 0 <= self.gap <= 1:
-            raise ValueError(f"gap is {self.gap}, but must be 0 (exact) to 1.")
-        if not 0 <= self.radius < math.inf:
-            raise ValueError(f"radius is {self.radius}, but must be 0 (exact) or more.")
 
     def bind(self, model: ARModel) -> AcceptanceRule:
         """The rule with the model's code vectors. Raises ValueError if the model has none yet."""

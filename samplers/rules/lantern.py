@@ -13,7 +13,6 @@ point mass and nothing is relaxed (the authors' code compares unprocessed probab
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +23,7 @@ from ...kernels.neighbours import aggregate
 from ...kernels.sampling import at, residual, unless_empty
 from ...kernels.verification import EPS, AcceptanceBudget
 from ..contract import ARModel
+from ..settings import setting
 from .acceptance import AcceptanceRule
 
 DEFAULT_NEIGHBOURS = 1000
@@ -65,12 +65,6 @@ class NeighbourRule(AcceptanceRule):
     def budget(self, p_token: Tensor, strength: Tensor) -> Tensor:
         """Neighbours' probability [...] that a draft of probability p_token [...] may count as its own."""
         raise NotImplementedError
-
-    def check(self) -> None:
-        if not self.neighbours >= 1:
-            raise ValueError(f"neighbours is {self.neighbours}, but must be 1 or more (other codes that may count).")
-        if self.redraw not in REDRAW:
-            raise ValueError(f"redraw is {self.redraw!r}; choose one of {', '.join(REDRAW)}.")
 
     def bind(self, model: ARModel) -> AcceptanceRule:
         """The rule with the model's neighbour table. Raises ValueError for more neighbours than there are codes.
@@ -134,20 +128,15 @@ class NeighbourRule(AcceptanceRule):
 class Lantern(NeighbourRule):
     """Budget delta in 0..1 whatever the draft's own probability (0: exact). neighbours: k, the draft not counted."""
 
-    neighbours: int = DEFAULT_NEIGHBOURS
-    delta: float = 0.1
-    redraw: str = "optimal"
+    neighbours: int = setting(DEFAULT_NEIGHBOURS, 1)
+    delta: float = setting(0.1, 0, 1, exact=0, advice="the paper uses 0.1 to 0.6")
+    redraw: str = setting("optimal", options=REDRAW)
     table: Tensor | None = field(default=None, repr=False, compare=False)
-    name = "lantern"
+    name, label, paper = "lantern", "LANTERN", "Jang et al., ICLR 2025"
 
     @property
     def lossless(self) -> bool:
         return self.delta == 0
-
-    def check(self) -> None:
-        super().check()
-        if not 0 <= self.delta <= 1:
-            raise ValueError(f"delta is {self.delta}, but must be 0 (exact) to 1; the paper uses 0.1 to 0.6.")
 
     def budget(self, p_token: Tensor, strength: Tensor) -> Tensor:
         return self.delta * strength
@@ -157,20 +146,15 @@ class Lantern(NeighbourRule):
 class LanternPP(NeighbourRule):
     """LANTERN++: budget (ratio - 1) p(x), so that p~ <= ratio p; ratio >= 1 (1: exact) is the paper's lambda."""
 
-    neighbours: int = 10
-    ratio: float = 2.0
-    redraw: str = "optimal"
+    neighbours: int = setting(10, 1)
+    ratio: float = setting(2.0, 1, exact=1, advice="the paper uses 2 to 20")
+    redraw: str = setting("optimal", options=REDRAW)
     table: Tensor | None = field(default=None, repr=False, compare=False)
-    name = "lantern_pp"
+    name, label, paper = "lantern_pp", "LANTERN++", "Park et al., 2025"
 
     @property
     def lossless(self) -> bool:
         return self.ratio == 1
-
-    def check(self) -> None:
-        super().check()
-        if not 1 <= self.ratio < math.inf:
-            raise ValueError(f"ratio is {self.ratio}, but must be 1 (exact) or more; the paper uses 2 to 20.")
 
     def budget(self, p_token: Tensor, strength: Tensor) -> Tensor:
         return (self.ratio - 1) * strength * p_token

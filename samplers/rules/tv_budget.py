@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.verification import EPS
+from ..settings import setting
 from .cool_sd import ScaledRatio
 
 
@@ -24,18 +25,14 @@ class TVMetered(ScaledRatio):
     epsilon buys nothing more. Tokens with p = 0, which the sampling filters rule out, are never accepted.
     """
 
-    epsilon: float = 0.05
-    name = "tv_metered"
+    epsilon: float = setting(0.05, 0, 1, exact=0, advice="0.01 to 0.2 are sensible")
+    name, label, paper = "tv_metered", "TV budget", "this pack"
     plain = True  # omega >= 1: eq. (11)
     has_budget = False  # omega depends on the laws
 
     @property
     def lossless(self) -> bool:
         return self.epsilon == 0
-
-    def check(self) -> None:
-        if not 0 <= self.epsilon <= 1:
-            raise ValueError(f"epsilon is {self.epsilon}, but must be 0 (exact) to 1; 0.01 to 0.2 are sensible.")
 
     def omega(self, p: Tensor, q: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         """Solve g(omega) = epsilon [...] without iterating.

@@ -5,10 +5,10 @@ import pytest
 import torch
 from comfyui_specar.nodes import tree_samplers
 from comfyui_specar.nodes.comfy_runtime.models import SERVER
+from comfyui_specar.samplers.registry import RULES
 from comfyui_specar.samplers.trace import Source
 
 SAMPLERS = ("DraftTree", "Lantern", "CoolSD", "ADTTree", "VVS")
-RULES = ("Exact", "Lantern", "LanternPP", "UniformRSD", "CoolSD", "Grouped", "TVMetered")
 EVERY = pytest.mark.parametrize("method", SAMPLERS)
 SMALL = {  # trees for pictures of 16 tokens
     "ADTTree": {"preset": "own values", "depth_max": 3, "width_min": 1, "width_max": 3, "width_step": 1, "nodes": 6},
@@ -71,7 +71,7 @@ def test_structures(structure, sample, drafters, run, nodes, tiny):
     assert sample("DraftTree", drafter=small, **widgets)[1].settings["drafter"] == "model"
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", [rule.__name__ for rule in RULES])
 @pytest.mark.parametrize("method", ["DraftTree", "SJD"])
 def test_rules_reach_the_sampler_and_mark_what_they_let_pass(name, method, draw, rule):
     chosen = rule(name)

@@ -15,13 +15,11 @@ from comfyui_specar.samplers.methods import published
 from comfyui_specar.samplers.methods.jacobi import REUSE, SJD, Jacobi
 from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.methods.speculative import DraftTree
-from comfyui_specar.samplers.rules.cool_sd import UniformRSD
-from comfyui_specar.samplers.rules.grouped import Grouped
 from comfyui_specar.samplers.rules.lantern import Lantern
-from comfyui_specar.samplers.rules.tv_budget import TVMetered
 from comfyui_specar.training import drafter_export
 from safetensors.torch import load_file, save_file
 
+from .rules import RELAXED
 from .tiny import GRID, caption_features, fill
 from .tiny_family import declared
 
@@ -41,9 +39,7 @@ METHODS = {
     "lantern": lambda d: published.lantern(d.eagle, FEW, neighbours=5),
     "lantern++": lambda d: published.lantern_pp(d.eagle, TREE, neighbours=5),
     "cool-sd": lambda d: published.cool_sd(d.eagle, TREE, delta=2.0),
-    "uniform rsd": lambda d: DraftTree(d.small, Chain(3), UniformRSD(2.0)),
-    "grouped": lambda d: DraftTree(d.small, Chain(3), Grouped(radius=100.0)),
-    "tv-metered": lambda d: DraftTree(d.eagle, Chain(3), TVMetered(0.3)),
+    **{f"chain, {rule.label}": lambda d, rule=rule: DraftTree(d.small, Chain(3), rule) for rule in RELAXED},
     "adt": lambda d: published.adt_tree(d.eagle, **BOUNDS),
     "adt sampled": lambda d: published.adt_tree(d.small, initial="tokenflock", children="sampled", **BOUNDS),
     "vvs": lambda d: published.vvs(d.eagle, FEW, Lantern(neighbours=5), interval=2, guard=1),

@@ -15,11 +15,10 @@ from comfyui_specar.samplers.methods.skipping import Skipping
 from comfyui_specar.samplers.methods.speculative import DraftTree, Run
 from comfyui_specar.samplers.rules.acceptance import Exact
 from comfyui_specar.samplers.rules.cool_sd import CoolSD
-from comfyui_specar.samplers.rules.grouped import Grouped
-from comfyui_specar.samplers.rules.lantern import Lantern, LanternPP
-from comfyui_specar.samplers.rules.tv_budget import TVMetered
+from comfyui_specar.samplers.rules.lantern import Lantern
 
 from ..support.closeness import fp64
+from ..support.rules import RELAXED
 from ..support.tiny import CAPTION, caption_features, fill
 from ..support.toy import ToyDrafter, ToyModel, chi_square, plain, request, with_kept_tokens, with_line_ends
 from .test_speculative_caches import drafters, model  # noqa: F401 (fixtures)
@@ -28,7 +27,6 @@ STATIC = Static(((0,), (1,), (0, 0), (0, 1), (1, 0)))
 FIXED = {"chain": Chain(3), "blocks": Chain(3, "block"), "static": STATIC, "dynamic": Dynamic(3, 3, 6)}
 ADT = {"depths": (1, 3), "widths": (1, 3), "width_step": 1, "first": (2, 2), "nodes": 5}
 VARYING = {"adaptive": ADTTree(**ADT), "adaptive, sampled": ADTTree(children="sampled", **ADT)}
-RULES = [Lantern(2, 0.3), LanternPP(2, 3.0), CoolSD(1.5), Grouped(14, 0.9, 10.0), TVMetered(0.1)]
 SKIPS = {"uniform": Skipping(interval=2, guard=0),
          "stale": Skipping("dynamic", threshold=0.0, guard=0, truncate=False, refresh=False)}
 LAYOUTS = {"row": (plain(2, 3), 0), "line_ends": (with_line_ends(2, 2), 2), "kept": (with_kept_tokens(2, 3), 0)}
@@ -132,7 +130,7 @@ def test_replayed_rounds_are_plain_rounds(name, on_tape, monkeypatch):
     assert len(on_tape) == 1 and on_tape[0].replayed > 0
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("rule", RELAXED, ids=str)
 def test_replayed_rules_heed_the_strength_of_each_run(rule, on_tape, monkeypatch):
     target, drafter, shape = toy()
     structure = FIXED["dynamic" if isinstance(rule, Lantern) else "static"]

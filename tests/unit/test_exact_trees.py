@@ -13,12 +13,10 @@ from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.methods.skipping import Skipping
 from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.rules.acceptance import Exact
-from comfyui_specar.samplers.rules.cool_sd import CoolSD, UniformRSD
-from comfyui_specar.samplers.rules.grouped import Grouped
-from comfyui_specar.samplers.rules.lantern import Lantern, LanternPP
-from comfyui_specar.samplers.rules.tv_budget import TVMetered
+from comfyui_specar.samplers.rules.cool_sd import CoolSD
 from comfyui_specar.samplers.trace import Source
 
+from ..support.rules import RELAXED
 from ..support.toy import ToyDrafter, ToyModel, chi_square, marginal, plain, request, with_kept_tokens, with_line_ends
 
 RUNS = 10_000
@@ -154,9 +152,6 @@ def test_a_round_never_commits_more_than_the_tree_allows():
         accepted, committed = trace.rounds["accepted"], trace.rounds["committed"]
         assert (committed <= accepted + 1).all() and (accepted <= trace.rounds["depth"]).all()
         assert (committed.sum(0) == 6).all()
-
-
-RELAXED = [Lantern(2, 0.3), LanternPP(2, 3.0), UniformRSD(2.0), CoolSD(1.5), Grouped(14, 0.9, 10.0), TVMetered(0.1)]
 
 
 @pytest.mark.parametrize("rule", RELAXED, ids=str)

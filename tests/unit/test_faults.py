@@ -21,11 +21,9 @@ from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.methods.skipping import Skipping
 from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.rules.acceptance import Exact
-from comfyui_specar.samplers.rules.cool_sd import CoolSD, UniformRSD
-from comfyui_specar.samplers.rules.grouped import Grouped
-from comfyui_specar.samplers.rules.lantern import REDRAW, Lantern, LanternPP
-from comfyui_specar.samplers.rules.tv_budget import TVMetered
+from comfyui_specar.samplers.rules.lantern import REDRAW, Lantern
 
+from ..support.rules import RELAXED
 from ..support.toy import ToyDrafter, ToyModel, chi_square, marginal, plain, request
 from ..support.toy_heads import ToyHead, score
 from ..support.toy_heads import request as vectors_request
@@ -39,8 +37,7 @@ STRUCTURES = {
     "chain": Chain(3), "blocks": Chain(3, "block"), "siblings": Static(((0,), (1,), (2,))), "two levels": TWO_LEVELS,
     "top-k": Dynamic(3, 2, 5), "adaptive": ADAPTIVE, "adaptive, sampled": replace(ADAPTIVE, children="sampled"),
 }
-RULES = [Exact(), *(Lantern(2, 0.3, redraw) for redraw in REDRAW), LanternPP(2, 3.0), UniformRSD(2.0), CoolSD(1.5),
-         Grouped(14, 0.9, 10.0), TVMetered(0.1)]
+RULES = [Exact(), *RELAXED, *(Lantern(2, 0.3, redraw) for redraw in REDRAW[1:])]
 RULES_ON_TREES = list(zip([TWO_LEVELS, Dynamic(2, 2, 4)] * len(RULES), RULES))
 SKIPPING = [Skipping(interval=2, guard=0), Skipping("dynamic", threshold=0.1, guard=0)]
 PARAMS = {"plain": SamplingParams(), "greedy": SamplingParams(temperature=0),

@@ -25,7 +25,7 @@ OWN = {  # room -> modules of the pack it may import (a room, or one module of i
     "api": {"model_loaders", "samplers", "reports"},
     "reports": {"samplers.trace"},
     "nodes": {"model_loaders", "samplers", "kernels", "reports"},
-    "batch": {"api", "files"},
+    "batch": {"api", "files", "samplers.contract", "samplers.registry"},
 }
 FOREIGN = {  # room -> third-party packages; all of them come with ComfyUI
     "kernels": {"torch", "triton"},

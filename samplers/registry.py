@@ -1,0 +1,45 @@
+"""Everything a user can choose from, each listed once. Whoever offers, measures, names or tests all of a kind reads it
+here: the API, the batch client, Find Fastest, the benchmarks, the reports and the tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .contract import Method
+from .drafts.adt_tree import ADTTree
+from .drafts.structures import Chain, Dynamic, Static, Structure
+from .methods.continuous import ContinuousSpeculative
+from .methods.continuous_next_token import ContinuousNextToken
+from .methods.jacobi import SJD, Jacobi
+from .methods.next_token import NextToken
+from .methods.published import PUBLISHED
+from .methods.speculative import DraftTree
+from .rules.acceptance import AcceptanceRule, Exact
+from .rules.cool_sd import CoolSD, UniformRSD
+from .rules.grouped import Grouped
+from .rules.lantern import Lantern, LanternPP
+from .rules.tv_budget import TVMetered
+
+RULES: tuple[type[AcceptanceRule], ...] = (Exact, Lantern, LanternPP, UniformRSD, CoolSD, Grouped, TVMetered)
+STRUCTURES: tuple[type[Structure], ...] = (Chain, Static, Dynamic, ADTTree)
+METHODS: tuple[type[Method], ...] = (NextToken, Jacobi, SJD, DraftTree, ContinuousNextToken, ContinuousSpeculative)
+
+
+__all__ = ["METHODS", "PUBLISHED", "RULES", "STRUCTURES", "method_of", "rule_of", "structure_of"]
+
+
+def rule_of(settings: dict[str, Any]) -> type[AcceptanceRule]:
+    """The rule that wrote these settings. Raises LookupError for none of this pack."""
+    return {rule.name: rule for rule in RULES}[settings["rule"]]
+
+
+def structure_of(settings: dict[str, Any]) -> type[Structure]:
+    """The structure that wrote these settings. Raises LookupError for none of this pack."""
+    return {structure.kind: structure for structure in STRUCTURES}[settings["kind"]]
+
+
+def method_of(settings: dict[str, Any]) -> type[Method]:
+    """The method that wrote a trace's settings; published ones are draft trees. Raises LookupError for none of this
+    pack."""
+    return DraftTree if "structure" in settings else {method.name: method for method in METHODS}[settings["method"]]

@@ -1,0 +1,54 @@
+"""Settings that say themselves which values are legal: fields of the dataclasses of rules, structures and schedules."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Legal values: one of ``options``, or low <= value <= high (high infinite: any finite number from low on).
+
+    exact: the value at which a relaxed rule is the exact one. advice: values that make sense, in words.
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    options: tuple[str, ...] = ()
+    exact: float | None = None
+    advice: str = ""
+
+    def legal(self, value: Any) -> bool:
+        if self.options:
+            return value in self.options
+        return self.low <= value <= self.high and value < math.inf
+
+    def __str__(self) -> str:
+        if self.options:
+            return f"choose one of {', '.join(self.options)}"
+        low = f"{self.low:g}" + (" (exact)" if self.exact == self.low else "")
+        words = f"must be {low} or more" if self.high == math.inf else f"must be {low} to {self.high:g}"
+        return words + (f"; {self.advice}" if self.advice else "")
+
+
+def setting(
+    default: Any, low: float = -math.inf, high: float = math.inf, *, options: tuple[str, ...] = (),
+    exact: float | None = None, advice: str = "",
+) -> Any:
+    """A dataclass field that declares its legal values (see Setting)."""
+    return field(default=default, metadata={"setting": Setting(low, high, options, exact, advice)})
+
+
+def settings_of(owner: Any) -> dict[str, Setting]:
+    """The declared settings of a dataclass or of one of its objects, by name."""
+    return {each.name: each.metadata["setting"] for each in fields(owner) if "setting" in each.metadata}
+
+
+def check_settings(owner: Any) -> None:
+    """Raise ValueError naming the first setting that is illegal, and its legal values."""
+    for name, legal in settings_of(owner).items():
+        value = getattr(owner, name)
+        if not legal.legal(value):
+            raise ValueError(f"{name} is {value!r}; {legal}.")
