@@ -128,7 +128,7 @@ def recursive_rejection_sampling(
             test = _SiblingTest.of(p, q, row_of(token, child), level, strength, u[:, level, rank])
             accepted = testing & test.passes(rule)
             record = test.recorded(record, testing, accepted, rank, rule)
-            p, q = test.after_rejection(testing & ~accepted, p, q, rule)
+            p, q = test.after_rejection(testing & ~accepted, rule)
             node = torch.where(accepted, child, node)
             found = found | accepted
         growing = found
@@ -141,10 +141,14 @@ def recursive_rejection_sampling(
 
 @dataclass(frozen=True)
 class _SiblingTest:
-    """A test of one draft x [B] per image, sampled from q [B, V], against p [B, V], at depth [B] with u [B]."""
+    """A test of one draft x [B] per image, of q [B, V] against p [B, V], at depth [B] with uniform numbers u [B].
+
+    certain: was x proposed for certain; then q is the point mass on it.
+    """
 
     p: Tensor
     q: Tensor
+    certain: bool
     draft: Tensor
     depth: Tensor
     strength: Tensor
@@ -153,22 +157,22 @@ class _SiblingTest:
     @classmethod
     def of(cls, p: Tensor, q: Tensor | None, draft: Tensor, level: int, strength: Tensor, u: Tensor) -> _SiblingTest:
         """The test of drafts of a level; without q they were proposed for certain."""
-        q = point_mass(draft, p.shape[-1]) if q is None else q
-        return cls(p, q, draft, torch.full_like(draft, level + 1), strength[:, level], u)
+        depth, certain = torch.full_like(draft, level + 1), q is None
+        q = point_mass(draft, p.shape[-1]) if certain else q
+        return cls(p, q, certain, draft, depth, strength[:, level], u)
 
     @property
     def case(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What the functions of a rule take."""
+        """The arguments of a rule's functions."""
         return self.p, self.q, self.draft, self.depth, self.strength
 
     def passes(self, rule: Any) -> Tensor:
         """Is u < f(x) [B] (bool)."""
         return self.u < rule.accept_probability(*self.case)
 
-    def after_rejection(
-        self, rejected: Tensor, p: Tensor, q: Tensor | None, rule: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """p and q (None: children proposed for certain) for the next sibling, of the images ``rejected`` [B]."""
+    def after_rejection(self, rejected: Tensor, rule: Any) -> tuple[Tensor, Tensor | None]:
+        """p and q for the next sibling, changed in the images ``rejected`` [B]; no q if proposed for certain."""
+        p, q = self.p, None if self.certain else self.q
         if nobody(rejected):
             return p, q
         residual = rule.residual(*self.case)
