@@ -4,41 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..samplers.registry import RULES, method_of, structure_of
 from ..samplers.trace import Trace
 
-DRAFTERS = {"eagle": "EAGLE", "model": "small model"}
-RULES = {
-    "exact": "exact", "lantern": "LANTERN", "lantern_pp": "LANTERN++", "uniform_rsd": "UniformRSD",
-    "cool_sd": "Cool-SD", "grouped": "grouped", "tv_metered": "metered",
-}
-SHOWN = ("neighbours", "delta", "ratio", "decay", "epsilon", "window", "gap", "radius")  # settings of rules
 SHOWN_ELSEWHERE = ("method", "model", "prompt", "server", "lossless")
-DRAFTED = {"block": "blocks", "prefix": "prefixes", "exact": "prefixes"}  # mode of a continuous run -> what it guesses
 SIGMA = {"off": "", "paper": ", Sigma as in the paper", "official": ", Sigma as in the official code"}
 
 
 def guesses(settings: dict[str, Any]) -> str:
     """How a run guessed: "next token", "SJD, coupled", "EAGLE, chain of 5", "small model, blocks of 8"."""
-    if settings["method"] == "continuous_next_token":
-        passes = settings["iterations"]
-        return f"continuous, {passes} iterations" if passes else "continuous, one token a pass"
-    if settings["method"] == "continuous_speculative":
-        seen = ", seen by the model" if settings["mode"] == "block" and settings["condition"] == "drafts" else ""
-        return f"small model, {DRAFTED[settings['mode']]} of {settings['length']}{seen}"
-    if "structure" not in settings:
-        name = settings["method"].replace("_", " ").replace("sjd", "SJD")
-        return f"{name}, {settings['reuse'].replace('_', ' ')}" if "reuse" in settings else name
-    shape = settings["structure"]
-    drafter = DRAFTERS.get(settings["drafter"], settings["drafter"])
-    if shape["kind"] == "chain":
-        form = f"chain of {shape['length']}" + (" by blocks" if shape["verification"] == "block" else "")
-    elif shape["kind"] == "static":
-        form = f"static tree of {shape['drafts']}"
-    elif shape["kind"] == "dynamic":
-        form = f"dynamic tree of {shape['nodes']}"
-    else:
-        form = f"adaptive tree, {shape['initial']}"
-    return f"{drafter}, {form}"
+    method = method_of(settings).in_words(settings)
+    if "structure" in settings:
+        return f"{method}, {structure_of(settings['structure']).in_words(settings['structure'])}"
+    return method
 
 
 def judgement(settings: dict[str, Any]) -> str:
@@ -49,8 +27,8 @@ def judgement(settings: dict[str, Any]) -> str:
     if settings["method"] == "continuous_speculative":
         return _tolerance(settings)
     rule = settings.get("rule", {"rule": "exact"})
-    details = [f"{name} {rule[name]:g}" for name in SHOWN if name in rule]
-    text = RULES.get(rule["rule"], rule["rule"]) + (f" ({', '.join(details)})" if details else "")
+    known = {each.name: each for each in RULES}.get(rule["rule"])  # a trace may come from a newer version
+    text = known.in_words(rule) if known else rule["rule"]
     if skipping := settings.get("skipping"):
         uniform = skipping["schedule"] == "uniform"
         which = f"one in {skipping['interval']}" if uniform else f"similar ones (from {skipping['threshold']:g})"

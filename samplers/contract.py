@@ -316,6 +316,11 @@ class Method(ABC):
     def describe(self, request: Any) -> dict[str, Any]:
         """The settings of a run for its trace and report, JSON-ready: "method", "lossless" and the method's own."""
 
+    @staticmethod
+    @abstractmethod
+    def in_words(settings: dict[str, Any]) -> str:
+        """How a run that ``describe`` describes drafted, for people: "SJD, coupled"."""
+
     def session_key(self, request: Any) -> Hashable | None:
         """Equal for runs that may take over each other's caches and captured steps (engine/session.py); None: none."""
         return None

@@ -26,12 +26,7 @@ STRUCTURES: tuple[type[Structure], ...] = (Chain, Static, Dynamic, ADTTree)
 METHODS: tuple[type[Method], ...] = (NextToken, Jacobi, SJD, DraftTree, ContinuousNextToken, ContinuousSpeculative)
 
 
-__all__ = ["METHODS", "PUBLISHED", "RULES", "STRUCTURES", "method_of", "rule_of", "structure_of"]
-
-
-def rule_of(settings: dict[str, Any]) -> type[AcceptanceRule]:
-    """The rule that wrote these settings. Raises LookupError for none of this pack."""
-    return {rule.name: rule for rule in RULES}[settings["rule"]]
+__all__ = ["METHODS", "PUBLISHED", "RULES", "STRUCTURES", "method_of", "structure_of"]
 
 
 def structure_of(settings: dict[str, Any]) -> type[Structure]:

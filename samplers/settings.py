@@ -11,7 +11,8 @@ from typing import Any
 class Setting:
     """Legal values: one of ``options``, or low <= value <= high (high infinite: any finite number from low on).
 
-    exact: the value at which a relaxed rule is the exact one. advice: values that make sense, in words.
+    exact: the value at which a relaxed rule is the exact one. advice: values that make sense, in words. shown: is it
+    worth a place in a report.
     """
 
     low: float = -math.inf
@@ -19,6 +20,7 @@ class Setting:
     options: tuple[str, ...] = ()
     exact: float | None = None
     advice: str = ""
+    shown: bool = True
 
     def legal(self, value: Any) -> bool:
         if self.options:
@@ -35,10 +37,10 @@ class Setting:
 
 def setting(
     default: Any, low: float = -math.inf, high: float = math.inf, *, options: tuple[str, ...] = (),
-    exact: float | None = None, advice: str = "",
+    exact: float | None = None, advice: str = "", shown: bool = True,
 ) -> Any:
     """A dataclass field that declares its legal values (see Setting)."""
-    return field(default=default, metadata={"setting": Setting(low, high, options, exact, advice)})
+    return field(default=default, metadata={"setting": Setting(low, high, options, exact, advice, shown)})
 
 
 def settings_of(owner: Any) -> dict[str, Setting]:

@@ -163,6 +163,11 @@ class ContinuousSpeculative(Method):
             settings |= {"tolerance": self.tolerance, "kappa": self.kappa(request)}
         return settings | {name: value for name, value in asdict(request.params).items() if name != "iterations"}
 
+    @staticmethod
+    def in_words(settings: dict[str, Any]) -> str:
+        seen = ", seen by the model" if settings["mode"] == "block" and settings["condition"] == "drafts" else ""
+        return f"small model, {'blocks' if settings['mode'] == 'block' else 'prefixes'} of {settings['length']}{seen}"
+
     def run_bytes(self, request: ContinuousRequest) -> int:
         model, width = request.model, self.width(request)
         rows, variants = request.batch * (1 + request.guided), min(self.variants, width // model.group + 1)

@@ -57,6 +57,11 @@ class ContinuousNextToken(Method):
         iterations = None if alone else len(self.counts(request))
         return {"method": self.name} | asdict(request.params) | {"lossless": alone, "iterations": iterations}
 
+    @staticmethod
+    def in_words(settings: dict[str, Any]) -> str:
+        passes = settings["iterations"]
+        return f"continuous, {passes} iterations" if passes else "continuous, one token a pass"
+
     def run_bytes(self, request: ContinuousRequest) -> int:
         width = self.width(request)
         rows = request.batch * (1 + request.guided)

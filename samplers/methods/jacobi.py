@@ -354,6 +354,10 @@ class SJD(Method):
         }
         return settings | ({"threshold": self.threshold} if self.reuse.startswith("threshold") else {})
 
+    @staticmethod
+    def in_words(settings: dict[str, Any]) -> str:
+        return f"SJD, {settings['reuse'].replace('_', ' ')}"
+
     def session_key(self, request: Request) -> Hashable:
         return kind(request, self, self.width(request))
 
@@ -404,6 +408,10 @@ class Jacobi(SJD):
     threshold: float = field(default=0.5, init=False)
     rule: AcceptanceRule = field(default_factory=Exact, init=False)
     name: ClassVar[str] = "jacobi"
+
+    @staticmethod
+    def in_words(settings: dict[str, Any]) -> str:
+        return "Jacobi"
 
     def sample(self, request: Request) -> Result:
         return super().sample(replace(request, params=SamplingParams(cfg=request.params.cfg, temperature=0)))

@@ -76,6 +76,10 @@ class NextToken(Method):
     def describe(self, request: Request) -> dict[str, Any]:
         return {"method": self.name, "lossless": self.lossless}
 
+    @staticmethod
+    def in_words(settings: dict[str, Any]) -> str:
+        return "next token"
+
     def session_key(self, request: Request) -> Hashable:
         return kind(request, self.name)
 

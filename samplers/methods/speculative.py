@@ -39,6 +39,7 @@ from .round_step import ROUND, DraftInputs, RoundStep
 from .skipping import Skipping, check_codebook, check_skippable
 
 log = logging.getLogger(__name__)
+DRAFTERS = {"eagle": "EAGLE", "model": "small model"}  # kind of a drafter -> for people
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,11 @@ class DraftTree(Method):
         settings = {"method": self.name, "drafter": self.drafter.kind, "structure": self.structure.describe(),
                     "rule": self.rule.describe(), "lossless": self.lossless}
         return settings | ({"skipping": asdict(self.skipping)} if self.skipping else {})
+
+    @staticmethod
+    def in_words(settings: dict[str, Any]) -> str:
+        """The drafter; its structure is described by itself."""
+        return DRAFTERS.get(settings["drafter"], settings["drafter"])
 
     def session_key(self, request: Request) -> Hashable:
         return kind(request, self.drafter, repr(self.describe(request)))

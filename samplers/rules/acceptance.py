@@ -21,7 +21,7 @@ from torch import Tensor
 from ...kernels.sampling import at, categorical, redraw, residual
 from ...kernels.verification import EPS, AcceptanceBudget, maximal_coupling
 from ..contract import ARModel
-from ..settings import check_settings
+from ..settings import check_settings, settings_of
 
 
 class AcceptanceRule:
@@ -45,6 +45,13 @@ class AcceptanceRule:
     def describe(self) -> dict[str, Any]:
         """The rule's name and settings, JSON-ready."""
         return {"rule": self.name} | {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
+
+    @classmethod
+    def in_words(cls, settings: dict[str, Any]) -> str:
+        """What ``describe`` says, for people: "LANTERN++ (neighbours 10, ratio 2)"."""
+        numbers = (name for name, each in settings_of(cls).items() if each.shown and not each.options)
+        details = [f"{name} {settings[name]:g}" for name in numbers if name in settings]
+        return cls.label + (f" ({', '.join(details)})" if details else "")
 
     def accept_probability(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         """Probability f(token) [...] in [0, 1] of keeping ``token``."""

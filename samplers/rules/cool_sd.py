@@ -97,7 +97,7 @@ class CoolSD(ScaledRatio):
 
     delta: float = _budget()
     decay: float = setting(0.2, 0)
-    steps: int = setting(5, 1, LONGEST)
+    steps: int = setting(5, 1, LONGEST, shown=False)
     schedule: str = setting("exponential", options=SCHEDULES)
     floor: bool = True
     name, label, paper = "cool_sd", "Cool-SD", PAPER

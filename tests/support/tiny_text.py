@@ -38,7 +38,8 @@ def text_model(codes: int = CODES, head_norms: int = 4, sharpness: float = 1.0, 
     model = DiscreteModel(
         backbone, TextPrefix(WORDS, backbone.config.dim, null), family, GRIDS[0],
         SamplingParams(cfg=3.0, top_k=min(8, codes)), TextEncoder(write, GRIDS[0]),
-        positions=SequencePositions(500.0), grids=GRIDS, row_ends=True, endings=len(ENDINGS), longest=64, word_ids=word_ids,
+        positions=SequencePositions(500.0), grids=GRIDS, row_ends=True, endings=len(ENDINGS), longest=64,
+        word_ids=word_ids,
     )
     weights = {name: fill(name.replace("backbone.", ""), tuple(p.shape)) for name, p in model.state_dict().items()}
     weights["backbone.tok_embeddings.weight"] = weights["prefix.embedding.weight"][list(word_ids)]

@@ -23,7 +23,7 @@ OWN = {  # room -> modules of the pack it may import (a room, or one module of i
         "samplers.layout", "samplers.trace",
     },
     "api": {"model_loaders", "samplers", "reports"},
-    "reports": {"samplers.trace"},
+    "reports": {"samplers.registry", "samplers.trace"},
     "nodes": {"model_loaders", "samplers", "kernels", "reports"},
     "batch": {"api", "files", "samplers.contract", "samplers.registry"},
 }
