@@ -21,33 +21,33 @@ def added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def attend_cached(
-    every: Tensor, factors: Tensor, halves: bool, norms: Norms | None, buffer: Tensor, rows: Tensor, slots: Tensor,
+    qkv: Tensor, factors: Tensor, halves: bool, norms: Norms | None, buffer: Tensor, rows: Tensor, slots: Tensor,
     mask: Tensor, arrived: Tensor,
 ) -> Tensor:
     """Attention of new tokens to a cache, and to each other where the mask allows it.
 
     Queries and keys are normalised (with ``norms``) and rotated; keys and values are stored in the cache, then read.
 
-    every [R, T, H + 2 Hkv, d]: queries, keys, values; factors as of ``factors_of`` (fp32); buffer [R, 2 Hkv, N, d]:
+    qkv [R, T, H + 2 Hkv, d]: queries, keys, values; factors as of ``factors_of`` (fp32); buffer [R, 2 Hkv, N, d]:
     keys, values; rows [R, 1] counts from 0; slots [R, T] (int64): the slot of each token's keys and values;
     mask [R, 1, T, n], n <= N, is added to the scores of the first n slots (see ``added``); arrived [R, Hkv, FEW]
     (int32): zero before and after the call. Returns [R, T, H, d]; zeros for a query that sees no slot.
     """
-    attended = attend_few if every.shape[1] <= FEW else attend_few.__wrapped__
-    return attended(every, factors, halves, norms, buffer, rows, slots, mask, arrived)
+    attended = attend_few if qkv.shape[1] <= FEW else attend_few.__wrapped__
+    return attended(qkv, factors, halves, norms, buffer, rows, slots, mask, arrived)
 
 
 def _copied(
-    every: Tensor, factors: Tensor, halves: bool, norms: Norms | None, buffer: Tensor, rows: Tensor, slots: Tensor,
+    qkv: Tensor, factors: Tensor, halves: bool, norms: Norms | None, buffer: Tensor, rows: Tensor, slots: Tensor,
     mask: Tensor, arrived: Tensor,
 ) -> tuple:
     """A trial of ``attend_few``."""
-    return every, factors, halves, norms, buffer.clone(), rows, slots, mask, arrived.clone()
+    return qkv, factors, halves, norms, buffer.clone(), rows, slots, mask, arrived.clone()
 
 
 @accelerated(trial=_copied)
 def attend_few(
-    every: Tensor, factors: Tensor, halves: bool, norms: Norms | None, buffer: Tensor, rows: Tensor, slots: Tensor,
+    qkv: Tensor, factors: Tensor, halves: bool, norms: Norms | None, buffer: Tensor, rows: Tensor, slots: Tensor,
     mask: Tensor, arrived: Tensor,
 ) -> Tensor:
     """``attend_cached`` for up to FEW tokens. All arguments are dense in their last dimension.
@@ -55,14 +55,14 @@ def attend_few(
     The Triton kernel is batch invariant: a query's result does not depend on the other rows and tokens, their number,
     or the slots that it does not see.
     """
-    heads, kept = every.shape[2], buffer.shape[1]
-    every = every.clone()
-    queries, keys, _ = every.split((heads - kept, kept // 2, kept // 2), dim=2)
+    heads, cached = qkv.shape[2], buffer.shape[1]
+    qkv = qkv.clone()
+    queries, keys, _ = qkv.split((heads - cached, cached // 2, cached // 2), dim=2)
     if norms is not None:
         queries.copy_(normalise(queries, *norms[:2]))
         keys.copy_(normalise(keys, *norms[2:]))
-    rotate(every[:, :, : heads - kept // 2], factors, halves)
-    buffer[rows, :, slots] = every[:, :, heads - kept :]
+    rotate(qkv[:, :, : heads - cached // 2], factors, halves)
+    buffer[rows, :, slots] = qkv[:, :, heads - cached :]
     k, v = buffer[:, :, : mask.shape[-1]].chunk(2, dim=1)
     return attend(queries.transpose(1, 2), k, v, mask).transpose(1, 2)
 

@@ -29,30 +29,30 @@ TILE = 8192  # bytes of keys held at once: with queries, values and prefetched t
 
 
 def attend_few(
-    every: Tensor, factors: Tensor, halves: bool, norms: Norms | None, buffer: Tensor, rows: Tensor, slots: Tensor,
+    qkv: Tensor, factors: Tensor, halves: bool, norms: Norms | None, buffer: Tensor, rows: Tensor, slots: Tensor,
     mask: Tensor, arrived: Tensor,
 ) -> Tensor:
     """See attention.attend_few."""
-    batch, count, heads, dim = every.shape
+    batch, count, heads, dim = qkv.shape
     key_heads, reach = buffer.shape[1] // 2, mask.shape[-1]
     shared = heads // key_heads - 2
     queries = shared * count  # rows that read the same keys
     block_d = max(triton.next_power_of_2(dim), 16)
-    roomy = every.dtype != torch.float32 and dim == block_d  # others need more registers
+    roomy = qkv.dtype != torch.float32 and dim == block_d  # others need more registers
     block_m = 32 if queries > 16 and roomy else 16
-    block_n = max(min(TILE // (block_d * every.dtype.itemsize), 64), 16)
+    block_n = max(min(TILE // (block_d * qkv.dtype.itemsize), 64), 16)
     part = 128 if block_d <= 64 else 256  # slots; combining parts costs more for wider heads
     tiles, parts = triton.cdiv(queries, block_m), triton.cdiv(reach, part)
     assert tiles <= arrived.shape[2], "more tiles of queries than counters"
-    out = every.new_empty(batch, count, heads - 2 * key_heads, dim)
+    out = qkv.new_empty(batch, count, heads - 2 * key_heads, dim)
     partial = scales = out  # unused if there is one part
     if parts > 1:
         partial = torch.empty((batch, key_heads, parts, queries, dim), device=out.device)
         scales = torch.empty((2, batch, key_heads, parts, queries), device=out.device)
     mask = mask.expand(batch, 1, count, reach)
-    given = (every,) * 4 if norms is None else tuple(norm.contiguous() for norm in norms)  # unused without norms
+    given = (qkv,) * 4 if norms is None else tuple(norm.contiguous() for norm in norms)  # unused without norms
     _attend[(batch * key_heads, tiles, parts)](
-        every, *every.stride()[:3], factors, factors.stride(0) if len(factors) > 1 else 0, factors.stride(1), *given,
+        qkv, *qkv.stride()[:3], factors, factors.stride(0) if len(factors) > 1 else 0, factors.stride(1), *given,
         buffer, *buffer.stride()[:3], slots, *slots.stride(), mask, mask.stride(0), mask.stride(2), out, partial,
         scales, scales[0].numel(), arrived, dim**-0.5, EPS, key_heads, count, reach, SHARED=shared, DIM=dim,
         HALVES=halves, NORMED=norms is not None, ONE_NORM=norms is not None and len(norms[0]) == 1, WHOLE=parts == 1,
@@ -63,7 +63,7 @@ def attend_few(
 
 @triton.jit
 def _attend(
-    every, every_row, every_token, every_head, factors, factors_row, factors_token, query_weight, query_bias,
+    qkv, qkv_row, qkv_token, qkv_head, factors, factors_row, factors_token, query_weight, query_bias,
     key_weight, key_bias, buffer, buffer_row, buffer_head, buffer_slot, slots, slots_row, slots_token, mask, mask_row,
     mask_token, out, partial, scales, second, arrived, scale, eps, key_heads, count, reach, SHARED: tl.constexpr,
     DIM: tl.constexpr, HALVES: tl.constexpr, NORMED: tl.constexpr, ONE_NORM: tl.constexpr, WHOLE: tl.constexpr,
@@ -82,11 +82,11 @@ def _attend(
     token = m // SHARED
     head = key_head * SHARED + m % SHARED
     asked = token < count
-    every += row * every_row
+    qkv += row * qkv_row
     factors += row * factors_row
     norm = tl.zeros_like(head) if ONE_NORM else head
     x = _rotated(
-        every + token * every_token + head * every_head, factors + token * factors_token, query_weight + norm * DIM,
+        qkv + token * qkv_token + head * qkv_head, factors + token * factors_token, query_weight + norm * DIM,
         query_bias + norm * DIM, asked, eps, DIM, HALVES, NORMED, BLOCK_D,
     )
     keys = buffer + row * buffer_row + key_head * buffer_head
@@ -99,11 +99,11 @@ def _attend(
         mine = (new < count) & (tl.minimum(slot // PART, tl.num_programs(2) - 1) == part)
         norm = tl.zeros_like(new) if ONE_NORM else tl.zeros_like(new) + key_head
         key = _rotated(
-            every + new * every_token + own_key * every_head, factors + new * factors_token, key_weight + norm * DIM,
+            qkv + new * qkv_token + own_key * qkv_head, factors + new * factors_token, key_weight + norm * DIM,
             key_bias + norm * DIM, mine, eps, DIM, HALVES, NORMED, BLOCK_D,
         )
         there = mine[:, None] & (d < DIM)[None, :]
-        value = tl.load(every + new[:, None] * every_token + own_value * every_head + d[None, :], there)
+        value = tl.load(qkv + new[:, None] * qkv_token + own_value * qkv_head + d[None, :], there)
         place = slot[:, None] * buffer_slot + d[None, :]
         tl.store(keys + place, key, there)
         tl.store(values + place, value, there)

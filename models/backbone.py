@@ -107,21 +107,21 @@ class Attention(nn.Module):
         self, x: Tensor, norm: nn.Module, rotary: RotaryTable, layer: int, cache: KVCache | None, mask: Tensor | None
     ) -> Tensor:
         """x plus the attention of norm(x)."""
-        every = product(self.wqkv, x, norm).unflatten(-1, (-1, self.head_dim))  # heads of queries, of keys, of values
+        qkv = product(self.wqkv, x, norm).unflatten(-1, (-1, self.head_dim))  # heads of queries, of keys, of values
         if cache is None:
-            attended = self._uncached(every, rotary, mask)
+            attended = self._uncached(qkv, rotary, mask)
         else:
-            norms = (*self.q_norm.of(every), *self.k_norm.of(every)) if self.head_norms else None
-            attended = cache.attend(layer, every, rotary._replace(norms=norms), mask)
+            norms = (*self.q_norm.of(qkv), *self.k_norm.of(qkv)) if self.head_norms else None
+            attended = cache.attend(layer, qkv, rotary._replace(norms=norms), mask)
         return product(self.wo, attended.flatten(2), residual=x)
 
-    def _uncached(self, every: Tensor, rotary: RotaryTable, mask: Tensor | None) -> Tensor:
+    def _uncached(self, qkv: Tensor, rotary: RotaryTable, mask: Tensor | None) -> Tensor:
         """Attention [R, T, H, d] of tokens to each other, for their queries, keys and values [R, T, H + 2 * Hkv, d]."""
         if self.head_norms:
-            q, k, v = every.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
-            every = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=2)
-        rotate(every[:, :, : self.heads + self.kv_heads], *rotary[:2])
-        q, k, v = every.transpose(1, 2).split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+            q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+            qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=2)
+        rotate(qkv[:, :, : self.heads + self.kv_heads], *rotary[:2])
+        q, k, v = qkv.transpose(1, 2).split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         return attend(q, k, v, mask).transpose(1, 2)
 
 

@@ -111,14 +111,14 @@ class KVCache:
             self._slots, self.lengths, self._columns, tree_mask, count, uncommitted, self.reach, self.buffer[0, 0, 0, 0]
         )
 
-    def attend(self, layer: int, every: Tensor, rotary: RotaryTable, mask: Tensor) -> Tensor:
+    def attend(self, layer: int, qkv: Tensor, rotary: RotaryTable, mask: Tensor) -> Tensor:
         """Attention [rows, count, H, head_dim] of the open tokens.
 
-        every [rows, count, H + 2 * heads, head_dim]: queries, keys and values. Queries and keys are rotated; keys and
+        qkv [rows, count, H + 2 * heads, head_dim]: queries, keys and values. Queries and keys are rotated; keys and
         values are stored in the open slots. mask [rows, 1, count, reach]: see ``open``.
         """
         slots = self._slots[:, : self._count]
-        return attend_cached(every, *rotary, self.buffer[layer], self._rows, slots, mask, self._arrived)
+        return attend_cached(qkv, *rotary, self.buffer[layer], self._rows, slots, mask, self._arrived)
 
     def commit(self, count: Tensor, path: Tensor | None = None) -> None:
         """Keep the first ``count`` [rows] tokens of the last forward pass, or of ``path`` [rows, P].
