@@ -62,7 +62,7 @@ class DiscreteModel(Prompted, Placed):
     """
 
     continuous = False
-    tokens = "token ids"
+    tokens = "token ids"  # what it draws, in words
 
     def __init__(
         self, backbone: Backbone, prefix: nn.Module, family: str, grid: tuple[int, int], defaults: SamplingParams,

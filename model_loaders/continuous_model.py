@@ -50,7 +50,7 @@ class ContinuousBase(Prompted, Placed):
     """
 
     continuous = True
-    tokens = "vectors"
+    tokens = "vectors"  # what it draws, in words
     group = 1
     order: Tensor | None = None
     codebook = image_decoder = None  # its tokens are vectors, and no decoder comes with it
