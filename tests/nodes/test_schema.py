@@ -11,15 +11,7 @@ from comfyui_specar.nodes import extension
 from ..support import other_systems
 
 ROOT = Path(comfyui_specar.nodes.__file__).parent.parent
-IDS = {
-    "SpecARLoadCheckpoint", "SpecARLoadDrafter", "SpecARLoadImageDecoder", "SpecAREmptyLatent", "SpecARModelInfo",
-    "SpecARContinuePicture",
-    "SpecARNextTokenSampler", "SpecARSJDSampler", "SpecARDraftTreeSampler", "SpecARLanternSampler",
-    "SpecARCoolSDSampler", "SpecARADTTreeSampler", "SpecARVVSSampler", "SpecARContinuousNextTokenSampler",
-    "SpecARContinuousSampler", "SpecARMethodSampler", "SpecARFindFastest", "SpecARRuleExact", "SpecARRuleLantern",
-    "SpecARRuleLanternPP", "SpecARRuleUniformRSD", "SpecARRuleCoolSD", "SpecARRuleGrouped", "SpecARRuleTVMetered",
-    "SpecARAcceptanceMap", "SpecARCompareTraces", "SpecARSaveTrace", "SpecARLoadTrace", "SpecARTimeline",
-}  # fmt: skip
+IDS = set(json.loads((ROOT / "tests/e2e/object_info.json").read_text(encoding="utf-8")))  # the released interface
 OUTPUT_NODES = {"SpecARAcceptanceMap", "SpecARTimeline", "SpecARCompareTraces", "SpecARFindFastest", "SpecARSaveTrace",
                 "SpecARModelInfo"}
 
