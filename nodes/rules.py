@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..samplers.rules.acceptance import AcceptanceRule, Exact
 from ..samplers.rules.cool_sd import CoolSD, UniformRSD
+from ..samplers.rules.entropy import Entropy
 from ..samplers.rules.grouped import Grouped
 from ..samplers.rules.lantern import Lantern, LanternPP
 from ..samplers.rules.tv_budget import TVMetered
@@ -242,4 +243,31 @@ class TVMeteredRule(io.ComfyNode):
         return chosen(TVMetered(epsilon), where)
 
 
-NODES = (ExactRule, LanternRule, LanternPPRule, UniformRSDRule, CoolSDRule, GroupedRule, TVMeteredRule)
+class EntropyRule(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpecARRuleEntropy",
+            display_name="Entropy Rule",
+            category="SpecAR/rules",
+            description="Accepts draft tokens more often the more certain the model is. Never exact.",
+            inputs=[
+                io.Float.Input("scale", default=8.0, min=1, max=64, step=0.5, round=0.01,
+                               tooltip="Entropy (in nats) up to which acceptance is relaxed: the paper's e, 8. Higher "
+                               "is faster and drifts further."),
+                io.Float.Input("decay", default=16.0, min=2, max=128, step=0.5, round=0.01,
+                               tooltip="How quickly the random part of the test shrinks as entropy grows: the paper's "
+                               "lambda, 16. Must be above the largest entropy of the model's tokens."),
+                where_input(),
+            ],
+            outputs=outputs(),
+        )
+
+    @classmethod
+    def execute(cls, scale: float, decay: float, where: Tensor | None = None) -> io.NodeOutput:
+        return chosen(Entropy(scale, decay), where)
+
+
+NODES = (
+    ExactRule, LanternRule, LanternPPRule, UniformRSDRule, CoolSDRule, GroupedRule, TVMeteredRule, EntropyRule,
+)

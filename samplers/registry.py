@@ -17,11 +17,12 @@ from .methods.published import PUBLISHED
 from .methods.speculative import DraftTree
 from .rules.acceptance import AcceptanceRule, Exact
 from .rules.cool_sd import CoolSD, UniformRSD
+from .rules.entropy import Entropy
 from .rules.grouped import Grouped
 from .rules.lantern import Lantern, LanternPP
 from .rules.tv_budget import TVMetered
 
-RULES: tuple[type[AcceptanceRule], ...] = (Exact, Lantern, LanternPP, UniformRSD, CoolSD, Grouped, TVMetered)
+RULES: tuple[type[AcceptanceRule], ...] = (Exact, Lantern, LanternPP, UniformRSD, CoolSD, Grouped, TVMetered, Entropy)
 STRUCTURES: tuple[type[Structure], ...] = (Chain, Static, Dynamic, ADTTree)
 METHODS: tuple[type[Method], ...] = (NextToken, Jacobi, SJD, DraftTree, ContinuousNextToken, ContinuousSpeculative)
 

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 import torch
 from comfyui_specar.model_loaders.neighbours import neighbour_table
+from comfyui_specar.samplers import registry
 from comfyui_specar.samplers.rules.acceptance import Exact
 from comfyui_specar.samplers.rules.cool_sd import CoolSD, UniformRSD
+from comfyui_specar.samplers.rules.entropy import Entropy
 from comfyui_specar.samplers.rules.grouped import Grouped
 from comfyui_specar.samplers.rules.lantern import REDRAW, Lantern, LanternPP
 from comfyui_specar.samplers.rules.tv_budget import TVMetered
@@ -25,7 +27,7 @@ CODEBOOK = torch.randn(VOCAB, 3, generator=torch.Generator().manual_seed(3))
 RULES = [
     Exact(), UniformRSD(1.1), UniformRSD(3), CoolSD(2, 0.5), CoolSD(1.1, 0.5, floor=False), Lantern(5, 0.1),
     Lantern(11, 0.4), Lantern(), LanternPP(5, 2), LanternPP(11, 8), Grouped(), Grouped(5, 0.3, 4), TVMetered(0.05),
-    TVMetered(0.3), TVMetered(1),
+    TVMetered(0.3), TVMetered(1), Entropy(), Entropy(2, 4),
 ]
 RELAXED = [rule for rule in RULES if not rule.lossless]
 NOTHING = [  # settings at which a rule is the exact one
@@ -154,7 +156,7 @@ def test_nesting_and_monotonicity(seed):
             assert (low <= high + 1e-12).all(), ladder
         grew += bool((steps[-1] > steps[0] + 1e-6).any())
     for rule in RELAXED:
-        if isinstance(rule, Grouped) or min(getattr(rule, "omegas", list)() or [1]) < 1:
+        if isinstance(rule, Grouped | Entropy) or min(getattr(rule, "omegas", list)() or [1]) < 1:
             continue  # these may be stricter than the exact rule
         for low, high in itertools.pairwise(f(rule, s) for s in (0, 0.25, 0.5, 1)):
             assert (low <= high + 1e-12).all(), rule
@@ -313,7 +315,7 @@ def test_relaxed_siblings_drift_no_further_than_their_leaks(rule):
     (TVMetered(-0.01), "epsilon.*-0.01.* 0.* to 1"), (TVMetered(math.nan), "epsilon.*nan"),
     (TVMetered(2), "epsilon.* 2.* 0.* to 1"), (Grouped(0), "window.* 0.* 1.* to 64"),
     (Grouped(gap=-1), "gap.*-1"), (Grouped(gap=math.nan), "gap.*nan"), (Grouped(radius=-1), "radius.*-1"),
-    (Grouped(radius=math.inf), "radius.*inf"),
+    (Grouped(radius=math.inf), "radius.*inf"), (Entropy(0), "scale.* 0.* 1.* to 64"), (Entropy(8, 1), "decay.* 1.* 2"),
 ])
 def test_absurd_settings_are_named(rule, words):
     with pytest.raises(ValueError, match=words):
@@ -336,9 +338,31 @@ def test_a_rule_describes_itself():
     assert described[CoolSD(2, 0.5)] == {
         "rule": "cool_sd", "delta": 2, "decay": 0.5, "steps": 5, "schedule": "exponential", "floor": True}
     assert described[Exact()] == {"rule": "exact"}
-    assert {d["rule"] for d in described.values()} == {
-        "exact", "lantern", "lantern_pp", "uniform_rsd", "cool_sd", "grouped", "tv_metered"}
+    assert {d["rule"] for d in described.values()} == {rule.name for rule in registry.RULES}
     assert [rule.lossless for rule in NOTHING] == [True] * len(NOTHING)
+
+
+def test_the_entropy_rule_by_hand():
+    """p has ln 2 nats, so f = 1/2 + (rho e / ln 2 - 1/2) / (1 - ln 2 / lambda), cut to 0..1."""
+    p = torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64)
+    q = torch.tensor([0.05, 0.05, 0.9], dtype=torch.float64)
+    f = Entropy(4, 8).accept_probability(*every(p, q))
+    assert f.tolist() == [1, 1, 0]
+    q = torch.tensor([0.98, 0.01, 0.01], dtype=torch.float64)  # rho = 0.51, 1, 0
+    for scale, decay in ((1, 2), (1, 4)):
+        entropy, spread = math.log(2), 1 - math.log(2) / decay
+        wanted = 0.5 + (0.5 / 0.98 * scale / entropy - 0.5) / spread
+        assert Entropy(scale, decay).accept_probability(*every(p, q))[0].item() == pytest.approx(wanted, abs=1e-12)
+    half = Entropy(1, 2).accept_probability(*every(p, q, strength=0.5))
+    exact, whole = Exact().accept_probability(*every(p, q)), Entropy(1, 2).accept_probability(*every(p, q))
+    assert torch.allclose(half, (exact + whole) / 2, atol=1e-12)
+    sure = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
+    assert Entropy().accept_probability(*every(sure, q)).tolist() == [1, 0, 0], "what cannot be is never accepted"
+
+
+def test_the_entropy_rule_needs_a_lambda_above_every_entropy():
+    with pytest.raises(ValueError, match="decay.* 2.*12 codes.*2.48"):
+        bound(Entropy(1, 2))
 
 
 def test_the_grouped_rule_needs_code_vectors():

@@ -1,0 +1,75 @@
+"""Entropy-aware acceptance: the surer the model is of a token, the more drafts pass in its place.
+
+"Towards better and faster autoregressive image generation: from the perspective of entropy" (NeurIPS 2025,
+arXiv:2510.09012), section on acceptance. With H the entropy of p (nats) and rho = min(1, p(x) / q(x)), a draft passes
+if
+
+    rho > (H / e) (1/2 + (r - 1/2) (1 - H / lambda)),  r ~ U[0, 1).
+
+(The paper prints the last factor as 1 - lambda H, which lambda = 16 rules out.) As a probability over r, with
+s = 1 - H / lambda, that is f(x) = clip(1/2 + (rho e / H - 1/2) / s, 0, 1). It is less than min(1, p/q) where rho is
+small, so the paper's residual [p - q]+ adds an error of its own; here it is the optimal one, [p - q f]+.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...kernels.sampling import at, unless_empty
+from ...kernels.verification import EPS
+from ..contract import ARModel
+from ..settings import setting
+from .acceptance import AcceptanceRule
+
+
+@dataclass(frozen=True)
+class Entropy(AcceptanceRule):
+    """e (nats): the entropy from which on drafts are tested as strictly as that of a certain token is not; lambda
+    (nats): how fast the random part of the test shrinks with entropy, above the entropy of any token.
+
+    Strength s mixes: f = (1 - s) min(1, p/q) + s f. No value of e or lambda is exact.
+    """
+
+    scale: float = setting(8.0, 1, 64, advice="the paper's e, 8")
+    decay: float = setting(16.0, 2, 128, advice="the paper's lambda, 16")
+    name, label, paper = "entropy", "entropy", "NeurIPS 2025, arXiv:2510.09012"
+    lossless = False
+
+    def bind(self, model: ARModel) -> AcceptanceRule:
+        """Raises ValueError where a token's entropy may reach lambda."""
+        if self.decay <= math.log(model.vocab):
+            raise ValueError(
+                f"decay is {self.decay:g}, but must be above the largest entropy of this model's {model.vocab} codes, "
+                f"{math.log(model.vocab):.3g}."
+            )
+        return self
+
+    def accept_probability(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+        ratio = (at(p, token) / at(q, token).clamp(min=EPS)).clamp(max=1)
+        return torch.lerp(ratio, self._relaxed(ratio, entropy(p)), strength)
+
+    def residual(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+        return unless_empty((p - self._accepted(p, q, strength)).clamp(min=0), p)
+
+    def leak(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+        return (self._accepted(p, q, strength) - p).clamp(min=0).sum(-1)
+
+    def _accepted(self, p: Tensor, q: Tensor, strength: Tensor) -> Tensor:
+        """q f of every token [..., V+]."""
+        ratio = (p / q.clamp(min=EPS)).clamp(max=1)
+        relaxed = q * self._relaxed(ratio, entropy(p).unsqueeze(-1))
+        return torch.lerp(torch.minimum(p, q), relaxed, strength.unsqueeze(-1))  # exact to the last bit at strength 0
+
+    def _relaxed(self, ratio: Tensor, entropy: Tensor) -> Tensor:
+        """f [...] at strength 1 of drafts with these ratios [...] where the target has this entropy [...]."""
+        spread = 1 - entropy / self.decay
+        return (0.5 + (ratio * self.scale / entropy.clamp(min=EPS) - 0.5) / spread).clamp(0, 1)
+
+
+def entropy(p: Tensor) -> Tensor:
+    """-sum p log p [...] (nats) of probabilities [..., V+]."""
+    return torch.special.entr(p).sum(-1)
