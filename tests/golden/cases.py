@@ -42,6 +42,7 @@ STRUCTURE_VARIANTS = {
 RULES = {
     "exact": r.Exact(), "lantern": r.Lantern(5, 0.3), "lantern++": r.LanternPP(5, 3.0), "rsd": r.UniformRSD(2.0),
     "cool-sd": r.CoolSD(2.0), "grouped": r.Grouped(radius=100.0), "metered": r.TVMetered(0.3),
+    "entropy": r.Entropy(),
 }
 RULE_VARIANTS = {
     **{f"lantern {redraw}": r.Lantern(5, 0.3, redraw) for redraw in REDRAW[1:]},
