@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,14 @@ def test_nothing_imports_what_is_not_shipped_to_run():
         for path in sources(room):
             names = {top(name) for _, name in imports(path)}
             assert not names & {"training", "benchmarks", "scripts", "tests", "comfyui_specar"}, path
+
+
+def test_every_package_is_listed_for_installation():
+    """pyproject.toml names each package; setuptools adds none by itself, not even inner ones."""
+    shipped = {path.parent for top in OWN for path in (ROOT / top).glob("**/*.py")}
+    packages = {".".join(("comfyui_specar", *path.relative_to(ROOT).parts)) for path in shipped}
+    table = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("packages = [")[1].split("]")[0]
+    assert sorted(re.findall(r'"(.+?)"', table)) == sorted(packages | {"comfyui_specar"})
 
 
 def test_no_test_imports_from_another_folder_of_tests():
