@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from comfy_api.latest import ComfyExtension, io
 
-from . import continuous, diagnostics, fastest, info, loaders, method, regions, rules, samplers, timeline, tree_samplers
+from . import (
+    continuous,
+    diagnostics,
+    fastest,
+    loaders,
+    method,
+    model_info,
+    regions,
+    rules,
+    samplers,
+    timeline,
+    tree_samplers,
+)
 from .checks import checked
 from .comfy_runtime import folders
 
@@ -20,7 +32,7 @@ def node_classes() -> list[type[io.ComfyNode]]:
         loaders.LoadImageDecoder,
         loaders.EmptyLatent,
         regions.ContinuePicture,
-        info.ModelInfo,
+        model_info.ModelInfo,
         samplers.NextTokenSampler,
         samplers.SJDSampler,
         tree_samplers.DraftTreeSampler,

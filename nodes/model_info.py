@@ -1,0 +1,175 @@
+"""AR Model Info: a summary of a loaded model, as numbers and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..kernels.linear import STORED
+from ..model_loaders.ar_model import DiscreteModel
+from ..model_loaders.continuous_model import ContinuousBase
+from ..model_loaders.decoders.image_decoder import Autoencoder
+from ..model_loaders.detect import family_of, load_drafter, missing_decoder
+from ..model_loaders.families import eagle
+from ..model_loaders.files.checkpoint import CheckpointError, outline, weight_file
+from ..model_loaders.registry import Family
+from .comfy_runtime import folders, models
+from .sockets import ARModel
+
+PROMPT_TOKENS = 128  # assumed for the size of caches if prompts may have any length
+SHOWN_SIZES = 24
+LARGEST_TO_LOAD = 64 * 2**20  # bytes: smaller drafters are loaded to check whether they fit
+
+
+@dataclass(frozen=True)
+class ModelSummary:
+    """bytes_by_dtype: of the weights without the word embeddings, which the nodes keep in main memory.
+
+    caches: bytes of the key/value caches per image of the default size, without and with guidance (models of token ids
+    only). prompt: the prompt tokens that these include. picture: rows and columns of image tokens; sequence: their
+    number, special tokens included. sizes: (width, height) in pixels, the default first. specials: ids of the special
+    tokens by what they mark. longest: maximum tokens of prompt and image together.
+    """
+
+    family: str
+    tokens: str
+    parameters: int
+    bytes_by_dtype: dict[str, int]
+    bytes_of_words: int
+    codes: int | None
+    specials: dict[str, list[int]]
+    picture: tuple[int, int]
+    sequence: int
+    caches: tuple[int, int] | None
+    prompt: int
+    longest: int | None
+    sizes: list[tuple[int, int]]
+    defaults: dict[str, Any]
+    decoder: str | None
+    decoder_bytes: int
+    drafters: list[str]
+
+
+def summarize(
+    model: DiscreteModel | ContinuousBase, decoder: Autoencoder | None = None, drafters: Iterable[str] = ()
+) -> ModelSummary:
+    """The summary of a model, its image decoder, and the names of compatible drafters."""
+    side, (rows, cols) = model.pixels_per_token, model.grid
+    discrete = isinstance(model, DiscreteModel)
+    words = model.words.weight if discrete and model.words else None  # loaded on the compute device, or kept back
+    weights = [weight for weight in model.parameters() if weight is not words]
+    by_dtype: dict[str, int] = {}
+    for weight in weights:
+        name = STORED.get(weight.dtype, str(weight.dtype).removeprefix("torch."))
+        by_dtype[name] = by_dtype.get(name, 0) + weight.numel() * weight.element_size()
+    caches, specials, prompt = None, {}, 0
+    if discrete:
+        prompt = PROMPT_TOKENS if words is not None else getattr(model.prefix, "slots", 1)
+        caches = tuple(model.kv_bytes(1, model.layout(), 0, guided, prompt) for guided in (False, True))
+        ids = list(range(model.vocab, model.vocab_total))
+        specials = {"end of a row": ids[: model.row_ends], "end of the image": ids[model.row_ends :]}
+    grids = [model.grid, *(grid for grid in model.grids if grid != model.grid)] if discrete else [model.grid]
+    return ModelSummary(
+        family=model.family, tokens="ids" if discrete else "vectors",
+        parameters=sum(w.numel() for w in [*weights, *([] if words is None else [words])]), bytes_by_dtype=by_dtype,
+        bytes_of_words=0 if words is None else words.numel() * words.element_size(),
+        codes=model.vocab if discrete else None, specials={name: ids for name, ids in specials.items() if ids},
+        picture=(rows, cols), sequence=model.layout().length if discrete else rows * cols, caches=caches, prompt=prompt,
+        longest=model.longest if discrete else None,
+        sizes=[(c * side, r * side) for r, c in grids], defaults=asdict(model.defaults),
+        decoder=decoder and decoder.name, drafters=list(drafters),
+        decoder_bytes=sum(p.numel() * p.element_size() for p in decoder.module.parameters()) if decoder else 0,
+    )  # fmt: skip
+
+
+def report(name: str, summary: ModelSummary, missing: str) -> str:
+    """The summary as text. missing: the line for a model without an image decoder."""
+    memory = ", ".join(f"{in_units(number)} {dtype}" for dtype, number in summary.bytes_by_dtype.items())
+    rows, cols = summary.picture
+    lines = [
+        f"{name}: {summary.family}, {summary.parameters / 1e6:,.1f} million parameters, tokens are {summary.tokens}",
+        f"weights on the compute device: {memory}",
+    ]
+    if summary.bytes_of_words:
+        lines.append(f"word embeddings, in main memory: {in_units(summary.bytes_of_words)}")
+    codes = f" of {summary.codes} codes" if summary.codes else ""
+    specials = ", ".join(f"{what} ({', '.join(map(str, ids))})" for what, ids in summary.specials.items())
+    lines.append(f"an image: {rows} rows of {cols} tokens{codes}" + (
+        f", {summary.sequence} in all with special tokens: {specials}" if specials else f", {summary.sequence} in all"))
+    if summary.caches:
+        plain, guided = map(in_units, summary.caches)
+        lines.append(f"KV cache per image, after {summary.prompt} prompt tokens: {plain}, with guidance {guided}")
+    if summary.longest:
+        lines.append(f"prompt and image together: at most {summary.longest} tokens")
+    shown = ", ".join(f"{width} x {height}" for width, height in summary.sizes[:SHOWN_SIZES])
+    more = len(summary.sizes) - SHOWN_SIZES
+    lines.append(f"sizes (width x height): {shown}" + (f" and {more} more" if more > 0 else ""))
+    settings = {key: value for key, value in summary.defaults.items() if value is not None}
+    lines.append("default settings: " + ", ".join(
+        f"{key} {' then '.join(value) if isinstance(value, tuple) else value}" for key, value in settings.items()))
+    decoder = f"image decoder: {summary.decoder} ({in_units(summary.decoder_bytes)})"
+    lines.append(decoder if summary.decoder else missing)
+    lines.append("compatible drafters: " + (", ".join(summary.drafters) or "none"))
+    return "\n".join(lines)
+
+
+def in_units(number: int) -> str:
+    """A number of bytes in KiB, MiB or GiB."""
+    for unit, step in (("GiB", 2**30), ("MiB", 2**20)):
+        if number >= step:
+            return f"{number / step:.2f} {unit}"
+    return f"{number / 1024:.1f} KiB"
+
+
+def compatible(
+    drafters: Mapping[str, Path], model: DiscreteModel | ContinuousBase, family: Family | None
+) -> list[str]:
+    """Names of the drafters that fit a model of this family. Small ones are loaded; of larger ones only the names and
+    shapes of the tensors are checked."""
+    return [name for name, path in drafters.items() if _is_compatible(path, model, family)]
+
+
+def _is_compatible(path: Path, model: DiscreteModel | ContinuousBase, family: Family | None) -> bool:
+    try:
+        checkpoint = outline(weight_file(path))
+        if sum(t.numel() * t.element_size() for t in checkpoint.tensors.values()) <= LARGEST_TO_LOAD:
+            load_drafter(path, model, device="cpu")
+        elif not eagle.recognise(checkpoint.tensors):
+            smaller = sum(t.numel() for t in checkpoint.tensors.values()) < sum(p.numel() for p in model.parameters())
+            return smaller and family is not None and family_of(checkpoint) is family
+        elif isinstance(model, DiscreteModel):
+            eagle.block_config(checkpoint.tensors, model, path)
+            eagle.check_target(checkpoint.settings | checkpoint.metadata, model, path)
+        else:
+            return False
+    except CheckpointError:
+        return False
+    return True
+
+
+class ModelInfo(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpecARModelInfo",
+            display_name="AR Model Info",
+            category="SpecAR/loaders",
+            description="Describes a loaded model: family and size, memory use, image sizes, default settings, image "
+            "decoder, and compatible drafters.",
+            inputs=[ARModel.Input("model", tooltip="The model, from Load AR Checkpoint.")],
+            outputs=[io.String.Output("info", display_name="info", tooltip="The report as text.")],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(cls, model: models.LoadedModel) -> io.NodeOutput:
+        family = family_of(outline(weight_file(folders.resolve(model.name, folders.MODELS))))
+        drafters = {name: folders.resolve(name, folders.DRAFTERS) for name in folders.drafter_choices()}
+        decoder = model.decoder and model.decoder.decoder
+        summary = summarize(model.model, decoder, compatible(drafters, model.model, family))
+        text = report(model.name, summary, missing_decoder(model.name, model.model.family))
+        return io.NodeOutput(text, ui={"text": [text], "specar": [asdict(summary)]})
