@@ -1,4 +1,4 @@
-"""``python -m training``: fetch the pictures, train tokenizer and model, export them."""
+"""``python -m training``: fetch the images, train tokenizer and model, export them."""
 
 import argparse
 import logging
@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from comfyui_specar.training import contact_sheet, export, resume, tokenizer, workers
 from comfyui_specar.training.captions import Captions
-from comfyui_specar.training.data import load_pictures
+from comfyui_specar.training.data import load_images
 from comfyui_specar.training.settings import SETTINGS
 
 STAGES = ("tokenizer", "decoder", "model", "export", "sheet")
@@ -17,7 +17,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="training", description=__doc__)
     parser.add_argument("--setting", choices=SETTINGS, default="cpu")
     parser.add_argument("--out", type=Path, required=True, help="checkpoints and exported files go here")
-    parser.add_argument("--cache", type=Path, default=Path(".cache/emoji"), help="downloaded and rendered pictures")
+    parser.add_argument("--cache", type=Path, default=Path(".cache/emoji"), help="downloaded and rendered images")
     parser.add_argument("--stage", choices=STAGES, action="append", help="default: all, in order")
     parser.add_argument("--minutes", type=float, help="time budget of the stage instead of the setting's")
     parser.add_argument("--threads", type=int, help="CPU threads")
@@ -34,15 +34,15 @@ def main() -> None:
     for stage in arguments.stage or STAGES:
         if stage == "tokenizer":
             weights = begin and resume.tensors_of(begin / "vq.safetensors")
-            tokenizer.train(setting, load_pictures(arguments.cache), arguments.out, arguments.minutes, weights)
+            tokenizer.train(setting, load_images(arguments.cache), arguments.out, arguments.minutes, weights)
         elif stage == "decoder":
-            tokenizer.sharpen_decoder(setting, load_pictures(arguments.cache), arguments.out, arguments.minutes)
+            tokenizer.sharpen_decoder(setting, load_images(arguments.cache), arguments.out, arguments.minutes)
         elif stage == "model":
             workers.train_model(
                 setting, arguments.cache, arguments.out, arguments.minutes, arguments.processes, begin
             )
         elif stage == "export":
-            captions = Captions(setting, load_pictures(arguments.cache).words)
+            captions = Captions(setting, load_images(arguments.cache).words)
             export.write(setting, captions, arguments.out, exported)
         else:
             contact_sheet.draw(exported, exported / "contact_sheet.jpg")

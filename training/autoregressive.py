@@ -14,7 +14,7 @@ from ..models.prefix import CaptionPrefix
 from ..models.vq import VQModel
 from . import resume
 from .captions import Captions
-from .data import Pictures
+from .data import Images
 from .loop import Average, Budget, Checkpoint, Team, autocast, compiled, rate, set_rate
 from .muon import Muon, split_parameters
 from .settings import IMAGE_SIZE, Setting
@@ -69,7 +69,7 @@ class TextToImage(nn.Module):
 class Batches(Views):
     """Random (caption, tokens) pairs."""
 
-    def __init__(self, setting: Setting, pictures: Pictures, captions: Captions, vq: VQModel, seed: int) -> None:
+    def __init__(self, setting: Setting, images: Images, captions: Captions, vq: VQModel, seed: int) -> None:
         cfg, device, mixed = setting.model, next(vq.parameters()).device, autocast(setting)
         vq.to(memory_format=torch.channels_last)
 
@@ -78,9 +78,9 @@ class Batches(Views):
                 latent = vq.encode_latent(pixels)
             return (vq.quantize_latent(latent.float()).flatten(1),)  # distances in fp32, as at inference
 
-        super().__init__(setting, cfg.augmentation, pictures, captions, device, encode, seed)
+        super().__init__(setting, cfg.augmentation, images, captions, device, encode, seed)
 
-    def draw(self, count: int, held_out: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    def sample(self, count: int, held_out: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """captions [count, n], dropped [count], tokens [count, S].
 
         Held-out batches keep whole captions.
@@ -88,7 +88,7 @@ class Batches(Views):
         return self.batch(*self.encoded(count, held_out), held_out)
 
     def batch(self, scenes: Scenes, encodings: list[Tensor], held_out: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Words for encoded pictures, as :meth:`draw` returns them."""
+        """Words for encoded images, as :meth:`sample` returns them."""
         [tokens] = encodings
         captions = torch.tensor(self.captions.padded(self.words(scenes, held_out)), device=self.device)
         return captions, self.dropped(len(tokens), held_out), tokens
@@ -96,14 +96,14 @@ class Batches(Views):
 
 @torch.no_grad()
 def held_out_loss(model: TextToImage, batches: list[tuple[Tensor, Tensor, Tensor]]) -> float:
-    """Mean nats per token on pairs of picture and background that were never shown together."""
+    """Mean nats per token on pairs of image and background that were never shown together."""
     losses = [F.cross_entropy(model(c, d, t).flatten(0, 1), t.flatten()) for c, d, t in batches]
     return float(torch.stack(losses).mean())
 
 
 def train(
     setting: Setting,
-    pictures: Pictures,
+    images: Images,
     captions: Captions,
     vq: VQModel,
     out: Path,
@@ -116,7 +116,7 @@ def train(
     weights: those of a model to start from.
     """
     cfg, device = setting.model, torch.device(setting.device)
-    pictures = pictures.select(setting.concepts)
+    images = images.select(setting.concepts)
     torch.manual_seed(1)
     model = TextToImage(setting, len(captions.words)).to(device)
     resume.start(model, weights)
@@ -128,15 +128,15 @@ def train(
     counters = checkpoint.resume() or {"step": 0, "spent": 0.0}
     step, budget, mixed = counters["step"], Budget(minutes or cfg.minutes, counters["spent"]), autocast(setting)
     captions.random.seed(step * team.size + team.rank)
-    batches = Batches(setting, pictures, captions, vq.to(device).eval(), seed=step * team.size + team.rank)
-    unseen = Batches(setting, pictures, captions, vq, seed=10**6)
-    unseen = [unseen.draw(cfg.batch, held_out=True) for _ in range(4)]
-    log.info("%.2f M parameters, %d pictures", sum(p.numel() for p in model.parameters()) / 1e6, len(pictures.code))
+    batches = Batches(setting, images, captions, vq.to(device).eval(), seed=step * team.size + team.rank)
+    unseen = Batches(setting, images, captions, vq, seed=10**6)
+    unseen = [unseen.sample(cfg.batch, held_out=True) for _ in range(4)]
+    log.info("%.2f M parameters, %d images", sum(p.numel() for p in model.parameters()) / 1e6, len(images.code))
     predict = compiled(setting, model)
     begin, running, fraction = step, 0.0, budget.fraction
     while fraction < 1.0:
         set_rate([muon, adamw], cfg.learning_rate, rate(fraction, step))
-        caption, dropped, tokens = batches.draw(cfg.batch // team.size)
+        caption, dropped, tokens = batches.sample(cfg.batch // team.size)
         with mixed():
             logits = predict(caption, dropped, tokens)
         loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
@@ -152,7 +152,7 @@ def train(
         if team.rank > 0:
             continue
         if step % 50 == 0:
-            views = step * cfg.batch / len(pictures.code)
+            views = step * cfg.batch / len(images.code)
             log.info("step %d, %.1f min, loss %.4f, %.0f views", step, budget.spent / 60, running, views)
         if checkpoint.save(force=fraction >= 1.0, step=step, spent=budget.spent):
             log.info("step %d, train %.4f, held-out %.4f", step, running, held_out_loss(average.module, unseen))

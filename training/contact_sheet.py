@@ -57,5 +57,5 @@ def draw(folder: Path, file: Path, method=None, **sampling) -> float:
             tiles.append((pixels * 255.0).round().byte().numpy())
     rows = [np.concatenate(tiles[i : i + COLUMNS], axis=1) for i in range(0, COUNT, COLUMNS)]
     Image.fromarray(np.concatenate(rows)).save(file, quality=92)
-    log.info("%s: background as asked in %d of %d pictures", file, right, COUNT)
+    log.info("%s: background as asked in %d of %d images", file, right, COUNT)
     return right / COUNT

@@ -1,4 +1,4 @@
-"""Freely licensed emoji pictures in three styles, with words, backgrounds and fresh augmentation.
+"""Freely licensed emoji images in three styles, with words, backgrounds and fresh augmentation.
 
 Fluent Emoji 3D and Fluent Emoji flat (Microsoft, MIT), Noto Emoji (Google, Apache-2.0); words from emojibase (MIT,
 after Unicode CLDR). The packages are fetched once with ``npm pack``; nothing of them is shipped with the weights.
@@ -33,10 +33,10 @@ DRAWN_GROUPS = (0, 1, 3, 4, 5, 6, 7)  # emojibase: smileys, people, animals, foo
 
 
 @dataclass
-class Pictures:
-    """``rgba`` uint8 [N, 4, 256, 256], premultiplied; ``code`` and ``style`` (index into STYLES) per picture.
+class Images:
+    """``rgba`` uint8 [N, 4, 256, 256], premultiplied; ``code`` and ``style`` (index into STYLES) per image.
 
-    ``colour``: the name of the hue that a picture was given, None where it has its own.
+    ``colour``: the name of the hue that an image was given, None where it has its own.
     """
 
     rgba: Tensor
@@ -45,31 +45,31 @@ class Pictures:
     words: dict[str, dict]  # code -> {"label": str, "tags": [str]}
     colour: list[str | None]
 
-    def select(self, codes: tuple[str, ...] | None) -> "Pictures":
-        """Only the pictures of these code points (None = all)."""
+    def select(self, codes: tuple[str, ...] | None) -> "Images":
+        """Only the images of these code points (None = all)."""
         kept = [i for i, code in enumerate(self.code) if codes is None or code in codes]
         missing = set(codes or ()) - {self.code[i] for i in kept}
         if missing:
-            raise ValueError(f"no picture of {sorted(missing)}: check the code points in settings.py")
+            raise ValueError(f"no image of {sorted(missing)}: check the code points in settings.py")
         parts = ([values[i] for i in kept] for values in (self.code, self.style, self.colour))
         code, style, colour = parts
-        return Pictures(self.rgba[kept], code, style, self.words, colour)
+        return Images(self.rgba[kept], code, style, self.words, colour)
 
-    def recoloured(self) -> "Pictures":
-        """The pictures of COLOURED things, in every hue of COLOURS."""
+    def recoloured(self) -> "Images":
+        """The images of COLOURED things, in every hue of COLOURS."""
         chosen = [i for i, code in enumerate(self.code) if COMMON_CONCEPTS.get(code) in COLOURED]
         pairs = [(i, name) for i in chosen for name in COLOURS]
         rgba = [recolour(self.rgba[i], COLOURS[name]) for i, name in pairs]
         code, style = [self.code[i] for i, _ in pairs], [self.style[i] for i, _ in pairs]
-        return Pictures(torch.stack(rgba), code, style, self.words, [name for _, name in pairs])
+        return Images(torch.stack(rgba), code, style, self.words, [name for _, name in pairs])
 
-    def __add__(self, other: "Pictures") -> "Pictures":
+    def __add__(self, other: "Images") -> "Images":
         rgba = torch.cat((self.rgba, other.rgba))
         code, style, colour = self.code + other.code, self.style + other.style, self.colour + other.colour
-        return Pictures(rgba, code, style, self.words, colour)
+        return Images(rgba, code, style, self.words, colour)
 
 
-def load_pictures(cache: Path) -> Pictures:
+def load_images(cache: Path) -> Images:
     """Every drawn emoji in every style; rendered on the first call (about a minute), then read from ``cache``."""
     file = cache / "pictures.npz"
     if not file.exists():
@@ -77,11 +77,11 @@ def load_pictures(cache: Path) -> Pictures:
     with np.load(file) as data:
         index = json.loads(str(data["index"]))
         own = [None] * len(index["code"])
-        return Pictures(torch.from_numpy(data["rgba"]), index["code"], index["style"], index["words"], own)
+        return Images(torch.from_numpy(data["rgba"]), index["code"], index["style"], index["words"], own)
 
 
 def recolour(rgba: Tensor, hue: float) -> Tensor:
-    """A picture, uint8 [4, S, S] premultiplied, whose most frequent hue becomes ``hue`` (degrees); others stay."""
+    """A image, uint8 [4, S, S] premultiplied, whose most frequent hue becomes ``hue`` (degrees); others stay."""
     drawing = Image.fromarray(rgba.permute(1, 2, 0).numpy(), "RGBa").convert("RGBA")
     alpha = np.asarray(drawing)[..., 3]
     hsv = np.array(drawing.convert("RGB").convert("HSV"))
@@ -103,7 +103,7 @@ def augment(
     """Random placement over a coloured background.
 
     rgba uint8 [B, 4, S, S] premultiplied, backgrounds int64 [B] (index into BACKGROUNDS) -> pixels [B, 3, S, S] in
-    [-1, 1]. places int64 [B]: 0 = as large as the picture; i = small, at the i-th of PLACES. All randomness comes from
+    [-1, 1]. places int64 [B]: 0 = as large as the image; i = small, at the i-th of PLACES. All randomness comes from
     ``generator`` (on the device of ``rgba``).
     """
     batch, device = rgba.shape[0], rgba.device
@@ -139,7 +139,7 @@ def to_uint8(pixels: Tensor) -> np.ndarray:
 
 
 def sheet(pixels: Tensor, columns: int) -> Image.Image:
-    """[B, 3, H, W] in [-1, 1] -> one picture, row by row."""
+    """[B, 3, H, W] in [-1, 1] -> one image, row by row."""
     tiles = to_uint8(pixels)
     rows = [np.concatenate(list(tiles[i : i + columns]), axis=1) for i in range(0, len(tiles), columns)]
     width = rows[0].shape[1]
@@ -220,5 +220,5 @@ def _render_all(cache: Path, file: Path) -> None:
     entries = [(code, i) for code in words for i, style in enumerate(STYLES) if code in drawings[style]]
     rgba = np.stack([_canvas(drawings[STYLES[i]][code]) for code, i in entries])
     index = {"code": [code for code, _ in entries], "style": [i for _, i in entries], "words": words}
-    log.info("%d pictures of %d concepts", len(entries), len(set(index["code"])))
+    log.info("%d images of %d concepts", len(entries), len(set(index["code"])))
     np.savez_compressed(file, rgba=rgba, index=json.dumps(index))

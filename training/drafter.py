@@ -8,8 +8,8 @@ import torch
 from comfyui_specar.model_loaders.ar_model import DiscreteModel
 from comfyui_specar.model_loaders.detect import bundled, find_image_decoder, load_image_decoder, load_model
 from comfyui_specar.training import drafter_export
-from comfyui_specar.training.drafter_data import Example, Pool, bundled_pictures, from_folder, own_samples
-from comfyui_specar.training.drafter_lessons import EagleLesson, SmallLesson, train
+from comfyui_specar.training.drafter_data import Example, Pool, bundled_images, from_folder, own_samples
+from comfyui_specar.training.drafter_training import EagleObjective, SmallObjective, train
 
 log = logging.getLogger(__name__)
 
@@ -22,11 +22,11 @@ def main() -> None:
     parser.add_argument("--kind", choices=("eagle", "small"), required=True)
     parser.add_argument("--out", type=Path, required=True, help="checkpoint, examples and the finished drafter go here")
     parser.add_argument("--minutes", type=float, default=25.0)
-    parser.add_argument("--pictures", type=Path, help="folder of pictures, each with its prompt in a .txt of that name")
+    parser.add_argument("--pictures", type=Path, help="folder of images, each with its prompt in a .txt of that name")
     parser.add_argument("--decoder", type=Path, help="image decoder that encodes them, unless it lies beside the model")
     parser.add_argument("--prompts", type=Path, help="text file, one prompt (or class) per line, to draw samples for")
-    parser.add_argument("--samples", type=int, default=1024, help="pictures to let the model draw")
-    parser.add_argument("--cache", type=Path, default=Path(".cache/emoji"), help="pictures of the bundled model")
+    parser.add_argument("--samples", type=int, default=1024, help="images to let the model draw")
+    parser.add_argument("--cache", type=Path, default=Path(".cache/emoji"), help="images of the bundled model")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--depth", type=int, default=2, help="eagle: own predictions it learns to continue")
     parser.add_argument("--width", type=int, default=128, help="small: width")
@@ -45,13 +45,14 @@ def main() -> None:
         raise SystemExit(f"{path} draws vectors, not tokens. Its drafter is a smaller model of its own family.")
     eagle = arguments.kind == "eagle"
     try:
-        lesson = EagleLesson(model, arguments.depth) if eagle else SmallLesson(model, arguments.width, arguments.layers)
+        objective = (EagleObjective(model, arguments.depth) if eagle
+                     else SmallObjective(model, arguments.width, arguments.layers))
     except ValueError as error:
         raise SystemExit(str(error)) from error
     arguments.out.mkdir(parents=True, exist_ok=True)
     pool, held_out = pools(arguments, model, path)
     file = arguments.out / f"{arguments.kind}.pt"
-    module = train(lesson, pool, held_out, file, arguments.minutes, arguments.batch)
+    module = train(objective, pool, held_out, file, arguments.minutes, arguments.batch)
     if eagle:
         drafter_export.write_eagle(module, model, arguments.out)
     else:
@@ -72,28 +73,28 @@ def pools(arguments: argparse.Namespace, model: DiscreteModel, path: Path) -> tu
 
 
 def examples(arguments: argparse.Namespace, model: DiscreteModel, path: Path) -> list[Example]:
-    """Pictures and samples; without either, the bundled model's pictures, and samples for the same prompts."""
-    pictures = []
+    """Images and samples; without either, the bundled model's images, and samples for the same prompts."""
+    images = []
     if arguments.pictures or not arguments.prompts:
         decoder_path = arguments.decoder or find_image_decoder(path, model.family)
         if decoder_path is None:
             raise SystemExit(
-                f"Pictures need an image decoder, and none lies beside {path}: give --decoder. Or give --prompts "
+                f"Images need an image decoder, and none lies beside {path}: give --decoder. Or give --prompts "
                 "instead, one per line, and the model draws what its drafter learns from."
             )
         decoder = load_image_decoder(decoder_path, arguments.device)
         if arguments.pictures:
-            pictures = from_folder(model, decoder, arguments.pictures)
+            images = from_folder(model, decoder, arguments.pictures)
         elif path == bundled("default"):
-            pictures = bundled_pictures(model, decoder, arguments.cache, arguments.samples)
+            images = bundled_images(model, decoder, arguments.cache, arguments.samples)
         else:
             raise SystemExit("Give --prompts (one per line), --pictures (with .txt files), or both.")
-    prompts = [example.features for example in pictures]
+    prompts = [example.features for example in images]
     if arguments.prompts:
         lines = [line.strip() for line in arguments.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
         prompts = [model.encode_prompt(line)[0][0][0] for line in lines]
     repeated = [prompts[i % len(prompts)] for i in range(arguments.samples)]
-    return pictures + own_samples(model, repeated)
+    return images + own_samples(model, repeated)
 
 
 if __name__ == "__main__":

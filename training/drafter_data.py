@@ -21,16 +21,16 @@ from ..samplers.contract import Request
 from ..samplers.methods.next_token import NextToken
 from .autoregressive import Batches
 from .captions import Captions
-from .data import load_pictures
+from .data import load_images
 from .settings import CPU
 
 log = logging.getLogger(__name__)
 
-PICTURES = (".png", ".jpg", ".jpeg", ".webp")
+IMAGES = (".png", ".jpg", ".jpeg", ".webp")
 
 
 class Example(NamedTuple):
-    """Features [n, F] of a prompt and the tokens [S] (int64) of a picture that belongs to it."""
+    """Features [n, F] of a prompt and the tokens [S] (int64) of an image that belongs to it."""
 
     features: Tensor
     tokens: Tensor
@@ -79,7 +79,7 @@ class Pool:
             batches.append(Batch(features, tokens, hidden))
         return cls(batches)
 
-    def draw(self, count: int, choice: random.Random) -> Batch:
+    def sample(self, count: int, choice: random.Random) -> Batch:
         """``count`` random examples (fewer where a group has no more) whose prompts are equally long."""
         group = choice.choices(self.batches, self.weights)[0]
         return self._take(group, choice.sample(range(len(group.tokens)), min(count, len(group.tokens))))
@@ -138,49 +138,49 @@ def own_samples(model: DiscreteModel, prompts: list[Tensor], seed: int = 0, rows
 
 
 def from_folder(model: DiscreteModel, decoder: ImageDecoder, folder: Path) -> list[Example]:
-    """Pictures of a folder, each with its prompt in a .txt file of the same name; cropped to the model's shape.
+    """Images of a folder, each with its prompt in a .txt file of the same name; cropped to the model's shape.
 
     Raises ValueError for a folder without such pairs.
     """
     (rows, cols), layout = model.grid, model.layout()
     examples = []
-    for file in sorted(p for p in folder.iterdir() if p.suffix.lower() in PICTURES):
+    for file in sorted(p for p in folder.iterdir() if p.suffix.lower() in IMAGES):
         caption = file.with_suffix(".txt")
         if not caption.is_file():
             log.warning("%s has no prompt (%s is missing): left out", file.name, caption.name)
             continue
-        with Image.open(file) as picture:
-            picture = ImageOps.fit(picture.convert("RGB"), (cols * decoder.factor, rows * decoder.factor))
-        pixels = torch.from_numpy(np.asarray(picture).copy())[None] / 255.0
+        with Image.open(file) as image:
+            image = ImageOps.fit(image.convert("RGB"), (cols * decoder.factor, rows * decoder.factor))
+        pixels = torch.from_numpy(np.asarray(image).copy())[None] / 255.0
         features = model.encode_prompt(caption.read_text(encoding="utf-8").strip())[0][0]
         tokens = decoder.encode(pixels).view(1, rows, cols).cpu()
         whole = layout.keeping(tokens, torch.ones_like(tokens, dtype=torch.bool))
         examples.append(Example(features[0], whole.forced[0]))
     if not examples:
-        raise ValueError(f"{folder} holds no picture with a .txt file of the same name. Put prompts beside them.")
+        raise ValueError(f"{folder} holds no image with a .txt file of the same name. Put prompts beside them.")
     return examples
 
 
-def bundled_pictures(
+def bundled_images(
     model: DiscreteModel, decoder: ImageDecoder, cache: Path, count: int, seed: int = 0, held_out: bool = False
 ) -> list[Example]:
-    """Freshly placed and coloured training pictures of the bundled model, with random captions.
+    """Freshly placed and coloured training images of the bundled model, with random captions.
 
-    held_out: the pairs of picture and background that the model was never shown together. Raises ValueError if the
+    held_out: the pairs of image and background that the model was never shown together. Raises ValueError if the
     model was trained with other words.
     """
-    pictures = load_pictures(cache)
-    captions = Captions(CPU, pictures.words, seed)
+    images = load_images(cache)
+    captions = Captions(CPU, images.words, seed)
     if captions.words != model.prompt_encoder.words:
         raise ValueError(
-            "The word table of the model is not that of the 'cpu' setting: these are not its pictures. Give --pictures "
+            "The word table of the model is not that of the 'cpu' setting: these are not its images. Give --pictures "
             "or --prompts, or use the scripts of the commit that the model's card names."
         )
     table = model.prompt_encoder.table
-    batches = Batches(CPU, pictures.select(CPU.concepts), captions, decoder.module, seed)
+    batches = Batches(CPU, images.select(CPU.concepts), captions, decoder.module, seed)
     examples = []
     while len(examples) < count:
-        rows, _, tokens = batches.draw(32, held_out)
+        rows, _, tokens = batches.sample(32, held_out)
         examples += [Example(table[row[row >= 0]], t) for row, t in zip(rows, tokens, strict=True)]
-    log.info("encoded %d pictures", len(examples))
+    log.info("encoded %d images", len(examples))
     return examples

@@ -10,16 +10,16 @@ from torch import Tensor
 from ..models.kl_vae import KLModel
 from ..models.vq import VQModel
 from . import resume, sharpen
-from .data import Pictures, sheet
+from .data import Images, sheet
 from .loop import Average, Budget, Checkpoint, autocast, rate, set_rate
 from .muon import Muon, split_parameters
 from .perception import Perception
-from .pixels import WHOLE_PICTURES_FROM, Sampler, reconstruction_loss
+from .pixels import WHOLE_IMAGES_FROM, Sampler, reconstruction_loss
 from .settings import Setting
 
 log = logging.getLogger(__name__)
 
-HELD_OUT = 48  # pictures to measure on
+HELD_OUT = 48  # images to measure on
 SHARPENED = "kl_decoder.pt"
 
 
@@ -54,7 +54,7 @@ def copy_shared_layers(model: KLModel, vq: VQModel) -> int:
 
 @torch.no_grad()
 def evaluate(model: KLModel, pixels: Tensor) -> tuple[dict[str, float], Tensor]:
-    """PSNR (dB, mean over pictures) from the mean and from a drawn latent; spread of the latents; reconstructions."""
+    """PSNR (dB, mean over images) from the mean and from a drawn latent; spread of the latents; reconstructions."""
     generator = torch.Generator(pixels.device).manual_seed(0)
     parts = [model.encode_moments(part) for part in pixels.split(8)]
     mean, log_variance = (torch.cat(each) for each in zip(*parts))
@@ -74,9 +74,9 @@ def evaluate(model: KLModel, pixels: Tensor) -> tuple[dict[str, float], Tensor]:
 
 
 @torch.no_grad()
-def latent_scale(model: KLModel, setting: Setting, pictures: Pictures, views: int = 512) -> float:
-    """What latents are multiplied by to have unit variance over the training pictures (the same at every call)."""
-    sampler = Sampler(setting, setting.kl_vae, pictures, seed=10**6 + 1)
+def latent_scale(model: KLModel, setting: Setting, images: Images, views: int = 512) -> float:
+    """What latents are multiplied by to have unit variance over the training images (the same at every call)."""
+    sampler = Sampler(setting, setting.kl_vae, images, seed=10**6 + 1)
     device = next(model.parameters()).device
     batches = (sampler.whole(32, only_chosen=True).to(device) for _ in range(views // 32))
     moments = [model.encode_moments(batch) for batch in batches]
@@ -85,7 +85,7 @@ def latent_scale(model: KLModel, setting: Setting, pictures: Pictures, views: in
 
 
 def train(
-    setting: Setting, pictures: Pictures, out: Path, minutes: float | None = None, vq: VQModel | None = None,
+    setting: Setting, images: Images, out: Path, minutes: float | None = None, vq: VQModel | None = None,
     weights: dict[str, Tensor] | None = None,
 ) -> KLModel:
     """Trains for the budget (or goes on from ``out``/kl_vae.pt) and returns the averaged model.
@@ -107,14 +107,14 @@ def train(
     checkpoint = Checkpoint(out / "kl_vae.pt", model=model, average=average.module, muon=muon, adamw=adamw)
     counters = checkpoint.resume() or {"step": 0, "spent": 0.0}
     step, budget, mixed = counters["step"], Budget(minutes or cfg.minutes, counters["spent"]), autocast(setting)
-    sampler = Sampler(setting, cfg, pictures, seed=step)
-    held_out = Sampler(setting, cfg, pictures, seed=10**6).whole(HELD_OUT, only_chosen=True)
+    sampler = Sampler(setting, cfg, images, seed=step)
+    held_out = Sampler(setting, cfg, images, seed=10**6).whole(HELD_OUT, only_chosen=True)
     perception = Perception().to(device)
     log.info("%.2f M parameters", sum(p.numel() for p in model.parameters()) / 1e6)
     fraction = budget.fraction
     while fraction < 1.0:
         set_rate([muon, adamw], cfg.learning_rate, rate(fraction, step))
-        whole = fraction > WHOLE_PICTURES_FROM
+        whole = fraction > WHOLE_IMAGES_FROM
         pixels = sampler.whole(cfg.whole_batch) if whole else sampler.crops(cfg.crop_batch)
         with mixed():
             mean, log_variance = model.encode_moments(pixels)
@@ -145,7 +145,7 @@ def train(
     return average.module
 
 
-def sharpen_decoder(setting: Setting, pictures: Pictures, out: Path, minutes: float | None = None) -> None:
+def sharpen_decoder(setting: Setting, images: Images, out: Path, minutes: float | None = None) -> None:
     """Trains the decoder on, from ``out``/kl_vae.pt or where ``out``/kl_decoder.pt stopped; latents do not change."""
     model, mixed = restore(setting, out), autocast(setting)
 
@@ -154,7 +154,7 @@ def sharpen_decoder(setting: Setting, pictures: Pictures, out: Path, minutes: fl
             mean, log_variance = model.encode_moments(pixels)
         return noisy(mean.float(), log_variance.float())
 
-    sharpen.train(setting, setting.kl_vae, pictures, model, latents, out / SHARPENED, minutes)
+    sharpen.train(setting, setting.kl_vae, images, model, latents, out / SHARPENED, minutes)
 
 
 def restore(setting: Setting, out: Path) -> KLModel:

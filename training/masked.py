@@ -17,7 +17,7 @@ from ..models.kl_vae import KLModel
 from ..models.mar import MAR, MARConfig
 from . import resume
 from .captions import Captions
-from .data import Pictures
+from .data import Images
 from .kl_vae import noisy
 from .loop import Average, Budget, Checkpoint, autocast, rate, set_rate
 from .muon import Muon, split_parameters
@@ -142,10 +142,10 @@ def diffusion_loss(
 
 
 class Latents(Views):
-    """Captions and latent tokens, every time with other noise of the picture's own posterior."""
+    """Captions and latent tokens, every time with other noise of the image's own posterior."""
 
     def __init__(
-        self, setting: Setting, cfg: MaskedSetting, pictures: Pictures, captions: Captions, vae: KLModel, scale: float,
+        self, setting: Setting, cfg: MaskedSetting, images: Images, captions: Captions, vae: KLModel, scale: float,
         seed: int,
     ) -> None:
         """scale: model units per unit of the autoencoder."""
@@ -158,10 +158,10 @@ class Latents(Views):
                 mean, log_variance = vae.encode_moments(pixels)
             return mean.float(), log_variance.float()
 
-        super().__init__(setting, cfg.augmentation, pictures, captions, device, encode, seed)
+        super().__init__(setting, cfg.augmentation, images, captions, device, encode, seed)
         self.scale = scale
 
-    def draw(self, count: int, held_out: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    def sample(self, count: int, held_out: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """captions int64 [count, n] (-1 = no word, on the right), dropped bool [count], tokens fp32 [count, S, C].
 
         Held-out batches keep whole captions.
@@ -169,7 +169,7 @@ class Latents(Views):
         return self.batch(*self.encoded(count, held_out), held_out)
 
     def batch(self, scenes: Scenes, encodings: list[Tensor], held_out: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Words and noise for encoded pictures, as :meth:`draw` returns them."""
+        """Words and noise for encoded images, as :meth:`sample` returns them."""
         rows = self.words(scenes, held_out)
         captions = torch.tensor([row + [-1] * (self.captions.slots - len(row)) for row in rows], device=self.device)
         tokens = noisy(*encodings, self.generator).flatten(2).mT * self.scale
@@ -191,7 +191,7 @@ def held_out_error(model: MaskedTextToImage, schedule: Schedule, batch: tuple[Te
 
 
 def train(
-    setting: Setting, cfg: MaskedSetting, pictures: Pictures, captions: Captions, words: Tensor, vae: KLModel,
+    setting: Setting, cfg: MaskedSetting, images: Images, captions: Captions, words: Tensor, vae: KLModel,
     scale: float, file: Path, minutes: float | None = None, weights: dict[str, Tensor] | None = None,
 ) -> None:
     """Trains for the budget (or goes on from ``file``); the averaged model is in that file at the end.
@@ -199,7 +199,7 @@ def train(
     weights: those of a model to start from.
     """
     device = torch.device(setting.device)
-    pictures = pictures.select(setting.concepts)
+    images = images.select(setting.concepts)
     torch.manual_seed(2)
     model = MaskedTextToImage(setting, cfg, words).to(device)
     resume.start(model, weights)
@@ -212,16 +212,16 @@ def train(
     counters = checkpoint.resume() or {"step": 0, "spent": 0.0}
     step, budget, mixed = counters["step"], Budget(minutes or cfg.minutes, counters["spent"]), autocast(setting)
     captions.random.seed(step)
-    latents = Latents(setting, cfg, pictures, captions, vae, scale, seed=step)
-    unseen = Latents(setting, cfg, pictures, captions, vae, scale, seed=10**6)
-    unseen = unseen.draw(64, held_out=True)
+    latents = Latents(setting, cfg, images, captions, vae, scale, seed=step)
+    unseen = Latents(setting, cfg, images, captions, vae, scale, seed=10**6)
+    unseen = unseen.sample(64, held_out=True)
     schedule = Schedule.cosine(TRAINING_STEPS, device=device)
     generator = torch.Generator(device).manual_seed(step)
-    log.info("%.2f M parameters, %d pictures", sum(p.numel() for p in model.parameters()) / 1e6, len(pictures.code))
+    log.info("%.2f M parameters, %d images", sum(p.numel() for p in model.parameters()) / 1e6, len(images.code))
     begin, running, fraction = step, torch.zeros(3), budget.fraction
     while fraction < 1.0:
         set_rate([muon, adamw], cfg.learning_rate, rate(fraction, step))
-        caption, dropped, tokens = latents.draw(cfg.batch)
+        caption, dropped, tokens = latents.sample(cfg.batch)
         length = tokens.shape[1]
         known = random_known(cfg.batch, length, known_count(length, cfg.known_power, step), generator)
         with mixed():
@@ -240,7 +240,7 @@ def train(
         parts = torch.stack((loss.error, loss.bound, guessed)).detach().cpu()
         running += (parts - running) / min(step - begin, 100)
         if step % 100 == 0:
-            views = step * cfg.batch / len(pictures.code)
+            views = step * cfg.batch / len(images.code)
             numbers = step, budget.spent / 60, *running, views
             log.info("step %d, %.1f min, error %.4f, bound %.4f, guess %.4f, %.0f views", *numbers)
         fraction = budget.fraction

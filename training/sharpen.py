@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .data import Pictures, sheet
+from .data import Images, sheet
 from .loop import Average, Budget, Checkpoint, autocast, rate, set_rate
 from .muon import Muon, split_parameters
 from .perception import Perception
@@ -37,7 +37,7 @@ def sharp_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def train(
-    setting: Setting, cfg: AutoencoderSetting, pictures: Pictures, model: nn.Module,
+    setting: Setting, cfg: AutoencoderSetting, images: Images, model: nn.Module,
     latents: Callable[[Tensor], Tensor], file: Path, minutes: float | None = None,
 ) -> None:
     """Trains ``model.decoder`` and ``model.post_quant_conv`` for the budget, or goes on from ``file``.
@@ -58,8 +58,8 @@ def train(
     checkpoint = Checkpoint(file, model=model, average=average.module, muon=muon, adamw=adamw)
     counters = checkpoint.resume() or {"step": 0, "spent": 0.0}
     step, budget = counters["step"], Budget(minutes or cfg.sharpening_minutes, counters["spent"])
-    sampler, mixed = Sampler(setting, cfg, pictures, seed=10**5 + step), autocast(setting)
-    held_out = Sampler(setting, cfg, pictures, seed=10**6).whole(HELD_OUT, only_chosen=True)
+    sampler, mixed = Sampler(setting, cfg, images, seed=10**5 + step), autocast(setting)
+    held_out = Sampler(setting, cfg, images, seed=10**6).whole(HELD_OUT, only_chosen=True)
     running, fraction = torch.zeros(2), budget.fraction
     while fraction < 1.0:
         set_rate([muon, adamw], cfg.sharpening_rate, rate(fraction, step))

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ..models.vq import VQModel
 from . import resume, sharpen
-from .data import Pictures, sheet
+from .data import Images, sheet
 from .loop import Average, Budget, Checkpoint, autocast, rate, set_rate
 from .muon import Muon, split_parameters
 from .perception import Perception
-from .pixels import WHOLE_PICTURES_FROM, Sampler, reconstruction_loss
+from .pixels import WHOLE_IMAGES_FROM, Sampler, reconstruction_loss
 from .settings import Setting
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Codes:
 
 @torch.no_grad()
 def evaluate(model: VQModel, pixels: Tensor) -> tuple[dict[str, float], Tensor]:
-    """PSNR (dB, mean over pictures) and number of codes in use; also the reconstructions."""
+    """PSNR (dB, mean over images) and number of codes in use; also the reconstructions."""
     tokens = torch.cat([model.encode(part) for part in pixels.split(8)])
     output = torch.cat([model.decode(model.dequantize(part)) for part in tokens.split(8)]).clamp(-1, 1)
     mse = ((output - pixels) / 2).square().mean((1, 2, 3))
@@ -75,7 +75,7 @@ def evaluate(model: VQModel, pixels: Tensor) -> tuple[dict[str, float], Tensor]:
 
 
 def train(
-    setting: Setting, pictures: Pictures, out: Path, minutes: float | None = None,
+    setting: Setting, images: Images, out: Path, minutes: float | None = None,
     weights: dict[str, Tensor] | None = None,
 ) -> VQModel:
     """Trains for the budget (or goes on from ``out``/tokenizer.pt) and returns the averaged model.
@@ -93,13 +93,13 @@ def train(
     checkpoint = Checkpoint(out / "tokenizer.pt", model=model, average=average.module, muon=muon, adamw=adamw)
     counters = checkpoint.resume() or {"step": cfg.warm_start_steps + 1 if weights else 0, "spent": 0.0}
     step, budget = counters["step"], Budget(minutes or cfg.minutes, counters["spent"])
-    sampler, codes, mixed = Sampler(setting, cfg, pictures, seed=step), Codes(model), autocast(setting)
-    held_out = Sampler(setting, cfg, pictures, seed=10**6).whole(48, only_chosen=True)
+    sampler, codes, mixed = Sampler(setting, cfg, images, seed=step), Codes(model), autocast(setting)
+    held_out = Sampler(setting, cfg, images, seed=10**6).whole(48, only_chosen=True)
     perception = Perception().to(device)
     fraction = budget.fraction
     while fraction < 1.0:
         set_rate([muon, adamw], cfg.learning_rate, rate(fraction, step))
-        whole = fraction > WHOLE_PICTURES_FROM
+        whole = fraction > WHOLE_IMAGES_FROM
         pixels = sampler.whole(cfg.whole_batch) if whole else sampler.crops(cfg.crop_batch)
         if step == cfg.warm_start_steps:
             _start_codebook(model, average, sampler)
@@ -141,7 +141,7 @@ def train(
     return average.module
 
 
-def sharpen_decoder(setting: Setting, pictures: Pictures, out: Path, minutes: float | None = None) -> None:
+def sharpen_decoder(setting: Setting, images: Images, out: Path, minutes: float | None = None) -> None:
     """Trains the decoder on, from ``out``/tokenizer.pt or where ``out``/decoder.pt stopped; tokens do not change."""
     model, mixed = restore(setting, out), autocast(setting)
 
@@ -150,7 +150,7 @@ def sharpen_decoder(setting: Setting, pictures: Pictures, out: Path, minutes: fl
             latent = model.encode_latent(pixels)
         return model.dequantize(model.quantize_latent(latent.float()))
 
-    sharpen.train(setting, setting.tokenizer, pictures, model, latents, out / SHARPENED, minutes)
+    sharpen.train(setting, setting.tokenizer, images, model, latents, out / SHARPENED, minutes)
 
 
 def restore(setting: Setting, out: Path) -> VQModel:

@@ -1,4 +1,4 @@
-"""Random views of the pictures, with captions: what both kinds of models learn from."""
+"""Random views of the images, with captions: what both kinds of models learn from."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,57 +7,57 @@ import torch
 from torch import Tensor
 
 from .captions import Captions
-from .data import Pictures, augment
+from .data import Images, augment
 from .settings import BACKGROUNDS, PLACES, Augmentation, Setting
 
-HELD_OUT_EVERY = 20  # one of so many (picture, background) pairs is never shown
+HELD_OUT_EVERY = 20  # one of so many (image, background) pairs is never shown
 
 
 class Scenes(NamedTuple):
-    """What a batch of pictures shows, int64 [B] each: a picture, its background, and its place (0 = large)."""
+    """What a batch of images shows, int64 [B] each: an image, its background, and its place (0 = large)."""
 
-    picture: Tensor
+    image: Tensor
     background: Tensor
     place: Tensor
 
 
 class Views:
-    """Draws pictures on backgrounds, encodes them, and finds words for them; all randomness is seeded.
+    """Draws images on backgrounds, encodes them, and finds words for them; all randomness is seeded.
 
     Every view is shown once. Encoding costs a small model as much as a third of its step, but one that sees the same
     tokens four times learns them by heart.
     """
 
     def __init__(
-        self, setting: Setting, augmentation: Augmentation, pictures: Pictures, captions: Captions,
+        self, setting: Setting, augmentation: Augmentation, images: Images, captions: Captions,
         device: torch.device, encode: Callable[[Tensor], tuple[Tensor, ...]], seed: int,
     ) -> None:
         """encode: pixels [B, 3, H, W] in [-1, 1] -> what is learnt of them, a few tensors [B, ...]."""
         self.setting, self.augmentation, self.captions = setting, augmentation, captions
-        self.own = len(pictures.code)  # the pictures in their own colours; after them, the recoloured ones
-        self.pictures = pictures + pictures.recoloured()
-        self.rgba = self.pictures.rgba.to(device)
+        self.own = len(images.code)  # the images in their own colours; after them, the recoloured ones
+        self.images = images + images.recoloured()
+        self.rgba = self.images.rgba.to(device)
         self.device, self.encode = device, encode
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def scenes(self, count: int, held_out: bool = False) -> Scenes:
-        """Random scenes. Held-out pairs of picture and background are never drawn otherwise; they are shown large and
-        in the picture's own colours.
+        """Random scenes. Held-out pairs of image and background are never drawn otherwise; they are shown large and
+        in the image's own colours.
         """
-        setting, coloured = self.setting, len(self.pictures.code) - self.own
+        setting, coloured = self.setting, len(self.images.code) - self.own
         draws = 64 * count
         recoloured, placed = (self._share(draws, 0.0 if held_out else share) for share in
                               (setting.recoloured if coloured else 0.0, setting.placed))
-        picture = torch.where(recoloured, self.own + self._integers(max(coloured, 1), draws),
+        image = torch.where(recoloured, self.own + self._integers(max(coloured, 1), draws),
                               self._integers(self.own, draws))
         background = self._integers(len(BACKGROUNDS), draws)
         place = torch.where(placed, 1 + self._integers(len(PLACES), draws), 0)
-        kept = (((7 * picture + 3 * background) % HELD_OUT_EVERY == 0) == held_out).nonzero().flatten()[:count]
-        return Scenes(picture[kept], background[kept], place[kept])
+        kept = (((7 * image + 3 * background) % HELD_OUT_EVERY == 0) == held_out).nonzero().flatten()[:count]
+        return Scenes(image[kept], background[kept], place[kept])
 
     def pixels(self, scenes: Scenes) -> Tensor:
-        """Freshly placed and coloured pictures [B, 3, 256, 256] in [-1, 1]."""
-        rgba = self.rgba[scenes.picture]
+        """Freshly placed and coloured images [B, 3, 256, 256] in [-1, 1]."""
+        rgba = self.rgba[scenes.image]
         return augment(rgba, scenes.background, self.augmentation, self.generator, scenes.place)
 
     @torch.no_grad()
@@ -71,7 +71,7 @@ class Views:
 
     def words(self, scenes: Scenes, held_out: bool = False) -> list[list[int]]:
         """Word numbers of a random caption for each; held-out captions are whole."""
-        drop, shown = 0.0 if held_out else self.setting.drop_part, self.pictures
+        drop, shown = 0.0 if held_out else self.setting.drop_part, self.images
         return [
             self.captions.sample(shown.code[p], shown.style[p], background, drop, shown.colour[p], place)
             for p, background, place in zip(*(values.tolist() for values in scenes))

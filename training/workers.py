@@ -8,7 +8,7 @@ import torch
 
 from . import autoregressive, resume, tokenizer
 from .captions import Captions
-from .data import load_pictures
+from .data import load_images
 from .loop import Team
 from .settings import Setting
 
@@ -36,8 +36,8 @@ def _work(
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
         torch.set_flush_denormal(True)
         torch.set_num_threads(1)
-    pictures = load_pictures(cache)
-    captions = Captions(setting, pictures.words)
+    images = load_images(cache)
+    captions = Captions(setting, images.words)
     vq = tokenizer.restore(setting, out)
     weights = begin and resume.autoregressive(begin, captions)
-    autoregressive.train(setting, pictures, captions, vq, out, minutes, Team(rank, size, meeting), weights)
+    autoregressive.train(setting, images, captions, vq, out, minutes, Team(rank, size, meeting), weights)

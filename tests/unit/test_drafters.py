@@ -12,7 +12,15 @@ from comfyui_specar.models.backbone import HeadNorm, Rotation
 from comfyui_specar.training import drafter as command_line
 from comfyui_specar.training import drafter_export
 from comfyui_specar.training.drafter_data import Example, Pool, from_folder, hidden_states, own_samples
-from comfyui_specar.training.drafter_lessons import EagleLesson, SmallLesson, draft_mask, guide, head, overlap, train
+from comfyui_specar.training.drafter_training import (
+    EagleObjective,
+    SmallObjective,
+    draft_mask,
+    guide,
+    head,
+    overlap,
+    train,
+)
 from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
@@ -262,23 +270,23 @@ def test_a_pool_keeps_prompts_tokens_and_hidden_states_together(target, pool):
             assert hidden.shape == (len(batch.tokens), batch.features.shape[1] + 15, 64)
         seen += len(batch.tokens)
     assert seen == 6
-    drawn = pool.draw(2, random.Random(0))
+    drawn = pool.sample(2, random.Random(0))
     assert len(drawn.tokens) == 2 and len(drawn.hidden[0]) == 2
 
 
 @torch.inference_mode()
 def test_training_sees_what_a_draft_will_see(target, tmp_path):
-    """The lesson's predictions at depth 1 .. 3 are those of observe and expand on the same tokens."""
-    lesson = EagleLesson(target, depth=3)
+    """The objective's predictions at depth 1 .. 3 are those of observe and expand on the same tokens."""
+    objective = EagleObjective(target, depth=3)
     with torch.no_grad():
-        for name, parameter in lesson.module.named_parameters():
+        for name, parameter in objective.module.named_parameters():
             parameter.copy_(fill(f"drafter {name}", tuple(parameter.shape)).half())
-    drafter_export.write_eagle(lesson.module, target, tmp_path / "d")
+    drafter_export.write_eagle(objective.module, target, tmp_path / "d")
     session = Session(target, load_drafter(tmp_path / "d", target))
     (batch,) = Pool.build(target, [Example(caption_features()[0], row) for row in IMAGE]).all(2)
     exact = tuple(torch.cat(parts, 1) for parts in zip(session.prefix, session.hidden[:, 1:].split(2)))
     batch = replace(batch, hidden=exact)
-    predicted = lesson.features(lesson.module, batch, depth=3)
+    predicted = objective.features(objective.module, batch, depth=3)
     out = session.observe(torch.tensor([0, 0]), 5, torch.tensor([5, 5]))
     for depth in range(3):
         assert torch.allclose(out.hidden[:, 0], predicted[depth][:, 4 + depth], atol=1e-4), depth
@@ -299,16 +307,16 @@ def test_the_mask_of_drafts():
 @pytest.mark.parametrize("kind", ["eagle", "small"])
 def test_training_learns_resumes_and_exports(target, pool, tmp_path, kind, steady_clock):
     torch.manual_seed(0)
-    make = lambda: EagleLesson(target, 2) if kind == "eagle" else SmallLesson(target, 32, 1)  # noqa: E731
-    lesson = make()
-    before = overlap(lesson, lesson.module, pool, 1.0)
-    module = train(lesson, pool, pool, tmp_path / "x.pt", minutes=80 * 0.02 / 60, batch=4)
-    after = overlap(lesson, module, pool, 1.0)
+    make = lambda: EagleObjective(target, 2) if kind == "eagle" else SmallObjective(target, 32, 1)  # noqa: E731
+    objective = make()
+    before = overlap(objective, objective.module, pool, 1.0)
+    module = train(objective, pool, pool, tmp_path / "x.pt", minutes=80 * 0.02 / 60, batch=4)
+    after = overlap(objective, module, pool, 1.0)
     assert after > before + 0.02
     steps = torch.load(tmp_path / "x.pt", weights_only=True)["counters"]["step"]
     module = train(make(), pool, pool, tmp_path / "x.pt", minutes=100 * 0.02 / 60, batch=4)
     assert torch.load(tmp_path / "x.pt", weights_only=True)["counters"]["step"] > steps
-    assert overlap(lesson, module, pool, 1.0) > before + 0.02, "the weights were resumed too"
+    assert overlap(objective, module, pool, 1.0) > before + 0.02, "the weights were resumed too"
 
     if kind == "eagle":
         drafter_export.write_eagle(module, target, tmp_path / "d")
@@ -317,7 +325,8 @@ def test_training_learns_resumes_and_exports(target, pool, tmp_path, kind, stead
         assert load_model(tmp_path / "d").grid == target.grid
     drafter = load_drafter(tmp_path / "d", target)
     assert drafter.kind == ("eagle" if kind == "eagle" else "model")
-    assert overlap(lesson, drafter.module, pool, 2.0) == pytest.approx(overlap(lesson, module, pool, 2.0), abs=0.01)
+    trained = overlap(objective, module, pool, 2.0)
+    assert overlap(objective, drafter.module, pool, 2.0) == pytest.approx(trained, abs=0.01)
 
 
 def test_pictures_of_a_folder_with_their_prompts(tmp_path):
@@ -330,7 +339,7 @@ def test_pictures_of_a_folder_with_their_prompts(tmp_path):
     pixels = torch.rand(2, 8, 8, 3, generator=torch.Generator().manual_seed(0)).mul(255).byte()
     for name, picture in zip(("a.png", "b.png"), pixels):
         Image.fromarray(picture.numpy()).save(folder / name)
-    with pytest.raises(ValueError, match=r"picture.*\.txt"):
+    with pytest.raises(ValueError, match=r"image.*\.txt"):
         from_folder(target, decoder, folder)
     (folder / "b.txt").write_text("3\n", encoding="utf-8")
     (example,) = from_folder(target, decoder, folder)
@@ -339,10 +348,10 @@ def test_pictures_of_a_folder_with_their_prompts(tmp_path):
 
     pool = Pool.build(target, [example])
     (batch,) = pool.all(1)
-    for lesson in (EagleLesson(target, 2), SmallLesson(target, 32, 1)):
-        lesson.loss(batch, 1.0).backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in lesson.module.parameters())
-        assert 0 < overlap(lesson, lesson.module, pool, 1.0) < 1
+    for objective in (EagleObjective(target, 2), SmallObjective(target, 32, 1)):
+        objective.loss(batch, 1.0).backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in objective.module.parameters())
+        assert 0 < overlap(objective, objective.module, pool, 1.0) < 1
 
 
 @pytest.mark.parametrize("kind", ["eagle", "small"])
@@ -376,10 +385,10 @@ def test_the_bundled_drafters_guess_what_the_bundled_model_draws():
     pool = Pool.build(model, own_samples(model, prompts))
     laws = torch.cat([guide(head(model, batch.states(0)), 2.0).softmax(-1) for batch in pool.all(16)])
     unchanged = 1 - torch.minimum(laws[:, 1:], laws[:, :-1]).sum(-1).mean()
-    for name, lesson in (("eagle", EagleLesson(model, 1)), ("small", SmallLesson(model, 64, 1))):
+    for name, objective in (("eagle", EagleObjective(model, 1)), ("small", SmallObjective(model, 64, 1))):
         drafter = load_drafter(bundled(f"default/{name}"), model)
-        refused = 1 - overlap(lesson, drafter.module, pool, 2.0)
+        refused = 1 - overlap(objective, drafter.module, pool, 2.0)
         assert refused < 0.75 * unchanged and size(f"default/{name}") < size("default") / 2
         if name == "eagle":
             shifted = [replace(batch, tokens=batch.tokens.roll(1, 1)) for batch in pool.batches]
-            assert not drafter.padded and 1 - overlap(lesson, drafter.module, Pool(shifted), 2.0) > 1.2 * refused
+            assert not drafter.padded and 1 - overlap(objective, drafter.module, Pool(shifted), 2.0) > 1.2 * refused

@@ -25,7 +25,7 @@ from comfyui_specar.samplers.methods.speculative import DraftTree, Run
 from comfyui_specar.training import drafter as command_line
 from comfyui_specar.training import drafter_export
 from comfyui_specar.training.drafter_data import Pool, from_folder, own_samples
-from comfyui_specar.training.drafter_lessons import EagleLesson, SmallLesson, overlap
+from comfyui_specar.training.drafter_training import EagleObjective, SmallObjective, overlap
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -234,10 +234,10 @@ def test_a_pool_keeps_both_branches(target, pool):
 
 @torch.inference_mode()
 def test_training_sees_what_a_draft_will_see(target, pool, tmp_path):
-    lesson = EagleLesson(target, depth=2)
+    objective = EagleObjective(target, depth=2)
     with torch.no_grad():
-        randomise(lesson.module)
-    drafter_export.write_eagle(lesson.module, target, tmp_path)
+        randomise(objective.module)
+    drafter_export.write_eagle(objective.module, target, tmp_path)
     drafter = load_drafter(tmp_path, target)
     assert not drafter.reads_words
     for batch in pool.all(2):
@@ -248,33 +248,33 @@ def test_training_sees_what_a_draft_will_see(target, pool, tmp_path):
         own = drafter.start(state, *run)
         places = torch.arange(4).expand(count, -1)
         out = drafter.observe(own, batch.tokens[:, :3], places[:, :3], batch.states(0)[:, :3], torch.full((count,), 3))
-        for depth, features in enumerate(lesson.features(lesson.module, batch, 2)):
+        for depth, features in enumerate(objective.features(objective.module, batch, 2)):
             assert features.shape == (2 * count, target.layout().length - 1, 32)
             assert torch.allclose(out.hidden[:, 0], features[:, 2 + depth], atol=1e-4)
             out = drafter.expand(own, batch.tokens[:, 3 + depth, None], places[:, 3:] + depth, out.hidden,
                                  torch.ones((count, 1, depth + 1), dtype=torch.bool))
 
 
-def test_lessons_are_about_tokens_that_are_drawn(target, pool):
+def test_objectives_are_about_tokens_that_are_sampled(target, pool):
     torch.manual_seed(0)
-    lesson = EagleLesson(target, 2)
-    assert lesson.module.config.attention_norm is False and lesson.module.config.kv_heads == 2
-    first = overlap(lesson, lesson.module, pool, 1.0)
-    optimiser = torch.optim.Adam(lesson.module.parameters(), 3e-3)
+    objective = EagleObjective(target, 2)
+    assert objective.module.config.attention_norm is False and objective.module.config.kv_heads == 2
+    first = overlap(objective, objective.module, pool, 1.0)
+    optimiser = torch.optim.Adam(objective.module.parameters(), 3e-3)
     choice = random.Random(0)
     for _ in range(25):
-        loss = lesson.loss(pool.draw(2, choice), 1.0)
+        loss = objective.loss(pool.sample(2, choice), 1.0)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-    assert overlap(lesson, lesson.module, pool, 1.0) > first + 0.03
+    assert overlap(objective, objective.module, pool, 1.0) > first + 0.03
     (batch, *_) = pool.all(2)
-    assert lesson.predict(lesson.module, batch).shape[-1] == CODES
+    assert objective.predict(objective.module, batch).shape[-1] == CODES
 
 
 def test_no_small_language_model_is_trained(target):
     with pytest.raises(ValueError, match="--kind eagle"):
-        SmallLesson(target, 32, 1)
+        SmallObjective(target, 32, 1)
 
 
 def test_pictures_become_sequences_with_their_forced_tokens(tmp_path):
@@ -307,10 +307,10 @@ def test_the_command_line_trains_a_drafter_for_a_language_model(tmp_path, monkey
 def test_a_model_with_its_own_way_to_embed_codes_is_taught_for(tmp_path):
     """Janus has no table of image tokens, but layers that make its embeddings from code vectors."""
     model = load_model(tiny_janus.write(tmp_path / "model", layers=1))
-    lesson = EagleLesson(model, 1)
+    objective = EagleObjective(model, 1)
     wanted = model.backbone.tok_embeddings(torch.arange(model.vocab))
-    assert torch.equal(lesson.module.tok_embeddings.weight, wanted)
-    drafter_export.write_eagle(lesson.module, model, tmp_path / "drafter")
+    assert torch.equal(objective.module.tok_embeddings.weight, wanted)
+    drafter_export.write_eagle(objective.module, model, tmp_path / "drafter")
     drafter = load_drafter(tmp_path / "drafter", model)
     assert torch.allclose(drafter.module.tok_embeddings.weight, wanted, atol=0.01)
     tensors = load_file(tmp_path / "drafter" / "model.safetensors")

@@ -8,7 +8,7 @@ from comfyui_specar.models.vq import VQConfig, VQModel
 from comfyui_specar.training import export, resume
 from comfyui_specar.training.autoregressive import Batches, TextToImage
 from comfyui_specar.training.captions import Captions
-from comfyui_specar.training.data import Pictures, augment, recolour
+from comfyui_specar.training.data import Images, augment, recolour
 from comfyui_specar.training.loop import rate
 from comfyui_specar.training.muon import orthogonalise
 from comfyui_specar.training.settings import BACKGROUNDS, COLOURS, CPU, PLACES, STYLES, Augmentation
@@ -104,29 +104,29 @@ def test_flip_mirrors_about_half_of_the_pictures():
     assert torch.all(left ^ right) and 30 < int(right.sum()) < 70
 
 
-def pictures() -> Pictures:
+def images() -> Images:
     codes = [code for code in CONCEPTS for _ in STYLES]
-    return Pictures(square(256, 64).repeat(9, 1, 1, 1), codes, [0, 1, 2] * 3, CONCEPTS, [None] * 9)
+    return Images(square(256, 64).repeat(9, 1, 1, 1), codes, [0, 1, 2] * 3, CONCEPTS, [None] * 9)
 
 
 def batches(seed: int) -> Batches:
     torch.manual_seed(0)
     vq = VQModel(SETTING.tokenizer.config).eval()
-    return Batches(SETTING, pictures(), Captions(SETTING, CONCEPTS, seed), vq, seed)
+    return Batches(SETTING, images(), Captions(SETTING, CONCEPTS, seed), vq, seed)
 
 
 def test_places_and_colours_are_shown_and_said():
     source = batches(0)
     scenes = source.scenes(400)
     assert (scenes.place > 0).float().mean() == pytest.approx(SETTING.placed, abs=0.06)
-    assert (scenes.picture >= source.own).float().mean() == pytest.approx(SETTING.recoloured, abs=0.06)
-    for picture, place, row in zip(scenes.picture.tolist(), scenes.place.tolist(), source.words(scenes, held_out=True)):
+    assert (scenes.image >= source.own).float().mean() == pytest.approx(SETTING.recoloured, abs=0.06)
+    for image, place, row in zip(scenes.image.tolist(), scenes.place.tolist(), source.words(scenes, held_out=True)):
         said = {source.captions.words[number] for number in row}
         where = set(list(PLACES)[place - 1]) if place else set()
         assert where <= said and ("small" in said) <= (place > 0)
-        assert source.pictures.colour[picture] in (said & set(COLOURS) or {None})
+        assert source.images.colour[image] in (said & set(COLOURS) or {None})
     held_out = source.scenes(50, held_out=True)
-    assert held_out.place.max() == 0 and held_out.picture.max() < source.own
+    assert held_out.place.max() == 0 and held_out.image.max() < source.own
 
 
 def test_a_small_thing_stands_where_it_is_put():
@@ -150,12 +150,12 @@ def test_only_the_most_frequent_hue_is_exchanged():
 
 def test_no_view_is_shown_twice():
     source = batches(3)
-    views = torch.cat([source.draw(4)[2] for _ in range(4)])
+    views = torch.cat([source.sample(4)[2] for _ in range(4)])
     assert len(views.unique(dim=0)) == len(views)
 
 
 def test_batches_are_determined_by_their_seed():
-    first, again, other = (batches(seed).draw(4) for seed in (5, 5, 6))
+    first, again, other = (batches(seed).sample(4) for seed in (5, 5, 6))
     assert all(torch.equal(a, b) for a, b in zip(first, again))
     assert not torch.equal(first[2], other[2])
     assert first[2].shape == (4, 256) and first[2].dtype == torch.int64

@@ -18,7 +18,7 @@ from comfyui_specar.training.export import save
 from comfyui_specar.training.settings import CPU, MaskedSetting
 from comfyui_specar.training.views import Scenes
 
-from .test_training_data import CONCEPTS, SETTING, pictures
+from .test_training_data import CONCEPTS, SETTING, images
 
 TINY = MaskedSetting(1, dim=32, layers=1, heads=2, head_width=32, head_depth=1, batch=4)
 CONTINUOUS = replace(
@@ -126,8 +126,8 @@ def test_loss_falls_on_few_pictures(model):
 
 def test_latents_are_scaled_and_drawn_anew(captions):
     torch.manual_seed(0)
-    latents = masked.Latents(CONTINUOUS, TINY, pictures(), captions, Pooled(), 2.0, seed=3)
-    rows, dropped, tokens = latents.draw(4)
+    latents = masked.Latents(CONTINUOUS, TINY, images(), captions, Pooled(), 2.0, seed=3)
+    rows, dropped, tokens = latents.sample(4)
     assert rows.shape == (4, captions.slots) and dropped.shape == (4,) and tokens.shape == (4, 64, 4)
     assert (rows[:, 0] >= 0).all(), "words first, padding on the right"
     scenes, encodings = latents.encoded(1)
@@ -157,7 +157,7 @@ def test_training_ends_on_time_and_goes_on_where_it_stopped(tmp_path, captions, 
     words, file = torch.randn(len(captions.words), 16), tmp_path / "masked_model.pt"
     spent = []
     for minutes in (0.02, 0.03):
-        masked.train(CONTINUOUS, TINY, pictures(), captions, words, vae, 1.0, file, minutes)
+        masked.train(CONTINUOUS, TINY, images(), captions, words, vae, 1.0, file, minutes)
         spent.append(torch.load(file, weights_only=True)["counters"])
     assert spent[0]["step"] < spent[1]["step"] and 1.2 <= spent[0]["spent"] and 1.8 <= spent[1]["spent"]
     start = masked.restore(CONTINUOUS, TINY, words, file).head.net.final_layer.linear.weight
@@ -168,12 +168,12 @@ def test_the_autoencoder_trains_from_crops_to_whole_pictures(tmp_path, steady_cl
     monkeypatch.setattr(kl_vae, "HELD_OUT", 2)
     monkeypatch.setattr(kl_vae, "Perception", Blurred)
     torch.manual_seed(0)
-    vae = kl_vae.train(CONTINUOUS, pictures(), tmp_path, 0.03)
+    vae = kl_vae.train(CONTINUOUS, images(), tmp_path, 0.03)
     assert all(parameter.isfinite().all() for parameter in vae.parameters())
     again = kl_vae.restore(CONTINUOUS, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(vae.parameters(), again.parameters()))
-    scale = kl_vae.latent_scale(again, CONTINUOUS, pictures(), views=32)
-    assert scale == kl_vae.latent_scale(again, CONTINUOUS, pictures(), views=32)
+    scale = kl_vae.latent_scale(again, CONTINUOUS, images(), views=32)
+    assert scale == kl_vae.latent_scale(again, CONTINUOUS, images(), views=32)
     mean, log_variance = again.encode_moments(torch.rand(8, 3, 256, 256))
     assert 0.05 < float(kl_vae.noisy(mean, log_variance).std()) * scale < 5
 
@@ -196,7 +196,7 @@ def test_sharpening_changes_the_decoder_and_no_token(tmp_path, steady_clock, mon
         "continuous": (kl_vae, KLModel(setting.kl_vae.config), "kl_vae.pt"),
     }[stage]
     torch.save({"average": model.state_dict()}, tmp_path / name)
-    kind.sharpen_decoder(setting, pictures(), tmp_path, 0.005)
+    kind.sharpen_decoder(setting, images(), tmp_path, 0.005)
     before, after = model.state_dict(), kind.restore(setting, tmp_path).state_dict()
     decoding = ("decoder.", "post_quant_conv.")
     assert all(torch.equal(before[n], after[n]) for n in before if not n.startswith(decoding))

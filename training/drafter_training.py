@@ -45,13 +45,13 @@ def head(model: DiscreteModel, hidden: Tensor) -> Tensor:
     return model.backbone.logits(hidden.to(model.dtype))[..., : model.vocab].float()
 
 
-def drawn(model: DiscreteModel, first: int) -> Tensor:
+def sampled(model: DiscreteModel, first: int) -> Tensor:
     """Which of the tokens ``first`` .. S - 1 the model draws [S - first] (bool); the others are forced."""
     return model.layout().forced[0, first:] < 0
 
 
 def guidance(batch: Batch) -> Tensor:
-    """A random guidance scale for every picture [B, 1, 1]."""
+    """A random guidance scale for every image [B, 1, 1]."""
     return GUIDANCE * torch.rand(len(batch.tokens), 1, 1, device=batch.tokens.device)
 
 
@@ -60,7 +60,7 @@ def cross_entropy(target: Tensor, drafter: Tensor, scale: Tensor) -> Tensor:
     return -(guide(target, scale).softmax(-1) * guide(drafter, scale).log_softmax(-1)).sum(-1)
 
 
-class Lesson(Protocol):
+class Objective(Protocol):
     """A drafter of ``model`` in training: ``module`` has the parameters, in fp32 on the model's device."""
 
     model: DiscreteModel
@@ -85,7 +85,7 @@ def initialise(module: nn.Module) -> None:
             nn.init.zeros_(part.feed_forward.w2.weight)
 
 
-class EagleLesson:
+class EagleObjective:
     """Features of an EAGLE drafter, compared with the target's own.
 
     Its block is built like the target's, without the first norm. The slots of a prompt are paired with id 0.
@@ -139,7 +139,7 @@ class EagleLesson:
             # The first drafts hang from the first token, not from the prompt.
             wanted, feature = batch.states(1 + depth), feature[:, depth:]
             entropy = cross_entropy(head(self.model, wanted), head(self.model, feature), scale)
-            entropy = entropy[:, drawn(self.model, 1 + depth)].mean()
+            entropy = entropy[:, sampled(self.model, 1 + depth)].mean()
             total = total + entropy + FEATURE_WEIGHT * F.smooth_l1_loss(feature, wanted)
         return total / depths
 
@@ -160,7 +160,7 @@ def draft_mask(length: int, groups: int) -> Tensor:
                        same_draft & (group <= group[:, None]))
 
 
-class SmallLesson:
+class SmallObjective:
     """Logits of a small model of the target's family, compared with the target's own. LlamaGen's kind only: of language
     models there are smaller ones to be had, and a new one would have to learn to read first."""
 
@@ -202,23 +202,24 @@ class SmallLesson:
 
 
 @torch.no_grad()
-def overlap(lesson: Lesson, module: nn.Module, pool: Pool, cfg: float) -> float:
+def overlap(objective: Objective, module: nn.Module, pool: Pool, cfg: float) -> float:
     """Mean over the drawn tokens from the second on of sum min(p, q) at temperature 1: the share of single drafts that
     are accepted."""
     shares = []
     for batch in pool.all(16):
-        batch = batch.to(lesson.model.device)
-        p = guide(head(lesson.model, batch.states(1)), cfg).softmax(-1)
-        q = guide(lesson.predict(module, batch), cfg).softmax(-1)
-        shares.append(torch.minimum(p, q).sum(-1)[:, drawn(lesson.model, 1)].mean(-1))
+        batch = batch.to(objective.model.device)
+        p = guide(head(objective.model, batch.states(1)), cfg).softmax(-1)
+        q = guide(objective.predict(module, batch), cfg).softmax(-1)
+        shares.append(torch.minimum(p, q).sum(-1)[:, sampled(objective.model, 1)].mean(-1))
     return float(torch.cat(shares).mean())
 
 
 def train(
-    lesson: Lesson, pool: Pool, held_out: Pool, file: Path, minutes: float, batch: int = 8, learning_rate: float = 3e-3
+    objective: Objective, pool: Pool, held_out: Pool, file: Path, minutes: float, batch: int = 8,
+    learning_rate: float = 3e-3,
 ) -> nn.Module:
     """Train for the budget, or go on from ``file``; returns the averaged module."""
-    module = lesson.module.train().requires_grad_(True)
+    module = objective.module.train().requires_grad_(True)
     average = Average(module, 0.995)
     matrices, others = split_parameters(module, keep_out=("tok_embeddings", "output", "embedding_table", "_norm"))
     muon, adamw = Muon(matrices, lr=learning_rate), torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95),
@@ -232,7 +233,7 @@ def train(
     begin, running, fraction = step, 0.0, budget.fraction
     while fraction < 1.0:
         set_rate([muon, adamw], learning_rate, rate(fraction, step))
-        loss = lesson.loss(pool.draw(batch, choice).to(lesson.model.device), fraction)
+        loss = objective.loss(pool.sample(batch, choice).to(objective.model.device), fraction)
         module.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
@@ -245,6 +246,6 @@ def train(
         if step % 50 == 0:
             log.info("step %d, %.1f min, loss %.4f", step, budget.spent / 60, running)
         if checkpoint.save(force=fraction >= 1.0, step=step, spent=budget.spent):
-            shares = [overlap(lesson, average.module, held_out, cfg) for cfg in (1.0, 2.0)]
+            shares = [overlap(objective, average.module, held_out, cfg) for cfg in (1.0, 2.0)]
             log.info("step %d, loss %.4f, held-out overlap %.3f, guided %.3f", step, running, *shares)
     return average.module
