@@ -26,7 +26,7 @@ from ..samplers.layout import TokenLayout
 from .branches import repeated, taken_over
 from .decoders.image_decoder import Autoencoder, ImageDecoder
 from .drafters import ModelDrafter, pair
-from .files.checkpoint import whole_number
+from .files.checkpoint import bounded_int
 from .neighbours import neighbour_table
 from .text.prompt_encoders import PromptEncoder
 from .text.prompts import Conditioning, EncodedPrompt, Prompted
@@ -75,7 +75,7 @@ class DiscreteModel(Prompted, Placed):
         self.family, self.grid, self.defaults = family, grid, defaults
         self.grids = tuple(grids) or (grid,)
         self.prompt_encoder, self.longest = prompt_encoder, longest
-        self.pixels_per_token = whole_number("pixels_per_token", pixels_per_token, 1, 1024)
+        self.pixels_per_token = bounded_int("pixels_per_token", pixels_per_token, 1, 1024)
         self.row_ends, self.endings, self.word_ids = row_ends, endings, tuple(word_ids)
         self.vocab_total = backbone.config.vocab
         self.vocab = self.vocab_total - row_ends - endings
@@ -112,11 +112,11 @@ class DiscreteModel(Prompted, Placed):
             None if skippable is None else layout.spread(skippable, fill=True),
         )
 
-    def keep_words_back(self) -> None:
+    def offload_embedding(self) -> None:
         """Leave the table of a language model's words, up to 1.5 GiB that only prompts need, in main memory for good:
         it is no longer among the modules that are moved to a device, and words are looked up where it is."""
         if isinstance(self.prefix, TextPrefix):
-            self.prefix.keep_back()
+            self.prefix.offload()
 
     @property
     def words(self) -> nn.Embedding | None:
@@ -202,11 +202,11 @@ class DiscreteModel(Prompted, Placed):
         grid = rows or self.grid[0], cols or self.grid[1]
         if grid not in self.grids:
             width, height = (tokens * self.pixels_per_token for tokens in reversed(grid))
-            raise ValueError(self.sizes_near(width, height))
+            raise ValueError(self.unsupported_size(width, height))
         specials = range(self.vocab, self.vocab_total)
         return TokenLayout.ruled(*grid, specials[: self.row_ends], specials[self.row_ends :])
 
-    def sizes_near(self, width: int, height: int) -> str:
+    def unsupported_size(self, width: int, height: int) -> str:
         """That a picture of so many pixels is not drawn, and the nearest ones that are, in words."""
         side, asked = self.pixels_per_token, (height, width)
         legal = [(rows * side, cols * side) for rows, cols in self.grids]

@@ -23,7 +23,7 @@ from ..samplers.contract import chosen_params
 from ..samplers.distributions import Normal
 from .decoders.image_decoder import Autoencoder
 from .drafters import check_alike
-from .files.checkpoint import whole_number
+from .files.checkpoint import bounded_int
 from .files.errors import CheckpointError
 from .text.prompt_encoders import PromptEncoder, WordEncoder
 from .text.prompts import Conditioning, Prompted
@@ -64,7 +64,7 @@ class ContinuousBase(Prompted, Placed):
             raise ValueError(f"The scale of latents is {scale!r}, but must be a positive number.")
         self.family, self.grid, self.channels, self.scale = family, grid, channels, scale
         self.defaults, self.prompt_encoder = defaults, prompt_encoder
-        self.pixels_per_token = whole_number("pixels_per_token", pixels_per_token, 1, 1024)
+        self.pixels_per_token = bounded_int("pixels_per_token", pixels_per_token, 1, 1024)
         self.dtype = torch.float32
 
     def request(

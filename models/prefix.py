@@ -112,7 +112,7 @@ class TextPrefix(nn.Module):
         """What stands for a prompt, in words."""
         return f"a language model's {self.words} words"
 
-    def keep_back(self) -> None:
+    def offload(self) -> None:
         """Keep the embedding table out of the modules that are moved to a device: only prompts need it."""
         self.__dict__["embedding"] = self._modules.pop("embedding")
 

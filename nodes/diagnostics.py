@@ -29,7 +29,7 @@ def shown(trace: Trace, **more: Any) -> dict[str, Any]:
     return {"text": [describe(trace)], "specar": [trace.report()], **more}
 
 
-def as_pictures(arrays: Sequence[np.ndarray] | np.ndarray) -> torch.Tensor:
+def as_images(arrays: Sequence[np.ndarray] | np.ndarray) -> torch.Tensor:
     """uint8 arrays [H, W, 3], or one [B, H, W, 3] -> an IMAGE batch [B, H, W, 3] in 0..1."""
     return torch.from_numpy(np.stack(arrays).astype(np.float32) / 255)
 
@@ -90,7 +90,7 @@ class AcceptanceMap(io.ComfyNode):
         cls, trace: Trace, metric: str, opacity: float, image: torch.Tensor | None = None
     ) -> io.NodeOutput:
         maps = acceptance_map.draw_maps(trace, image, metric, opacity)
-        overlay, colours = as_pictures(maps.overlay), as_pictures(maps.colours)
+        overlay, colours = as_images(maps.overlay), as_images(maps.colours)
         numbers = [token_numbers(trace, number, maps.map_size) for number in range(len(overlay))]
         told = shown(trace, **preview(overlay, cls, numbers))
         return io.NodeOutput(overlay, colours, torch.from_numpy(maps.strength), json.dumps(trace.report(), indent=1),
@@ -121,7 +121,7 @@ class CompareTraces(io.ComfyNode):
     @classmethod
     def execute(cls, **traces: Trace) -> io.NodeOutput:
         runs = [traces[name] for name in sorted(traces) if traces[name] is not None]  # one digit each
-        chart = as_pictures([comparison.chart(runs)])
+        chart = as_images([comparison.chart(runs)])
         reports = {"specar": [trace.report() for trace in runs]}
         return io.NodeOutput(chart, comparison.table(runs), ui=preview(chart, cls) | reports)
 

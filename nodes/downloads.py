@@ -13,11 +13,11 @@ def where_to_get(choice: str) -> str | None:
     Image Decoder that is a released model under its own name; None for others."""
     for name, sources in (release for family in FAMILIES for release in family.releases.items()):
         if match := re.fullmatch(name, choice):
-            return f"Download {'; '.join(in_words(source, match) for source in sources)}. Then press R in ComfyUI."
+            return f"Download {'; '.join(source_text(source, match) for source in sources)}. Then press R in ComfyUI."
     return None
 
 
-def in_words(source: Source, match: re.Match[str]) -> str:
+def source_text(source: Source, match: re.Match[str]) -> str:
     """Files, repository and folder of a source, for a choice that matches."""
     repository, folder, files = (match.expand(part) for part in (source.repository, source.folder, source.files))
     return f"{files or 'all files'} of https://huggingface.co/{repository} into models/{folder}"

@@ -21,7 +21,7 @@ from .checks import checked
 from .comfy_runtime import folders
 
 folders.register_folders()
-folders.read_as_asked()
+folders.set_mmap()
 
 
 def node_classes() -> list[type[io.ComfyNode]]:
@@ -31,7 +31,7 @@ def node_classes() -> list[type[io.ComfyNode]]:
         loaders.LoadDrafter,
         loaders.LoadImageDecoder,
         loaders.EmptyLatent,
-        regions.ContinuePicture,
+        regions.ContinueImage,
         model_info.ModelInfo,
         samplers.NextTokenSampler,
         samplers.SJDSampler,

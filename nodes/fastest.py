@@ -25,7 +25,7 @@ from .comfy_runtime import runs
 from .comfy_runtime.memory import out_of_memory
 from .comfy_runtime.progress import Report
 from .comfy_runtime.runs import LoadedDrafter, LoadedModel
-from .diagnostics import as_pictures, preview
+from .diagnostics import as_images, preview
 from .method import ChosenMethod
 from .samplers import Inputs, request_of
 from .sockets import ARDrafter, ARMethod
@@ -269,8 +269,8 @@ class FindFastest(io.ComfyNode):
                              "the part to generate, or connect Empty AR Latent.")
         tried, layout = search(request, model, drafter, leak_budget, tokens, seconds)
         verdict = trials.judge(tried, leak_budget)
-        setting = setting_in_words(request, layout)
-        chart = as_pictures([trials.chart(tried, verdict, setting)])
+        setting = setting_text(request, layout)
+        chart = as_images([trials.chart(tried, verdict, setting)])
         shown = {"text": [trials.summary(tried, verdict, setting, leak_budget)],
                  "specar": [trials.report(tried, verdict)]}
         text = trials.in_words(tried, verdict, setting, leak_budget)
@@ -283,7 +283,7 @@ def trial_seed_input() -> io.Input:
                         "measure again.")
 
 
-def setting_in_words(request: Request, layout: TokenLayout) -> str:
+def setting_text(request: Request, layout: TokenLayout) -> str:
     """What was measured."""
     drawn, total = layout.drawn, request.layout.drawn
     what = f"{total} tokens" if drawn == total else f"the first {drawn} of {total} tokens"

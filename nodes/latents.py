@@ -22,7 +22,7 @@ def empty_latent(model: Model, rows: int, cols: int, batch: int) -> Latent:
     return {"samples": torch.zeros(batch, model.latent_channels, rows, cols)}
 
 
-def picture_of(latent: Latent, model: Model) -> Tensor:
+def image_samples(latent: Latent, model: Model) -> Tensor:
     """The samples [B, C, h, w] of a LATENT that holds a picture of this model. Raises ValueError if it does not."""
     samples = latent["samples"]
     if samples.ndim != 4 or samples.shape[1] != model.latent_channels:
@@ -57,7 +57,7 @@ def tokens_of(latent: Latent, model: Model) -> Tensor:
     ``ar_tokens`` counts while it still fits the samples (core nodes that crop, flip or mix change only those);
     otherwise the code nearest to each vector. Raises ValueError if the latent holds no picture of this model.
     """
-    samples, tokens = picture_of(latent, model), latent.get("ar_tokens")
+    samples, tokens = image_samples(latent, model), latent.get("ar_tokens")
     if model.continuous:
         return model.from_latent(samples).unflatten(1, samples.shape[2:])
     if model.codebook is None:

@@ -172,7 +172,7 @@ class EmptyLatent(io.ComfyNode):
         width, height = width or own_cols * side, height or own_rows * side
         if width % side or height % side:
             if not model.model.continuous:
-                raise ValueError(model.model.sizes_near(width, height))
+                raise ValueError(model.model.unsupported_size(width, height))
             raise ValueError(
                 f"{width} x {height} pixels cannot be divided into tokens of {side} x {side} pixels. "
                 f"This model generates {own_cols * side} x {own_rows * side} pixels."

@@ -43,7 +43,7 @@ def fitted(image: Tensor, height: int, width: int, place: tuple[float, float]) -
     return planes[..., top : top + height, left : left + width].movedim(1, -1).contiguous()
 
 
-def to_draw(rows: int, cols: int, side: str, keep: float) -> Tensor:
+def generation_mask(rows: int, cols: int, side: str, keep: float) -> Tensor:
     """The noise mask [1, 1, rows, cols] (fp32; 1: draw) that keeps whole rows or columns of tokens at a side."""
     axis, end = SIDES[side]
     count = (rows, cols)[axis]
@@ -53,7 +53,7 @@ def to_draw(rows: int, cols: int, side: str, keep: float) -> Tensor:
     return (drawn[:, None] if axis == 0 else drawn[None, :]).expand(rows, cols)[None, None].contiguous()
 
 
-class ContinuePicture(io.ComfyNode):
+class ContinueImage(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
@@ -90,5 +90,5 @@ class ContinuePicture(io.ComfyNode):
                 f"The VAE encodes the image to a latent of shape {list(samples.shape)}, but this model needs "
                 f"{rows} x {cols} tokens: they do not belong together. Connect the VAE of Load AR Checkpoint."
             )
-        latent: Latent = {"samples": samples, "noise_mask": to_draw(rows, cols, side, keep)}
+        latent: Latent = {"samples": samples, "noise_mask": generation_mask(rows, cols, side, keep)}
         return io.NodeOutput(latent)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from ..files.checkpoint import Checkpoint, whole_number
+from ..files.checkpoint import Checkpoint, bounded_int
 from ..files.weights import Weights, load_weights
 
 A = TypeVar("A", bound="Autoencoder")
@@ -38,7 +38,7 @@ class Autoencoder:
     ) -> A:
         """A decoder whose module, on the meta device, gets these tensors of a checkpoint; see load_weights."""
         load_weights(module, tensors, checkpoint, dtype, ignore)
-        margin = whole_number("margin", checkpoint.metadata.get("margin", 0), 0, 64)
+        margin = bounded_int("margin", checkpoint.metadata.get("margin", 0), 0, 64)
         return cls(module, factor, channels, checkpoint.path.name, margin)
 
     @property

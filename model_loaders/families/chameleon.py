@@ -79,7 +79,7 @@ def load(
         longest=longest(settings, kind.grids), word_ids=(*words.images, *kind.specials),
     )  # fmt: skip
     if model.grid not in model.grids:
-        raise CheckpointError(f"{title(path)}: {model.sizes_near(*(side * _PATCH for side in model.grid[::-1]))}")
+        raise CheckpointError(f"{title(path)}: {model.unsupported_size(*(side * _PATCH for side in model.grid[::-1]))}")
     named = backbone_tensors(tensors, _ROOT, path)
     named |= word_tensors(embeddings, head, len(embeddings), words.images, kind.specials)
     if not named["backbone.output.weight"][0].any():

@@ -18,7 +18,7 @@ from ...models.harmon import Harmon
 from ..ar_model import Conditioning, legal_grid
 from ..continuous_model import MaskedModel, MaskedState
 from ..decoders.kl_vae import KL16
-from ..files.checkpoint import Checkpoint, whole_number
+from ..files.checkpoint import Checkpoint, bounded_int
 from ..files.errors import CheckpointError
 from ..files.names import renamed
 from ..files.weights import load_weights
@@ -121,7 +121,7 @@ def language_model(tensors: dict[str, Tensor], heads: int | None, path: Path) ->
     """The language model by its shapes. Raises CheckpointError if its number of heads cannot be known."""
     vocab, width = tensors[f"{_LLM}embed_tokens.weight"].shape
     heads = heads or HEADS.get(width)
-    if heads is None or width % (2 * whole_number("llm_heads", heads, 1, width)):
+    if heads is None or width % (2 * bounded_int("llm_heads", heads, 1, width)):
         raise CheckpointError(
             f"{path.name} has a language model of width {width}, which is no released Harmon size, so its number of "
             "attention heads is unknown. Add safetensors metadata specar = {\"llm_heads\": ...}."

@@ -20,7 +20,7 @@ from ...models.backbone import Backbone, BackboneConfig, join_gates
 from ...models.prefix import CaptionPrefix, ClassPrefix
 from ...samplers.contract import SamplingParams
 from ..ar_model import DiscreteModel, legal_grid
-from ..files.checkpoint import WEIGHT_FILES, Checkpoint, whole_number
+from ..files.checkpoint import WEIGHT_FILES, Checkpoint, bounded_int
 from ..files.errors import CheckpointError
 from ..files.names import renamed
 from ..files.weights import load_weights
@@ -64,7 +64,7 @@ def backbone_config(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> Backb
     if gate is None:
         raise CheckpointError(f"{path.name} has no transformer layers. It is incomplete.")
     heads = checkpoint.metadata.get("heads") or settings.get("num_attention_heads") or _HEADS.get((dim, layers))
-    if heads is None or dim % (4 * whole_number("heads", heads, 1, dim)):  # positions turn channels by fours
+    if heads is None or dim % (4 * bounded_int("heads", heads, 1, dim)):  # positions turn channels by fours
         raise CheckpointError(
             f"{path.name} has width {dim} and {layers} layers, which is no released LlamaGen size, so its number of "
             "attention heads is unknown. Add safetensors metadata specar = {\"heads\": ...}."

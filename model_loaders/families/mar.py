@@ -21,7 +21,7 @@ from ...samplers.continuous_contract import ContinuousParams
 from ..ar_model import legal_grid
 from ..continuous_model import MaskedModel
 from ..decoders.kl_vae import KL16
-from ..files.checkpoint import Checkpoint, whole_number
+from ..files.checkpoint import Checkpoint, bounded_int
 from ..files.errors import CheckpointError
 from ..files.names import renamed
 from ..files.weights import load_weights
@@ -50,7 +50,7 @@ def config_of(tensors: dict[str, Tensor], heads: int | None, grid: tuple[int, in
     places = tensors["diffusion_pos_embed_learned"].shape
     length, dim = places[1], places[2]
     heads = heads or _HEADS.get(dim)
-    if heads is None or dim % whole_number("heads", heads, 1, dim):
+    if heads is None or dim % bounded_int("heads", heads, 1, dim):
         raise CheckpointError(
             f"{path.name} has width {dim}, which is no released MAR size, so its number of attention heads is unknown"
             f"{'' if heads is None else f' ({heads} does not divide it)'}. Add safetensors metadata "

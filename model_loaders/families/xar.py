@@ -20,7 +20,7 @@ from ...samplers.distributions import Normal
 from ..ar_model import Conditioning
 from ..continuous_model import ContinuousBase
 from ..decoders.kl_vae import KL16
-from ..files.checkpoint import Checkpoint, whole_number
+from ..files.checkpoint import Checkpoint, bounded_int
 from ..files.errors import CheckpointError
 from ..files.weights import load_weights
 from ..registry import Family
@@ -139,7 +139,7 @@ def config_of(tensors: dict[str, Tensor], heads: int | None, path: Path) -> XARC
             f"{path.name} has width {dim} and {encoder} encoder blocks, which is no released xAR size, so its number "
             "of attention heads is unknown. Add safetensors metadata specar = {\"heads\": ...}."
         )
-    if dim % (4 * whole_number("heads", heads, 1, dim)):
+    if dim % (4 * bounded_int("heads", heads, 1, dim)):
         raise CheckpointError(f"{path.name}: {heads} heads do not fit its width {dim}.")
     classes, channels = tensors["class_emb.weight"].shape[0] - 1, tensors["pred.weight"].shape[0]
     return XARConfig(dim, encoder, decoder, heads, hidden, channels, classes)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from . import safetensors_files
-from .errors import CheckpointError, refuse_shortage
+from .errors import CheckpointError, raise_if_out_of_memory
 from .pickles import read_pickle, refuse_unreal
 from .torchscript import read_torchscript
 
@@ -34,7 +34,7 @@ _LARGEST_SETTINGS = 32 * 2**20  # bytes of a .json file; the released ones have 
 class Checkpoint:
     """Tensors by name, the ``specar`` metadata of our own files (else empty), and the file they came from.
 
-    A checkpoint in shards has its index for a file. The tensors are maps of the files (see keep_maps): reading one is
+    A checkpoint in shards has its index for a file. The tensors are maps of the files (see use_mmap): reading one is
     what costs.
     storage: a narrower dtype, of NARROW, in which the large matrices are to be kept (see weights.load_weights).
     """
@@ -83,7 +83,7 @@ def refuse_large(file: Path, most: int) -> None:
         raise CheckpointError(f"{file} has {size} bytes, far more than a file of its kind. Download it again.")
 
 
-def whole_number(name: str, value: Any, least: int, most: int) -> int:
+def bounded_int(name: str, value: Any, least: int, most: int) -> int:
     """A number of somebody's metadata. Raises ValueError for what is none, or out of bounds."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{name} is {value!r:.100}, but must be a whole number from {least} to {most}.")
@@ -108,7 +108,7 @@ def weight_file(path: Path, names: Sequence[str] = WEIGHT_FILES) -> Path:
 _mapped = True
 
 
-def keep_maps(wanted: bool) -> None:
+def use_mmap(wanted: bool) -> None:
     """Choose, for this process, how weights are read from now on: as maps of their files (at first), or into memory.
 
     A map takes no memory of its own for weights that are used in the file's dtype. But Windows refuses to replace or
@@ -120,7 +120,7 @@ def keep_maps(wanted: bool) -> None:
 
 def open_checkpoint(path: Path, mapped: bool | None = None) -> Checkpoint:
     """Read a .safetensors file, a pickle of tensors (weights only), whichever container it uses, the tensors of a
-    TorchScript archive, or all the shards of an index. mapped: see keep_maps (None: as chosen there).
+    TorchScript archive, or all the shards of an index. mapped: see use_mmap (None: as chosen there).
 
     Raises CheckpointError for a missing, truncated, empty or code-carrying file, and where memory is short.
     """
@@ -196,7 +196,7 @@ def _open_safetensors(path: Path, read: _Read) -> Checkpoint:
         tensors, strings = read(path)
         metadata = json.loads(strings.get("specar", "{}"))
     except (SafetensorError, ValueError, RuntimeError, OSError, MemoryError) as error:
-        refuse_shortage(error, path)
+        raise_if_out_of_memory(error, path)
         if isinstance(error, OSError):
             raise CheckpointError(
                 f"{path} cannot be read: {error}. If its drive cannot map files, start ComfyUI with --disable-mmap."
@@ -220,7 +220,7 @@ def _open_pickle(path: Path, mapped: bool) -> Checkpoint:
         tensors = {name: tensor for name, tensor in named if isinstance(name, str) and isinstance(tensor, Tensor)}
         refuse_unreal(tensors, path)
     except ValueError as error:
-        refuse_shortage(error, path)
+        raise_if_out_of_memory(error, path)
         raise CheckpointError(
             f"{path.name} ({path.stat().st_size} bytes) cannot be read as plain weights: it is damaged or contains "
             f"code, which is never run. Convert it to .safetensors where you trust it. {error}"
@@ -235,7 +235,7 @@ def _open_torchscript(path: Path) -> Checkpoint:
         tensors = read_torchscript(path)
         refuse_unreal(tensors, path)
     except ValueError as error:
-        refuse_shortage(error, path)
+        raise_if_out_of_memory(error, path)
         raise CheckpointError(
             f"{path.name} ({path.stat().st_size} bytes) cannot be read as the weights of a TorchScript archive, which "
             f"are all that is ever taken from one: {error}. Download it again from where it was released."

@@ -43,14 +43,14 @@ def as_released(path: Path) -> Iterator[None]:
     except (CheckpointError, torch.cuda.OutOfMemoryError):
         raise
     except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError, RuntimeError) as error:
-        refuse_shortage(error, path)
+        raise_if_out_of_memory(error, path)
         raise CheckpointError(
             f"{path.name}, its metadata or the config.json beside it is not as it was released: {error} "
             f"({type(error).__name__}). Download them again."
         ) from error
 
 
-def refuse_shortage(error: BaseException, path: Path) -> None:
+def raise_if_out_of_memory(error: BaseException, path: Path) -> None:
     """Raise CheckpointError if a file could not be read, or its weights not be held, for want of memory."""
     told = " ".join(str(cause) for cause in (error, error.__cause__) if cause)
     size = f"{path.name} ({path.stat().st_size / 1e9:.1f} GB)" if path.is_file() else path.name

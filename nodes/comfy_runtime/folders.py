@@ -14,7 +14,7 @@ from comfy.cli_args import args
 
 from ...model_loaders.detect import DECODER_FILES, bundled
 from ...model_loaders.families import RELEASED_DECODERS
-from ...model_loaders.files.checkpoint import PICKLES, SAFETENSORS, TORCHSCRIPT, WEIGHT_FILES, keep_maps
+from ...model_loaders.files.checkpoint import PICKLES, SAFETENSORS, TORCHSCRIPT, WEIGHT_FILES, use_mmap
 from ..downloads import where_to_get
 
 MODELS = "ar_models"
@@ -42,9 +42,9 @@ def register_folders() -> None:
         folder_paths.folder_names_and_paths[key] = (paths, set(extensions) | set(SAFETENSORS + PICKLES))
 
 
-def read_as_asked() -> None:
+def set_mmap() -> None:
     """Read weights into memory, not as maps of their files, if ComfyUI was started with --disable-mmap."""
-    keep_maps(not getattr(args, "disable_mmap", False))
+    use_mmap(not getattr(args, "disable_mmap", False))
 
 
 def search_folders() -> list[Path]:

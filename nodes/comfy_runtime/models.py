@@ -102,7 +102,7 @@ def open_model(choice: str, dtype: str, grid: tuple[int, int] | None) -> LoadedM
         operations=Operations, storage=storage,
     )
     if isinstance(model, DiscreteModel):
-        model.keep_words_back()
+        model.offload_embedding()
     if isinstance(getattr(model, "prompt_encoder", None), T5Encoder):
         manage_text_encoder(model.prompt_encoder)
     source = choice, dtype, grid, fingerprint(choice, MODELS)
@@ -162,7 +162,7 @@ def open_drafter(choice: str, target: LoadedModel) -> LoadedDrafter:
     path = resolve(choice, DRAFTERS)
     drafter = load_drafter(path, target.model, device="cpu", operations=Operations)
     if isinstance(drafter.module, DiscreteModel):
-        drafter.module.keep_words_back()
+        drafter.module.offload_embedding()
     return LoadedDrafter(drafter, patcher_of(drafter.module, target.model), choice, target)
 
 

@@ -4,7 +4,7 @@ import folder_paths
 import pytest
 import torch
 from comfy.cli_args import args
-from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, keep_maps
+from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, use_mmap
 from comfyui_specar.nodes.comfy_runtime import folders
 from comfyui_specar.nodes.comfy_runtime.models import open_model
 from safetensors.torch import save_file
@@ -167,10 +167,10 @@ def test_weights_are_mapped_unless_the_user_says_no(put, monkeypatch, disabled):
         monkeypatch.delattr(args, "disable_mmap")
     else:
         monkeypatch.setattr(args, "disable_mmap", disabled)
-    folders.read_as_asked()
+    folders.set_mmap()
     try:
         model = open_model("Janus", "fp32", None)
     finally:
-        keep_maps(True)
+        use_mmap(True)
     assert bool(maps(put("ar_models"))) == (not disabled)
     del model

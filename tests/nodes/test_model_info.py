@@ -48,7 +48,7 @@ def test_the_bundled_drafters_fit_the_bundled_model(run, nodes):
 
 def test_special_tokens_words_and_sizes_of_a_language_model(tmp_path):
     model = load_model(tiny_emu3.write(tmp_path))
-    model.keep_words_back()
+    model.offload_embedding()
     summary = summarize(model)
     words = model.prefix.embedding.weight
     assert summary.bytes_of_words == words.numel() * 4 and summary.prompt == 128

@@ -53,7 +53,7 @@ def test_every_family_runs_when_half_of_it_stays_behind(family, storage, tmp_pat
     model = load_model(FAMILIES[family].write(tmp_path), operations=Operations, storage=storage)
     kept = {None: torch.float32, torch.int8: torch.int8, torch.float8_e4m3fn: torch.uint8}[storage]
     assert kept in {parameter.dtype for parameter in model.parameters()}
-    model.keep_words_back()
+    model.offload_embedding()
     prompt = model.encode_class(3) if family == "llamagen-c2i" else model.encode_ids([1, 2, 3])
     if family != "llamagen":  # ids of words are checked, which tensors without data cannot be
         embedded = model.prefix(model.read(prompt, 1, "positive", model.grid).features)
@@ -83,6 +83,6 @@ def test_the_words_of_a_language_model_stay_in_main_memory(tmp_path):
     before = ModelPatcher(model, CPU, CPU).model_size()
     features = torch.tensor([[[1.0], [2.0]]])
     embedded, words = model.prefix(features), model.prefix.embedding.weight
-    model.keep_words_back()
+    model.offload_embedding()
     assert before - ModelPatcher(model, CPU, CPU).model_size() == words.numel() * words.element_size()
     assert torch.equal(model.prefix(features), embedded)

@@ -18,7 +18,7 @@ import tokenizers
 import torch
 from comfyui_specar import api
 from comfyui_specar.benchmarks import fuzz as long_run
-from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, keep_maps
+from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, use_mmap
 from comfyui_specar.model_loaders.text.language_model import Tokenizer
 from comfyui_specar.tests.support.patience import PATIENCE
 from hypothesis import given, settings
@@ -53,11 +53,11 @@ def sound(tmp_path_factory):
 def test_whatever_happens_to_a_file(sound, name, number, mapped):
     folder = sound(name)
     done = fuzz.mutate(folder, random.Random(number))
-    keep_maps(mapped)
+    use_mmap(mapped)
     try:
         outcome = examine(SEEDS[name], folder)
     finally:
-        keep_maps(True)
+        use_mmap(True)
     shutil.rmtree(folder.parent)
     assert outcome.problem is None, f"{name}: {done}: {outcome}"
 

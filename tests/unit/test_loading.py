@@ -26,7 +26,7 @@ import json, sys
 from pathlib import Path
 import comfyui_specar as specar, torch
 from comfyui_specar.benchmarks.loading import watch
-from comfyui_specar.model_loaders.files.checkpoint import keep_maps, open_checkpoint
+from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint, use_mmap
 
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])
@@ -36,7 +36,7 @@ def twice():
 kept = {"bfloat16": watch(lambda: specar.load_model(folder, dtype=torch.bfloat16)),
         "float32": watch(lambda: specar.load_model(folder, dtype=torch.float32)), "twice": watch(twice),
         "int8": watch(lambda: specar.load_model(folder, dtype=torch.bfloat16, storage=torch.int8))}
-keep_maps(False)
+use_mmap(False)
 kept["read"] = watch(lambda: specar.load_model(folder, dtype=torch.bfloat16))
 print(json.dumps({name: costs for name, (_, costs) in kept.items()}))
 """

@@ -23,9 +23,9 @@ WITH_TEXT = "text_encoder.safetensors"
 
 @pytest.fixture
 def without_maps():
-    checkpoint.keep_maps(False)
+    checkpoint.use_mmap(False)
     yield
-    checkpoint.keep_maps(True)
+    checkpoint.use_mmap(True)
 
 
 @pytest.fixture
@@ -66,11 +66,11 @@ def test_with_maps_only_weights_are_some(tmp_path, kept, name):
 def test_the_same_weights_either_way(tmp_path, write):
     path = write(tmp_path)
     mapped = api.load_model(path).state_dict()
-    checkpoint.keep_maps(False)
+    checkpoint.use_mmap(False)
     try:
         read = api.load_model(path).state_dict()
     finally:
-        checkpoint.keep_maps(True)
+        checkpoint.use_mmap(True)
     assert mapped.keys() == read.keys() and all(torch.equal(mapped[name], read[name]) for name in mapped)
 
 
@@ -164,7 +164,7 @@ def test_a_drive_that_cannot_map_is_no_damage(tmp_path, monkeypatch, without_map
     path = write_llamagen(tmp_path / "model.safetensors", False)
     monkeypatch.setattr(checkpoint, "safe_open", failing(OSError(19, "No such device (os error 19)")))
     assert api.load_model(path).family == "llamagen-c2i"
-    checkpoint.keep_maps(True)
+    checkpoint.use_mmap(True)
     assert "--disable-mmap" in refused(path)
 
 
