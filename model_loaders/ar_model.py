@@ -1,6 +1,6 @@
 """A discrete autoregressive image model as samplers see it: prompt features in, logits per position out.
 
-It joins a backbone, a prefix (what stands before the image) and a token layout. Families differ in what they pass here.
+It joins a backbone, a prefix (what precedes the image tokens) and a token layout. Families pass different ones.
 """
 
 from __future__ import annotations
@@ -36,29 +36,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class State:
-    """Caches of one batch (guidance doubles the rows: conditional ones first) and the prompt's own prediction."""
+    """Caches of one batch and the prediction of the prompt. Guidance doubles the rows, conditional ones first."""
 
     cache: KVCache
     table: Table
     branches: int
     grid: tuple[int, int]
-    longest: int  # tokens of the longer branch's prompt
+    longest: int  # prompt tokens of the longer branch
     prefill: StepOut
     prefix_hidden: list[Tensor]  # one [B, n, D] per branch: the hidden states of its prompt
-    prefix_features: list[Tensor | None]  # one [1 or B, n, F] per branch: its prompt; None: the model's own
+    prefix_features: list[Tensor | None]  # one [1 or B, n, F] per branch: its prompt; None: unconditional
 
 
 class DiscreteModel(Prompted, Placed):
     """See ARModel in samplers/contract.py for the contract.
 
-    grid: the (rows, cols) drawn where nobody asks for another; grids: all it can draw (none given: only that one).
-    pixels_per_token: side of a token's patch, known for certain once an image decoder is attached. positions: how
-    tokens are told where they stand. row_ends: does a special token follow every row; endings: how many follow the
-    last. These special tokens are the last ids of the backbone's vocabulary, in this order. longest: most tokens, those
-    of the prompt included, that it was trained to read (None: no limit). word_ids: where image tokens are words of the
-    language model, the id that each token of the backbone's vocabulary has there. ``image_decoder``: the one that came
-    with the model, if any; its code vectors are ``codebook``. ``device`` is where the model computes (ComfyUI's model
-    management sets it).
+    grid: the default (rows, cols); grids: all supported ones (none given: only ``grid``). pixels_per_token: side of a
+    token's patch; an attached image decoder overrides it. positions: the positional encoding. row_ends: whether a
+    special token follows every row; endings: the number of special tokens after the last row. These special tokens are
+    the last ids of the backbone's vocabulary, in this order. longest: maximum number of tokens, prompt included (None:
+    no limit). word_ids: if image tokens are part of a language model's vocabulary, their ids in it. ``image_decoder``:
+    the one loaded with the model, if any; its code vectors are ``codebook``. ``device``: the compute device, set by
+    ComfyUI's model management.
     """
 
     continuous = False
@@ -82,7 +81,7 @@ class DiscreteModel(Prompted, Placed):
         defaults.check(self.vocab)
         self.codebook: Tensor | None = None
         self.image_decoder: ImageDecoder | None = None
-        self._neighbours: Tensor | None = None  # the widest table asked for so far
+        self._neighbours: Tensor | None = None  # the widest table computed so far
         self.kept: dict[Hashable, Any] = {}
         self.dtype = torch.float32
 
@@ -92,12 +91,11 @@ class DiscreteModel(Prompted, Placed):
         kept: Tensor | None = None, strength: Tensor | None = None, skippable: Tensor | None = None,
         callback: Callback | None = None, **params: Any,
     ) -> Request:
-        """What a method is to generate; the prompts are read here, once.
+        """The request for a sampling method, with the prompts encoded.
 
-        The image has the ``layout``, or that of ``grid`` (rows, cols), or the model's own. kept [B, rows, cols] (bool)
-        marks what stays of ``tokens`` [B, rows, cols] (int64). strength and skippable [1 or B, rows, cols]: see
-        Request. params: fields of SamplingParams; None is the model's own value. Raises ValueError for what the model
-        cannot generate.
+        The image has the given ``layout``, or that of ``grid`` (rows, cols), or the default. kept [B, rows, cols]
+        (bool): keep mask for ``tokens`` [B, rows, cols] (int64). strength and skippable [1 or B, rows, cols]: see
+        Request. params: fields of SamplingParams; None: the model's default. Raises ValueError for unsupported values.
         """
         layout = layout or self.layout(*(grid or ()))
         if kept is not None:
@@ -113,44 +111,44 @@ class DiscreteModel(Prompted, Placed):
         )
 
     def offload_embedding(self) -> None:
-        """Leave the table of a language model's words, up to 1.5 GiB that only prompts need, in main memory for good:
-        it is no longer among the modules that are moved to a device, and words are looked up where it is."""
+        """Keep the word embedding of a language model in main memory: up to 1.5 GiB that only prompts need. It is then
+        no longer among the modules that are moved to a device."""
         if isinstance(self.prefix, TextPrefix):
             self.prefix.offload()
 
     @property
     def words(self) -> nn.Embedding | None:
-        """The table of a language model's words, if there is one."""
+        """The word embedding, if the model is a language model."""
         return self.prefix.embedding if isinstance(self.prefix, TextPrefix) else None
 
     @property
     def prompt_kind(self) -> str:
-        """What the model reads as its prompt, in words."""
+        """Description of the prompts that the model reads."""
         return self.prefix.reads + (f", image tokens from {self.word_ids[0]} on" if self.word_ids else "")
 
     def as_drafter_for(self, target: DiscreteModel, path: Path) -> ModelDrafter:
-        """This model, of the file ``path``, as the drafter of ``target``. Raises CheckpointError unless it draws the
-        same for the same prompts."""
+        """This model, loaded from ``path``, as a drafter for ``target``. Raises CheckpointError unless both use the
+        same image tokens and prompts."""
         return pair(self, target, path)
 
     def attach_decoder(self, decoders: Iterable[Autoencoder]) -> None:
-        """Take over the first image decoder that has this model's number of codes; others are named in the log."""
+        """Attach the first image decoder with this model's number of codes; log a warning for each other one."""
         for decoder in decoders:
             if decoder.codes == self.vocab:
                 self.attach_codebook(decoder.codebook, decoder.factor)
                 self.image_decoder = decoder
                 return
-            logger.warning("%s is not the image decoder of this model, which draws %d codes.", decoder.name, self.vocab)
+            logger.warning("%s is not the image decoder of this model, which has %d codes.", decoder.name, self.vocab)
 
     def attach_codebook(self, codebook: Tensor, pixels_per_token: int) -> None:
-        """Take over the code vectors [V, C] of the image decoder. Raises ValueError if their number does not fit."""
+        """Set the code vectors [V, C] of the image decoder. Raises ValueError for another number of codes."""
         if codebook.shape[0] != self.vocab:
             raise ValueError(
-                f"The image decoder has {codebook.shape[0]} codes but the model draws {self.vocab}: "
-                "they do not belong together. Load the VQ file that was released with the model."
+                f"The image decoder has {codebook.shape[0]} codes but the model {self.vocab}: "
+                "they do not match. Load the VQ file that was released with the model."
             )
         self._neighbours = None
-        self.kept.clear()  # captured steps read what was there before
+        self.kept.clear()  # captured steps refer to the previous table
         self.codebook, self.pixels_per_token = codebook.detach().float().cpu(), pixels_per_token
 
     def dequantize(self, tokens: Tensor) -> Tensor:
@@ -166,17 +164,17 @@ class DiscreteModel(Prompted, Placed):
 
     def _codes(self) -> Tensor:
         if self.codebook is None:
-            raise ValueError("No image decoder is attached to this model, so its tokens have no code vectors yet.")
+            raise ValueError("No image decoder is attached to this model, so its tokens have no code vectors.")
         return self.codebook
 
     def neighbours(self, count: int) -> Tensor:
-        """Table [V, count] (int64): for each code the others by distance of their code vectors, nearest first.
+        """Table [V, count] (int64): for each code, the other codes by distance of their code vectors, nearest first.
 
         Raises ValueError before a codebook is attached, and unless count is in 1 .. V - 1.
         """
         if self.codebook is None:
             raise ValueError(
-                "This rule compares code vectors, but no image decoder is attached to the model. Load the VQ file too."
+                "This rule compares code vectors, but the model has no image decoder. Load the VQ file too."
             )
         if self._neighbours is None or self._neighbours.shape[1] < count:
             self._neighbours = neighbour_table(self.codebook, count)
@@ -190,11 +188,11 @@ class DiscreteModel(Prompted, Placed):
 
     @property
     def latent_channels(self) -> int:
-        """Channels of its latents: those of code vectors, or one of token ids while no image decoder is known."""
+        """Channels of latents: those of the code vectors, or 1 (token ids) without an image decoder."""
         return 1 if self.codebook is None else self.codebook.shape[1]
 
     def typical_latents(self, count: int) -> Tensor:
-        """Latents [count, C] such as it generates, the same ones every time."""
+        """Typical latents [count, C] of the model; deterministic."""
         return self.codebook[torch.randint(self.vocab, (count,), generator=torch.Generator().manual_seed(0))]
 
     def layout(self, rows: int | None = None, cols: int | None = None) -> TokenLayout:
@@ -207,21 +205,22 @@ class DiscreteModel(Prompted, Placed):
         return TokenLayout.ruled(*grid, specials[: self.row_ends], specials[self.row_ends :])
 
     def unsupported_size(self, width: int, height: int) -> str:
-        """That a picture of so many pixels is not drawn, and the nearest ones that are, in words."""
+        """Error message for an unsupported size in pixels, with the nearest supported ones."""
         side, asked = self.pixels_per_token, (height, width)
         legal = [(rows * side, cols * side) for rows, cols in self.grids]
         near = sorted(legal, key=lambda size: sum(abs(log(a / b)) for a, b in zip(size, asked, strict=True)))
         sizes = ", ".join(f"{w} x {h}" for h, w in near[:3])
-        end = f". The nearest sizes it draws are {sizes} pixels." if len(near) > 1 else f", only {sizes} pixels."
-        return f"This model does not draw {width} x {height} pixels ({width / side:g} x {height / side:g} tokens){end}"
+        end = f". The nearest supported sizes are {sizes} pixels." if near[1:] else f", only {sizes} pixels."
+        tokens = f"{width / side:g} x {height / side:g} tokens"
+        return f"This model does not generate {width} x {height} pixels ({tokens}){end}"
 
     def prompt_tokens(
         self, conditioning: Conditioning | EncodedPrompt, negative: Conditioning | EncodedPrompt | None, batch: int,
         layout: TokenLayout, guided: bool,
     ) -> int:
-        """How many tokens the longer branch's prompt has: the caches need room for it.
+        """Prompt tokens of the longer branch, for the size of the caches.
 
-        Raises ValueError for a prompt that is not this model's.
+        Raises ValueError for a prompt of another model.
         """
         grid = layout.rows, layout.cols
         features = self.read(conditioning, batch, "positive", grid).features
@@ -233,7 +232,7 @@ class DiscreteModel(Prompted, Placed):
         return max(features.shape[1], other.shape[1])
 
     def activation_bytes(self, rows: int, tokens: int) -> int:
-        """Rough bytes of the activations of a pass over ``tokens`` tokens in each of so many rows."""
+        """Rough bytes of the activations of a forward pass over ``tokens`` tokens in each of ``rows`` rows."""
         config = self.backbone.config
         return rows * tokens * (8 * config.dim + 4 * config.ffn_dim) * self.dtype.itemsize
 
@@ -250,10 +249,10 @@ class DiscreteModel(Prompted, Placed):
         self, conditioning: Conditioning | EncodedPrompt, negative: Conditioning | EncodedPrompt | None, batch: int,
         layout: TokenLayout, slack: int, guided: bool, into: State | None = None,
     ) -> State:
-        """Prefill both guidance branches; without ``negative`` the second is the model's own unconditional one.
+        """Prefill both guidance branches; without ``negative``, the second is unconditional.
 
-        into: an earlier run's state, whose memory is taken over if it fits. Raises ValueError for a prompt that is
-        not this model's, or too long.
+        into: the state of an earlier run, whose memory is reused if it fits. Raises ValueError for a prompt of another
+        model or one that is too long.
         """
         grid = layout.rows, layout.cols
         features: list[Tensor | None] = [self.read(conditioning, batch, "positive", grid).features]
@@ -268,8 +267,8 @@ class DiscreteModel(Prompted, Placed):
         lengths = torch.tensor([b.shape[1] for b in branches], device=self.device).repeat_interleave(batch)
         longest = max(b.shape[1] for b in branches)
         self._check_length(longest, layout)
-        # A shorter branch is padded behind its end: causal attention keeps the padding out of sight, and the image
-        # tokens overwrite it.
+        # A shorter branch is padded after its end: causal attention hides the padding, and the image tokens
+        # overwrite it.
         x = torch.cat([nn.functional.pad(b, (0, 0, 0, longest - b.shape[1])) for b in branches]).to(self.dtype)
 
         config, places = self.backbone.config, layout.length + slack
@@ -294,8 +293,8 @@ class DiscreteModel(Prompted, Placed):
     def _check_length(self, prompt: int, layout: TokenLayout) -> None:
         if self.longest is not None and prompt + layout.length > self.longest:
             raise ValueError(
-                f"The prompt has {prompt} tokens and the picture {layout.length}, but the model reads {self.longest} "
-                "at most. Shorten the prompt, or draw a smaller picture."
+                f"The prompt has {prompt} tokens and the image {layout.length}, but the model reads at most "
+                f"{self.longest}. Shorten the prompt, or generate a smaller image."
             )
 
     def reach(self, state: State, tokens: int | None) -> int:
@@ -305,7 +304,7 @@ class DiscreteModel(Prompted, Placed):
     def step(
         self, state: State, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None, behind: int = 0
     ) -> StepOut:
-        """Feed tokens [B, T] standing at positions [B, T]; positions behind the image are harmless and meaningless."""
+        """Feed tokens [B, T] at positions [B, T]. Results at positions past the end of the image are meaningless."""
         ids, places = (repeated(each, state.branches) for each in (tokens, positions))
         seen = None if tree_mask is None else repeated(tree_mask, state.branches)
         mask = state.cache.open(tokens.shape[1], seen, behind)
@@ -318,8 +317,9 @@ class DiscreteModel(Prompted, Placed):
         state.cache.commit(repeated(count, state.branches), None if path is None else repeated(path, state.branches))
 
     def forward(self, prefix: Tensor, tokens: Tensor, cols: int | None = None) -> Tensor:
-        """Training and checking: logits [B, S, V+] (fp32) for tokens [B, S], in an image of so many columns (None: the
-        model's own), behind prefix embeddings [B, n, D]."""
+        """For training and tests: logits [B, S, V+] (fp32) for tokens [B, S] after prefix embeddings [B, n, D].
+
+        columns: of the image (None: the default)."""
         x = torch.cat((prefix.to(self.dtype), self.backbone.tok_embeddings(tokens[:, :-1]).to(self.dtype)), dim=1)
         count, head_dim = prefix.shape[1], self.backbone.config.head_dim
         rotation = rotation_of(
@@ -331,8 +331,8 @@ class DiscreteModel(Prompted, Placed):
     def teacher_forced(self, conditioning: Conditioning, tokens: Tensor) -> Tensor:
         """The prediction [B, S, V+] (fp32) for each token of the sequence given those before it.
 
-        tokens [B, h, w] are a picture, in which the layout's special tokens are put; [B, S] a sequence of the model's
-        own grid, with them.
+        tokens: an image [B, h, w], to which the layout's special tokens are added, or a whole sequence [B, S] of the
+        default grid.
         """
         tokens = tokens.to(self.device)
         layout = self.layout(*tokens.shape[1:]) if tokens.ndim == 3 else self.layout()
@@ -343,7 +343,7 @@ class DiscreteModel(Prompted, Placed):
 
 
 def legal_grid(grid: Sequence[int]) -> tuple[int, int]:
-    """A grid of two sides between 1 and 1024. Raises ValueError otherwise."""
+    """A grid as a tuple. Raises ValueError unless it is two integers from 1 to 1024."""
     if len(grid) != 2 or not 1 <= min(grid) <= max(grid) <= 1024:
         raise ValueError(f"grid is {tuple(grid)}, but must be two numbers (rows, columns) between 1 and 1024.")
     return int(grid[0]), int(grid[1])

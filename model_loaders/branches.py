@@ -1,4 +1,4 @@
-"""Rows of guidance branches, and states that outlive a run."""
+"""Rows of guidance branches, and states that are reused by later runs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ T = TypeVar("T")
 
 
 def repeated(rows: Tensor, branches: int) -> Tensor:
-    """Rows [B, ...] for every guidance branch [R, ...]. Not to be written to: one row is not copied."""
+    """Rows [B, ...] repeated for every guidance branch [R, ...]. Read-only: may be a view."""
     if branches == 1 or len(rows) == 1:
         return rows.expand(branches * len(rows), *rows.shape[1:])
     return rows.repeat(branches, *[1] * (rows.ndim - 1))
 
 
 def taken_over(into: T | None, fresh: T) -> T:
-    """``into`` with all that a fresh state has, where that has moved into its memory; else the fresh state."""
+    """``into``, filled with the contents of a fresh state, if its memory fits; else the fresh state."""
     if into is None or into.cache is not fresh.cache or into.table is not fresh.table:
         return fresh
     vars(into).update(vars(fresh))

@@ -1,4 +1,5 @@
-"""A masked model of continuous tokens as samplers see it: prompt features and known tokens in, laws of others out.
+"""A masked model of continuous tokens as samplers see it: prompt features and known tokens in,
+distributions of the others out.
 
 It joins a transformer, a diffusion head and a prompt encoder; families differ in what they pass here and in ``start``.
 """
@@ -31,7 +32,7 @@ from .text.prompts import Conditioning, Prompted
 
 @dataclass
 class MaskedState:
-    """What the transformer reads of the prompts of all rows (branches * B, conditional first), and position tables.
+    """Encoded prompts of all rows (branches * B, conditional first), and position tables.
 
     prompts: for MAR slot vectors [branches * B, slots, D].
     """
@@ -42,18 +43,18 @@ class MaskedState:
 
 
 class ContinuousBase(Prompted, Placed):
-    """What continuous models of all families share: prompts, units, and the names samplers and nodes ask for.
+    """Base class of continuous models: prompts, units, and the attributes that samplers and nodes read.
 
-    grid: the (rows, cols) the model was trained on. scale: what latents of its VAE are multiplied by to have unit
-    variance. ``device`` is where the model computes (ComfyUI's model management sets it). A smaller model of the family
-    is the drafter of a larger one.
+    grid: the (rows, cols) the model was trained on. scale: factor that gives latents of its VAE unit
+    variance. ``device``: the compute device, set by ComfyUI's model management. A smaller model of the family can be
+    the drafter of a larger one.
     """
 
     continuous = True
     tokens = "vectors"  # what it draws, in words
     group = 1
     order: Tensor | None = None
-    codebook = image_decoder = None  # its tokens are vectors, and no decoder comes with it
+    codebook = image_decoder = None  # tokens are vectors, and files contain no decoder
 
     def __init__(
         self, family: str, grid: tuple[int, int], channels: int, scale: float, defaults: ContinuousParams,
@@ -72,10 +73,10 @@ class ContinuousBase(Prompted, Placed):
         grid: tuple[int, int] | None = None, tokens: Tensor | None = None, kept: Tensor | None = None,
         callback: ContinuousCallback | None = None, **params: Any,
     ) -> ContinuousRequest:
-        """What a method is to generate; the prompts are read here, once.
+        """The request for a sampling method, with the prompts encoded.
 
-        kept [B, rows, cols] (bool) marks what stays of ``tokens`` [B, rows, cols, C]. params: fields of
-        ContinuousParams; None is the model's own value. Raises ValueError for what the model cannot generate.
+        kept [B, rows, cols] (bool): keep mask for ``tokens`` [B, rows, cols, C]. params: fields of ContinuousParams;
+        None: the model's default. Raises ValueError for unsupported values.
         """
         grid = self.check_grid(*(grid or ()))
         asked = chosen_params(self.defaults, params, "continuous models")
@@ -86,36 +87,36 @@ class ContinuousBase(Prompted, Placed):
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:
-        """All grids it generates."""
+        """All supported grids."""
         return (self.grid,)
 
     @property
     def latent_channels(self) -> int:
-        """Channels of its latents."""
+        """Channels of latents."""
         return self.channels
 
     def typical_latents(self, count: int) -> Tensor:
-        """Latents [count, C] such as it generates, the same ones every time."""
+        """Typical latents [count, C] of the model; deterministic."""
         return torch.randn((count, self.channels), generator=torch.Generator().manual_seed(0)) / self.scale
 
     @property
     def module(self) -> nn.Module:
-        """What model management moves, as of every drafter."""
+        """The module that model management moves, as for every drafter."""
         return self
 
     @property
     def prompt_kind(self) -> str:
-        """What the model reads as its prompt, in words."""
+        """Description of the prompts that the model reads."""
         return "text"
 
     @property
     def cells(self) -> str:
-        """In which order tokens can be drawn, in words."""
+        """Description of the generation order."""
         return "any" if self.order is None else f"cells of {self.group} tokens"
 
     def as_drafter_for(self, target: ContinuousBase, path: Path) -> ContinuousBase:
-        """This model, of the file ``path``, as the drafter of ``target``. Raises CheckpointError unless it draws the
-        same vectors in the same order."""
+        """This model, loaded from ``path``, as a drafter for ``target``. Raises CheckpointError unless both generate
+        the same kind of vectors in the same order."""
         try:
             self.check_grid(*target.grid)
         except ValueError as error:
@@ -123,30 +124,30 @@ class ContinuousBase(Prompted, Placed):
         check_alike(path, {
             "family": (self.family, target.family), "numbers per token": (self.channels, target.channels),
             "scale of latents (that of its VAE)": (f"{self.scale:.5g}", f"{target.scale:.5g}"),
-            "order of drawing": (self.cells, target.cells), "kind of prompt": (self.prompt_kind, target.prompt_kind),
+            "generation order": (self.cells, target.cells), "kind of prompt": (self.prompt_kind, target.prompt_kind),
         }, "VAE")  # fmt: skip
         words = [m.prompt_encoder for m in (self, target) if isinstance(m.prompt_encoder, WordEncoder)]
         if len(words) == 2 and not (words[0].words == words[1].words and torch.equal(words[0].table, words[1].table)):
             raise CheckpointError(f"{path.name} cannot draft for this model: it reads other words. It lies beside "
                                   "another text_encoder.safetensors than the model.")
-        self.prompt_encoder = target.prompt_encoder  # its own may not lie beside a drafter's file
+        self.prompt_encoder = target.prompt_encoder  # a drafter's folder may lack its own
         return self
 
     def attach_decoder(self, decoders: Iterable[Autoencoder]) -> None:
-        """Take over none: vectors have no codebook, and whoever decodes them brings the autoencoder."""
+        """Does nothing: continuous tokens have no codebook, and the autoencoder is loaded separately."""
 
     def features(self, conditioning: Conditioning, batch: int, name: str) -> Tensor:
-        """Features [batch, n, F] of a CONDITIONING. Raises ValueError if it is not one of this model's."""
+        """Features [batch, n, F] of a CONDITIONING. Raises ValueError for one of another model."""
         return self.read(conditioning, batch, name).features.expand(batch, -1, -1)
 
     def check_grid(self, rows: int | None = None, cols: int | None = None) -> tuple[int, int]:
-        """The grid to draw on; raises ValueError for one the model was not trained on."""
+        """The grid to generate; raises ValueError for one the model was not trained on."""
         rows, cols = rows or self.grid[0], cols or self.grid[1]
         if (rows, cols) != self.grid:
             height, width = (side * self.pixels_per_token for side in self.grid)
             raise ValueError(
-                f"This model draws {self.grid[1]} x {self.grid[0]} tokens ({width} x {height} pixels) and nothing "
-                f"else; {cols} x {rows} tokens were asked for."
+                f"This model generates only {self.grid[1]} x {self.grid[0]} tokens ({width} x {height} pixels), "
+                f"not {cols} x {rows} tokens."
             )
         return rows, cols
 
@@ -160,7 +161,7 @@ class ContinuousBase(Prompted, Placed):
 
 
 class MaskedModel(ContinuousBase):
-    """MAR behind the ContinuousModel protocol of samplers/continuous_contract.py."""
+    """MAR, implementing the ContinuousModel protocol of samplers/continuous_contract.py."""
 
     def __init__(self, backbone: MAR, head: DiffusionHead, family: str, scale: float, defaults: ContinuousParams,
                  prompt_encoder: PromptEncoder, pixels_per_token: int = 16):
@@ -175,7 +176,7 @@ class MaskedModel(ContinuousBase):
         return f"captions of {config.conditions} numbers a word" if config.captions else f"{config.conditions} classes"
 
     def schedule(self, params: ContinuousParams) -> Schedule:
-        """The denoising steps. Raises ValueError for an illegal number or kind."""
+        """The denoising schedule. Raises ValueError for an invalid number of steps or kind."""
         return Schedule.cosine(params.steps, params.kind, self.device, self.head.first)
 
     def guidance(self, params: ContinuousParams, before: Tensor, after: Tensor, length: int) -> Tensor:
@@ -185,7 +186,7 @@ class MaskedModel(ContinuousBase):
     def start(
         self, conditioning: Conditioning, negative: Conditioning | None, batch: int, grid: tuple[int, int], guided: bool
     ) -> MaskedState:
-        """Slot vectors of both guidance branches; without ``negative`` the second is the unconditional one."""
+        """Slot vectors of both guidance branches; without ``negative``, the second is unconditional."""
         prompts = [self.backbone.prompt(self.features(conditioning, batch, "positive"))]
         if guided and negative is not None:
             prompts.append(self.backbone.prompt(self.features(negative, batch, "negative")))
@@ -195,14 +196,14 @@ class MaskedModel(ContinuousBase):
         return MaskedState(prompts, len(prompts) // batch, self.backbone.positions(*grid))
 
     def condition_vectors(self, state: MaskedState, tokens: Tensor, known: Tensor, seen: int) -> Tensor:
-        """z [branches, B, V, S, D] of tokens [B, S, C] under known [B, V, S] (bool)."""
+        """z [branches, B, V, S, D] for tokens [B, S, C] with the known masks [B, V, S] (bool)."""
         batch, variants = known.shape[:2]
         rows = tokens[None, :, None].expand(state.branches, -1, variants, -1, -1).flatten(0, 2)
         z = self.transform(state, rows, known[None].expand(state.branches, -1, -1, -1).flatten(0, 2), seen)
         return z.unflatten(0, (state.branches, batch, variants))
 
     def transform(self, state: MaskedState, tokens: Tensor, known: Tensor, seen: int) -> Tensor:
-        """z [R, S, D] of rows of tokens [R, S, C], R = branches * B * V."""
+        """z [R, S, D] for rows of tokens [R, S, C], R = branches * B * V."""
         prompts = state.prompts.repeat_interleave(len(tokens) // len(state.prompts), dim=0)
         return self.backbone(prompts, tokens, known, seen, state.positions)
 
@@ -218,21 +219,21 @@ class MaskedModel(ContinuousBase):
             z[0], z[1] if len(z) > 1 else None, cfg.flatten(), temperature, noise0.flatten(0, 2),
             noise_t.flatten(1, 3), schedule,
         )
-        if schedule.kind == "ddim":  # no noise, no widths: the kernel of the acceptance test has the nominal one
+        if schedule.kind == "ddim":  # it has no noise and no variances: the acceptance test uses the nominal ones
             end = end._replace(log_std=torch.full_like(end.mean, math.log(schedule.last_width)),
                                path=torch.zeros_like(end.path))
         return Normal(*end).map(lambda t: t.unflatten(0, query.shape))
 
     @torch.inference_mode()
     def condition(self, conditioning: Conditioning, tokens: Tensor, known: Tensor) -> Tensor:
-        """z [B, S, D] (for the head) of tokens [B, S or h, w, C] in model units, seen where ``known`` (bool) says."""
+        """z [B, S, D], for the head. tokens [B, S or h, w, C]: in model units; only ``known`` (bool) are visible."""
         grid = tuple(tokens.shape[1:3]) if tokens.ndim == 4 else self.grid
         tokens, known = tokens.to(self.device).flatten(1, -2), known.to(self.device).flatten(1)
         state = self.start(conditioning, None, len(tokens), grid, guided=False)
         return self.condition_vectors(state, tokens, known[:, None], int(known.sum(1).max()))[0, :, 0]
 
     def run_bytes(self, rows: int, tokens: int, draws: int) -> int:
-        """Rough bytes of activations of a pass over rows of ``tokens`` tokens that draws ``draws`` of each."""
+        """Rough bytes of activations of a pass over rows of ``tokens`` tokens that samples ``draws`` of them."""
         config = self.backbone.config
         transformer = rows * (tokens + config.slots) * config.dim * 12
         head = rows * draws * self.head.net.input_proj.out_features * 8

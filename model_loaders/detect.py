@@ -1,4 +1,4 @@
-"""Files -> models: ask each family whether a file is its own, and explain when none answers."""
+"""Files -> models: detect the family of a file, and explain why a file is not supported."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from .files.checkpoint import (
 from .files.errors import CheckpointError, as_released
 from .registry import Family
 
-_SCALED = (  # how names of scales end
+_SCALED = (  # suffixes of the names of scales
     "weight_scale", "scale_weight", "weight_scale_inv", "scaled_fp8", "comfy_quant", ".qweight", ".absmax", ".SCB",
 )  # fmt: skip
-DECODER_FILES = (*WEIGHT_FILES, *(file for kind in KINDS for file in kind.files))  # of an image decoder's own folder
+DECODER_FILES = (*WEIGHT_FILES, *(file for kind in KINDS for file in kind.files))  # in the folder of an image decoder
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
 
 
 def bundled(name: str = "default") -> Path:
-    """Folder of a model that ships with the pack. Raises FileNotFoundError naming the ones there are."""
+    """Folder of a model that ships with the pack. Raises FileNotFoundError that lists the available ones."""
     folder = _ASSETS / name
     if not (folder / "model.safetensors").is_file():
         there = sorted(p.parent.name for p in _ASSETS.glob("*/model.safetensors"))
-        raise FileNotFoundError(f"There is no bundled model {name!r}; bundled are: {', '.join(there) or 'none'}.")
+        raise FileNotFoundError(f"There is no bundled model {name!r}; available are: {', '.join(there) or 'none'}.")
     return folder
 
 
@@ -57,15 +57,14 @@ def load_model(
     grid: tuple[int, int] | None = None, operations=nn, search_folders: Sequence[Path] = (),
     storage: torch.dtype | None = None,
 ) -> DiscreteModel | ContinuousBase:
-    """Load an AR image model, of discrete or of continuous tokens, from a file or folder; the family is recognised.
+    """Load an AR image model, of discrete or of continuous tokens, from a file or folder. The family is detected.
 
-    dtype None: fp32 on a CPU, bf16 elsewhere. grid: (rows, cols) where neither metadata nor file name tell. Text
-    encoder and image decoder (``image_decoder`` of a discrete model) are looked for beside the file and in
-    ``search_folders``; what is missing is reported when it is used. storage: how the large matrices of a model of token
-    ids are kept, in one byte per number: torch.int8 (rounded, every row with a scale) or torch.float8_e4m3fn; the rest,
-    and what is computed, has ``dtype``.
-    Raises CheckpointError (a ValueError) for files that cannot be used, ValueError for a grid or a storage that cannot
-    be.
+    dtype None: fp32 on CPU, bf16 elsewhere. grid: (rows, cols), needed if neither metadata nor file name determine it.
+    Text encoder and image decoder (``image_decoder`` of a discrete model) are searched for beside the file and in
+    ``search_folders``; a missing one raises an error when it is used. storage: 8-bit format of the large matrices
+    (models of token ids): torch.int8 (with a scale per row) or torch.float8_e4m3fn; other weights and all computation
+    have ``dtype``.
+    Raises CheckpointError (a ValueError) for unsupported or damaged files, ValueError for an invalid grid or storage.
     """
     if storage is not None and storage not in NARROW:
         raise ValueError(f"storage is {storage}; choose None or one of {', '.join(map(str, NARROW))}.")
@@ -79,14 +78,14 @@ def load_model(
 
 
 def resolve_dtype(dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The dtype asked for, or fp32 on a CPU and bf16 elsewhere."""
+    """The given dtype, or fp32 on CPU and bf16 elsewhere."""
     return dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
 
 
 def build(
     checkpoint: Checkpoint, dtype: torch.dtype, grid: tuple[int, int] | None, search: Sequence[Path], operations
 ) -> DiscreteModel | ContinuousBase:
-    """The model of a checkpoint, by its family. Raises CheckpointError for one that cannot be used."""
+    """The model of a checkpoint. Raises CheckpointError if it is unsupported or damaged."""
     refuse_part(checkpoint.path)
     refuse_scaled(checkpoint)
     family = family_of(checkpoint)
@@ -94,8 +93,8 @@ def build(
         raise CheckpointError(unknown_model(checkpoint))
     if checkpoint.storage is not None and family.continuous:
         raise CheckpointError(
-            f"{title(checkpoint.path)} is a continuous model: int8 and fp8 storage are for models of token ids, whose "
-            "large matrices bear it. Choose another dtype."
+            f"{title(checkpoint.path)} is a continuous model: int8 and fp8 storage are supported only for models of "
+            "token ids. Choose another dtype."
         )
     with as_released(checkpoint.path):
         return family.load(checkpoint, dtype, grid, search, operations)
@@ -106,18 +105,17 @@ def refuse_part(path: Path) -> None:
     part = re.search(r"-\d+-of-(\d+)\.[a-z]+$", path.name)
     if part and int(part[1]) > 1:
         raise CheckpointError(
-            f"{path.name} is one of several shards. Choose their folder, {path.parent.name}, in which "
-            f"{' or '.join(name for name in WEIGHT_FILES if name.endswith(INDEX))} lists them all."
+            f"{path.name} is one of several shards. Choose their folder, {path.parent.name}, which contains "
+            f"{' or '.join(name for name in WEIGHT_FILES if name.endswith(INDEX))} as the list of all shards."
         )
 
 
 def refuse_scaled(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if the weights are of no use without scales that stand beside them (int8, int4, scaled
-    fp8)."""
+    """Raise CheckpointError for weights that need separate scales (int8, int4, scaled fp8)."""
     scaled = next((name for name in checkpoint.tensors if name.endswith(_SCALED)), None)
     if scaled is not None:
         raise CheckpointError(
-            f"{checkpoint.path.name} is quantised with scales ({scaled}), which this pack does not read. Take the "
+            f"{checkpoint.path.name} is quantised with scales ({scaled}), which is not supported. Use the "
             "weights as they were released (fp32, bf16 or fp16), or plain fp8 (float8_e4m3fn)."
         )
 
@@ -133,16 +131,16 @@ def load_drafter(
 ) -> EagleDrafter | ModelDrafter | ContinuousBase:
     """Load a drafter for ``model`` from a file or folder: an EAGLE drafter, or a smaller model of the same family.
 
-    Device and dtype None are the model's. Raises CheckpointError (a ValueError) for files that cannot be used, and for
-    drafters of other models.
+    Device and dtype None: those of the model. Raises CheckpointError (a ValueError) for unsupported or damaged files,
+    and for drafters of other models.
     """
     checkpoint = open_checkpoint(weight_file(Path(path)))
     dtype, family = dtype or model.dtype, family_of(checkpoint)
     if eagle.recognise(checkpoint.tensors):
         if model.tokens != DiscreteModel.tokens:
             raise CheckpointError(
-                f"{checkpoint.path.name} is an EAGLE drafter, which guesses {DiscreteModel.tokens}, but the model "
-                f"draws {model.tokens}. Its drafter is a smaller model of its own family."
+                f"{checkpoint.path.name} is an EAGLE drafter, which drafts {DiscreteModel.tokens}, but the model "
+                f"generates {model.tokens}. Its drafter is a smaller model of its family."
             )
         with as_released(checkpoint.path):
             drafter = eagle.load(checkpoint, model, dtype, operations)
@@ -150,8 +148,8 @@ def load_drafter(
         small = build(checkpoint, dtype, None, (), operations)
         if small.tokens != model.tokens:
             raise CheckpointError(
-                f"{checkpoint.path.name} draws {small.tokens}, but the model draws {model.tokens}: it cannot draft for "
-                "it."
+                f"{checkpoint.path.name} generates {small.tokens}, but the model generates {model.tokens}: it "
+                "cannot draft for it."
             )
         drafter = small.as_drafter_for(model, checkpoint.path)
     else:
@@ -163,34 +161,34 @@ def load_drafter(
 
 
 def unknown_drafter(path: Path, tensors: dict[str, torch.Tensor]) -> str:
-    """Why a file is no drafter, in words."""
+    """Error message for a file that is not a drafter."""
     if any(name.startswith("midlayer.") for name in tensors):
         return f"{path.name} is an EAGLE-3 drafter. Only EAGLE drafters with one hidden state per token are supported."
     if is_image_decoder(tensors):
         return f"{path.name} is an image decoder, not a drafter. Load it with Load AR Image Decoder."
     names = ", ".join(sorted(tensors)[:4])
     return (
-        f"{path.name} is neither an EAGLE drafter nor a model of a family this pack knows ({NAMES}). Its first "
+        f"{path.name} is neither an EAGLE drafter nor a model of a supported family ({NAMES}). Its first "
         f"tensors are: {names}."
     )
 
 
 def unknown_model(checkpoint: Checkpoint) -> str:
-    """Why a file is not a model of a known family, in words."""
+    """Error message for a file that is not a model of a supported family."""
     path, tensors = checkpoint.path, checkpoint.tensors
     if is_image_decoder(tensors):
         return f"{path.name} is an image decoder, not a model. Load it with Load AR Image Decoder."
     if eagle.recognise(tensors):
-        return f"{path.name} is an EAGLE drafter, not a model. Load it with Load AR Drafter, beside its model."
+        return f"{path.name} is an EAGLE drafter, not a model. Load it with Load AR Drafter, together with its model."
     names = ", ".join(sorted(tensors)[:4])
-    told = checkpoint.settings.get("architectures") or checkpoint.settings.get("model_type")
-    says = f"Its config.json says {told}; its" if told else "Its"
+    architecture = checkpoint.settings.get("architectures") or checkpoint.settings.get("model_type")
+    says = f"Its config.json says {architecture}; its" if architecture else "Its"
     where = f"{path.parent.name}/{path.name}" if path.name in WEIGHT_FILES else path.name
-    return f"{where} is of no family this pack knows ({NAMES}). {says} first tensors are: {names}."
+    return f"{where} is not of a supported model family ({NAMES}). {says} first tensors are: {names}."
 
 
 def is_image_decoder(tensors: Collection[str]) -> bool:
-    """Are these the names of an image decoder's tensors, or of a model that contains one?"""
+    """Whether these are the tensors of an image decoder, or of a model that contains one."""
     return any(kind.recognise(tensors) for kind in KINDS)
 
 
@@ -200,7 +198,7 @@ def load_image_decoder(
     """Load a VQ tokenizer or a KL VAE from a file, or from a folder (``vq``, ``vae`` or ``model.safetensors`` in it, or
     Cosmos's ``decoder.jit``).
 
-    dtype None is fp32. Raises CheckpointError for files that cannot be used.
+    dtype None: fp32. Raises CheckpointError for unsupported or damaged files.
     """
     path = Path(path)
     beside = own_decoder(path) if os.path.isdir(path) else None
@@ -208,7 +206,7 @@ def load_image_decoder(
     kind = next((kind for kind in KINDS if kind.recognise(checkpoint.tensors)), None)
     if kind is None:
         names = ", ".join(sorted(checkpoint.tensors)[:4])
-        raise CheckpointError(f"{checkpoint.path.name} is not an image decoder this pack knows. Its first tensors are: "
+        raise CheckpointError(f"{checkpoint.path.name} is not a supported image decoder. Its first tensors are: "
                               f"{names}.")
     with as_released(checkpoint.path):
         decoder = kind.load(checkpoint, dtype or torch.float32, operations)
@@ -217,25 +215,25 @@ def load_image_decoder(
 
 
 def own_decoder(folder: Path) -> Path | None:
-    """The image decoder of a model folder of ours."""
+    """The image decoder of a bundled model's folder."""
     return next((folder / name for name in ("vq.safetensors", "vae.safetensors") if (folder / name).is_file()), None)
 
 
 def find_image_decoder(model_path: str | Path, family: str, search_folders: Sequence[Path] = ()) -> Path | None:
-    """The image decoder of a model of ``family``: in the same file, beside it or its folder, or in the search
-    folders, by the released names."""
+    """The image decoder of a model of ``family``: in the same file, beside it or its folder, or, under a released
+    name, in the search folders."""
     return next(iter(decoder_files(weight_file(Path(model_path)), family, search_folders)), None)
 
 
 def image_decoders(path: Path, family: str, search: Sequence[Path], operations) -> Iterator[Autoencoder]:
-    """All that may be the image decoder of the model in a weight file, the likeliest first (fp32), read as they are
-    asked for. Raises CheckpointError for one that cannot be read."""
+    """Candidates for the image decoder of the model in a weight file, most likely first (fp32), loaded lazily. Raises
+    CheckpointError for one that cannot be read."""
     for file in decoder_files(path, family, search):
         yield load_image_decoder(file, operations=operations)
 
 
 def decoder_files(path: Path, family: str, search_folders: Sequence[Path]) -> list[Path]:
-    """The files of all that may be the image decoder of the model in a weight file, the likeliest first."""
+    """Files of the candidates for the image decoder of the model in a weight file, most likely first."""
     own = [path] if is_image_decoder(tensor_names(path)) else []
     around = [path.parent, path.parent.parent] if path.name in WEIGHT_FILES else [path.parent]
     folders = [*around, *map(Path, search_folders)]
@@ -246,18 +244,18 @@ def decoder_files(path: Path, family: str, search_folders: Sequence[Path]) -> li
 
 
 def stays_fp8(path: str | Path) -> bool:
-    """Is a model of token ids stored in fp8? Nothing but names and sizes is read."""
+    """Whether a model of token ids is stored in fp8. Only names, shapes and dtypes are read."""
     file = weight_file(Path(path))
     family = family_of(outline(file))
     return holds_fp8(file) and not (family and family.continuous)
 
 
 def missing_decoder(model: str, family: str) -> str:
-    """Which image decoder is missing beside a model called ``model``, and where it belongs, in words."""
+    """Error message for a model without image decoder: which file is needed and where to put it."""
     home = RELEASED_DECODERS[family].home
     if not home:
-        return f"{model} has no image decoder, though the released weights hold it. Download them again, whole."
+        return f"{model} has no image decoder, although the released weights contain it. Download all of them again."
     return (
-        f"No image decoder was found for {model}. Put {home} beside the model or into models/vae, or choose "
-        "another file of it with Load AR Image Decoder."
+        f"No image decoder was found for {model}. Put {home} beside the model or into models/vae, or load "
+        "it from another file with Load AR Image Decoder."
     )

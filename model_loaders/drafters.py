@@ -1,4 +1,4 @@
-"""A small model of the target's own family as its drafter: it guesses tokens by sampling the picture itself."""
+"""A smaller model of the target's family as its drafter: it proposes tokens by sampling them autoregressively."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .text.prompts import Conditioning, EncodedPrompt, prompt_text
 
 @dataclass
 class ModelState:
-    """The small model's own state; ``expanded``: drafts since the last observation."""
+    """State of the small model. expanded: drafted tokens since the last observation."""
 
     own: Any
     expanded: int = 0
@@ -30,8 +30,8 @@ class ModelDrafter:
     """See Drafter in samplers/contract.py for the contract. Hidden states of the target are not used.
 
     module: the small model, a DiscreteModel of ar_model.py.
-    own_words: prompts are read anew with the small model's own tokenizer, whose special tokens may have other ids than
-    the target's (those of Janus-Pro do).
+    own_words: prompts are tokenized again with the small model's tokenizer, whose special tokens may have other ids
+    than the target's (as in Janus-Pro).
     """
 
     kind = "model"
@@ -53,7 +53,7 @@ class ModelDrafter:
         negative: Conditioning | EncodedPrompt | None, batch: int,
         layout: TokenLayout, slack: int, guided: bool, into: ModelState | None = None,
     ) -> ModelState:
-        """Read the prompts as the target does."""
+        """Prefill the prompts, as the target does."""
         prompts = (self._own(prompt) for prompt in (conditioning, negative))
         # Observations may carry one more token than was drafted: the one the target added.
         own = self.module.start(*prompts, batch, layout, slack + 1, guided, into.own if into else None)
@@ -71,7 +71,7 @@ class ModelDrafter:
         return self.module.encode_prompt(text) if text else prompt
 
     def observe(self, state: ModelState, tokens: Tensor, positions: Tensor, hidden: Tensor, count: Tensor) -> StepOut:
-        """Feed the decided tokens and keep ``count``; where that is 0, a row's result means nothing."""
+        """Feed the decided tokens and keep ``count``; where it is 0, the result of the row is meaningless."""
         state.expanded = 0
         out = self.module.step(state.own, tokens, positions)
         self.module.commit(state.own, count)
@@ -94,7 +94,7 @@ class ModelDrafter:
 
 
 def pair(small: ARModel, target: ARModel, path: Path) -> ModelDrafter:
-    """One DiscreteModel as the drafter of another. Raises CheckpointError unless it draws the same for the same
+    """One DiscreteModel as the drafter of another. Raises CheckpointError unless both use the same image tokens and
     prompts."""
     other = next((grid for grid in target.grids if grid not in small.grids), small.grid)
     check_alike(path, {
@@ -107,16 +107,17 @@ def pair(small: ARModel, target: ARModel, path: Path) -> ModelDrafter:
         return ModelDrafter(small)
     try:
         small.prompt_encoder.encode("a")
-    except FileNotFoundError:  # its tokenizer does not lie beside the drafter's file
+    except FileNotFoundError:  # the drafter's folder has no tokenizer
         small.prompt_encoder, small.prefix.null = target.prompt_encoder, target.prefix.null
         return ModelDrafter(small)
     return ModelDrafter(small, own_words=True)
 
 
 def check_alike(path: Path, traits: Mapping[str, tuple[Any, Any]], shared: str) -> None:
-    """Raise CheckpointError unless a drafter, the model in a file, and its target have the same traits.
+    """Raise CheckpointError unless a drafter and its target have the same traits.
 
-    traits: what it is -> the drafter's, the target's. shared: what both must have been trained with.
+    path: the drafter's file. traits: name -> value of the drafter, value of the target. shared: name of what both must
+    have been trained with.
     """
     for what, (mine, its) in traits.items():
         if mine != its:

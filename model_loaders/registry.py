@@ -1,5 +1,5 @@
-"""What the modules of ``families`` and ``decoders`` declare of themselves. ``families/__init__.py`` and
-``decoders/__init__.py`` list them; everything else reads these lists."""
+"""The declarations by which modules of ``families`` and ``decoders`` register. ``families/__init__.py`` and
+``decoders/__init__.py`` list them; all other code reads these lists."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ReleasedDecoder:
-    """The image decoder that models were released with; by default it is in their own weights.
+    """The image decoder that models were released with; by default it is part of their weights.
 
-    names: of its file, without the ending, behind a folder's name where it has one to itself. home: what is to be put
-    beside the model, and its repository, in words.
+    names: file names without the extension, after the folder's name if it has its own folder. home: for messages: the
+    file to put beside the model, and its repository.
     """
 
     names: tuple[str, ...] = ()
@@ -24,9 +24,9 @@ class ReleasedDecoder:
 
 @dataclass(frozen=True)
 class Source:
-    """Files of a Hugging Face repository, and the folder of ComfyUI's models/ where they are looked for.
+    """Files of a Hugging Face repository, and the folder of ComfyUI's models/ they belong in.
 
-    In ``Family.releases`` the fields are templates of `re.Match.expand`. files: "" stands for all.
+    In ``Family.releases`` the fields are templates of `re.Match.expand`. files: "" means all.
     """
 
     repository: str
@@ -38,10 +38,10 @@ class Source:
 class Family:
     """A family of models.
 
-    labels: what its models are called. decoders: ``family`` of a model -> the image decoder it was released with.
-    recognise: tensors by name -> are they of this family? load: (checkpoint, dtype, grid or None, folders to search,
-    operations) -> the model on the CPU. continuous: are its tokens vectors? releases: regular expression of a choice of
-    a loader -> all that a run of it needs.
+    labels: names of its models. decoders: ``family`` of a model -> the image decoder it was released with. recognise:
+    tensors by name -> whether they are of this family. load: (checkpoint, dtype, grid or None, search folders,
+    operations) -> the model on the CPU. continuous: whether tokens are vectors. releases: regular expression for a
+    loader's choice -> all files that it needs.
     """
 
     labels: tuple[str, ...]
@@ -56,8 +56,8 @@ class Family:
 class DecoderKind:
     """A kind of image decoder.
 
-    recognise: tensors by name -> are they of this kind, or of a model that contains one? load: (checkpoint, dtype,
-    operations) -> the decoder on the CPU. files: names of its weights in a folder, beyond WEIGHT_FILES.
+    recognise: tensors by name -> whether they are of this kind, or of a model that contains one. load: (checkpoint,
+    dtype, operations) -> the decoder on the CPU. files: file names of its weights in addition to WEIGHT_FILES.
     """
 
     recognise: Callable[[Mapping[str, Tensor]], bool]

@@ -1,4 +1,4 @@
-"""Image decoders: a module for every kind, listed here in the order in which they are asked about a file."""
+"""Image decoders: one module per kind, listed in the order in which they are tried for a file."""
 
 from . import cosmos, kl_vae, movq, vq
 

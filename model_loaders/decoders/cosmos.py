@@ -21,17 +21,17 @@ from .image_decoder import ImageDecoder
 _LEVELS = CosmosConfig.levels
 _REPOSITORY = "nvidia/Cosmos-1.0-Tokenizer-DV8x16x16"
 _WRAPPERS = (".conv3d", ".norm")  # of a layer's weights, in the names of the files
-# Queries and keys of attention in time, and filters in time where time is not resampled, make no difference to a frame.
+# Queries and keys of temporal attention, and temporal filters without resampling, do not affect single frames.
 _IDLE = re.compile(r"\.attn_1\.1\.[qk]\.")
 
 
 def recognise(tensors: Collection[str]) -> bool:
-    """Is this a Cosmos tokenizer, or one half of it?"""
+    """Whether this is a Cosmos tokenizer, or its encoder or decoder."""
     return "post_quant_conv.conv3d.weight" in tensors or "quant_conv.conv3d.weight" in tensors
 
 
 def flat(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of filters in space and time as those of filters in space, for single frames, under plain names."""
+    """The weights for single frames under plain names: 3D filters become 2D ones."""
     weights = {}
     for name, tensor in tensors.items():
         layer, _, kind = name.rpartition(".")
@@ -46,7 +46,7 @@ def flat(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def config_of(weights: Mapping[str, Tensor], levels: tuple[int, ...]) -> CosmosConfig:
-    """Sizes of a tokenizer from its tensor shapes. Raises KeyError and ValueError for what is not there."""
+    """Sizes of a tokenizer from its tensor shapes. Raises KeyError or ValueError for missing tensors."""
     depth = numbered(weights, r"decoder\.up\.")
     blocks = numbered(weights, r"decoder\.up\.0\.block\.")
     stem = weights.get("encoder.conv_in.0.weight")
@@ -57,9 +57,9 @@ def config_of(weights: Mapping[str, Tensor], levels: tuple[int, ...]) -> CosmosC
 
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> ImageDecoder:
-    """Build the tokenizer on the CPU, with the encoder of the file, or of the file beside it, if there is one.
+    """Build the tokenizer on the CPU, with the encoder from the same file or the file beside it, if any.
 
-    Raises CheckpointError for missing, unknown, misshapen or non-finite tensors, and for the other Cosmos tokenizers.
+    Raises CheckpointError for missing, unknown, misshapen or non-finite tensors, and for other Cosmos tokenizers.
     """
     path, tensors = checkpoint.path, dict(checkpoint.tensors)
     _check_kind(path)
@@ -70,14 +70,14 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> ImageDeco
     weights = flat(tensors)
     try:
         config = config_of(weights, levels)
-    except (KeyError, ValueError) as error:  # a tensor that tells a size, or a whole group of them, is not there
+    except (KeyError, ValueError) as error:  # tensors that determine a size are missing
         raise CheckpointError(
             f"{path.name} is incomplete ({error}): the decoder is needed. Download it again from {_REPOSITORY}."
         ) from error
     channels = weights["post_quant_conv.weight"].shape[1]
     if channels != len(levels):
         raise CheckpointError(
-            f"{path.name} decodes vectors of {channels} numbers, but codes have {len(levels)}: it is another Cosmos "
+            f"{path.name} decodes vectors of {channels} channels, but codes have {len(levels)}: it is another Cosmos "
             f"tokenizer. The one needed is {_REPOSITORY}."
         )
     with torch.device("meta"):
@@ -86,7 +86,7 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> ImageDeco
 
 
 def _check_kind(path: Path) -> None:
-    """Tokenizers of other kinds and compressions have the same tensors; only names tell. Raises CheckpointError."""
+    """Raise CheckpointError for other Cosmos tokenizers. They have the same tensors, so only the name tells."""
     named = re.search(r"([CD][IV])(\d+x\d+(?:x\d+)?)", f"{path.parent.name}/{path.name}", re.IGNORECASE)
     if named and named[0].upper() != "DV8X16X16":
         raise CheckpointError(
@@ -95,7 +95,7 @@ def _check_kind(path: Path) -> None:
 
 
 def _other_half(path: Path) -> str:
-    """The name under which the encoder lies beside a decoder, and the other way round."""
+    """File name of the encoder for that of a decoder, and vice versa."""
     name = path.name.lower()
     if "decoder" in name:
         return path.name.replace("decoder", "encoder")
@@ -103,13 +103,13 @@ def _other_half(path: Path) -> str:
 
 
 def _add_encoder(tensors: dict[str, Tensor], path: Path) -> str:
-    """Add the encoder beside a decoder to its tensors, or say why there is none."""
+    """Add the encoder's tensors to a decoder's. Without the file beside it, only log a warning."""
     other = path.with_name(_other_half(path))
     files = [other.with_suffix(suffix) for suffix in (path.suffix, *TORCHSCRIPT, *SAFETENSORS)]
     found = next((file for file in files if file != path and file.is_file()), None)
     if found is None:
         return (
-            f"{path.name} only decodes. To encode a picture, put {other.name} of {_REPOSITORY} beside it, into "
+            f"{path.name} only decodes. To encode an image, put {other.name} of {_REPOSITORY} beside it, into "
             f"{path.parent}, and load the decoder again."
         )
     encoder = open_checkpoint(found).tensors
@@ -120,16 +120,16 @@ def _add_encoder(tensors: dict[str, Tensor], path: Path) -> str:
 
 
 def _levels(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> tuple[int, ...]:
-    """Steps of each channel of a code: from the quantiser's buffers, our metadata, or the released ones."""
+    """Levels of each channel of a code: from the quantiser's buffers, our metadata, or the released ones."""
     stored = next((t for n, t in tensors.items() if n.endswith("quantizer._levels")), None)
     levels = checkpoint.metadata.get("levels", _LEVELS) if stored is None else stored.tolist()
     if not levels or any(level < 2 for level in levels) or prod(levels) > 2**24:
-        raise CheckpointError(f"{checkpoint.path.name} has codes of {levels} levels, which cannot be. It is damaged.")
+        raise CheckpointError(f"{checkpoint.path.name} has invalid levels of codes ({levels}). It is damaged.")
     return tuple(int(level) for level in levels)
 
 
 def _used(weights: dict[str, Tensor], config: CosmosConfig) -> dict[str, Tensor]:
-    """Without the filters of time where only space is resampled."""
+    """Without the temporal filters of spatial resampling."""
     deepest = len(config.widths) - 1
     idle = [f"decoder.up.{i}.upsample.conv1." for i in range(1, deepest + 1) if i != deepest - 1]
     idle += [f"encoder.down.{i}.downsample.conv2." for i in range(1, deepest)]

@@ -1,4 +1,4 @@
-"""Latents <-> pixels with the conventions of the pack (pixels [B, H, W, 3] in 0..1, like ComfyUI)."""
+"""Latents <-> pixels in ComfyUI's convention (pixels [B, H, W, 3] in 0..1)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ A = TypeVar("A", bound="Autoencoder")
 
 @dataclass(frozen=True)
 class Autoencoder:
-    """``factor`` is pixels per token and side, ``channels`` numbers per token, ``name`` its file.
+    """factor: pixels per token side. channels: of a latent. name: of its file.
 
-    margin: tokens repeated around a picture before decoding, and cut off behind. Some decoders leave a bright spike in
-    a corner of what they decode, which steers their group norms; a file asks for a margin in its metadata.
+    margin: tokens repeated around an image before decoding; their pixels are cropped. Some decoders produce a bright
+    spike in a corner, which affects their group norms; a file requests a margin in its metadata.
     """
 
     module: Any
@@ -36,14 +36,14 @@ class Autoencoder:
         cls: type[A], module: nn.Module, factor: int, channels: int, tensors: Weights, checkpoint: Checkpoint,
         dtype: torch.dtype, ignore: Iterable[str] = (),
     ) -> A:
-        """A decoder whose module, on the meta device, gets these tensors of a checkpoint; see load_weights."""
+        """A decoder with a module on the meta device, filled with tensors of a checkpoint; see load_weights."""
         load_weights(module, tensors, checkpoint, dtype, ignore)
         margin = bounded_int("margin", checkpoint.metadata.get("margin", 0), 0, 64)
         return cls(module, factor, channels, checkpoint.path.name, margin)
 
     @property
     def codes(self) -> int:
-        """How many codes there are; 0: latents are vectors of any numbers."""
+        """Number of codes; 0: latents are continuous."""
         return 0
 
     @property
@@ -64,14 +64,14 @@ class Autoencoder:
         return rearrange(pixels.float() / 2 + 0.5, "b c h w -> b h w c").clamp(0, 1)
 
     def planes(self, pixels: Tensor) -> Tensor:
-        """Pixels [B, H, W, 3] in 0..1 -> [B, 3, H, W] in [-1, 1], where the module computes.
+        """Pixels [B, H, W, 3] in 0..1 -> [B, 3, H, W] in [-1, 1], on the module's device.
 
         Raises ValueError unless H and W are multiples of factor.
         """
         height, width = pixels.shape[1:3]
         if height % self.factor or width % self.factor:
             raise ValueError(
-                f"The picture is {width} x {height}, but both sides must be multiples of {self.factor} pixels. "
+                f"The image is {width} x {height}, but both sides must be multiples of {self.factor} pixels. "
                 "Resize it."
             )
         return (rearrange(pixels[..., :3], "b h w c -> b c h w") * 2 - 1).to(self.device, self.dtype)
@@ -104,12 +104,12 @@ class ImageDecoder(Autoencoder):
         return self.module.encode(self.planes(pixels))
 
     def encode_latent(self, pixels: Tensor) -> Tensor:
-        """Pixels [B, H, W, 3] in 0..1 -> code vectors [B, C, h, w] of the tokens they stand for."""
+        """Pixels [B, H, W, 3] in 0..1 -> code vectors [B, C, h, w] of its tokens."""
         return self.dequantize(self.encode(pixels))
 
 
 class LatentDecoder(Autoencoder):
-    """A KL autoencoder. Latents are in its own units; a model's tokens are these times the model's scale."""
+    """A KL autoencoder. Latents are in its units; a model's tokens are latents times the model's scale."""
 
     @torch.inference_mode()
     def encode_latent(self, pixels: Tensor) -> Tensor:

@@ -16,14 +16,14 @@ from .image_decoder import LatentDecoder
 
 
 def own_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of the autoencoder alone: Harmon's own files hold one behind ``vae.``, training leaves ``loss.*``."""
+    """The tensors of the autoencoder alone: Harmon's files contain one under ``vae.``; training leaves ``loss.*``."""
     if "vae.quant_conv.weight" in tensors:
         return {n.removeprefix("vae."): tensor for n, tensor in tensors.items() if n.startswith("vae.")}
     return {name: tensor for name, tensor in tensors.items() if not name.startswith("loss.")}
 
 
 def recognise(tensors: Collection[str]) -> bool:
-    """Is this (or does it contain) a KL autoencoder in the naming of latent diffusion?"""
+    """Whether this is, or contains, a KL autoencoder in the naming of latent diffusion."""
     root = "vae." if "vae.quant_conv.weight" in tensors else ""
     return f"{root}decoder.mid.block_1.norm1.weight" in tensors and f"{root}quantize.embedding.weight" not in tensors
 

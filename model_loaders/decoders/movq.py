@@ -1,8 +1,8 @@
 """Emu3's image tokenizer, a MoVQ (arXiv:2209.09002, arXiv:2409.18869), built from transformers' class.
 
-It was made for video: one latent frame stands for four frames, and a picture is four times the same. Only what happens
-along time mixes frames, and it works on latents. So the wide part runs on one frame, which gives the same picture with
-a quarter of the memory and time.
+It was made for video: one latent frame decodes to four frames, and an image is four equal frames. Only the temporal
+layers mix frames, and they work on latents. So the wide layers run on one frame, which gives the same image with a
+quarter of the memory and time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..files.names import numbered, root_of
 from ..registry import DecoderKind
 from .image_decoder import ImageDecoder
 
-_ROOTS = ("model.vqmodel.", "vqmodel.", "")  # inside a model of transformers, of older versions, in a file of its own
+_ROOTS = ("model.vqmodel.", "vqmodel.", "")  # in a transformers model, in one of older versions, in a separate file
 _ORIGINAL = (  # (pattern, replacement) from the names of BAAI/Emu3-VisionTokenizer
     (r"^encoder\.down\.", "encoder.down_block.down."), (r"^decoder\.up\.", "decoder.up_block.up."),
     (r"^(encoder|decoder)\.mid\.", r"\1.middle_block."), (r"\.attn_1\.norm\.", ".attn_norm."),
@@ -33,7 +33,7 @@ _ORIGINAL = (  # (pattern, replacement) from the names of BAAI/Emu3-VisionTokeni
 
 
 def recognise(tensors: Collection[str]) -> bool:
-    """Is this Emu3's image tokenizer, or a model of transformers that contains it?"""
+    """Whether this is Emu3's image tokenizer, or a transformers model that contains it."""
     return _root(tensors) is not None
 
 
@@ -42,9 +42,9 @@ def _root(tensors: Collection[str]) -> str | None:
 
 
 def native_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tokenizer's tensors under the names of transformers' class, whichever of the known layouts they are in.
+    """The tokenizer's tensors under the names of transformers' class, for every known layout.
 
-    The original attention projects by 1 x 1 convolutions, transformers' by matrices.
+    The original attention projects with 1 x 1 convolutions, that of transformers with matrices.
     """
     root, found = _root(tensors) or "", {}
     for name, tensor in tensors.items():
@@ -77,7 +77,7 @@ def settings_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 class MoVQ(nn.Module):
-    """The tokenizer for single pictures. ``config`` is transformers', with codebook_size and base_channels."""
+    """The tokenizer for single images. ``config`` is transformers', with codebook_size and base_channels."""
 
     def __init__(self, settings: Mapping[str, Any]):
         super().__init__()
@@ -88,11 +88,11 @@ class MoVQ(nn.Module):
 
     @property
     def factor(self) -> int:
-        """Pixels per token and side."""
+        """Pixels per token side."""
         return 2 ** (len(self.config.channel_multiplier) - 1)
 
     def codebook(self) -> Tensor:
-        """Code vectors [V, C], raw."""
+        """Code vectors [V, C], not normalised."""
         return self.vq.quantize.embedding.weight
 
     def dequantize(self, tokens: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class MoVQ(nn.Module):
         return decoder.conv_out(F.silu(decoder.norm_out(decoder.up_block(x, codes), codes)))
 
     def encode_latent(self, pixels: Tensor) -> Tensor:
-        """Pixels [B, 3, H, W] in [-1, 1] -> latents [B, C, h, w] in which the nearest codes are looked for."""
+        """Pixels [B, 3, H, W] in [-1, 1] -> latents [B, C, h, w] before quantisation."""
         encoder = self.vq.encoder
         x = encoder.middle_block(encoder.down_block(encoder.conv_in(pixels)))
         x = encoder.conv_out(F.silu(encoder.norm_out(x)))
@@ -129,7 +129,7 @@ class MoVQ(nn.Module):
 
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> ImageDecoder:
-    """Build the tokenizer on the CPU; of a whole model's checkpoint, the other tensors stay unread.
+    """Build the tokenizer on the CPU; other tensors of a whole model's checkpoint are not read.
 
     Raises CheckpointError for missing, unknown, misshapen or non-finite tensors.
     """

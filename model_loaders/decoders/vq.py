@@ -1,7 +1,7 @@
-"""VQGANs: LlamaGen's and Chameleon's, in files of their own or inside a Janus or an Anole.
+"""VQGANs: LlamaGen's and Chameleon's, in separate files or inside a Janus or Anole model.
 
-Every size is read from tensor shapes. Code vectors are of unit length in LlamaGen's and Janus's, and used as they are
-stored in those that number their levels as CompVis did.
+All sizes are read from tensor shapes. Code vectors of LlamaGen and Janus have unit length; those of VQGANs that number
+their levels as CompVis did are used as stored.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..files.names import numbered, root_of
 from ..registry import DecoderKind
 from .image_decoder import ImageDecoder
 
-_ROOTS = ("", "gen_vision_model.", "model.vqmodel.", "vqmodel.")  # what the names begin with, in files and in models
-_COMPVIS = (  # (pattern, replacement) from CompVis's names, which transformers took over
+_ROOTS = ("", "gen_vision_model.", "model.vqmodel.", "vqmodel.")  # prefixes of the names, in files and in models
+_COMPVIS = (  # (pattern, replacement) from CompVis's names, which transformers uses too
     (r"^(encoder|decoder)\.(?:down|up)\.(\d+)\.", r"\1.conv_blocks.\2."), (r"\.block\.(\d+)\.", r".res.\1."),
     (r"\.mid\.block_1\.", ".mid.0."), (r"\.mid\.attn_1\.", ".mid.1."), (r"\.mid\.block_2\.", ".mid.2."),
 )
@@ -28,23 +28,23 @@ _LEVEL = r"decoder\.conv_blocks\.(\d+)\."
 
 
 def recognise(tensors: Collection[str]) -> bool:
-    """Is this a VQGAN, or a model with one in it?"""
+    """Whether this is a VQGAN, or a model that contains one."""
     return _root(tensors) is not None
 
 
 def _root(tensors: Collection[str]) -> str | None:
-    """What the names of the tokenizer's tensors begin with; None if there is none, or only its encoder."""
+    """Prefix of the names of the tokenizer's tensors; None if there is no tokenizer, or only its encoder."""
     return root_of(tensors, _ROOTS, "quantize.embedding.weight", "decoder.norm_out.weight")
 
 
 def mirrored(tensors: Collection[str], root: str) -> bool:
-    """Does the decoder's deepest level come last, as CompVis numbers them (Chameleon), and not first (Janus)?"""
+    """Whether the decoder's deepest level is the last, as in CompVis (Chameleon), not the first (Janus)."""
     level = f"{root}decoder.up.0."
     return any(name.startswith(level) for name in tensors) and f"{level}upsample.conv.weight" not in tensors
 
 
 def tensors_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tokenizer's tensors under LlamaGen's names; nothing else that a model's file holds, or a training's."""
+    """The tokenizer's tensors under LlamaGen's names, without other tensors of a model or of training."""
     root, named = _root(tensors) or "", {}
     for name, tensor in tensors.items():
         if name.startswith(root) and not name.startswith(f"{root}loss."):
@@ -80,7 +80,7 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> ImageDeco
         config = config_of(tensors, unit_codes=not mirrored(checkpoint.tensors, _root(checkpoint.tensors) or ""))
     with torch.device("meta"):
         module = VQModel(config, operations)
-    unused = ("quantize.codebook_used",)  # a statistic of the training
+    unused = ("quantize.codebook_used",)  # a training statistic
     return ImageDecoder.load(module, config.factor, config.codebook_dim, tensors, checkpoint, dtype, unused)
 
 

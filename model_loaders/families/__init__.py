@@ -1,4 +1,4 @@
-"""Families of models: a module for every one, listed here in the order in which they are named."""
+"""Families of models: one module per family, listed in the order in which messages name them."""
 
 from . import chameleon, emu3, harmon, janus, llamagen, mar, simplear, xar
 

@@ -1,9 +1,9 @@
 """The Chameleon family (arXiv:2405.09818) as Hugging Face folders: Lumina-mGPT (arXiv:2408.02657) and Anole
 (arXiv:2407.06135).
 
-Image tokens are words of the language model. Lumina-mGPT was fine-tuned from a conversion whose query and key norms
-have one row for all heads; it names the picture's size in front of it and ends every row with a token. Anole keeps
-Chameleon's one row per head, and draws 512 x 512 pixels without any token between.
+Image tokens are part of the language model's vocabulary. Lumina-mGPT was fine-tuned from a conversion whose query and
+key norms have one row for all heads; tokens before an image state its size, and a special token ends every row. Anole
+keeps Chameleon's one row per head, and generates 512 x 512 pixels without special tokens between rows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ..text.language_model import (
 )
 from ..text.prompt_encoders import TextEncoder, features_of
 
-_PATCH, _CELL = 16, 32  # pixels of a token's side, and of the cells that Lumina-mGPT measures pictures in
+_PATCH, _CELL = 16, 32  # side in pixels of a token, and of the cells in which Lumina-mGPT measures images
 _ROOT, _NORM = "model.", "model.layers.0.self_attn.q_norm.weight"
 _ORIGINAL = "layers.0.attention.q_normalization.weight"  # of a consolidated.pth
 _HEADS = {4096: 32}  # width -> heads
@@ -49,7 +49,7 @@ _WORDS = 65536  # of the released models
 
 
 def recognise(tensors: Mapping[str, Tensor]) -> bool:
-    """Is this a model of the Chameleon family, in Hugging Face's naming or in Meta's?"""
+    """Whether this is a model of the Chameleon family, in Hugging Face's or Meta's naming."""
     hugging_face = language_root(tensors, (_ROOT,), "q_norm.weight") is not None
     return _ORIGINAL in tensors or (hugging_face and tensors[_NORM].ndim == 2)
 
@@ -58,7 +58,7 @@ def load(
     checkpoint: Checkpoint, dtype: torch.dtype, grid: tuple[int, int] | None, search: Sequence[Path], operations=nn
 ) -> DiscreteModel:
     """Build the model on the CPU. Raises CheckpointError for tensors that are missing, misshapen or not finite, and for
-    models that draw no pictures."""
+    models that do not generate images."""
     path, meta, tensors, settings = checkpoint.path, checkpoint.own_settings, checkpoint.tensors, checkpoint.settings
     check(checkpoint)
     embeddings, head = (matrix(tensors, name, path) for name in ("model.embed_tokens.weight", "lm_head.weight"))
@@ -83,16 +83,16 @@ def load(
     named = backbone_tensors(tensors, _ROOT, path)
     named |= word_tensors(embeddings, head, len(embeddings), words.images, kind.specials)
     if not named["backbone.output.weight"][0].any():
-        raise CheckpointError(f"The head of {path.name} is zero for all image tokens: it is what a training starts "
-                              "from, and draws nothing yet. Use a released model.")
+        raise CheckpointError(f"The head of {path.name} is zero for all image tokens: it is the initial state "
+                              "of a training and cannot generate images. Use a released model.")
     model.dtype = dtype
     return load_weights(model, named, checkpoint, dtype)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What Lumina-mGPT and Anole differ in. specials: ids of the tokens that end a row (if any) and the picture; null:
-    grid -> ids of the prompt without a prompt."""
+    """The differences between Lumina-mGPT and Anole. specials: ids of the tokens that end a row (if any) and the image;
+    null: grid -> ids of the unconditional prompt."""
 
     family: str
     grid: tuple[int, int]
@@ -103,7 +103,7 @@ class Kind:
 
 
 def lumina(checkpoint: Checkpoint, words: Vocabulary, grid: tuple[int, int] | None, search: Sequence[Path]) -> Kind:
-    """Lumina-mGPT, any of the sizes it was trained on. Raises CheckpointError if nothing tells which."""
+    """Lumina-mGPT, any of the sizes it was trained on. Raises CheckpointError if the size is unknown."""
     side = target_size(checkpoint.path, checkpoint.own_settings, grid) // _PATCH
     source = "Alpha-VLLM/Lumina-mGPT-7B-768 (the only one of its repositories that has it)"
     write = partial(lumina_prompt, words, open_tokenizer("Lumina-mGPT", source, checkpoint.path, search))
@@ -112,29 +112,29 @@ def lumina(checkpoint: Checkpoint, words: Vocabulary, grid: tuple[int, int] | No
 
 
 def anole(checkpoint: Checkpoint, words: Vocabulary, search: Sequence[Path]) -> Kind:
-    """Anole, which draws one size."""
+    """Anole, which generates one size."""
     grid = anole_grid(checkpoint.settings, checkpoint.own_settings)
     write = partial(anole_prompt, words, open_tokenizer("Anole", "leloy/Anole-7b-v0.1-hf", checkpoint.path, search))
     return Kind("anole", grid, [grid], (words["<eoss>"],), TextEncoder(write, grid), partial(anole_null, words))
 
 
 def check(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError for relatives of these models that this pack does not read, or that draw no pictures."""
+    """Raise CheckpointError for related models that are not supported or do not generate images."""
     path, tensors, settings = checkpoint.path, checkpoint.tensors, checkpoint.settings
     if _ORIGINAL in tensors:
         raise CheckpointError(
-            f"{path.name} is in Meta's own layout of Chameleon. Use the Hugging Face folder of the model instead: for "
+            f"{path.name} is in Meta's layout of Chameleon. Use the Hugging Face folder of the model instead: for "
             "Anole that is leloy/Anole-7b-v0.1-hf (transformers' script convert_chameleon_weights_to_hf.py converts "
             "others)."
         )
     if settings.get("swin_norm"):
-        raise CheckpointError(f"{title(path)} normalises behind its blocks (swin_norm), as models of 34B do. Only "
+        raise CheckpointError(f"{title(path)} normalises after its blocks (swin_norm), as models of 34B do. Only "
                               "those of 7B are supported.")
     reads = any(name.startswith("model.vqmodel.encoder.") for name in tensors)
     draws = any(name.startswith("model.vqmodel.decoder.") for name in tensors)
     if (reads and not draws) or settings.get("mask_image_logits"):
         raise CheckpointError(
-            f"{title(path)} is Meta's Chameleon, or made like it: it reads pictures, but its image output was "
+            f"{title(path)} is Meta's Chameleon, or a similar model: it reads images, but its image output was "
             "switched off before its release. Use leloy/Anole-7b-v0.1-hf or Alpha-VLLM/Lumina-mGPT-7B-768."
         )
 
@@ -143,9 +143,11 @@ def check(checkpoint: Checkpoint) -> None:
 
 
 def size_table(side: int) -> list[tuple[int, int]]:
-    """Grids (rows, columns) of the sizes that a Lumina-mGPT was trained on whose square pictures have so many tokens a
-    side: for every width in cells of 32 pixels, the heights that come closest to the square's area without exceeding
-    it, up to an aspect of 4."""
+    """Grids (rows, columns) of the sizes that a Lumina-mGPT was trained on. side: tokens per side of its square images.
+
+    For every width in cells of 32 pixels, the heights that come closest to the square's area without exceeding it, up
+    to an aspect ratio of 4.
+    """
     scale = _CELL // _PATCH
     area = (side // scale) ** 2
     return [
@@ -157,26 +159,26 @@ def size_table(side: int) -> list[tuple[int, int]]:
 
 
 def target_size(path: Path, metadata: Mapping[str, Any], grid: tuple[int, int] | None) -> int:
-    """Pixels a side that a Lumina-mGPT checkpoint was trained for: by metadata, the model's name, or a square grid.
+    """Pixels per side that a Lumina-mGPT checkpoint was trained for: by metadata, the model's name, or a square grid.
 
-    Raises CheckpointError if none tells: neither the weights nor config.json do.
+    Raises CheckpointError if all are missing; neither weights nor config.json contain it.
     """
     if "grid" in metadata:
         return max(legal_grid(metadata["grid"])) * _PATCH
     name = title(path)
-    told = re.search(r"(?<![0-9A-Za-z])(512|768|1024)(?![0-9])", name)
-    if told is None and grid and grid[0] == grid[1] and grid[0] % 2 == 0:
+    found = re.search(r"(?<![0-9A-Za-z])(512|768|1024)(?![0-9])", name)
+    if found is None and grid and grid[0] == grid[1] and grid[0] % 2 == 0:
         return grid[0] * _PATCH
-    if told is None:
+    if found is None:
         raise CheckpointError(
-            f"{name} does not tell which size this Lumina-mGPT was trained for. Keep the released name of its folder, "
-            "which ends in 512, 768 or 1024, or set grid to 32, 48 or 64 (tokens a side)."
+            f"{name} does not show which size this Lumina-mGPT was trained for. Keep the released name of its folder, "
+            "which ends in 512, 768 or 1024, or set grid to 32, 48 or 64 (tokens per side)."
         )
-    return int(told[1])
+    return int(found[1])
 
 
 def anole_grid(settings: Mapping[str, Any], metadata: Mapping[str, Any]) -> tuple[int, int]:
-    """The one grid of an Anole: that of the pictures its image tokenizer was made for, 32 x 32 where nothing tells."""
+    """The grid of an Anole: that of its image tokenizer's resolution; default 32 x 32."""
     if "grid" in metadata:
         return legal_grid(metadata["grid"])
     vq = settings.get("vq_config") or {}
@@ -186,18 +188,18 @@ def anole_grid(settings: Mapping[str, Any], metadata: Mapping[str, Any]) -> tupl
 
 
 def longest(settings: Mapping[str, Any], grids: Sequence[tuple[int, int]]) -> int | None:
-    """Most tokens of prompt and picture by config.json; None if that could not even hold the pictures, as the configs
-    that were carried over from smaller models could not."""
-    told = positive(settings, "max_position_embeddings", None)
-    return told if told and told > max(rows * (cols + 1) for rows, cols in grids) else None
+    """Maximum tokens of prompt and image by config.json; None if that is less than an image, as in configs that were
+    copied from smaller models."""
+    most = positive(settings, "max_position_embeddings", None)
+    return most if most and most > max(rows * (cols + 1) for rows, cols in grids) else None
 
 
-# Words
+# Vocabulary
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Which ids the image codes (``codes`` of them from ``first`` on) and the special tokens have."""
+    """Ids of the image codes (``codes`` of them, starting at ``first``) and of the special tokens."""
 
     first: int
     codes: int
@@ -206,14 +208,14 @@ class Vocabulary:
 
     @property
     def images(self) -> range:
-        """Ids of the image codes, in their order."""
+        """Ids of the image codes, in order."""
         return range(self.first, self.first + self.codes)
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], words: int, path: Path) -> Vocabulary:
-        """By config.json's vocabulary_map, or as released for a model of 65536 words without one.
+        """From config.json's vocabulary_map; without one, as released, for a vocabulary of 65536.
 
-        Raises CheckpointError if neither tells, or the codes do not lie in a row.
+        Raises CheckpointError if neither applies, or the codes are not consecutive.
         """
         ids = settings.get("vocabulary_map")
         if not ids and words == _WORDS:
@@ -224,8 +226,8 @@ class Vocabulary:
         first = codes.get("0")
         if first is None or codes != {str(i): first + i for i in range(len(codes))} or first + len(codes) > words:
             raise CheckpointError(
-                f"{title(path)} does not tell which of its {words} words are the image tokens: its config.json "
-                "lacks vocabulary_map, or has them in another order. Download config.json of the released model again."
+                f"{title(path)} does not show which of its {words} ids are image tokens: its config.json "
+                "has no vocabulary_map, or one with another order. Download config.json of the released model again."
             )
         return cls(first, len(codes), ids, path)
 
@@ -233,12 +235,12 @@ class Vocabulary:
         """Id of a special token. Raises CheckpointError if there is none."""
         if token not in self.ids:
             raise CheckpointError(f"The vocabulary_map in config.json of {title(self.path)} lacks {token}: it is "
-                                  "the one of another model.")
+                                  "that of another model.")
         return self.ids[token]
 
 
 def open_tokenizer(name: str, source: str, path: Path, search: Sequence[Path]) -> Tokenizer:
-    """The tokenizer of a model of this family, which its other repositories also hold."""
+    """The tokenizer of a model of this family; its repositories share one."""
     return Tokenizer(find_tokenizer(path, _TOKENIZERS, search), (
         f"{name} reads prompts through tokenizer.json, which was not found. Put the one of {source} into the folder "
         f"{path.parent}."
@@ -246,31 +248,31 @@ def open_tokenizer(name: str, source: str, path: Path, search: Sequence[Path]) -
 
 
 def text_ids(words: Vocabulary, tokenizer: Tokenizer, text: str) -> list[int]:
-    """A turn of the user: <s>, text, end of turn. Raises CheckpointError for the tokenizer of another model."""
+    """A user's message: <s>, text, end of turn. Raises CheckpointError for the tokenizer of another model."""
     if tokenizer.id("<racm3:break>") != words["<racm3:break>"]:
         raise CheckpointError(f"{tokenizer.file} is the tokenizer of another model. Use the one released with it.")
     return [words["<s>"], *tokenizer.ids(text), words["<reserved08706>"]]
 
 
 def lumina_opening(words: Vocabulary, grid: tuple[int, int]) -> list[int]:
-    """What opens a picture: begin of image, height and width in cells. Alone it is the prompt without a prompt."""
+    """The start of an image: begin of image, height and width in cells. Alone it is the unconditional prompt."""
     return [words["<racm3:break>"], *(words[f"<reserved{8800 + side * _PATCH // _CELL:05}>"] for side in grid)]
 
 
 def lumina_prompt(words: Vocabulary, tokenizer: Tokenizer, text: str, grid: tuple[int, int]) -> list[int]:
-    """The instruction that Lumina-mGPT was trained with, which says the size in words, and the picture's opening."""
+    """The instruction that Lumina-mGPT was trained with, which states the size, and the start of the image."""
     rows, cols = grid
     asked = f"Generate an image of {cols * _PATCH}x{rows * _PATCH} according to the following prompt:\n{text}"
     return text_ids(words, tokenizer, asked) + lumina_opening(words, grid)
 
 
 def anole_prompt(words: Vocabulary, tokenizer: Tokenizer, text: str, _grid: tuple[int, int]) -> list[int]:
-    """The prompt as it is, and begin of image."""
+    """The unchanged prompt, and begin of image."""
     return [*text_ids(words, tokenizer, text), words["<racm3:break>"]]
 
 
 def anole_null(words: Vocabulary, _grid: tuple[int, int]) -> list[int]:
-    """The prompt without a prompt."""
+    """The unconditional prompt."""
     return [words["<s>"], words["<racm3:break>"]]
 
 

@@ -1,11 +1,11 @@
-"""EAGLE drafters: the layout that LANTERN's authors released (Jang et al., arXiv:2410.03355), and the pack's own.
+"""EAGLE drafters: the layout that LANTERN's authors released (Jang et al., arXiv:2410.03355), and the pack's.
 
-A folder with config.json and the weights, or the weights alone. Weights tell almost everything; the epsilon of the
-norms and what the drafter was trained for come from config.json, or from our metadata, which holds the same entries.
+A folder with config.json and the weights, or the weights alone. Sizes are read from the weights; the epsilon of the
+norms and the target come from config.json, or from our metadata, which has the same entries.
 
-A prompt is drafted as pairs, too: each hidden state with what follows it. Drafters of language models (LANTERN's for
-Anole and Lumina-mGPT) have a table of all words, and pair hidden states with the words of the prompt. Others know image
-tokens alone, and id 0 stands for every slot of a prompt.
+A prompt is also read as pairs: each hidden state with the next token. Drafters of language models (LANTERN's for Anole
+and Lumina-mGPT) have embeddings for the whole vocabulary, and pair hidden states with the tokens of the prompt. Others
+embed image tokens only, and use id 0 for every slot of a prompt.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _QKV = [f"{_LAYER}self_attn.{part}_proj.weight" for part in "qkv"]
 _INPUT_TYPES = {  # LANTERN's config entry -> (family, grid) of the target
     "c2i": ("llamagen-c2i", [24, 24]), "t2i": ("llamagen-t2i", [16, 16]), "t2i2": ("llamagen-t2i", [32, 32]),
 }  # fmt: skip
-_NORM_EPS = 1e-6  # where config.json does not say
+_NORM_EPS = 1e-6  # default if config.json has none
 
 
 def recognise(tensors: dict[str, Tensor]) -> bool:
-    """Is this a drafter of the first or second EAGLE generation?"""
+    """Whether this is an EAGLE-1 or EAGLE-2 drafter."""
     return "fc.weight" in tensors and _QKV[0] in tensors
 
 
 @dataclass
 class EagleState:
-    """Cache over the pairs of one batch, behind the target's state; ``expanded``: drafts since the last observation."""
+    """Cache over the pairs of one batch, and the target's state. expanded: drafts since the last observation."""
 
     target: State
     cache: KVCache
@@ -58,9 +58,9 @@ class EagleState:
 class EagleDrafter:
     """See Drafter in samplers/contract.py for the contract. ``model`` is the target, whose head gives the logits.
 
-    padded: the drafter was trained behind a prompt padded to the target's full number of slots (LANTERN's for LlamaGen
-    are), so the padding is put back before it. The table of ``module`` begins with the target's image tokens; words of
-    a prompt, if it knows any, follow.
+    padded: the drafter was trained with prompts padded to the target's full number of slots (as LANTERN's for
+    LlamaGen), so the padding is added again. The embedding of ``module`` starts with the target's image tokens; the
+    text vocabulary, if any, follows.
     """
 
     kind = "eagle"
@@ -74,7 +74,7 @@ class EagleDrafter:
         return self.module.device
 
     def prompt_pairs(self, slots: int) -> int:
-        """Pairs that stand before the first image token, for a prompt of ``slots`` slots."""
+        """Number of pairs before the first image token, for a prompt of ``slots`` slots."""
         return (max(slots, self.model.prefix.slots) if self.padded else slots) - 1
 
     def kv_bytes(self, batch: int, layout: TokenLayout, slack: int, guided: bool, prompt: int = 0) -> int:
@@ -88,9 +88,8 @@ class EagleDrafter:
         self, target_state: State, conditioning: Conditioning, negative: Conditioning | None, batch: int,
         layout: TokenLayout, slack: int, guided: bool, into: EagleState | None = None,
     ) -> EagleState:
-        """Feed the pairs of the prompt; its last hidden state is left to the first observation, which brings its token.
-        """
-        own = guided and negative is None  # the second branch is the target's own unconditional one
+        """Feed the pairs of the prompt. The first observation feeds its last hidden state, with the next token."""
+        own = guided and negative is None  # the second branch is the target's unconditional one
         branches = [
             self._padding(hidden, learned=own and index == 1)
             for index, hidden in enumerate(target_state.prefix_hidden)
@@ -127,7 +126,7 @@ class EagleDrafter:
         return state.cache.look_at(None if tokens is None else state.longest + tokens)
 
     def _prompt_ids(self, target_state: State, branch: int, hidden: Tensor) -> Tensor:
-        """Rows [B, n] of the drafter's table for the prompt of a branch with the hidden states [B, n, D]."""
+        """Ids [B, n] in the drafter's embedding for the prompt of a branch with the hidden states [B, n, D]."""
         if not self.reads_words:
             return torch.zeros(hidden.shape[:2], dtype=torch.int64, device=self.device)
         features = target_state.prefix_features[branch]
@@ -140,11 +139,11 @@ class EagleDrafter:
         return self.model.positions.prompt(length, self.module.config.head_dim, self.device)
 
     def _padding(self, hidden: Tensor, learned: bool) -> Tensor:
-        """Hidden states [B, n, D] of a prompt with those of its padding before them, if the drafter is used to it.
+        """Hidden states [B, n, D] of a prompt after those of its padding, if the drafter was trained with it.
 
-        Padded slots of a caption are zero from the first layer to the last. Those of the learned null caption see each
-        other up to their own: LANTERN's drafters were trained without a mask there, and a row of its target whose keys
-        are all masked attends to them as if none were. (LlamaGen's own code lets such a slot see itself alone.)
+        Padded slots of a caption are zero in every layer. Those of the learned null caption attend causally to each
+        other: LANTERN's drafters were trained without a mask there, and in its target, a row whose keys are all masked
+        attends to all of them. (In LlamaGen's code such a slot attends only to itself.)
         """
         missing = self.prompt_pairs(hidden.shape[1]) + 1 - hidden.shape[1]
         if missing == 0:
@@ -157,7 +156,7 @@ class EagleDrafter:
         return torch.cat((padding.expand(len(hidden), -1, -1), hidden), dim=1)
 
     def observe(self, state: EagleState, tokens: Tensor, positions: Tensor, hidden: Tensor, count: Tensor) -> StepOut:
-        """One causal pass over pairs (hidden, token) behind all earlier ones; see Drafter."""
+        """One causal forward pass over pairs (hidden, token) after all earlier ones; see Drafter."""
         state.expanded = 0
         mask = state.cache.open(tokens.shape[1])
         feature = self._pass(state, tokens, positions, hidden, mask)
@@ -169,7 +168,7 @@ class EagleDrafter:
     def expand(
         self, state: EagleState, tokens: Tensor, positions: Tensor, hidden: Tensor, tree_mask: Tensor
     ) -> StepOut:
-        """Pairs of drafts with what this drafter predicted at their parents; see Drafter."""
+        """Pairs of drafted tokens with the features predicted at their parents; see Drafter."""
         mask = state.cache.open(tokens.shape[1], repeated(tree_mask, state.target.branches), state.expanded)
         state.expanded += tokens.shape[1]
         return self._output(self._pass(state, tokens, positions, hidden, mask))
@@ -188,10 +187,10 @@ class EagleDrafter:
 
     @torch.inference_mode()
     def teacher_forced(self, hidden: Tensor, ids: Tensor, prompt: int = 0) -> Tensor:
-        """Features [R, T, D] predicted from hidden [R, T, D] and ids [R, T] (rows of its table) in one causal pass.
+        """Features [R, T, D] predicted from hidden [R, T, D] and ids [R, T] (of its embedding) in one causal pass.
 
         hidden[:, t] is the target's hidden state one position before ids[:, t]; the feature predicts the one at it. The
-        first ``prompt`` pairs belong to the prompt (ids 0, or those of words), the others to the image tokens from
+        first ``prompt`` pairs belong to the prompt (id 0, or text ids), the others to the image tokens from
         position 0 on.
         """
         rotation = rotation_of(
@@ -202,7 +201,7 @@ class EagleDrafter:
 
 
 def load(checkpoint: Checkpoint, model: DiscreteModel, dtype: torch.dtype, operations=nn) -> EagleDrafter:
-    """Build the drafter of ``model`` on the CPU. Raises CheckpointError if damaged or of another model."""
+    """Build the drafter of ``model`` on the CPU. Raises CheckpointError if it is damaged or of another model."""
     path, tensors = checkpoint.path, checkpoint.tensors
     settings = {name: value for name, value in (checkpoint.settings | checkpoint.metadata).items() if value is not None}
     tensors = {name: t for name, t in tensors.items() if not name.endswith(("rotary_emb.inv_freq", "freqs_cis"))}
@@ -222,9 +221,9 @@ def load(checkpoint: Checkpoint, model: DiscreteModel, dtype: torch.dtype, opera
 
 
 def token_table(own: Tensor | None, model: DiscreteModel) -> tuple[Tensor, ...]:
-    """The parts of a drafter's token table: its rows for the target's image tokens, then, if it has them, for words.
+    """The parts of a drafter's embedding: rows for the target's image tokens, then those for text, if any.
 
-    own: the table of the file; without one it is the target's.
+    own: the embedding in the file; None: the target's.
     """
     if own is None:
         images = image_embeddings(model).cpu()
@@ -235,13 +234,13 @@ def token_table(own: Tensor | None, model: DiscreteModel) -> tuple[Tensor, ...]:
 
 
 def image_embeddings(model: DiscreteModel) -> Tensor:
-    """What a model reads for each of its image tokens [V+, D], whichever module embeds them."""
+    """The embeddings [V+, D] of a model's image tokens, whichever module holds them."""
     with torch.no_grad():
         return model.backbone.tok_embeddings(torch.arange(model.vocab_total, device=model.device))
 
 
 def block_config(tensors: dict[str, Tensor], model: DiscreteModel, path: Path) -> BackboneConfig:
-    """Sizes of the drafter, from its weights. Raises CheckpointError where they are not the target's."""
+    """Sizes of the drafter, from its weights. Raises CheckpointError if they differ from the target's."""
     target = model.backbone.config
     fc, gate = (matrix(tensors, name, path) for name in ("fc.weight", "layers.0.mlp.gate_proj.weight"))
     dim = len(fc)
@@ -252,25 +251,25 @@ def block_config(tensors: dict[str, Tensor], model: DiscreteModel, path: Path) -
         )
     q_norm = "layers.0.self_attn.q_norm.weight"
     rows = len(matrix(tensors, _TABLE, path)) if _TABLE in tensors else target.vocab
-    # A table of words begins with those of the language model; there may be more than the target knows, as padding.
+    # A text embedding starts with the language model's vocabulary; more rows than that are padding.
     words = max(*model.word_ids, model.prefix.words - 1) + 1 if model.word_ids else target.vocab
     head_norms = len(matrix(tensors, q_norm, path)) if q_norm in tensors else 0
     for what, mine, its in (
         ("width", dim, target.dim),
         ("number of tokens", rows, rows if model.word_ids and rows >= words else target.vocab),
-        ("number of norms of queries", head_norms, target.head_norms),
+        ("number of query norms", head_norms, target.head_norms),
     ):
         if mine != its:
             raise CheckpointError(
                 f"{path.name} was trained for another model: its {what} is {mine}, this model's is {its}. Choose the "
-                "drafter that belongs to this model."
+                "drafter of this model."
             )
     q, k, v = (len(matrix(tensors, name, path, dim)) for name in _QKV)
     kv_heads, rest = divmod(k, target.head_dim)
     if q != dim or k != v or rest or kv_heads == 0 or target.heads % kv_heads:
         raise CheckpointError(
-            f"{path.name}: queries, keys and values have {q}, {k} and {v} channels, which do not make heads of "
-            f"{target.head_dim} as this model has."
+            f"{path.name}: queries, keys and values have {q}, {k} and {v} channels, which do not give heads of "
+            f"{target.head_dim} channels as in this model."
         )
     return replace(
         target, layers=1, ffn_dim=len(gate), attention_norm="layers.0.input_layernorm.weight" in tensors,
@@ -279,7 +278,7 @@ def block_config(tensors: dict[str, Tensor], model: DiscreteModel, path: Path) -
 
 
 def check_sizes(settings: dict[str, Any], config: BackboneConfig, path: Path) -> None:
-    """Raise CheckpointError where config.json describes another block than the weights and the target do."""
+    """Raise CheckpointError if config.json contradicts the weights or the target."""
     for entry, its in {
         "hidden_size": config.dim, "intermediate_size": config.ffn_dim, "vocab_size": config.vocab,
         "num_attention_heads": config.heads, "num_key_value_heads": config.cached_heads, "num_hidden_layers": 1,
@@ -287,26 +286,26 @@ def check_sizes(settings: dict[str, Any], config: BackboneConfig, path: Path) ->
     }.items():  # fmt: skip
         if settings.get(entry, its) != its:
             raise CheckpointError(
-                f"{path.name}: config.json says {entry} {settings[entry]!r}, but {its!r} is what this model and the "
-                "weights need. Choose the drafter that belongs to this model, with its own config.json."
+                f"{path.name}: config.json says {entry} {settings[entry]!r}, but this model and the "
+                f"weights need {its!r}. Choose the drafter of this model, with its config.json."
             )
 
 
 def norm_eps(settings: dict[str, Any], path: Path) -> float:
-    """Epsilon of the norms. Raises CheckpointError for one that cannot be."""
+    """Epsilon of the norms. Raises CheckpointError for an invalid one."""
     eps = settings.get("rms_norm_eps", _NORM_EPS)
     if not isinstance(eps, float) or not 0 < eps < 1:
-        raise CheckpointError(f"{path.name}: config.json says rms_norm_eps {eps!r}; it must lie between 0 and 1.")
+        raise CheckpointError(f"{path.name}: config.json says rms_norm_eps {eps!r}; it must be between 0 and 1.")
     return eps
 
 
 def check_target(settings: dict[str, Any], model: DiscreteModel, path: Path) -> None:
-    """Raise CheckpointError if the drafter says that it was trained for another family or grid."""
+    """Raise CheckpointError if the drafter was trained for another family or grid."""
     kind = settings.get("input_type")
     if kind is not None and kind not in tuple(_INPUT_TYPES):
         raise CheckpointError(
-            f"{path.name}: config.json says input_type {kind!r}, which is none of {', '.join(_INPUT_TYPES)}. It is "
-            "for a family this pack does not know."
+            f"{path.name}: config.json says input_type {kind!r}, not one of {', '.join(_INPUT_TYPES)}. Its "
+            "target is of an unsupported model family."
         )
     own = settings.get("target", model.family), settings.get("grid", list(model.grid))
     family, grid = own if kind is None else _INPUT_TYPES[kind]
@@ -314,5 +313,5 @@ def check_target(settings: dict[str, Any], model: DiscreteModel, path: Path) -> 
         raise CheckpointError(
             f"{path.name} drafts for {family} on a token grid of {grid} (rows, columns)"
             + (f" (config.json: input_type {kind})" if kind else "")
-            + f", but the model is {model.family} on {list(model.grid)}. Choose the drafter that belongs to this model."
+            + f", but the model is {model.family} on {list(model.grid)}. Choose the drafter of this model."
         )

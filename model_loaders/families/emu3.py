@@ -1,8 +1,7 @@
-"""Emu3 (arXiv:2409.18869): Emu3-Gen draws pictures of about 720 x 720 pixels, Emu3-Stage1 of about 512 x 512.
+"""Emu3 (arXiv:2409.18869): Emu3-Gen generates images of about 720 x 720 pixels, Emu3-Stage1 of about 512 x 512.
 
-Image tokens are words of a language model, and the picture's size stands in front of it in digits. Accepts the original
-repositories (their tokenizer is a file of ranks) and the folders of transformers, old and new, which contain the image
-decoder.
+Image tokens are part of the language model's vocabulary, and the image's size precedes it in digits. Accepts the
+original repositories (with a tiktoken file) and folders of transformers, old and new, which contain the image decoder.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from ..text.language_model import (
 from ..text.prompt_encoders import TextEncoder, features_of
 from ..text.tiktoken_file import RankTokenizer
 
-# What was added to every prompt in training, and what stood for a prompt where there was to be none.
+# The suffix of every prompt in training, and the default negative prompt.
 QUALITY = " masterpiece, film grained, best quality."
 NEGATIVE = (
     "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality, "
@@ -50,27 +49,27 @@ NEGATIVE = (
 )
 _ROOTS = {"model.text_model.": "", "text_model.model.": "text_model.", "model.": ""}  # of language model -> of its head
 _VQ = ("model.vqmodel.", "vqmodel.")
-_WORDS, _CODES = 184622, 32768  # of all released models: the codes are the last words
+_WORDS, _CODES = 184622, 32768  # of all released models: the codes are the last ids
 _HEADS = {4096: 32}  # width -> heads
 _PATCH = 8
-_SIDES = {"Emu3-Gen": 90, "Emu3-Stage1": 64}  # tokens a side of a square picture
-_ASPECT = 4  # the widest and tallest pictures offered
-_FOLDERS = ("Emu3-Gen", "Emu3-Stage1", "Emu3-Gen-hf", "Emu3-Stage1-hf", "Emu3-Chat", "Emu3-Chat-hf")  # one tokenizer
-_PATTERN = (  # pieces that its original tokenizer cuts a text into: contractions, words, digits, signs, white space
+_SIDES = {"Emu3-Gen": 90, "Emu3-Stage1": 64}  # tokens per side of a square image
+_ASPECT = 4  # the widest and tallest images supported
+_FOLDERS = ("Emu3-Gen", "Emu3-Stage1", "Emu3-Gen-hf", "Emu3-Stage1-hf", "Emu3-Chat", "Emu3-Chat-hf")  # same tokenizer
+_PATTERN = (  # how the original tokenizer splits a text: contractions, words, digits, signs, white space
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_NAMES = {  # how the special tokens are called
+_NAMES = {  # names of the special tokens
     "beginning": "<|extra_203|>", "end": "<|extra_204|>", "row_end": "<|extra_200|>", "frame_end": "<|extra_201|>",
     "image": "<|image token|>", "opening": "<|image start|>", "closing": "<|image end|>",
 }  # fmt: skip
-_RANKED = (  # the special tokens behind the ranks
+_RANKED = (  # the special tokens after the ranks
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)), "<|image token|>",
     "<|image start|>", "<|image end|>", *(f"<|visual token {code:06d}|>" for code in range(_CODES)),
 )  # fmt: skip
 
 
 def recognise(tensors: Mapping[str, Tensor]) -> bool:
-    """Is this an Emu3? By its image decoder beside the language model, or by the number of its words."""
+    """Whether this is an Emu3: it contains an image decoder and a language model, or has Emu3's vocabulary size."""
     root = language_root(tensors, tuple(_ROOTS))
     if root is None or (table := tensors[f"{root}embed_tokens.weight"]).ndim != 2:
         return False
@@ -81,10 +80,10 @@ def recognise(tensors: Mapping[str, Tensor]) -> bool:
 def load(
     checkpoint: Checkpoint, dtype: torch.dtype, grid: tuple[int, int] | None, search: Sequence[Path], operations=nn
 ) -> DiscreteModel:
-    """Build the model on the CPU; an image decoder in the same file stays unread.
+    """Build the model on the CPU; an image decoder in the same file is not read.
 
-    Raises CheckpointError for tensors that are missing, misshapen or not finite, for a model that only reads pictures,
-    and where nothing tells how large the pictures are that it draws.
+    Raises CheckpointError for tensors that are missing, misshapen or not finite, for a model that only reads images,
+    and if the size of generated images is unknown.
     """
     path, meta, tensors, settings = checkpoint.path, checkpoint.own_settings, checkpoint.tensors, checkpoint.settings
     root = next(root for root in _ROOTS if f"{root}embed_tokens.weight" in tensors)
@@ -124,10 +123,10 @@ def load(
 
 
 def size_table(side: float) -> list[tuple[int, int]]:
-    """Grids (rows, columns) of all pictures as large as a square of so many tokens a side, from tall to wide.
+    """Grids (rows, columns) of all images with the area of a square of ``side`` tokens per side, from tall to wide.
 
-    Both sides are the exact ones of an aspect, rounded: as the aspect grows, one of the two changes after the other,
-    wherever it is half-way between two numbers.
+    Both sides are the exact ones of an aspect ratio, rounded: as the ratio grows, one of the two changes at a time,
+    wherever it is half-way between two integers.
     """
     widest = sqrt(_ASPECT)
     steps = [(i + 0.5) / side for i in range(int(side * widest) + 1)]
@@ -140,17 +139,17 @@ def size_table(side: float) -> list[tuple[int, int]]:
 def sizes_of(
     checkpoint: Checkpoint, settings: Mapping[str, Any], patch: int, wanted: tuple[int, int] | None
 ) -> tuple[tuple[int, int], list[tuple[int, int]]]:
-    """(the grid that is drawn where nobody asks for another, all of them): by our metadata, the ``image_area`` in
-    pixels of an original config.json, the name of folder or file, or else the grid that the user ``wanted``.
+    """(default grid, all grids): by our metadata, the ``image_area`` in pixels of an original config.json, the name of
+    folder or file, or else the grid that the user ``wanted``.
 
-    Raises CheckpointError if none tells, for a grid of another size, and for Emu3-Chat.
+    Raises CheckpointError if all are missing, for a grid of another size, and for Emu3-Chat.
     """
     path, meta = checkpoint.path, checkpoint.own_settings
     name = title(path)
     area = settings.get("image_area")
     if re.search(r"emu-?3-?chat", name, re.IGNORECASE):
         raise CheckpointError(
-            f"{name} was trained to read pictures, not to draw them. Use Emu3-Gen (720 x 720 pixels) or Emu3-Stage1 "
+            f"{name} was trained to read images, not to generate them. Use Emu3-Gen (720 x 720 pixels) or Emu3-Stage1 "
             "(512 x 512)."
         )
     named = [side for model, side in _SIDES.items() if model.split("-")[1].lower() in name.lower()]
@@ -162,31 +161,31 @@ def sizes_of(
     elif len(named) == 1:
         side = named[0]
     else:
-        told = [side for side in _SIDES.values() if wanted and tuple(wanted) in size_table(side)]
-        if not told:
+        sides = [side for side in _SIDES.values() if wanted and tuple(wanted) in size_table(side)]
+        if not sides:
             raise CheckpointError(
-                f"{name} does not tell whether it is Emu3-Gen or Emu3-Stage1, which draw pictures of different sizes: "
+                f"{name} does not show whether it is Emu3-Gen or Emu3-Stage1, which have different image sizes: "
                 "keep the released name of its folder, or set grid to 90 x 90 tokens (Gen) or 64 x 64 (Stage1)."
             )
-        side = told[0]
+        side = sides[0]
     if "grid" not in meta:
         default = legal_grid((round(side), round(side)))
     grids = size_table(side)
     if wanted and tuple(wanted) not in grids:
         near = sorted(grids, key=lambda sides: sum(abs(log(a / b)) for a, b in zip(sides, wanted, strict=True)))[:3]
         raise CheckpointError(
-            f"{name} does not draw {wanted[0]} x {wanted[1]} tokens (rows x columns), but pictures about as large as "
+            f"{name} does not generate {wanted[0]} x {wanted[1]} tokens (rows x columns), but about the area of "
             f"{default[0]} x {default[1]}. The nearest grids are {', '.join(f'{h} x {w}' for h, w in near)}."
         )
     return legal_grid(wanted or default), grids
 
 
-# Words
+# Vocabulary
 
 
 @dataclass(frozen=True)
 class Words:
-    """Which ids the image codes (``codes`` of them from ``first`` on) and the special tokens have."""
+    """Ids of the image codes (``codes`` of them, starting at ``first``) and of the special tokens."""
 
     first: int
     codes: int
@@ -200,19 +199,19 @@ class Words:
 
     @property
     def images(self) -> range:
-        """Ids of the image codes, in their order."""
+        """Ids of the image codes, in order."""
         return range(self.first, self.first + self.codes)
 
     @property
     def specials(self) -> tuple[int, int, int, int]:
-        """The end of a row, and what follows the last: end of frame, of image, of text."""
+        """The end of a row, and the tokens after the last row: end of frame, of image, of text."""
         return self.row_end, self.frame_end, self.closing, self.end
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], words: int, path: Path) -> Words:
-        """By config.json's vocabulary_map, and as released where a model of 184622 words has no other.
+        """From config.json's vocabulary_map; without one, as released, for a vocabulary of 184622.
 
-        Raises CheckpointError if neither tells, or the codes do not lie in a row behind all the text.
+        Raises CheckpointError if neither applies, or the codes are not consecutive after all text ids.
         """
         released = {name: words - len(_RANKED) + i for i, name in enumerate(_RANKED)} if words == _WORDS else {}
         ids = released | (settings.get("vocabulary_map") or {})
@@ -222,8 +221,8 @@ class Words:
         in_a_row = first is not None and codes == {f"{code:06d}": first + code for code in range(len(codes))}
         if not in_a_row or first + len(codes) > words or not all(0 <= id < first for id in found.values()):
             raise CheckpointError(
-                f"{path.parent.name} does not tell which of its {words} words are image tokens and which are special: "
-                "its config.json lacks vocabulary_map, or has them in another order. Download config.json of the "
+                f"{path.parent.name} does not show which of its {words} ids are image tokens and special tokens: "
+                "its config.json has no vocabulary_map, or one with another order. Download config.json of the "
                 "released model again."
             )
         return cls(first, len(codes), **found)
@@ -232,7 +231,7 @@ class Words:
 def prompt_ids(
     words: Words, tokenizer: Tokenizer | RankTokenizer, text: str, grid: tuple[int, int]
 ) -> list[int]:
-    """Beginning, text, opening of a picture, its size in tokens, image. Raises CheckpointError for the tokenizer of
+    """Begin of text, text, begin of image, its size in tokens, image token. Raises CheckpointError for the tokenizer of
     another model."""
     if tokenizer.id(_NAMES["image"]) != words.image:
         raise CheckpointError(f"{tokenizer.file} is the tokenizer of another model. Use the one released with it.")
@@ -241,13 +240,13 @@ def prompt_ids(
 
 
 def open_tokenizer(path: Path, search: Sequence[Path]) -> Tokenizer | RankTokenizer:
-    """The tokenizer of transformers' folders or of the original ones, of this model or of another Emu3."""
+    """The tokenizer from folders of transformers or original ones, of this model or another Emu3."""
     found = find_tokenizer(path, _FOLDERS, search)
     ranks = None if found and found.parent == path.parent else find_tokenizer(path, _FOLDERS, search, "emu3.tiktoken")
     if ranks is not None and (found is None or ranks.parent == path.parent):
         return RankTokenizer(ranks, _PATTERN, _RANKED)
     return Tokenizer(found, (
-        "Emu3 reads prompts through emu3.tiktoken (or tokenizer.json), which was not found. Put the one of "
+        "Emu3 reads prompts through emu3.tiktoken (or tokenizer.json), which was not found. Put that of "
         f"BAAI/Emu3-Gen into the folder {path.parent}."
     ))  # fmt: skip
 

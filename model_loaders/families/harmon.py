@@ -1,8 +1,8 @@
 """Harmon (Wu et al., arXiv:2503.21979) 0.5B and 1.5B: text to image through MAR and Qwen2.5.
 
 Accepts the released .pth files (flat, fp16) and safetensors. The text head, MAR's class table and an image decoder
-(``vae.*``) that a file may hold are left out: none is needed to draw tokens. Sizes are read from tensor shapes, except
-the numbers of attention heads, which come from our metadata or the released sizes.
+(``vae.*``) that a file may contain are not read: none is needed to generate tokens. Sizes are read from tensor shapes,
+except the numbers of attention heads, which come from our metadata or the released sizes.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _NAME = "harmon"
 _LLM = "llm.model."
 _UNUSED = ("llm.lm_head.", "mar.class_emb.", "vae.")
 _DEFAULTS = {"cfg": 3.0, "cfg_schedule": "constant", "iterations": 64}
-_GRID = (32, 32)  # the released models draw 512 x 512 pixels unless told otherwise
+_GRID = (32, 32)  # the default of the released models, 512 x 512 pixels
 _TOKENIZERS = ("qwen25_tokenizer", "Qwen2.5-0.5B-Instruct", "Qwen2.5-1.5B-Instruct", "Harmon-0_5B", "Harmon-1_5B")
 _TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
 class HarmonModel(MaskedModel):
-    """Harmon behind the ContinuousModel protocol: MAR, but for what it makes of prompts and for its grids."""
+    """Harmon, implementing the ContinuousModel protocol: MAR with other prompts and grids."""
 
     backbone: Harmon
 
@@ -47,7 +47,7 @@ class HarmonModel(MaskedModel):
         return f"ids of {self.backbone.llm.vocab} tokens"
 
     def check_grid(self, rows: int | None = None, cols: int | None = None) -> tuple[int, int]:
-        """The grid to draw on. Any is possible, for positions are resized; the released models were trained on
+        """The grid to generate. Any is possible, as positions are resized; the released models were trained on
         16 x 16 and 32 x 32 tokens (256 and 512 pixels). Raises ValueError for sides below 1 or above 1024.
         """
         return legal_grid((rows or self.grid[0], cols or self.grid[1]))
@@ -55,11 +55,11 @@ class HarmonModel(MaskedModel):
     def start(
         self, conditioning: Conditioning, negative: Conditioning | None, batch: int, grid: tuple[int, int], guided: bool
     ) -> MaskedState:
-        """Let the language model read both guidance branches. Raises ValueError for CONDITIONING of other models."""
+        """Encode both guidance branches with the language model. Raises ValueError for CONDITIONING of other models."""
         prompts = [self.features(conditioning, batch, "positive")]
         if guided:
-            # The unconditional branch asks for a picture of nothing in particular, which is what an empty prompt
-            # becomes. A negative prompt takes its place: guidance then leads away from the picture it asks for.
+            # The unconditional branch asks for an unspecified image, as an empty prompt does. A negative prompt
+            # replaces it.
             other = negative if negative is not None else self.encode_prompt("")
             prompts.append(self.features(other, batch, "negative"))
         lengths = torch.tensor([p.shape[1] for p in prompts], device=self.device).repeat_interleave(batch)
@@ -69,26 +69,26 @@ class HarmonModel(MaskedModel):
         return MaskedState(self.backbone.prompt(ids, valid), len(prompts), self.backbone.positions(*grid))
 
     def transform(self, state: MaskedState, tokens: Tensor, known: Tensor, seen: int) -> Tensor:
-        """z [R, S, D] of all rows: R = branches * B * V. The V variants of a picture share its prompt."""
+        """z [R, S, D] of all rows: R = branches * B * V. The V variants of an image share its prompt."""
         return self.backbone(state.prompts, tokens, known, seen, state.positions)
 
     def run_bytes(self, rows: int, tokens: int, draws: int) -> int:
-        """Rough bytes of activations of a pass over rows of ``tokens`` tokens that draws ``draws`` of each."""
+        """Rough bytes of activations of a pass over rows of ``tokens`` tokens that samples ``draws`` of them."""
         length, llm = tokens + self.backbone.config.slots, self.backbone.llm
         language = rows * length * (4 * llm.width + 3 * llm.hidden + length)
         return super().run_bytes(rows, tokens, draws) + language * self.dtype.itemsize
 
 
 class ChatTokenizer:
-    """Prompt -> token ids as features [1, n, 1] (fp32, exact): the model's own language model embeds them."""
+    """Prompt -> token ids as features [1, n, 1] (fp32, exact): the language model embeds them."""
 
     def __init__(self, folder: Path, vocab: int):
         self.folder, self.vocab, self._tokenizer = folder, vocab, None
 
     def encode(self, text: str) -> Tensor:
-        """Ids of the request for this picture, or for any picture if ``text`` is empty.
+        """Ids of the request for this image, or for any image if ``text`` is empty.
 
-        Raises CheckpointError if the folder holds no tokenizer of this language model.
+        Raises CheckpointError if the folder has no tokenizer of this language model.
         """
         if self._tokenizer is None:
             self._tokenizer = self._load()
@@ -96,8 +96,8 @@ class ChatTokenizer:
         with readable(self.folder):
             ids = self._tokenizer.encode(_TEMPLATE.format(request))
         if max(ids) >= self.vocab:
-            raise CheckpointError(f"{self.folder} holds the tokenizer of another model: it writes ids of more than the "
-                                  f"{self.vocab} tokens that this one reads.")
+            raise CheckpointError(f"{self.folder} has the tokenizer of another model: its ids exceed this model's "
+                                  f"vocabulary of {self.vocab}.")
         return features_of(ids)
 
     def _load(self):
@@ -106,14 +106,14 @@ class ChatTokenizer:
             tokenizer = read_qwen2(self.folder)
         if "<|im_start|>" not in tokenizer.get_vocab() or len(tokenizer) > self.vocab:
             raise CheckpointError(
-                f"{self.folder} holds the tokenizer of another model ({len(tokenizer)} tokens): this one needs "
+                f"{self.folder} has the tokenizer of another model ({len(tokenizer)} tokens): this one needs "
                 f"Qwen2.5's, with <|im_start|> and at most {self.vocab} tokens."
             )
         return tokenizer
 
 
 def recognise(tensors: dict[str, Tensor]) -> bool:
-    """Is this Harmon: a MAR and a language model?"""
+    """Whether this is Harmon: a MAR and a language model."""
     return "mar.encoder_pos_embed_learned" in tensors and f"{_LLM}embed_tokens.weight" in tensors
 
 
@@ -123,7 +123,7 @@ def language_model(tensors: dict[str, Tensor], heads: int | None, path: Path) ->
     heads = heads or HEADS.get(width)
     if heads is None or width % (2 * bounded_int("llm_heads", heads, 1, width)):
         raise CheckpointError(
-            f"{path.name} has a language model of width {width}, which is no released Harmon size, so its number of "
+            f"{path.name} has a language model of width {width}, which is not a released Harmon size, so its number of "
             "attention heads is unknown. Add safetensors metadata specar = {\"llm_heads\": ...}."
         )
     layers = mar.count(tensors, f"{_LLM}layers.")
@@ -147,7 +147,7 @@ def load(
             head = mar.head_of(inner, config, defaults.steps, path, operations)
     except CheckpointError:
         raise
-    except (KeyError, IndexError, ValueError) as error:  # a tensor that tells a size is missing, or of another shape
+    except (KeyError, IndexError, ValueError) as error:  # a tensor that determines a size is missing or misshapen
         raise CheckpointError(f"{path.name} is incomplete or damaged ({error}). Download it again.") from error
     encoder = tokenizer(path, backbone.llm.vocab, search)
     model = HarmonModel(backbone, head, _NAME, meta.get("scale", mar.SCALE), defaults, encoder)
@@ -158,7 +158,7 @@ def load(
 
 
 def tokenizer(path: Path, vocab: int, search: Sequence[Path]) -> PromptEncoder:
-    """Qwen2.5's tokenizer beside the model, or in a folder of a known name there or in the search folders."""
+    """Qwen2.5's tokenizer in the model's folder, or in a folder of a known name there or in the search folders."""
     folders = [path.parent, *(folder / name for folder in (path.parent, *search) for name in _TOKENIZERS)]
     for folder in folders:
         if (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file():

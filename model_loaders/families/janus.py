@@ -1,7 +1,7 @@
-"""Janus-Pro (Chen et al., arXiv:2501.17811) as DeepSeek released it, and in transformers' own naming.
+"""Janus-Pro (Chen et al., arXiv:2501.17811) as DeepSeek released it, and in transformers' naming.
 
-Only what draws is read: the language model, and the embedding and the head of its image tokens. What looks at pictures
-and the head for words stay in the file; the image decoder in it is vq.py's business.
+Only what generates images is read: the language model, and the embedding and the head of its image tokens. The vision
+encoder and the text head are not read; vq.py reads the image decoder.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _BEGIN, _PAD, _IMAGE = "<｜begin▁of▁sentence｜>", "<｜▁pad▁｜>", "<b
 
 
 def recognise(tensors: Collection[str]) -> bool:
-    """Is this a Janus, under either naming, or a relative of it that only looks at pictures?"""
+    """Whether this is a Janus, under either naming, or a related model that only reads images."""
     marks = {_ROOTS[0]: ("gen_embed.", "gen_head.", "aligner."),
              _ROOTS[1]: ("model.generation_embeddings.", "model.generation_head.", "model.aligner.")}
     return any(f"{root}embed_tokens.weight" in tensors and any(name.startswith(marks[root]) for name in tensors)
@@ -64,13 +64,13 @@ def load(
     checkpoint: Checkpoint, dtype: torch.dtype, grid: tuple[int, int] | None, search: Sequence[Path], operations=nn
 ) -> DiscreteModel:
     """Build the model on the CPU. Raises CheckpointError for tensors that are missing, unknown, misshapen or not
-    finite, for models that draw no pictures, and for a grid that it was not trained on."""
+    finite, for models that do not generate images, and for a grid that it was not trained on."""
     path, meta, settings = checkpoint.path, checkpoint.own_settings, text_settings(checkpoint)
     own = grid_of(checkpoint)
     if grid and tuple(grid) != own:
         raise CheckpointError(
-            f"{path.name} (Janus) draws {own[0]} x {own[1]} tokens (rows x columns), not {grid[0]} x {grid[1]}. "
-            "Leave its grid to the model."
+            f"{path.name} (Janus) generates {own[0]} x {own[1]} tokens (rows x columns), not {grid[0]} x {grid[1]}. "
+            "Set grid to auto."
         )
     named, root = tensors_of(checkpoint)
     sizes = {name: tensor.shape for name, tensor in named.items() if isinstance(tensor, Tensor)}
@@ -80,7 +80,7 @@ def load(
     config = backbone_config(checkpoint, root, codes, {dim: heads for dim, (_, heads) in _RELEASED.items()}, 1e-6)
     folder = _RELEASED.get(config.dim, ("Janus-Pro",))[0]
     tokenizer = Tokenizer(find_tokenizer(path, (folder,), search), (
-        f"{folder} reads prompts through tokenizer.json, which was not found. Put the one of deepseek-ai/{folder} into "
+        f"{folder} reads prompts through tokenizer.json, which was not found. Put that of deepseek-ai/{folder} into "
         f"the folder {path.parent}."
     ))  # fmt: skip
     with torch.device("meta"):
@@ -98,18 +98,18 @@ def load(
 
 
 def tensors_of(checkpoint: Checkpoint) -> tuple[dict[str, Tensor | tuple[Tensor, ...]], str]:
-    """The tensors that draw, under the names of a DiscreteModel, and what the language model's names begin with.
+    """The tensors that generate images, under the names of a DiscreteModel, and the prefix of the language model.
 
-    Raises CheckpointError if there are none, or not all of them.
+    Raises CheckpointError if some are missing.
     """
     path, tensors = checkpoint.path, checkpoint.tensors
     layout = int(f"{_ROOTS[1]}embed_tokens.weight" in tensors)
     root, names = _ROOTS[layout], {theirs[layout]: ours for ours, theirs in _PARTS.items()}
     missing = [f"{part}.weight" for part in names if f"{part}.weight" not in tensors]
-    if len(missing) >= len(_PARTS) - 1:  # all but the words
+    if len(missing) >= len(_PARTS) - 1:  # all but the text embedding
         raise CheckpointError(
-            f"{path.parent.name} ({path.name}) only looks at pictures: it has no {', no '.join(missing[:2])}. "
-            "Use deepseek-ai/Janus-Pro-1B or -7B, which also draw."
+            f"{path.parent.name} ({path.name}) only reads images: it has no {', no '.join(missing[:2])}. "
+            "Use deepseek-ai/Janus-Pro-1B or -7B, which also generate."
         )
     if missing:
         raise CheckpointError(f"{path.name} lacks {', '.join(missing[:3])}. It is incomplete: download it again.")
@@ -122,10 +122,9 @@ def tensors_of(checkpoint: Checkpoint) -> tuple[dict[str, Tensor | tuple[Tensor,
 
 
 def grid_of(checkpoint: Checkpoint) -> tuple[int, int]:
-    """The one grid of a Janus: that of as many tokens as its vision tower or processor have for a picture, 24 x 24
-    where nothing tells.
+    """The grid of a Janus: square, with the number of image tokens of its vision tower or processor; default 24 x 24.
 
-    Raises CheckpointError if that is no square.
+    Raises CheckpointError if that is not a square number.
     """
     if "grid" in checkpoint.own_settings:
         return legal_grid(checkpoint.own_settings["grid"])
@@ -135,20 +134,20 @@ def grid_of(checkpoint: Checkpoint) -> tuple[int, int]:
     side = isqrt(count) if isinstance(count, int) and count > 0 else 0
     if not side or side * side != count:
         raise CheckpointError(
-            f"The config of {checkpoint.path.parent.name} tells of {count} tokens for a picture, which is no square. "
+            f"The config of {checkpoint.path.parent.name} has {count} tokens per image, which is not a square number. "
             "Download config.json and processor_config.json again."
         )
     return legal_grid((side, side))
 
 
 def written(tokenizer: Tokenizer, words: int, text: str, _grid: tuple[int, int]) -> list[int]:
-    """A conversation in which the user asks for ``text`` and the assistant begins an image.
+    """A conversation in which the user asks for ``text`` and the assistant starts an image.
 
     Raises CheckpointError for the tokenizer of another model.
     """
     if len(tokenizer) > words:
         raise CheckpointError(
-            f"{tokenizer.file} has {len(tokenizer)} words but the model knows {words}: they do not belong together. "
+            f"{tokenizer.file} has {len(tokenizer)} tokens but the model {words}: they do not match. "
             "Use the tokenizer that was released with the model."
         )
     said = text.strip()
@@ -157,7 +156,7 @@ def written(tokenizer: Tokenizer, words: int, text: str, _grid: tuple[int, int])
 
 
 def without_words(tokenizer: Tokenizer, features: Tensor, _grid: tuple[int, int]) -> Tensor:
-    """The prompt [B, n, 1] with padding in place of all but its first and last token: Janus' prompt without one."""
+    """The prompt [B, n, 1] with padding in place of all but its first and last token: Janus' unconditional prompt."""
     padded = torch.full_like(features, tokenizer.id(_PAD))
     padded[:, [0, -1]] = features[:, [0, -1]]
     return padded

@@ -1,8 +1,8 @@
-"""LlamaGen (Sun et al., arXiv:2406.06525), class- and text-conditional, and the pack's own models of the same layout.
+"""LlamaGen (Sun et al., arXiv:2406.06525), class- and text-conditional, and the pack's models of the same layout.
 
 Accepts the released .pt files, safetensors, and the Llama-style names of the Hugging Face conversions. Everything is
-read from tensor shapes, except the number of heads (fused attention weights hide it) and the grid (square positions
-leave no trace in the weights): those come from our metadata, the config.json of a conversion, the released sizes, and
+read from tensor shapes, except the number of heads (fused attention weights do not show it) and the grid (no
+weight depends on it): those come from our metadata, the config.json of a conversion, the released sizes, and
 the file name.
 """
 
@@ -39,7 +39,7 @@ _HUGGING_FACE = {"model.embed_tokens.": "tok_embeddings.", "lm_head.": "output."
 
 
 def recognise(tensors: dict[str, Tensor]) -> bool:
-    """Is this a LlamaGen transformer, under either naming?"""
+    """Whether this is a LlamaGen transformer, under either naming."""
     names = {name.removeprefix("model.") for name in tensors}
     embedded = "tok_embeddings.weight" in names or "embed_tokens.weight" in names
     return embedded and any(name.startswith("cls_embedding.") for name in names)
@@ -64,19 +64,19 @@ def backbone_config(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> Backb
     if gate is None:
         raise CheckpointError(f"{path.name} has no transformer layers. It is incomplete.")
     heads = checkpoint.metadata.get("heads") or settings.get("num_attention_heads") or _HEADS.get((dim, layers))
-    if heads is None or dim % (4 * bounded_int("heads", heads, 1, dim)):  # positions turn channels by fours
+    if heads is None or dim % (4 * bounded_int("heads", heads, 1, dim)):  # positions rotate channels in groups of four
         raise CheckpointError(
-            f"{path.name} has width {dim} and {layers} layers, which is no released LlamaGen size, so its number of "
+            f"{path.name} has width {dim} and {layers} layers, which is not a released LlamaGen size, so its number of "
             "attention heads is unknown. Add safetensors metadata specar = {\"heads\": ...}."
         )
     return BackboneConfig(dim, layers, heads, gate.shape[0], vocab, positive(settings, "rms_norm_eps", 1e-5))
 
 
 def grid_of(checkpoint: Checkpoint) -> tuple[int, int]:
-    """The token grid by metadata, by the config.json of a conversion (``block_size`` tokens), or by the released names,
-    of the file or else of the folder it has to itself.
+    """The token grid by metadata, by the config.json of a conversion (``block_size`` tokens), or by the released name
+    of the file or of its folder.
 
-    Raises CheckpointError if none tells.
+    Raises CheckpointError if all are missing.
     """
     path, tokens = checkpoint.path, checkpoint.settings.get("block_size", 0)
     if "grid" in checkpoint.metadata:
@@ -88,7 +88,7 @@ def grid_of(checkpoint: Checkpoint) -> tuple[int, int]:
             if re.search(pattern, name):
                 return side, side
     raise CheckpointError(
-        f"{path.name} does not tell its grid: set it (16 for 256, 24 for 384, 32 for 512 pixels), or keep the released "
+        f"{path.name} does not show its grid: set it (16 for 256, 24 for 384, 32 for 512 pixels), or keep the released "
         "file name, which contains the size."
     )
 
@@ -130,7 +130,7 @@ def load(
 
 
 def caption_encoder(path: Path, meta: dict, slots: int, width: int, search: Sequence[Path]) -> PromptEncoder:
-    """The word table beside a model of ours, or flan-t5-xl from the model's folder or the search folders."""
+    """The word table beside one of the pack's models, or flan-t5-xl from the model's folder or the search folders."""
     words = path.parent / "text_encoder.safetensors"
     if "caption_slots" in meta and words.is_file():
         return WordEncoder.open(words, slots)

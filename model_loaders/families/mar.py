@@ -1,8 +1,8 @@
-"""MAR (Li et al., arXiv:2406.11838), class-conditional, and the pack's own text-conditional models of the same layout.
+"""MAR (Li et al., arXiv:2406.11838), class-conditional, and the pack's text-conditional models of the same layout.
 
 Accepts the released .pth files, of which the averaged weights (``model_ema``) are used, and safetensors. Everything is
-read from tensor shapes, except the number of attention heads (fused attention weights hide it), which comes from our
-metadata or the released sizes.
+read from tensor shapes, except the number of attention heads (fused attention weights do not show it), which comes from
+our metadata or the released sizes.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from .llamagen import class_names
 _NAME = "mar"
 SCALE = 0.2325  # of the released KL-16 latents, to unit variance
 _HEADS = {768: 12, 1024: 16, 1280: 16}  # dim -> heads of the official sizes
-_CFG = {768: 2.9, 1024: 3.0, 1280: 3.2}  # and the guidance their authors evaluate them with
-PRECISE = ("head.",)  # the head's first step multiplies rounding errors by over 300: it stays in fp32
+_CFG = {768: 2.9, 1024: 3.0, 1280: 3.2}  # and the guidance of the authors' evaluation
+PRECISE = ("head.",)  # in fp32: its first step multiplies rounding errors by over 300
 _NET = "diffloss.net."
 PARTS = {"diffloss.": "head.", "": "backbone."}  # of a MaskedModel: released -> ours
 
 
 def recognise(tensors: dict[str, Tensor]) -> bool:
-    """Is this a MAR transformer with its diffusion head?"""
+    """Whether this is a MAR transformer with its diffusion head."""
     return "encoder_pos_embed_learned" in tensors and any(name.startswith(_NET) for name in tensors)
 
 
 def config_of(tensors: dict[str, Tensor], heads: int | None, grid: tuple[int, int] | None, path: Path) -> MARConfig:
-    """Sizes from shapes. Raises CheckpointError if heads or grid cannot be known, or do not fit."""
+    """Sizes from shapes. Raises CheckpointError if heads or grid are unknown or do not fit."""
     captions, classes = tensors.get("caption_proj.weight"), tensors.get("class_emb.weight")
     conditions = captions.shape[1] if captions is not None else 0 if classes is None else len(classes)
     places = tensors["diffusion_pos_embed_learned"].shape
@@ -52,14 +52,14 @@ def config_of(tensors: dict[str, Tensor], heads: int | None, grid: tuple[int, in
     heads = heads or _HEADS.get(dim)
     if heads is None or dim % bounded_int("heads", heads, 1, dim):
         raise CheckpointError(
-            f"{path.name} has width {dim}, which is no released MAR size, so its number of attention heads is unknown"
+            f"{path.name} has width {dim}, which is not a released MAR size, so its number of heads is unknown"
             f"{'' if heads is None else f' ({heads} does not divide it)'}. Add safetensors metadata "
             "specar = {\"heads\": ...}."
         )
     side = math.isqrt(length)
     rows, cols = grid or (side, side)
     if rows * cols != length:
-        asked = f"a grid of {cols} x {rows} was asked for" if grid else "which is no square: set the grid"
+        asked = f"a grid of {cols} x {rows} was requested" if grid else "which is not a square number: set the grid"
         raise CheckpointError(f"{path.name} has positions for {length} tokens; {asked}.")
     return MARConfig(
         dim, count(tensors, "encoder_blocks."), count(tensors, "decoder_blocks."), heads, rows, cols,
@@ -77,7 +77,7 @@ def head_of(
     tensors: dict[str, Tensor], config: MARConfig, steps: int, path: Path, operations=nn,
     first: int = TRAINING_STEPS - 1,
 ) -> DiffusionHead:
-    """The diffusion head by its shapes, to denoise from step ``first`` on.
+    """The diffusion head by its shapes, to denoise starting at step ``first``.
 
     Raises CheckpointError for one that does not predict noise and variance.
     """
@@ -85,9 +85,9 @@ def head_of(
     outputs = tensors[f"{_NET}final_layer.linear.weight"].shape[0]
     if channels != config.channels or outputs != 2 * channels:
         raise CheckpointError(
-            f"{path.name}: the diffusion head reads tokens of {channels} numbers and predicts {outputs}, but the "
+            f"{path.name}: the diffusion head reads tokens of {channels} channels and predicts {outputs}, but the "
             f"tokens of this model have {config.channels}, so {2 * config.channels} (noise and variance) are needed. "
-            "Such a head is not supported."
+            "This head is not supported."
         )
     return DiffusionHead(channels, config.dim, width, count(tensors, f"{_NET}res_blocks."), steps, operations, first)
 
@@ -106,7 +106,7 @@ def load(
         with torch.device("meta"):
             backbone = MAR(config, operations)
             head = head_of(tensors, config, defaults.steps, path, operations, first_step(meta))
-    except (KeyError, IndexError) as error:  # a tensor that tells a size is not there, or has too few dimensions
+    except (KeyError, IndexError) as error:  # a tensor that determines a size is missing or misshapen
         raise CheckpointError(f"{path.name} is incomplete or damaged ({error}). Download it again.") from error
     encoder = prompt_encoder(config, meta, path)
     model = MaskedModel(
@@ -117,26 +117,26 @@ def load(
 
 
 def first_step(meta: dict[str, Any]) -> int:
-    """The step that denoising begins at: our small models leave out the most delicate ones."""
+    """The first denoising step: the pack's small models skip the most sensitive ones."""
     return meta.get("first_step", TRAINING_STEPS - 1)
 
 
 def defaults_of(meta: dict[str, Any], dim: int, path: Path) -> ContinuousParams:
-    """How the model draws unless told otherwise: its metadata, or the authors' evaluation settings for its size."""
+    """The default settings: the metadata, or the authors' evaluation settings for the size."""
     given = {"cfg": _CFG.get(dim, 3.0), "steps": meta.get("head_steps", 100)} | meta.get("defaults", {})
     try:
         params = ContinuousParams(**given)
         params.check()
         Schedule.cosine(params.steps, params.kind, first=first_step(meta))
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{path.name}: the default settings in its metadata are wrong: {error}.") from error
+        raise CheckpointError(f"{path.name}: the default settings in its metadata are invalid: {error}.") from error
     return params
 
 
 def prompt_encoder(config: MARConfig, meta: dict[str, Any], path: Path) -> PromptEncoder:
-    """Class names and numbers, or for a model of ours the word table beside it.
+    """Class names and numbers, or for the pack's models the word table beside the file.
 
-    Raises CheckpointError if the words have another width than the model reads.
+    Raises CheckpointError if the word vectors have another width than the model reads.
     """
     if not config.captions:
         return ClassEncoder(config.conditions, class_names(config.conditions))
@@ -146,8 +146,8 @@ def prompt_encoder(config: MARConfig, meta: dict[str, Any], path: Path) -> Promp
     encoder = WordEncoder.open(words, min(meta.get("caption_slots", config.slots), config.slots))
     if encoder.table.shape[1] != config.conditions:
         raise CheckpointError(
-            f"{words.name} has words of {encoder.table.shape[1]} numbers, but {path.name} reads {config.conditions}. "
-            "They do not belong together."
+            f"{words.name} has word vectors of width {encoder.table.shape[1]}, but {path.name} reads "
+            f"{config.conditions}. They do not match."
         )
     return encoder
 

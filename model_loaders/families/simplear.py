@@ -1,7 +1,7 @@
-"""SimpleAR (Wang et al., arXiv:2504.11455): a Qwen2 language model whose last words are the codes of Cosmos DV8x16x16.
+"""SimpleAR (Wang et al., arXiv:2504.11455): a Qwen2 language model whose last ids are the codes of Cosmos DV8x16x16.
 
-Reads the released Hugging Face folders, and single files in their naming. Code k is the word with the id k + the length
-of the tokenizer.
+Reads the released Hugging Face folders, and single files in their naming. The id of code k is k + the length of the
+tokenizer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NAME = "simplear"
 _ROOT, _TABLE, _HEAD = "model.", "model.embed_tokens.weight", "lm_head.weight"
 _PARTS = ("model.layers.", "model.norm.", _TABLE, _HEAD)
 _HEADS = {896: 14, 1536: 12}
-_CODES, _WORDS = 64_000, 151_672  # of the released models, whose tables may have unused rows behind them
+_CODES, _WORDS = 64_000, 151_672  # of the released models, whose embeddings may have unused rows after them
 _GRIDS = ((64, 64), (32, 32))
 _REPOSITORIES = ("SimpleAR-1.5B-RL", "SimpleAR-1.5B-SFT", "SimpleAR-0.5B-RL", "SimpleAR-0.5B-SFT")
 _BEGIN, _END = "<|t2i|>", "<|soi|>"
@@ -49,11 +49,11 @@ _PROMPT = "A highly realistic image of {}"
 _NEGATIVE = (
     "An image of aerial view, overexposed, low quality, deformation, a poor composition, bad hands, bad teeth, bad "
     "eyes, bad limbs, distortion"
-)  # what the released models were trained and measured with
+)  # as in training and evaluation of the released models
 
 
 def recognise(tensors: Mapping[str, Tensor]) -> bool:
-    """Is this a Qwen2 language model and nothing else? Whether its words include image codes, ``load`` finds out."""
+    """Whether this is a Qwen2 language model and nothing else. ``load`` checks that its ids include image codes."""
     biased = language_root(tensors, (_ROOT,), "q_proj.bias") is not None
     return biased and all(name.startswith(_PARTS) for name in tensors)
 
@@ -64,7 +64,7 @@ def load(
     """Build the model on the CPU.
 
     Raises CheckpointError if tensors are missing, unknown, misshapen or not finite, for a language model without image
-    codes, for a tokenizer of another model, and for a grid that is not drawn.
+    codes, for a tokenizer of another model, and for an unsupported grid.
     """
     path, tensors, settings = checkpoint.path, checkpoint.tensors, text_settings(checkpoint)
     meta = checkpoint.own_settings
@@ -74,7 +74,7 @@ def load(
     grids = (legal_grid(meta["grid"]),) if "grid" in meta else _GRIDS
     if grid and tuple(grid) not in grids:
         sizes = " or ".join(f"{rows} x {cols}" for rows, cols in grids)
-        raise CheckpointError(f"{path.name} draws {sizes} tokens, not {grid[0]} x {grid[1]}.")
+        raise CheckpointError(f"{path.name} generates {sizes} tokens, not {grid[0]} x {grid[1]}.")
     heads = {table.shape[1]: meta["heads"]} if "heads" in meta else _HEADS
     config = backbone_config(checkpoint, _ROOT, codes, heads, norm_eps=1e-6)
     tied = _HEAD not in tensors or settings.get("tie_word_embeddings", False)
@@ -103,42 +103,42 @@ def load(
 
 
 def open_tokenizer(path: Path, search: Sequence[Path]) -> Tokenizer:
-    """The tokenizer beside the model, or in a folder of a released name there or in the search folders."""
+    """The tokenizer in the model's folder, or in a folder of a released name there or in the search folders."""
     folder = path.parent if path.name in WEIGHT_FILES else path.parent / path.stem
     repository = folder.name if folder.name in _REPOSITORIES else _REPOSITORIES[0]
     return Tokenizer(
         find_tokenizer(path, _REPOSITORIES, search) or find_tokenizer(path, _REPOSITORIES, search, "vocab.json"),
-        f"{path.name} reads prompts through its own tokenizer, which was not found. Put tokenizer.json of "
+        f"{path.name} reads prompts through its tokenizer, which was not found. Put tokenizer.json of "
         f"Daniel0724/{repository} into {folder}.",
     )
 
 
-def first_code(tokenizer: Tokenizer, rows: int, codes: int, told: int | None, path: Path) -> int:
-    """Id of image code 0 in a table of ``rows`` words: the length of the tokenizer, or where there is none, what
-    metadata or the released sizes tell.
+def first_code(tokenizer: Tokenizer, rows: int, codes: int, stated: int | None, path: Path) -> int:
+    """Id of image code 0 in a vocabulary of ``rows``: the length of the tokenizer; without one, by metadata or the
+    released sizes.
 
-    Raises CheckpointError if the table cannot hold the codes behind it.
+    Raises CheckpointError if the vocabulary is too small for the codes.
     """
     if tokenizer.file is not None:
-        first, source = len(tokenizer), f"the {len(tokenizer)} words of {tokenizer.file}"
+        first, source = len(tokenizer), f"the {len(tokenizer)} tokens of {tokenizer.file}"
         for token in (_BEGIN, _END):
             tokenizer.id(token)
     else:
-        first, source = told or _WORDS, f"the {told or _WORDS} words of its language"
+        first, source = stated or _WORDS, f"the {stated or _WORDS} tokens of its text vocabulary"
     if first + codes > rows:
         raise CheckpointError(
-            f"{path.name} knows {rows} words, too few for {source} and {codes} image codes. It is a Qwen2 language "
-            "model that does not draw, or the tokenizer is another model's. SimpleAR's models are "
+            f"{path.name} has a vocabulary of {rows}, too small for {source} and {codes} image codes. It is a Qwen2 "
+            "language model without image tokens, or the tokenizer is that of another model. SimpleAR's models are "
             f"Daniel0724/{', '.join(_REPOSITORIES)}."
         )
     return first
 
 
 def prompt_encoder(tokenizer: Tokenizer, grid: tuple[int, int]) -> TextEncoder:
-    """Writes prompts as the model was trained to read them.
+    """Formats prompts as in training.
 
-    A prompt becomes "<|t2i|>A highly realistic image of ...<|soi|>"; a negative one is not said to be realistic. A
-    prompt that begins with <|t2i|> is read as it is written.
+    A prompt becomes "<|t2i|>A highly realistic image of ...<|soi|>"; a negative one lacks the phrase before
+    it. A prompt that begins with <|t2i|> is used as is.
     """
 
     def write(text: str, template: str) -> list[int]:

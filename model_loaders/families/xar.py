@@ -1,7 +1,7 @@
 """xAR-B, L and H (Ren et al., arXiv:2502.20388): ImageNet classes, 256 pixels, four cells of 8 x 8 vectors.
 
 Accepts the released .pth files and safetensors. Everything is read from tensor shapes, except the number of heads
-(fused attention weights hide it): that comes from our metadata or from the released sizes.
+(fused attention weights do not show it), which comes from our metadata or from the released sizes.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ class CellState:
 
 
 class CellModel(ContinuousBase):
-    """xAR behind the ContinuousModel protocol of samplers/continuous_contract.py: it draws cells, in one order.
+    """xAR, implementing the ContinuousModel protocol of samplers/continuous_contract.py: it generates cells in a fixed
+    order.
 
-    What a variant of an image knows must be the first cells of the order, and what is queried whole cells.
+    The known tokens of a variant must be the first cells of the order, and queried tokens whole cells.
     """
 
     group = CELL
@@ -55,7 +56,7 @@ class CellModel(ContinuousBase):
         self.backbone, self.order = backbone, cell_order()
 
     def schedule(self, params: ContinuousParams) -> Flow:
-        """The denoising steps. Raises ValueError for an illegal number or kind."""
+        """The denoising schedule. Raises ValueError for an invalid number of steps or kind."""
         return Flow.of(params.steps, params.kind)
 
     def guidance(self, params: ContinuousParams, before: Tensor, after: Tensor, length: int) -> Tensor:
@@ -67,7 +68,7 @@ class CellModel(ContinuousBase):
     def start(
         self, conditioning: Conditioning, negative: Conditioning | None, batch: int, grid: tuple[int, int], guided: bool
     ) -> CellState:
-        """Class embeddings of both guidance branches; without ``negative`` the second is the null class.
+        """Class embeddings of both guidance branches; without ``negative``, the second is the null class.
 
         Raises ValueError for the class of another model.
         """
@@ -88,11 +89,11 @@ class CellModel(ContinuousBase):
         """See ContinuousModel. Raises ValueError unless whole cells are queried.
 
         A clean cell's keys and values depend on earlier cells only, so all variants of an image share them; a mask
-        hides the cells that a variant does not know.
+        hides the cells that are unknown to a variant.
         """
         batch, variants, count = query.shape
         if count % CELL:
-            raise ValueError(f"This model draws cells of {CELL} tokens; {count} tokens were asked for.")
+            raise ValueError(f"This model generates cells of {CELL} tokens; {count} tokens were requested.")
         order, branches = self.order.to(tokens.device), len(state.classes) // batch
         each = variants * count // CELL  # queried cells of an image
         cells = (self.order.argsort().to(query.device)[query[..., ::CELL]] // CELL).flatten()
@@ -112,7 +113,7 @@ class CellModel(ContinuousBase):
         return Normal(*end).map(lambda t: t.reshape(*query.shape, *t.shape[2:]))
 
     def run_bytes(self, rows: int, tokens: int, draws: int) -> int:
-        """Rough bytes of a pass over rows that each read ``tokens`` tokens and draw ``draws``: activations and keys."""
+        """Rough bytes (activations and keys) of a forward pass over rows that read ``tokens`` and sample ``draws``."""
         config = self.backbone.config
         activations = rows * max(tokens, draws) * (12 * config.dim + 2 * config.hidden)
         keys = 2 * (config.encoder_layers + config.decoder_layers) * rows * CELLS * CELL * config.dim
@@ -120,24 +121,24 @@ class CellModel(ContinuousBase):
 
 
 def recognise(tensors: dict[str, Tensor]) -> bool:
-    """Is this an xAR transformer?"""
+    """Whether this is an xAR transformer."""
     return {"class_emb.weight", "time_embed.mlp.0.weight", "pred.weight", "encoder_pos_embed_learned"} <= tensors.keys()
 
 
 def config_of(tensors: dict[str, Tensor], heads: int | None, path: Path) -> XARConfig:
-    """Sizes from shapes. Raises CheckpointError if it cannot tell them."""
+    """Sizes from shapes. Raises CheckpointError if they are unknown."""
     encoder, decoder = (count(tensors, f"{part}_blocks.") for part in ("encoder", "decoder"))
     if not encoder or not decoder:
         raise CheckpointError(f"{path.name} has no transformer blocks. It is incomplete.")
     hidden, dim = tensors["encoder_blocks.0.mlp.fc1_g.weight"].shape[:2]
     places = tensors["encoder_pos_embed_learned"].shape[1]
     if places != CELLS * CELL:
-        raise CheckpointError(f"{path.name} draws {places} tokens; xAR models of {CELLS * CELL} are supported.")
+        raise CheckpointError(f"{path.name} generates {places} tokens; xAR models of {CELLS * CELL} are supported.")
     heads = heads or _SIZES.get((dim, encoder), (None,))[0]
     if heads is None:
         raise CheckpointError(
-            f"{path.name} has width {dim} and {encoder} encoder blocks, which is no released xAR size, so its number "
-            "of attention heads is unknown. Add safetensors metadata specar = {\"heads\": ...}."
+            f"{path.name} has width {dim} and {encoder} encoder blocks, which is not a released xAR size, so its "
+            "number of attention heads is unknown. Add safetensors metadata specar = {\"heads\": ...}."
         )
     if dim % (4 * bounded_int("heads", heads, 1, dim)):
         raise CheckpointError(f"{path.name}: {heads} heads do not fit its width {dim}.")
@@ -149,14 +150,14 @@ def load(
     checkpoint: Checkpoint, dtype: torch.dtype, grid: tuple[int, int] | None, search: Sequence[Path], operations=nn
 ) -> CellModel:
     """Build the model on the CPU. Raises CheckpointError if tensors are missing, unknown, misshapen or not finite, or
-    if another grid than 16 x 16 is asked for.
+    if another grid than 16 x 16 is requested.
     """
     path, meta = checkpoint.path, checkpoint.metadata
     if grid is not None and tuple(grid) != (GRID, GRID):
         raise CheckpointError(f"{path.name} is an xAR model: its grid is {GRID} x {GRID}, not {grid[0]} x {grid[1]}.")
     try:
         config = config_of(checkpoint.tensors, meta.get("heads"), path)
-    except (KeyError, IndexError) as error:  # a tensor that tells a size is not there, or has too few dimensions
+    except (KeyError, IndexError) as error:  # a tensor that determines a size is missing or misshapen
         raise CheckpointError(f"{path.name} is incomplete or damaged ({error}). Download it again.") from error
     _, cfg, steps = _SIZES.get((config.dim, config.encoder_layers), (None, 2.2, 50))
     defaults = defaults_of({"defaults": {"cfg": cfg, "steps": steps} | meta.get("defaults", {})}, config.dim, path)

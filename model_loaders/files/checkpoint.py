@@ -22,21 +22,20 @@ SAFETENSORS = (".safetensors", ".sft")
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 TORCHSCRIPT = (".jit",)
 INDEX = ".index.json"
-WEIGHT_FILES = (  # of a Hugging Face folder, in the order of preference
+WEIGHT_FILES = (  # of a Hugging Face folder, in order of preference
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
-# Averaged weights go before those of the last step; the others are of DDP, DeepSpeed and Lightning.
+# Averaged weights are preferred to those of the last step; the other keys are of DDP, DeepSpeed and Lightning.
 _CONTAINERS = ("model_ema", "model", "module", "state_dict")
 _LARGEST_SETTINGS = 32 * 2**20  # bytes of a .json file; the released ones have 10 MB at most
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Tensors by name, the ``specar`` metadata of our own files (else empty), and the file they came from.
+    """Tensors by name, the ``specar`` metadata of the pack's files (else empty), and the file they came from.
 
-    A checkpoint in shards has its index for a file. The tensors are maps of the files (see use_mmap): reading one is
-    what costs.
-    storage: a narrower dtype, of NARROW, in which the large matrices are to be kept (see weights.load_weights).
+    The path of a sharded checkpoint is its index. Tensors may be memory-mapped (see use_mmap); then the data is read on
+    first use. storage: an 8-bit dtype of NARROW for the large matrices (see weights.load_weights).
     """
 
     tensors: dict[str, Tensor]
@@ -46,7 +45,7 @@ class Checkpoint:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The config.json beside a file that has its folder to itself, as Hugging Face lays them out; else empty.
+        """The config.json beside a file in a Hugging Face folder; else empty.
 
         Raises CheckpointError for one that cannot be read.
         """
@@ -54,12 +53,12 @@ class Checkpoint:
 
     @property
     def own_settings(self) -> dict[str, Any]:
-        """What our own files say of themselves: the metadata, over the ``specar`` table of config.json."""
+        """Settings in the pack's files: the metadata, which overrides the ``specar`` object of config.json."""
         return (self.settings.get("specar") or {}) | self.metadata
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """The table in a .json file; empty if there is none. Raises CheckpointError for one that cannot be read."""
+    """The object in a .json file; empty if there is no file. Raises CheckpointError for one that cannot be read."""
     if not file.is_file():
         return {}
     try:
@@ -70,59 +69,59 @@ def read_settings(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}. Download it again.") from error
     if not isinstance(settings, dict):
-        raise CheckpointError(f"{file} is not a table of settings. Download it again.")
+        raise CheckpointError(f"{file} is not a JSON object. Download it again.")
     return settings
 
 
 def refuse_large(file: Path, most: int) -> None:
-    """Raise CheckpointError for a file of more than ``most`` bytes, which would be read as a whole, and for a pipe or a
-    device, whose reading never ends."""
+    """Raise CheckpointError for a file of more than ``most`` bytes, which would be read into memory, and for a pipe or
+    device, which has no end."""
     if not os.path.isfile(file):
-        raise CheckpointError(f"{file} is no file any more. Put it there again.")
+        raise CheckpointError(f"{file} is missing. Restore it.")
     if (size := file.stat().st_size) > most:
-        raise CheckpointError(f"{file} has {size} bytes, far more than a file of its kind. Download it again.")
+        raise CheckpointError(f"{file} has {size} bytes; the limit for its kind is {most}. Download it again.")
 
 
 def bounded_int(name: str, value: Any, least: int, most: int) -> int:
-    """A number of somebody's metadata. Raises ValueError for what is none, or out of bounds."""
+    """An integer from metadata. Raises ValueError for other types, or out of bounds."""
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{name} is {value!r:.100}, but must be a whole number from {least} to {most}.")
+        raise ValueError(f"{name} is {value!r:.100}, but must be an integer from {least} to {most}.")
     return value
 
 
 def title(path: Path) -> str:
-    """What the model in a weight file is called: its folder where that is its own, else the file without its ending."""
+    """Name of the model in a weight file: its Hugging Face folder, or else the file without its extension."""
     return path.parent.name if path.name in WEIGHT_FILES else path.stem
 
 
 def weight_file(path: Path, names: Sequence[str] = WEIGHT_FILES) -> Path:
     """The file itself, or the first of ``names`` in a folder. Raises CheckpointError if there is none."""
-    if not os.path.isdir(path):  # unlike Path's own, it bears names that no file can have
+    if not os.path.isdir(path):  # unlike Path.is_dir, it accepts invalid names
         return path
     for name in names:
         if (path / name).is_file():
             return path / name
-    raise CheckpointError(f"The folder {path} holds no {' and no '.join(names)}.")
+    raise CheckpointError(f"The folder {path} contains no {' and no '.join(names)}.")
 
 
 _mapped = True
 
 
-def use_mmap(wanted: bool) -> None:
-    """Choose, for this process, how weights are read from now on: as maps of their files (at first), or into memory.
+def use_mmap(enabled: bool) -> None:
+    """Choose, for this process, whether weights are memory-mapped (the default) or read into memory.
 
-    A map takes no memory of its own for weights that are used in the file's dtype. But Windows refuses to replace or
-    delete a mapped file until the model is gone, and reserves memory for all of it; and some network drives cannot map.
+    Mapped weights need no additional memory if they are used in the file's dtype. But Windows cannot replace or delete
+    a mapped file until the model is unloaded, and reserves memory for all of it; and not all network drives support it.
     """
     global _mapped
-    _mapped = wanted
+    _mapped = enabled
 
 
 def open_checkpoint(path: Path, mapped: bool | None = None) -> Checkpoint:
-    """Read a .safetensors file, a pickle of tensors (weights only), whichever container it uses, the tensors of a
-    TorchScript archive, or all the shards of an index. mapped: see use_mmap (None: as chosen there).
+    """Read a .safetensors file, a pickle of tensors (weights only, of either format), the tensors of a TorchScript
+    archive, or all shards of an index. mapped: see use_mmap (None: as set there).
 
-    Raises CheckpointError for a missing, truncated, empty or code-carrying file, and where memory is short.
+    Raises CheckpointError for a missing, truncated, empty or code-carrying file, and if memory is short.
     """
     mapped = _mapped if mapped is None else mapped
     return _open(path, _map if mapped else safetensors_files.read, mapped)
@@ -144,7 +143,7 @@ def _map(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def _open(path: Path, read: _Read, mapped: bool) -> Checkpoint:
     if not os.path.isfile(path):
-        raise CheckpointError(f"{path} does not exist. Put the file there or choose another one.")
+        raise CheckpointError(f"{path} does not exist. Restore the file or choose another one.")
     if path.name.endswith(INDEX):
         return _open_shards(path, read, mapped)
     suffix = path.suffix.lower()
@@ -155,18 +154,18 @@ def _open(path: Path, read: _Read, mapped: bool) -> Checkpoint:
     if suffix in TORCHSCRIPT:
         return _open_torchscript(path)
     kinds = ", ".join(SAFETENSORS + PICKLES + TORCHSCRIPT)
-    raise CheckpointError(f"{path.name} is not a weight file of a known kind ({kinds}).")
+    raise CheckpointError(f"{path.name} is not a supported weight file ({kinds}).")
 
 
 def shard_of(index: Path) -> dict[str, str]:
-    """Tensor name -> file name of its shard. Raises CheckpointError for an index that leads elsewhere."""
+    """Tensor name -> file name of its shard. Raises CheckpointError for an index with other paths."""
     shards = read_settings(index).get("weight_map")
     plain = isinstance(shards, dict) and all(
         isinstance(name, str) and Path(name).name == name and name not in ("", "..") and not name.endswith(INDEX)
         and len(name) < 256 for name in shards.values()
     )
     if not shards or not plain:
-        raise CheckpointError(f"{index} does not say which shard beside it holds which tensor. Download it again.")
+        raise CheckpointError(f"{index} does not list the shard of each tensor. Download it again.")
     return shards
 
 
@@ -185,7 +184,7 @@ def _open_shards(index: Path, read: _Read, mapped: bool) -> Checkpoint:
     absent = [name for name in shards if name not in tensors]
     if absent:
         raise CheckpointError(
-            f"{index.parent.name} is incomplete: {len(absent)} tensors of its index are in no shard, such as "
+            f"{index.parent.name} is incomplete: {len(absent)} tensors of its index are in no shard, for example "
             f"{absent[0]}, which should be in {shards[absent[0]]}. Download that file again."
         )
     return Checkpoint(tensors, {}, index)
@@ -199,14 +198,15 @@ def _open_safetensors(path: Path, read: _Read) -> Checkpoint:
         raise_if_out_of_memory(error, path)
         if isinstance(error, OSError):
             raise CheckpointError(
-                f"{path} cannot be read: {error}. If its drive cannot map files, start ComfyUI with --disable-mmap."
+                f"{path} cannot be read: {error}. If its drive does not support memory mapping, start ComfyUI with "
+                "--disable-mmap."
             ) from error
         size = path.stat().st_size
         raise CheckpointError(
             f"{path.name} ({size} bytes) is damaged or not a safetensors file: {error}. Download or copy it again."
         ) from error
     if not tensors:
-        raise CheckpointError(f"{path.name} holds no tensors.")
+        raise CheckpointError(f"{path.name} contains no tensors.")
     return Checkpoint(tensors, metadata if isinstance(metadata, dict) else {}, path)
 
 
@@ -223,10 +223,10 @@ def _open_pickle(path: Path, mapped: bool) -> Checkpoint:
         raise_if_out_of_memory(error, path)
         raise CheckpointError(
             f"{path.name} ({path.stat().st_size} bytes) cannot be read as plain weights: it is damaged or contains "
-            f"code, which is never run. Convert it to .safetensors where you trust it. {error}"
+            f"code, which is never run. If you trust it, convert it to .safetensors. {error}"
         ) from error
     if not tensors:
-        raise CheckpointError(f"{path.name} holds no named tensors.")
+        raise CheckpointError(f"{path.name} contains no named tensors.")
     return Checkpoint(tensors, {}, path)
 
 
@@ -237,17 +237,17 @@ def _open_torchscript(path: Path) -> Checkpoint:
     except ValueError as error:
         raise_if_out_of_memory(error, path)
         raise CheckpointError(
-            f"{path.name} ({path.stat().st_size} bytes) cannot be read as the weights of a TorchScript archive, which "
-            f"are all that is ever taken from one: {error}. Download it again from where it was released."
+            f"{path.name} ({path.stat().st_size} bytes) cannot be read as the weights of a TorchScript archive (its "
+            f"code is never run): {error}. Download it again from where it was released."
         ) from error
     if not tensors:
-        raise CheckpointError(f"{path.name} holds no tensors.")
+        raise CheckpointError(f"{path.name} contains no tensors.")
     return Checkpoint(tensors, {}, path)
 
 
 def tensor_names(path: Path) -> set[str]:
-    """Names of the tensors in a safetensors file, a Hugging Face folder's pickle or behind an index, without reading
-    them; none for other files."""
+    """Names of the tensors in a safetensors file, a Hugging Face folder's pickle or the shards of an index, without
+    reading them; empty for other files."""
     if path.name.endswith(INDEX):
         return set(shard_of(path))
     known = path.suffix.lower() in SAFETENSORS or path.name in WEIGHT_FILES
@@ -255,7 +255,7 @@ def tensor_names(path: Path) -> set[str]:
 
 
 def holds_fp8(path: Path) -> bool:
-    """Are matrices of a safetensors file (of its first shard, for an index) stored in fp8? Nothing is read."""
+    """Whether matrices of a safetensors file (or of an index's first shard) are stored in fp8. Reads the header."""
     if path.name.endswith(INDEX):
         path = path.parent / min(shard_of(path).values())
     if path.suffix.lower() not in SAFETENSORS or not path.is_file():
@@ -263,4 +263,4 @@ def holds_fp8(path: Path) -> bool:
     try:
         return any(tensor.dtype == torch.float8_e4m3fn for tensor in outline(path).tensors.values())
     except CheckpointError:
-        return False  # who loads it says what is wrong with it
+        return False  # loading it raises the error

@@ -1,4 +1,4 @@
-"""What is wrong with a file, in words that help: which file, why, and what to do."""
+"""Errors about files: which file, why, and what to do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-_PAGE_FILE = re.compile(r"(os error |error code: <|WinError )1455\b")  # as safetensors, PyTorch and Python tell it
+_PAGE_FILE = re.compile(r"(os error |error code: <|WinError )1455\b")  # in messages of safetensors, PyTorch and Python
 _NO_MEMORY = re.compile(r"not enough memory|(can't|cannot) allocate memory", re.IGNORECASE)
 _LONGEST_MESSAGE = 1200  # characters
 
@@ -18,17 +18,17 @@ class CheckpointError(ValueError):
     """A weight file that cannot be used; the message names the file, the reason and the remedy."""
 
     def __init__(self, message: str):
-        if len(message) > _LONGEST_MESSAGE:  # what it quotes from a file may be of any length
+        if len(message) > _LONGEST_MESSAGE:  # it may quote strings of any length from a file
             message = f"{message[: _LONGEST_MESSAGE - 300]} ... {message[-290:]}"
         super().__init__(message)
 
 
 @contextmanager
 def incomplete_without(needed: str, path: Path) -> Iterator[None]:
-    """Sizes are read from tensors by name: turn the want of one into a CheckpointError that says what is needed."""
+    """Convert the error of reading sizes from a missing tensor to a CheckpointError that says what is needed."""
     try:
         yield
-    except (KeyError, ValueError) as error:  # a tensor that tells a size, or a whole group of them, is not there
+    except (KeyError, ValueError) as error:  # a tensor that determines a size is missing, or a group of them
         raise CheckpointError(
             f"{path.name} is incomplete ({error}): {needed} are needed. Download it again."
         ) from error
@@ -36,8 +36,8 @@ def incomplete_without(needed: str, path: Path) -> Iterator[None]:
 
 @contextmanager
 def as_released(path: Path) -> Iterator[None]:
-    """Turn what a file breaks that is not as it was released into a CheckpointError. Files come from anywhere: a tensor
-    without dimensions, words where config.json should have numbers ..."""
+    """Convert any error of reading a malformed file to a CheckpointError: a tensor without dimensions, strings in place
+    of numbers in config.json ..."""
     try:
         yield
     except (CheckpointError, torch.cuda.OutOfMemoryError):
@@ -45,22 +45,22 @@ def as_released(path: Path) -> Iterator[None]:
     except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError, RuntimeError) as error:
         raise_if_out_of_memory(error, path)
         raise CheckpointError(
-            f"{path.name}, its metadata or the config.json beside it is not as it was released: {error} "
+            f"{path.name}, its metadata or the config.json beside it is not as released: {error} "
             f"({type(error).__name__}). Download them again."
         ) from error
 
 
 def raise_if_out_of_memory(error: BaseException, path: Path) -> None:
-    """Raise CheckpointError if a file could not be read, or its weights not be held, for want of memory."""
-    told = " ".join(str(cause) for cause in (error, error.__cause__) if cause)
+    """Raise CheckpointError if ``error`` means that memory was too short to read a file or hold its weights."""
+    text = " ".join(str(cause) for cause in (error, error.__cause__) if cause)
     size = f"{path.name} ({path.stat().st_size / 1e9:.1f} GB)" if path.is_file() else path.name
-    if _PAGE_FILE.search(told):
+    if _PAGE_FILE.search(text):
         raise CheckpointError(
             f"Windows cannot reserve memory for {size}, because its page file is too small (error 1455). Let Windows "
             "manage the size of the page file (System > About > Advanced system settings > Performance > Advanced > "
             "Virtual memory), close other programs, or start ComfyUI with --disable-mmap."
         ) from error
-    if isinstance(error, MemoryError) or isinstance(error.__cause__, MemoryError) or _NO_MEMORY.search(told):
+    if isinstance(error, MemoryError) or isinstance(error.__cause__, MemoryError) or _NO_MEMORY.search(text):
         raise CheckpointError(
             f"There is not enough memory to load {size}. Close other programs, or choose a dtype with fewer bytes."
         ) from error

@@ -1,4 +1,4 @@
-"""What the names of a file's tensors tell."""
+"""Reading and renaming tensor names."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ T = TypeVar("T")
 
 
 def root_of(names: Collection[str], roots: Sequence[str], *marks: str) -> str | None:
-    """What the names of a part begin with: the first of ``roots`` behind which all ``marks`` are there; None if there
-    is none."""
+    """Prefix of a submodule: the first of ``roots`` for which all names root + mark exist; None if there is none."""
     return next((root for root in roots if all(f"{root}{mark}" in names for mark in marks)), None)
 
 
 def numbered(names: Collection[str], before: str) -> int:
-    """How many modules are numbered, from 0 on, behind what the regular expression ``before`` matches.
+    """Number of modules whose numbers, starting at 0, follow the regular expression ``before``.
 
     Raises ValueError if there are none.
     """
@@ -24,7 +23,7 @@ def numbered(names: Collection[str], before: str) -> int:
 
 
 def renamed(tensors: Mapping[str, T], beginnings: Mapping[str, str]) -> dict[str, T]:
-    """The tensors with other beginnings of their names: theirs -> ours, the first that fits ("": any that is left)."""
+    """The tensors with other prefixes of their names: theirs -> ours, the first that matches ("": any)."""
     found = {}
     for name, tensor in tensors.items():
         theirs = next(beginning for beginning in beginnings if name.startswith(beginning))

@@ -1,7 +1,7 @@
-"""The .safetensors format read from its file, without a memory map: names and shapes alone, or all the numbers.
+"""Reading .safetensors files without a memory map: names and shapes only, or all data.
 
-A file is eight bytes (the length of the header), the header in JSON (dtype, shape and place of every tensor) and the
-numbers. What lies about itself is refused before memory is taken for it.
+A file is eight bytes (the length of the header), the header in JSON (dtype, shape and offsets of every tensor) and the
+data. Invalid headers are rejected before memory is allocated for the data.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _DTYPES = {
     "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32, "C64": torch.complex64,
     "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64,
 }  # fmt: skip
-_LONGEST_HEADER = 100_000_000  # bytes, as in the format's own library
-_LARGEST = 2**63  # what no dimension and no place can be
+_LONGEST_HEADER = 100_000_000  # bytes, as in the safetensors library
+_LARGEST = 2**63  # dimensions and offsets must be smaller
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor of a file, and how many bytes it has there."""
+    """A tensor of a file and its number of bytes."""
 
     name: str
     dtype: torch.dtype
@@ -43,10 +43,10 @@ def outline(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a file in memory of their own, and its metadata.
+    """The tensors of a file, read into memory, and its metadata.
 
-    Raises ValueError or RecursionError for a file that is not as the format says, OSError for one that cannot be read,
-    RuntimeError where there is not enough memory.
+    Raises ValueError or RecursionError for an invalid file, OSError for one that cannot be read, RuntimeError if memory
+    is short.
     """
     tensors = {}
     with path.open("rb") as file:
@@ -60,17 +60,17 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _header(file: BinaryIO, size: int) -> tuple[list[_Entry], dict[str, str]]:
-    """The tensors in the order in which their numbers follow, without a gap, up to the end of a file of ``size`` bytes,
-    and the metadata. The file stands at the first number then."""
+    """The tensors in the order of their data, which must fill a file of ``size`` bytes without gaps, and the metadata.
+    Afterwards, the file position is at the start of the data."""
     length = int.from_bytes(file.read(8), "little")
     if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
-        raise ValueError(f"its header cannot have {length} bytes")
+        raise ValueError(f"its header has an invalid length of {length} bytes")
     header = json.loads(file.read(length).decode("utf-8"))
     if not isinstance(header, dict):
-        raise ValueError("its header is not a table")
+        raise ValueError("its header is not a JSON object")
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("its metadata are not a table of strings")
+        raise ValueError("its metadata is not a JSON object of strings")
     placed = sorted((_entry(name, value) for name, value in header.items()), key=lambda found: found[0])
     end = 0
     for (begin, _), entry in placed:
@@ -83,7 +83,7 @@ def _header(file: BinaryIO, size: int) -> tuple[list[_Entry], dict[str, str]]:
 
 
 def _entry(name: str, value: Any) -> tuple[tuple[int, int], _Entry]:
-    """A tensor of the header, after the place where it begins and ends. Raises ValueError."""
+    """A tensor of the header: (begin, end, entry), offsets in bytes. Raises ValueError for an invalid one."""
     dtype, shape, place = (value.get(key) if isinstance(value, dict) else None
                            for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in _DTYPES:

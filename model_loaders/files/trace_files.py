@@ -1,4 +1,4 @@
-"""Traces on disk: every array in a .safetensors file, the report for other programs in a .json of the same name."""
+"""Trace files: all arrays in a .safetensors file, and a report for other programs in a .json of the same name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .errors import CheckpointError
 def save_trace(trace: Trace, path: str | Path) -> tuple[Path, Path]:
     """Write ``path``.json (report) and ``path``.safetensors (every array), and return both.
 
-    Neither file is there before both are written whole. Raises OSError that says which could not be.
+    The files appear only after both are written completely. Raises OSError that names the file that failed.
     """
     path = stem(path)
     tensors = {f"positions.{k}": v.contiguous() for k, v in trace.positions.items()}
@@ -35,7 +35,7 @@ def save_trace(trace: Trace, path: str | Path) -> tuple[Path, Path]:
 
 
 def stem(path: str | Path) -> Path:
-    """What both files of a trace are called, without the ending. (A name may hold dots.)"""
+    """Path of a trace without the extension. (A name may contain dots.)"""
     path = Path(path)
     return path.with_suffix("") if path.suffix in (".json", ".safetensors") else path
 
@@ -45,7 +45,7 @@ def with_ending(path: Path, ending: str) -> Path:
 
 
 def write_together(contents: dict[Path, bytes]) -> None:
-    """Write several files, all of them or none. Raises OSError."""
+    """Write several files atomically: all or none. Raises OSError."""
     parts = {file: with_ending(file, ".part") for file in contents}
     try:
         for file, content in contents.items():
@@ -56,15 +56,14 @@ def write_together(contents: dict[Path, bytes]) -> None:
         for part in parts.values():
             with suppress(OSError):
                 part.unlink()
-        full = " The disk is full: make room on it." if error.errno in (ENOSPC, EDQUOT) else ""
+        full = " The disk is full: free some space." if error.errno in (ENOSPC, EDQUOT) else ""
         raise OSError(error.errno, f"{file} could not be written ({error.strerror}).{full}") from error
 
 
 def load_trace(path: str | Path) -> Trace:
-    """Read a trace written by save_trace (its .safetensors file). Raises ValueError if it is something else.
+    """Read a trace written by save_trace (its .safetensors file). Raises ValueError for other files.
 
-    Its totals are those that were stored. Files of earlier versions have only what the run counted: the others are
-    computed here.
+    Totals are those in the file. Totals that files of earlier versions lack are computed here.
     """
     path = with_ending(stem(path), ".safetensors")
     try:
@@ -95,22 +94,21 @@ def load_trace(path: str | Path) -> Trace:
 
 
 def complete(trace: Trace) -> None:
-    """Complete the totals of a trace; raise an error of some kind where its parts do not fit together, or its numbers
-    do not add up."""
+    """Complete the totals of a trace. Raises an exception of any kind if its arrays or totals are inconsistent."""
     sizes = trace.rows, trace.cols, trace.stride
     if not all(type(size) is int for size in sizes) or not 1 <= min(sizes) or trace.stride < trace.cols:
-        raise ValueError(f"a grid of {sizes}")
+        raise ValueError(f"invalid grid {sizes}")
     shape = trace.positions["source"].shape
     if len(shape) != 2 or not shape[0] or trace.rows * trace.stride > shape[1]:
-        raise ValueError(f"a grid of {sizes} in records of {list(shape)}")
+        raise ValueError(f"grid {sizes} does not fit records of shape {list(shape)}")
     known = POSITION_FIELDS | CONTINUOUS_FIELDS
     for name, tensor in trace.positions.items():
         if tensor.shape != shape or tensor.dtype != known.get(name, tensor.dtype):
             raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}")
     if trace.positions["source"].max() > max(Source):
-        raise ValueError("tokens from nowhere")
+        raise ValueError("unknown token source")
     if not isinstance(trace.settings, dict):
-        raise ValueError("no table of settings")
+        raise ValueError("settings are not a JSON object")
     for name, number in derived_totals(trace.positions, trace.totals).items():
         stored = trace.totals.setdefault(name, number)
         if type(stored) is not type(number) or (stored != number and not isinstance(number, float)):

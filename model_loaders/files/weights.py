@@ -14,21 +14,21 @@ from .checkpoint import Checkpoint
 from .errors import CheckpointError
 
 M = TypeVar("M", bound=nn.Module)
-Weights = Mapping[str, Tensor | tuple[Tensor, ...]]  # by the names of a module; a tuple: one below the other
+Weights = Mapping[str, Tensor | tuple[Tensor, ...]]  # by the names of a module; tuples are concatenated
 
-_CHECKED = 2**20  # values looked at together
+_CHECKED = 2**20  # values checked at a time
 
 
 def load_weights(
     module: M, tensors: Weights, checkpoint: Checkpoint, dtype: torch.dtype, ignore: Iterable[str] = (),
     precise: tuple[str, ...] = (),
 ) -> M:
-    """Fill a module built on the meta device, and return it ready to be used: without dropout or gradients.
+    """Fill a module built on the meta device, and return it in eval mode, without gradients.
 
-    tensors: of the checkpoint, those in ``ignore`` to be left out. They are read and cast to ``dtype`` one after the
-    other; what is under the prefixes ``precise`` becomes fp32. With a ``storage`` dtype in the checkpoint, the large
-    Linear modules (which ones: NARROW) are replaced by such as keep their matrices in it. Raises CheckpointError for
-    tensors that are missing, unknown, misshapen or not finite, before any is read where names and shapes tell.
+    tensors: of the checkpoint, without those in ``ignore``. They are read and cast to ``dtype`` one at a time; those
+    under the prefixes ``precise`` become fp32. With a ``storage`` dtype in the checkpoint, the large Linear modules
+    (see NARROW) are replaced by modules with matrices in that dtype. Raises CheckpointError for tensors that are
+    missing, unknown, misshapen or not finite; names and shapes are checked before any tensor is read.
     """
     path, wanted = checkpoint.path, module.state_dict()
     left_out = set(ignore)
@@ -46,8 +46,8 @@ def load_weights(
             if scale is not None:
                 weights[f"{layer}.scale"] = scale
         else:
-            kept = torch.float32 if name.startswith(precise) else dtype
-            parts = (_cast(part, kept, parameter.is_floating_point(), name, path) for part in found[name])
+            kind = torch.float32 if name.startswith(precise) else dtype
+            parts = (_cast(part, kind, parameter.is_floating_point(), name, path) for part in found[name])
             weights[name] = _joined(list(parts))
     module.load_state_dict(weights, strict=True, assign=True)
     return module.eval().requires_grad_(False)
@@ -58,7 +58,7 @@ def _check_names(wanted: Mapping[str, Tensor], found: Mapping[str, Sequence[Tens
     if missing or unknown:
         raise CheckpointError(
             f"{path.name} does not fit this model: {len(missing)} tensors missing {missing[:3]}, "
-            f"{len(unknown)} unknown {unknown[:3]}. It is incomplete or of another family."
+            f"{len(unknown)} unknown {unknown[:3]}. It is incomplete or of another model family."
         )
 
 
@@ -73,7 +73,7 @@ def _check_shapes(wanted: Mapping[str, Tensor], found: Mapping[str, Sequence[Ten
 def _narrow(
     parts: Sequence[Tensor], storage: torch.dtype, dtype: torch.dtype, name: str, path: Path
 ) -> tuple[Tensor, Tensor | None]:
-    """Weight and scale of a NarrowLinear that keeps a matrix in int8 or fp8, and computes in ``dtype``."""
+    """Weight and scale of a NarrowLinear that stores a matrix in int8 or fp8 and computes in ``dtype``."""
     if storage == torch.int8:
         rounded, scales = zip(*(_quantised(part, dtype, name, path) for part in parts), strict=True)
         return _joined(rounded), _joined(scales)
@@ -86,7 +86,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 def _quantised(tensor: Tensor, dtype: torch.dtype, name: str, path: Path) -> tuple[Tensor, Tensor]:
     """A matrix in int8 and its scales, for computing in ``dtype``. Raises CheckpointError as _cast does."""
-    _refuse_whole(tensor, name, path)
+    _refuse_integers(tensor, name, path)
     rounded, scale = quantise(tensor)
     if not torch.isfinite(scale).all():
         raise CheckpointError(f"{path.name}: {name} contains NaN or infinite values. The file is damaged.")
@@ -95,15 +95,14 @@ def _quantised(tensor: Tensor, dtype: torch.dtype, name: str, path: Path) -> tup
     return rounded, scale
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype, numbers: bool, name: str, path: Path) -> Tensor:
-    """The tensor in another precision; itself where it has that already.
+def _cast(tensor: Tensor, dtype: torch.dtype, real: bool, name: str, path: Path) -> Tensor:
+    """The tensor in another dtype; unchanged if it already has it.
 
-    The result is what is looked at: a map that is gone over twice is read twice where memory is short. Raises
-    CheckpointError for values that are not finite or too large for ``dtype``, or whole ones in place of real
-    ``numbers``.
+    Only the result is checked: a second pass over a memory-mapped file may read it again if memory is short. Raises
+    CheckpointError for values that are not finite or too large for ``dtype``, and, if ``real``, for integers.
     """
-    if numbers:
-        _refuse_whole(tensor, name, path)
+    if real:
+        _refuse_integers(tensor, name, path)
     cast = tensor.to(dtype)
     if not _finite(cast):
         if _finite(tensor):
@@ -112,14 +111,14 @@ def _cast(tensor: Tensor, dtype: torch.dtype, numbers: bool, name: str, path: Pa
     return cast
 
 
-def _refuse_whole(tensor: Tensor, name: str, path: Path) -> None:
+def _refuse_integers(tensor: Tensor, name: str, path: Path) -> None:
     if not tensor.is_floating_point():
         raise CheckpointError(
-            f"{path.name}: {name} holds whole numbers ({tensor.dtype}). It is quantised in a way that this pack does "
-            "not read: take the weights as they were released."
+            f"{path.name}: {name} contains integers ({tensor.dtype}). This quantisation is not supported: use "
+            "the weights as released."
         )
 
 
 def _finite(tensor: Tensor) -> bool:
-    parts = tensor.flatten().split(_CHECKED)  # the check makes copies
+    parts = tensor.flatten().split(_CHECKED)  # the check copies them
     return all(torch.isfinite(part.float() if part.dtype.itemsize == 1 else part).all() for part in parts)

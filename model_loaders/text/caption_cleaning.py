@@ -1,7 +1,7 @@
-"""What the captions of LlamaGen's training went through before T5 read them, as DeepFloyd IF introduced it: web text is
-freed from addresses, markup, file names, product numbers and advertising.
+"""The caption cleaning of LlamaGen's training, which is that of DeepFloyd IF: it removes addresses, markup, file names,
+product numbers and advertising from web text.
 
-The original also mends wrongly decoded text by a library (ftfy); here only its normal form (NFC) is made.
+The original also repairs wrongly decoded text with a library (ftfy); here text is only normalised (NFC).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _ADDRESSES = _rules(
       for start in ("https?", "www")),
 )
 _MARKS = _rules(
-    (r"@\w+\b", ""),  # names of accounts
+    (r"@\w+\b", ""),  # account names
     ("[\u31c0-\u9fff]+", ""),  # Chinese characters, and the blocks between strokes and ideographs
     (f"[{_DASHES}]+", "-"),
     ("[`´«»“”¨]", '"'),
     ("[‘’]", "'"),
     ("&quot;?", ""),
     ("&amp", ""),
-    (r"(?:\d{1,3}\.){3}\d{1,3}", " "),  # numbers of computers
+    (r"(?:\d{1,3}\.){3}\d{1,3}", " "),  # IP addresses
     (r"\d:\d\d\s+$", ""),
     (r"\\n", " "),
     (r"#\d{1,3}\b", ""),
@@ -72,7 +72,7 @@ _WORDS = _rules(
 
 
 def clean_caption(text: str) -> str:
-    """One round of cleaning; LlamaGen does two."""
+    """One pass of cleaning; LlamaGen does two."""
     text = _applied(_ADDRESSES, unquote_plus(text).strip().lower())
     text = _applied(_MARKS, _without_tags(text))
     if len(re.findall("[-_]", text)) > 3:  # words-joined-like-this
@@ -88,7 +88,7 @@ def _applied(rules: Rules, text: str) -> str:
 
 
 class _Text(HTMLParser):
-    """Collects what stands between the tags."""
+    """Collects the text between tags."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the families built on language models share: Hugging Face's names and sizes, and their tokenizers."""
+"""Shared by families built on language models: Hugging Face's names and sizes, and tokenizers."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _NAMES = {
 
 
 def language_root(tensors: Collection[str], roots: Sequence[str], attention: str = "q_proj.weight") -> str | None:
-    """What the names of a Llama-type model begin with: the first of ``roots`` with a table of words and this tensor of
-    the first layer's attention behind it; None if there is none."""
+    """Prefix of a Llama-type model: the first of ``roots`` with an embedding and this attention tensor of the first
+    layer; None if there is none."""
     return root_of(tensors, roots, "embed_tokens.weight", f"layers.0.self_attn.{attention}")
 
 
 def layer_tensors(tensors: Mapping[str, Tensor], root: str, path: Path) -> dict[str, Tensor | tuple[Tensor, ...]]:
-    """Layers of a Llama-type model, whose names begin with ``root``, under the names of LlamaGen and of our backbone.
+    """Layers of a Llama-type model with the prefix ``root``, under the names of LlamaGen and of our backbone.
 
-    The projections of queries, keys and values are stacked. Raises CheckpointError if one of the three is missing.
+    The query, key and value projections are stacked. Raises CheckpointError if one of the three is missing.
     """
     found: dict[str, Tensor | tuple[Tensor, ...]] = {}
     for name, tensor in tensors.items():
@@ -50,9 +50,9 @@ def layer_tensors(tensors: Mapping[str, Tensor], root: str, path: Path) -> dict[
 
 
 def backbone_tensors(tensors: Mapping[str, Tensor], root: str, path: Path) -> dict[str, Tensor | tuple[Tensor, ...]]:
-    """Layers and final norm of a Llama-type model, whose names begin with ``root``, under the names of a DiscreteModel.
+    """Layers and final norm of a Llama-type model with the prefix ``root``, under the names of a DiscreteModel.
 
-    Raises CheckpointError if the norm, or a projection of queries, keys or values is missing.
+    Raises CheckpointError if the norm, or a query, key or value projection is missing.
     """
     layers = join_gates(layer_tensors(tensors, root, path))
     norm = {"backbone.norm.weight": named(tensors, f"{root}norm.weight", path)}
@@ -60,7 +60,7 @@ def backbone_tensors(tensors: Mapping[str, Tensor], root: str, path: Path) -> di
 
 
 def text_settings(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What config.json says of the language model; all of it where that is no part of its own."""
+    """The language model's part of config.json, or all of it if there is no such part."""
     whole = checkpoint.settings
     return whole.get("text_config") or whole.get("language_config") or whole
 
@@ -70,7 +70,7 @@ def backbone_config(checkpoint: Checkpoint, root: str, vocab: int, known_heads: 
     """Sizes of a Llama-type model: from its weights, and the number of heads from config.json or, for a file without
     one, from ``known_heads`` (width -> heads of the released sizes).
 
-    Raises CheckpointError for a model without layers, and one whose number of heads nobody tells.
+    Raises CheckpointError for a model without layers, and for an unknown number of heads.
     """
     tensors, path = checkpoint.tensors, checkpoint.path
     settings = text_settings(checkpoint)
@@ -79,12 +79,12 @@ def backbone_config(checkpoint: Checkpoint, root: str, vocab: int, known_heads: 
                   for part in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"))
     dim = q.shape[1]
     heads = settings.get("num_attention_heads") or known_heads.get(dim)
-    known = type(heads) is int and heads > 0 and len(q) % (2 * heads) == 0  # positions turn channels by twos
+    known = type(heads) is int and heads > 0 and len(q) % (2 * heads) == 0  # positions rotate channels in pairs
     kv_heads, rest = divmod(len(k), len(q) // heads) if known else (0, 0)
     if not kv_heads or rest or heads % kv_heads:
         raise CheckpointError(
-            f"{path.name} has a width of {dim}, and how many attention heads share it is not known ({heads}). Keep it "
-            "under its released name, together with its config.json, in a folder of its own."
+            f"{path.name} has width {dim} and an unknown number of attention heads ({heads}). Keep it "
+            "under its released name, together with its config.json, in a separate folder."
         )
     head_norm = tensors.get(f"{root}layers.0.self_attn.q_norm.weight")
     return BackboneConfig(
@@ -95,7 +95,7 @@ def backbone_config(checkpoint: Checkpoint, root: str, vocab: int, known_heads: 
 
 
 def positive(settings: Mapping[str, Any], name: str, default: float | None) -> float | None:
-    """A number of config.json, or the default where it has none. Raises CheckpointError for one that cannot be."""
+    """A number of config.json, or the default. Raises CheckpointError for an invalid one."""
     value = settings.get(name)
     if value is None:
         return default
@@ -107,22 +107,21 @@ def positive(settings: Mapping[str, Any], name: str, default: float | None) -> f
 def rope_theta(settings: Mapping[str, Any], default: float = 10000.0) -> float:
     """Base of the rotary frequencies by a config.json of either generation of transformers, or the default.
 
-    Raises CheckpointError for positions that are stretched.
+    Raises CheckpointError for scaled positions.
     """
     rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        raise CheckpointError(f"config.json asks for rotary positions of the type {kind!r}, which is not supported.")
+        raise CheckpointError(f"config.json sets rotary positions of type {kind!r}, which is not supported.")
     return float(positive(rope, "rope_theta", None) or positive(settings, "rope_theta", default))
 
 
 def word_tensors(
     embedding: Tensor, head: Tensor | None, words: int, codes: range, specials: Sequence[int] = ()
 ) -> dict[str, Tensor | tuple[Tensor, ...]]:
-    """Of the embedding and the head [N, D] of a model whose image codes are words, under the names of a DiscreteModel:
-    what its prompts are made of, the first ``words`` rows, and the rows of image codes and special tokens.
+    """Embedding and head [N, D] of a model with image codes in its vocabulary, under the names of a DiscreteModel.
 
-    head None: it is the embedding.
+    The first ``words`` rows are for prompts, the others for image codes and special tokens. head None: tied.
     """
     def drawn(table: Tensor) -> tuple[Tensor, ...]:
         return (table[codes.start : codes.stop], *(table[special : special + 1] for special in specials))
@@ -132,7 +131,7 @@ def word_tensors(
 
 
 def matrix(tensors: Mapping[str, Tensor], name: str, path: Path, columns: int | None = None) -> Tensor:
-    """The tensor of that name. Raises CheckpointError if it is missing or no matrix (of so many columns)."""
+    """The tensor of that name. Raises CheckpointError unless it is a matrix (with so many columns)."""
     tensor = named(tensors, name, path)
     if tensor.ndim != 2 or not tensor.numel() or columns not in (None, tensor.shape[1]):
         wanted = "a matrix" if columns is None else f"a matrix with {columns} columns"
@@ -153,8 +152,8 @@ def named(tensors: Mapping[str, Tensor], name: str, path: Path) -> Tensor:
 def find_tokenizer(
     path: Path, names: Sequence[str], search: Sequence[Path], file: str = "tokenizer.json"
 ) -> Path | None:
-    """The file ``file`` beside a model that has its folder to itself, in the folder named as the weight file, or in one
-    of the folders ``names`` beside it or in the search folders."""
+    """The file ``file`` in the model's Hugging Face folder, in the folder named as the weight file, or in one of the
+    folders ``names`` beside it or in the search folders."""
     own = [path.parent, path.parent / path.stem]
     folders = [*own, *(folder / name for folder in (path.parent, path.parent.parent, *search) for name in names)]
     return next((folder / file for folder in folders if (folder / file).is_file()), None)
@@ -162,8 +161,8 @@ def find_tokenizer(
 
 @contextmanager
 def readable(path: Path, wanted: str = "") -> Iterator[None]:
-    """Turn what the tokenizer library raises over a file or folder into CheckpointError: bare exceptions, and panics of
-    Rust, which are no exceptions of Python's and would end the thread."""
+    """Convert errors of the tokenizer library to CheckpointError: plain exceptions, and Rust panics, which do not
+    derive from Exception and would end the thread."""
     try:
         yield
     except CheckpointError:
@@ -176,7 +175,7 @@ def readable(path: Path, wanted: str = "") -> Iterator[None]:
 
 class Tokenizer:
     """A language model's tokenizer, opened on first use: its tokenizer.json, or the vocab.json of Qwen2 with merges.txt
-    and added_tokens.json beside it. file None: it was not found; ``missing`` says so then."""
+    and added_tokens.json beside it. file None: it was not found; ``missing`` is the error message."""
 
     def __init__(self, file: Path | None, missing: str):
         self.file, self.missing, self._opened = file, missing, None
@@ -190,7 +189,7 @@ class Tokenizer:
         return self._opened
 
     def ids(self, text: str) -> list[int]:
-        """Ids of a text, in which special tokens may be written; none are added."""
+        """Ids of a string, which may contain special tokens; none are added."""
         opened = self._open()
         with readable(self.file):
             return opened.encode(text, add_special_tokens=False).ids
@@ -216,7 +215,7 @@ def _read_tokenizer(file: Path):
 
 
 def read_qwen2(folder: Path):
-    """Qwen2's tokenizer of transformers. Raises what that raises, and CheckpointError for files too large to be one."""
+    """Qwen2's tokenizer of transformers. Raises its exceptions, and CheckpointError for files that are too large."""
     from transformers import Qwen2TokenizerFast
 
     for file in (*folder.glob("*.json"), *folder.glob("*.txt"), *folder.glob("*.jinja")):

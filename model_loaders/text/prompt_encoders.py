@@ -26,8 +26,8 @@ class PromptEncoder(Protocol):
 class WordEncoder:
     """One learned vector per known word: the bundled model's text encoder.
 
-    Words are looked up one by one; "... on a blue background" becomes the single word ``bg_blue``. Stop words are left
-    out, synonyms replaced, at most ``slots`` words used.
+    "... on a blue background" becomes the single word ``bg_blue``. Stop words are removed, synonyms replaced, and at
+    most ``slots`` words used.
     """
 
     def __init__(self, table: Tensor, words: list[str], stop_words: list[str], synonyms: dict[str, str],
@@ -39,7 +39,7 @@ class WordEncoder:
     @classmethod
     def open(cls, path: Path, slots: int) -> WordEncoder:
         """Read ``text_encoder.safetensors``. Raises CheckpointError if it is another kind of file."""
-        checkpoint = open_checkpoint(path, mapped=False)  # a small table, not worth a map
+        checkpoint = open_checkpoint(path, mapped=False)  # a small table, not worth a memory map
         table, meta = checkpoint.tensors.get("word_embeddings.weight"), checkpoint.metadata
         lists, synonyms = [meta.get(name) for name in ("words", "stop_words", "backgrounds")], meta.get("synonyms")
         sound = isinstance(synonyms, dict) and all(isinstance(words, list) for words in lists) and all(
@@ -68,7 +68,7 @@ class WordEncoder:
         return list(dict.fromkeys(known)), unknown
 
     def encode(self, text: str) -> Tensor:
-        """Features [1, n, F]. Raises ValueError if not a single word is known."""
+        """Features [1, n, F]. Raises ValueError if no word is known."""
         known, unknown = self.parse(text)
         if not known:
             some = ", ".join([w for w in self.words if not w.startswith("bg_")][:40])
@@ -84,17 +84,16 @@ class WordEncoder:
 
 
 def features_of(ids: Sequence[int]) -> Tensor:
-    """Ids of a language model's words as the features [1, n, 1] (fp32) of a prompt."""
+    """Token ids as the features [1, n, 1] (fp32) of a prompt."""
     return torch.tensor(ids, dtype=torch.float32)[None, :, None]
 
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """The tokenizer of a language model, with the words and special tokens around a prompt that it was trained with.
+    """The tokenizer of a language model, with the prompt template of its training.
 
-    write: (prompt, grid (rows, cols) of the picture) -> ids of everything before the first token of the image.
-    grid: that of a picture whose size nobody names. write_negative: the same for a negative prompt, where the model
-    reads other words around it (None: the same ones).
+    write: (prompt, grid (rows, cols) of the image) -> all ids before the first image token. grid: the default grid.
+    write_negative: the same for a negative prompt, if its template differs (None: the same).
     """
 
     write: Callable[[str, tuple[int, int]], Sequence[int]]
@@ -104,7 +103,7 @@ class TextEncoder:
     def encode(self, text: str, grid: tuple[int, int] | None = None, negative: bool = False) -> Tensor:
         """Ids [1, n, 1] (fp32) of a prompt. Raises FileNotFoundError or CheckpointError if there is no tokenizer."""
         write = self.write_negative if negative and self.write_negative else self.write
-        text = text.encode("utf-8", "replace").decode()  # half a character, as JSON may hold, is no word
+        text = text.encode("utf-8", "replace").decode()  # JSON may contain lone surrogates, which are not characters
         return features_of(write(text, grid or self.grid))
 
 
@@ -115,7 +114,7 @@ class ClassEncoder:
         self.classes, self.names = classes, [name.lower() for name in names or ()]
 
     def encode(self, text: str) -> Tensor:
-        """Class number [1, 1, 1] (fp32). Raises ValueError for an unknown name or a number outside the classes."""
+        """Class number [1, 1, 1] (fp32). Raises ValueError for an unknown name or a number out of range."""
         wanted = text.strip().lower()
         if wanted.isdecimal() and len(wanted) < 10 and int(wanted) < self.classes:
             return torch.tensor([[[float(wanted)]]])
@@ -125,13 +124,13 @@ class ClassEncoder:
         near = [name for name in self.names if wanted and wanted in name][:5]
         hint = f" Did you mean: {'; '.join(near)}?" if near else ""
         raise ValueError(
-            f"This model draws classes, not prompts: {text[:200]!r} is not a class. Type a number from 0 to "
+            f"This model generates classes, not prompts: {text[:200]!r} is not a class. Enter a number from 0 to "
             f"{self.classes - 1}" + (" or a class name." if self.names else ".") + hint
         )
 
 
 class MissingEncoder:
-    """Takes the place of a text encoder that was not found; says so when it is used."""
+    """Placeholder for a text encoder that was not found; raises the error when it is used."""
 
     def __init__(self, message: str):
         self.message = message

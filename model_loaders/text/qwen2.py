@@ -1,4 +1,4 @@
-"""Qwen2.5's trunk (arXiv:2412.15115) through transformers, as models/harmon.py wants its language model."""
+"""Qwen2.5's trunk (arXiv:2412.15115) of transformers, as the language model of models/harmon.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEADS = {896: 14, 1536: 12}  # width -> heads of the 0.5B and the 1.5B model
 
 
 class Qwen2(nn.Module):
-    """Built from sizes alone, with the values that all Qwen2.5 models share; its weights are ``model.*``."""
+    """Built from sizes, with the values that all Qwen2.5 models share; its weights are ``model.*``."""
 
     def __init__(self, width: int, layers: int, heads: int, kv_heads: int, hidden: int, vocab: int):
         super().__init__()
@@ -24,7 +24,7 @@ class Qwen2(nn.Module):
             vocab_size=vocab, hidden_size=width, intermediate_size=hidden, num_hidden_layers=layers,
             num_attention_heads=heads, num_key_value_heads=kv_heads, rope_theta=1e6, rms_norm_eps=1e-6,
         ))  # fmt: skip
-        with torch.device("cpu"):  # its table of frequencies is in no file: it must be real even in a model on meta
+        with torch.device("cpu"):  # its frequencies are not in the file, so they must not be on the meta device
             self.model.rotary_emb = type(self.model.rotary_emb)(self.model.config)
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ class Qwen2(nn.Module):
     def read(
         self, x: Tensor, mask: Tensor, places: Tensor, before: KeysAndValues = ()
     ) -> tuple[Tensor, KeysAndValues]:
-        """See LanguageModel; only the first tokens' keys and values are returned, later ones are forgotten."""
+        """See LanguageModel; only the first tokens' keys and values are returned, later ones are discarded."""
         cache = _cache_type()(before)
         out = self.model(
             inputs_embeds=x, attention_mask=mask, position_ids=places, past_key_values=cache, use_cache=True
@@ -44,11 +44,11 @@ class Qwen2(nn.Module):
 
 @functools.cache
 def _cache_type() -> type:
-    """A class derived from one of transformers', which is imported when first needed."""
+    """A subclass of a transformers class, which is imported on first use."""
     from transformers import DynamicCache
 
     class Behind(DynamicCache):
-        """Puts what every layer offers behind the keys and values ``before`` it; keeps it only if there are none."""
+        """Appends the keys and values of every layer to those in ``before``; stores them only if there are none."""
 
         def __init__(self, before: KeysAndValues):
             super().__init__()

@@ -1,4 +1,4 @@
-"""flan-t5-xl, through which LlamaGen reads captions: a Hugging Face folder, or one file of the encoder alone."""
+"""flan-t5-xl, LlamaGen's text encoder: a Hugging Face folder, or one file with the encoder alone."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .caption_cleaning import clean_caption
 from .language_model import Tokenizer, find_tokenizer
 
 _END = "</s>"
-_TOKENIZERS = ("flan-t5-xl", "t5_tokenizer")  # folders; the second is ComfyUI's own, of the same words
+_TOKENIZERS = ("flan-t5-xl", "t5_tokenizer")  # folders; the second is ComfyUI's, with the same vocabulary
 
 
 class T5(nn.Module):
-    """transformers' encoder with a ``device`` that ComfyUI may set. ``words``: how many it knows."""
+    """transformers' encoder with a ``device`` that ComfyUI may set. words: vocabulary size."""
 
     def __init__(self, words: int, dim: int, layers: int, heads: int, head_dim: int, ffn_dim: int, buckets: int):
         super().__init__()
@@ -41,9 +41,9 @@ class T5(nn.Module):
 class T5Encoder:
     """A PromptEncoder. The weights are read with the first prompt.
 
-    weights: a file or folder; width: numbers per token that the model reads; slots: most tokens. clean: are captions
-    cleaned as in training. ``dtype`` may be set until then; ``place`` is called with the module before each use, to
-    bring it where it is to compute.
+    weights: a file or folder; width: features per token that the model reads; slots: most tokens. clean: whether to
+    clean captions as in training. ``dtype`` may be set before the first prompt; ``place`` is called with the module
+    before each use, to move it to the compute device.
     """
 
     def __init__(self, weights: Path, tokenizer: Tokenizer, slots: int, width: int, clean: bool = True):
@@ -58,12 +58,12 @@ class T5Encoder:
 
         Raises FileNotFoundError if there is no tokenizer, CheckpointError for one of another model.
         """
-        # What cleaning leaves behind (a tag within a tag) the second time takes away: LlamaGen was trained with both.
+        # Twice, as in LlamaGen's training: the second pass removes what the first leaves (a tag within a tag).
         caption = clean_caption(clean_caption(text)) if self.clean else text.lower().strip()
         return [*self.tokenizer.ids(caption)[: self.slots - 1], self.tokenizer.id(_END)]
 
     def module(self) -> T5:
-        """The encoder, read from its file if it was not yet. Raises CheckpointError for a file that cannot be used."""
+        """The encoder, loaded on first use. Raises CheckpointError for an unsupported or damaged file."""
         if self._module is None:
             with as_released(self.weights):
                 self._module = load_t5(self.weights, self.width, self.dtype)
@@ -74,15 +74,15 @@ class T5Encoder:
         """Features [1, n, width] (fp32, CPU) of the n tokens of a caption, the end token included."""
         ids, module = self.ids(text), self.module()
         if max(ids) >= module.words:
-            raise CheckpointError(f"{self.tokenizer.file} is not the tokenizer of {self.weights.name}: it knows more "
-                                  f"words than the {module.words} of the encoder.")
+            raise CheckpointError(f"{self.tokenizer.file} is not the tokenizer of {self.weights.name}: its ids exceed "
+                                  f"the encoder's vocabulary of {module.words}.")
         self.place(module)
         return module(torch.tensor([ids], device=module.device)).float().cpu()
 
 
 def find(path: Path, slots: int, width: int, search: Sequence[Path]) -> T5Encoder | None:
-    """The encoder of a model at ``path``: a folder or file with flan-t5-xl in its name, beside the model or in the
-    search folders and the folders in them; None if there is none."""
+    """The encoder of a model at ``path``: a folder or file with flan-t5-xl in its name, beside the model, in the
+    search folders or one level below; None if there is none."""
     folders = [path.parent, *search]
     entries = (entry for folder in folders for pattern in ("*", "*/*") for entry in sorted(folder.glob(pattern)))
     weights = next(filter(_is_encoder, entries), None)
@@ -105,15 +105,15 @@ def _is_encoder(entry: Path) -> bool:
 
 
 def load_t5(path: Path, width: int, dtype: torch.dtype) -> T5:
-    """Build the encoder on the CPU; of a whole T5, the decoder is left out.
+    """Build the encoder on the CPU; the decoder of a whole T5 is not read.
 
-    Raises CheckpointError for files that are no encoder of ``width`` numbers per token, or damaged.
+    Raises CheckpointError for files that are damaged or not an encoder of ``width`` features per token.
     """
     checkpoint = open_checkpoint(weights_in(path))
     tensors = encoder_tensors(checkpoint)
     with torch.device("meta"):
         module = build(tensors, width, checkpoint.path)
-    # One table under two names: the encoder's own refers to the shared one.
+    # One embedding under two names.
     tensors["encoder.encoder.embed_tokens.weight"] = tensors["encoder.shared.weight"]
     load_weights(module, tensors, checkpoint, dtype)
     module.encoder.encoder.embed_tokens.weight = module.encoder.shared.weight
@@ -121,18 +121,18 @@ def load_t5(path: Path, width: int, dtype: torch.dtype) -> T5:
 
 
 def encoder_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The encoder's tensors under the names of our module, whatever stands before them in the file."""
+    """The encoder's tensors under the names of our module, whatever their prefix in the file."""
     last = "encoder.final_layer_norm.weight"
     root = next((name.removesuffix(last) for name in checkpoint.tensors if name.endswith(last)), "")
     own = (f"{root}encoder.", f"{root}shared.")
     found = {f"encoder.{n.removeprefix(root)}": t for n, t in checkpoint.tensors.items() if n.startswith(own)}
-    copy = found.pop("encoder.encoder.embed_tokens.weight", None)  # of shared.weight, or in its place
+    copy = found.pop("encoder.encoder.embed_tokens.weight", None)  # a copy of shared.weight, or instead of it
     return found if copy is None else {"encoder.shared.weight": copy} | found
 
 
 def build(tensors: dict[str, Tensor], width: int, path: Path) -> T5:
-    """The module of the size that the tensors have. Raises CheckpointError if they are no T5 encoder of the gated kind,
-    or not one of ``width`` numbers per token."""
+    """The module in the size of the tensors. Raises CheckpointError unless they are a gated T5 encoder of ``width``
+    features per token."""
     block = "encoder.encoder.block.0.layer"
     try:
         words, dim = tensors["encoder.shared.weight"].shape
@@ -141,11 +141,11 @@ def build(tensors: dict[str, Tensor], width: int, path: Path) -> T5:
         ffn_dim = len(tensors[f"{block}.1.DenseReluDense.wi_0.weight"])
     except (KeyError, ValueError) as error:
         raise CheckpointError(
-            f"{path.name} cannot be read as a T5 encoder ({error} is missing or misshapen). It takes the files of "
+            f"{path.name} cannot be read as a T5 encoder ({error} is missing or misshapen). Supported are the files of "
             "flan-t5-xl, or its encoder alone in one file."
         ) from error
     if dim != width:
-        raise CheckpointError(f"{path.name} gives {dim} numbers per token, but the model reads {width}: it is not "
-                              "flan-t5-xl. Put that one into models/text_encoders.")
+        raise CheckpointError(f"{path.name} has {dim} features per token, but the model reads {width}: it is not "
+                              "flan-t5-xl. Put flan-t5-xl into models/text_encoders.")
     layers = len({name.split(".")[3] for name in tensors if name.startswith("encoder.encoder.block.")})
     return T5(words, dim, layers, heads, inner // heads, ffn_dim, buckets)

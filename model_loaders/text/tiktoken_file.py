@@ -1,7 +1,7 @@
-"""Tokenizers that were released as a file of ranks for OpenAI's tiktoken, read without that package.
+"""Tokenizers released as a file of ranks for OpenAI's tiktoken, read without that package.
 
-A text is cut into pieces by a pattern. In every piece, pairs of neighbouring byte strings are joined as long as the
-file knows the result, the one of the lowest rank first (byte pair encoding, arXiv:1508.07909); ranks are ids.
+A pattern splits a string into pieces. In every piece, adjacent byte strings are merged, the pair of the lowest rank
+first, while the file contains the result (byte pair encoding, arXiv:1508.07909). Ranks are ids.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _LARGEST = 32 * 2**20  # bytes; Emu3's has 2.5 MB
 
 
 class RankTokenizer:
-    """A file of ranks with the special tokens that follow its last rank in this order; opened on first use.
+    """A file of ranks, and the special tokens whose ids follow in this order; opened on first use.
 
-    pattern: the pieces that a text is cut into, in the syntax of the ``tokenizers`` library.
+    pattern: regular expression of the pieces, in the syntax of the ``tokenizers`` library.
     """
 
     def __init__(self, file: Path, pattern: str, specials: Sequence[str]):
@@ -37,17 +37,17 @@ class RankTokenizer:
         return self._opened
 
     def ids(self, text: str) -> list[int]:
-        """Ids of a text, in which special tokens may be written; none are added."""
+        """Ids of a string, which may contain special tokens; none are added."""
         from tokenizers import Regex, pre_tokenizers
 
         ranks, specials = self._open()
-        cutter = pre_tokenizers.Split(Regex(self.pattern), "isolated")
+        splitter = pre_tokenizers.Split(Regex(self.pattern), "isolated")
         found: list[int] = []
         for part in re.split(r"(<\|[^|]*\|>)", unicodedata.normalize("NFC", text)):
             if part in specials:
                 found.append(specials[part])
             elif part:
-                for piece, _place in cutter.pre_tokenize_str(part):
+                for piece, _place in splitter.pre_tokenize_str(part):
                     found += joined(piece.encode(), ranks)
         return found
 
@@ -63,7 +63,7 @@ class RankTokenizer:
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:
-    """Byte string -> rank: every line has one in base 64 and its rank. Raises CheckpointError for a damaged file."""
+    """Byte string -> rank. Lines have a base64 byte string and its rank. Raises CheckpointError for a damaged file."""
     try:
         refuse_large(file, _LARGEST)
         lines = (line.split() for line in file.read_bytes().splitlines() if line)
@@ -78,7 +78,7 @@ def read_ranks(file: Path) -> dict[bytes, int]:
 
 
 def joined(piece: bytes, ranks: Mapping[bytes, int]) -> list[int]:
-    """Ids of a piece of text."""
+    """Ids of a piece (byte pair encoding)."""
     if piece in ranks:
         return [ranks[piece]]
     parts = [piece[i : i + 1] for i in range(len(piece))]

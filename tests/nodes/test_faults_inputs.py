@@ -117,7 +117,7 @@ def test_any_value_of_any_input_is_taken_or_named(name, sound, nodes, run):
     @fuzz()
     @given(st.sampled_from(sorted(inputs)), ANYTHING)
     def check(key, value):
-        told = key, "does not draw", "is not in", "no trace", "lies outside"
+        told = key, "does not generate", "is not in", "no trace", "lies outside"
         message = refused(run, nodes[name], sound(name) | {key: value}, *told)
         kind = inputs[key].io_type
         if kind not in ("STRING", "COMBO", "MASK", "IMAGE", "LATENT", "CONDITIONING", "INT", "FLOAT", "BOOLEAN", "VAE"):
@@ -208,7 +208,7 @@ FINE_LATENTS = {
 @pytest.mark.parametrize("latent", BAD_LATENTS.values(), ids=BAD_LATENTS)
 def test_bad_latents_are_named(latent, method, sound, nodes, run):
     node = f"SpecAR{method}Sampler"
-    assert re.search("latent_image|noise mask|8 x 8|model does not draw",
+    assert re.search("latent_image|noise mask|8 x 8|model does not generate",
                      refused(run, nodes[node], sound(node) | {"latent_image": latent}))
 
 
