@@ -74,7 +74,7 @@ class Timed:
             self._count(report.previews)
 
     def _count(self, previews: Any) -> None:
-        draw, decode = previews._drawn, previews._decode
+        draw, decode = previews._rendered, previews._decode
 
         def drawn(*what: Any) -> Any:
             self.shown += 1
@@ -84,7 +84,7 @@ class Timed:
             self.decoded += 1
             return decode(*what)
 
-        previews._drawn, previews._decode = drawn, decoded
+        previews._rendered, previews._decode = drawn, decoded
 
     def __call__(self, progress: Any) -> None:
         began, computing = time.perf_counter(), time.thread_time()

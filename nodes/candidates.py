@@ -29,7 +29,7 @@ def next_token(model: LoadedModel) -> ChosenMethod:
 
 
 def exact_methods(model: LoadedModel, drafter: LoadedDrafter | None, length: int) -> list[ChosenMethod]:
-    """Those that follow the model's own distribution, for runs of ``length`` tokens; the likeliest to be fast first."""
+    """Methods that sample the model's distribution, for runs of ``length`` tokens; likely the fastest first."""
     windows = [sjd(model, window) for window in WINDOWS if 2 * window <= length]
     trees = [] if drafter is None else [
         *(tree(model, drafter, name, STRUCTURES[name]) for name in (STATIC, CHAIN, DYNAMIC)),
@@ -40,8 +40,8 @@ def exact_methods(model: LoadedModel, drafter: LoadedDrafter | None, length: int
 
 
 def relaxed_methods(bases: Iterable[ChosenMethod], budget: float, codes: int) -> list[ChosenMethod]:
-    """``bases`` with rules that drift measurably, for a budget of drift per token and a codebook of so many codes
-    (0: there is none)."""
+    """``bases`` with approximate rules that have a drift bound. budget: limit of the drift bound per token; codes: size
+    of the codebook (0: none)."""
     rules: list[tuple[AcceptanceRule, str, str]] = [
         (TVMetered(budget), f"TV budget (epsilon {budget:g})", f"TV Budget Rule: epsilon {budget:g}"),
         (CoolSD(1.1), "Cool-SD (delta 1.1)", "Cool-SD Rule: delta 1.1"),
@@ -71,6 +71,6 @@ def tree(model: LoadedModel, drafter: LoadedDrafter, name: str, structure: Struc
 
 
 def relaxed(base: ChosenMethod, rule: AcceptanceRule, judges: str, by_hand: str) -> ChosenMethod:
-    """A method with another rule."""
+    """The method with another rule."""
     by_hand = f"{base.by_hand}; rule {by_hand}"
     return replace(base, method=replace(base.method, rule=rule), judges=judges, by_hand=by_hand)

@@ -1,5 +1,5 @@
-"""What arrives at a node: ComfyUI checks types of links and bounds of typed numbers, but neither what a link brings
-nor what an API client writes in place of a link. Here every node's inputs are checked before it runs.
+"""Validation of inputs. ComfyUI checks the types of links and the bounds of widget values, but neither the value of a
+link nor what an API client sends in place of a link. Here every node's inputs are checked before it runs.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .comfy_runtime import models
 from .method import ChosenMethod
 from .rules import ChosenRule
 
-SHORT = 60  # characters of a value that a message repeats
-SOCKETS = {  # private sockets -> what they carry, and the node that makes it
+SHORT = 60  # characters of a value in a message
+SOCKETS = {  # private sockets -> type of their values, and the node that makes them
     "AR_MODEL": (models.LoadedModel, "Load AR Checkpoint"),
     "AR_DRAFTER": (models.LoadedDrafter, "Load AR Drafter"),
     "AR_RULE": (ChosenRule, "a rule node"),
@@ -28,7 +28,7 @@ SOCKETS = {  # private sockets -> what they carry, and the node that makes it
 
 
 def checked(node: type[io.ComfyNode]) -> type[io.ComfyNode]:
-    """The node, whose inputs are checked from now on before it runs: it raises ValueError naming the first bad one."""
+    """The node class with a check of its inputs before each run. Raises ValueError that names the first invalid one."""
     execute = node.execute.__func__
     if hasattr(execute, "__wrapped__"):
         return node
@@ -42,8 +42,8 @@ def checked(node: type[io.ComfyNode]) -> type[io.ComfyNode]:
 
 
 def checked_inputs(schema: io.Schema, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs without optional ones that are None (an API client's way to leave them open), and with numbers of
-    numpy's, which other packs' nodes hand on, as Python's. Raises ValueError."""
+    """The inputs, without optional ones that are None (as API clients may send), and with numpy scalars, which other
+    packs' nodes may output, converted to Python's. Raises ValueError."""
     known = {i.id: i for i in schema.inputs}
     for name in inputs:
         if name not in known:
@@ -61,16 +61,16 @@ def checked_inputs(schema: io.Schema, inputs: Mapping[str, Any]) -> dict[str, An
 
 
 def problem_of(wanted: io.Input, value: Any) -> str | None:
-    """What is wrong with a value for an input, as the rest of a sentence that begins with its name; None: nothing."""
+    """Error message for an input's value, without the input's name in front; None if the value is valid."""
     kind = wanted.io_type
     if kind in SOCKETS:
         made, maker = SOCKETS[kind]
-        return None if isinstance(value, made) else f"is {told(value)}, but must be connected to {maker}."
+        return None if isinstance(value, made) else f"is {show(value)}, but must be connected to {maker}."
     return CHECKS[kind](wanted, value) if kind in CHECKS else None
 
 
-def told(value: Any) -> str:
-    """A value in a few words."""
+def show(value: Any) -> str:
+    """A short description of a value."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)} ({str(value.dtype).removeprefix('torch.')})"
     if isinstance(value, (str, int, float)):
@@ -81,15 +81,15 @@ def told(value: Any) -> str:
 
 
 def available(choice: Any, find: Callable[[str], Any]) -> bool | str:
-    """Can a loader find the file of this choice? True, or why not; asked before a prompt is queued, in place of
-    ComfyUI's own "Value not in list".
+    """True if a loader can find the file of this choice, else the error message. Called before a prompt is queued,
+    instead of ComfyUI's "Value not in list".
 
-    find: raises FileNotFoundError or ValueError. A choice of None stands for the value of a link, not known yet.
+    find: raises FileNotFoundError or ValueError. choice None: comes from a link and is not known yet.
     """
     if choice is None:
         return True
     if not isinstance(choice, str):
-        return f"{told(choice)} is not the name of a file or folder."
+        return f"{show(choice)} is not the name of a file or folder."
     try:
         find(choice)
     except (FileNotFoundError, ValueError) as error:
@@ -102,17 +102,17 @@ def _number(wanted: io.Input, value: Any) -> str | None:
     sound = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     if sound and wanted.min <= value <= wanted.max:
         return None
-    return f"is {told(value)}, but must be {'an integer' if whole else 'a number'} from {wanted.min} to {wanted.max}."
+    return f"is {show(value)}, but must be {'an integer' if whole else 'a number'} from {wanted.min} to {wanted.max}."
 
 
 def _text(wanted: io.Input, value: Any) -> str | None:
     if isinstance(value, str):
         return None
-    return f"is {told(value)}, but must be a string, or one of the options of the widget."
+    return f"is {show(value)}, but must be a string, or one of the options of the widget."
 
 
 def _switch(wanted: io.Input, value: Any) -> str | None:
-    return None if isinstance(value, bool) else f"is {told(value)}, but must be true or false."
+    return None if isinstance(value, bool) else f"is {show(value)}, but must be true or false."
 
 
 def _latent(wanted: io.Input, value: Any) -> str | None:
@@ -120,8 +120,8 @@ def _latent(wanted: io.Input, value: Any) -> str | None:
     if getattr(samples, "is_nested", False):
         return "holds several latents (for example video and audio). Use Empty AR Latent or VAE Encode."
     if not isinstance(samples, Tensor):
-        return f"is {told(value)}, but must be a LATENT (Empty AR Latent or VAE Encode)."
-    problem = flaw(samples, (4,)) or (None if samples.is_floating_point() else f"holds {told(samples)}, not floats.")
+        return f"is {show(value)}, but must be a LATENT (Empty AR Latent or VAE Encode)."
+    problem = flaw(samples, (4,)) or (None if samples.is_floating_point() else f"holds {show(samples)}, not floats.")
     if problem:
         return f"{problem} A LATENT is [images, channels, rows, columns]: use Empty AR Latent or VAE Encode."
     if value.get("noise_mask") is not None:
@@ -132,7 +132,7 @@ def _latent(wanted: io.Input, value: Any) -> str | None:
 
 def _conditioning(wanted: io.Input, value: Any) -> str | None:
     if not isinstance(value, list):
-        return f"is {told(value)}, but must be a CONDITIONING (CLIP Text Encode with the model's own CLIP)."
+        return f"is {show(value)}, but must be a CONDITIONING (CLIP Text Encode with the model's own CLIP)."
     for entry in value:
         if not (isinstance(entry, (list, tuple)) and len(entry) == 2 and isinstance(entry[0], Tensor)
                 and isinstance(entry[1], dict) and isinstance(entry[1].get("ar", {}), dict)):
@@ -147,7 +147,7 @@ def _conditioning(wanted: io.Input, value: Any) -> str | None:
 def _image(wanted: io.Input, value: Any) -> str | None:
     problem = flaw(value, (4,))
     if not problem and (not value.is_floating_point() or value.shape[-1] < 3):
-        problem = f"is {told(value)}."
+        problem = f"is {show(value)}."
     return problem and f"{problem} An IMAGE is [images, height, width, 3] with values from 0 to 1 (VAE Decode)."
 
 
@@ -158,15 +158,15 @@ def _mask(wanted: io.Input, value: Any) -> str | None:
 
 def _vae(wanted: io.Input, value: Any) -> str | None:
     sound = hasattr(value, "encode") and hasattr(value, "decode")
-    return None if sound else f"is {told(value)}, but must be a VAE, from Load AR Checkpoint."
+    return None if sound else f"is {show(value)}, but must be a VAE, from Load AR Checkpoint."
 
 
 def flaw(value: Any, dimensions: tuple[int, ...]) -> str | None:
-    """What is wrong with a tensor that should have one of these numbers of dimensions, entries, and no NaN."""
+    """Error message for a tensor with another number of dimensions, without elements, or with NaN; None if valid."""
     if not isinstance(value, Tensor) or value.ndim not in dimensions:
-        return f"is {told(value)}."
+        return f"is {show(value)}."
     if not value.numel():
-        return f"is empty: {told(value)}."
+        return f"is empty: {show(value)}."
     return None if value.isfinite().all() else "holds NaN or infinite values."
 
 

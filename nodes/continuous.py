@@ -17,12 +17,12 @@ from .widgets import choose, drafter_input, negative_input, prompt_inputs, sampl
 MODELS_OWN = "model's own"
 GUIDANCE = {MODELS_OWN: None, "linear": "linear", "constant": "constant"}
 HEADS = {MODELS_OWN: None, "ddpm": "ddpm", "ddim": "ddim"}
-MODES = {  # shown -> ContinuousSpeculative.mode
+MODES = {  # option -> ContinuousSpeculative.mode
     "each guess alone (approximate)": "block",
     "stop at a rejection (approximate)": "prefix",
     "exact (slow)": "exact",
 }
-SEES = {  # shown -> ContinuousSpeculative.condition
+SEES = {  # option -> ContinuousSpeculative.condition
     "automatic": None,
     "what is decided": "prefix",
     "what is decided, and earlier guesses": "drafts",
@@ -32,7 +32,7 @@ SIGMA = {"off": "off", "as in the paper": "paper", "as in the official code": "o
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs(CommonInputs):
-    """The inputs of a sampler of vectors, named like its sockets and widgets."""
+    """Inputs of a sampler of vectors, named like its sockets and widgets."""
 
     guidance: str
     head_sampler: str

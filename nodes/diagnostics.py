@@ -1,4 +1,4 @@
-"""Acceptance Map, Compare Runs, Save Trace, Load Trace: what runs did, to look at, to compute with, and to keep."""
+"""Acceptance Map, Compare Runs, Save Trace, Load Trace: showing, comparing and storing runs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .comfy_runtime import folders
 from .sockets import ARTrace
 
 log = logging.getLogger(__name__)
-MOST_RUNS = 8  # traces that Compare Runs takes
+MOST_RUNS = 8  # inputs of Compare Runs
 
 
 def shown(trace: Trace, **more: Any) -> dict[str, Any]:
-    """UI output: the text for the node and the report for programs (every value a list, as ComfyUI wants)."""
+    """UI output: text for the node and a report for programs (every value in a list, as ComfyUI requires)."""
     return {"text": [describe(trace)], "specar": [trace.report()], **more}
 
 
@@ -34,18 +34,18 @@ def as_images(arrays: Sequence[np.ndarray] | np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.stack(arrays).astype(np.float32) / 255)
 
 
-def preview(pictures: torch.Tensor, cls: type[io.ComfyNode], numbers: Sequence[str] = ()) -> dict[str, Any]:
-    """UI output: pictures [B, H, W, 3] in ComfyUI's temp folder, and beside them the ``numbers`` of their tokens.
+def preview(images: torch.Tensor, cls: type[io.ComfyNode], numbers: Sequence[str] = ()) -> dict[str, Any]:
+    """UI output: images [B, H, W, 3] in ComfyUI's temp folder, and token records (``numbers``) beside them.
 
-    Nothing where they cannot be written: that must not cost the pictures of a run that are not saved yet.
+    Empty if they cannot be written, so that the unsaved images of a run are not lost.
     """
     try:
-        images = ui.PreviewImage(pictures, cls=cls).as_dict()
-        beside = [folders.save_beside(*pair) for pair in zip(images["images"], numbers, strict=False)]
+        saved = ui.PreviewImage(images, cls=cls).as_dict()
+        beside = [folders.save_beside(*pair) for pair in zip(saved["images"], numbers, strict=False)]
     except OSError as error:
         log.error("%s shows no image, because the file could not be written: %s", cls.GET_SCHEMA().display_name, error)
         return {"images": []}
-    return images | ({"specar_tokens": beside} if beside else {})
+    return saved | ({"specar_tokens": beside} if beside else {})
 
 
 class AcceptanceMap(io.ComfyNode):
@@ -92,9 +92,9 @@ class AcceptanceMap(io.ComfyNode):
         maps = acceptance_map.draw_maps(trace, image, metric, opacity)
         overlay, colours = as_images(maps.overlay), as_images(maps.colours)
         numbers = [token_numbers(trace, number, maps.map_size) for number in range(len(overlay))]
-        told = shown(trace, **preview(overlay, cls, numbers))
+        ui_output = shown(trace, **preview(overlay, cls, numbers))
         return io.NodeOutput(overlay, colours, torch.from_numpy(maps.strength), json.dumps(trace.report(), indent=1),
-                             ui=told)
+                             ui=ui_output)
 
 
 class CompareTraces(io.ComfyNode):
@@ -152,7 +152,7 @@ class SaveTrace(io.ComfyNode):
         try:
             path, subfolder = folders.next_output(filename_prefix)
             written = save_trace(trace, path)
-        except OSError as error:  # which must not cost the picture: it may not be decoded and saved yet
+        except OSError as error:  # not raised: the image may not be decoded and saved yet
             log.error("Save Trace: %s", error)
             return io.NodeOutput(ui=shown(trace) | {"text": [f"NOT SAVED: {error}"], "files": []})
         files = [{"filename": file.name, "subfolder": subfolder, "type": "output"} for file in written]
@@ -160,7 +160,7 @@ class SaveTrace(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, filename_prefix: str | None = None) -> bool | str:
-        """Refuse a prompt before anything is drawn."""
+        """Reject a prompt before anything is sampled."""
         return folders.outside_output(filename_prefix) or True if isinstance(filename_prefix, str) else True
 
 

@@ -1,4 +1,4 @@
-"""Where a released model is to be had: words for the message that names a missing one. Nothing is fetched."""
+"""Where to download a released model, for the error message about a missing one. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ..model_loaders.registry import Source
 
 
 def where_to_get(choice: str) -> str | None:
-    """What to download, from where, into which folders, for a choice of Load AR Checkpoint, Load AR Drafter or Load AR
-    Image Decoder that is a released model under its own name; None for others."""
+    """What to download into which folders, for a choice of Load AR Checkpoint, Load AR Drafter or Load AR Image Decoder
+    that is the name of a released model; None for others."""
     for name, sources in (release for family in FAMILIES for release in family.releases.items()):
         if match := re.fullmatch(name, choice):
             return f"Download {'; '.join(source_text(source, match) for source in sources)}. Then press R in ComfyUI."
@@ -18,6 +18,6 @@ def where_to_get(choice: str) -> str | None:
 
 
 def source_text(source: Source, match: re.Match[str]) -> str:
-    """Files, repository and folder of a source, for a choice that matches."""
+    """Text with files, repository and folder of a source, for a choice that matches."""
     repository, folder, files = (match.expand(part) for part in (source.repository, source.folder, source.files))
     return f"{files or 'all files'} of https://huggingface.co/{repository} into models/{folder}"

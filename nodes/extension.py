@@ -1,4 +1,4 @@
-"""The list of nodes, as ComfyUI's V3 interface asks for it."""
+"""The list of nodes for ComfyUI's V3 interface."""
 
 from __future__ import annotations
 

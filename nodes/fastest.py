@@ -31,28 +31,28 @@ from .samplers import Inputs, request_of
 from .sockets import ARDrafter, ARMethod
 from .widgets import common_inputs, negative_input
 
-RUNS = 3  # of a method that may be the fastest
-WORTH = 1.5  # times the fastest: a slower method is not run again
-HOPELESS = 2.0  # times the next-token sampler: a first run that takes longer is given up
-FEWEST = 64  # tokens of a trial, if the picture has so many
-WARM = 32  # tokens of a run that only warms up or estimates
-PER_METHOD = 2.5  # runs that a method takes with its warm-up, on average, in units of the next-token sampler's
-UNIT = 1000  # of the progress bar, per method
+RUNS = 3  # per method that may be the fastest
+WORTH = 1.5  # times the fastest: a slower method is not repeated
+HOPELESS = 2.0  # times the next-token sampler: a first run that takes longer is stopped
+FEWEST = 64  # tokens of a trial, if the image has as many
+WARM = 32  # tokens of a run for warm-up or estimation
+PER_METHOD = 2.5  # average time per method with warm-up, in runs of the next-token sampler
+UNIT = 1000  # progress per method
 
 clock = time.perf_counter
 
 
 class GivenUpError(Exception):
-    """A run took longer than it was worth."""
+    """A run was stopped because it took too long."""
 
 
 @dataclass
 class Search:
-    """Trials of methods on what ``request`` asks. until (as clock()): when time is up; captured: are steps captured, so
-    that the first runs of a kind take longer?
+    """Trials of methods for a request. until: deadline, as clock(); captured: whether steps are captured as CUDA
+    graphs, which makes the first runs of a method slower.
 
-    ``layout`` is what a run draws of request.layout; the first of ``trials`` is the baseline, ``warm`` what its runs
-    have left with the model.
+    layout: the part of request.layout that a run samples. trials: the first is the baseline. warm: sessions that its
+    runs left with the model.
     """
 
     request: Request
@@ -63,14 +63,14 @@ class Search:
     layout: TokenLayout
     trials: list[Trial] = field(default_factory=list)
     warm: dict[Any, Any] = field(default_factory=dict)
-    stage: int = -1  # of the progress bar
+    stage: int = -1  # index in the progress bar
     lap: int = 0
     laps: int = 1
 
     # Runs
 
     def run(self, method: ChosenMethod, layout: TokenLayout, seed: int = 0, until: float = math.inf) -> tuple:
-        """Draw the tokens of ``layout``: seconds and trace. Raises GivenUpError once it is later than ``until``."""
+        """Sample the tokens of ``layout``: seconds and trace. Raises GivenUpError after ``until``."""
         def watch(progress: Progress) -> None:
             share = (self.lap + float(progress.committed.float().mean()) / layout.length) / self.laps
             self.report(replace(progress, committed=torch.tensor(UNIT * (self.stage + min(1.0, share)))))
@@ -87,7 +87,7 @@ class Search:
         return seconds, result.trace
 
     def measure(self, trial: Trial, until: float = math.inf) -> None:
-        """One run that counts; the n-th of every method has the same seed."""
+        """One measured run; the n-th run has the same seed for all methods."""
         seconds, trace = self.run(trial.method, self.layout, len(trial.seconds), until)
         totals = trace.summary()
         trial.seconds.append(seconds / totals["tokens"])
@@ -96,7 +96,7 @@ class Search:
         trial.leak += totals["tv_leak"]
 
     def warm_up(self, method: ChosenMethod, until: float = math.inf) -> None:
-        """What the first runs of a kind do besides drawing: where steps are captured, the second still captures."""
+        """Warm-up runs: one, or two if steps are captured, because the second still captures."""
         layout = self.layout if self.captured else self.layout.beginning(max(WARM, method.method.width(self.request)))
         for _ in range(1 + self.captured):
             self.run(method, layout, 0, until)
@@ -104,12 +104,12 @@ class Search:
     # Methods
 
     def begin(self, laps: int) -> None:
-        """The next stage, of so many runs."""
+        """Start the next stage, of ``laps`` runs."""
         self.stage, self.lap, self.laps = self.stage + 1, 0, laps
 
     def baseline(self, method: ChosenMethod, tokens: int, methods: int) -> None:
-        """Try the next-token sampler, which gets the time that it needs, and choose how many tokens a run draws: at
-        most so many, and fewer where there is not the time to try so many methods."""
+        """Measure the next-token sampler, without a time limit, and choose the number of tokens per run: at most
+        ``tokens``, and fewer if the time does not suffice for ``methods`` methods."""
         self.begin(2 + 4 * self.captured)
         for _ in range(1 + 2 * self.captured):
             seconds, trace = self.run(method, self.request.layout.beginning(WARM))
@@ -118,14 +118,14 @@ class Search:
         self.layout = self.request.layout.beginning(min(tokens, max(FEWEST, affordable)))
         self.trials.append(Trial(method))
         kept = method.model.model.kept
-        kept.clear()  # what the estimate has left is of another length
+        kept.clear()  # sessions of the estimate have another length
         if self.captured:
             self.warm_up(method)
         self.warm = dict(kept)
         self.measure(self.trials[0])
 
     def once(self, methods: Iterable[ChosenMethod]) -> None:
-        """Try methods, as long as enough time is left to repeat the fastest (or half of the time)."""
+        """Measure methods once, while enough time is left to repeat the fastest (or half of the time)."""
         whole = self.trials[0].seconds[0] * self.trials[0].tokens  # a run of the baseline
         enough = max(self.until - (RUNS - 1 + self.captured) * 2 * whole, (clock() + self.until) / 2)
         for method in methods:
@@ -143,8 +143,8 @@ class Search:
                 self.measure(trial, min(enough, clock() + HOPELESS * whole))
 
     def repeat(self) -> None:
-        """Run those again that may be the fastest, in turns with the baseline; the fastest of them even if time is up.
-        """
+        """Repeat the methods that may be the fastest, alternating with the baseline; the fastest one even after the
+        deadline."""
         plain, others = self.trials[0], [trial for trial in self.trials[1:] if self.promising(trial)]
         self.begin(len(others) * (2 * (RUNS - 1) + 2 * self.captured))
         for place, trial in enumerate(sorted(others, key=lambda trial: trial.median)):
@@ -155,14 +155,14 @@ class Search:
                 if self.captured:
                     self.warm_up(trial.method)
                 if any(trial.method.model.model.kept.get(key) is not kept for key, kept in self.warm.items()):
-                    self.warm_up(plain.method)  # memory was short, and weights have moved
+                    self.warm_up(plain.method)  # memory was short, and weights were moved
                 while len(trial.seconds) < RUNS:
                     self.measure(plain)
                     self.measure(trial)
 
     @contextmanager
     def noting(self, trial: Trial, until: float = math.inf) -> Iterator[None]:
-        """Note why a method could not be measured, and let it leave nothing with the model."""
+        """Record why a method could not be measured, and remove its sessions from the model."""
         kept = trial.method.model.model.kept
         try:
             yield
@@ -176,15 +176,15 @@ class Search:
         if trial.tokens and not trial.within(self.budget):
             trial.note = f"over leak_budget (drift bound {trial.leak_per_token:.3f} per token)"
         for key in kept.keys() - self.warm.keys():
-            del kept[key]  # a model keeps few, and the baseline's shall be among them
+            del kept[key]  # a model keeps few, and must keep the baseline's
 
     def promising(self, trial: Trial) -> bool:
-        """May it be the fastest?"""
+        """Whether it may be the fastest."""
         medians = [other.median for other in self.trials if other.seconds and other.within(self.budget)]
         return trial.within(self.budget) and trial.median <= WORTH * min(medians)
 
     def bases(self) -> list[ChosenMethod]:
-        """The fastest window and the fastest tree so far, where these are not so slow that no rule could help."""
+        """The fastest window and the fastest tree so far, unless they are too slow for any rule to help."""
         ran = [trial for trial in self.trials if trial.seconds]
         of = [[t for t in ran if isinstance(t.method.method, kind)] for kind in (SJD, DraftTree)]
         best = [min(trials, key=lambda trial: trial.median) for trials in of if trials]
@@ -195,9 +195,9 @@ class Search:
 def search(
     request: Request, model: LoadedModel, drafter: LoadedDrafter | None, budget: float, tokens: int, seconds: float
 ) -> tuple[list[Trial], TokenLayout]:
-    """Try methods for about so many seconds, the next-token sampler first; the trials, and what a run drew.
+    """Measure methods for about ``seconds``, the next-token sampler first. Returns the trials and the layout of a run.
 
-    Nothing is left with the model: no other run has this length.
+    No session is left with the model, because other runs have another length.
     """
     until, plain = clock() + seconds, candidates.next_token(model)
     exact = candidates.exact_methods(model, drafter, request.layout.drawn)
@@ -284,8 +284,8 @@ def trial_seed_input() -> io.Input:
 
 
 def setting_text(request: Request, layout: TokenLayout) -> str:
-    """What was measured."""
+    """Description of the trials' settings."""
     drawn, total = layout.drawn, request.layout.drawn
     what = f"{total} tokens" if drawn == total else f"the first {drawn} of {total} tokens"
-    pictures = "an image" if request.batch == 1 else f"each of {request.batch} images"
-    return f"Trials sampled {what} of {pictures} on {request.model.device}, {drawing(asdict(request.params))}."
+    images = "an image" if request.batch == 1 else f"each of {request.batch} images"
+    return f"Trials sampled {what} of {images} on {request.model.device}, {drawing(asdict(request.params))}."

@@ -1,4 +1,4 @@
-"""LATENT dictionaries <-> tokens on a grid. Pure torch."""
+"""Conversion between LATENT dictionaries and token grids. Pure torch."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Model = DiscreteModel | ContinuousBase
 
 
 def empty_latent(model: Model, rows: int, cols: int, batch: int) -> Latent:
-    """A LATENT that only says how many pictures of which size: zeros [B, C, rows, cols]."""
+    """A LATENT that sets only number and size of images: zeros [B, C, rows, cols]."""
     return {"samples": torch.zeros(batch, model.latent_channels, rows, cols)}
 
 
 def image_samples(latent: Latent, model: Model) -> Tensor:
-    """The samples [B, C, h, w] of a LATENT that holds a picture of this model. Raises ValueError if it does not."""
+    """The samples [B, C, h, w] of a LATENT that contains an image of this model. Raises ValueError otherwise."""
     samples = latent["samples"]
     if samples.ndim != 4 or samples.shape[1] != model.latent_channels:
         raise ValueError(
@@ -39,8 +39,7 @@ def image_samples(latent: Latent, model: Model) -> Tensor:
 
 
 def with_output(latent: Latent, output: Output, request: AnyRequest) -> Latent:
-    """``latent`` (its noise mask and batch index stay) with the generated images in it. Kept vectors stay what they
-    were, to the last bit."""
+    """``latent`` with the generated images, the same noise mask and batch index. Kept vectors are bitwise unchanged."""
     if not request.continuous:
         samples = output.tokens[:, None].float() if output.latent is None else output.latent
         return {**latent, "samples": samples, "ar_tokens": output.tokens}
@@ -54,8 +53,8 @@ def with_output(latent: Latent, output: Output, request: AnyRequest) -> Latent:
 def tokens_of(latent: Latent, model: Model) -> Tensor:
     """Tokens of a LATENT: ids [B, h, w] (int64), or vectors [B, h, w, C] (fp32) of a continuous model.
 
-    ``ar_tokens`` counts while it still fits the samples (core nodes that crop, flip or mix change only those);
-    otherwise the code nearest to each vector. Raises ValueError if the latent holds no picture of this model.
+    ``ar_tokens`` is used if it matches the samples (ComfyUI's nodes that crop, flip or mix change only those);
+    otherwise the code nearest to each vector. Raises ValueError if the latent contains no image of this model.
     """
     samples, tokens = image_samples(latent, model), latent.get("ar_tokens")
     if model.continuous:
@@ -68,7 +67,7 @@ def tokens_of(latent: Latent, model: Model) -> Tensor:
 
 
 def are_tokens(tokens: Any, samples: Tensor, vocab: int) -> bool:
-    """Is this a token id for every place of ``samples`` [B, C, h, w]? (Other nodes may put anything into a LATENT.)"""
+    """Whether this is a valid token id for every position of ``samples`` [B, C, h, w]. (Other nodes may change it.)"""
     if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64 or tokens.shape != samples[:, 0].shape:
         return False
     return bool(((tokens >= 0) & (tokens < vocab)).all())
@@ -91,12 +90,12 @@ def planes(mask: Tensor, batch: int, name: str) -> Tensor:
 
 
 def kept(noise_mask: Tensor, batch: int, rows: int, cols: int) -> Tensor:
-    """Which tokens [B, rows, cols] (bool) stay: those with less than half of their area masked (1: draw anew)."""
+    """Keep mask [B, rows, cols] (bool): tokens with less than half of their area masked (1: generate again)."""
     return (token_means(noise_mask, batch, rows, cols, "noise mask") < 0.5).expand(batch, -1, -1)
 
 
 def strength(where: Tensor | None, batch: int, rows: int, cols: int) -> Tensor | None:
-    """How lenient a rule may be at each token [1 or B, rows, cols] (0..1), from a MASK of any size; None: fully
+    """Strength of a rule at each token [1 or B, rows, cols] (0: exact, 1: full), from a MASK of any size; None: 1
     everywhere.
 
     Raises ValueError for another number of masks.
@@ -105,9 +104,9 @@ def strength(where: Tensor | None, batch: int, rows: int, cols: int) -> Tensor |
 
 
 def skippable(where: Tensor | None, batch: int, rows: int, cols: int) -> Tensor | None:
-    """Where drafts may be taken unverified [1 or B, rows, cols] (bool), from a MASK of any size; None: everywhere.
+    """Where drafts may skip verification [1 or B, rows, cols] (bool), from a MASK of any size; None: everywhere.
 
-    Only tokens without any part below one half: what the user protects is protected up to its edge. Raises ValueError
+    Only tokens without any part below 0.5, so that a protected area is protected up to its edge. Raises ValueError
     for another number of masks.
     """
     if where is None:
@@ -116,7 +115,7 @@ def skippable(where: Tensor | None, batch: int, rows: int, cols: int) -> Tensor 
 
 
 def first_image(latent: Latent) -> int:
-    """Number of the first image in its original batch: it is drawn with that many added to the seed.
+    """Index of the first image in its original batch, which is added to the seed.
 
     Raises ValueError for images taken from a batch out of order, whose seeds would not be consecutive.
     """

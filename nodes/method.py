@@ -1,4 +1,4 @@
-"""A sampling method with its settings as something to hand on, and the sampler that runs it."""
+"""A sampling method with its settings as an output, and the sampler that runs it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .widgets import common_inputs, negative_input, sampler_outputs
 
 @dataclass(frozen=True)
 class ChosenMethod:
-    """A method with its settings, and the model and drafter it is for.
+    """A method with its settings, model and drafter.
 
-    name: how it guesses ("SJD++, window 16"); judges: how it judges guesses ("exact"); by_hand: the node and widgets
-    that set it.
+    name: how it drafts ("SJD++, window 16"); judges: its acceptance rule ("exact"); by_hand: the node and widgets with
+    the same settings.
     """
 
     model: LoadedModel
@@ -31,11 +31,11 @@ class ChosenMethod:
 
     @property
     def exact(self) -> bool:
-        """Does it follow the model's own distribution?"""
+        """Whether it samples the model's distribution exactly."""
         return self.judges == "exact"
 
     def follow(self, model: LoadedModel) -> Method:
-        """The method for ``model``, which is the one it was chosen for or the same files loaded again (see
+        """The method for ``model``, which is the one it was chosen for, or the same files loaded again (see
         LoadedDrafter.follow). Raises ValueError for another model."""
         if self.model.source != model.source:
             raise ValueError(

@@ -60,7 +60,7 @@ def summarize(
     """The summary of a model, its image decoder, and the names of compatible drafters."""
     side, (rows, cols) = model.pixels_per_token, model.grid
     discrete = isinstance(model, DiscreteModel)
-    words = model.words.weight if discrete and model.words else None  # loaded on the compute device, or kept back
+    words = model.words.weight if discrete and model.words else None  # on the compute device, or offloaded
     weights = [weight for weight in model.parameters() if weight is not words]
     by_dtype: dict[str, int] = {}
     for weight in weights:

@@ -1,4 +1,4 @@
-"""Continue Picture: a part of a picture is kept, the rest is the sampler's."""
+"""Continue Image: keep one side of an image and let a sampler generate the rest."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .latents import Latent, Model
 from .sockets import ARModel
 from .widgets import choose
 
-SIDES = {"top": (0, 0.0), "bottom": (0, 1.0), "left": (1, 0.0), "right": (1, 1.0)}  # axis, and where on it
+SIDES = {"top": (0, 0.0), "bottom": (0, 1.0), "left": (1, 0.0), "right": (1, 1.0)}  # axis, and position on it
 
 
 def nearest_grid(model: Model, height: int, width: int) -> tuple[int, int]:
-    """The (rows, cols) of a picture that the model draws, most alike in its proportions and then in its size."""
+    """The supported grid (rows, cols) closest to an image, first in its aspect ratio and then in its size."""
     side = model.pixels_per_token
 
     def distance(grid: tuple[int, int]) -> tuple[float, float]:
@@ -30,9 +30,9 @@ def nearest_grid(model: Model, height: int, width: int) -> tuple[int, int]:
 
 
 def fitted(image: Tensor, height: int, width: int, place: tuple[float, float]) -> Tensor:
-    """Pictures [B, H, W, 3] scaled until they fill so many pixels, and cut to them.
+    """Images [B, H, W, 3] scaled to cover height x width pixels, and cropped.
 
-    place (down, across): which part stays where one is cut off, 0 the beginning, 1/2 the middle, 1 the end.
+    place (down, across): position of the crop, 0 the start, 1/2 the middle, 1 the end.
     """
     scale = max(height / image.shape[1], width / image.shape[2])
     size = max(height, round(image.shape[1] * scale)), max(width, round(image.shape[2] * scale))
@@ -44,13 +44,13 @@ def fitted(image: Tensor, height: int, width: int, place: tuple[float, float]) -
 
 
 def generation_mask(rows: int, cols: int, side: str, keep: float) -> Tensor:
-    """The noise mask [1, 1, rows, cols] (fp32; 1: draw) that keeps whole rows or columns of tokens at a side."""
+    """The noise mask [1, 1, rows, cols] (fp32; 1: generate) that keeps whole rows or columns of tokens at a side."""
     axis, end = SIDES[side]
     count = (rows, cols)[axis]
     kept = int(keep * count + 0.5)
     place = torch.arange(count)
-    drawn = (place < count - kept if end else place >= kept).float()
-    return (drawn[:, None] if axis == 0 else drawn[None, :]).expand(rows, cols)[None, None].contiguous()
+    mask = (place < count - kept if end else place >= kept).float()
+    return (mask[:, None] if axis == 0 else mask[None, :]).expand(rows, cols)[None, None].contiguous()
 
 
 class ContinueImage(io.ComfyNode):

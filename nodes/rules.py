@@ -1,4 +1,4 @@
-"""One node per acceptance rule: when a sampler keeps a guessed token, and where in the picture it may be lenient."""
+"""One node per acceptance rule: when a sampler accepts a drafted token, and in which part of the image."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..samplers.rules.tv_budget import TVMetered
 from .sockets import ARRule
 from .widgets import choose
 
-REDRAW = {  # shown -> Lantern.redraw
+REDRAW = {  # option -> Lantern.redraw
     "optimal (recommended)": "optimal",
     "as in the paper": "paper",
     "official code, dynamic tree": "official_dynamic",
@@ -28,7 +28,7 @@ SCHEDULES = ("exponential", "linear")
 
 @dataclass(frozen=True)
 class ChosenRule:
-    """An acceptance rule, and the MASK [1 or B, H, W] of where it counts (1: fully, 0: exact); None: everywhere."""
+    """An acceptance rule, and the MASK [1 or B, H, W] of its strength (1: full, 0: exact); None: 1 everywhere."""
 
     rule: AcceptanceRule
     where: Tensor | None = None
@@ -58,7 +58,7 @@ def outputs() -> list[io.Output]:
 
 
 def chosen(rule: AcceptanceRule, where: Tensor | None = None) -> io.NodeOutput:
-    """Hand a rule on. Raises ValueError for illegal values, so that the error shows on the rule's own node."""
+    """Output a rule. Raises ValueError for invalid values, so that the error appears on the rule's node."""
     rule.check()
     return io.NodeOutput(ChosenRule(rule, where))
 

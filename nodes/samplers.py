@@ -1,4 +1,4 @@
-"""One node per sampling method. They share their first widgets and everything around the method itself."""
+"""One node per sampling method. They share their first widgets and all code except the method."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .latents import Latent, first_image, kept, skippable, strength, tokens_of, 
 from .rules import EXACT, ChosenRule
 from .widgets import choose, common_inputs, given, negative_input, rule_input, sampler_outputs
 
-REFINEMENTS = {  # shown -> SJD.reuse
+REFINEMENTS = {  # option -> SJD.reuse
     "coupled (exact)": "coupled",
     "SJD++ reuse (paper)": "threshold_paper",
     "SJD++ reuse (exact)": "threshold_exact",
     "redraw (SJD, exact)": "resample",
     "same seed, same picture (Gumbel, exact)": "gumbel",
 }
-INITIAL = {  # shown -> SJD.initial
+INITIAL = {  # option -> SJD.initial
     "left and upper neighbour": "mixed",
     "left neighbour": "left",
     "upper neighbour": "upper",
@@ -38,7 +38,7 @@ INITIAL = {  # shown -> SJD.initial
 
 @dataclass(frozen=True, kw_only=True)
 class CommonInputs:
-    """The inputs of samplers of every kind, named like their sockets and widgets."""
+    """Inputs of all samplers, named like their sockets and widgets."""
 
     model: models.LoadedModel
     positive: Conditioning
@@ -49,13 +49,13 @@ class CommonInputs:
     negative: Conditioning | None = None
 
     def params(self) -> dict[str, Any]:
-        """Sampling parameters, without those whose widgets stand for the model's own."""
+        """Sampling parameters, without those whose widgets are set to the model's default."""
         return given(self, "cfg", "temperature")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs(CommonInputs):
-    """Those of a sampler of token ids."""
+    """Inputs of a sampler of token ids."""
 
     top_k: int
     top_p: float
@@ -65,10 +65,10 @@ class Inputs(CommonInputs):
 
 
 def request_of(inputs: CommonInputs, where: Tensor | None = None, skip: Tensor | None = None) -> AnyRequest:
-    """What these inputs ask for. With a noise mask, the tokens of latent_image outside it are kept.
+    """The request for these inputs. With a noise mask, the tokens of latent_image outside it are kept.
 
-    where: MASK in which a rule is lenient; skip: MASK in which a schedule may take drafts unverified (None:
-    everywhere). Raises ValueError where an input is illegal.
+    where: MASK of a rule's strength; skip: MASK where a schedule may skip verification (None: everywhere). Raises
+    ValueError for an invalid input.
     """
     model, latent = inputs.model.model, inputs.latent_image
     positive, negative = prompts_of(inputs.positive, inputs.negative)
@@ -86,8 +86,8 @@ def sample(
     method: Method, inputs: CommonInputs, drafter: models.LoadedDrafter | None = None, where: Tensor | None = None,
     skip: Tensor | None = None,
 ) -> io.NodeOutput:
-    """Run a method; see request_of for the MASKs. Raises ValueError where an input is illegal, and for a drafter of
-    another model."""
+    """Run a method; see request_of for the MASKs. Raises ValueError for an invalid input, and for a drafter of another
+    model."""
     inputs.model.check_kind(method.continuous)
     if drafter is not None:
         drafter.follow(inputs.model)
@@ -100,7 +100,7 @@ def sample(
 
 
 def origin(inputs: CommonInputs, drafter: models.LoadedDrafter | None) -> dict[str, Any]:
-    """What a trace says of where it came from."""
+    """The origin of a run, for its trace."""
     origin = {"model": inputs.model.name, "prompt": text_of(inputs.positive), "server": models.SERVER}
     return origin if drafter is None else origin | {"drafter_name": drafter.name}
 

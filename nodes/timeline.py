@@ -1,4 +1,4 @@
-"""Decoding Timeline: a run as frames of a film."""
+"""Decoding Timeline: a run as frames of a video."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from .sockets import ARTrace
 
 log = logging.getLogger(__name__)
 
-ROOM = 2 * 2**30  # bytes that all frames may take: they are made at once, for the nodes behind
-SHOWN = 384  # longest side in pixels of the film on the node
+MEMORY_LIMIT = 2 * 2**30  # maximum bytes of all frames, which are output as one batch
+SHOWN = 384  # longest side in pixels of the video on the node
 
 
-def passes_shown(trace: Trace, picture: int, count: int, hold: int, height: int, width: int) -> list[int]:
-    """The passes that get a frame of so many pixels. count: as many as the user asked for, 0: automatic. Raises
-    ValueError where they take too much memory."""
+def passes_shown(trace: Trace, index: int, count: int, hold: int, height: int, width: int) -> list[int]:
+    """The passes that get a frame, for image ``index``. count: number of frames, 0: automatic; height, width: pixels.
+    Raises ValueError if they need too much memory."""
     frame = 12 * height * width
-    fit = ROOM // frame - hold
-    shown = passes_of(trace, picture, count or max(2, min(MOST, fit)))
+    fit = MEMORY_LIMIT // frame - hold
+    shown = passes_of(trace, index, count or max(2, min(MOST, fit)))
     if len(shown) > fit:
         raise ValueError(
             f"{len(shown)} frames of {width} x {height} pixels, with the last held {hold} times, need "
-            f"{(len(shown) + hold) * frame / 2**30:.1f} GiB of memory. The limit is {ROOM / 2**30:.0f} GiB, or "
-            f"{ROOM // frame} frames: lower frames and hold, or use a smaller image (Upscale Image By)."
+            f"{(len(shown) + hold) * frame / 2**30:.1f} GiB of memory. The limit is {MEMORY_LIMIT / 2**30:.0f} GiB, or "
+            f"{MEMORY_LIMIT // frame} frames: lower frames and hold, or use a smaller image (Upscale Image By)."
         )
     return shown
 
 
 def film(pixels: Tensor, fps: float, cls: type[io.ComfyNode]) -> dict:
-    """UI output: the frames [F, H, W, 3] as an animated picture, no larger than SHOWN.
+    """UI output: the frames [F, H, W, 3] as an animated image, at most SHOWN pixels per side.
 
-    Nothing where it cannot be written: that must not cost the frames, which are not saved yet.
+    Empty if it cannot be written, so that the unsaved frames are not lost.
     """
     longest = max(pixels.shape[1:3])
     if longest > SHOWN:

@@ -22,7 +22,7 @@ from .widgets import choose, common_inputs, drafter_input, negative_input, rule_
 STATIC = "static tree, 25 drafts (EAGLE)"
 DYNAMIC = "dynamic tree (EAGLE-2)"
 OWN = "own tree"
-STRUCTURES = {  # shown -> what is drafted per pass, with the published sizes
+STRUCTURES = {  # option -> what is drafted per pass, with the published sizes
     STATIC: Static("eagle_25"),
     "static tree, 57 drafts (LANTERN++)": Static("lantern_57"),
     DYNAMIC: Dynamic(),
@@ -35,12 +35,12 @@ STRUCTURE_TIP = (
 )
 CHILDREN = {"most likely (paper)": "top_k", "drawn at random": "sampled"}
 OWN_VALUES = "own values"
-PRESETS = {"LlamaGen": ADTTree(), "Anole": ANOLE}  # shown -> the paper's steps and bounds
+PRESETS = {"LlamaGen": ADTTree(), "Anole": ANOLE}  # option -> the paper's steps and bounds
 PATHS = {"at random (paper)": "uniform", "most confident": "confident", "first drawn": "first"}
 
 
 def own_tree(paths: str) -> tuple[Path, ...]:
-    """The paths of a text such as "0; 1; 0,0". Raises ValueError where it is not one."""
+    """The paths in a string such as "0; 1; 0,0". Raises ValueError for other strings."""
     try:
         return tuple(tuple(int(child) for child in path.split(",")) for path in paths.split(";") if path.strip())
     except ValueError:
@@ -51,7 +51,7 @@ def own_tree(paths: str) -> tuple[Path, ...]:
 
 
 def structure_of(structure: str, depth: int, width: int, nodes: int, tree_paths: str) -> Structure:
-    """The structure that the widgets of the Draft-Tree Sampler describe. Raises ValueError."""
+    """The draft structure for the widgets of the Draft-Tree Sampler. Raises ValueError for invalid ones."""
     if structure == OWN:
         return Static(own_tree(tree_paths))
     chosen = choose("structure", structure, STRUCTURES | {OWN: None})
@@ -65,7 +65,7 @@ def structure_input(default: str, more: tuple[str, ...] = ()) -> io.Input:
 
 
 def tree_inputs() -> list[io.Input]:
-    """The measures of a structure."""
+    """The widgets for the size of a structure."""
     return [
         io.Int.Input("depth", default=5, min=1, max=32,
                      tooltip="Number of consecutive draft tokens: the length of a chain, or the levels of a dynamic "

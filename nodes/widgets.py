@@ -1,4 +1,4 @@
-"""Sockets and widgets that several nodes share, and how the widgets' values are read."""
+"""Sockets and widgets that several nodes share, and reading the widgets' values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from comfy_api.latest import io
 
 from .sockets import ARDrafter, ARModel, ARRule, ARTrace
 
-MODELS_OWN = -1  # value of cfg, temperature, top_k, top_p that stands for the model's own
+MODELS_OWN = -1  # value of cfg, temperature, top_k, top_p for the model's default
 OWN = "-1: the model's default."
 
 
@@ -47,13 +47,13 @@ def common_inputs() -> list[io.Input]:
 
 
 def given(inputs: Any, *names: str) -> dict[str, Any]:
-    """The widgets that do not stand for the model's own value."""
+    """The widgets that are not set to the model's default."""
     values = {name: getattr(inputs, name) for name in names}
     return {name: value for name, value in values.items() if value != MODELS_OWN}
 
 
 def choose(name: str, value: str, options: dict[str, Any]) -> Any:
-    """The meaning of a combo's value (ComfyUI does not check those). Raises ValueError for an unknown one."""
+    """The value for a combo's option. Raises ValueError for an unknown option, which ComfyUI does not check."""
     if value not in options:
         raise ValueError(f"{name} is {value!r}; choose one of: {', '.join(options)}.")
     return options[value]

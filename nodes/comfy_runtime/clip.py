@@ -1,4 +1,4 @@
-"""The text side of an AR model behind core's CLIP socket, so that CLIP Text Encode works with it."""
+"""The text encoder of an AR model as a CLIP, so that CLIP Text Encode works with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...model_loaders.continuous_model import ContinuousBase
 
 
 class ARClip:
-    """What CLIP Text Encode calls. An empty text stands for the model's own unconditional branch."""
+    """The interface that CLIP Text Encode calls. An empty text selects the model's unconditional branch."""
 
     def __init__(self, model: DiscreteModel | ContinuousBase):
         self._model = model
@@ -43,5 +43,5 @@ def prompts_of(
     """
     if text_of(positive) == "":
         raise ValueError("The positive prompt is empty. Enter a prompt in its CLIP Text Encode.")
-    zeroed = negative and negative[0][0].shape[1] > 1 and not negative[0][0].any()  # a class alone may be number 0
+    zeroed = negative and negative[0][0].shape[1] > 1 and not negative[0][0].any()  # a class label may be 0
     return positive, None if zeroed or (negative and text_of(negative) == "") else negative

@@ -19,14 +19,14 @@ from ..downloads import where_to_get
 
 MODELS = "ar_models"
 DRAFTERS = "ar_drafters"
-USED = (*SAFETENSORS, *PICKLES, *TORCHSCRIPT, ".json", ".tiktoken", ".txt", ".model")  # endings of files that are read
-COMPANIONS = (  # how files beside a model are called, but for the released names of image decoders
+USED = (*SAFETENSORS, *PICKLES, *TORCHSCRIPT, ".json", ".tiktoken", ".txt", ".model")  # extensions of read files
+COMPANIONS = (  # file names beside a model, except released names of image decoders
     "vq", "vae", "encoder", "decoder", "autoencoder", "text_encoder", "tokenizer", "vocab", "merges", "added_tokens",
 )  # fmt: skip
 SHARD = re.compile(r"-\d+-of-\d+\.")
 BUNDLED = "default (bundled)"
 BUNDLED_DRAFTER = "EAGLE drafter (bundled)"
-BUNDLED_MODELS = {BUNDLED: "default", "continuous MAR (bundled)": "continuous"}  # choice -> its folder in the pack
+BUNDLED_MODELS = {BUNDLED: "default", "continuous MAR (bundled)": "continuous"}  # choice -> folder in the pack
 BUNDLED_DRAFTERS = {
     BUNDLED_DRAFTER: "default/eagle",
     "small model (bundled)": "default/small",
@@ -35,7 +35,7 @@ BUNDLED_DRAFTERS = {
 
 
 def register_folders() -> None:
-    """Give the pack its model folders, next to those that extra_model_paths.yaml may have named."""
+    """Register the pack's model folders, in addition to those of extra_model_paths.yaml."""
     for key in (MODELS, DRAFTERS):
         folder_paths.add_model_folder_path(key, os.path.join(folder_paths.models_dir, key))
         paths, extensions = folder_paths.folder_names_and_paths[key]
@@ -43,14 +43,14 @@ def register_folders() -> None:
 
 
 def set_mmap() -> None:
-    """Read weights into memory, not as maps of their files, if ComfyUI was started with --disable-mmap."""
+    """Disable memory mapping of weights if ComfyUI was started with --disable-mmap."""
     use_mmap(not getattr(args, "disable_mmap", False))
 
 
 def search_folders() -> list[Path]:
-    """Where image decoders and text encoders are looked for, beside the model's own folder.
+    """Where image decoders and text encoders are searched for, besides the model's folder.
 
-    ComfyUI's own folder of tokenizers is among them: it holds the one that Harmon's language model reads with.
+    Includes ComfyUI's folder of tokenizers, which contains that of Harmon's language model.
     """
     own = Path(comfy.ops.__file__).parent / "text_encoders"
     return [Path(p) for key in (MODELS, "vae", "text_encoders") for p in folder_paths.get_folder_paths(key)] + [own]
@@ -68,16 +68,16 @@ def drafter_choices() -> list[str]:
 
 def decoder_choices() -> list[str]:
     """The decoders of the bundled models, then what is in models/vae and models/ar_models, where a model's folder or
-    file may hold its decoder."""
+    file may contain its decoder."""
     endings = SAFETENSORS + PICKLES + TORCHSCRIPT
     return [*BUNDLED_MODELS, *choices_in(["vae", MODELS], DECODER_FILES, endings, inside=True)]
 
 
 def choices_in(keys: Iterable[str], marks: Sequence[str], endings: tuple[str, ...], inside: bool = False) -> list[str]:
-    """Folders of the model folders ``keys`` that are one model (they hold a file of the names ``marks``, or a
-    config.json with shards), then the weight files that are in none of these.
+    """Folders in the model folders ``keys`` that are one model (with a file named in ``marks``, or a config.json with
+    shards), then the weight files outside of these.
 
-    inside: list also those files in or below such a folder that are weights of something else (an image decoder).
+    inside: also list other weight files in or below such a folder (an image decoder).
     """
     folders, files = set(), set()
     for root in dict.fromkeys(root for key in keys for root in folder_paths.get_folder_paths(key)):
@@ -96,11 +96,11 @@ def choices_in(keys: Iterable[str], marks: Sequence[str], endings: tuple[str, ..
     return [*sorted(folders), *sorted(files)]
 
 
-_listed: dict[str, tuple[list[str], dict[str, float]]] = {}  # root -> files, and when its folders last changed
+_listed: dict[str, tuple[list[str], dict[str, float]]] = {}  # root -> files, and modification times of its folders
 
 
 def files_below(root: str) -> list[str]:
-    """Every file below a folder, relative to it; looked up anew when a folder has changed, as ComfyUI's own lists."""
+    """Every file below a folder, relative to it; cached until a folder changes, like ComfyUI's lists."""
     files, folders = _listed.get(root, ([], {}))
     if not folders or any(not os.path.isdir(f) or os.path.getmtime(f) != time for f, time in folders.items()):
         files, folders = folder_paths.recursive_search(root, excluded_dir_names=[".git", ".cache"])
@@ -109,12 +109,12 @@ def files_below(root: str) -> list[str]:
 
 
 def is_model(names: set[str], marks: Sequence[str]) -> bool:
-    """Is a folder with files of these names one model? It is even without its index, so that this can be named."""
+    """Whether a folder with these file names is one model. Its index may be missing; loading it then says so."""
     return any(mark in names for mark in marks) or ("config.json" in names and any(map(SHARD.search, names)))
 
 
 def resolve(choice: str, *keys: str) -> Path:
-    """File or folder behind a choice of a loader. Raises FileNotFoundError if it is not in the folders ``keys``."""
+    """File or folder of a loader's choice. Raises FileNotFoundError if it is not in the folders ``keys``."""
     if choice in (shipped := BUNDLED_MODELS | BUNDLED_DRAFTERS):
         return bundled(shipped[choice])
     inside = os.path.relpath(os.path.join("/", choice), "/")  # "../" cannot leave the folder
@@ -128,23 +128,23 @@ def resolve(choice: str, *keys: str) -> Path:
 
 
 def fingerprint(choice: str, *keys: str) -> str:
-    """Changes when a file behind a choice is replaced."""
+    """Changes when a file of a choice is replaced."""
     path = resolve(choice, *keys)
     files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
     return stamp(files)
 
 
 def companions() -> str:
-    """Changes when something comes, goes or is replaced that a model may use beside its own file: image decoders, text
-    encoders, tokenizers, wherever they are looked for."""
+    """Changes when a file is added, removed or replaced that a model may use besides its own: image decoders, text
+    encoders and tokenizers in all search folders."""
     roots = [root for key in (MODELS, "vae", "text_encoders") for root in folder_paths.get_folder_paths(key)]
     files = [Path(root, file) for root in roots for file in files_below(root) if may_be_used(file)]
     return hashlib.sha256(stamp([file for file in files if file.is_file()]).encode()).hexdigest()
 
 
 def may_be_used(file: str) -> bool:
-    """Is this a file that a model beside it would take for its image decoder, text encoder or tokenizer? (Reading a
-    model anew because some other VAE is being downloaded would take minutes.)"""
+    """Whether a model beside this file would load it as its image decoder, text encoder or tokenizer. (Loading a model
+    again because an unrelated VAE is downloaded could take minutes.)"""
     path = Path(file.lower())
     stem = path.with_suffix("").as_posix()
     released = any(stem.endswith(name.lower()) for decoder in RELEASED_DECODERS.values() for name in decoder.names)
@@ -160,7 +160,7 @@ def stamp(files: list[Path]) -> str:
 
 
 def outside_output(prefix: str) -> str | None:
-    """What is wrong with a prefix of file names that is none inside the output folder; None: nothing."""
+    """Error message for a file name prefix outside the output folder; None if it is valid."""
     root = Path(os.path.abspath(folder_paths.get_output_directory()))
     name = os.path.normpath(prefix) if "\0" not in prefix else "."
     if root in Path(os.path.abspath(root / name)).parents:
@@ -175,7 +175,7 @@ def next_output(prefix: str) -> tuple[Path, str]:
 
 
 def save_beside(preview: Mapping[str, str], text: str) -> dict[str, str]:
-    """Write a .json of the same name next to a preview in ComfyUI's temp folder -> how the front end asks for it."""
+    """Write a .json of the same name next to a preview in ComfyUI's temp folder. Returns its URL parameters."""
     path = Path(folder_paths.get_temp_directory(), preview["subfolder"], preview["filename"]).with_suffix(".json")
     path.write_text(text, encoding="utf-8")
     return {**preview, "filename": path.name}
@@ -194,12 +194,12 @@ def trace_choices() -> list[str]:
 
 
 def trace_path(choice: str) -> Path:
-    """File behind a choice of Load Trace. Raises FileNotFoundError if it is gone, ValueError if it is elsewhere."""
+    """File of a choice of Load Trace. Raises FileNotFoundError if it is missing, ValueError if it is elsewhere."""
     name, root = folder_paths.annotated_filepath(choice.replace("\0", ""))
     root = Path(root or folder_paths.get_output_directory()).resolve()
     path = (root / name).resolve()
     if not path.is_relative_to(root):
         raise ValueError(f"{choice[:99]} lies outside ComfyUI's folders. Choose one from the output or input folder.")
-    if not os.path.isfile(path):  # unlike Path's own, it bears names that no file can have
+    if not os.path.isfile(path):  # unlike Path.is_file, it accepts invalid names
         raise FileNotFoundError(f"There is no trace {choice[:99]}. Write one with Save Trace, or press R to refresh.")
     return path

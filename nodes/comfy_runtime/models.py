@@ -28,22 +28,22 @@ from .operations import Operations
 from .patcher import Patcher
 from .previews import Palette
 
-SERVER = uuid.uuid4().hex  # wall times of runs with the same one may be compared
+SERVER = uuid.uuid4().hex  # wall times are comparable within one
 STORAGE = {"fp8 (storage)": torch.float8_e4m3fn, "int8 (storage)": torch.int8}
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, **dict.fromkeys(STORAGE)}
 
 
 @dataclass(eq=False)
 class LoadedDecoder:
-    """An image decoder under ComfyUI's memory management. palette: colours of its tokens, once they were needed."""
+    """An image decoder under ComfyUI's memory management. palette: colours of its tokens, computed on first use."""
 
     decoder: Autoencoder
     patcher: ModelPatcher
     palette: Palette | None = None
 
     def load(self, pixels: int) -> int:
-        """Bring it to the compute device, with room for a picture of ``pixels`` at least, and return how many of them
-        fit at once."""
+        """Move it to the compute device, with memory for at least one image of ``pixels``, and return how many fit at
+        once."""
         memory = self.bytes_for(pixels)
         mm.load_models_gpu([self.patcher], memory_required=memory, force_full_load=True)
         return max(1, int(free_memory(self.patcher) / memory))
@@ -54,19 +54,19 @@ class LoadedDecoder:
         return self.decoder.factor**2
 
     def bytes_for(self, pixels: int) -> int:
-        """Bytes of the activations while a picture is decoded or encoded (fp32).
+        """Bytes of the activations while an image is decoded or encoded (fp32).
 
-        The widest maps have base_channels channels at full resolution. Five of them live at once in VQ-16, Chameleon's
-        VQGAN and KL-16, four in Cosmos, ten in MoVQ; the rest is for the convolutions' workspaces.
+        The largest feature maps have base_channels channels at full resolution. Five of them are alive at once in
+        VQ-16, Chameleon's VQGAN and KL-16, four in Cosmos, ten in MoVQ; the rest is for convolution workspaces.
         """
         return 12 * self.decoder.module.config.base_channels * pixels * 4
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """An AR model under ComfyUI's memory management, its image decoder where one was found, and what it is called.
+    """An AR model under ComfyUI's memory management, its image decoder if one was found, and its name.
 
-    source: equal for models loaded from the same files in the same way.
+    source: equal for models loaded from the same files with the same options.
     """
 
     model: DiscreteModel | ContinuousBase
@@ -76,7 +76,7 @@ class LoadedModel:
     source: Hashable = field(default_factory=object)
 
     def check_kind(self, continuous: bool) -> None:
-        """Raise ValueError for a sampler of models of the other kind."""
+        """Raise ValueError if the sampler is for the other kind of models."""
         if self.model.continuous and not continuous:
             raise ValueError(
                 f"{self.name} is a continuous model: its tokens are vectors, and this sampler is for token ids. Use AR "
@@ -90,8 +90,8 @@ class LoadedModel:
 
 
 def open_model(choice: str, dtype: str, grid: tuple[int, int] | None) -> LoadedModel:
-    """Load a model, built from ComfyUI's casting layers, so that it may be loaded in part. Raises ValueError."""
-    graphs.allow(not getattr(args, "disable_cuda_graphs", False))  # newer ComfyUIs have the option
+    """Load a model, built from ComfyUI's casting layers, so that it can be loaded partially. Raises ValueError."""
+    graphs.allow(not getattr(args, "disable_cuda_graphs", False))  # an option of newer ComfyUI versions
     path = resolve(choice, MODELS)
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}.")
@@ -110,7 +110,7 @@ def open_model(choice: str, dtype: str, grid: tuple[int, int] | None) -> LoadedM
 
 
 def decoder_of(model: DiscreteModel | ContinuousBase, path: Path) -> LoadedDecoder | None:
-    """The image decoder of a model: the one that came with it, or else one that is found for it."""
+    """The image decoder of a model: the one in its files, or else one from the search folders."""
     if isinstance(model, DiscreteModel):
         return model.image_decoder and managed(model.image_decoder)
     found = find_image_decoder(path, model.family, search_folders())
@@ -118,13 +118,13 @@ def decoder_of(model: DiscreteModel | ContinuousBase, path: Path) -> LoadedDecod
 
 
 def manage_text_encoder(encoder: T5Encoder) -> None:
-    """Let ComfyUI bring a T5 encoder to the compute device for each prompt, and take it away where memory is short.
+    """Let ComfyUI move a T5 encoder to the compute device for each prompt, and offload it if memory is short.
 
-    It computes in bf16 where the device does that well, else in fp32: in fp16 it overflows.
+    It computes in bf16 if the device supports it well, else in fp32: in fp16 it overflows.
     """
     device = mm.text_encoder_device()
     encoder.dtype = torch.bfloat16 if mm.should_use_bf16(device) else torch.float32
-    patchers: list[ModelPatcher] = []  # none yet, then one
+    patchers: list[ModelPatcher] = []  # created on first use
 
     def place(module: T5) -> None:
         if not patchers:
@@ -136,7 +136,7 @@ def manage_text_encoder(encoder: T5Encoder) -> None:
 
 @dataclass(eq=False)
 class LoadedDrafter:
-    """A drafter under ComfyUI's memory management, what it is called, and the model it was loaded for."""
+    """A drafter under ComfyUI's memory management, its name, and the model it was loaded for."""
 
     drafter: Any
     patcher: ModelPatcher
@@ -144,8 +144,8 @@ class LoadedDrafter:
     target: LoadedModel
 
     def follow(self, model: LoadedModel) -> None:
-        """Belong to ``model``, which is the target or the same files loaded again: where memory is short, ComfyUI may
-        drop a model from its cache and keep the model's drafter. Raises ValueError for another model."""
+        """Attach to ``model``, which is the target or the same files loaded again: if memory is short, ComfyUI may drop
+        a model from its cache but keep its drafter. Raises ValueError for another model."""
         if self.target is model:
             return
         if self.target.source != model.source:
@@ -158,7 +158,7 @@ class LoadedDrafter:
 
 
 def open_drafter(choice: str, target: LoadedModel) -> LoadedDrafter:
-    """Load a drafter for a model, in its precision. Raises ValueError where the two do not fit."""
+    """Load a drafter for a model, in the model's dtype. Raises ValueError if they do not fit."""
     path = resolve(choice, DRAFTERS)
     drafter = load_drafter(path, target.model, device="cpu", operations=Operations)
     if isinstance(drafter.module, DiscreteModel):
@@ -178,19 +178,19 @@ def open_decoder(path: Path) -> LoadedDecoder:
 
 
 def managed(decoder: Autoencoder) -> LoadedDecoder:
-    """An image decoder put under ComfyUI's memory management."""
+    """An image decoder under ComfyUI's memory management."""
     return LoadedDecoder(decoder, ModelPatcher(decoder.module, mm.vae_device(), mm.vae_offload_device()))
 
 
 def auto_dtype(device: torch.device) -> torch.dtype:
-    """bf16 or fp16 where the device computes well in them (and the user's flags allow), else fp32."""
+    """bf16 or fp16 if the device supports them well (and the user's flags allow them), else fp32."""
     if mm.should_use_bf16(device):
         return torch.bfloat16
     return torch.float16 if mm.should_use_fp16(device) else torch.float32
 
 
 def output(tensor: Tensor) -> Tensor:
-    """A tensor where ComfyUI wants the results of nodes."""
+    """A tensor on the device that ComfyUI uses for outputs of nodes."""
     return tensor.to(mm.intermediate_device())
 
 

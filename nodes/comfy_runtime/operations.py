@@ -1,4 +1,4 @@
-"""ComfyUI's casting layers, for models whose names and shapes are compared with a file before it is loaded."""
+"""ComfyUI's casting layers, for models whose names and shapes are compared with a file before loading."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Operations(comfy.ops.disable_weight_init):
-    """ComfyUI's layers, with parameters from the start.
+    """ComfyUI's layers, with parameters after construction.
 
     Under dynamic VRAM, ComfyUI's own Linear and Embedding have no parameters until a state dict is loaded, so that
     Windows commits no memory for them. Ours are built on the meta device, where parameters take no memory, and

@@ -1,4 +1,4 @@
-"""Weights under ComfyUI's memory management, which runs captured as CUDA graphs read where they lie."""
+"""Memory management of weights whose addresses are used by captured CUDA graphs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from comfy.model_patcher import ModelPatcher
 
 
 class Patcher(ModelPatcher):
-    """Drops what runs keep with a model (graphs, caches) before weights move, and before weights make way for others.
+    """Drops the sessions of a model (graphs, caches) before weights are moved or unloaded.
 
-    kept: that of the model itself, or of the model that a drafter belongs to.
+    kept: sessions of the model, or of a drafter's target.
     """
 
     def __init__(self, *args: Any, kept: dict[Hashable, Any] | None = None, **options: Any):
@@ -20,13 +20,13 @@ class Patcher(ModelPatcher):
         self.kept = {} if kept is None else kept
 
     def clone(self, *args: Any, **options: Any) -> Patcher:
-        """Weights are the same, and so is what runs keep."""
+        """A clone shares the weights and the sessions."""
         clone = super().clone(*args, **options)
         clone.kept = self.kept
         return clone
 
     def release(self) -> int:
-        """Drop what is kept. Returns how many bytes of the device's memory that set free."""
+        """Drop the sessions. Returns how many bytes of the device's memory that freed."""
         if not self.kept:
             return 0
         before = mm.get_free_memory(self.load_device)
@@ -35,18 +35,18 @@ class Patcher(ModelPatcher):
         return max(0, mm.get_free_memory(self.load_device) - before)
 
     def load(self, *args: Any, **options: Any) -> Any:
-        """ComfyUI calls it only where weights are missing on the device."""
+        """ComfyUI calls it only if weights are missing on the device."""
         self.release()
         return super().load(*args, **options)
 
     def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> Any:
-        """ComfyUI also calls it, without touching any weights, before every run of a model that stays where it is."""
+        """ComfyUI also calls it, without moving any weights, before every run of a model that is already loaded."""
         if unpatch_weights:
             self.release()
         return super().unpatch_model(device_to, unpatch_weights)
 
     def partially_unload(self, device_to: Any, memory_to_free: int = 0, **options: Any) -> int:
-        """Weights stay if what is kept was enough."""
+        """Weights stay loaded if dropping the sessions freed enough."""
         freed = self.release()
         if freed and freed >= memory_to_free:
             return freed

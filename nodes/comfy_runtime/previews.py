@@ -1,6 +1,6 @@
-"""Pictures of a run while it goes on, for next to nothing: the colours of its tokens, decoded where time allows.
+"""Previews of a run at little cost: the colours of its tokens, or decoded images if time allows.
 
-No token is read, and so no device waited for, unless a picture is due and there is time left for it.
+Tokens are read from the device, which synchronises with it, only if a preview is due and within its time budget.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ...samplers.contract import Sketch
 
 log = logging.getLogger(__name__)
 
-SECONDS = 0.25  # at least this long between two previews ...
-SHARE = 0.02  # ... and at most this share of the run spent on them and the progress bar
-DIMMED = 0.4  # how much of a guess shows through the grey
-COARSE = 4  # pixels per token and side where there are only colours; ComfyUI enlarges them
+SECONDS = 0.25  # minimum interval between two previews ...
+SHARE = 0.02  # ... and maximum fraction of the run's time for them and the progress bar
+DIMMED = 0.4  # opacity of guesses over the grey
+COARSE = 4  # pixels per token side of colour-only previews; ComfyUI enlarges them
 PATCH = 3  # tokens per side of an area of one latent, whose colour is measured
-RIDGE = 0.01  # keeps the colours of directions that were hardly measured near their mean
+RIDGE = 0.01  # regularisation: keeps directions with little data near the mean colour
 
 
 Sketcher = Callable[[Any], Sketch]  # of a sampler's progress
@@ -38,9 +38,9 @@ Sketcher = Callable[[Any], Sketch]  # of a sampler's progress
 
 @dataclass
 class Palette:
-    """The colour of a token by its latent: weight [C + 1, 3], for its C numbers and a 1, to RGB in 0..1.
+    """Linear map from a token's latent to its colour: weight [C + 1, 3], for C channels and a 1, to RGB in 0..1.
 
-    pace: seconds that decoding takes per token, as measured last.
+    pace: seconds of decoding per token, as last measured.
     """
 
     weight: Tensor
@@ -53,25 +53,25 @@ class Palette:
 
 
 def areas(channels: int) -> int:
-    """Areas per side of the picture that a palette is measured on: as many latents as it takes to tell C numbers."""
+    """Areas per side of the image that a palette is fitted on: enough latents for C channels."""
     return min(16, max(6, math.ceil(math.sqrt(2 * channels))))
 
 
 def measured_tokens(channels: int) -> int:
-    """Tokens of that picture."""
+    """Tokens of that image."""
     return (PATCH * areas(channels)) ** 2
 
 
 @torch.inference_mode()
 def measure_palette(decoder: Autoencoder, model: DiscreteModel | ContinuousBase) -> Palette:
-    """Decode one picture of areas of one latent each, and fit a linear map from latents to their mean colours."""
+    """Decode one image of areas with one latent each, and fit a linear map from latents to their mean colours."""
     began, side = time.perf_counter(), areas(decoder.channels)
     latents = model.typical_latents(side**2)
-    picture = latents.T.unflatten(1, (side, side))[None]
-    picture = picture.repeat_interleave(PATCH, 2).repeat_interleave(PATCH, 3)
-    decoder.decode(picture[..., :PATCH, :PATCH]).cpu()  # what only the first decoding costs
+    image = latents.T.unflatten(1, (side, side))[None]
+    image = image.repeat_interleave(PATCH, 2).repeat_interleave(PATCH, 3)
+    decoder.decode(image[..., :PATCH, :PATCH]).cpu()  # warm-up, so that it is not measured
     warm = time.perf_counter()
-    pixels = decoder.decode(picture).movedim(-1, 1).cpu()
+    pixels = decoder.decode(image).movedim(-1, 1).cpu()
     pace = (time.perf_counter() - warm) / (PATCH * side) ** 2
     colours = F.avg_pool2d(pixels, PATCH * decoder.factor)[0].flatten(1).T.double()
     known = torch.cat((latents, torch.ones(len(latents), 1)), dim=1).double()
@@ -87,20 +87,20 @@ class Previews:
     """The first image of a run so far, guesses dimmed, the rest grey: at most four times a second and for 2 % of the
     run's time.
 
-    Where the time suffices it is decoded, guesses and all; tokens drawn or guessed since are put into the decoded
-    picture as colours. decoder: None for colours alone. size: longest side in pixels. The time is overdrawn by one
-    preview at most. spent: seconds so far, to which showing them is added.
+    If time allows it is decoded, with guesses; tokens sampled or guessed since then are added as colours. decoder: None
+    for colours alone. size: longest side in pixels. The time budget is exceeded by one preview at most. spent: seconds
+    so far, to which the callback adds the time of sending previews.
     """
 
     def __init__(self, sketch: Sketcher, palette: Palette, decoder: Autoencoder | None, factor: int, size: int):
         self.sketch, self.palette, self.decoder, self.factor, self.size = sketch, palette, decoder, factor, size
-        self.decoded: Image.Image | None = None  # the last decoded picture ...
+        self.decoded: Image.Image | None = None  # the last decoded image ...
         self.seen: Tensor | None = None  # ... and which decided tokens [h, w] (bool) it shows
         self.began = self.last = time.perf_counter()
-        self.spent, self.cost = 0.0, 0.0  # cost: seconds that the last picture of colours took
+        self.spent, self.cost = 0.0, 0.0  # cost: seconds of the last colour preview
 
     def __call__(self, progress: Any) -> Image.Image | None:
-        """The picture, if one is due."""
+        """The preview, if one is due."""
         now = time.perf_counter()
         left = SHARE * (now - self.began) - self.spent
         whole = self.decoder is not None and left >= self.palette.pace * progress.length
@@ -110,12 +110,12 @@ class Previews:
         sketch = self.sketch(progress)
         if whole:
             self._decode(sketch)
-        picture = self._drawn(sketch, whole)
+        image = self._rendered(sketch, whole)
         cost = time.perf_counter() - now
         self.spent += cost
         if not whole:
             self.cost = cost
-        return picture
+        return image
 
     def _size(self, known: Tensor) -> tuple[int, int]:
         """Width and height of the preview."""
@@ -130,23 +130,23 @@ class Previews:
         self.decoded, self.seen = Image.fromarray(pixels), sketch.known
         self.decoded = self.decoded.resize(self._size(sketch.known))
 
-    def _drawn(self, sketch: Sketch, decoded: bool) -> Image.Image:
-        """The picture. decoded: has just this sketch been decoded."""
+    def _rendered(self, sketch: Sketch, decoded: bool) -> Image.Image:
+        """The preview. decoded: whether this sketch was just decoded."""
         size, strength = self._size(sketch.known), sketch.known + DIMMED * sketch.guessed
-        picture = Image.new("RGB", size, UNDRAWN)
+        image = Image.new("RGB", size, UNDRAWN)
         if decoded:
-            picture.paste(self.decoded, mask=stencil(strength, size))
-            return picture
+            image.paste(self.decoded, mask=stencil(strength, size))
+            return image
         seen = torch.zeros_like(sketch.known) if self.seen is None else self.seen
         if bool((strength[~seen] > 0).any()):
             colours = Image.fromarray((self.palette.colours(sketch.latent) * 255).round().byte().numpy())
-            picture.paste(colours.resize(size, Image.Resampling.BILINEAR), mask=stencil(strength, size))
+            image.paste(colours.resize(size, Image.Resampling.BILINEAR), mask=stencil(strength, size))
         if self.decoded is not None:
-            picture.paste(self.decoded, mask=stencil(seen, size))
-        return picture
+            image.paste(self.decoded, mask=stencil(seen, size))
+        return image
 
 
 def stencil(strength: Tensor, size: tuple[int, int]) -> Image.Image:
-    """A mask for a picture (width, height) that lets each token's pixels through with its strength [h, w], 0 to 1."""
+    """A mask for an image (width, height) with the opacity of each token's pixels, strength [h, w] in 0..1."""
     opaque = (strength.float() * 255).round().byte().numpy()
     return Image.fromarray(opaque).resize(size, Image.Resampling.NEAREST)

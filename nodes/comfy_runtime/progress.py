@@ -1,4 +1,4 @@
-"""What a sampler calls after every pass: interruption, the progress bar, previews."""
+"""The callback of a sampler after every pass: interruption, progress bar, previews."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .memory import out_of_memory
 from .previews import Previews
 
 log = logging.getLogger(__name__)
-SHARE = 0.01  # of a run that moving the bar takes: each move is a message to every client ...
-SECONDS = (0.05, 0.5)  # ... as long as the time between two of them stays within these bounds
+SHARE = 0.01  # maximum fraction of a run's time for the bar: each update is a message to every client ...
+SECONDS = (0.05, 0.5)  # ... while the interval between updates stays within these bounds
 
 
 class Report:
-    """The sampler's callback. Most calls only look whether the user interrupts, and at the clock."""
+    """The sampler's callback. Most calls only check for an interruption and the time."""
 
     def __init__(self, length: int, previews: Previews | None):
         self.previews, self.length = previews, length
@@ -29,7 +29,7 @@ class Report:
         self.due = time.perf_counter() + SECONDS[0]
 
     def __call__(self, progress: Any) -> None:
-        """Take note of the progress. Raises InterruptProcessingException when the user interrupts."""
+        """Report progress. Raises InterruptProcessingException if the user interrupts."""
         mm.throw_exception_if_processing_interrupted()
         self.last = progress
         if time.perf_counter() >= self.due:
@@ -53,11 +53,11 @@ class Report:
         if self.previews is None or self.last is None:
             return None
         try:
-            picture = self.previews(self.last)
+            preview = self.previews(self.last)
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
             log.warning("Not enough memory to decode previews: this run continues without them.")
             self.previews = None
             return None
-        return picture and ("JPEG", picture, args.preview_size)
+        return preview and ("JPEG", preview, args.preview_size)

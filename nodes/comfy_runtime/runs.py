@@ -1,4 +1,4 @@
-"""A run under ComfyUI: model and drafter on the compute device, with room, progress and previews."""
+"""A run under ComfyUI: model and drafter on the compute device, with memory, progress and previews."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ log = logging.getLogger(__name__)
 
 
 class TooLargeError(ValueError):
-    """A run that takes more memory than the device has."""
+    """A run needs more memory than the device has."""
 
 
 @contextmanager
 def placed(
     loaded: LoadedModel, drafter: LoadedDrafter | None, method: Method, request: AnyRequest
 ) -> Iterator[None]:
-    """Model and drafter on the compute device with room for the run. Raises TooLargeError for one that takes more than
-    there is: a CPU would end the process over it."""
+    """Model and drafter on the compute device, with memory for the run. Raises TooLargeError if it needs more memory
+    than there is: on a CPU, the system would kill the process."""
     memory, session_key = method.run_bytes(request) + cast_room(loaded.model), method.session_key(request)
     there_is = total_memory(loaded.patcher.load_device)
     if memory > there_is:
@@ -38,7 +38,7 @@ def placed(
             f"This run needs {memory / 2**30:.1f} GiB of memory beside the model, more than the "
             f"{there_is / 2**30:.1f} GiB in total. Generate fewer images at once (batch_size), or smaller ones."
         )
-    together = [loaded.patcher] if drafter is None else [loaded.patcher, drafter.patcher]  # none must evict another
+    together = [loaded.patcher] if drafter is None else [loaded.patcher, drafter.patcher]  # neither may evict the other
     if not fits(together, missing(loaded, memory, session_key)):
         loaded.patcher.release()
     mm.load_models_gpu(together, memory_required=missing(loaded, memory, session_key))
@@ -54,8 +54,8 @@ def placed(
 def sampling(
     loaded: LoadedModel, drafter: LoadedDrafter | None, method: Method, request: AnyRequest
 ) -> Iterator[Report]:
-    """Model and drafter placed (see below), and the callback of the run, which shows progress and previews and raises
-    when the user interrupts."""
+    """Model and drafter placed (see ``placed``), and the callback of the run, which shows progress and previews and
+    raises if the user interrupts."""
     with placed(loaded, drafter, method, request):
         key = method.session_key(request)
         memory = missing(loaded, method.run_bytes(request) + cast_room(loaded.model), key)
@@ -65,16 +65,16 @@ def sampling(
 
 
 def missing(loaded: LoadedModel, memory: int, session_key: Hashable) -> int:
-    """Bytes that a run still takes: of those it needs, none if an earlier run of its kind has left its session with the
-    model, whose caches and captured steps hold them."""
+    """Additional bytes that a run needs: none if an earlier run with the same settings left its session with the model,
+    whose caches and captured steps are reused."""
     return 0 if session_key is not None and session_key in loaded.patcher.kept else memory
 
 
 def previews_of(loaded: LoadedModel, memory: int, length: int, sketch: Sketcher) -> Previews | None:
-    """Previews as the user's --preview-method says: none, in colours (latent2rgb), or decoded where time allows.
+    """Previews by the user's --preview-method: none, colours (latent2rgb), or decoded if time allows.
 
-    No model makes way for them: where the decoder does not fit beside what the run takes (``memory`` bytes), there are
-    colours if an earlier run has measured them, else no previews.
+    No model is unloaded for them: if the decoder does not fit in addition to the run (``memory`` bytes), previews are
+    colours if an earlier run has fitted a palette, else none.
     """
     method, found = args.preview_method, loaded.decoder
     if found is None or method == LatentPreviewMethod.NoPreviews:
@@ -96,8 +96,8 @@ def previews_of(loaded: LoadedModel, memory: int, length: int, sketch: Sketcher)
 
 
 def preview_decoder(loaded: LoadedDecoder, memory: int, length: int) -> Autoencoder | None:
-    """The decoder on the compute device, whole, if that leaves ``memory`` bytes free for the run beside what decoding a
-    picture of ``length`` tokens takes; else None."""
+    """The decoder, fully on the compute device, if that leaves ``memory`` bytes for the run in addition to decoding an
+    image of ``length`` tokens; else None."""
     memory += loaded.bytes_for(length * loaded.area)
     if not fits([loaded.patcher], memory):
         return None
@@ -106,8 +106,8 @@ def preview_decoder(loaded: LoadedDecoder, memory: int, length: int) -> Autoenco
 
 
 def bring_the_rest(model: torch.nn.Module, device: torch.device) -> None:
-    """Move what ComfyUI leaves behind when it loads a model in part: buffers, and the weights of modules that cannot
-    cast them on use (position tables, mask tokens: parameters beside other modules)."""
+    """Move what ComfyUI does not move when it loads a model partially: buffers, and the weights of modules that cannot
+    cast them on use (position tables, mask tokens)."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))

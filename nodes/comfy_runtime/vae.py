@@ -1,4 +1,4 @@
-"""An image decoder behind core's VAE socket: VAE Decode, VAE Encode and their tiled twins work with it."""
+"""An image decoder as a VAE: VAE Decode, VAE Encode and their tiled versions work with it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from . import models
 from .memory import out_of_memory
 
 log = logging.getLogger(__name__)
-TILE = 256  # pixels per side, where memory ran out
+TILE = 256  # pixels per side, if memory runs out
 
 
 class ARVae:
-    """What core's VAE nodes call. Latents [B, C, h, w] are a KL autoencoder's, or code vectors of a VQ tokenizer, which
-    also reads token ids [B, 1, h, w] from a model that was loaded without it."""
+    """The interface that ComfyUI's VAE nodes call. Latents [B, C, h, w]: of a KL autoencoder, or code vectors of a VQ
+    tokenizer, which also reads token ids [B, 1, h, w] from a model without image decoder."""
 
     def __init__(self, loaded: models.LoadedDecoder | None, missing: str = ""):
         self._loaded, self._missing = loaded, missing
 
     def decode(self, latent: Tensor, **_options: Any) -> Tensor:
-        """Latent -> pixels [B, H, W, 3] in 0..1; in tiles where memory runs out.
+        """Latent -> pixels [B, H, W, 3] in 0..1; in tiles if memory runs out.
 
         Raises FileNotFoundError if no decoder was found, ValueError for the latent of another kind of model.
         """
@@ -37,7 +37,7 @@ class ARVae:
 
     def encode(self, pixels: Tensor) -> Tensor:
         """Pixels [B, H, W, 3] in 0..1 -> latents [B, C, h, w]: the mean latent, or the nearest code vectors; in tiles
-        where memory runs out. Raises ValueError unless H and W are multiples of a token's side."""
+        if memory runs out. Raises ValueError unless H and W are multiples of a token's side."""
         whole = self._in_batches(self._found.decoder.encode_latent, pixels, pixels.shape[1] * pixels.shape[2])
         return self.encode_tiled(pixels, TILE, TILE, TILE // 4) if whole is None else whole
 
@@ -45,8 +45,8 @@ class ARVae:
         self, latent: Tensor, tile_x: int | None = None, tile_y: int | None = None, overlap: int | None = None,
         **_options: Any,
     ) -> Tensor:
-        """As :meth:`decode`, in tiles of so many tokens that overlap. Each tile is decoded as a picture of its own, so
-        that colours may differ a little between tiles: where they overlap, they are blended."""
+        """As :meth:`decode`, in tiles of so many tokens that overlap. Tiles are decoded separately, so colours may
+        differ slightly between them; overlaps are blended."""
         latent, tile = self._vectors(latent), max(1, TILE // self.downscale_ratio)
         width, height = (max(1, min(side or tile, size)) for side, size in ((tile_x, latent.shape[3]),
                                                                             (tile_y, latent.shape[2])))
@@ -59,23 +59,23 @@ class ARVae:
     ) -> Tensor:
         """As :meth:`encode`, in tiles of so many pixels that overlap.
 
-        Every token is taken from the tile in which it is farther from the edge: code vectors cannot be blended.
+        Every token comes from the tile in which it is farther from the edge, because code vectors cannot be blended.
         """
         decoder, side = self._found.decoder, self.downscale_ratio
-        decoder.planes(pixels[:1])  # complains of a size that does not fit
+        decoder.planes(pixels[:1])  # raises for an unsupported size
         height, width = (size // side for size in pixels.shape[1:3])
         self._found.load(min(tile_x, pixels.shape[2]) * min(tile_y, pixels.shape[1]))
         latent = torch.zeros(len(pixels), decoder.channels, height, width)
         across, down = (tiles(size, max(1, tile // side), overlap // side)
                         for size, tile in ((width, tile_x), (height, tile_y)))
-        for picture, (top, bottom, rows), (left, right, cols) in product(range(len(pixels)), down, across):
-            tile = pixels[picture : picture + 1, top * side : bottom * side, left * side : right * side]
+        for index, (top, bottom, rows), (left, right, cols) in product(range(len(pixels)), down, across):
+            tile = pixels[index : index + 1, top * side : bottom * side, left * side : right * side]
             encoded = decoder.encode_latent(tile)
             inside = encoded[..., rows.start - top : rows.stop - top, cols.start - left : cols.stop - left]
-            latent[picture, :, rows, cols] = inside[0].float().cpu()
+            latent[index, :, rows, cols] = inside[0].float().cpu()
         return models.output(latent)
 
-    def spacial_compression_decode(self) -> int:  # core's spelling
+    def spacial_compression_decode(self) -> int:  # ComfyUI's spelling
         return self.downscale_ratio
 
     spacial_compression_encode = spacial_compression_decode
@@ -98,7 +98,7 @@ class ARVae:
         return self._loaded
 
     def _in_batches(self, function: Callable[[Tensor], Tensor], batch: Tensor, pixels: int) -> Tensor | None:
-        """The function of a batch of pictures of ``pixels``, as many at once as fit; None where not even one does."""
+        """The function of a batch of images of ``pixels``, as many at once as fit; None if not even one fits."""
         try:
             count = self._found.load(pixels)
             return torch.cat([models.output(function(part)) for part in batch.split(count)])
@@ -109,7 +109,7 @@ class ARVae:
         return None
 
     def _vectors(self, latent: Tensor) -> Tensor:
-        """The latent as the decoder reads it. Raises ValueError for one of another kind of model."""
+        """The latent in the decoder's format. Raises ValueError for one of another kind of model."""
         decoder = self._found.decoder
         if latent.ndim == 4 and latent.shape[1] == 1 != decoder.channels and isinstance(decoder, ImageDecoder):
             return decoder.dequantize(self._checked(latent.round().long()[:, 0]))
@@ -132,8 +132,8 @@ class ARVae:
 
 
 def tiles(length: int, tile: int, overlap: int) -> list[tuple[int, int, slice]]:
-    """Start and end of tiles that cover ``length`` tokens, and which tokens are each one's: the middle of an overlap is
-    the border."""
+    """Start and end of tiles that cover ``length`` tokens, and the range of tokens that each contributes: the border is
+    the middle of an overlap."""
     if length <= tile:
         return [(0, length, slice(0, length))]
     step = tile - max(0, min(overlap, tile - 1))

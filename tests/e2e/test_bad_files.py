@@ -107,7 +107,8 @@ def rewrite(folder: Path, change) -> str:
 
 CASES = {  # -> what the message says about it
     truncated: "damaged", noise: "damaged", empty: "damaged", hostile: "never run", hostile_zip: "never run",
-    other_family: "supported model family", image_decoder: "Load AR Image Decoder", nan_weights: "NaN", wrong_shape: "expected",
+    other_family: "supported model family", image_decoder: "Load AR Image Decoder", nan_weights: "NaN",
+    wrong_shape: "expected",
     no_image_decoder: "image decoder", kl_autoencoder: "Load AR Image Decoder", continuous_nan_weights: "NaN",
     continuous_wrong_shape: "expected",
 }

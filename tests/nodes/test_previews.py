@@ -199,14 +199,14 @@ def test_only_windows_stand_between_passes(method, inputs, guesses, sample, prog
 def test_previews_of_a_run_show_its_window_dimmed(sample, progress, hurried, monkeypatch):
     """Window 4 holds three guesses, which are 40 % of what they would be as decided tokens."""
     monkeypatch.setattr(args, "preview_method", LatentPreviewMethod.Auto)
-    found, draw = [], previews.Previews._drawn
+    found, draw = [], previews.Previews._rendered
 
     def drawn(self, sketch, decoded):
         bare = Sketch(sketch.latent, sketch.known | sketch.guessed, NONE.new_zeros(4, 4))
         found.append((sketch, np.array(draw(self, bare, decoded)).astype(int)))
         return draw(self, sketch, decoded)
 
-    monkeypatch.setattr(previews.Previews, "_drawn", drawn)
+    monkeypatch.setattr(previews.Previews, "_rendered", drawn)
     sample("SJD")
     assert len(found) == len(progress)
     for (sketch, bright), (_, _, (_, picture, _)) in zip(found, progress, strict=True):

@@ -124,7 +124,7 @@ def test_other_cosmos_tokenizers_are_named(tmp_path, name):
 def test_codes_that_do_not_fit_the_decoder(tmp_path):
     tensors = cosmos_weights() | {"quantizer._levels": torch.tensor([8, 8], dtype=torch.int32)}
     save_file(tensors, str(tmp_path / "decoder.safetensors"))
-    with pytest.raises(CheckpointError, match="3 numbers.*2"):
+    with pytest.raises(CheckpointError, match="3 channels.*2"):
         load_image_decoder(tmp_path / "decoder.safetensors")
     save_file(tensors | {"quantizer._levels": torch.tensor([0, 8, 8])}, str(tmp_path / "decoder.safetensors"))
     with pytest.raises(CheckpointError, match="levels"):

@@ -206,7 +206,7 @@ DEFECTS = {
         "LlamaGen of classes", in_tensors("pytorch_model.bin", spread), "tensors are larger than the file"),
     "a tensor without numbers": (
         "LlamaGen of classes",
-        in_tensors("pytorch_model.bin", lambda t: {"norm.weight": t["norm.weight"].to("meta")}), "norm.weight is not a plain tensor"),
+        in_tensors("pytorch_model.bin", lambda t: {"norm.weight": t["norm.weight"].to("meta")}), "not a plain tensor"),
     "a memo of gigabytes": ("Cosmos", far_memo, "it contains no module"),
     "the oldest format, whose reader unpacks": ("LlamaGen of classes", old_format, "PyTorch did not write it"),
     "words that are none": (
