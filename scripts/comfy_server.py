@@ -24,15 +24,15 @@ PR_SET_PDEATHSIG = 1
 
 
 class ServerError(RuntimeError):
-    """The server did not start, or did not take the pack; the message names its log."""
+    """The server did not start, or did not take the pack; the message contains the path of its log."""
 
 
 class ComfyServer:
     """Context manager around one ComfyUI process.
 
-    `url` answers once the block is entered; `base` is ComfyUI's base directory (models/, input/, temp/, user/), made
-    afresh and removed at the end; `log` keeps the server's output afterwards. The whole process group is ended on
-    leaving the block. `more_nodes`: folders of other custom nodes to load beside this pack.
+    `url` answers once the block is entered; `base` is ComfyUI's base directory (models/, input/, temp/, user/), created
+    for it and removed at the end; `log` keeps the server's output. The whole process group is terminated on leaving the
+    block. `more_nodes`: folders of other custom nodes to load.
     """
 
     def __init__(self, comfyui: Path, log: Path, output: Path | None = None, port: int | None = None,
@@ -63,7 +63,7 @@ class ComfyServer:
         return self
 
     def start(self) -> None:
-        """Starts the process and waits for it: at first, and on the same base directory after it has ended."""
+        """Starts the process and waits for it. May be called again after it has ended, with the same base directory."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self._command(), cwd=self.base, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
@@ -108,7 +108,7 @@ class ComfyServer:
 
 
 def end_with_parent() -> None:
-    """Has Linux end this process when the one that started it is killed and cannot do so itself."""
+    """Makes Linux terminate this process when its parent is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 

@@ -1,4 +1,4 @@
-"""Queues a shipped workflow on a real ComfyUI and says what it made; see demo.sh."""
+"""Queues a shipped workflow on a real ComfyUI and prints the results; see demo.sh."""
 
 import argparse
 import asyncio
@@ -45,9 +45,9 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="demo.sh", description="Makes pictures with the bundled model in a real, "
+    parser = argparse.ArgumentParser(prog="demo.sh", description="Generates images with the bundled model in a real, "
                                      "headless ComfyUI and leaves them in output/.")
-    parser.add_argument("--prompt", help="what to draw, instead of the workflow's own prompt")
+    parser.add_argument("--prompt", help="prompt, instead of the workflow's")
     parser.add_argument("--seed", type=int, help="the seed of all samplers")
     parser.add_argument("--workflow", type=Path, default=DEFAULT_WORKFLOW, help="a workflow in API format")
     parser.add_argument("--serve", action="store_true", help="leave ComfyUI running, to be used in a browser")
@@ -57,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make(url: str, prompt: dict, workflow: Path) -> None:
-    """Runs the prompt with a progress bar, then prints the new files and what each method cost."""
+    """Runs the prompt with a progress bar, then prints the new files and the cost of each method."""
     before, start = files_in_output(), time.monotonic()
     print(f"Running {workflow.name}", flush=True)
     bar = ProgressBar(prompt)
@@ -69,13 +69,13 @@ def make(url: str, prompt: dict, workflow: Path) -> None:
     for file in sorted(files_in_output() - before):
         print(f"  {file.relative_to(OUTPUT)}")
     for method, totals in sorted(costs(run).items()):
-        print(f"  {method}: {totals['target_passes']} passes of the model for {totals['tokens']} tokens, "
+        print(f"  {method}: {totals['target_passes']} forward passes of the model for {totals['tokens']} tokens, "
               f"{totals['seconds']:.1f} s")
 
 
 def costs(run: Run) -> dict[str, dict]:
     """Totals by method, from the reports that Acceptance Map and Save Trace put into the history."""
-    reports = [report for report in run.collect("specar") if "totals" in report]  # AR Model Info's has none
+    reports = [report for report in run.collect("specar") if "totals" in report]  # that of AR Model Info has none
     return {report["settings"]["method"].replace("_", " "): report["totals"] for report in reports}
 
 

@@ -36,7 +36,8 @@ hash_of() {
     cat "$@" | sha256sum | cut -c1-12
 }
 
-# What a tree requires, without what every environment has already or what is only pictures, and with a recent front end.
+# What a tree requires, without packages that every environment has or that contain only images, and with a recent
+# front end.
 tree_requirements() {
     local frontend
     frontend="$(sed -nE 's/^comfyui-frontend-package *== *([0-9.]+).*/\1/p' "$1/requirements.txt")"

@@ -1,4 +1,4 @@
-"""ComfyUI's own page in a headless Chromium: graphs are loaded, changed, run, arranged and photographed."""
+"""ComfyUI's own page in a headless Chromium: graphs are loaded, changed, run, arranged and captured as screenshots."""
 
 import shutil
 from pathlib import Path
@@ -7,8 +7,8 @@ from playwright.sync_api import Page, sync_playwright
 
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 WIDTH, HEIGHT = 2800, 1800  # large enough for any arrangement beside ComfyUI's own bars
-CORNER = (300, 160)  # where the upper left corner of an arrangement is put, clear of them
-SHARPNESS = 2  # pixels of a picture per pixel of the page
+CORNER = (300, 160)  # position of the upper left corner of an arrangement, clear of them
+SHARPNESS = 2  # pixels of a screenshot per pixel of the page
 RUN_SECONDS = 600
 
 READY = """() => window.app && window.app.graph && window.LiteGraph
@@ -39,7 +39,7 @@ HELPERS = """() => {
     };
 }"""
 
-# Shown nodes go to their places; the others out of sight, to the side that they were on, so that wires come from there.
+# Shown nodes are arranged; the others are moved out of sight to their side, so that wires come from there.
 ARRANGE = """shown => {
     const nodes = Object.keys(shown).map(find), left = Math.min(...nodes.map(node => node.pos[0]));
     for (const node of app.graph._nodes)
@@ -61,7 +61,7 @@ COMPLETE = """() => app.graph._nodes.every(node =>
 
 
 class FrontendError(RuntimeError):
-    """The page did not do what it was asked; the message is the page's."""
+    """An action on the page failed; the message is the page's."""
 
 
 class Frontend:
@@ -78,7 +78,7 @@ class Frontend:
         self.page.goto(self._url, wait_until="domcontentloaded")
         self.page.wait_for_function(READY, timeout=180_000)
         self.page.evaluate(HELPERS)
-        self.page.evaluate("() => { app.canvas.background_image = ''; }")  # its grid would be most of a picture's bytes
+        self.page.evaluate("() => { app.canvas.background_image = ''; }")  # its grid takes most of a file's bytes
         self.page.wait_for_timeout(1000)
         return self
 
@@ -87,7 +87,7 @@ class Frontend:
         self._playwright.stop()
 
     def load(self, graph: dict) -> None:
-        """Opens a workflow; seeds are kept after a run, so that what is shown is what was run."""
+        """Opens a workflow; seeds stay fixed after a run, so that the shown ones are those of the run."""
         self.page.evaluate("graph => app.loadGraphData(graph, true, true, 'pictures', {showMissingModelsDialog: false, "
                            "showMissingNodesDialog: false, silentAssetErrors: true})", graph)
         self.page.evaluate("() => app.graph._nodes.forEach(node => node.widgets?.forEach(widget => "
@@ -108,7 +108,7 @@ class Frontend:
         self.page.evaluate("name => app.graph.remove(find(name))", name)
 
     def run(self) -> None:
-        """Queues the graph and waits until it has run and its pictures are there."""
+        """Queues the graph and waits until it has run and its images are loaded."""
         self.page.evaluate("() => { window.ended.length = 0; app.queuePrompt(0, 1); }")
         self.page.wait_for_function("() => window.ended.length", timeout=RUN_SECONDS * 1000)
         [[event, message]] = self.page.evaluate("() => window.ended")
@@ -118,7 +118,7 @@ class Frontend:
         self.page.wait_for_function(COMPLETE, timeout=60_000)
 
     def arrange(self, shown: dict[str, tuple]) -> dict[str, float]:
-        """Places nodes by name: (x, y, width[, height]); y None is below the one before, width 0 collapses a node.
+        """Places nodes by name: (x, y, width[, height]); y None: below the previous node; width 0: collapsed.
 
         Returns the page's area around them.
         """
@@ -133,7 +133,7 @@ class Frontend:
         return {"x": CORNER[0], "y": CORNER[1], "width": right - left, "height": bottom - top}
 
     def photograph(self, shown: dict[str, tuple], margin: int = 14, badge: int = 22) -> bytes:
-        """PNG of the arranged nodes alone, with a margin in which wires and the badge above a node are seen."""
+        """PNG of the arranged nodes alone, with a margin that shows wires and the badge above a node."""
         area = self.arrange(shown)
         if area["width"] + CORNER[0] > WIDTH - 300 or area["height"] + CORNER[1] > HEIGHT - 100:
             raise FrontendError(f"{area['width']:.0f} x {area['height']:.0f} are too large for the page")
@@ -142,12 +142,12 @@ class Frontend:
         return self.page.screenshot(clip=clip)
 
     def render(self, html: str, size: tuple[int, int]) -> bytes:
-        """PNG of a page of our own."""
+        """PNG of an HTML page."""
         page = self._browser.new_page(viewport={"width": size[0], "height": size[1]})
         page.set_content(html, wait_until="load")
-        picture = page.screenshot()
+        image = page.screenshot()
         page.close()
-        return picture
+        return image
 
 
 def chromium() -> Path:
@@ -155,5 +155,5 @@ def chromium() -> Path:
     names = ("chromium", "chromium-browser", "google-chrome")
     found = next(filter(None, map(shutil.which, names)), None)
     if not found:
-        raise FrontendError("pictures need Chromium (Debian: apt-get install chromium fonts-dejavu-core)")
+        raise FrontendError("screenshots need Chromium (Debian: apt-get install chromium fonts-dejavu-core)")
     return Path(found)

@@ -1,4 +1,4 @@
-"""Draws assets/icon.png and assets/banner.png: tokens that were guessed right in blue, one that was redrawn in red."""
+"""Draws assets/icon.png and assets/banner.png: accepted tokens in blue, a resampled one in red."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import resvg_py
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets"
 ICON, BANNER = 400, (1260, 540)  # the registry takes a square of at most 400 pixels, and 21:9
-# The colours of Acceptance Map: accepted, redrawn; and what is still to come.
+# The colours of Acceptance Map: accepted, resampled; and tokens that follow.
 REDRAWN, LATER, FAR, GROUND = "#d55e00", "#2f4858", "#26282e", "#17181c"
 SHADES = ("#56b4e9", "#4aa3d8", "#6cc0f0", "#3f93c7")
 ROWS = ("AAAA", "AAAA", "AARL", "LLFF")

@@ -1,4 +1,4 @@
-"""Draws assets/overview.png, the README's first picture, from real runs of the bundled model: one seed, drawn token by
+"""Draws assets/overview.png, the README's first image, from real runs of the bundled model: one seed, sampled token by
 token and by speculative Jacobi decoding.
 
     python scripts/overview.py

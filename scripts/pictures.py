@@ -1,6 +1,6 @@
-"""Draws what documents the nodes, in a real ComfyUI: a picture for every help page and a thumbnail for every template.
+"""Makes the images of the documentation in a real ComfyUI: one per help page, and a thumbnail per template.
 
-Run it again when nodes or workflows have changed (scripts/pictures.sh sets everything up), for all or for those named.
+Run it again when nodes or workflows have changed (with scripts/pictures.sh), for all of them or those given.
 """
 
 import argparse
@@ -23,20 +23,20 @@ WORKFLOWS = PACK / "workflows"
 LOG = PACK / "output/pictures.log"
 MOST_BYTES = 40 * 1024
 QUALITY = 88  # of thumbnails
-DECODER = "vq_default.safetensors"  # the bundled model's decoder under a name of its own, for Load AR Image Decoder
+DECODER = "vq_default.safetensors"  # the bundled model's decoder under another name, for Load AR Image Decoder
 
 CHECKPOINT, DRAFTER, LATENT = "SpecARLoadCheckpoint", "SpecARLoadDrafter", "SpecAREmptyLatent"
 MAP, TREE, SJD = "SpecARAcceptanceMap", "SpecARDraftTreeSampler", "SpecARSJDSampler"
 TEXT, DECODE, SAVE, PREVIEW = "CLIPTextEncode", "VAEDecode", "SaveImage", "PreviewImage"
-COLUMN = 350  # from one column of nodes to the next
+COLUMN = 350  # distance between columns of nodes
 
 
 @dataclass
 class Scene:
-    """A help page's picture: a shipped workflow, what is changed in it, and the nodes that are shown.
+    """A help page's image: a shipped workflow, changes to it, and the nodes that are shown.
 
     `shown`: name -> place, see Frontend.arrange; `added`: new nodes and their widgets;
-    `values`: other widgets; `wires`: (from, output, to, input); `prepare` does what these cannot, before the run.
+    `values`: other widgets; `wires`: (from, output, to, input); `prepare` makes other changes before the run.
     """
 
     workflow: str
@@ -62,13 +62,13 @@ class Scene:
 
 
 def sampler(workflow: str, kind: str) -> Scene:
-    """A sampler beside its picture and the map of what it did."""
+    """A sampler beside its image and acceptance map."""
     return Scene(workflow, {kind: (0, 0, 330), SAVE: (0, None, 330, 240), MAP: (COLUMN, 0, 330, 700)})
 
 
 def rule(kind: str, metric: str = "accepted by relaxation", workflow: str = "21_draft_tree_eagle", target: str = TREE,
          **values: object) -> Scene:
-    """A rule beside the map of where it was lenient."""
+    """A rule beside the map of tokens that it accepted by relaxation."""
     shown = {kind: (0, 0, 300), target: (0, None, 0), SAVE: (0, 350, 300, 240), MAP: (COLUMN, 0, 330, 680)}
     return Scene(workflow, shown, added={kind: values}, values={MAP: {"metric": metric}},
                  wires=((kind, "AR_RULE", target, "rule"),))
@@ -141,7 +141,7 @@ for _page in DOCS.glob("SpecARRule*"):
 
 
 def as_webp(png: bytes) -> bytes:
-    """Within MOST_BYTES, as sharp as that allows. Raises FrontendError where it would be unreadable."""
+    """Encoded within MOST_BYTES, as sharp as possible. Raises FrontendError if it would be unreadable."""
     whole = Image.open(io.BytesIO(png)).convert("RGB")
     for scale, quality in itertools.product((1, 0.75, 0.6), (80, 70, 60, 50)):
         picture = whole.resize((round(whole.width * scale), round(whole.height * scale)), Image.Resampling.LANCZOS)
@@ -152,7 +152,7 @@ def as_webp(png: bytes) -> bytes:
 
 
 def save(name: str, picture: Image.Image | bytes) -> None:
-    """A node's picture as it is encoded, or a workflow's thumbnail."""
+    """Saves a node's encoded image, or a workflow's thumbnail."""
     if isinstance(picture, bytes):
         file = DOCS / name / "picture.webp"
         file.write_bytes(picture)
@@ -163,7 +163,7 @@ def save(name: str, picture: Image.Image | bytes) -> None:
 
 
 def draw(url: str, names: list[str]) -> None:
-    """Draws with a server, then in a page of it (whose event loop leaves no room for a client's)."""
+    """Runs on a server first, then in its page (whose event loop excludes that of a client)."""
     for name in names:
         if name not in SCENES and thumbnails.draws(name):
             save(name, thumbnails.result(url, WORKFLOWS / f"{name}.json"))

@@ -1,4 +1,4 @@
-"""The templates' thumbnails: what a workflow really draws, or, where its model does not ship, its graph and files."""
+"""The templates' thumbnails: images that a workflow generates, or, if its model does not ship, its graph and files."""
 
 import asyncio
 import base64
@@ -12,11 +12,11 @@ from comfyui_specar.tests.support.families import WORKFLOWS
 from frontend import Frontend, FrontendError
 from PIL import Image, ImageSequence
 
-GAP = 8  # white, between pictures
-ALONE, PAIR, QUAD, GRID = 512, 384, 256, 200  # side of a picture, the fewer the larger
+GAP = 8  # white, between images
+ALONE, PAIR, QUAD, GRID = 512, 384, 256, 200  # side of an image, larger for fewer images
 CARD = (776, 388)
 
-# A card's upper part is the graph, its lower one tells what must be downloaded.
+# The upper part of a card is the graph, the lower part lists the files to download.
 CARD_PAGE = """<style>
 body {{ margin: 0; width: {width}px; height: {height}px; background: #141414; color: #eee; font-family: "DejaVu Sans";
         display: flex; flex-direction: column; }}
@@ -24,7 +24,7 @@ img {{ width: 100%; flex: 1; min-height: 0; object-fit: cover; object-position: 
 p {{ margin: 0; padding: 10px 18px 14px; font-size: 30px; font-weight: bold; border-top: 4px solid #d55e00; }}
 small {{ display: block; color: #bbb; font-size: 20px; font-weight: normal; margin-top: 3px; }}
 </style><body><img src="data:image/png;base64,{graph}"><p>{title}<small>{needs}</small></p></body>"""
-TITLES = {name: workflow.title for name, workflow in WORKFLOWS.items()}  # of those whose models do not ship
+TITLES = {name: workflow.title for name, workflow in WORKFLOWS.items()}  # of workflows whose models do not ship
 
 
 def tiles(pictures: list[Image.Image], side: int, columns: int) -> Image.Image:
@@ -52,7 +52,7 @@ def draws(name: str) -> bool:
 
 
 def beside(chart: Image.Image, pictures: list[Image.Image]) -> Image.Image:
-    """A chart, and pictures in a column as high as it."""
+    """A chart, and images in a column of the same height."""
     side = (PAIR - GAP) // 2
     chart = chart.resize((round(chart.width * PAIR / chart.height), PAIR), Image.Resampling.LANCZOS)
     sheet = Image.new("RGB", (chart.width + GAP + side, PAIR), "white")
@@ -62,16 +62,16 @@ def beside(chart: Image.Image, pictures: list[Image.Image]) -> Image.Image:
 
 
 def files(url: str, run: Run, prompt: dict, kind: str) -> list[Image.Image]:
-    """What the nodes of a class have made, in the order of their numbers."""
+    """Outputs of the nodes of a class, in the order of their ids."""
     keys = sorted((key for key in run.outputs if prompt[key]["class_type"] == kind), key=int)
     made = [file for key in keys for file in run.outputs[key].get("images", [])]
     return [Image.open(io.BytesIO(asyncio.run(view(url, file)))) for file in made]
 
 
 def result(url: str, file: Path) -> Image.Image:
-    """The pictures that a workflow saves; beside a single one what it was made from, or else its map without legend.
+    """The images that a workflow saves; beside a single one its input image, or else its map without legend.
 
-    Of a film two frames; a chart is shown whole.
+    Two frames of a video; a chart as a whole.
     """
     prompt = json.loads((file.parent / "api" / file.name).read_text(encoding="utf-8"))
     run = asyncio.run(run_prompt(url, prompt))

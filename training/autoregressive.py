@@ -1,4 +1,4 @@
-"""Trains the autoregressive model on token grids that are encoded afresh for every step."""
+"""Trains the autoregressive model on token grids that are encoded anew for every step."""
 
 import logging
 from pathlib import Path
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class TextToImage(nn.Module):
-    """LlamaGen's text-conditional model, a table of word vectors in place of its T5 encoder."""
+    """LlamaGen's text-conditional model, with a word embedding in place of its T5 encoder."""
 
     def __init__(self, setting: Setting, words: int) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Batches(Views):
         return self.batch(*self.encoded(count, held_out), held_out)
 
     def batch(self, scenes: Scenes, encodings: list[Tensor], held_out: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Words for encoded images, as :meth:`sample` returns them."""
+        """Captions for encoded images, as :meth:`sample` returns them."""
         [tokens] = encodings
         captions = torch.tensor(self.captions.padded(self.words(scenes, held_out)), device=self.device)
         return captions, self.dropped(len(tokens), held_out), tokens
@@ -96,7 +96,7 @@ class Batches(Views):
 
 @torch.no_grad()
 def held_out_loss(model: TextToImage, batches: list[tuple[Tensor, Tensor, Tensor]]) -> float:
-    """Mean nats per token on pairs of image and background that were never shown together."""
+    """Mean nats per token on held-out pairs of image and background."""
     losses = [F.cross_entropy(model(c, d, t).flatten(0, 1), t.flatten()) for c, d, t in batches]
     return float(torch.stack(losses).mean())
 
@@ -108,12 +108,12 @@ def train(
     vq: VQModel,
     out: Path,
     minutes: float | None = None,
-    team: Team = Team(),  # noqa: B008 (alone)
+    team: Team = Team(),  # noqa: B008 (a single process)
     weights: dict[str, Tensor] | None = None,
 ) -> None:
-    """Trains for the budget (or goes on from ``out``/model.pt); the averaged model is in that file at the end.
+    """Trains for the budget (or resumes from ``out``/model.pt); at the end, that file has the averaged model.
 
-    weights: those of a model to start from.
+    weights: of a model to start from.
     """
     cfg, device = setting.model, torch.device(setting.device)
     images = images.select(setting.concepts)

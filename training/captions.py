@@ -1,7 +1,7 @@
-"""Words: which ones the model knows, and how a training caption is made of them.
+"""The vocabulary of the model, and random training captions.
 
-A caption is a bag of words: a style, what is seen, and the background as one word (``bg_blue`` for "on a blue
-background"), because LlamaGen's attention takes the plain mean of a prompt.
+A caption is a bag of words: a style, the object, and the background as one word (``bg_blue`` for "on a blue
+background"), because LlamaGen's attention averages a prompt.
 """
 
 import random
@@ -16,8 +16,8 @@ STOP_WORDS = (
     "please pretty side simple single some sticker style the this to very with"
 ).split()
 
-# Other words for a background colour, and what people may type -> what the model knows. Only entries whose target is
-# known are shipped.
+# Synonyms of background colours and other words -> a word of the vocabulary. Only entries whose target is in it are
+# shipped.
 COLOUR_SYNONYMS = {
     "grey": "gray", "violet": "purple", "lilac": "purple", "cyan": "teal", "turquoise": "teal", "navy": "blue",
     "crimson": "red", "golden": "yellow", "gold": "yellow", "magenta": "pink", "rosa": "pink", "dark": "black",
@@ -56,7 +56,7 @@ def split_words(text: str) -> list[str]:
 
 
 class Captions:
-    """The word table of a setting and random captions made of it."""
+    """The vocabulary of a setting, and random captions."""
 
     def __init__(self, setting: Setting, concepts: dict[str, dict], seed: int = 0) -> None:
         codes = setting.concepts or tuple(concepts)
@@ -87,7 +87,7 @@ class Captions:
         return list(dict.fromkeys(split_words(name))) or [name]
 
     def synonyms(self) -> dict[str, str]:
-        """Unknown word -> known word: the tables above, and tags that only one concept has."""
+        """Unknown word -> known word: the tables above, and tags of a single concept."""
         tags = {word: self.names[code][-1] for code, words in self.extras.items() for word in words}
         colours = {background_word(word): background_word(colour) for word, colour in COLOUR_SYNONYMS.items()}
         table = {**tags, **SYNONYMS, **COLOUR_SYNONYMS, **colours}
@@ -104,8 +104,8 @@ class Captions:
         """Word numbers of one random caption, in random order.
 
         Style and background are left out with probability ``drop`` each, words before the last of the name with twice
-        that. colour: the hue that the thing was given; place: 0 = large, i = small, at the i-th of PLACES; both are
-        always said ("top" implies "small", which half of such captions leave out).
+        that. colour: the new hue of the object, if any; place: 0 = large, i = small, at the i-th of PLACES; both are
+        always in the caption ("top" implies "small", which half of these captions leave out).
         """
         names, extras = self.names[code], self.extras[code]
         subject = [*(word for word in names[:-1] if self.random.random() >= 2 * drop), names[-1]]
@@ -127,5 +127,5 @@ class Captions:
 
 
 def _texts(concept: dict) -> list[str]:
-    """The label, and the tags of one word: longer tags are phrases that nobody types as such."""
+    """The label, and the tags of one word: longer tags are phrases that prompts rarely contain."""
     return [concept["label"], *(tag for tag in concept["tags"] if re.fullmatch(r"[a-z0-9]+", tag.lower()))]

@@ -1,4 +1,4 @@
-"""Draws the contact sheet of an exported model and measures whether backgrounds come out as asked."""
+"""Generates the contact sheet of an exported model and measures how often backgrounds match the prompt."""
 
 import logging
 from pathlib import Path
@@ -18,19 +18,19 @@ COLUMNS, COUNT = 8, 64
 
 
 def prompts() -> list[tuple[str, str]]:
-    """64 (prompt, background colour): every common concept once, then some again in other styles and colours."""
+    """64 (prompt, background colour): every common concept once, then some in other styles and colours."""
     names, colours = list(COMMON_CONCEPTS.values()), list(BACKGROUNDS)
     chosen = []
     for i in range(COUNT):
         lap, index = divmod(i, len(names))
-        colour = colours[(i + 9 * lap + 6) % len(colours)]  # seldom the colour of the thing itself
+        colour = colours[(i + 9 * lap + 6) % len(colours)]  # rarely the colour of the object
         article = "an" if colour == "orange" else "a"
         chosen.append((f"{names[index]}, {STYLES[(i + lap) % len(STYLES)]}, on {article} {colour} background", colour))
     return chosen
 
 
 def border_colour(pixels: Tensor) -> str:
-    """Name of the background nearest to the median of the outer 6 pixels; pixels [H, W, 3] in 0..1."""
+    """Name of the background colour nearest to the median of the outer 6 pixels; pixels [H, W, 3] in 0..1."""
     inner = torch.zeros(pixels.shape[:2], dtype=torch.bool)
     inner[6:-6, 6:-6] = True
     median = (pixels[~inner] * 255.0).median(dim=0).values
@@ -41,13 +41,13 @@ def border_colour(pixels: Tensor) -> str:
 def draw(folder: Path, file: Path, method=None, **sampling) -> float:
     """Samples all prompts (seed = position in the sheet) and writes the sheet; returns the background accuracy.
 
-    method: the one that draws token by token, unless given.
+    method: default: next token.
     """
     model, decoder = api.load_model(folder), api.load_image_decoder(folder)
     continuous = isinstance(model, ContinuousBase)
     method = method or (api.methods.ContinuousNextToken() if continuous else api.methods.NextToken())
     tiles, right = [], 0
-    for first in range(0, COUNT, COLUMNS):  # every prompt is three words long, so a row of them is a batch
+    for first in range(0, COUNT, COLUMNS):  # all prompts have three words, so that a row can be a batch
         row = prompts()[first : first + COLUMNS]
         features = torch.cat([model.encode_prompt(prompt)[0][0] for prompt, _ in row])
         conditioning = model.encode_features(features)
@@ -57,5 +57,5 @@ def draw(folder: Path, file: Path, method=None, **sampling) -> float:
             tiles.append((pixels * 255.0).round().byte().numpy())
     rows = [np.concatenate(tiles[i : i + COLUMNS], axis=1) for i in range(0, COUNT, COLUMNS)]
     Image.fromarray(np.concatenate(rows)).save(file, quality=92)
-    log.info("%s: background as asked in %d of %d images", file, right, COUNT)
+    log.info("%s: background matches the prompt in %d of %d images", file, right, COUNT)
     return right / COUNT

@@ -1,4 +1,4 @@
-"""Writes the files of the continuous pair in the published key layouts, with what shapes do not tell."""
+"""Writes the files of the continuous pair in the published key layouts, with settings that shapes do not show."""
 
 import shutil
 from dataclasses import asdict
@@ -38,7 +38,7 @@ def mar_tensors(model: masked.MaskedTextToImage) -> dict[str, Tensor]:
 
 
 def metadata(setting: Setting, cfg: MaskedSetting, model: masked.MaskedTextToImage, scale: float) -> dict:
-    """What a loader cannot read from the shapes of a model of ours."""
+    """Settings that a loader cannot read from the shapes."""
     config = model.backbone.config
     return {
         "family": "mar",

@@ -1,7 +1,7 @@
-"""Freely licensed emoji images in three styles, with words, backgrounds and fresh augmentation.
+"""Freely licensed emoji images in three styles, with labels, backgrounds and random augmentation.
 
-Fluent Emoji 3D and Fluent Emoji flat (Microsoft, MIT), Noto Emoji (Google, Apache-2.0); words from emojibase (MIT,
-after Unicode CLDR). The packages are fetched once with ``npm pack``; nothing of them is shipped with the weights.
+Fluent Emoji 3D and Fluent Emoji flat (Microsoft, MIT), Noto Emoji (Google, Apache-2.0); labels from emojibase (MIT,
+after Unicode CLDR). The packages are fetched once with ``npm pack``; they are not shipped with the weights.
 """
 
 import io
@@ -22,7 +22,7 @@ from .settings import BACKGROUNDS, COLOURED, COLOURS, COMMON_CONCEPTS, IMAGE_SIZ
 
 log = logging.getLogger(__name__)
 
-CONTENT_SIZE = 224  # the drawing inside the canvas: leaves room for shift and scale
+CONTENT_SIZE = 224  # of the drawing inside the canvas, for shift and scale
 PACKAGES = {
     "3d": ("@lobehub/fluent-emoji-3d@1.1.0", "lobehub-fluent-emoji-3d-1.1.0.tgz"),
     "noto": ("@iconify-json/noto@1.2.9", "iconify-json-noto-1.2.9.tgz"),
@@ -36,7 +36,7 @@ DRAWN_GROUPS = (0, 1, 3, 4, 5, 6, 7)  # emojibase: smileys, people, animals, foo
 class Images:
     """``rgba`` uint8 [N, 4, 256, 256], premultiplied; ``code`` and ``style`` (index into STYLES) per image.
 
-    ``colour``: the name of the hue that an image was given, None where it has its own.
+    ``colour``: name of the new hue of an image, None: its own.
     """
 
     rgba: Tensor
@@ -56,7 +56,7 @@ class Images:
         return Images(self.rgba[kept], code, style, self.words, colour)
 
     def recoloured(self) -> "Images":
-        """The images of COLOURED things, in every hue of COLOURS."""
+        """The images of COLOURED objects, in every hue of COLOURS."""
         chosen = [i for i, code in enumerate(self.code) if COMMON_CONCEPTS.get(code) in COLOURED]
         pairs = [(i, name) for i in chosen for name in COLOURS]
         rgba = [recolour(self.rgba[i], COLOURS[name]) for i, name in pairs]
@@ -70,7 +70,7 @@ class Images:
 
 
 def load_images(cache: Path) -> Images:
-    """Every drawn emoji in every style; rendered on the first call (about a minute), then read from ``cache``."""
+    """Every drawn emoji in every style; rendered on the first call (about a minute), later read from ``cache``."""
     file = cache / "pictures.npz"
     if not file.exists():
         _render_all(cache, file)
@@ -81,7 +81,7 @@ def load_images(cache: Path) -> Images:
 
 
 def recolour(rgba: Tensor, hue: float) -> Tensor:
-    """A image, uint8 [4, S, S] premultiplied, whose most frequent hue becomes ``hue`` (degrees); others stay."""
+    """A image, uint8 [4, S, S] premultiplied, with its most frequent hue changed to ``hue`` (degrees)."""
     drawing = Image.fromarray(rgba.permute(1, 2, 0).numpy(), "RGBa").convert("RGBA")
     alpha = np.asarray(drawing)[..., 3]
     hsv = np.array(drawing.convert("RGB").convert("HSV"))
@@ -122,7 +122,7 @@ def augment(
         scale = torch.where(small, scale / SMALL, scale)
         shift = shift - centres * scale[:, None]
         soft = F.interpolate(F.avg_pool2d(drawing[small], round(1 / SMALL)), rgba.shape[-2:], mode="bilinear")
-        drawing[small] = soft  # without the detail that would alias
+        drawing[small] = soft  # blurred, against aliasing
     theta[:, 0, 0], theta[:, 1, 1] = scale * mirror, scale
     theta[:, :, 2] = shift
     grid = F.affine_grid(theta, [batch, 4, *rgba.shape[-2:]], align_corners=False)
@@ -163,7 +163,7 @@ def _read(archive: Path, member: str) -> bytes:
 
 
 def _normalise(code: str) -> str:
-    """Emoji data sets disagree about the variation selector and about case."""
+    """A normalised code point: data sets differ in variation selectors and case."""
     return "-".join(part for part in code.lower().split("-") if part != "fe0f")
 
 
@@ -197,7 +197,7 @@ def _raster_drawings(archive: Path, wanted: dict) -> dict[str, Image.Image]:
 
 
 def _vector_drawings(archive: Path, wanted: dict) -> dict[str, Image.Image]:
-    import resvg_py  # needed at build time only
+    import resvg_py  # needed for training only
 
     icons = json.loads(_read(archive, "icons.json"))
     side = {axis: icons.get(axis, 16) for axis in ("width", "height")}

@@ -1,4 +1,4 @@
-"""``python -m training.drafter``: teach a drafter to guess what a model of yours, or the bundled one, will draw."""
+"""``python -m training.drafter``: train a drafter for your own model or the bundled one."""
 
 import argparse
 import logging
@@ -13,22 +13,22 @@ from comfyui_specar.training.drafter_training import EagleObjective, SmallObject
 
 log = logging.getLogger(__name__)
 
-HELD_OUT_EVERY = 20  # one of so many examples is only measured
+HELD_OUT_EVERY = 20  # one example in so many is held out
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="training.drafter", description=__doc__)
     parser.add_argument("--model", default="default", help="file or folder of the target, or the name of a bundled one")
     parser.add_argument("--kind", choices=("eagle", "small"), required=True)
-    parser.add_argument("--out", type=Path, required=True, help="checkpoint, examples and the finished drafter go here")
+    parser.add_argument("--out", type=Path, required=True, help="folder of checkpoint, examples and finished drafter")
     parser.add_argument("--minutes", type=float, default=25.0)
     parser.add_argument("--pictures", type=Path, help="folder of images, each with its prompt in a .txt of that name")
-    parser.add_argument("--decoder", type=Path, help="image decoder that encodes them, unless it lies beside the model")
-    parser.add_argument("--prompts", type=Path, help="text file, one prompt (or class) per line, to draw samples for")
-    parser.add_argument("--samples", type=int, default=1024, help="images to let the model draw")
+    parser.add_argument("--decoder", type=Path, help="image decoder that encodes them, if it is not beside the model")
+    parser.add_argument("--prompts", type=Path, help="text file with one prompt (or class) per line, for samples")
+    parser.add_argument("--samples", type=int, default=1024, help="images to generate")
     parser.add_argument("--cache", type=Path, default=Path(".cache/emoji"), help="images of the bundled model")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--depth", type=int, default=2, help="eagle: own predictions it learns to continue")
+    parser.add_argument("--depth", type=int, default=2, help="eagle: draft steps to train on its own predictions")
     parser.add_argument("--width", type=int, default=128, help="small: width")
     parser.add_argument("--layers", type=int, default=2, help="small: layers")
     parser.add_argument("--device", default="cpu")
@@ -42,7 +42,7 @@ def main() -> None:
     path = Path(arguments.model) if Path(arguments.model).exists() else bundled(arguments.model)
     model = load_model(path, arguments.device)
     if not isinstance(model, DiscreteModel):
-        raise SystemExit(f"{path} draws vectors, not tokens. Its drafter is a smaller model of its own family.")
+        raise SystemExit(f"{path} generates vectors, not token ids. Its drafter is a smaller model of its family.")
     eagle = arguments.kind == "eagle"
     try:
         objective = (EagleObjective(model, arguments.depth) if eagle
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def pools(arguments: argparse.Namespace, model: DiscreteModel, path: Path) -> tuple[Pool, Pool]:
-    """What to learn from and what to measure on, kept in ``out`` so that a stopped training goes on at once."""
+    """Training and held-out examples, stored in ``out`` so that a stopped training resumes at once."""
     files = [arguments.out / f"{name}.pool" for name in ("examples", "held_out")]
     if not all(file.is_file() for file in files):
         found = examples(arguments, model, path)
@@ -73,14 +73,14 @@ def pools(arguments: argparse.Namespace, model: DiscreteModel, path: Path) -> tu
 
 
 def examples(arguments: argparse.Namespace, model: DiscreteModel, path: Path) -> list[Example]:
-    """Images and samples; without either, the bundled model's images, and samples for the same prompts."""
+    """Images and samples; by default, the bundled model's training images, and samples for their prompts."""
     images = []
     if arguments.pictures or not arguments.prompts:
         decoder_path = arguments.decoder or find_image_decoder(path, model.family)
         if decoder_path is None:
             raise SystemExit(
-                f"Images need an image decoder, and none lies beside {path}: give --decoder. Or give --prompts "
-                "instead, one per line, and the model draws what its drafter learns from."
+                f"Images need an image decoder, and none is beside {path}: set --decoder. Or set --prompts, a file "
+                "with one prompt per line, to train on images that the model generates."
             )
         decoder = load_image_decoder(decoder_path, arguments.device)
         if arguments.pictures:
@@ -88,7 +88,7 @@ def examples(arguments: argparse.Namespace, model: DiscreteModel, path: Path) ->
         elif path == bundled("default"):
             images = bundled_images(model, decoder, arguments.cache, arguments.samples)
         else:
-            raise SystemExit("Give --prompts (one per line), --pictures (with .txt files), or both.")
+            raise SystemExit("Set --prompts (one per line), --pictures (with .txt files), or both.")
     prompts = [example.features for example in images]
     if arguments.prompts:
         lines = [line.strip() for line in arguments.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]

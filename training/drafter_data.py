@@ -1,4 +1,4 @@
-"""What a drafter learns from: token grids, and the hidden states its target has while it draws them."""
+"""Training data of a drafter: token grids, and the target's hidden states for them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IMAGES = (".png", ".jpg", ".jpeg", ".webp")
 
 
 class Example(NamedTuple):
-    """Features [n, F] of a prompt and the tokens [S] (int64) of an image that belongs to it."""
+    """Features [n, F] of a prompt, and the tokens [S] (int64) of its image."""
 
     features: Tensor
     tokens: Tensor
@@ -39,7 +39,7 @@ class Example(NamedTuple):
 @dataclass(frozen=True)
 class Batch:
     """features [B, n, F], tokens [B, S], hidden: the target's states [B, n_b + S - 1, D] (fp32) in the conditional and
-    in the unconditional branch, whose prompts have n_b slots: those of the prompt, then of all tokens but the last.
+    in the unconditional branch, whose prompts have n_b slots: those of the prompt, then of all tokens except the last.
     """
 
     features: Tensor
@@ -59,7 +59,7 @@ class Batch:
 
 
 class Pool:
-    """Examples by length of their prompt, with the target's hidden states in fp16 (all of them in memory)."""
+    """Examples by prompt length, with the target's hidden states in fp16 (in memory)."""
 
     def __init__(self, batches: list[Batch]) -> None:
         self.batches = batches
@@ -67,7 +67,7 @@ class Pool:
 
     @classmethod
     def build(cls, model: DiscreteModel, examples: Iterable[Example], rows: int = 16) -> Pool:
-        """Run the target over every example, under its prompt and without one."""
+        """Run the target on every example, with and without its prompt."""
         by_length: dict[int, list[Example]] = defaultdict(list)
         for example in examples:
             by_length[len(example.features)].append(example)
@@ -80,7 +80,7 @@ class Pool:
         return cls(batches)
 
     def sample(self, count: int, choice: random.Random) -> Batch:
-        """``count`` random examples (fewer where a group has no more) whose prompts are equally long."""
+        """``count`` random examples (fewer if a group has fewer) with prompts of the same length."""
         group = choice.choices(self.batches, self.weights)[0]
         return self._take(group, choice.sample(range(len(group.tokens)), min(count, len(group.tokens))))
 
@@ -117,7 +117,7 @@ def hidden_states(model: DiscreteModel, features: Tensor, tokens: Tensor) -> lis
 
 
 def own_samples(model: DiscreteModel, prompts: list[Tensor], seed: int = 0, rows: int = 64) -> list[Example]:
-    """What the model itself draws for prompt features [n, F]: in turn with its own settings and at temperature 1."""
+    """Samples of the model for prompt features [n, F], alternating between its default settings and temperature 1."""
     by_length: dict[int, list[Tensor]] = defaultdict(list)
     for features in prompts:
         by_length[len(features)].append(features)
@@ -133,21 +133,21 @@ def own_samples(model: DiscreteModel, prompts: list[Tensor], seed: int = 0, rows
             with torch.inference_mode():
                 tokens = NextToken().sample(request).tokens.cpu()
             examples += [Example(f, t) for f, t in zip(features, tokens, strict=True)]
-            log.info("drawn %d of %d samples", len(examples), len(prompts))
+            log.info("generated %d of %d samples", len(examples), len(prompts))
     return examples
 
 
 def from_folder(model: DiscreteModel, decoder: ImageDecoder, folder: Path) -> list[Example]:
     """Images of a folder, each with its prompt in a .txt file of the same name; cropped to the model's shape.
 
-    Raises ValueError for a folder without such pairs.
+    Raises ValueError if there are none.
     """
     (rows, cols), layout = model.grid, model.layout()
     examples = []
     for file in sorted(p for p in folder.iterdir() if p.suffix.lower() in IMAGES):
         caption = file.with_suffix(".txt")
         if not caption.is_file():
-            log.warning("%s has no prompt (%s is missing): left out", file.name, caption.name)
+            log.warning("%s has no prompt (%s is missing): skipped", file.name, caption.name)
             continue
         with Image.open(file) as image:
             image = ImageOps.fit(image.convert("RGB"), (cols * decoder.factor, rows * decoder.factor))
@@ -157,24 +157,24 @@ def from_folder(model: DiscreteModel, decoder: ImageDecoder, folder: Path) -> li
         whole = layout.keeping(tokens, torch.ones_like(tokens, dtype=torch.bool))
         examples.append(Example(features[0], whole.forced[0]))
     if not examples:
-        raise ValueError(f"{folder} holds no image with a .txt file of the same name. Put prompts beside them.")
+        raise ValueError(f"{folder} contains no image with a .txt file of the same name. Put the prompts there.")
     return examples
 
 
 def bundled_images(
     model: DiscreteModel, decoder: ImageDecoder, cache: Path, count: int, seed: int = 0, held_out: bool = False
 ) -> list[Example]:
-    """Freshly placed and coloured training images of the bundled model, with random captions.
+    """Randomly augmented training images of the bundled model, with random captions.
 
-    held_out: the pairs of image and background that the model was never shown together. Raises ValueError if the
-    model was trained with other words.
+    held_out: only pairs of image and background that were not in its training. Raises ValueError if the model has
+    another vocabulary.
     """
     images = load_images(cache)
     captions = Captions(CPU, images.words, seed)
     if captions.words != model.prompt_encoder.words:
         raise ValueError(
-            "The word table of the model is not that of the 'cpu' setting: these are not its images. Give --pictures "
-            "or --prompts, or use the scripts of the commit that the model's card names."
+            "The model's vocabulary is not that of the 'cpu' setting: these are not its training images. Set "
+            "--pictures or --prompts, or use the scripts of the commit that the model's card names."
         )
     table = model.prompt_encoder.table
     batches = Batches(CPU, images.select(CPU.concepts), captions, decoder.module, seed)

@@ -1,7 +1,6 @@
 """Writes drafters in the published layouts: EAGLE as LANTERN's authors released it, small models as LlamaGen.
 
-Blocks of targets that are language models may have more than LANTERN's (biases, fewer heads of keys): those tensors are
-named as in transformers.
+Blocks of language models may have additional tensors (biases, grouped-query heads), which are named as in transformers.
 """
 
 import json
@@ -16,7 +15,7 @@ from .export import half, save
 
 
 def write_eagle(module: Eagle, model: DiscreteModel, out: Path) -> None:
-    """``out``/config.json and model.safetensors (fp16) of a drafter of ``model``; both hold the settings."""
+    """``out``/config.json and model.safetensors (fp16) of a drafter of ``model``; both contain the settings."""
     block = module.layer
     tensors = {"embed_tokens.weight": module.tok_embeddings.weight, "fc.weight": module.fc.weight}
     if module.fc.bias is not None:
@@ -59,7 +58,7 @@ def write_eagle(module: Eagle, model: DiscreteModel, out: Path) -> None:
 
 
 def write_small(module: DiscreteModel, out: Path) -> None:
-    """``out``/model.safetensors (fp16) of a small LlamaGen model, with the metadata that its size needs."""
+    """``out``/model.safetensors (fp16) of a small LlamaGen model, with the metadata for its size."""
     tensors = split_gates(module.backbone.state_dict())
     tensors |= {f"cls_embedding.{name}": tensor for name, tensor in module.prefix.state_dict().items()}
     settings = {

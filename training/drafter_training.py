@@ -1,7 +1,7 @@
-"""What the two kinds of drafters learn, and the loop that teaches them.
+"""Training objectives of the two kinds of drafters, and their training loop.
 
-Both imitate the target's probabilities as guidance will use them: of every example both branches are drafted, and the
-soft cross-entropy compares them under a random guidance scale (0: the unconditional branch, 1: the conditional one).
+Both imitate the target's guided probabilities: for every example both branches are drafted, and the loss is the soft
+cross-entropy under a random guidance scale (0: the unconditional branch, 1: the conditional one).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .muon import Muon, split_parameters
 
 log = logging.getLogger(__name__)
 
-GUIDANCE = 3.0  # scales are drawn from 0 to here
+GUIDANCE = 3.0  # scales are sampled from 0 to this
 NOISE = 0.1  # half-width of the uniform noise on the target's features
-FIRST_STEP_ONLY = 0.5  # share of the time in which an EAGLE drafter learns only from the target's own features
+FIRST_STEP_ONLY = 0.5  # fraction of the time in which an EAGLE drafter trains only on the target's features
 FEATURE_WEIGHT = 0.5  # of the smooth L1 distance between features
 
 
@@ -41,42 +41,42 @@ def guide(logits: Tensor, scale: Tensor | float) -> Tensor:
 
 
 def head(model: DiscreteModel, hidden: Tensor) -> Tensor:
-    """Logits [..., V] (fp32) of the target's head for hidden states that may be of another precision."""
+    """Logits [..., V] (fp32) of the target's head for hidden states of any dtype."""
     return model.backbone.logits(hidden.to(model.dtype))[..., : model.vocab].float()
 
 
 def sampled(model: DiscreteModel, first: int) -> Tensor:
-    """Which of the tokens ``first`` .. S - 1 the model draws [S - first] (bool); the others are forced."""
+    """Which of the tokens ``first`` .. S - 1 are sampled [S - first] (bool); the others are forced."""
     return model.layout().forced[0, first:] < 0
 
 
 def guidance(batch: Batch) -> Tensor:
-    """A random guidance scale for every image [B, 1, 1]."""
+    """A random guidance scale per image [B, 1, 1]."""
     return GUIDANCE * torch.rand(len(batch.tokens), 1, 1, device=batch.tokens.device)
 
 
 def cross_entropy(target: Tensor, drafter: Tensor, scale: Tensor) -> Tensor:
-    """Of the guided distributions of two models, by their logits [2B, T, V]: nats [B, T]."""
+    """Cross-entropy [B, T] (nats) of the guided distributions of two models, from their logits [2B, T, V]."""
     return -(guide(target, scale).softmax(-1) * guide(drafter, scale).log_softmax(-1)).sum(-1)
 
 
 class Objective(Protocol):
-    """A drafter of ``model`` in training: ``module`` has the parameters, in fp32 on the model's device."""
+    """Training of a drafter for ``model``: ``module`` has the parameters, in fp32 on the model's device."""
 
     model: DiscreteModel
     module: nn.Module
 
     def loss(self, batch: Batch, fraction: float) -> Tensor:
-        """Scalar to descend, ``fraction`` (0 .. 1) of the training time being over."""
+        """The scalar loss after ``fraction`` (0 .. 1) of the training time."""
         ...
 
     def predict(self, module: nn.Module, batch: Batch) -> Tensor:
-        """Logits [2B, S - 1, V] for the tokens 1 .. S - 1, each drafted from what the target has decided before it."""
+        """Logits [2B, S - 1, V] for the tokens 1 .. S - 1, each drafted from the decided tokens before it."""
         ...
 
 
 def initialise(module: nn.Module) -> None:
-    """Small random matrices; blocks add nothing yet."""
+    """Small random matrices; blocks start as the identity."""
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Embedding):
             nn.init.normal_(part.weight, std=0.02)
@@ -88,11 +88,11 @@ def initialise(module: nn.Module) -> None:
 class EagleObjective:
     """Features of an EAGLE drafter, compared with the target's own.
 
-    Its block is built like the target's, without the first norm. The slots of a prompt are paired with id 0.
+    Its block has the target's architecture, without the first norm. The slots of a prompt are paired with id 0.
 
-    ``depth``: in the second half of its training the drafter also continues its own predictions, as it does inside a
-    draft. A pair that stands g drafts behind the last decided token sees the decided pairs and the g - 1 drafted ones
-    between. The predictions that are fed back are taken as given.
+    depth: in the second half of training the drafter also continues its own predictions, as within a draft. A pair that
+    is g drafts after the last decided token attends to the decided pairs and the g - 1 drafted ones between. There is
+    no gradient through predictions that are fed back.
     """
 
     def __init__(self, model: DiscreteModel, depth: int) -> None:
@@ -104,15 +104,15 @@ class EagleObjective:
         self.module.to(model.device)
 
     def features(self, module: Eagle, batch: Batch, depth: int, noise: float = 0.0) -> list[Tensor]:
-        """Predictions [2B, S - 1, D] of the target's states at the tokens 0 .. S - 2, one entry for every depth below
-        the decided."""
+        """Predictions [2B, S - 1, D] of the target's states at the tokens 0 .. S - 2, one entry per draft
+        depth."""
         if len(set(batch.prompts())) == 1:
             return self._branch(module, torch.cat(batch.hidden), batch, depth, noise)
         branches = [self._branch(module, hidden, batch, depth, noise) for hidden in batch.hidden]
         return [torch.cat(features) for features in zip(*branches, strict=True)]
 
     def _branch(self, module: Eagle, hidden: Tensor, batch: Batch, depth: int, noise: float) -> list[Tensor]:
-        """The same for hidden [R, n + S - 1, D] of the batch, once or twice, behind prompts of one length."""
+        """The same for hidden [R, n + S - 1, D] of the batch, once or twice, after prompts of the same length."""
         hidden = hidden[:, :-1]
         hidden = hidden + noise * (2 * torch.rand_like(hidden) - 1)
         length = hidden.shape[1]
@@ -136,7 +136,7 @@ class EagleObjective:
         depths = 1 if fraction < FIRST_STEP_ONLY else self.depth
         total = torch.zeros((), device=batch.tokens.device)
         for depth, feature in enumerate(self.features(self.module, batch, depths, NOISE)):
-            # The first drafts hang from the first token, not from the prompt.
+            # The first drafts follow the first token, not the prompt.
             wanted, feature = batch.states(1 + depth), feature[:, depth:]
             entropy = cross_entropy(head(self.model, wanted), head(self.model, feature), scale)
             entropy = entropy[:, sampled(self.model, 1 + depth)].mean()
@@ -148,29 +148,29 @@ class EagleObjective:
 
 
 def draft_mask(length: int, groups: int) -> Tensor:
-    """Who sees whom [groups * length, groups * length] (bool) among decided pairs (group 0) and g-th drafts (group g).
+    """Attention mask [groups * length, groups * length] (bool) of decided pairs (group 0) and g-th drafts (group g).
 
-    Entry i of group g hangs from entry i - 1 of group g - 1: it sees the decided pairs up to i - g, and one entry of
-    every group between.
+    The parent of entry i of group g is entry i - 1 of group g - 1: it attends to the decided pairs up to i - g, and to
+    one entry of every group between.
     """
     group = torch.arange(groups).repeat_interleave(length)
-    root = torch.arange(length).repeat(groups) - group  # the last decided pair that an entry sees
+    root = torch.arange(length).repeat(groups) - group  # the last decided pair that an entry attends to
     same_draft = root[:, None] == root
     return torch.where(group == 0, torch.arange(length).repeat(groups) <= root[:, None],
                        same_draft & (group <= group[:, None]))
 
 
 class SmallObjective:
-    """Logits of a small model of the target's family, compared with the target's own. LlamaGen's kind only: of language
-    models there are smaller ones to be had, and a new one would have to learn to read first."""
+    """Logits of a small model of the target's family, compared with the target's. Only for LlamaGen's architecture:
+    smaller language models are available, and training one from scratch would take too long."""
 
     def __init__(self, model: DiscreteModel, dim: int, layers: int) -> None:
         """Raises ValueError for a target that is a language model."""
         config, prefix = model.backbone.config, model.prefix
         if not isinstance(prefix, CaptionPrefix | ClassPrefix):
             raise ValueError(
-                f"A small model can be trained for targets of LlamaGen's kind, but this one is {model.family}, which "
-                "reads words. Train an EAGLE drafter for it (--kind eagle), or use a smaller model of its family."
+                f"A small model can be trained only for targets with LlamaGen's architecture; {model.family} is a "
+                "language model. Train an EAGLE drafter (--kind eagle), or use a smaller model of its family."
             )
         head_dim = config.head_dim
         heads = max(1, dim // head_dim)
@@ -203,22 +203,22 @@ class SmallObjective:
 
 @torch.no_grad()
 def overlap(objective: Objective, module: nn.Module, pool: Pool, cfg: float) -> float:
-    """Mean over the drawn tokens from the second on of sum min(p, q) at temperature 1: the share of single drafts that
-    are accepted."""
-    shares = []
+    """Acceptance rate of single drafts: the mean of sum min(p, q) at temperature 1, over the sampled tokens after the
+    first."""
+    rates = []
     for batch in pool.all(16):
         batch = batch.to(objective.model.device)
         p = guide(head(objective.model, batch.states(1)), cfg).softmax(-1)
         q = guide(objective.predict(module, batch), cfg).softmax(-1)
-        shares.append(torch.minimum(p, q).sum(-1)[:, sampled(objective.model, 1)].mean(-1))
-    return float(torch.cat(shares).mean())
+        rates.append(torch.minimum(p, q).sum(-1)[:, sampled(objective.model, 1)].mean(-1))
+    return float(torch.cat(rates).mean())
 
 
 def train(
     objective: Objective, pool: Pool, held_out: Pool, file: Path, minutes: float, batch: int = 8,
     learning_rate: float = 3e-3,
 ) -> nn.Module:
-    """Train for the budget, or go on from ``file``; returns the averaged module."""
+    """Train for the budget, or resume from ``file``; returns the averaged module."""
     module = objective.module.train().requires_grad_(True)
     average = Average(module, 0.995)
     matrices, others = split_parameters(module, keep_out=("tok_embeddings", "output", "embedding_table", "_norm"))
@@ -246,6 +246,6 @@ def train(
         if step % 50 == 0:
             log.info("step %d, %.1f min, loss %.4f", step, budget.spent / 60, running)
         if checkpoint.save(force=fraction >= 1.0, step=step, spent=budget.spent):
-            shares = [overlap(objective, average.module, held_out, cfg) for cfg in (1.0, 2.0)]
-            log.info("step %d, loss %.4f, held-out overlap %.3f, guided %.3f", step, running, *shares)
+            rates = [overlap(objective, average.module, held_out, cfg) for cfg in (1.0, 2.0)]
+            log.info("step %d, loss %.4f, held-out overlap %.3f, guided %.3f", step, running, *rates)
     return average.module

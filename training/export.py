@@ -1,4 +1,4 @@
-"""Writes the files of the bundled model in the published key layouts, with what shapes do not tell."""
+"""Writes the files of the bundled model in the published key layouts, with settings that shapes do not show."""
 
 import json
 from dataclasses import asdict
@@ -51,5 +51,5 @@ def half(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def save(file: Path, tensors: dict[str, Tensor], metadata: dict) -> None:
-    """A safetensors file with what shapes do not tell as JSON metadata."""
+    """Writes a safetensors file with settings as JSON metadata."""
     save_file(tensors, file, metadata={"specar": json.dumps(metadata)})

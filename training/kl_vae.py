@@ -24,18 +24,18 @@ SHARPENED = "kl_decoder.pt"
 
 
 def divergence(mean: Tensor, log_variance: Tensor) -> Tensor:
-    """Mean Kullback-Leibler divergence of the latent's numbers from N(0, 1), in nats."""
+    """Mean Kullback-Leibler divergence per latent channel from N(0, 1), in nats."""
     return 0.5 * (mean.square() + log_variance.exp() - 1.0 - log_variance).mean()
 
 
 def noisy(mean: Tensor, log_variance: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """A latent drawn from its distribution."""
+    """A sample of the posterior."""
     noise = torch.randn(mean.shape, generator=generator, device=mean.device)
     return mean + (0.5 * log_variance).exp() * noise
 
 
 def copy_shared_layers(model: KLModel, vq: VQModel) -> int:
-    """Starts the shallow levels with those of a trained VQ tokenizer of the same widths; returns how many tensors."""
+    """Copies the shallow levels of a trained VQ tokenizer of the same widths; returns the number of tensors."""
     levels = len(vq.config.ch_mult)
 
     def renamed(name: str) -> str:
@@ -54,7 +54,7 @@ def copy_shared_layers(model: KLModel, vq: VQModel) -> int:
 
 @torch.no_grad()
 def evaluate(model: KLModel, pixels: Tensor) -> tuple[dict[str, float], Tensor]:
-    """PSNR (dB, mean over images) from the mean and from a drawn latent; spread of the latents; reconstructions."""
+    """PSNR (dB, mean over images) from the mean and from a sampled latent; spread of the latents; reconstructions."""
     generator = torch.Generator(pixels.device).manual_seed(0)
     parts = [model.encode_moments(part) for part in pixels.split(8)]
     mean, log_variance = (torch.cat(each) for each in zip(*parts))
@@ -75,7 +75,7 @@ def evaluate(model: KLModel, pixels: Tensor) -> tuple[dict[str, float], Tensor]:
 
 @torch.no_grad()
 def latent_scale(model: KLModel, setting: Setting, images: Images, views: int = 512) -> float:
-    """What latents are multiplied by to have unit variance over the training images (the same at every call)."""
+    """Factor that gives latents unit variance over the training images (deterministic)."""
     sampler = Sampler(setting, setting.kl_vae, images, seed=10**6 + 1)
     device = next(model.parameters()).device
     batches = (sampler.whole(32, only_chosen=True).to(device) for _ in range(views // 32))
@@ -88,10 +88,9 @@ def train(
     setting: Setting, images: Images, out: Path, minutes: float | None = None, vq: VQModel | None = None,
     weights: dict[str, Tensor] | None = None,
 ) -> KLModel:
-    """Trains for the budget (or goes on from ``out``/kl_vae.pt) and returns the averaged model.
+    """Trains for the budget (or resumes from ``out``/kl_vae.pt) and returns the averaged model.
 
-    vq: the trained tokenizer to start from, where the setting wants one; weights: those of an autoencoder to start from
-    instead.
+    vq: the trained tokenizer to start from, if the setting has one; weights: of an autoencoder to start from instead.
     """
     cfg, device = setting.kl_vae, torch.device(setting.device)
     torch.manual_seed(0)
@@ -136,7 +135,7 @@ def train(
         if step % 50 == 0:
             psnr = float(-10 * ((output.detach() - pixels) / 2).square().mean().log10())
             numbers = step, budget.spent / 60, float(loss), psnr, float(nats)
-            log.info("step %d, %.1f min, loss %.4f, batch psnr %.2f, %.2f nats per number", *numbers)
+            log.info("step %d, %.1f min, loss %.4f, batch psnr %.2f, %.2f nats per channel", *numbers)
         fraction = budget.fraction
         if checkpoint.save(force=fraction >= 1.0, step=step, spent=budget.spent):
             metrics, output = evaluate(average.module, held_out)
@@ -146,7 +145,7 @@ def train(
 
 
 def sharpen_decoder(setting: Setting, images: Images, out: Path, minutes: float | None = None) -> None:
-    """Trains the decoder on, from ``out``/kl_vae.pt or where ``out``/kl_decoder.pt stopped; latents do not change."""
+    """Continues training the decoder, from ``out``/kl_vae.pt or ``out``/kl_decoder.pt; latents do not change."""
     model, mixed = restore(setting, out), autocast(setting)
 
     def latents(pixels: Tensor) -> Tensor:

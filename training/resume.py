@@ -1,4 +1,4 @@
-"""Exported weights under the names that training gives them, so that another run can start from them."""
+"""Exported weights under the names of the training modules, so that another run can start from them."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def tensors_of(file: Path) -> dict[str, Tensor]:
 
 
 def autoregressive(folder: Path, captions: Captions) -> dict[str, Tensor]:
-    """Of ``TextToImage``; without the word table where the exported model knows other words."""
+    """Of ``TextToImage``; without the word embedding if the exported model has another vocabulary."""
     joined = join_gates(tensors_of(folder / "model.safetensors"))
     whole = {name: torch.cat(part) if isinstance(part, tuple) else part for name, part in joined.items()}
     null = whole.pop("cls_embedding.uncond_embedding")
@@ -34,6 +34,6 @@ def masked(file: Path) -> dict[str, Tensor]:
 
 
 def start(model: nn.Module, weights: dict[str, Tensor] | None) -> None:
-    """Gives the model these weights; what they lack stays as it is. Raises RuntimeError if they do not fit."""
+    """Loads weights into the model; missing ones keep their values. Raises RuntimeError if they do not fit."""
     if weights is not None:
         model.load_state_dict({**model.state_dict(), **weights})

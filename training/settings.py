@@ -1,4 +1,4 @@
-"""The two sizes in which the bundled model can be trained. One code path; only these numbers differ."""
+"""The two sizes in which the bundled model can be trained; only these settings differ."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ BACKGROUNDS = {
     "blue": (52, 112, 216), "purple": (128, 76, 184), "pink": (246, 150, 190), "brown": (128, 84, 54),
 }  # fmt: skip
 
-# What people type first, and what stays recognisable in 16 x 16 tokens: Unicode code point -> the usual name.
+# Common concepts that are recognisable in 16 x 16 tokens: Unicode code point -> usual name.
 COMMON_CONCEPTS = {
     "2764": "heart", "1f604": "smiley", "2600": "sun", "1f319": "moon",
     "2b50": "star", "1f431": "cat", "1f436": "dog", "1f98a": "fox", "1f43c": "panda",
@@ -27,14 +27,14 @@ COMMON_CONCEPTS = {
     "1f47b": "ghost", "1f916": "robot", "1f480": "skull",
 }  # fmt: skip
 
-# A thing's own colour, where it has one that can be exchanged: word -> hue in degrees.
+# An object's colour, where it has one that can be exchanged: word -> hue in degrees.
 COLOURS = {"red": 0, "orange": 28, "yellow": 50, "green": 120, "teal": 178, "blue": 216, "purple": 272, "pink": 328}
 COLOURED = (
     "heart", "star", "apple", "cherry", "fish", "butterfly", "car", "rose", "mushroom", "umbrella", "gift", "balloon",
     "crown",
 )  # fmt: skip
 
-# Where a small thing may stand: words -> centre of the thing, in halves of the image's side from the middle.
+# Positions of a small object: words -> its centre, from the middle of the image, in half sides.
 SMALL = 0.5
 PLACES = {
     (): (0.0, 0.0), ("top",): (0.0, -0.5), ("bottom",): (0.0, 0.5), ("left",): (-0.5, 0.0), ("right",): (0.5, 0.0),
@@ -46,7 +46,7 @@ PLACE_WORDS = ("small", "top", "bottom", "left", "right")
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Ranges of the random changes an image gets every time it is shown (shift as a share of the image)."""
+    """Ranges of the random augmentation (shift as a fraction of the image)."""
 
     scale: tuple[float, float] = (0.92, 1.05)
     shift: float = 0.04
@@ -59,7 +59,7 @@ MILD = Augmentation(scale=(0.98, 1.02), shift=0.012, colour_jitter=4.0)
 
 @dataclass(frozen=True)
 class AutoencoderSetting:
-    """What both tokenizers have in common."""
+    """Settings of both tokenizers."""
 
     minutes: float
     config: VQConfig | KLConfig
@@ -68,11 +68,11 @@ class AutoencoderSetting:
     learning_rate: float = 2e-3
     augmentation: Augmentation = Augmentation()
     crop: int = 128
-    margin: int = 1  # tokens to repeat around an image before decoding it: a corner is where decoders leave a spike
+    margin: int = 1  # tokens to repeat around an image before decoding: decoders produce a spike in a corner
     sharpening_minutes: float = 30.0
     sharpening_rate: float = 5e-4
     perception: float = 0.1  # weight of the perceptual distance of whole images
-    other_images: float = 0.15  # share of images outside the concepts, so that foreign images can be encoded too
+    other_images: float = 0.15  # fraction of images of other concepts, so that other images can be encoded too
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class TokenizerSetting(AutoencoderSetting):
 @dataclass(frozen=True)
 class KLSetting(AutoencoderSetting):
     margin: int = 0
-    kl_weight: float = 6e-3  # of the mean divergence per number of a latent, against the mean loss per pixel
-    start_from_vq: bool = False  # begin with the layers that the trained VQ tokenizer has, too
+    kl_weight: float = 6e-3  # weight of the mean divergence per latent channel, relative to the mean loss per pixel
+    start_from_vq: bool = False  # start from the layers shared with the trained VQ tokenizer
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ class MaskedSetting:
     head_depth: int
     batch: int
     augmentation: Augmentation = MILD
-    repeats: int = 4  # denoising steps learnt per token and pass
-    known_power: float = 1.5  # above 1: images of which little is known are learnt more often
+    repeats: int = 4  # denoising steps trained per token and forward pass
+    known_power: float = 1.5  # above 1: few known tokens are more frequent
     learning_rate: float = 3e-3
     ema: float = 0.998
     weight_decay: float = 0.02
@@ -121,7 +121,7 @@ class MaskedSetting:
 
 @dataclass(frozen=True)
 class Sampling:
-    """What the exported model asks its samplers to use unless told otherwise."""
+    """Default sampling settings of the exported model."""
 
     cfg: float = 2.0
     temperature: float = 0.9
@@ -142,13 +142,13 @@ class Setting:
     masked_drafter: MaskedSetting
     sampling: Sampling = Sampling()
     masked_sampling: ContinuousParams = ContinuousParams(2.0, "constant", 1.0, steps=25)
-    masked_first_step: int = 970  # denoising begins here: before it, the smallest error of a head is multiplied
+    masked_first_step: int = 970  # first denoising step: earlier ones amplify the smallest error of a head
     caption_slots: int = 10
-    masked_slots: int = 8  # of the continuous model; unfilled ones hold its vector for no prompt
+    masked_slots: int = 8  # of the continuous model; unused ones hold the null embedding
     caption_dim: int = 128
-    placed: float = 0.2  # share of images that show a small thing somewhere
-    recoloured: float = 0.15  # share of images that show a thing in another colour
-    learn_tags: bool = False  # give tags word vectors of their own; otherwise they become synonyms of the name
+    placed: float = 0.2  # fraction of images with a small object somewhere
+    recoloured: float = 0.15  # fraction of images with an object in another colour
+    learn_tags: bool = False  # whether tags have their own word vectors; otherwise they are synonyms of the name
     drop_part: float = 0.10
     drop_caption: float = 0.10
 

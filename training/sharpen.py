@@ -1,8 +1,8 @@
-"""Sharpens the decoder of a trained autoencoder; its encoder, and so the tokens of every image, stay what they are.
+"""Sharpens the decoder of a trained autoencoder; its encoder, and so the tokens of every image, are unchanged.
 
-Where a token does not tell where exactly an edge runs, the best guess of a squared error is the mean of what is
-possible: a blur. A power of the error below 1 prefers one of the possibilities instead, and so outlines are sharp and
-flat colours flat. Images are decoded as they will be used: with a margin of repeated tokens, which is cut off.
+If tokens do not determine the exact position of an edge, a squared error is minimal for the mean of the possible
+images, a blur. A power of the error below 1 prefers one of them, which gives sharp outlines and flat colours. Images
+are decoded as in use: with a margin of repeated tokens, which is cropped.
 """
 
 import logging
@@ -40,9 +40,9 @@ def train(
     setting: Setting, cfg: AutoencoderSetting, images: Images, model: nn.Module,
     latents: Callable[[Tensor], Tensor], file: Path, minutes: float | None = None,
 ) -> None:
-    """Trains ``model.decoder`` and ``model.post_quant_conv`` for the budget, or goes on from ``file``.
+    """Trains ``model.decoder`` and ``model.post_quant_conv`` for the budget, or resumes from ``file``.
 
-    latents: pixels -> what ``model.decode`` is to decode. The averaged model is in ``file`` at the end.
+    latents: pixels -> the input of ``model.decode``. At the end, ``file`` has the averaged model.
     """
     device = torch.device(setting.device)
     torch.manual_seed(3)
@@ -103,7 +103,7 @@ def decoded(
 
 
 def measure(output: Tensor, wanted: Tensor) -> tuple[float, float]:
-    """PSNR (dB, mean over images), and how sharp edges are: the share of squared differences of neighbours."""
+    """PSNR (dB, mean over images), and sharpness: the ratio of squared differences of neighbouring pixels."""
     psnr = -10 * ((output - wanted) / 2).square().mean((1, 2, 3)).log10().mean()
     edges = [x.diff(dim=-1).square().mean() + x.diff(dim=-2).square().mean() for x in (output, wanted)]
     return float(psnr), float(edges[0] / edges[1])

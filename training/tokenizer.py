@@ -38,7 +38,7 @@ def spherical_kmeans(points: Tensor, clusters: int, generator: torch.Generator, 
 
 
 class Codes:
-    """Usage statistics of the codebook and the revival of codes nobody chooses."""
+    """Usage statistics of the codebook, and restarting unused codes."""
 
     def __init__(self, model: VQModel) -> None:
         self.usage = torch.ones(model.config.codebook_size, device=model.quantize.embedding.weight.device)
@@ -49,7 +49,7 @@ class Codes:
 
     @torch.no_grad()
     def revive(self, models: list[VQModel], latent: Tensor) -> int:
-        """Moves dead codes onto random encoder outputs [B, C, h, w], in the model and in its average alike."""
+        """Sets unused codes to random encoder outputs [B, C, h, w], in the model and its average."""
         dead = (self.usage < 0.05).nonzero().flatten()
         unit = F.normalize(latent.float(), dim=1).movedim(1, -1).flatten(0, -2)
         chosen = unit[torch.randint(len(unit), (len(dead),), device=unit.device)]
@@ -78,9 +78,9 @@ def train(
     setting: Setting, images: Images, out: Path, minutes: float | None = None,
     weights: dict[str, Tensor] | None = None,
 ) -> VQModel:
-    """Trains for the budget (or goes on from ``out``/tokenizer.pt) and returns the averaged model.
+    """Trains for the budget (or resumes from ``out``/tokenizer.pt) and returns the averaged model.
 
-    weights: those of a tokenizer to start from.
+    weights: of a tokenizer to start from.
     """
     cfg, device = setting.tokenizer, torch.device(setting.device)
     torch.manual_seed(0)
@@ -142,7 +142,7 @@ def train(
 
 
 def sharpen_decoder(setting: Setting, images: Images, out: Path, minutes: float | None = None) -> None:
-    """Trains the decoder on, from ``out``/tokenizer.pt or where ``out``/decoder.pt stopped; tokens do not change."""
+    """Continues training the decoder, from ``out``/tokenizer.pt or ``out``/decoder.pt; tokens do not change."""
     model, mixed = restore(setting, out), autocast(setting)
 
     def latents(pixels: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Random views of the images, with captions: what both kinds of models learn from."""
+"""Random augmented images with captions: the training data of both kinds of models."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,11 +10,11 @@ from .captions import Captions
 from .data import Images, augment
 from .settings import BACKGROUNDS, PLACES, Augmentation, Setting
 
-HELD_OUT_EVERY = 20  # one of so many (image, background) pairs is never shown
+HELD_OUT_EVERY = 20  # one (image, background) pair in so many is held out
 
 
 class Scenes(NamedTuple):
-    """What a batch of images shows, int64 [B] each: an image, its background, and its place (0 = large)."""
+    """Content of a batch, int64 [B] each: image, background, and place (0 = large)."""
 
     image: Tensor
     background: Tensor
@@ -22,27 +22,27 @@ class Scenes(NamedTuple):
 
 
 class Views:
-    """Draws images on backgrounds, encodes them, and finds words for them; all randomness is seeded.
+    """Places images on backgrounds, encodes them, and generates captions; all randomness is seeded.
 
-    Every view is shown once. Encoding costs a small model as much as a third of its step, but one that sees the same
-    tokens four times learns them by heart.
+    Every view is used once. Encoding takes up to a third of a step of a small model, but models that see the same
+    tokens four times overfit.
     """
 
     def __init__(
         self, setting: Setting, augmentation: Augmentation, images: Images, captions: Captions,
         device: torch.device, encode: Callable[[Tensor], tuple[Tensor, ...]], seed: int,
     ) -> None:
-        """encode: pixels [B, 3, H, W] in [-1, 1] -> what is learnt of them, a few tensors [B, ...]."""
+        """encode: pixels [B, 3, H, W] in [-1, 1] -> the training targets, tensors [B, ...]."""
         self.setting, self.augmentation, self.captions = setting, augmentation, captions
-        self.own = len(images.code)  # the images in their own colours; after them, the recoloured ones
+        self.own = len(images.code)  # images in their own colours; the recoloured ones follow
         self.images = images + images.recoloured()
         self.rgba = self.images.rgba.to(device)
         self.device, self.encode = device, encode
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def scenes(self, count: int, held_out: bool = False) -> Scenes:
-        """Random scenes. Held-out pairs of image and background are never drawn otherwise; they are shown large and
-        in the image's own colours.
+        """Random scenes. Held-out pairs of image and background are sampled only if ``held_out``, large and in the
+        image's own colours.
         """
         setting, coloured = self.setting, len(self.images.code) - self.own
         draws = 64 * count
@@ -56,7 +56,7 @@ class Views:
         return Scenes(image[kept], background[kept], place[kept])
 
     def pixels(self, scenes: Scenes) -> Tensor:
-        """Freshly placed and coloured images [B, 3, 256, 256] in [-1, 1]."""
+        """Randomly placed images [B, 3, 256, 256] in [-1, 1]."""
         rgba = self.rgba[scenes.image]
         return augment(rgba, scenes.background, self.augmentation, self.generator, scenes.place)
 
@@ -70,7 +70,7 @@ class Views:
         return scenes, [torch.cat(part) for part in zip(*parts)]
 
     def words(self, scenes: Scenes, held_out: bool = False) -> list[list[int]]:
-        """Word numbers of a random caption for each; held-out captions are whole."""
+        """Word numbers of a random caption for each scene; held-out captions are complete."""
         drop, shown = 0.0 if held_out else self.setting.drop_part, self.images
         return [
             self.captions.sample(shown.code[p], shown.style[p], background, drop, shown.colour[p], place)
@@ -78,7 +78,7 @@ class Views:
         ]
 
     def dropped(self, count: int, held_out: bool = False) -> Tensor:
-        """Which captions to leave out altogether, for guidance: bool [count]."""
+        """Which captions to drop, for guidance: bool [count]."""
         return self._share(count, 0.0 if held_out else self.setting.drop_caption)
 
     def _integers(self, high: int, count: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Runs the model stage in one process, or in several that share every batch."""
+"""Runs the model stage in one process, or in several that share each batch."""
 
 import logging
 import tempfile

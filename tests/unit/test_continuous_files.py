@@ -247,7 +247,7 @@ def test_text_encoders(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"text_encoder\.safetensors.*beside"):
         load_model(path).encode_prompt("an apple")
     write_words(tmp_path, width=7)
-    refused(path, "text_encoder.safetensors", " 7 ", " 10")
+    refused(path, "text_encoder.safetensors", " 7,", " 10")
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])

@@ -232,7 +232,7 @@ def test_words_that_nothing_tells(tmp_path, folder):
     lacking = {name: id for name, id in ids.items() if name != "<|extra_200|>"}
     beyond = ids | {"<|visual token 000032|>": max(ids.values()) + 1}
     for i, wrong in enumerate((None, {}, swapped, lacking, beyond)):
-        refused(copy(folder, tmp_path / str(i), vocabulary_map=wrong), "67 words", "config")
+        refused(copy(folder, tmp_path / str(i), vocabulary_map=wrong), " 67 ", "config")
 
 
 def test_missing_parts(tmp_path, folder):

@@ -174,7 +174,7 @@ def test_the_grid_is_the_models_own(tmp_path, model):
     alone = tmp_path / "alone.safetensors"
     specar = {"grid": [2, 2], "heads": 4, "defaults": {"cfg": 2.0, "top_k": 5}}
     save_file(weights(), str(alone), metadata={"specar": json.dumps(specar)})
-    refused(alone, "width of 64", "config.json")  # a width that was never released
+    refused(alone, "width 64", "config.json")  # a width that was never released
     folder = write(tmp_path / "ours")
     save_file(weights(), str(folder / "model.safetensors"), metadata={"specar": json.dumps(specar)})
     found = load_model(folder)
@@ -190,7 +190,7 @@ def test_models_that_only_look_at_pictures(tmp_path, original):
     tensors = {name: tensor for name, tensor in tensors.items()
                if not name.startswith(("gen_", "model.generation", "model.vqmodel"))}
     folder = write_folder(tmp_path / "looking", tensors, config(original))
-    refused(folder, "looking", "looks at", "deepseek-ai/Janus-Pro-1B")
+    refused(folder, "looking", "reads images", "deepseek-ai/Janus-Pro-1B")
 
 
 @pytest.mark.parametrize(("change", "words"), [

@@ -133,7 +133,7 @@ def test_other_class_prompts_are_errors(classes, text, words):
 def test_without_names_only_numbers_are_offered():
     with pytest.raises(ValueError) as error:
         ClassEncoder(10).encode("cat")
-    assert str(error.value).endswith("Type a number from 0 to 9.")
+    assert str(error.value).endswith("number from 0 to 9.")
 
 
 def test_imagenet_names_where_there_are_1000_classes():
