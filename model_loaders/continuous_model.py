@@ -122,14 +122,14 @@ class ContinuousBase(Prompted, Placed):
         except ValueError as error:
             raise CheckpointError(f"{path.name} cannot draft for this model: {error}") from error
         check_alike(path, {
-            "family": (self.family, target.family), "numbers per token": (self.channels, target.channels),
+            "family": (self.family, target.family), "channels per token": (self.channels, target.channels),
             "scale of latents (that of its VAE)": (f"{self.scale:.5g}", f"{target.scale:.5g}"),
             "generation order": (self.cells, target.cells), "kind of prompt": (self.prompt_kind, target.prompt_kind),
         }, "VAE")  # fmt: skip
         words = [m.prompt_encoder for m in (self, target) if isinstance(m.prompt_encoder, WordEncoder)]
         if len(words) == 2 and not (words[0].words == words[1].words and torch.equal(words[0].table, words[1].table)):
-            raise CheckpointError(f"{path.name} cannot draft for this model: it reads other words. It lies beside "
-                                  "another text_encoder.safetensors than the model.")
+            raise CheckpointError(f"{path.name} cannot draft for this model: the text_encoder.safetensors "
+                                  "beside it is not the model's.")
         self.prompt_encoder = target.prompt_encoder  # a drafter's folder may lack its own
         return self
 

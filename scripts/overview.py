@@ -20,9 +20,9 @@ def panel(canvas: Image.Image, number: int, pixels: np.ndarray, title: str, note
     draw, left = ImageDraw.Draw(canvas), MARGIN + number * (SIDE + MARGIN)
     draw.text((left, MARGIN - 4), title, INK, ImageFont.load_default(19))
     draw.text((left, MARGIN + 22), note, QUIET, ImageFont.load_default(14))
-    picture = Image.fromarray(pixels)
-    scale = Image.Resampling.NEAREST if min(picture.size) < SIDE // 4 else Image.Resampling.LANCZOS
-    canvas.paste(picture.resize((SIDE, SIDE), scale), (left, HEAD))
+    image = Image.fromarray(pixels)
+    scale = Image.Resampling.NEAREST if min(image.size) < SIDE // 4 else Image.Resampling.LANCZOS
+    canvas.paste(image.resize((SIDE, SIDE), scale), (left, HEAD))
 
 
 def main() -> None:
@@ -33,16 +33,16 @@ def main() -> None:
     fast = specar.sample(model, prompt, method=specar.methods.SJD(window=32, reuse="gumbel"), seed=SEED)
     same = bool((plain.tokens == fast.tokens).all())
     passes = [run.trace.summary()["target_passes"] for run in (plain, fast)]
-    pictures = [(vae.decode(run.latent)[0].numpy() * 255).round().astype(np.uint8) for run in (plain, fast)]
+    images = [(vae.decode(run.latent)[0].numpy() * 255).round().astype(np.uint8) for run in (plain, fast)]
     source = acceptance_map.token_map(fast.trace, "source", 0)
     until = list(range(passes[1] // 2 + 1))
-    *_, halfway = timeline_frames.draw_frames(fast.trace, 0, pictures[1].astype(np.float32) / 255, until, 0.6)
+    *_, halfway = timeline_frames.draw_frames(fast.trace, 0, images[1].astype(np.float32) / 255, until, 0.6)
 
     canvas = Image.new("RGB", (4 * SIDE + 5 * MARGIN, HEAD + SIDE + MARGIN), "white")
-    panel(canvas, 0, pictures[0], f"{passes[0]} passes", "AR Sampler (next token)")
+    panel(canvas, 0, images[0], f"{passes[0]} passes", "AR Sampler (next token)")
     panel(canvas, 1, (halfway * 255).round().astype(np.uint8), f"pass {passes[1] // 2} of {passes[1]}",
           "SJD++ Sampler: runs of guesses are taken")
-    panel(canvas, 2, pictures[1], f"{passes[1]} passes{', the same picture' if same else ''}",
+    panel(canvas, 2, images[1], f"{passes[1]} passes{', the same image' if same else ''}",
           "SJD++ Sampler, same seed")
     accepted = float(source.strength.mean())
     panel(canvas, 3, source.colours, f"{100 * accepted:.0f} % were good guesses (blue)", "Acceptance Map")

@@ -144,21 +144,21 @@ def as_webp(png: bytes) -> bytes:
     """Encoded within MOST_BYTES, as sharp as possible. Raises FrontendError if it would be unreadable."""
     whole = Image.open(io.BytesIO(png)).convert("RGB")
     for scale, quality in itertools.product((1, 0.75, 0.6), (80, 70, 60, 50)):
-        picture = whole.resize((round(whole.width * scale), round(whole.height * scale)), Image.Resampling.LANCZOS)
-        picture.save(file := io.BytesIO(), "WEBP", quality=quality, method=6)
+        image = whole.resize((round(whole.width * scale), round(whole.height * scale)), Image.Resampling.LANCZOS)
+        image.save(file := io.BytesIO(), "WEBP", quality=quality, method=6)
         if file.tell() <= MOST_BYTES:
             return file.getvalue()
     raise FrontendError(f"{whole.width} x {whole.height} pixels do not fit into {MOST_BYTES} bytes")
 
 
-def save(name: str, picture: Image.Image | bytes) -> None:
+def save(name: str, image: Image.Image | bytes) -> None:
     """Saves a node's encoded image, or a workflow's thumbnail."""
-    if isinstance(picture, bytes):
+    if isinstance(image, bytes):
         file = DOCS / name / "picture.webp"
-        file.write_bytes(picture)
+        file.write_bytes(image)
     else:
         file = WORKFLOWS / f"{name}.jpg"
-        picture.save(file, quality=QUALITY)
+        image.save(file, quality=QUALITY)
     print(f"{file.relative_to(PACK)}: {Image.open(file).size}, {file.stat().st_size // 1024} KB", flush=True)
 
 

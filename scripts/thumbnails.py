@@ -27,23 +27,23 @@ small {{ display: block; color: #bbb; font-size: 20px; font-weight: normal; marg
 TITLES = {name: workflow.title for name, workflow in WORKFLOWS.items()}  # of workflows whose models do not ship
 
 
-def tiles(pictures: list[Image.Image], side: int, columns: int) -> Image.Image:
-    rows = -(-len(pictures) // columns)
+def tiles(images: list[Image.Image], side: int, columns: int) -> Image.Image:
+    rows = -(-len(images) // columns)
     size = (columns * (side + GAP) - GAP, rows * (side + GAP) - GAP)
     sheet = Image.new("RGB", size, "white")
-    for i, picture in enumerate(pictures):
+    for i, image in enumerate(images):
         place = (i % columns * (side + GAP), i // columns * (side + GAP))
-        sheet.paste(picture.resize((side, side), Image.Resampling.BICUBIC), place)
+        sheet.paste(image.resize((side, side), Image.Resampling.BICUBIC), place)
     return sheet
 
 
-def layout(pictures: list[Image.Image]) -> Image.Image:
-    count = len(pictures)
+def layout(images: list[Image.Image]) -> Image.Image:
+    count = len(images)
     if count == 1:
-        return tiles(pictures, ALONE, 1)
+        return tiles(images, ALONE, 1)
     if count <= 3:
-        return tiles(pictures, PAIR, count)
-    return tiles(pictures, QUAD, 2) if count == 4 else tiles(pictures, GRID, 4)
+        return tiles(images, PAIR, count)
+    return tiles(images, QUAD, 2) if count == 4 else tiles(images, GRID, 4)
 
 
 def draws(name: str) -> bool:
@@ -51,13 +51,13 @@ def draws(name: str) -> bool:
     return name not in TITLES
 
 
-def beside(chart: Image.Image, pictures: list[Image.Image]) -> Image.Image:
+def beside(chart: Image.Image, images: list[Image.Image]) -> Image.Image:
     """A chart, and images in a column of the same height."""
     side = (PAIR - GAP) // 2
     chart = chart.resize((round(chart.width * PAIR / chart.height), PAIR), Image.Resampling.LANCZOS)
     sheet = Image.new("RGB", (chart.width + GAP + side, PAIR), "white")
     sheet.paste(chart, (0, 0))
-    sheet.paste(tiles(pictures[:2], side, 1), (chart.width + GAP, 0))
+    sheet.paste(tiles(images[:2], side, 1), (chart.width + GAP, 0))
     return sheet
 
 

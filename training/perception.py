@@ -41,12 +41,12 @@ class Perception(nn.Module):
                 found.append(F.normalize(x.float(), dim=1, eps=1e-4))
         return found
 
-    def forward(self, drawn: Tensor, wanted: Tensor) -> Tensor:
+    def forward(self, images: Tensor, wanted: Tensor) -> Tensor:
         """The distance of a random crop, summed over the depths."""
-        top, left = torch.randint(drawn.shape[-1] - CROP + 1, (2,)).tolist()
+        top, left = torch.randint(images.shape[-1] - CROP + 1, (2,)).tolist()
         part = (..., slice(top, top + CROP), slice(left, left + CROP))
-        drawn, wanted = drawn[part], wanted[part]
+        images, wanted = images[part], wanted[part]
         with torch.no_grad():
             targets = self.features(wanted)
-        pairs = zip(self.features(drawn), targets, strict=True)
+        pairs = zip(self.features(images), targets, strict=True)
         return torch.stack([(a - b).square().sum(1).mean() for a, b in pairs]).sum()

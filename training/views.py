@@ -45,13 +45,13 @@ class Views:
         image's own colours.
         """
         setting, coloured = self.setting, len(self.images.code) - self.own
-        draws = 64 * count
-        recoloured, placed = (self._share(draws, 0.0 if held_out else share) for share in
+        candidates = 64 * count
+        recoloured, placed = (self._share(candidates, 0.0 if held_out else share) for share in
                               (setting.recoloured if coloured else 0.0, setting.placed))
-        image = torch.where(recoloured, self.own + self._integers(max(coloured, 1), draws),
-                              self._integers(self.own, draws))
-        background = self._integers(len(BACKGROUNDS), draws)
-        place = torch.where(placed, 1 + self._integers(len(PLACES), draws), 0)
+        image = torch.where(recoloured, self.own + self._integers(max(coloured, 1), candidates),
+                              self._integers(self.own, candidates))
+        background = self._integers(len(BACKGROUNDS), candidates)
+        place = torch.where(placed, 1 + self._integers(len(PLACES), candidates), 0)
         kept = (((7 * image + 3 * background) % HELD_OUT_EVERY == 0) == held_out).nonzero().flatten()[:count]
         return Scenes(image[kept], background[kept], place[kept])
 

@@ -71,7 +71,7 @@ def load(
                               "Only those of 7B are supported.")
     defaults = SamplingParams(**meta.get("defaults", {"cfg": 3.0, "top_k": min(2000, words.codes)}))
     with torch.device("meta"):
-        prefix = TextPrefix(len(embeddings), config.dim, lambda _, drawn: features_of(kind.null(drawn)), operations)
+        prefix = TextPrefix(len(embeddings), config.dim, lambda _, size: features_of(kind.null(size)), operations)
         backbone = Backbone(config, operations)
     model = DiscreteModel(
         backbone, prefix, kind.family, legal_grid(grid or kind.grid), defaults, kind.encoder, _PATCH,
@@ -131,8 +131,8 @@ def check(checkpoint: Checkpoint) -> None:
         raise CheckpointError(f"{title(path)} normalises after its blocks (swin_norm), as models of 34B do. Only "
                               "those of 7B are supported.")
     reads = any(name.startswith("model.vqmodel.encoder.") for name in tensors)
-    draws = any(name.startswith("model.vqmodel.decoder.") for name in tensors)
-    if (reads and not draws) or settings.get("mask_image_logits"):
+    generates = any(name.startswith("model.vqmodel.decoder.") for name in tensors)
+    if (reads and not generates) or settings.get("mask_image_logits"):
         raise CheckpointError(
             f"{title(path)} is Meta's Chameleon, or a similar model: it reads images, but its image output was "
             "switched off before its release. Use leloy/Anole-7b-v0.1-hf or Alpha-VLLM/Lumina-mGPT-7B-768."

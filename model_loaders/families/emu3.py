@@ -94,13 +94,13 @@ def load(
     default, grids = sizes_of(checkpoint, settings, patch, grid)
     tokenizer = open_tokenizer(path, search)
 
-    def framed(text: str, drawn: tuple[int, int]) -> list[int]:
-        return prompt_ids(words, tokenizer, text, drawn)
+    def framed(text: str, size: tuple[int, int]) -> list[int]:
+        return prompt_ids(words, tokenizer, text, size)
 
-    def null(_features: Tensor, drawn: tuple[int, int]) -> Tensor:
-        return features_of(framed(NEGATIVE, drawn))
+    def null(_features: Tensor, size: tuple[int, int]) -> Tensor:
+        return features_of(framed(NEGATIVE, size))
 
-    encoder = TextEncoder(lambda text, drawn: framed(text + QUALITY, drawn), default, write_negative=framed)
+    encoder = TextEncoder(lambda text, size: framed(text + QUALITY, size), default, write_negative=framed)
     config = backbone_config(checkpoint, root, words.codes + len(words.specials), _HEADS, norm_eps=1e-5)
     defaults = SamplingParams(**{"cfg": 3.0, "top_k": min(2048, words.codes), **meta.get("defaults", {})})
     text = text_settings(checkpoint)

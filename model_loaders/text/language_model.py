@@ -123,11 +123,11 @@ def word_tensors(
 
     The first ``words`` rows are for prompts, the others for image codes and special tokens. head None: tied.
     """
-    def drawn(table: Tensor) -> tuple[Tensor, ...]:
+    def image_rows(table: Tensor) -> tuple[Tensor, ...]:
         return (table[codes.start : codes.stop], *(table[special : special + 1] for special in specials))
 
-    found = {"prefix.embedding.weight": embedding[:words], "backbone.tok_embeddings.weight": drawn(embedding)}
-    return found if head is None else found | {"backbone.output.weight": drawn(head)}
+    found = {"prefix.embedding.weight": embedding[:words], "backbone.tok_embeddings.weight": image_rows(embedding)}
+    return found if head is None else found | {"backbone.output.weight": image_rows(head)}
 
 
 def matrix(tensors: Mapping[str, Tensor], name: str, path: Path, columns: int | None = None) -> Tensor:

@@ -99,7 +99,7 @@ def test_a_drafter_with_another_table_of_words_is_refused(tmp_path):
         header = {"words": words, "stop_words": [], "synonyms": {}, "backgrounds": []}
         save_file({"word_embeddings.weight": table}, tmp_path / name / "text_encoder.safetensors",
                   {"specar": json.dumps(header)})
-    with pytest.raises(CheckpointError, match="words"):
+    with pytest.raises(CheckpointError, match="text_encoder.safetensors"):
         load_drafter(tmp_path / "other", load_model(tmp_path / "own"))
 
 
