@@ -144,7 +144,7 @@ class DiscreteModel(Prompted, Placed):
         """Set the code vectors [V, C] of the image decoder. Raises ValueError for another number of codes."""
         if codebook.shape[0] != self.vocab:
             raise ValueError(
-                f"The image decoder has {codebook.shape[0]} codes but the model {self.vocab}: "
+                f"The image decoder has {codebook.shape[0]} codes, but the model has {self.vocab}: "
                 "they do not match. Load the VQ file that was released with the model."
             )
         self._neighbours = None
@@ -319,7 +319,8 @@ class DiscreteModel(Prompted, Placed):
     def forward(self, prefix: Tensor, tokens: Tensor, cols: int | None = None) -> Tensor:
         """For training and tests: logits [B, S, V+] (fp32) for tokens [B, S] after prefix embeddings [B, n, D].
 
-        columns: of the image (None: the default)."""
+        columns: of the image (None: the default).
+        """
         x = torch.cat((prefix.to(self.dtype), self.backbone.tok_embeddings(tokens[:, :-1]).to(self.dtype)), dim=1)
         count, head_dim = prefix.shape[1], self.backbone.config.head_dim
         rotation = rotation_of(

@@ -1,5 +1,5 @@
-"""A masked model of continuous tokens as samplers see it: prompt features and known tokens in,
-distributions of the others out.
+"""A masked model of continuous tokens as samplers see it: prompt features and known tokens in, distributions of the
+other tokens out.
 
 It joins a transformer, a diffusion head and a prompt encoder; families differ in what they pass here and in ``start``.
 """
@@ -45,9 +45,9 @@ class MaskedState:
 class ContinuousBase(Prompted, Placed):
     """Base class of continuous models: prompts, units, and the attributes that samplers and nodes read.
 
-    grid: the (rows, cols) the model was trained on. scale: factor that gives latents of its VAE unit
-    variance. ``device``: the compute device, set by ComfyUI's model management. A smaller model of the family can be
-    the drafter of a larger one.
+    grid: the (rows, cols) the model was trained on. scale: factor that gives latents of its VAE unit variance.
+    ``device``: the compute device, set by ComfyUI's model management. A smaller model of the family can be the drafter
+    of a larger one.
     """
 
     continuous = True

@@ -103,7 +103,7 @@ def _other_half(path: Path) -> str:
 
 
 def _add_encoder(tensors: dict[str, Tensor], path: Path) -> str:
-    """Add the encoder's tensors to a decoder's. Without the file beside it, only log a warning."""
+    """Add the encoder beside a decoder to its tensors. Returns why it cannot encode, or ""."""
     other = path.with_name(_other_half(path))
     files = [other.with_suffix(suffix) for suffix in (path.suffix, *TORCHSCRIPT, *SAFETENSORS)]
     found = next((file for file in files if file != path and file.is_file()), None)

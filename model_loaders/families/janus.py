@@ -147,7 +147,7 @@ def written(tokenizer: Tokenizer, words: int, text: str, _grid: tuple[int, int])
     """
     if len(tokenizer) > words:
         raise CheckpointError(
-            f"{tokenizer.file} has {len(tokenizer)} tokens but the model {words}: they do not match. "
+            f"{tokenizer.file} has {len(tokenizer)} tokens, but the model {words}: they do not match. "
             "Use the tokenizer that was released with the model."
         )
     said = text.strip()

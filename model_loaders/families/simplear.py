@@ -137,8 +137,8 @@ def first_code(tokenizer: Tokenizer, rows: int, codes: int, stated: int | None, 
 def prompt_encoder(tokenizer: Tokenizer, grid: tuple[int, int]) -> TextEncoder:
     """Formats prompts as in training.
 
-    A prompt becomes "<|t2i|>A highly realistic image of ...<|soi|>"; a negative one lacks the phrase before
-    it. A prompt that begins with <|t2i|> is used as is.
+    A prompt becomes "<|t2i|>A highly realistic image of ...<|soi|>"; in a negative one, "A highly
+    realistic image of" is missing. A prompt that begins with <|t2i|> is used as is.
     """
 
     def write(text: str, template: str) -> list[int]:

@@ -83,7 +83,7 @@ def _header(file: BinaryIO, size: int) -> tuple[list[_Entry], dict[str, str]]:
 
 
 def _entry(name: str, value: Any) -> tuple[tuple[int, int], _Entry]:
-    """A tensor of the header: (begin, end, entry), offsets in bytes. Raises ValueError for an invalid one."""
+    """((begin, end) in bytes, entry) of a tensor in the header. Raises ValueError for an invalid one."""
     dtype, shape, place = (value.get(key) if isinstance(value, dict) else None
                            for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in _DTYPES:

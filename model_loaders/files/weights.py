@@ -46,8 +46,8 @@ def load_weights(
             if scale is not None:
                 weights[f"{layer}.scale"] = scale
         else:
-            kind = torch.float32 if name.startswith(precise) else dtype
-            parts = (_cast(part, kind, parameter.is_floating_point(), name, path) for part in found[name])
+            precision = torch.float32 if name.startswith(precise) else dtype
+            parts = (_cast(part, precision, parameter.is_floating_point(), name, path) for part in found[name])
             weights[name] = _joined(list(parts))
     module.load_state_dict(weights, strict=True, assign=True)
     return module.eval().requires_grad_(False)

@@ -65,7 +65,7 @@ def test_an_illegal_count_is_named(count):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """A cache folder of the test's own, and codebooks of 60 codes already worth keeping, 40 columns of them."""
-    monkeypatch.setattr(neighbours, "WORTH_KEEPING", 3600)
+    monkeypatch.setattr(neighbours, "WORTH_CACHING", 3600)
     monkeypatch.setattr(neighbours, "COLUMNS", 40)
     monkeypatch.setattr(neighbours, "cache_folder", lambda: tmp_path / "user" / "pack")
     return tmp_path / "user" / "pack"
