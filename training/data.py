@@ -81,7 +81,7 @@ def load_images(cache: Path) -> Images:
 
 
 def recolour(rgba: Tensor, hue: float) -> Tensor:
-    """A image, uint8 [4, S, S] premultiplied, with its most frequent hue changed to ``hue`` (degrees)."""
+    """An image, uint8 [4, S, S] premultiplied, with its most frequent hue changed to ``hue`` (degrees)."""
     drawing = Image.fromarray(rgba.permute(1, 2, 0).numpy(), "RGBa").convert("RGBA")
     alpha = np.asarray(drawing)[..., 3]
     hsv = np.array(drawing.convert("RGB").convert("HSV"))
