@@ -24,7 +24,7 @@ ACCEPTED, RELAXED, RESIDUAL, BONUS = (tl.constexpr(n) for n in (1, 2, 3, 4))
 
 
 def _outputs(like: Tensor, batch: int, levels: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Path, token, source and rank [4, B, L + 1]; q, ratio and leak [3, B, L + 1]; the number accepted [B]."""
+    """Path, token, source and rank [4, B, L + 1]; q, ratio and TV bound [3, B, L + 1]; the number accepted [B]."""
     device = like.device
     return (torch.empty((4, batch, levels + 1), dtype=torch.int64, device=device),
             torch.empty((3, batch, levels + 1), device=device), torch.empty(batch, dtype=torch.int64, device=device))
@@ -51,13 +51,13 @@ def _clear(ints, floats, root, size, columns, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _record(ints, floats, size, column, source, rank, q, ratio, leak):
+def _record(ints, floats, size, column, source, rank, q, ratio, tv_bound):
     """The last test at a column."""
     tl.store(ints + 2 * size + column, source.to(tl.int64))
     tl.store(ints + 3 * size + column, rank.to(tl.int64))
     tl.store(floats + column, q)
     tl.store(floats + size + column, ratio)
-    tl.store(floats + 2 * size + column, leak)
+    tl.store(floats + 2 * size + column, tv_bound)
 
 
 @triton.jit
@@ -213,7 +213,7 @@ def _recursive_rejection_sampling(
     rejected = zero  # is p and q of this node what a rejected sibling has left
     p_norm = 1.0
     q_norm = 1.0
-    leak = 0.0
+    tv_bound = 0.0
     going = zero + 1
     while going != 0:
         child = tl.load(children + node * width + rank, mask=rank < width, other=-1)
@@ -260,11 +260,11 @@ def _recursive_rejection_sampling(
 
             # Record.
             if NEAR:
-                leak += tl.maximum(f - ratio, 0.0)
+                tv_bound += tl.maximum(f - ratio, 0.0)
             elif RELAX:
-                leak += drift
+                tv_bound += drift
             source = tl.where(passed, tl.where(uniform < ratio, ACCEPTED, RELAXED), RESIDUAL)
-            _record(ints, floats, size, level, source, rank, q_x, ratio, leak)
+            _record(ints, floats, size, level, source, rank, q_x, ratio, tv_bound)
 
             # Descend to the child, or leave the residual to the next sibling.
             if passed:
@@ -276,7 +276,7 @@ def _recursive_rejection_sampling(
                 rejected = zero
                 p_norm = 1.0
                 q_norm = 1.0
-                leak = 0.0
+                tv_bound = 0.0
                 going = tl.where(level < levels, 1, 0)
             else:
                 _store_residual(

@@ -80,7 +80,7 @@ class AcceptanceMap(io.ComfyNode):
                 io.Mask.Output("mask", display_name="mask", tooltip="The metric from 0 to 1, at image size. For "
                                "source: 1 where a draft token was accepted. For the ratios: the probability of "
                                "acceptance."),
-                io.String.Output("report", display_name="report", tooltip="Settings and totals (JSON specar.trace/1)."),
+                io.String.Output("report", display_name="report", tooltip="Settings and totals (JSON specar.trace/2)."),
             ],
             is_output_node=True,
         )

@@ -152,9 +152,9 @@ def token_map(trace: Trace, metric: str, image: int) -> TokenMap:
         names = CONTINUOUS_NAMES if trace.continuous else {}
         return _marks(source == kind, free, SOURCES[kind][1], names.get(kind, SOURCES[kind][0]), title)
     if metric == "TV leak":
-        most = max(float(grids["tv_leak"].max()), 1e-6)
-        total = f"Drift bound, {math.fsum(grids['tv_leak'].flat):.2f} in all"
-        return _amount(grids["tv_leak"], most, free, total, "0, exact", f"{most:.2g}")
+        most = max(float(grids["tv_bound"].max()), 1e-6)
+        total = f"Drift bound, {math.fsum(grids['tv_bound'].flat):.2f} in all"
+        return _amount(grids["tv_bound"], most, free, total, "0, exact", f"{most:.2g}")
     return _continuous(metric, grids, free)
 
 

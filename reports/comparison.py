@@ -54,7 +54,7 @@ def columns(traces: list[Trace]) -> list[Column]:
         Column("acceptance", "of guesses", [_acceptance(t) for t in totals], "{:.0%}".format),
     ]
     if not all(t.continuous for t in traces):
-        bounds = [t["tv_leak"] / t["images"] if "tv_leak" in t else None for t in totals]
+        bounds = [t["tv_bound"] / t["images"] if "tv_bound" in t else None for t in totals]
         chosen.append(Column("drift bound", "per image", bounds, "{:.2f}".format))
     if any(t.continuous for t in traces):
         chosen.append(Column("distance", "mean square", [_distance(t) for t in totals], "{:.3g}".format))

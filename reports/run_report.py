@@ -60,7 +60,7 @@ def fidelity(trace: Trace) -> str:
     if trace.continuous:
         apart = trace.summary()["mean_square_distance"]
         return f"the two models' samples are {apart:.3g} apart (mean squared distance)"
-    bound = trace.summary()["tv_leak"] / trace.totals["images"]
+    bound = trace.summary()["tv_bound"] / trace.totals["images"]
     return f"approximate, drift bound {bound:.2f} per image" if bound else "approximate"
 
 
@@ -73,7 +73,7 @@ def describe(trace: Trace) -> str:
     if "window" in settings:
         method += f", window {settings['window']}, initial {settings['initial']}"
     length = trace.positions["source"].shape[1]
-    sampled = length - totals["given"] // totals["images"]
+    sampled = length - totals["prefix_tokens"] // totals["images"]
     lines = [
         method,
         f"acceptance: {judgement(settings)}; {fidelity(trace)}",
@@ -88,7 +88,7 @@ def describe(trace: Trace) -> str:
         lines.append(f"accepted guesses: {totals['accepted_drafts']} ({totals['acceptance_rate']:.0%} of those judged)")
     if skipped := totals["sources"].get("skipped"):
         lines.append(f"taken unverified: {skipped}")
-    if failed := totals.get("last_resorts"):
+    if failed := totals.get("failed_resamples"):
         lines.append(f"resampling failed: {failed} (the last try was taken)")
     lines.append(drawing(settings))
     lines.append(f"seed {totals['seed']}, {totals['seconds']:.2f} s")

@@ -8,7 +8,7 @@ import math
 from ..samplers.trace import Trace
 from .acceptance_map import CONTINUOUS_NAMES, SOURCES
 
-SCHEMA = "specar.tokens/1"
+SCHEMA = "specar.tokens/2"
 DIGITS = 4  # significant ones that are kept of fractions
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from .comparison import Column, bars, written_table
 
-SCHEMA = "specar.trials/1"
+SCHEMA = "specar.trials/2"
 TIME_UP = "not tried, as time was up"  # a note
 ROUNDING = 1e-5  # of drift bounds, which are summed in fp32
 
@@ -30,13 +30,13 @@ class Method(Protocol):
 @dataclass
 class Trial:
     """What was measured of a method: seconds per token of every run; tokens, passes of the model (summed over images)
-    and drift bound (leak) of all runs together. note: why there are no numbers, or not all."""
+    and tv_bound (the drift bound) of all runs together. note: why there are no numbers, or not all."""
 
     method: Method
     seconds: list[float] = field(default_factory=list)
     tokens: int = 0
     passes: int = 0
-    leak: float = 0.0
+    tv_bound: float = 0.0
     note: str = ""
 
     @property
@@ -44,8 +44,8 @@ class Trial:
         return median(self.seconds)
 
     @property
-    def leak_per_token(self) -> float:
-        return self.leak / self.tokens
+    def tv_bound_per_token(self) -> float:
+        return self.tv_bound / self.tokens
 
     @property
     def passes_per_token(self) -> float:
@@ -54,7 +54,7 @@ class Trial:
 
     def within(self, budget: float) -> bool:
         """Did it drift no further per token than allowed?"""
-        return bool(self.tokens) and self.leak_per_token <= budget * (1 + ROUNDING)
+        return bool(self.tokens) and self.tv_bound_per_token <= budget * (1 + ROUNDING)
 
     def faster_than(self, other: Trial) -> bool:
         """For certain, as far as these runs can tell."""
@@ -72,8 +72,8 @@ class Verdict:
 
 
 def judge(trials: list[Trial], budget: float) -> Verdict:
-    """Choose among trials, the first of which is of the next-token sampler: the fastest method within the leak budget
-    that is faster than it, or else it itself. An exact one where speed cannot tell it from the fastest."""
+    """Choose among trials, the first of which is of the next-token sampler: the fastest method within the drift
+    budget that is faster than it, or else it itself. An exact one where speed cannot tell it from the fastest."""
     plain, *others = trials
     faster = [trial for trial in others if trial.within(budget) and trial.faster_than(plain)]
     if not faster:
@@ -102,7 +102,7 @@ def summary(trials: list[Trial], verdict: Verdict, setting: str, budget: float) 
     elif trials[1:] and all(trial.note == TIME_UP for trial in trials[1:]):
         lines = ["Chosen: next token, as there was no time to try any other method. Allow more seconds."]
     else:
-        within = " within the leak budget" if budget else ""
+        within = " within leak_budget" if budget else ""
         lines = [f"Chosen: next token. No other method{within} was faster, as far as these trials can tell."]
     notes: dict[str, list[str]] = {}
     for trial in trials:
@@ -125,7 +125,7 @@ def report(trials: list[Trial], verdict: Verdict) -> dict[str, Any]:
         "trials": [
             {"method": t.method.name, "acceptance": t.method.judges, "exact": t.method.exact,
              "by_hand": t.method.by_hand, "seconds_per_token": t.seconds, "tokens": t.tokens, "passes": t.passes,
-             "tv_leak": t.leak, "note": t.note}
+             "tv_bound": t.tv_bound, "note": t.note}
             for t in trials
         ],
     }
@@ -148,7 +148,8 @@ def columns(trials: list[Trial]) -> list[Column]:
         Column("model passes", "per token", [t and t.passes_per_token for t in measured], "{:.2f}".format),
     ]
     if any(not trial.method.exact for trial in trials):
-        chosen.append(Column("drift bound", "per token", [t and t.leak_per_token for t in measured], "{:.3f}".format))
+        bounds = [t and t.tv_bound_per_token for t in measured]
+        chosen.append(Column("drift bound", "per token", bounds, "{:.3f}".format))
     return chosen
 
 

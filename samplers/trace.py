@@ -15,46 +15,46 @@ from ..kernels.records import write
 from .constants import numbers
 from .layout import TokenLayout
 
-SCHEMA = "specar.trace/1"
+SCHEMA = "specar.trace/2"
 
 
 class Source(IntEnum):
     """Where a final token came from."""
 
-    PREFILL = 0  # drawn from the prompt's own prediction, or by the model alone before any drafting
-    ACCEPTED = 1  # a draft that passed the exact test
-    RELAXED = 2  # a draft that only a relaxed rule let pass
-    RESIDUAL = 3  # redrawn after a rejected draft
-    BONUS = 4  # drawn behind the last draft, from the same pass
-    FORCED = 5  # end-of-line or kept by the user
-    SKIPPED = 6  # taken without verification
+    PREFILL = 0  # sampled in the prompt's forward pass, or by the model alone before any drafting
+    ACCEPTED = 1  # a draft token that the exact rule accepts
+    RELAXED = 2  # a draft token that only a relaxed rule accepts
+    RESIDUAL = 3  # resampled after a draft token was rejected
+    BONUS = 4  # sampled after the last draft token, from the same forward pass
+    FORCED = 5  # kept by the user, or fixed by the layout (an end of line)
+    SKIPPED = 6  # a draft token taken without verification
 
 
-POSITION_FIELDS = {  # name -> (dtype, meaning)
-    "finalised_at": torch.int32,  # target pass that fixed the token (or was the last before); the prompt's pass is 0
+POSITION_FIELDS = {  # of models of token ids: name -> dtype
+    "finalised_at": torch.int32,  # forward pass that decided the token (skipped: the last before); the prompt's is 0
     "source": torch.uint8,  # a Source
-    "depth": torch.int32,  # place of the token in the draft that was verified, from 1; 0 without a draft
+    "depth": torch.int32,  # position in the draft of the draft token verified here, from 1 (0: no draft token)
     "p": torch.float32,  # target probability of the final token
-    "q": torch.float32,  # draft probability of the draft verified there (0 without a draft)
-    "ratio": torch.float32,  # p / q of the draft verified there, unclipped (0 without a draft)
-    "tv_leak": torch.float32,  # bound on the drift a relaxed rule added here (0: exact)
-    "entropy": torch.float32,  # of p, in nats
-    "top1": torch.float32,  # largest probability of p
-    "refinements": torch.int32,  # passes the token's draft spent in the window before the one that fixed it
-    "rank": torch.int32,  # place among its siblings of the draft verified there, from 0
-    "tree_depth": torch.int32,  # levels of the draft tree of the round that fixed it (0 without a tree)
-    "tree_width": torch.int32,  # most drafts on one level of that tree
+    "q": torch.float32,  # draft probability of the draft token verified here (0: no draft token)
+    "ratio": torch.float32,  # p / q of the draft token verified here, unclipped (0: no draft token)
+    "tv_bound": torch.float32,  # bound on the total variation that a relaxed rule adds here (0: none, or none known)
+    "entropy": torch.float32,  # of the target's distribution, in nats
+    "top1": torch.float32,  # largest target probability
+    "refinements": torch.int32,  # passes that the position spent in the Jacobi window before the one that decided it
+    "rank": torch.int32,  # of the draft token verified here among its siblings, from 0
+    "tree_depth": torch.int32,  # levels of the draft tree of the round that decided the token (0: no tree)
+    "tree_width": torch.int32,  # largest number of draft tokens on one level of that tree
 }
 
-CONTINUOUS_FIELDS = {  # the same for models that draw vectors
+CONTINUOUS_FIELDS = {  # of models of vectors: name -> dtype
     "finalised_at": torch.int32,
     "source": torch.uint8,
     "depth": torch.int32,
-    "log_ratio": torch.float32,  # log of target over draft density of the draft verified there (0 without a draft)
-    "distance": torch.float32,  # between the two models' own samples there, in latent units (0 without a draft)
-    "block": torch.int32,  # the round that drafted it, from 1 (0: no draft)
-    "tries": torch.int32,  # proposals of the residual's acceptance-rejection (0: none; negative: none was accepted)
-    "order": torch.int32,  # place in the order of drawing, kept tokens first
+    "log_ratio": torch.float32,  # log of target over draft density of the draft token verified here (0: none)
+    "distance": torch.float32,  # between the two models' own samples here, in latent units (0: no draft token)
+    "block": torch.int32,  # the round that drafted the token, from 1 (0: no draft token)
+    "tries": torch.int32,  # proposals of the residual's rejection sampling (0: none; negative: none was accepted)
+    "order": torch.int32,  # position in the generation order, kept tokens first
 }
 
 
@@ -111,22 +111,22 @@ def derived_totals(positions: dict[str, Tensor], counted: dict[str, Any]) -> dic
     """Numbers of a whole run that follow from its records and from what it counted, forced tokens excluded.
 
     They are computed once, when the run ends, and stored with it. Sums are exact and rounded once, so they depend
-    neither on the number of threads nor on how the records lie in memory. given: tokens that stood before the first
-    one was drawn; no pass was spent on them.
+    neither on the number of threads nor on how the records lie in memory. prefix_tokens: tokens that stood before the
+    first one was sampled; no pass was spent on them. tv_bound: the sum of the position field over all images.
     """
     source = positions["source"]
     free = source != Source.FORCED
     verified = free & (positions["depth"] > 0) & (source != Source.SKIPPED)
     accepted = int(((source == Source.ACCEPTED) | (source == Source.RELAXED)).sum())
-    given = int((~free & (positions["finalised_at"] == 0)).sum())
+    prefix = int((~free & (positions["finalised_at"] == 0)).sum())
     passes = max(sum(counted["passes_per_image"]), 1)
     continuous = "log_ratio" in positions
     return {
         "accepted_drafts": accepted,
         "acceptance_rate": accepted / int(verified.sum()) if verified.any() else 0.0,
         "accepted_length": counted["tokens"] / passes,
-        "step_compression": (source.numel() - given) / passes,
-        "given": given,
+        "step_compression": (source.numel() - prefix) / passes,
+        "prefix_tokens": prefix,
         **(_continuous_numbers(positions, verified) if continuous else _discrete_numbers(positions, free)),
         "sources": {s.name.lower(): int((source == s).sum()) for s in Source if (source == s).any()},
     }
@@ -134,14 +134,14 @@ def derived_totals(positions: dict[str, Tensor], counted: dict[str, Any]) -> dic
 
 def _discrete_numbers(positions: dict[str, Tensor], free: Tensor) -> dict[str, float]:
     log_p = [math.log(max(p, 1e-30)) for p in positions["p"][free].tolist()]
-    return {"tv_leak": math.fsum(positions["tv_leak"].flatten().tolist()), "mean_log_p": _mean(log_p)}
+    return {"tv_bound": math.fsum(positions["tv_bound"].flatten().tolist()), "mean_log_p": _mean(log_p)}
 
 
 def _continuous_numbers(positions: dict[str, Tensor], verified: Tensor) -> dict[str, float]:
-    """The paper's E||x^q - x^p||^2 (its table 4), and how often the residual gave up."""
+    """The paper's E||x^q - x^p||^2 (its table 4), and how often resampling failed, so that the last try was taken."""
     distances = positions["distance"][verified].tolist()
     squares = [distance**2 for distance in distances if math.isfinite(distance)]  # a drafter may draw garbage
-    return {"mean_square_distance": _mean(squares), "last_resorts": int((positions["tries"] < 0).sum())}
+    return {"mean_square_distance": _mean(squares), "failed_resamples": int((positions["tries"] < 0).sum())}
 
 
 def _mean(values: list[float]) -> float:

@@ -6,6 +6,7 @@ import json
 from contextlib import suppress
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save
 
@@ -13,6 +14,13 @@ from ...files import replace
 from ...samplers.trace import CONTINUOUS_FIELDS, POSITION_FIELDS, SCHEMA, Source, Trace, derived_totals
 from .checkpoint import open_checkpoint
 from .errors import CheckpointError
+
+SCHEMA_1 = "specar.trace/1"  # read, but no longer written
+RENAMED = {  # position fields and totals of SCHEMA_1 -> their names in SCHEMA
+    "tv_leak": "tv_bound",
+    "given": "prefix_tokens",
+    "last_resorts": "failed_resamples",
+}
 
 
 def save_trace(trace: Trace, path: str | Path) -> tuple[Path, Path]:
@@ -63,7 +71,8 @@ def write_together(contents: dict[Path, bytes]) -> None:
 def load_trace(path: str | Path) -> Trace:
     """Read a trace written by save_trace (its .safetensors file). Raises ValueError for other files.
 
-    Totals are those in the file. Totals that files of earlier versions lack are computed here.
+    Totals are those in the file. Files of earlier versions have other names (see RENAMED) or lack totals, which are
+    computed here.
     """
     path = with_ending(stem(path), ".safetensors")
     try:
@@ -72,25 +81,34 @@ def load_trace(path: str | Path) -> Trace:
         raise ValueError(f"{path.name} cannot be read as a trace: {error} Save it again with Save Trace.") from error
     header, tensors = checkpoint.metadata, checkpoint.tensors
     schema = header.get("schema")
-    if schema != SCHEMA:
+    if schema not in (SCHEMA, SCHEMA_1):
         found = schema or "no schema"
         raise ValueError(f"{path.name} is not a {SCHEMA} trace (found {found}). Save it again with Save Trace.")
-    wanted = CONTINUOUS_FIELDS if header.get("continuous") else POSITION_FIELDS
-    absent = [f"positions.{name}" for name in wanted if f"positions.{name}" not in tensors]
-    absent += [name for name in ("rows", "cols", "stride", "totals", "settings") if name not in header]
-    if absent:
-        raise ValueError(f"{path.name} is incomplete ({', '.join(absent)}). Save it again with Save Trace.")
     positions, rounds = (
         {key.removeprefix(group): tensor for key, tensor in tensors.items() if key.startswith(group)}
         for group in ("positions.", "rounds.")
     )
+    if schema == SCHEMA_1:
+        positions = renamed(positions)
+    wanted = CONTINUOUS_FIELDS if header.get("continuous") else POSITION_FIELDS
+    absent = [f"positions.{name}" for name in wanted if name not in positions]
+    absent += [name for name in ("rows", "cols", "stride", "totals", "settings") if name not in header]
+    if absent:
+        raise ValueError(f"{path.name} is incomplete ({', '.join(absent)}). Save it again with Save Trace.")
     trace = Trace(header["rows"], header["cols"], header["stride"], positions, rounds, header["totals"],
                   header["settings"])
     try:
+        if schema == SCHEMA_1:
+            trace.totals = renamed(trace.totals)
         complete(trace)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{path.name} is damaged ({error}). Save it again with Save Trace.") from error
     return trace
+
+
+def renamed(values: dict[str, Any]) -> dict[str, Any]:
+    """Position fields or totals of SCHEMA_1 under their names in SCHEMA."""
+    return {RENAMED.get(name, name): value for name, value in values.items()}
 
 
 def complete(trace: Trace) -> None:

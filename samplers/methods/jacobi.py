@@ -102,7 +102,7 @@ class Carry:
 class Verified:
     """Outcome of a pass for the W columns, which predict ``position``: in which of them a guess ``exists``, the law p
     [B, W, V+], the law q of the guess at the guess itself, the ratio of the two there (0 without a guess), tokens,
-    accepted, which of these only a relaxed rule let pass and the drift ``leak`` that rule allowed (None: there is no
+    accepted, which of these only a relaxed rule let pass and the bound ``tv_bound`` on its drift (None: there is no
     such rule), and how many tokens each image commits (``count`` [B]).
 
     u, v [B, W]: the uniform numbers of the pass (None with Gumbel noise).
@@ -116,7 +116,7 @@ class Verified:
     token: Tensor
     accepted: Tensor
     relaxed: Tensor | None
-    leak: Tensor | None
+    tv_bound: Tensor | None
     count: Tensor
     u: Tensor | None
     v: Tensor | None
@@ -132,7 +132,7 @@ def verify(run: Run, carry: Carry, p: Tensor) -> Verified:
     batch, seen, _ = p.shape
     position = window.committed[:, None] + counting(seen, p.device)
     exists = numbers((True,) * (seen - 1) + (False,), p.device, torch.bool).expand(batch, -1)
-    u = v = q = ratio = relaxed = leak = None
+    u = v = q = ratio = relaxed = tv_bound = None
     if run.method.reuse == "gumbel":
         token = perturbed_argmax(p, memory.noise.at(position))
         accepted = exists & (token == window.guess)
@@ -149,7 +149,7 @@ def verify(run: Run, carry: Carry, p: Tensor) -> Verified:
             token, accepted = outcome.token, outcome.accepted
             if not rule.lossless:
                 relaxed = outcome.relaxed
-                leak = rule.leak(p, draft.q, draft.token, draft.depth, strength) * exists
+                tv_bound = rule.tv_bound(p, draft.q, draft.token, draft.depth, strength) * exists
     if q is None:
         q = memory.drawn.entry(position, window.guess)
         q, ratio = q * exists, at(p, window.guess) / q.clamp(min=EPS) * exists
@@ -157,7 +157,7 @@ def verify(run: Run, carry: Carry, p: Tensor) -> Verified:
     most = numbers((seen,), p.device, torch.int64)
     leading = torch.where(accepted, most, numbers(tuple(range(1, seen + 1)), p.device, torch.int64)).amin(-1)
     count = torch.minimum(leading, carry.layout.length - window.committed)
-    return Verified(position, exists, p, q, ratio, token, accepted, relaxed, leak, count, u, v)
+    return Verified(position, exists, p, q, ratio, token, accepted, relaxed, tv_bound, count, u, v)
 
 
 def coupled(
@@ -246,11 +246,11 @@ def note(run: Run, carry: Carry, verified: Verified, decided: Tensor, first: int
         source = source.masked_fill(verified.relaxed[:, :first], Source.RELAXED)
     if run.forcing:
         source = source.masked_fill(carry.layout.forced_at(position) >= 0, Source.FORCED)
-    leak = {} if verified.leak is None else {"tv_leak": verified.leak[:, :first]}
+    bound = {} if verified.tv_bound is None else {"tv_bound": verified.tv_bound[:, :first]}
     run.record.write(
         position, decided[:, :first], token, p, finalised_at=carry.turn, source=source,
         depth=numbers((*range(1, seen), 0), device, torch.int64)[:first], q=verified.q[:, :first],
-        ratio=verified.ratio[:, :first], **leak,
+        ratio=verified.ratio[:, :first], **bound,
     )
 
 

@@ -259,7 +259,7 @@ class RoundStep:
             columns, number <= decided.count[:, None], verified.token, behind(parents),
             finalised_at=carry.own_passes[:, None], source=self.source(columns, verified.source, carry.layout),
             depth=torch.where(verified.tested, number, 0), rank=verified.rank, q=verified.q,
-            ratio=verified.ratio, tv_leak=verified.tv_leak,
+            ratio=verified.ratio, tv_bound=verified.tv_bound,
             tree_depth=depth[:, None], tree_width=width[:, None],
         )
 
@@ -267,7 +267,7 @@ class RoundStep:
         """Record what the pass says of tokens taken unverified before it: their laws p [B, P - 1, V+], and the drift of
         not having tested them.
 
-        That is the leak of accepting for certain: [1 - p/q]+ for a draft drawn from q, 1 - p for another one.
+        That is the TV bound of accepting for certain: [1 - p/q]+ for a draft drawn from q, 1 - p for another one.
         """
         count, token = carry.pending.count[:, None], carry.pending.token[:, 1:]
         index = counting(token.shape[1], token.device)
@@ -275,5 +275,5 @@ class RoundStep:
         ratio = at(p, token) / carry.pending.q[:, 1:].clamp(min=1e-30)
         self.record.write(
             carry.committed[:, None] - count + 1 + index, meant, token, p, ratio=ratio,
-            tv_leak=(1 - ratio).clamp(min=0),
+            tv_bound=(1 - ratio).clamp(min=0),
         )

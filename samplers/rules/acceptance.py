@@ -6,8 +6,8 @@ being no departure at all. A draft proposed with certainty has the point mass on
 
 One position under acceptance f and residual law G follows K = q f + (1 - sum q f) G. Among all G the distance of K
 from p is least, sum [q f - p]+, for G ~ [p - q f]+ (Li et al., "Annealed relaxation of speculative decoding for faster
-autoregressive image generation", theorem 2 and eq. 10); a rule's ``leak`` is that distance. Summed over the positions
-tested it bounds, in expectation, the total variation between the pictures drawn and the model's own (eq. 8).
+autoregressive image generation", theorem 2 and eq. 10); a rule's ``tv_bound`` is that distance. Summed over the
+positions tested it bounds, in expectation, the total variation between the pictures drawn and the model's own (eq. 8).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class AcceptanceRule:
         """Unnormalised law [..., V+] to draw from after a rejection; a row is never all zero."""
         raise NotImplementedError
 
-    def leak(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+    def tv_bound(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         """Total variation [...] between what this test draws and p: its value, or an unbiased estimate of a bound."""
         raise NotImplementedError
 
@@ -88,7 +88,7 @@ class Exact(AcceptanceRule):
     def residual(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         return residual(p, q)
 
-    def leak(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+    def tv_bound(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         return torch.zeros_like(strength)
 
 

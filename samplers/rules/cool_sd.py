@@ -54,7 +54,7 @@ class ScaledRatio(AcceptanceRule):
             return residual(p, q)
         return unless_empty((p - self._kept(p, q, depth, strength)).clamp(min=0), p)
 
-    def leak(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+    def tv_bound(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         return (self._kept(p, q, depth, strength) - p).clamp(min=0).sum(-1)
 
     def _kept(self, p: Tensor, q: Tensor, depth: Tensor, strength: Tensor) -> Tensor:

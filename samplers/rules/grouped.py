@@ -57,7 +57,7 @@ class Grouped(AcceptanceRule):
     def residual(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         return unless_empty((p - self._kept(p, q, strength)).clamp(min=0), p)
 
-    def leak(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+    def tv_bound(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         return (self._kept(p, q, strength) - p).clamp(min=0).sum(-1)
 
     def _kept(self, p: Tensor, q: Tensor, strength: Tensor) -> Tensor:

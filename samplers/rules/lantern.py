@@ -106,7 +106,7 @@ class NeighbourRule(AcceptanceRule):
             return unless_empty((p - _without(q, near, some)).clamp(min=0), p)
         return unless_empty((_without(p, near, some) - q).clamp(min=0), p)
 
-    def leak(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+    def tv_bound(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         """[f - p/q]+ of the draft, whose mean over q is sum [q f - p]+; f of every other token is not needed.
 
         What another residual than the optimal one adds is at most the mean of (1 - f) times their distance.

@@ -52,7 +52,7 @@ class TVMetered(ScaledRatio):
         omega = 1 + (budget - settled).clamp(min=0) / steeper
         return torch.minimum(omega, largest).squeeze(-1)
 
-    def leak(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+    def tv_bound(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         most = ((q - p) * _relaxable(p, q)).sum(-1)
         return torch.minimum(self.epsilon * strength, most)
 

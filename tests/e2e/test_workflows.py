@@ -55,7 +55,7 @@ def saved_film(comfy, file: dict) -> list[np.ndarray]:
 
 def statistics_are_in_the_history(comfy, run):
     reports = run.collect("specar")
-    assert {report["schema"] for report in reports} == {"specar.trace/1"}
+    assert {report["schema"] for report in reports} == {"specar.trace/2"}
     [seed] = {report["totals"]["seed"] for report in reports}
     prompt = comfy.workflow("02_same_seed_two_samplers")
     assert seed == prompt[comfy.node_id(prompt, "PrimitiveInt")]["inputs"]["value"]
@@ -83,19 +83,20 @@ def the_face_is_judged(comfy, run):
 def the_upper_half_is_given(comfy, run):
     [report] = run.collect("specar")
     totals = report["totals"]
-    assert totals["images"] == 3 and totals["given"] == totals["sources"]["forced"] == totals["tokens"] == 3 * 128
+    assert totals["images"] == 3 and totals["tokens"] == 3 * 128
+    assert totals["prefix_tokens"] == totals["sources"]["forced"] == 3 * 128
     assert max(totals["passes_per_image"]) < 128
 
 
 def the_middle_is_kept(comfy, run):
     [report] = run.collect("specar")
-    assert report["totals"]["sources"]["forced"] == 12 * 12 and report["totals"]["given"] == 0
+    assert report["totals"]["sources"]["forced"] == 12 * 12 and report["totals"]["prefix_tokens"] == 0
 
 
 def the_face_is_exact(comfy, run):
-    leak = saved_positions(comfy, run)["positions.tv_leak"].reshape(16, 16)
-    assert (leak[6:10, 6:10] == 0).all()  # the middle of the face
-    border = torch.cat([leak[0], leak[-1], leak[:, 0], leak[:, -1]])
+    tv_bound = saved_positions(comfy, run)["positions.tv_bound"].reshape(16, 16)
+    assert (tv_bound[6:10, 6:10] == 0).all()  # the middle of the face
+    border = torch.cat([tv_bound[0], tv_bound[-1], tv_bound[:, 0], tv_bound[:, -1]])
     assert border.sum() > 0
 
 
@@ -120,9 +121,9 @@ def what_is_found_is_drawn_with(comfy, run):
     prompt = comfy.workflow("04_find_fastest")
     node, sampler = (comfy.node_id(prompt, kind) for kind in ("SpecARFindFastest", "SpecARMethodSampler"))
     [found] = run.outputs[node]["specar"]
-    [drawn] = [report for report in run.collect("specar") if report["schema"] == "specar.trace/1"]
+    [drawn] = [report for report in run.collect("specar") if report["schema"] == "specar.trace/2"]
     chosen = found["trials"][found["chosen"]]
-    assert drawn["settings"].get("lossless", True) and not chosen["tv_leak"]
+    assert drawn["settings"].get("lossless", True) and not chosen["tv_bound"]
     assert (chosen["method"] == "next token") == (drawn["settings"]["method"] == "next_token")
     if "window" in chosen["method"]:
         assert chosen["method"].endswith(f"window {drawn['settings']['window']}")

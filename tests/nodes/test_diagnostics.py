@@ -34,7 +34,7 @@ def made_trace(**grids) -> Trace:
         "source": [Source.ACCEPTED, Source.RESIDUAL, Source.BONUS, Source.FORCED], "finalised_at": [1, 1, 2, 2],
         "depth": [1, 2, 0, 0], "ratio": [2.0, 0.125, 0.0, 0.0], "entropy": [0.0, 1.0, 2.0, 0.0],
         "top1": [1.0, 0.5, 0.25, 1.0], "tree_depth": [3, 3, 0, 0], "tree_width": [2, 4, 0, 0],
-        "tv_leak": [0.0, 0.5, 0.25, 0.0],
+        "tv_bound": [0.0, 0.5, 0.25, 0.0],
     }  # fmt: skip
     positions = {name: torch.tensor([values]) for name, values in (default | grids).items()}
     return Trace(2, 2, 2, positions, {}, {}, {})
@@ -215,7 +215,7 @@ def numbers_of(trace: Trace, image: int = 0) -> dict:
 
 
 def assert_numbers_equal(data: dict, trace: Trace, image: int) -> None:
-    assert (data["schema"], data["rows"], data["cols"]) == ("specar.tokens/1", trace.rows, trace.cols)
+    assert (data["schema"], data["rows"], data["cols"]) == ("specar.tokens/2", trace.rows, trace.cols)
     assert set(data["fields"]) == {name for name in trace.positions if trace.grid(name)[image].any()}
     for name, values in data["fields"].items():
         np.testing.assert_allclose(values, trace.grid(name)[image].flatten(), rtol=6e-4, err_msg=name)
@@ -253,7 +253,7 @@ def test_numbers_leave_out_ends_of_lines_and_empty_records():
     rows, cols, stride = 2, 3, 4  # a forced end-of-line token after every row
     order = torch.arange(rows * stride).reshape(1, -1)
     kept = torch.where(order % stride == cols, int(Source.FORCED), int(Source.ACCEPTED))
-    trace = Trace(rows, cols, stride, {"source": kept, "finalised_at": order, "tv_leak": 0.0 * order}, {}, {}, {})
+    trace = Trace(rows, cols, stride, {"source": kept, "finalised_at": order, "tv_bound": 0.0 * order}, {}, {}, {})
     assert numbers_of(trace)["fields"] == {"source": [1] * 6, "finalised_at": [0, 1, 2, 4, 5, 6]}
 
 

@@ -43,7 +43,7 @@ def test_samplers_go_on_behind_the_top(nodes, run, tiny, sample, picture, method
     whole = tiny[0].model.quantize(latent["samples"])
     drawn, trace = sample(method, latent_image=latent)
     assert torch.equal(drawn["ar_tokens"][:, : GRID // 2], whole[:, : GRID // 2])
-    assert trace.summary()["given"] == 2 * GRID * GRID // 2
+    assert trace.summary()["prefix_tokens"] == 2 * GRID * GRID // 2
     assert (trace.grid("source")[:, : GRID // 2] == Source.FORCED).all()
     assert trace.totals["target_passes"] <= GRID * GRID // 2
     repeated = {**latent, "samples": latent["samples"][:1].repeat(3, 1, 1, 1)}  # what Repeat Latent Batch makes

@@ -96,7 +96,7 @@ def test_the_mask_of_a_rule_says_where_it_counts(draw, rule):
     assert torch.equal(half["ar_tokens"][:, :2], exact["ar_tokens"][:, :2])
     relaxed = trace.grid("source") == Source.RELAXED
     assert relaxed[:, 2:].any() and not relaxed[:, :2].any()
-    assert (trace.grid("tv_leak")[:, :2] == 0).all() and trace.grid("tv_leak").sum() > 0
+    assert (trace.grid("tv_bound")[:, :2] == 0).all() and trace.grid("tv_bound").sum() > 0
 
 
 def test_the_samplers_own_mask_counts_too(draw):

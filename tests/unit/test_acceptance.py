@@ -36,7 +36,7 @@ def test_golden_numbers_of_a_scaled_ratio(omega, f, accepted, rest, drift):
         assert close(accept, f) and close((Q * accept).sum(), accepted)
         law = rule.residual(*given)
         law = law / law.sum(-1, keepdim=True)
-        assert close(law, [rest] * 4) and close(rule.leak(*given), [drift] * 4)
+        assert close(law, [rest] * 4) and close(rule.tv_bound(*given), [drift] * 4)
         kernel = Q * accept + (1 - accepted) * law[0]
         assert close((kernel - P).clamp(min=0).sum(), drift)
 
@@ -46,7 +46,7 @@ def test_golden_numbers_of_the_metered_rule(epsilon, omega):
     """From 0.4 = TV(P, Q) on, the largest ratio Q/P = 6 is reached and everything is accepted."""
     rule, given = TVMetered(epsilon), (P.expand(4, -1), Q.expand(4, -1), torch.arange(4), DEPTH, ONE)
     assert close(rule.omega(P, Q, DEPTH[0], ONE[0]), omega, 1e-5)
-    assert close(rule.leak(*given), [min(epsilon, 0.4)] * 4)
+    assert close(rule.tv_bound(*given), [min(epsilon, 0.4)] * 4)
     assert close(rule.accept_probability(*given), UniformRSD(omega).accept_probability(*given), 1e-5)
 
 
@@ -116,7 +116,7 @@ def test_golden_numbers_of_certain_children():
 
 @pytest.mark.parametrize("child", range(4))
 def test_relaxed_certain_children(child):
-    """The residual of every rule then is p without the child; the metered one leaks min(epsilon, 1 - p)."""
+    """The residual of every rule then is p without the child; the metered one drifts by min(epsilon, 1 - p)."""
     token = torch.tensor(child)
     given = P, point_mass(token, 4), token, DEPTH[0], ONE[0]
     p, rest = float(P[child]), torch.where(torch.arange(4) == child, 0, P)
@@ -128,14 +128,14 @@ def test_relaxed_certain_children(child):
         (TVMetered(0.1), min(1, p + 0.1)), (TVMetered(0.9), min(1, p + 0.9)),
     ):
         assert close(rule.accept_probability(*given), f), rule
-        assert close(rule.residual(*given), rest.tolist()) and close(rule.leak(*given), f - p), rule
+        assert close(rule.residual(*given), rest.tolist()) and close(rule.tv_bound(*given), f - p), rule
 
 
 def test_a_token_of_target_probability_zero_is_never_kept():
     given = torch.tensor([[0.0, 1.0]]), torch.tensor([[1.0, 0.0]]), torch.tensor([0]), DEPTH[:1], ONE[:1]
     for rule in (Exact(), UniformRSD(100), CoolSD(100), TVMetered(1)):
         assert float(rule.accept_probability(*given)) == 0
-        assert close(rule.leak(*given), [0])
+        assert close(rule.tv_bound(*given), [0])
 
 
 def test_strength_is_checked():

@@ -73,7 +73,7 @@ def same(one, other):
     for mine, its in ((one.trace.positions, other.trace.positions), (one.trace.rounds, other.trace.rounds)):
         for name in mine.keys() - {"milliseconds", "draft_milliseconds", "width"}:
             torch.testing.assert_close(mine[name], its[name], msg=name)
-    apart = {"seconds": 0, "tv_leak": 0, "mean_log_p": 0}  # the others are counted; these sum up what was compared
+    apart = {"seconds": 0, "tv_bound": 0, "mean_log_p": 0}  # the others are counted; these sum up what was compared
     assert one.trace.totals | apart == other.trace.totals | apart
 
 

@@ -97,7 +97,7 @@ def test_strength_and_kept_tokens_are_inputs_of_a_graph():
     assert made[0].captured == 1
     for one, two in zip(found, wanted, strict=True):
         assert_same(one, two)
-    assert not torch.equal(found[0].trace.positions["tv_leak"], found[1].trace.positions["tv_leak"])
+    assert not torch.equal(found[0].trace.positions["tv_bound"], found[1].trace.positions["tv_bound"])
 
 
 MOVED = [{"cfg": 2.5}, {"temperature": 0.5}, {"top_k": 1}, {"top_p": 0.6}]

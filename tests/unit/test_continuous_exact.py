@@ -64,7 +64,7 @@ def test_exact_mode_draws_from_the_law_of_the_target(pair):
     decoded = draw(pair)
     summary = decoded.trace.summary()
     assert 0.2 < summary["acceptance_rate"] < 0.8
-    assert summary["last_resorts"] < 0.005 * summary["tokens"]
+    assert summary["failed_resamples"] < 0.005 * summary["tokens"]
     assert_exact(score(TARGETS[pair], decoded, CFG))
 
 
@@ -196,7 +196,7 @@ def test_exactness_takes_patience(patience, exact, monkeypatch):
     target, drafter = ToyMixture(1), ToyMixture(1, noise=0.3)
     decoded = ContinuousSpeculative(drafter, 3, 0, "exact").sample(request(target, RUNS))
     tries = decoded.trace.positions["tries"]
-    assert (decoded.trace.summary()["last_resorts"] == 0) == exact
+    assert (decoded.trace.summary()["failed_resamples"] == 0) == exact
     assert (int(tries.max()) > 10) == exact and (int(tries.min()) == -2) == (not exact)
     found = score(target, decoded)
     assert found.worst < 1 if exact else found.worst > 1.5, found
@@ -215,7 +215,7 @@ def assert_nothing_lost(decoded, tries):
     assert decoded.tokens.isfinite().all() and (decoded.tokens != 0).all()
     assert set(trace.positions["tries"].unique().tolist()) == {-tries, 0}
     assert torch.equal(trace.positions["tries"] == -tries, trace.positions["source"] == Source.RESIDUAL)
-    assert trace.summary()["last_resorts"] == int((trace.positions["tries"] < 0).sum()) > 0
+    assert trace.summary()["failed_resamples"] == int((trace.positions["tries"] < 0).sum()) > 0
     assert trace.positions["log_ratio"][trace.positions["depth"] > 0].sub(-1).abs().max() < 1e-5
 
 

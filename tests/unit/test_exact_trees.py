@@ -157,16 +157,16 @@ def test_a_round_never_commits_more_than_the_tree_allows():
 @pytest.mark.parametrize("rule", RELAXED, ids=str)
 @pytest.mark.parametrize("structure", [Chain(3), TWO_LEVELS, Dynamic(2, 2, 4)], ids=str)
 def test_relaxed_rules_keep_their_bound_and_accept_more(structure, rule):
-    """The distance from the law is at most the mean of what the trace says leaked."""
+    """The distance from the law is at most the mean of the trace's TV bounds."""
     relaxed, exact = draw(structure, "row", rule=rule), draw(structure, "row")
     law = MODELS["row"].law(LAYOUTS["row"][0], SamplingParams())
     noise = chi_square(exact.tokens, law).tv
-    leak = relaxed.trace.positions["tv_leak"].sum(1)
-    assert chi_square(relaxed.tokens, law).tv <= float(leak.mean() + 4 * leak.std() / RUNS**0.5) + noise
+    tv_bound = relaxed.trace.positions["tv_bound"].sum(1)
+    assert chi_square(relaxed.tokens, law).tv <= float(tv_bound.mean() + 4 * tv_bound.std() / RUNS**0.5) + noise
     assert sum(relaxed.trace.totals["passes_per_image"]) < sum(exact.trace.totals["passes_per_image"])
     sources = relaxed.trace.positions["source"]
     assert (sources == Source.RELAXED).any() and not (exact.trace.positions["source"] == Source.RELAXED).any()
-    assert float(exact.trace.positions["tv_leak"].sum()) == 0
+    assert float(exact.trace.positions["tv_bound"].sum()) == 0
 
 
 @pytest.mark.parametrize("rule", [*RELAXED, CoolSD(1.1, decay=1.0, floor=False)], ids=str)
@@ -176,7 +176,7 @@ def test_strength_zero_is_exact_and_strength_is_per_position(rule):
         return DraftTree(DRAFTERS["row"], TWO_LEVELS, rule).sample(asked)
 
     exact, none = sample(Exact(), None), sample(rule, torch.zeros(1, 6))
-    assert torch.equal(exact.tokens, none.tokens) and none.trace.summary()["tv_leak"] == 0
+    assert torch.equal(exact.tokens, none.tokens) and none.trace.summary()["tv_bound"] == 0
     late = torch.tensor([[0.0, 0, 0, 1, 1, 1]])
-    leak = sample(rule, late).trace.positions["tv_leak"]
-    assert not leak[:, :3].any() and leak[:, 3:].any()
+    tv_bound = sample(rule, late).trace.positions["tv_bound"]
+    assert not tv_bound[:, :3].any() and tv_bound[:, 3:].any()

@@ -76,8 +76,8 @@ def distance(a, b):
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("depth", [1, 3, 9])
-def test_the_drift_is_its_closed_form_and_the_leak_says_so(rule, depth):
-    """With the optimal residual, TV(K, p) = sum [q f - p]+; a leak that looks at one draft has this for its mean."""
+def test_the_drift_is_its_closed_form_and_the_tv_bound_says_so(rule, depth):
+    """With the optimal residual, TV(K, p) = sum [q f - p]+; a bound that looks at one draft has this for its mean."""
     rule = bound(rule)
     drifts = []
     for seed in range(12):
@@ -86,10 +86,10 @@ def test_the_drift_is_its_closed_form_and_the_leak_says_so(rule, depth):
         assert abs(float(kernel.sum()) - 1) < 1e-12
         drift = float((q * f - p).clamp(min=0).sum())
         assert abs(distance(kernel, p) - drift) < 1e-9
-        leak = rule.leak(*every(p, q, depth))
-        assert abs(float((q * leak).sum()) - drift) < 1e-9
+        tv_bound = rule.tv_bound(*every(p, q, depth))
+        assert abs(float((q * tv_bound).sum()) - drift) < 1e-9
         if not isinstance(rule, Lantern | LanternPP):
-            assert (leak - drift).abs().max() < 1e-9
+            assert (tv_bound - drift).abs().max() < 1e-9
         drifts.append(drift)
     relaxed = not rule.lossless
     if isinstance(rule, CoolSD):
@@ -98,7 +98,7 @@ def test_the_drift_is_its_closed_form_and_the_leak_says_so(rule, depth):
 
 
 @pytest.mark.parametrize("redraw", REDRAW)
-def test_the_authors_residuals_draw_worse_and_the_leak_bounds_what_they_draw(redraw):
+def test_the_authors_residuals_draw_worse_and_the_tv_bound_holds_for_what_they_draw(redraw):
     worse = 0
     for rule in (Lantern(4, 0.2, redraw), Lantern(9, 0.5, redraw), LanternPP(6, 4, redraw)):
         rule, best = bound(rule), bound(replace(rule, redraw="optimal"))
@@ -107,7 +107,7 @@ def test_the_authors_residuals_draw_worse_and_the_leak_bounds_what_they_draw(red
             drift = distance(enumerated(rule, p, q)[2], p)
             least = distance(enumerated(best, p, q)[2], p)
             assert drift >= least - 1e-12
-            assert drift <= float((q * rule.leak(*every(p, q))).sum()) + 1e-12
+            assert drift <= float((q * rule.tv_bound(*every(p, q))).sum()) + 1e-12
             likely = q.argsort(descending=True)[:3].tolist()
             drift += distance(certain_group(rule, p, likely), p)
             least += distance(certain_group(best, p, likely), p)
@@ -175,7 +175,7 @@ def test_nothing_relaxed_is_the_exact_rule_to_the_last_bit(rule):
         drafted = q > 0
         assert torch.equal(rule.accept_probability(*given)[drafted], exact.accept_probability(*given)[drafted])
         assert torch.equal(rule.residual(*given), exact.residual(*given))
-        assert (rule.leak(*given)[drafted] == 0).all()
+        assert (rule.tv_bound(*given)[drafted] == 0).all()
 
 
 @pytest.mark.parametrize("rule", [*RULES, *LOSSY], ids=str)
@@ -188,7 +188,7 @@ def test_extreme_laws(rule):
                  (halves, halves.flip(0)), (uniform, uniform), (halves, halves)):
         f, rest, kernel = enumerated(rule, p, q)
         assert kernel.isfinite().all() and abs(float(kernel.sum()) - 1) < 1e-5
-        assert rule.leak(*every(p, q))[q > 0].isfinite().all()
+        assert rule.tv_bound(*every(p, q))[q > 0].isfinite().all()
         if torch.equal(p, q):
             assert (f[q > 0] > 1 - 1e-6).all()
         if not isinstance(rule, Lantern | LanternPP | Grouped):  # those may keep what looks like a possible token
@@ -201,7 +201,7 @@ def test_special_tokens_resemble_nothing(rule):
     rule = bound(rule)
     end = torch.eye(VOCAB + 2)[VOCAB + 1]
     given = end[None], end[None], torch.tensor([VOCAB + 1]), torch.tensor([1]), torch.ones(1)
-    assert rule.accept_probability(*given) == 1 and rule.leak(*given) == 0
+    assert rule.accept_probability(*given) == 1 and rule.tv_bound(*given) == 0
     assert rule.residual(*given).argmax() == VOCAB + 1 and rule.residual(*given).count_nonzero() == 1
     p, q = laws(1)
     wide = [torch.cat((law, torch.zeros(2, dtype=law.dtype))) for law in (p, q)]
@@ -218,11 +218,11 @@ def test_special_tokens_resemble_nothing(rule):
 
 
 def sampled_group(rule, p, q, children, forget=False, vanilla=False):
-    """The law of ``children`` siblings drawn from q without replacement, tested in turn, and the expected leak.
+    """The law of ``children`` siblings drawn from q without replacement, tested in turn, and the expected TV bound.
 
     forget: the residual uses q as it was at first (wrong). vanilla: the residual is [p - q]+ whatever f (wrong).
     """
-    out, leaks = torch.zeros_like(p), 0.0
+    out, tv_bounds = torch.zeros_like(p), 0.0
     stack = [(p, q, 0, 1.0)]
     while stack:
         law, left, number, mass = stack.pop()
@@ -230,7 +230,7 @@ def sampled_group(rule, p, q, children, forget=False, vanilla=False):
             out += mass * law
             continue
         f, rest, _ = enumerated(rule, law, left)
-        leaks += mass * float((left * rule.leak(*every(law, left))).sum())
+        tv_bounds += mass * float((left * rule.tv_bound(*every(law, left))).sum())
         out += mass * left * f
         if forget or vanilla:
             wrong = Exact().residual(*every(law, q if forget else left))
@@ -241,7 +241,7 @@ def sampled_group(rule, p, q, children, forget=False, vanilla=False):
                 without = left.clone()
                 without[x] = 0
                 stack.append((rest[x], without / without.sum().clamp(min=1e-300), number + 1, rejected))
-    return out, leaks
+    return out, tv_bounds
 
 
 def certain_group(rule, p, children):
@@ -260,8 +260,8 @@ def certain_group(rule, p, children):
 def test_exact_siblings_draw_from_p(children):
     for seed in range(3):
         p, q = laws(seed, 6, zeros=0.1)
-        out, leak = sampled_group(Exact(), p, q, children)
-        assert distance(out, p) < 1e-14 and leak == 0
+        out, tv_bound = sampled_group(Exact(), p, q, children)
+        assert distance(out, p) < 1e-14 and tv_bound == 0
         likely = q.argsort(descending=True)[:children].tolist()
         assert distance(certain_group(Exact(), p, likely), p) < 1e-14
 
@@ -286,16 +286,16 @@ def test_a_stricter_ratio_needs_its_own_residual():
 
 
 @pytest.mark.parametrize("rule", LOSSY, ids=str)
-def test_relaxed_siblings_drift_no_further_than_their_leaks(rule):
+def test_relaxed_siblings_drift_no_further_than_their_tv_bounds(rule):
     codebook = CODEBOOK[:6]
     rule = replace(rule, neighbours=min(rule.neighbours, 5)) if hasattr(rule, "neighbours") else rule
     rule = bound(rule, codebook)
     for seed in range(2):
         p, q = laws(seed, 6, zeros=0)
         for children in (1, 2, 3):
-            out, leak = sampled_group(rule, p, q, children)
+            out, tv_bound = sampled_group(rule, p, q, children)
             assert abs(float(out.sum()) - 1) < 1e-12
-            assert distance(out, p) <= leak + 1e-12
+            assert distance(out, p) <= tv_bound + 1e-12
 
 
 # Settings

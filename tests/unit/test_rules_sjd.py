@@ -48,12 +48,12 @@ def many(rule, name="plain"):
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("name", ["plain", "line_ends"])
-def test_pictures_drift_no_further_than_the_recorded_leak(rule, name):
-    """The mean over runs of the leaks summed along a picture bounds the total variation between the laws."""
+def test_pictures_drift_no_further_than_the_recorded_tv_bound(rule, name):
+    """The mean over runs of the TV bounds summed along a picture bounds the total variation between the laws."""
     decoded, law = many(rule, name), MODELS[name].law(LAYOUTS[name][0], SamplingParams())
     found = chi_square(decoded.tokens, law)
-    leak = float(decoded.trace.positions["tv_leak"].sum(-1).mean())
-    assert 0.01 < leak and found.tv <= leak + NOISE
+    tv_bound = float(decoded.trace.positions["tv_bound"].sum(-1).mean())
+    assert 0.01 < tv_bound and found.tv <= tv_bound + NOISE
     trace, reference = decoded.trace, many(Exact(), name).trace
     assert sum(trace.totals["passes_per_image"]) < sum(reference.totals["passes_per_image"])
     assert trace.summary()["accepted_drafts"] > reference.summary()["accepted_drafts"]
@@ -69,11 +69,11 @@ def test_a_relaxed_rule_does_drift():
 
 
 @pytest.mark.parametrize("rule", [UniformRSD(2), CoolSD(2, 0.5, 3), Lantern(2, 0.3), TVMetered(0.05)], ids=str)
-def test_as_many_tokens_are_relaxed_as_the_leaks_sum_up_to(rule):
+def test_as_many_tokens_are_relaxed_as_the_tv_bounds_sum_up_to(rule):
     """Where f >= min(1, p/q), the chance of a relaxed token is sum q (f - min(1, p/q)): the same as sum [q f - p]+."""
     positions = many(rule).trace.positions
-    relaxed, leak = (positions["source"] == Source.RELAXED).sum(-1).float(), positions["tv_leak"].sum(-1)
-    difference = relaxed - leak
+    relaxed, tv_bound = (positions["source"] == Source.RELAXED).sum(-1).float(), positions["tv_bound"].sum(-1)
+    difference = relaxed - tv_bound
     assert abs(difference.mean()) < 4 * difference.std() / RUNS**0.5
 
 
@@ -91,16 +91,16 @@ def test_strength_is_taken_where_it_is_given(rule):
     """Left column exact, right column relaxed; and image by image."""
     strength = torch.tensor([[0.0, 1, 0, 1]])
     trace = draw(rule, strength=strength).trace
-    assert (trace.positions["tv_leak"][:, [0, 2]] == 0).all() and (trace.positions["tv_leak"][:, [1, 3]] > 0).any()
+    assert (trace.positions["tv_bound"][:, [0, 2]] == 0).all() and (trace.positions["tv_bound"][:, [1, 3]] > 0).any()
     relaxed = trace.positions["source"] == Source.RELAXED
     assert not relaxed[:, [0, 2]].any() and relaxed[:, [1, 3]].any()
-    assert 0 < trace.summary()["tv_leak"] < many(rule).trace.summary()["tv_leak"]
+    assert 0 < trace.summary()["tv_bound"] < many(rule).trace.summary()["tv_bound"]
     per_image = torch.cat((torch.zeros(1, 4), torch.ones(1, 4), torch.full((1, 4), 0.5)))
     batch = draw(rule, strength=per_image, seed=3, batch=3)
     for i in range(3):
         alone = draw(rule, strength=per_image[i : i + 1], seed=3 + i, batch=1)
         assert torch.equal(alone.tokens[0], batch.tokens[i])
-        assert torch.equal(alone.trace.positions["tv_leak"][0], batch.trace.positions["tv_leak"][i])
+        assert torch.equal(alone.trace.positions["tv_bound"][0], batch.trace.positions["tv_bound"][i])
 
 
 def test_full_strength_is_the_default():
@@ -116,16 +116,16 @@ def test_a_relaxed_token_is_one_the_exact_rule_refuses(rule):
     relaxed = positions["source"] == Source.RELAXED
     assert relaxed.any() and (positions["ratio"][relaxed] < 1).all() and (positions["depth"][relaxed] > 0).all()
     forced = LAYOUTS["line_ends"][0].forced.expand(RUNS, -1) >= 0
-    assert (positions["source"][forced] == Source.FORCED).all() and (positions["tv_leak"][forced] == 0).all()
-    assert (positions["tv_leak"][positions["depth"] == 0] == 0).all(), "no draft, no leak"
+    assert (positions["source"][forced] == Source.FORCED).all() and (positions["tv_bound"][forced] == 0).all()
+    assert (positions["tv_bound"][positions["depth"] == 0] == 0).all(), "no draft, no drift"
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_without_a_draft_nothing_leaks(rule):
+def test_without_a_draft_nothing_drifts(rule):
     """Also where the filters leave two tokens, so that what stands in for a draft may have probability zero."""
     positions = draw(rule, batch=500, params=SamplingParams(top_k=2), window=2).trace.positions
     bare = positions["depth"] == 0
-    assert bare[:, 1:].any() and (positions["tv_leak"][bare] == 0).all()
+    assert bare[:, 1:].any() and (positions["tv_bound"][bare] == 0).all()
 
 
 @pytest.mark.parametrize("reuse", [r for r in REUSE if r != "gumbel"])
@@ -156,7 +156,7 @@ def test_a_schedule_relaxes_the_first_offsets_only():
     positions = draw(CoolSD(4, 0, steps=1)).trace.positions
     relaxed = positions["source"] == Source.RELAXED
     assert relaxed.any() and (positions["depth"][relaxed] == 1).all()
-    assert (positions["tv_leak"][positions["depth"] > 1] == 0).all()
+    assert (positions["tv_bound"][positions["depth"] > 1] == 0).all()
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -229,4 +229,4 @@ def test_a_step_compiles_as_one_graph(model, rule):
         compiled = passes(torch.compile(jacobi.step, fullgraph=True, backend="eager"), rule, model)
     assert all(torch.equal(a, b) for a, b in zip(decided(plain), decided(compiled), strict=True))
     record = plain[0].record
-    assert record.positions[..., record.fields.index("tv_leak")].any(), "the rule has something to record"
+    assert record.positions[..., record.fields.index("tv_bound")].any(), "the rule has something to record"

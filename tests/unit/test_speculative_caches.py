@@ -149,7 +149,7 @@ def test_rounds_are_never_skipped_twice_running(model, drafters):
     skipped = trace.rounds["skipped"].bool()
     assert skipped.any() and not (skipped[1:] & skipped[:-1]).any()
     taken = trace.positions["source"] == Source.SKIPPED
-    assert (trace.positions["p"][taken] > 0).any() and (trace.positions["tv_leak"][taken] > 0).any()
+    assert (trace.positions["p"][taken] > 0).any() and (trace.positions["tv_bound"][taken] > 0).any()
     totals = trace.totals
     assert totals["passes_per_image"] == ((trace.rounds["committed"] > 0) & ~skipped).sum(0).tolist()
 
@@ -161,5 +161,5 @@ def test_relaxation_means_fewer_passes_on_a_real_backbone(model, drafters):
     strength[:2] = 0
     out = api.sample(model, prompt, DraftTree(drafters["eagle"], Static(), CoolSD(8.0)), top_k=0, batch_size=8,
                      strength=strength)
-    leak = out.trace.grid("tv_leak")
-    assert not leak[:, :2].any() and leak[:, 2:].any()
+    tv_bound = out.trace.grid("tv_bound")
+    assert not tv_bound[:, :2].any() and tv_bound[:, 2:].any()

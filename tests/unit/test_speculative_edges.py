@@ -74,7 +74,7 @@ def test_images_of_one_token_and_of_forced_tokens_alone():
             else:
                 assert torch.equal(decoded.tokens, whole.forced.expand(3, -1)) and (sources == Source.FORCED).all()
             summary = decoded.trace.summary()
-            assert summary["accepted_drafts"] == summary["tv_leak"] == 0
+            assert summary["accepted_drafts"] == summary["tv_bound"] == 0
 
 
 def test_images_that_keep_different_tokens_are_single_runs():
@@ -221,14 +221,14 @@ def test_rules_stand_the_smallest_probabilities(rule):
     assert ((f >= 0) & (f <= 1)).all()
     kept = q[0] * f
     drawn = kept + (1 - kept.sum()) * law / law.sum()
-    assert (drawn - p[0]).clamp(min=0).sum() <= (rule.leak(*given) * q[0]).sum() + 1e-6
+    assert (drawn - p[0]).clamp(min=0).sum() <= (rule.tv_bound(*given) * q[0]).sum() + 1e-6
 
 
 # What the trace says.
 
 
 def test_the_drift_of_skipping_is_not_understated():
-    """A perfect drafter, but not the first-drawn child is taken: the drift is not zero, nor may the leak be."""
+    """A perfect drafter, but not the first-drawn child is taken: the drift is not zero, nor may its bound be."""
     layout = plain(2, 3)
     toy = ToyModel(layout)
     law = toy.law(layout, SamplingParams())
@@ -237,8 +237,8 @@ def test_the_drift_of_skipping_is_not_understated():
         method = DraftTree(ToyDrafter(toy, noise=0, stale=True), Static(((0,), (1,), (2,))), skipping=skipping)
         exact = replace(method, skipping=None)
         skipped, noise = (m.sample(request(toy, layout, batch=3000)) for m in (method, exact))
-        leak = skipped.trace.positions["tv_leak"].sum(1).mean()
-        assert chi_square(skipped.tokens, law).tv <= leak + chi_square(noise.tokens, law).tv + 0.05, path
+        tv_bound = skipped.trace.positions["tv_bound"].sum(1).mean()
+        assert chi_square(skipped.tokens, law).tv <= tv_bound + chi_square(noise.tokens, law).tv + 0.05, path
 
 
 def test_drafts_that_nobody_tested_were_not_refused():

@@ -1,10 +1,11 @@
 """The trace: every token accounted for, numbers that add up, files that survive and files that do not."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
-from comfyui_specar.model_loaders.files.trace_files import load_trace, save_trace
+from comfyui_specar.model_loaders.files.trace_files import RENAMED, SCHEMA_1, load_trace, save_trace
 from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
@@ -25,6 +26,7 @@ from ..support import toy_heads
 from ..support.toy import VOCAB, ToyDrafter, ToyModel, plain, request, with_kept_tokens, with_line_ends
 from ..support.toy_heads import ToyHead
 
+DATA = Path(__file__).parents[1] / "data"
 LINE_ENDS, KEPT = with_line_ends(2, 2), with_kept_tokens(2, 3)
 CASES = {"line_ends": (ToyModel(LINE_ENDS, 2), LINE_ENDS), "kept": (ToyModel(KEPT), KEPT)}
 
@@ -49,7 +51,7 @@ def test_sources_and_passes_add_up(method, case):
     assert summary["accepted_drafts"] == summary["sources"].get("accepted", 0) == int(trace.rounds["accepted"].sum())
     assert summary["accepted_length"] == pytest.approx(free / sum(summary["passes_per_image"]))
     given = int(case == "kept")  # its first token is kept: it is read with the prompt
-    assert summary["given"] == 5 * given
+    assert summary["prefix_tokens"] == 5 * given
     assert summary["step_compression"] == pytest.approx(5 * (layout.length - given) / sum(summary["passes_per_image"]))
 
 
@@ -67,7 +69,7 @@ def test_positions_tell_a_consistent_story():
     assert (get("q")[bonus] == 0).all() and (get("q")[accepted] > 0).all()
     assert torch.allclose(get("ratio")[accepted], get("p")[accepted] / get("q")[accepted])
     assert (get("p") > 0).all() and (get("p") <= get("top1") + 1e-6).all() and (get("entropy") >= 0).all()
-    assert (get("tv_leak") == 0).all() and (get("refinements") >= 0).all()
+    assert (get("tv_bound") == 0).all() and (get("refinements") >= 0).all()
     assert get("finalised_at")[get("source") == Source.PREFILL].eq(0).all()
 
 
@@ -91,7 +93,7 @@ def test_hand_made_run_has_the_hand_made_numbers():
     summary = trace.summary()
     wanted = {"target_passes": 3, "passes_per_image": [3, 2], "tokens": 6, "images": 2, "seed": 9, "seconds": 1.235,
               "draft_passes": 0, "accepted_drafts": 1, "acceptance_rate": 0.5, "accepted_length": 6 / 5,
-              "step_compression": 6 / 5, "tv_leak": 0,
+              "step_compression": 6 / 5, "tv_bound": 0,
               "sources": {"prefill": 2, "accepted": 1, "residual": 1, "bonus": 2}}
     assert {key: summary[key] for key in wanted} == wanted
     assert summary["mean_log_p"] == pytest.approx(torch.tensor(0.25).log().item())
@@ -132,7 +134,7 @@ def test_save_and_load_give_the_same_trace(tmp_path):
     assert loaded.report() == json.loads(json.dumps(trace.report()))
     report = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))
     assert report == loaded.report()
-    assert report["schema"] == "specar.trace/1" and report["grid"] == [2, 2, 3]
+    assert report["schema"] == "specar.trace/2" and report["grid"] == [2, 2, 3]
     assert report["settings"]["threshold"] == 0.7 and report["settings"]["top_k"] == 2
     assert report["settings"]["lossless"] is True and report["totals"]["tokens"] == 20
 
@@ -194,7 +196,7 @@ def test_every_number_is_read_back_bit_for_bit(name, tmp_path, threads):
     for number in (1, 2, 4):
         threads(number)
         assert json.dumps(load_trace(record).report()) == whole
-    sums = {"mean_square_distance": "continuous, " in name, "tv_leak": {"relaxed", "metered", "vvs"} & {*name.split()},
+    sums = {"mean_square_distance": "continuous, " in name, "tv_bound": {"relaxed", "metered", "vvs"} & {*name.split()},
             "mean_log_p": name != "jacobi" and not trace.continuous}  # Jacobi decoding is greedy: its p are 1
     assert all(trace.totals[number] for number, expected in sums.items() if expected), "no sum to read back"
 
@@ -202,12 +204,21 @@ def test_every_number_is_read_back_bit_for_bit(name, tmp_path, threads):
 COUNTED = ("target_passes", "passes_per_image", "draft_passes", "images", "tokens", "seed", "seconds")
 
 
-def as_earlier_versions_wrote(record):
-    """The same file with only those totals that the run counted, as before the others were stored."""
+def header_of(record):
+    """What a saved trace holds besides its arrays."""
     with safe_open(record, "pt") as file:
-        header = json.loads(file.metadata()["specar"])
-    header["totals"] = {name: header["totals"][name] for name in COUNTED}
-    save_file(load_file(record), record, metadata={"specar": json.dumps(header)})
+        return json.loads(file.metadata()["specar"])
+
+
+def as_earlier_versions_wrote(record):
+    """The same file of schema 1 and with only those totals that the run counted, as before the others were stored."""
+    header = header_of(record)
+    header |= {"schema": SCHEMA_1, "totals": {name: header["totals"][name] for name in COUNTED}}
+    tensors = load_file(record)
+    for old, new in RENAMED.items():
+        if f"positions.{new}" in tensors:
+            tensors[f"positions.{old}"] = tensors.pop(f"positions.{new}")
+    save_file(tensors, record, metadata={"specar": json.dumps(header)})
 
 
 def long_run(continuous):
@@ -242,7 +253,7 @@ def test_sums_of_many_numbers_do_not_depend_on_threads(continuous, earlier, tmp_
         judged = positions["depth"] > 0
         wanted = {"mean_square_distance": positions["distance"][judged].double().square().mean().item()}
     else:
-        wanted = {"tv_leak": positions["tv_leak"].double().sum().item(),
+        wanted = {"tv_bound": positions["tv_bound"].double().sum().item(),
                   "mean_log_p": positions["p"].double().log().mean().item()}
     assert {name: totals[name] for name in wanted} == pytest.approx(wanted, rel=1e-12)
 
@@ -255,9 +266,45 @@ def test_files_of_earlier_versions_are_completed(name, tmp_path):
     assert json.dumps(load_trace(record).report()) == json.dumps(trace.report())
 
 
+@pytest.mark.parametrize("name", ["trace_schema_1", "trace_schema_1_continuous"])
+def test_files_of_schema_1_are_read_under_the_names_of_today(name, tmp_path):
+    """Real ones, each with its report: SJD with a relaxed rule and a prefix; vectors with failed resamples."""
+    saved, old = load_file(DATA / f"{name}.safetensors"), json.loads((DATA / f"{name}.json").read_text("utf-8"))
+    assert old["schema"] == SCHEMA_1 == header_of(DATA / f"{name}.safetensors")["schema"]
+    trace = load_trace(DATA / f"{name}.safetensors")
+    totals = {RENAMED.get(key, key): value for key, value in old["totals"].items()}
+    assert trace.report() == old | {"schema": "specar.trace/2", "totals": totals}
+    fields = CONTINUOUS_FIELDS if trace.continuous else POSITION_FIELDS
+    assert trace.positions.keys() == fields.keys() and not RENAMED.keys() & (trace.positions | trace.totals).keys()
+    assert any(trace.totals.get(new) for new in RENAMED.values()), "nothing was renamed"
+    for key, values in saved.items():
+        group, _, field = key.partition(".")
+        assert torch.equal(getattr(trace, group)[RENAMED.get(field, field)], values), key
+    _, record = save_trace(trace, tmp_path / "again")
+    assert header_of(record)["schema"] == "specar.trace/2" and load_trace(record).report() == trace.report()
+
+
+@pytest.mark.parametrize("damage", [
+    lambda header, tensors: header["totals"].update(given=1),
+    lambda header, tensors: header["totals"].update(tv_leak="much"),
+    lambda header, tensors: header.update(totals=None),
+    lambda header, tensors: header.update(totals=["given"]),
+    lambda header, tensors: header.pop("totals"),
+    lambda header, tensors: tensors.pop("positions.tv_leak"),
+    lambda header, tensors: tensors.update({"positions.tv_leak": torch.zeros(2)}),
+    lambda header, tensors: header.update(schema="specar.trace/2"),  # which has other names
+])
+def test_damaged_files_of_schema_1_are_refused(damage, tmp_path):
+    path = DATA / "trace_schema_1.safetensors"
+    header, tensors = header_of(path), load_file(path)
+    damage(header, tensors)
+    save_file(tensors, tmp_path / "run.safetensors", metadata={"specar": json.dumps(header)})
+    refused(tmp_path / "run.safetensors")
+
+
 @pytest.mark.parametrize(("name", "value"), [
-    ("accepted_drafts", 10**6), ("given", -1), ("given", 0.0), ("sources", {"accepted": 1}), ("tv_leak", "much"),
-    ("acceptance_rate", None), ("mean_log_p", 1), ("passes_per_image", "many"), ("tokens", None),
+    ("accepted_drafts", 10**6), ("prefix_tokens", -1), ("prefix_tokens", 0.0), ("sources", {"accepted": 1}),
+    ("tv_bound", "much"), ("acceptance_rate", None), ("mean_log_p", 1), ("passes_per_image", "many"), ("tokens", None),
 ])
 def test_totals_that_contradict_the_records_are_refused(name, value, tmp_path):
     trace = trace_of(SJD(window=3))
@@ -283,10 +330,10 @@ def test_other_files_are_refused_by_name(tmp_path):
     assert "found no schema" in refused(path)
     save_file({"positions.p": torch.zeros(2)}, str(path), metadata={"specar": json.dumps({"schema": "specar.trace/9"})})
     assert "specar.trace/9" in refused(path)
-    for metadata in ("not json", "[]", "3", json.dumps({"schema": "specar.trace/1"})):
+    for metadata in ("not json", "[]", "3", json.dumps({"schema": "specar.trace/2"})):
         save_file({"positions.p": torch.zeros(2)}, str(path), metadata={"specar": metadata})
         refused(path)
-    header = {"schema": "specar.trace/1", "rows": 1, "cols": 2, "stride": 2, "totals": {}, "settings": {}}
+    header = {"schema": "specar.trace/2", "rows": 1, "cols": 2, "stride": 2, "totals": {}, "settings": {}}
     for name in ("positions.p", "unknown.p", "nodot"):
         save_file({name: torch.zeros(1, 2)}, str(path), metadata={"specar": json.dumps(header)})
         refused(path)

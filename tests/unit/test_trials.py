@@ -19,10 +19,10 @@ class Method:
         return self.judges == "exact"
 
 
-def trial(name: str, *milliseconds: float, leak: float | None = None, note: str = "") -> Trial:
-    method = Method(name) if leak is None else Method(name, "relaxed")
+def trial(name: str, *milliseconds: float, tv_bound: float | None = None, note: str = "") -> Trial:
+    method = Method(name) if tv_bound is None else Method(name, "relaxed")
     tokens = 100 * len(milliseconds)
-    return Trial(method, [m / 1000 for m in milliseconds], tokens, tokens // 2, (leak or 0.0) * tokens, note)
+    return Trial(method, [m / 1000 for m in milliseconds], tokens, tokens // 2, (tv_bound or 0.0) * tokens, note)
 
 
 PLAIN = trial("next token", 10, 11, 12)
@@ -44,11 +44,11 @@ def choice(*others: Trial, budget: float = 0.0, plain: Trial = PLAIN) -> tuple[s
         ([trial("a", 13, 14)], 0, ("next token", False, [])),
         ([trial("a", 1)], 0, ("next token", False, [])),  # a single run proves nothing
         ([trial("a"), trial("b", 5, 6)], 0, ("b", True, [])),
-        ([trial("a", 1, 1, leak=0.2), trial("b", 5, 6)], 0.1, ("b", True, [])),
-        ([trial("a", 1, 1, leak=0.2), trial("b", 5, 6)], 0.2, ("a", True, [])),
-        ([trial("a", 1, 1, leak=0.0), trial("b", 5, 6)], 0, ("a", True, [])),  # relaxed, but nothing leaked
-        ([trial("a", 4, 6, leak=0.1), trial("b", 5, 7)], 0.2, ("b", True, ["a"])),  # alike: the exact one
-        ([trial("a", 4, 4.5, leak=0.1), trial("b", 5, 7)], 0.2, ("a", True, [])),
+        ([trial("a", 1, 1, tv_bound=0.2), trial("b", 5, 6)], 0.1, ("b", True, [])),
+        ([trial("a", 1, 1, tv_bound=0.2), trial("b", 5, 6)], 0.2, ("a", True, [])),
+        ([trial("a", 1, 1, tv_bound=0.0), trial("b", 5, 6)], 0, ("a", True, [])),  # relaxed, but without drift
+        ([trial("a", 4, 6, tv_bound=0.1), trial("b", 5, 7)], 0.2, ("b", True, ["a"])),  # alike: the exact one
+        ([trial("a", 4, 4.5, tv_bound=0.1), trial("b", 5, 7)], 0.2, ("a", True, [])),
     ],
 )
 def test_the_choice(others, budget, wanted):
@@ -74,17 +74,17 @@ def test_what_is_said_is_what_was_measured():
     assert rows[3] == ["a (chosen)", "exact", "5 (4 to 6)", "2.20 (1.67 to 3.00)", "0.50", "3"]
     assert rows[4][2] == "5" and rows[5] == ["c", "exact", "-", "-", "-", "0"]
     report = trials.report(tried, verdict)
-    assert report["chosen"] == 1 and report["faster"] and report["schema"] == "specar.trials/1"
+    assert report["chosen"] == 1 and report["faster"] and report["schema"] == "specar.trials/2"
     assert report["trials"][2]["seconds_per_token"] == [0.005, 0.005]
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.1])
 def test_no_speed_up_is_claimed_that_was_not_measured(budget):
-    tried = [PLAIN, trial("a", 9, 11), trial("b", 2), trial("c", 1, 1, leak=0.5)]
+    tried = [PLAIN, trial("a", 9, 11), trial("b", 2), trial("c", 1, 1, tv_bound=0.5)]
     text = trials.in_words(tried, judge(tried, budget), "", budget)
     first = text.splitlines()[0]
     assert first.startswith("Chosen: next token. No other method") and "as far as these trials can tell" in first
-    assert ("leak budget" in first) == bool(budget) and "times as fast" not in text.split("\n\n")[0]
+    assert ("leak_budget" in first) == bool(budget) and "times as fast" not in text.split("\n\n")[0]
 
 
 def test_next_token_for_want_of_time_is_no_verdict_on_the_others():
@@ -95,7 +95,7 @@ def test_next_token_for_want_of_time_is_no_verdict_on_the_others():
 
 
 def test_drift_bounds_are_shown_where_a_relaxed_method_was_tried():
-    tried = [PLAIN, trial("a", 5, 6, leak=0.03)]
+    tried = [PLAIN, trial("a", 5, 6, tv_bound=0.03)]
     row = trials.table(tried, judge(tried, 0.1)).splitlines()[-1]
     assert "a (chosen)" in row and "| 0.030 " in row and "relaxed" in row
     assert trials.title(tried[1]) == "a, relaxed"

@@ -38,7 +38,7 @@ function tokenPairs(data, value) {
     ["top-1 probability", value("top1")],
     value("tree_depth") > 0 && ["tree", `${value("tree_depth")} levels, ${value("tree_width")} wide`],
     value("tree_depth") > 0 && guessed && ["rank among siblings", value("rank") + 1],
-    "tv_leak" in data.fields && ["drift bound (TV)", value("tv_leak")],
+    "tv_bound" in data.fields && ["drift bound (TV)", value("tv_bound")],
   ].filter(Boolean);
 }
 
