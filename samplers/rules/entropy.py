@@ -55,7 +55,7 @@ class Entropy(AcceptanceRule):
     def residual(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         return unless_empty((p - self._accepted(p, q, strength)).clamp(min=0), p)
 
-    def leak(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+    def tv_bound(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         return (self._accepted(p, q, strength) - p).clamp(min=0).sum(-1)
 
     def _accepted(self, p: Tensor, q: Tensor, strength: Tensor) -> Tensor:
