@@ -99,13 +99,13 @@ class Staged:
         with self._span("prompt"):
             state = self._model.start(conditioning, negative, batch, whole, *rest, **named)
         if self._stretch.behind:
-            self._model.reach(state, self._stretch.behind)
+            self._model.set_attention_length(state, self._stretch.behind)
             count = torch.full((batch,), self._stretch.behind, dtype=torch.int64, device=self._model.device)
             self._model.commit(state, count)
         return state
 
-    def reach(self, state: Any, tokens: int | None) -> int:
-        return self._model.reach(state, None if tokens is None else self._stretch.behind + tokens)
+    def set_attention_length(self, state: Any, tokens: int | None) -> int:
+        return self._model.set_attention_length(state, None if tokens is None else self._stretch.behind + tokens)
 
     def step(self, *given: Any, **named: Any) -> Any:
         with self._span("forward"):

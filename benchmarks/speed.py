@@ -137,14 +137,14 @@ def widths(case: Subject, options) -> list[dict[str, Any]]:
         model.commit(state, torch.full((1,), middle, dtype=torch.int64, device=model.device))
         graphs, runs = Graphs(model.device), {}
         for width in WIDTHS:
-            model.reach(state, middle + width)
+            model.set_attention_length(state, middle + width)
             step, inputs = chain(model, state, width, middle)
             runs[width] = lambda step=step, inputs=inputs, width=width: graphs((width,), step, *inputs)
             timed(runs[width], model.device, 3)
         found = {width: [] for width in WIDTHS}
         for _ in range(5 * options.repetitions):
             for width in WIDTHS:
-                model.reach(state, middle + width)
+                model.set_attention_length(state, middle + width)
                 found[width] += timed(runs[width], model.device, 1)
     narrow = spread(found[WIDTHS[0]])["median"]
     return [{"tokens": width, "ms": (ms := spread(found[width])), "ratio": round(ms["median"] / narrow, 3)}

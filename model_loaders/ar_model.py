@@ -279,11 +279,11 @@ class DiscreteModel(Prompted, Placed):
             self.device, into and into.cache,
         )
         table = Table.of(self.positions, places, lengths, grid[1], config.head_dim, into and into.table)
-        cache.look_at(longest)
+        cache.set_attention_length(longest)
         mask = cache.open(longest)
         hidden = self.backbone(x, self.positions.prompt(longest, config.head_dim, self.device), cache, mask)
         cache.commit(lengths)
-        cache.look_at(cache.capacity)
+        cache.set_attention_length(cache.capacity)
         last = hidden[torch.arange(len(x), device=self.device), lengths - 1][:, None]
         prefix_hidden = [h[:, : b.shape[1]] for h, b in zip(hidden.split(batch), branches, strict=True)]
         out = StepOut(self.backbone.logits(last), last)
@@ -297,17 +297,17 @@ class DiscreteModel(Prompted, Placed):
                 f"{self.longest}. Shorten the prompt, or generate a smaller image."
             )
 
-    def reach(self, state: State, tokens: int | None) -> int:
+    def set_attention_length(self, state: State, tokens: int | None) -> int:
         """See ARModel."""
-        return state.cache.look_at(None if tokens is None else state.longest + tokens)
+        return state.cache.set_attention_length(None if tokens is None else state.longest + tokens)
 
     def step(
-        self, state: State, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None, behind: int = 0
+        self, state: State, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None, uncommitted: int = 0
     ) -> StepOut:
         """Feed tokens [B, T] at positions [B, T]. Results at positions past the end of the image are meaningless."""
         ids, places = (repeated(each, state.branches) for each in (tokens, positions))
         seen = None if tree_mask is None else repeated(tree_mask, state.branches)
-        mask = state.cache.open(tokens.shape[1], seen, behind)
+        mask = state.cache.open(tokens.shape[1], seen, uncommitted)
         x = self.backbone.tok_embeddings(ids).to(self.dtype)
         hidden = self.backbone(x, state.table.at(places), state.cache, mask)
         return StepOut(self.backbone.logits(hidden), hidden)

@@ -62,9 +62,9 @@ class ModelDrafter:
         into.expanded = 0
         return into
 
-    def reach(self, state: ModelState, tokens: int | None) -> int:
+    def set_attention_length(self, state: ModelState, tokens: int | None) -> int:
         """See ARModel."""
-        return self.module.reach(state.own, tokens)
+        return self.module.set_attention_length(state.own, tokens)
 
     def _own(self, prompt: Conditioning | EncodedPrompt | None) -> Conditioning | EncodedPrompt | None:
         text = prompt_text(prompt) if self.own_words else ""
@@ -83,9 +83,9 @@ class ModelDrafter:
         self, state: ModelState, tokens: Tensor, positions: Tensor, hidden: Tensor, tree_mask: Tensor
     ) -> StepOut:
         """Feed drafts; see Drafter."""
-        behind = state.expanded
+        uncommitted = state.expanded
         state.expanded += tokens.shape[1]
-        return self.module.step(state.own, tokens, positions, tree_mask, behind)
+        return self.module.step(state.own, tokens, positions, tree_mask, uncommitted)
 
     def rewind(self, state: ModelState, count: Tensor) -> None:
         """Forget the last ``count`` [B] tokens observed, and what was expanded."""

@@ -194,8 +194,9 @@ class Backbone(nn.Module):
     ) -> Tensor:
         """Hidden states [R, T, dim] after the final norm, for input embeddings x [R, T, dim].
 
-        With a cache, keys and values are written at the cache's current slots. ``mask`` [R, 1, T, reach or T], in the
-        dtype of x, is added to the scores of attention (see kernels.attention.added); None is causal, without a cache.
+        With a cache, keys and values are written at the cache's current slots. ``mask`` [R, 1, T, attention_length or
+        T], in the dtype of x, is added to the scores of attention (see kernels.attention.added); None is causal,
+        without a cache.
         """
         rotary = rotation.table()
         for index, layer in enumerate(self.layers):

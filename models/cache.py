@@ -48,13 +48,13 @@ class RotaryTable(NamedTuple):
 class KVCache:
     """Keys and values ``buffer`` [layers, rows, 2 * heads, capacity, head_dim], the heads of keys first.
 
-    ``lengths`` [rows] (int64): committed slots per row. ``reach``: number of leading slots that steps attend to.
+    ``lengths`` [rows] (int64): committed slots per row. ``attention_length``: leading slots that steps attend to.
     """
 
     def __init__(
         self, layers: int, rows: int, heads: int, capacity: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ):
-        self.heads, self.reach = heads, capacity
+        self.heads, self.attention_length = heads, capacity
         self.buffer = torch.zeros((layers, rows, 2 * heads, capacity, head_dim), dtype=dtype, device=device)
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self._rows = torch.arange(rows, device=device)[:, None]
@@ -89,33 +89,34 @@ class KVCache:
             return cls(layers, rows, heads, slots, head_dim, dtype, device)
         into.lengths.zero_()
         into.buffer.zero_()  # hidden slots get weight zero, and 0 * NaN of an earlier run would be NaN
-        into.reach = into.capacity
+        into.attention_length = into.capacity
         return into
 
-    def look_at(self, slots: int | None) -> int:
-        """Declare that only the first ``slots`` (None: all) will be used. Returns ``reach``: ``slots`` rounded up."""
+    def set_attention_length(self, slots: int | None) -> int:
+        """Declare that only the first ``slots`` (None: all) will be used. Returns it, rounded up to a bucket."""
         bucket = CPU_BUCKET if self.buffer.device.type == "cpu" else BUCKET
-        self.reach = self.capacity if slots is None else min(rounded(slots, bucket), self.capacity)
-        return self.reach
+        self.attention_length = self.capacity if slots is None else min(rounded(slots, bucket), self.capacity)
+        return self.attention_length
 
     def open(self, count: int, tree_mask: Tensor | None = None, uncommitted: int = 0) -> Tensor:
         """Reserve ``count`` slots for the next forward pass, after each row's committed and ``uncommitted`` tokens.
 
         tree_mask [rows, count, uncommitted + count] (bool): may token i see uncommitted token j; None is a chain.
-        Returns the additive attention mask [rows, 1, count, reach]: 0 for a visible slot, else minus infinity. Slots
-        past the capacity are clamped to the last one; callers leave enough room that only tokens past the end of the
-        image get there.
+        Returns the additive attention mask [rows, 1, count, attention_length]: 0 for a visible slot, else minus
+        infinity. Slots past the capacity are clamped to the last one; callers leave enough room that only tokens past
+        the end of the image get there.
         """
         self._count = count
         return open_slots(
-            self._slots, self.lengths, self._columns, tree_mask, count, uncommitted, self.reach, self.buffer[0, 0, 0, 0]
+            self._slots, self.lengths, self._columns, tree_mask, count, uncommitted, self.attention_length,
+            self.buffer[0, 0, 0, 0],
         )
 
     def attend(self, layer: int, qkv: Tensor, rotary: RotaryTable, mask: Tensor) -> Tensor:
         """Attention [rows, count, H, head_dim] of the open tokens.
 
         qkv [rows, count, H + 2 * heads, head_dim]: queries, keys and values. Queries and keys are rotated; keys and
-        values are stored in the open slots. mask [rows, 1, count, reach]: see ``open``.
+        values are stored in the open slots. mask [rows, 1, count, attention_length]: see ``open``.
         """
         slots = self._slots[:, : self._count]
         return attend_cached(qkv, *rotary, self.buffer[layer], self._rows, slots, mask, self._arrived)

@@ -50,20 +50,19 @@ class ARModel(Protocol):
         """
         ...
 
-    def reach(self, state: Any, tokens: int | None) -> int:
-        """Promise that from now on no token of an image stands behind its first ``tokens``, fed ones included; None
-        promises nothing.
+    def set_attention_length(self, state: Any, tokens: int | None) -> int:
+        """Promise that the next steps commit and feed no token past the first ``tokens`` of an image; None: no promise.
 
-        Steps need to look at no more of the caches than that. Returns how much they look at: a shape of the step.
+        Returns the attention length, the cached tokens that steps attend to. It is a shape of the step.
         """
         ...
 
     def step(
-        self, state: Any, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None, behind: int = 0
+        self, state: Any, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None, uncommitted: int = 0
     ) -> StepOut:
-        """Feed tokens [B, T] (int64) standing at positions [B, T] behind what is committed and ``behind`` others.
+        """Feed tokens [B, T] (int64) at positions [B, T], after the committed and the last ``uncommitted`` tokens.
 
-        tree_mask [B, T, behind + T] (bool): does token i see uncommitted token j; None is a chain.
+        tree_mask [B, T, uncommitted + T] (bool): may token i see uncommitted token j; None is a chain.
         """
         ...
 
@@ -112,7 +111,7 @@ class Drafter(Protocol):
         that may stand behind the decided ones. into: as in ARModel."""
         ...
 
-    def reach(self, state: Any, tokens: int | None) -> int:
+    def set_attention_length(self, state: Any, tokens: int | None) -> int:
         """See ARModel."""
         ...
 

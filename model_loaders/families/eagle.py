@@ -121,9 +121,9 @@ class EagleDrafter:
             cache.commit(counts)
         return taken_over(into, EagleState(target_state, cache, table, longest))
 
-    def reach(self, state: EagleState, tokens: int | None) -> int:
+    def set_attention_length(self, state: EagleState, tokens: int | None) -> int:
         """See ARModel."""
-        return state.cache.look_at(None if tokens is None else state.longest + tokens)
+        return state.cache.set_attention_length(None if tokens is None else state.longest + tokens)
 
     def _prompt_ids(self, target_state: State, branch: int, hidden: Tensor) -> Tensor:
         """Ids [B, n] in the drafter's embedding for the prompt of a branch with the hidden states [B, n, D]."""

@@ -65,7 +65,7 @@ def decode(
             break
         # Of those that are launched but not yet known, a step decides ``width`` tokens at most.
         ahead = min(length, int(known.max()) + (poll.lag + 1) * width)
-        reach = model.reach(state, None if kept.graphs.one_shape else ahead)
-        carry = kept.graphs((reach, request.params.switches), step, carry)
+        attention_length = model.set_attention_length(state, None if kept.graphs.one_shape else ahead)
+        carry = kept.graphs((attention_length, request.params.switches), step, carry)
     times = times[:1] + times[1 + poll.lag :]
     return [1000 * (after - before) for before, after in zip(times, times[1:], strict=False)]

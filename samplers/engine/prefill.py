@@ -63,12 +63,12 @@ def read_given(
         index = torch.arange(min(CHUNK, most - begin), device=device)
         positions = fed + index
         part, count = tokens.gather(1, positions), (left - fed).clamp(max=len(index))
-        model.reach(state, begin + len(index))
+        model.set_attention_length(state, begin + len(index))
         after = model.step(state, part, positions)
         model.commit(state, count[:, 0])
         if drafter is not None:
             before = torch.cat((out.hidden, after.hidden[:, :-1]), dim=1)
-            drafter.reach(draft_state, begin + len(index))
+            drafter.set_attention_length(draft_state, begin + len(index))
             drafter.observe(draft_state, part, positions, before, count[:, 0])
         last, more = (count - 1).clamp(min=0), count[:, 0] > 0
         out = StepOut(*(choose(more, take(new, last), old) for new, old in (

@@ -176,7 +176,8 @@ class Run:
         widths = method.width(self.request), method.draft_width + 1
         target, drafter = (None if self.kept.graphs.one_shape else ahead + width for width in widths)
         return (
-            step.model.reach(step.target, target), step.drafter.reach(step.state, drafter),
+            step.model.set_attention_length(step.target, target),
+            step.drafter.set_attention_length(step.state, drafter),
             step.params.switches, self.extent, carry.told.token.shape[1], carry.pending.token.shape[1],
         )
 

@@ -91,7 +91,7 @@ class ToyModel:
         state.code.zero_()
         return state
 
-    def reach(self, state: ToyState, tokens: int | None) -> int:
+    def set_attention_length(self, state: ToyState, tokens: int | None) -> int:
         assert tokens is None or tokens >= int(state.length.max()), "a promise that is broken already"
         return len(self.begin)
 
@@ -100,16 +100,17 @@ class ToyModel:
         return StepOut(self.logits(length, code, branches), code[..., None].repeat(branches, 1, 1).double())
 
     def step(
-        self, state: ToyState, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None, behind: int = 0
+        self, state: ToyState, tokens: Tensor, positions: Tensor, tree_mask: Tensor | None = None, uncommitted: int = 0
     ) -> StepOut:
         count = tokens.shape[1]
         if tree_mask is None:
-            tree_mask = torch.ones((count, behind + count), dtype=torch.bool).tril(behind).expand(len(tokens), -1, -1)
-            expected = state.length[:, None] + behind + torch.arange(count)
-            assert captured() or torch.equal(positions, expected), "a chain must continue behind the committed tokens"
-        state.tokens = torch.cat((state.tokens[:, :behind], tokens), dim=1)
-        state.positions = torch.cat((state.positions[:, :behind], positions), dim=1)
-        old = torch.nn.functional.pad(state.seen[:, :behind, :behind], (0, count))
+            tree_mask = torch.ones((count, uncommitted + count), dtype=torch.bool).tril(uncommitted)
+            tree_mask = tree_mask.expand(len(tokens), -1, -1)
+            expected = state.length[:, None] + uncommitted + torch.arange(count)
+            assert captured() or torch.equal(positions, expected), "a chain must continue the committed tokens"
+        state.tokens = torch.cat((state.tokens[:, :uncommitted], tokens), dim=1)
+        state.positions = torch.cat((state.positions[:, :uncommitted], positions), dim=1)
+        old = torch.nn.functional.pad(state.seen[:, :uncommitted, :uncommitted], (0, count))
         state.seen = torch.cat((old, tree_mask), dim=1)
         code = state.code[:, None].expand(-1, count)
         for j, token in enumerate(state.tokens.unbind(1)):
@@ -246,8 +247,8 @@ class ToyDrafter:
     def start(self, target_state, conditioning, negative, batch, layout, slack, guided, into=None):
         return self.model.start(conditioning, negative, batch, layout, slack, guided, into)
 
-    def reach(self, state, tokens):
-        return self.model.reach(state, tokens)
+    def set_attention_length(self, state, tokens):
+        return self.model.set_attention_length(state, tokens)
 
     def observe(self, state, tokens, positions, hidden, count):
         if not self.stale and not captured():
@@ -264,7 +265,7 @@ class ToyDrafter:
                          (out.logits, out.hidden)))
 
     def expand(self, state, tokens, positions, hidden, tree_mask):
-        out = self.model.step(state, tokens, positions, tree_mask, behind=state.expanded)
+        out = self.model.step(state, tokens, positions, tree_mask, uncommitted=state.expanded)
         state.expanded += tokens.shape[1]
         return out
 

@@ -110,7 +110,7 @@ def write(cache: KVCache, layer: int, keys: torch.Tensor, values: torch.Tensor):
     """Store keys and values [rows, count] of one channel pair each, as they are: they stand at the first place."""
     every = torch.stack((keys, keys, values), dim=2)[..., None].repeat(1, 1, 1, 2)
     nowhere = torch.ones(1, keys.shape[1], 1), torch.zeros(1, keys.shape[1], 1)
-    everything = torch.zeros(len(keys), 1, keys.shape[1], cache.reach)
+    everything = torch.zeros(len(keys), 1, keys.shape[1], cache.attention_length)
     cache.attend(layer, every, Rotation(*nowhere).table(), everything)
 
 

@@ -82,7 +82,7 @@ def run(model, state, graphs=None, reach=False):
     found, fed = [], 0
     for inputs in feeds(model):
         if reach:
-            assert model.reach(state, fed + NODES) < state.cache.capacity
+            assert model.set_attention_length(state, fed + NODES) < state.cache.capacity
         every = *inputs, visible(), PATHS
         step = tree_step(model, state)
         found.append(mapped(torch.Tensor.clone, graphs("step", step, *every) if graphs else step(*every)))
@@ -121,11 +121,12 @@ def test_a_promise_is_rounded_up_and_ends_with_the_run(models):
     state = begin(model, "grid", 0)
     capacity = 2 * BUCKET  # for up to 128 tokens of the prompt, and as many of the image
     assert state.cache.capacity == capacity and state.longest == 9
-    assert [model.reach(state, n) for n in (1, 23, 24, 500)] == [CPU_BUCKET, CPU_BUCKET, 2 * CPU_BUCKET, capacity]
-    model.reach(state, 1)
-    assert model.reach(state, None) == capacity, "nothing is promised"
-    model.reach(state, 1)
-    assert begin(model, "grid", 1, state) is state and state.cache.reach == capacity
+    lengths = [model.set_attention_length(state, n) for n in (1, 23, 24, 500)]
+    assert lengths == [CPU_BUCKET, CPU_BUCKET, 2 * CPU_BUCKET, capacity]
+    model.set_attention_length(state, 1)
+    assert model.set_attention_length(state, None) == capacity, "nothing is promised"
+    model.set_attention_length(state, 1)
+    assert begin(model, "grid", 1, state) is state and state.cache.attention_length == capacity
 
 
 def test_memory_of_other_sizes_is_not_taken_over(models):
@@ -180,7 +181,7 @@ def test_captured_drafters(models, drafters, kind):
         assert (graphs.active, graphs.captured) == (True, 1)
         narrow = drafter.start(target, conditioning, None, BATCH, layout, SLACK, True)
         cache = narrow.cache if kind == "eagle" else narrow.own.cache
-        assert drafter.reach(narrow, 24) < cache.capacity or kind == "eagle"  # padded prompts are long
+        assert drafter.set_attention_length(narrow, 24) < cache.capacity or kind == "eagle"  # padded prompts are long
         same(drafted(narrow), wanted, 2e-5)  # logits of 12
 
 

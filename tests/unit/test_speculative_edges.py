@@ -178,9 +178,9 @@ def test_caches_hold_whatever_is_fed(model, drafters, skips, monkeypatch):  # no
     """No slot of a pass lies behind the end of a cache: slots that did would be folded onto the last one."""
     furthest, opened = [], KVCache.open
 
-    def measured(self, count, tree_mask=None, behind=0):
-        furthest.append(self.capacity - (int(self.lengths.max()) + behind + count))
-        return opened(self, count, tree_mask, behind)
+    def measured(self, count, tree_mask=None, uncommitted=0):
+        furthest.append(self.capacity - (int(self.lengths.max()) + uncommitted + count))
+        return opened(self, count, tree_mask, uncommitted)
 
     monkeypatch.setattr(KVCache, "open", measured)
     sizes = {"blocks": Chain(20, "block"), "static": Static("eagle_25"), "dynamic": Dynamic(5, 8, 12),

@@ -182,8 +182,8 @@ class Watched:
         self.fresh = lambda: self.model.start(*prompt, slack=slack, guided=guided)
         return state
 
-    def step(self, state, tokens, positions, tree_mask=None, behind=0):
-        assert behind == 0
+    def step(self, state, tokens, positions, tree_mask=None, uncommitted=0):
+        assert uncommitted == 0
         self.fed = tokens
         return self.model.step(state, tokens, positions, tree_mask)
 
