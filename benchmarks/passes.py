@@ -89,7 +89,7 @@ class Staged:
 
     def __init__(self, model: Any, stretch: Stretch, span: Span):
         self._model, self._stretch, self._span = model, stretch, span
-        self.kept: dict[Any, Any] = {}
+        self.sessions: dict[Any, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)

@@ -38,7 +38,7 @@ def work(make: Callable[[Span], Sampler], device: torch.device) -> dict[str, flo
     """Milliseconds of a pass that the device works for the model, the drafter and the sampler, launched one by one
     (which takes the same kernels as a graph of them); on a CPU also those of the host between torch's operations."""
     contestant = make(record_function)
-    contestant.staged.kept, contestant.most = Eager(), PROFILED
+    contestant.staged.sessions, contestant.most = Eager(), PROFILED
     contestant(0)
     with profile(activities=_activities(device), acc_events=True) as prof, record_function("run"):
         ran = contestant(1)
@@ -112,7 +112,7 @@ def kernels(contestants: Iterable[Sampler], device: torch.device) -> list[dict[s
 
     with watched(keep):
         for contestant in contestants:
-            contestant.staged.kept = Eager()
+            contestant.staged.sessions = Eager()
             contestant(0)
     return [beside(name, reference, given, device) for name, (reference, given) in sorted(first.items())]
 

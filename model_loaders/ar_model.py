@@ -82,7 +82,7 @@ class DiscreteModel(Prompted, Placed):
         self.codebook: Tensor | None = None
         self.image_decoder: ImageDecoder | None = None
         self._neighbours: Tensor | None = None  # the widest table computed so far
-        self.kept: dict[Hashable, Any] = {}
+        self.sessions: dict[Hashable, Any] = {}
         self.dtype = torch.float32
 
     def request(
@@ -148,7 +148,7 @@ class DiscreteModel(Prompted, Placed):
                 "they do not match. Load the VQ file that was released with the model."
             )
         self._neighbours = None
-        self.kept.clear()  # captured steps refer to the previous table
+        self.sessions.clear()  # captured steps refer to the previous table
         self.codebook, self.pixels_per_token = codebook.detach().float().cpu(), pixels_per_token
 
     def dequantize(self, tokens: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class DiscreteModel(Prompted, Placed):
             )
         if self._neighbours is None or self._neighbours.shape[1] < count:
             self._neighbours = neighbour_table(self.codebook, count)
-            self.kept.clear()
+            self.sessions.clear()
         return self._neighbours[:, :count]
 
     def check_grid(self, rows: int, cols: int) -> tuple[int, int]:

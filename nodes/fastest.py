@@ -117,11 +117,11 @@ class Search:
         affordable = int((self.until - clock()) / (methods * PER_METHOD * per_token))
         self.layout = self.request.layout.beginning(min(tokens, max(FEWEST, affordable)))
         self.trials.append(Trial(method))
-        kept = method.model.model.kept
-        kept.clear()  # sessions of the estimate have another length
+        sessions = method.model.model.sessions
+        sessions.clear()  # sessions of the estimate have another length
         if self.captured:
             self.warm_up(method)
-        self.warm = dict(kept)
+        self.warm = dict(sessions)
         self.measure(self.trials[0])
 
     def once(self, methods: Iterable[ChosenMethod]) -> None:
@@ -154,7 +154,8 @@ class Search:
             with self.noting(trial):
                 if self.captured:
                     self.warm_up(trial.method)
-                if any(trial.method.model.model.kept.get(key) is not kept for key, kept in self.warm.items()):
+                sessions = trial.method.model.model.sessions
+                if any(sessions.get(key) is not session for key, session in self.warm.items()):
                     self.warm_up(plain.method)  # memory was short, and weights were moved
                 while len(trial.seconds) < RUNS:
                     self.measure(plain)
@@ -163,7 +164,7 @@ class Search:
     @contextmanager
     def noting(self, trial: Trial, until: float = math.inf) -> Iterator[None]:
         """Record why a method could not be measured, and remove its sessions from the model."""
-        kept = trial.method.model.model.kept
+        sessions = trial.method.model.model.sessions
         try:
             yield
         except GivenUpError:
@@ -175,8 +176,8 @@ class Search:
             trial.note = "did not fit in memory"
         if trial.tokens and not trial.within(self.budget):
             trial.note = f"over leak_budget (drift bound {trial.tv_bound_per_token:.3f} per token)"
-        for key in kept.keys() - self.warm.keys():
-            del kept[key]  # a model keeps few, and must keep the baseline's
+        for key in sessions.keys() - self.warm.keys():
+            del sessions[key]  # a model keeps few, and must keep the baseline's
 
     def promising(self, trial: Trial) -> bool:
         """Whether it may be the fastest."""

@@ -36,7 +36,7 @@ class ARModel(Protocol):
     device: torch.device
     codebook: Tensor | None  # [V, C]
     defaults: SamplingParams
-    kept: dict[Hashable, Any]  # what runs leave for the next of their kind (see engine/session.py)
+    sessions: dict[Hashable, Any]  # of earlier runs, by key (see engine/session.py)
 
     def layout(self, rows: int | None = None, cols: int | None = None) -> TokenLayout: ...
 

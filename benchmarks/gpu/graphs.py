@@ -122,7 +122,7 @@ def compare(findings: Findings, listed: list[tuple[str, torch.dtype]]) -> None:
 
 def compared(called: Sampler, captured: Sampler, counted: Captures) -> dict[str, object]:
     """A row: the first token that differs in the captured run and in its repetition (None: none), and captures."""
-    called.staged.kept = Eager()
+    called.staged.sessions = Eager()
     wanted = called.output(SEED).tokens.flatten()
     counted.taken()
     runs = [captured.output(SEED).tokens.flatten() for _ in range(2)]

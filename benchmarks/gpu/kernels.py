@@ -172,7 +172,7 @@ def discrete_runs(findings: Findings, title: str, name: str, size: sizes.Size, d
         with findings.trying(", ".join((title, method, *map(str, settings.items())))):
             case.model.defaults = replace(case.params, **settings)
             contestant = replace(case, params=case.model.defaults).sampler(method)
-            contestant.staged.kept = Eager()
+            contestant.staged.sessions = Eager()
             contestant(0)
 
 

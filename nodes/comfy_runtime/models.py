@@ -168,8 +168,8 @@ def open_drafter(choice: str, target: LoadedModel) -> LoadedDrafter:
 
 def patcher_of(module: torch.nn.Module, model: DiscreteModel | ContinuousBase) -> Patcher:
     """Memory management of a model's weights, or of those of its drafter."""
-    kept = model.kept if isinstance(model, DiscreteModel) else None
-    return Patcher(module, mm.get_torch_device(), mm.unet_offload_device(), kept=kept)
+    sessions = model.sessions if isinstance(model, DiscreteModel) else None
+    return Patcher(module, mm.get_torch_device(), mm.unet_offload_device(), sessions=sessions)
 
 
 def open_decoder(path: Path) -> LoadedDecoder:

@@ -12,25 +12,25 @@ from comfy.model_patcher import ModelPatcher
 class Patcher(ModelPatcher):
     """Drops the sessions of a model (graphs, caches) before weights are moved or unloaded.
 
-    kept: sessions of the model, or of a drafter's target.
+    sessions: sessions of the model, or of a drafter's target.
     """
 
-    def __init__(self, *args: Any, kept: dict[Hashable, Any] | None = None, **options: Any):
+    def __init__(self, *args: Any, sessions: dict[Hashable, Any] | None = None, **options: Any):
         super().__init__(*args, **options)
-        self.kept = {} if kept is None else kept
+        self.sessions = {} if sessions is None else sessions
 
     def clone(self, *args: Any, **options: Any) -> Patcher:
         """A clone shares the weights and the sessions."""
         clone = super().clone(*args, **options)
-        clone.kept = self.kept
+        clone.sessions = self.sessions
         return clone
 
     def release(self) -> int:
         """Drop the sessions. Returns how many bytes of the device's memory that freed."""
-        if not self.kept:
+        if not self.sessions:
             return 0
         before = mm.get_free_memory(self.load_device)
-        self.kept.clear()
+        self.sessions.clear()
         mm.soft_empty_cache()
         return max(0, mm.get_free_memory(self.load_device) - before)
 
@@ -53,5 +53,5 @@ class Patcher(ModelPatcher):
         return freed + super().partially_unload(device_to, memory_to_free - freed, **options)
 
     def __del__(self):
-        self.kept.clear()  # graphs refer to the model that keeps them
+        self.sessions.clear()  # graphs refer to the model that keeps them
         super().__del__()

@@ -67,7 +67,7 @@ def sampling(
 def missing(loaded: LoadedModel, memory: int, session_key: Hashable) -> int:
     """Additional bytes that a run needs: none if an earlier run with the same settings left its session with the model,
     whose caches and captured steps are reused."""
-    return 0 if session_key is not None and session_key in loaded.patcher.kept else memory
+    return 0 if session_key is not None and session_key in loaded.patcher.sessions else memory
 
 
 def previews_of(loaded: LoadedModel, memory: int, length: int, sketch: Sketcher) -> Previews | None:

@@ -1,9 +1,9 @@
-"""The loop around a step: launch it until all images are complete, and tell the host how far they are."""
+"""The decoding loop: launch a step until all images are complete, and report progress."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -13,8 +13,8 @@ from ..contract import Progress, Request
 from .session import Poll, Session
 
 
-class Carry(Protocol):
-    """What a step hands to the next one: tensors in frozen dataclasses."""
+class DecodeState(Protocol):
+    """What a step passes to the next one: tensors in frozen dataclasses."""
 
     @property
     def committed(self) -> Tensor:
@@ -23,49 +23,37 @@ class Carry(Protocol):
 
     @property
     def draft(self) -> Tensor | None:
-        """[B, D] (int64), the guesses behind these that the next step feeds; None: it feeds no guess."""
+        """[B, D] (int64), the guesses after these that the next step feeds; None if it feeds no guess."""
         ...
 
 
-C = TypeVar("C", bound=Carry)
-
-
-def kind(request: Request, *settings: Hashable) -> tuple[Hashable, ...]:
-    """The session's key: all that is not a tensor, and the shapes of all that are.
-
-    Of the sampling parameters only guidance, which doubles the rows; the others are told to every graph.
-    """
-    where = (None if each is None else each.shape for each in (request.strength, request.skippable))
-    layout, model = request.layout, request.model
-    sizes = layout.rows, layout.cols, layout.stride, layout.forced.shape, layout.forces, *where
-    # A rule or a schedule that is bound to the model may have tables of its codebook.
-    return *settings, request.params.guided, request.batch, *sizes, id(model.codebook), str(model.device)
+S = TypeVar("S", bound=DecodeState)
 
 
 def decode(
-    request: Request, kept: Session, state: Any, step: Callable[[C], C], carry: C, width: int, given: Tensor,
-    begun: float,
+    request: Request, session: Session, model_state: Any, step: Callable[[S], S], state: S, width: int,
+    prefix_length: Tensor, start_time: float,
 ) -> list[float]:
-    """Repeat ``step``, which feeds ``width`` tokens behind the decided ones, until all images are complete.
+    """Repeat ``step``, which feeds ``width`` tokens past the decided ones, until all images are complete.
 
-    ``carry`` is that of the first prediction, behind the prompt and ``given`` [B] tokens (on the CPU); ``begun``
-    (perf_counter) is when the run began. Returns the milliseconds of every pass. On a GPU one step more than necessary
-    is launched.
+    state: after the first prediction, that is after the prompt and the first prefix_length [B] (int64, on the CPU)
+    tokens of the image. start_time: perf_counter() at the start of the run. Returns the milliseconds of every forward
+    pass. On a GPU one step more than necessary is launched.
     """
     length, model = request.layout.length, request.model
     poll = Poll(model.device, request.batch)
-    times = [begun]
+    times = [start_time]
     while True:
-        known = torch.maximum(poll(carry.committed), given)
+        known = torch.maximum(poll(state.committed), prefix_length)
         times.append(time.perf_counter())
         if request.callback:
             passes = len(times) - 1 - poll.lag
-            request.callback(Progress(kept.record.image, known, length, passes, carry.draft, carry.committed))
+            request.callback(Progress(session.record.image, known, length, passes, state.draft, state.committed))
         if int(known.min()) >= length:
             break
-        # Of those that are launched but not yet known, a step decides ``width`` tokens at most.
-        ahead = min(length, int(known.max()) + (poll.lag + 1) * width)
-        attention_length = model.set_attention_length(state, None if kept.graphs.one_shape else ahead)
-        carry = kept.graphs((attention_length, request.params.switches), step, carry)
+        # A step decides at most ``width`` tokens, also a step that is launched but not yet known.
+        longest = min(length, int(known.max()) + (poll.lag + 1) * width)
+        attention_length = model.set_attention_length(model_state, None if session.graphs.one_shape else longest)
+        state = session.graphs((attention_length, request.params.switches), step, state)
     times = times[:1] + times[1 + poll.lag :]
     return [1000 * (after - before) for before, after in zip(times, times[1:], strict=False)]

@@ -1,8 +1,8 @@
-"""What a decoding loop has around its steps: captured graphs that outlive a run, and news from the device.
+"""Sessions, which keep the caches and captured graphs of a run for the next one like it, and polling the device.
 
-On a GPU a loop does not wait for the step it has just launched: it learns how far the images are one step late, and so
-launches one step more than it needs. Steps leave finished images as they are. (Adaptive trees and skipped verification
-do wait, once a round: what is launched next depends on the outcome.)
+On a GPU a decoding loop does not wait for the step it has just launched. It learns the progress of the images one step
+late, and so launches one step more than it needs; steps leave finished images unchanged. (Adaptive trees and skipped
+verification do wait once per round, because the next launch depends on the outcome.)
 """
 
 from __future__ import annotations
@@ -17,63 +17,75 @@ import torch
 from torch import Tensor
 
 from ...kernels.graphs import Graphs
-from ..contract import ARModel, Drafter, SamplingParams
+from ..contract import ARModel, Drafter, Request, SamplingParams
 from ..probabilities import DeviceParams
 from ..trace import Record
 
 log = logging.getLogger(__name__)
-KEPT = 2  # kinds of runs whose memory and graphs stay with a model
+MAX_SESSIONS = 2  # per model; the oldest one makes room for a new one
 
 
 @dataclass
 class Session:
-    """A kind of run: its graphs, and whose memory they work on: the states of the model and the drafter, the record."""
+    """Captured graphs, and the memory they work on: the states of model and drafter, and the record."""
 
     graphs: Graphs
     state: Any = None
     draft_state: Any = None
     record: Record | None = None
-    numbers: Tensor | None = None  # of sampling parameters, see DeviceParams
+    numbers: Tensor | None = None  # the sampling parameters on the device, see DeviceParams
 
     def adopt(self, state: Any, draft_state: Any = None) -> None:
-        """Take over the states of a run. Graphs over other memory are of no use."""
+        """Use the states of a run from now on. Graphs over other memory are dropped."""
         if state is not self.state or draft_state is not self.draft_state:
             self.graphs.forget()
         self.state, self.draft_state = state, draft_state
 
-    def params(self, asked: SamplingParams, device: torch.device) -> SamplingParams:
-        """A run's sampling parameters as its steps take them: with numbers on the device if they are captured."""
+    def params(self, requested: SamplingParams, device: torch.device) -> SamplingParams:
+        """The sampling parameters that steps take: with numbers on the device if steps are captured."""
         if not self.graphs.active:
-            return asked
-        params = DeviceParams.of(asked, device, self.numbers)
+            return requested
+        params = DeviceParams.of(requested, device, self.numbers)
         self.numbers = params.numbers
         return params
 
 
-@contextmanager
-def session(model: ARModel, key: Hashable, drafter: Drafter | None = None) -> Iterator[Session]:
-    """The session for runs of the kind ``key`` (method, settings, sizes), kept with the model for the next one.
+def session_key(request: Request, *settings: Hashable) -> tuple[Hashable, ...]:
+    """The key of a request's session: everything that is not a tensor, and the shapes of everything that is.
 
-    Without graphs nothing is kept. Graphs need all weights on the device, in place.
+    Of the sampling parameters it holds only guidance, which doubles the rows; every graph gets the others as inputs.
     """
-    kept = model.kept.pop(key, None) or Session(Graphs(model.device))
+    where = (None if each is None else each.shape for each in (request.strength, request.skippable))
+    layout, model = request.layout, request.model
+    sizes = layout.rows, layout.cols, layout.stride, layout.forced.shape, layout.forces, *where
+    # A rule or a schedule that is bound to the model may have tables of its codebook.
+    return *settings, request.params.guided, request.batch, *sizes, id(model.codebook), str(model.device)
+
+
+@contextmanager
+def open_session(model: ARModel, key: Hashable, drafter: Drafter | None = None) -> Iterator[Session]:
+    """The model's session of this key (see session_key), or a new one, which stays with the model afterwards.
+
+    Without graphs no session stays. Graphs need all weights on the device, in place.
+    """
+    session = model.sessions.pop(key, None) or Session(Graphs(model.device))
     parts = [model] if drafter is None else [model, drafter.module]
-    if kept.graphs.active and not all(p.device == model.device for part in parts for p in part.parameters()):
+    if session.graphs.active and not all(p.device == model.device for part in parts for p in part.parameters()):
         log.warning("The model is only partly in GPU memory, so this run goes on without CUDA graphs (slower).")
-        kept.graphs.active = False
-    while len(model.kept) >= KEPT:
-        model.kept.pop(next(iter(model.kept)))
+        session.graphs.active = False
+    while len(model.sessions) >= MAX_SESSIONS:
+        model.sessions.pop(next(iter(model.sessions)))
     # Streams and Triton's launches go to the current GPU, which need not be the model's.
     with torch.cuda.device(model.device) if model.device.type == "cuda" else nullcontext():
-        yield kept
-    if kept.graphs.active:
-        model.kept[key] = kept
+        yield session
+    if session.graphs.active:
+        model.sessions[key] = session
 
 
 class Poll:
-    """Counts [B] of every image on the host: of this step on the CPU, on a GPU those of the step before.
+    """Reads the progress of every image on the host: of the newest step on the CPU, of the step before it on a GPU.
 
-    ``lag``: how many steps the counts are behind the newest one that was launched.
+    ``lag``: how many steps the counts are older than the newest step launched.
     """
 
     def __init__(self, device: torch.device, batch: int):
@@ -84,7 +96,7 @@ class Poll:
             self.arrived = [torch.cuda.Event() for _ in range(2)]
 
     def __call__(self, counts: Tensor) -> Tensor:
-        """Hand in the counts [B] (int64) after a step; returns those known by now [B] on the CPU."""
+        """Submit the counts [B] (int64) after a step. Returns the latest known counts [B] on the CPU."""
         if not self.lag:
             return counts.cpu()
         now, before = self.steps % 2, (self.steps + 1) % 2

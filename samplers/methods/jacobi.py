@@ -28,10 +28,10 @@ from ...kernels.verification import maximal_coupling
 from ..constants import counting, numbers
 from ..contract import ARModel, Method, Request, Result, SamplingParams
 from ..drafts.guesses import INITIAL, Memory, fresh_guesses
-from ..engine.loop import decode, kind
+from ..engine.loop import decode
 from ..engine.memory import run_bytes
 from ..engine.prefill import Start, read_given
-from ..engine.session import session
+from ..engine.session import open_session, session_key
 from ..layout import TokenLayout
 from ..probabilities import check_finite, probabilities
 from ..rng import Purpose, Stream
@@ -359,7 +359,7 @@ class SJD(Method):
         return f"SJD, {settings['reuse'].replace('_', ' ')}"
 
     def session_key(self, request: Request) -> Hashable:
-        return kind(request, self, self.width(request))
+        return session_key(request, self, self.width(request))
 
     def run_bytes(self, request: Request) -> int:
         return run_bytes(request, self.width(request))
@@ -372,25 +372,26 @@ class SJD(Method):
         strength = check_strength(request.strength, batch, layout.length, model.device)
         width = self.width(request)
         forcing = layout.forces
-        with session(model, self.session_key(request)) as kept:
+        with open_session(model, self.session_key(request)) as session:
             state = model.start(
                 request.conditioning, request.negative, batch, layout, slack=width, guided=params.guided,
-                into=kept.state,
+                into=session.state,
             )
-            memory = kept.draft_state or Memory.empty(
+            memory = session.draft_state or Memory.empty(
                 self.reuse, batch, layout.stride, width, model.vocab_total, model.device
             )
             mapped(Tensor.zero_, memory)
-            kept.adopt(state, memory)
-            record = kept.record = kept.record or Record.empty(layout.length, batch, model.device, round_fields=())
+            session.adopt(state, memory)
+            session.record = session.record or Record.empty(layout.length, batch, model.device, round_fields=())
+            record = session.record
             start = read_given(model, state, layout, batch, callback=request.callback)
             check_finite(start.out)
-            run = Run(self, rule, kept.params(params, model.device), width, forcing, model, state, memory, record)
+            run = Run(self, rule, session.params(params, model.device), width, forcing, model, state, memory, record)
             carry = begin(run, start, layout, Stream.of(request.seed, batch, model.device), strength)
-            laps = decode(request, kept, state, partial(step, run), carry, width, start.given, begun)
+            step_ms = decode(request, session, state, partial(step, run), carry, width, start.given, begun)
             settings = self.describe(request) | {"rule": rule.describe()} | asdict(params)
             trace = record.finish(
-                layout, request.seed, settings, time.perf_counter() - begun, width=width, milliseconds=laps
+                layout, request.seed, settings, time.perf_counter() - begun, width=width, milliseconds=step_ms
             )
             trace.positions["refinements"] = refinements(trace.positions["finalised_at"], width)
             return Result(record.image.clone(), trace)

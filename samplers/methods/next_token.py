@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ...kernels.sampling import perturbed_argmax, readable
 from ..contract import ARModel, Method, Request, Result, SamplingParams, StepOut
-from ..engine.loop import decode, kind
+from ..engine.loop import decode
 from ..engine.memory import run_bytes
 from ..engine.prefill import Start, read_given
-from ..engine.session import session
+from ..engine.session import open_session, session_key
 from ..layout import TokenLayout
 from ..probabilities import check_finite, probabilities
 from ..rng import Stream
@@ -81,7 +81,7 @@ class NextToken(Method):
         return "next token"
 
     def session_key(self, request: Request) -> Hashable:
-        return kind(request, self.name)
+        return session_key(request, self.name)
 
     def run_bytes(self, request: Request) -> int:
         return run_bytes(request, 1)
@@ -92,17 +92,18 @@ class NextToken(Method):
         model, params, batch = request.model, request.params, request.batch
         layout, begun = request.layout.to(model.device), time.perf_counter()
         forcing = layout.forces
-        with session(model, self.session_key(request)) as kept:
+        with open_session(model, self.session_key(request)) as session:
             state = model.start(
-                request.conditioning, request.negative, batch, layout, slack=1, guided=params.guided, into=kept.state
+                request.conditioning, request.negative, batch, layout, slack=1, guided=params.guided, into=session.state
             )
-            kept.adopt(state)
-            record = kept.record = kept.record or Record.empty(layout.length, batch, model.device, round_fields=())
+            session.adopt(state)
+            session.record = session.record or Record.empty(layout.length, batch, model.device, round_fields=())
+            record = session.record
             start = read_given(model, state, layout, batch, callback=request.callback)
             check_finite(start.out)
-            run = Run(model, kept.params(params, model.device), forcing, state, record, Noise())
+            run = Run(model, session.params(params, model.device), forcing, state, record, Noise())
             carry = begin(run, start, layout, Stream.of(request.seed, batch, model.device))
-            decode(request, kept, state, partial(step, run), carry, 1, start.given, begun)
+            decode(request, session, state, partial(step, run), carry, 1, start.given, begun)
             settings = self.describe(request) | asdict(params)
             trace = record.finish(layout, request.seed, settings, time.perf_counter() - begun)
             return Result(record.image.clone(), trace)

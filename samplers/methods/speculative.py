@@ -27,10 +27,9 @@ from torch import Tensor
 
 from ..contract import Drafter, Method, Progress, Request, Result
 from ..drafts.structures import Extent, Static, Structure
-from ..engine.loop import kind
 from ..engine.memory import run_bytes
 from ..engine.prefill import read_given
-from ..engine.session import Poll, Session, session
+from ..engine.session import Poll, Session, open_session, session_key
 from ..probabilities import check_finite
 from ..rng import Stream
 from ..rules.acceptance import AcceptanceRule, Exact, check_strength
@@ -92,15 +91,15 @@ class DraftTree(Method):
         return DRAFTERS.get(settings["drafter"], settings["drafter"])
 
     def session_key(self, request: Request) -> Hashable:
-        return kind(request, self.drafter, repr(self.describe(request)))
+        return session_key(request, self.drafter, repr(self.describe(request)))
 
     def run_bytes(self, request: Request) -> int:
         return run_bytes(request, self.width(request), self.drafter, self.draft_width)
 
     def sample(self, request: Request) -> Result:
         self.check(request)
-        with session(request.model, self.session_key(request), self.drafter) as kept:
-            run = Run(self, request, kept)
+        with open_session(request.model, self.session_key(request), self.drafter) as session:
+            run = Run(self, request, session)
             while True:
                 if request.callback:
                     request.callback(Progress(run.step.record.image, run.known, run.step.length, run.passes))
@@ -116,8 +115,8 @@ class Run:
     ``known`` [B]: decided tokens it knows of; ``passes``: of the target so far, that over the prompt included.
     """
 
-    def __init__(self, method: DraftTree, request: Request, kept: Session):
-        self.method, self.request, self.kept = method, request, kept
+    def __init__(self, method: DraftTree, request: Request, session: Session):
+        self.method, self.request, self.session = method, request, session
         model, params, batch = request.model, request.params, request.batch
         self.begun = time.perf_counter()
         layout = request.layout.to(model.device)
@@ -129,16 +128,16 @@ class Run:
         skippable = check_skippable(request.skippable, batch, layout.length, model.device)
         prompt = (request.conditioning, request.negative, batch, layout)
         guided = params.guided
-        target = model.start(*prompt, slack=method.width(request), guided=guided, into=kept.state)
-        state = method.drafter.start(target, *prompt, slack=method.draft_width, guided=guided, into=kept.draft_state)
-        kept.adopt(target, state)
-        kept.record = kept.record or Record.empty(layout.length, batch, model.device, round_fields=ROUND)
+        target = model.start(*prompt, slack=method.width(request), guided=guided, into=session.state)
+        state = method.drafter.start(target, *prompt, slack=method.draft_width, guided=guided, into=session.draft_state)
+        session.adopt(target, state)
+        session.record = session.record or Record.empty(layout.length, batch, model.device, round_fields=ROUND)
         start = read_given(model, target, layout, batch, method.drafter, state, request.callback)
         check_finite(start.out)
         self.step = RoundStep(
             model, target, method.drafter, state, method.structure, rule, method.skipping,
-            kept.params(params, model.device), codebook, layout.length, bool((layout.forced >= 0).any()),
-            method.told if kept.graphs.one_shape else 0, kept.record,
+            session.params(params, model.device), codebook, layout.length, bool((layout.forced >= 0).any()),
+            method.told if session.graphs.one_shape else 0, session.record,
         )
         stream = Stream.of(request.seed, batch, model.device)
         self.carry = self.step.begin(start, stream, layout, strength.expand(batch, -1), skippable)
@@ -155,7 +154,7 @@ class Run:
 
     def round(self) -> None:
         """Draft, verify (or skip that), commit."""
-        step, graphs = self.step, self.kept.graphs
+        step, graphs = self.step, self.session.graphs
         shape = self.shape()
         tree, skip = graphs(("draft", *shape), partial(step.draft, self.extent), DraftInputs.of(self.carry))
         drafted = time.perf_counter()
@@ -174,7 +173,7 @@ class Run:
         step, method, carry = self.step, self.method, self.carry
         ahead = int(self.known.max()) + self.poll.lag * (method.structure.size()[1] + 1)
         widths = method.width(self.request), method.draft_width + 1
-        target, drafter = (None if self.kept.graphs.one_shape else ahead + width for width in widths)
+        target, drafter = (None if self.session.graphs.one_shape else ahead + width for width in widths)
         return (
             step.model.set_attention_length(step.target, target),
             step.drafter.set_attention_length(step.state, drafter),

@@ -22,7 +22,7 @@ def loaded(sample):
 def taped(tiny, loaded, on_tape):
     """The graphs that runs made. Nothing is kept before and after."""
     yield on_tape
-    tiny[0].model.kept.clear()
+    tiny[0].model.sessions.clear()
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -45,7 +45,7 @@ def test_pictures_previews_and_progress_are_those_of_plain_runs(
 def test_unloading_frees_the_caches(method, taped, sample, tiny):
     """At once, without the garbage collector: ComfyUI asks how much is free right after."""
     sample(method, **METHODS[method])
-    [kept] = tiny[0].model.kept.values()
+    [kept] = tiny[0].model.sessions.values()
     states = [state for state in (kept.state, kept.draft_state) if hasattr(state, "cache")]
     held = [weakref.ref(state.cache.buffer) for state in states]
     assert len(held) == 1 + (method == "DraftTree")
@@ -55,7 +55,7 @@ def test_unloading_frees_the_caches(method, taped, sample, tiny):
         del kept, states
         taped.clear()
         mm.unload_all_models()
-        assert not tiny[0].model.kept and not any(tensor() is not None for tensor in held)
+        assert not tiny[0].model.sessions and not any(tensor() is not None for tensor in held)
     finally:
         gc.enable()
     sample(method, **METHODS[method])
@@ -64,19 +64,19 @@ def test_unloading_frees_the_caches(method, taped, sample, tiny):
 @pytest.mark.parametrize("method", METHODS)
 def test_an_interrupted_run_leaves_nothing_behind_and_stops_within_a_pass(method, taped, sample, progress, tiny):
     before, _ = sample(method, **METHODS[method])
-    assert len(tiny[0].model.kept) == 1
+    assert len(tiny[0].model.sessions) == 1
     progress.clear()
     mm.interrupt_current_processing()
     with pytest.raises(mm.InterruptProcessingException):
         sample(method, **METHODS[method])
-    assert not progress and not tiny[0].model.kept, "its caches may be half written"
+    assert not progress and not tiny[0].model.sessions, "its caches may be half written"
     after, _ = sample(method, **METHODS[method])
     assert torch.equal(before["ar_tokens"], after["ar_tokens"]) and len(taped) == 2
 
 
 def test_another_drafter_s_unloading_is_noticed_too(taped, sample, tiny, drafter):
     sample("DraftTree", structure="chain")
-    assert tiny[0].model.kept
+    assert tiny[0].model.sessions
     drafter.patcher.detach()
-    assert not tiny[0].model.kept
+    assert not tiny[0].model.sessions
     mm.unload_all_models()

@@ -50,7 +50,7 @@ def test_a_drafter_follows_its_model_when_that_is_loaded_again(run, nodes, tiny,
     wanted, _ = sample("DraftTree", drafter=ours)
     latent, _ = sample("DraftTree", drafter=ours, model=again)
     assert torch.equal(latent["ar_tokens"], wanted["ar_tokens"])
-    assert ours.target is again and ours.drafter.model is again.model and ours.patcher.kept is again.model.kept
+    assert ours.target is again and ours.drafter.model is again.model and ours.patcher.sessions is again.model.sessions
     followed = ours.drafter
     sample("DraftTree", drafter=ours, model=again)
     assert ours.drafter is followed, "it is read again once, not in every run"

@@ -86,7 +86,7 @@ def test_every_method_is_tried_and_the_result_is_all_of_a_piece(find, tiny, prog
     json.dumps(out.ui["specar"])
     values = [value for value, _, _ in progress]
     assert values == sorted(values) and progress[-1][0] == progress[-1][1]
-    assert not tiny[0].model.kept
+    assert not tiny[0].model.sessions
 
 
 def test_without_a_drafter_there_are_windows_only(find):
@@ -145,7 +145,7 @@ def test_time_that_runs_out_during_a_trial_ends_it(find, monkeypatch, tiny, cloc
 
     monkeypatch.setattr(SJD, "sample", late)
     assert {t["note"] for t in told(find())[1:]} == {TIME_UP}
-    assert not tiny[0].model.kept
+    assert not tiny[0].model.sessions
 
 
 def test_hopeless_methods_are_given_up(find, monkeypatch, clock):
@@ -180,7 +180,7 @@ def test_memory_that_runs_out_costs_one_method(find, monkeypatch, tiny):
     out = find()
     assert told(out)[0]["note"] == "" and "memory" in told(out)[1]["note"]
     assert sum("times as long" in t["note"] for t in told(out)) == 5, "the search goes on"
-    assert not tiny[0].model.kept
+    assert not tiny[0].model.sessions
 
 
 def test_a_method_larger_than_the_memory_costs_only_itself(find, monkeypatch):
@@ -208,7 +208,7 @@ def test_interruption_stops_the_search(find, monkeypatch, tiny):
     monkeypatch.setattr(SJD, "sample", sample)
     with pytest.raises(mm.InterruptProcessingException):
         find()
-    assert not tiny[0].model.kept
+    assert not tiny[0].model.sessions
     monkeypatch.setattr(SJD, "sample", original)
     assert all(t["seconds_per_token"] for t in told(find(drafter=None))[:1])
 
@@ -243,7 +243,7 @@ def test_runs_on_a_gpu_are_warm_when_they_count(find, monkeypatch, tiny):
     find(drafter=None)
     assert len(runs) == 3 + 2 * (2 + 1) + 2 + 4, "estimate; each once; the window again, its baseline being still warm"
     assert captures and len(counted) == 2 * 3 and not any(number for _, number in counted), counted
-    assert not tiny[0].model.kept
+    assert not tiny[0].model.sessions
 
 
 @pytest.mark.parametrize(("kind", "captured"), [("cuda", True), ("mps", False), ("xpu", False), ("cpu", False)])

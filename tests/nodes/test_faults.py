@@ -92,7 +92,7 @@ def test_an_interrupt_at_any_callback_leaves_nothing_behind(name, draw, tiny, in
     for n in sorted({1, 2, 3, count // 2, count}):
         interrupt_at(n)
         interrupted(draw, name)
-        assert len(calls) == n and not tiny[0].model.kept
+        assert len(calls) == n and not tiny[0].model.sessions
     gc.collect()
     assert not caches
     interrupt_at(0)
@@ -109,7 +109,7 @@ def test_find_fastest_can_be_interrupted_at_any_trial(tiny, positive, drafter, n
         calls = interrupt_at(n)
         with pytest.raises(mm.InterruptProcessingException):
             run(node, **inputs)
-        assert len(calls) == n and not tiny[0].model.kept
+        assert len(calls) == n and not tiny[0].model.sessions
     gc.collect()
     assert not caches
     interrupt_at(0)
@@ -174,7 +174,7 @@ def test_too_little_memory_at_any_pass_ends_the_run_and_frees_its_caches(name, d
             out_of_memory_at(patch, kind, n)
             with pytest.raises(mm.OOM_EXCEPTION) as caught:
                 draw(name)
-        assert type(caught.value) is mm.OOM_EXCEPTION and not tiny[0].model.kept
+        assert type(caught.value) is mm.OOM_EXCEPTION and not tiny[0].model.sessions
         del caught
     gc.collect()
     assert not caches
@@ -226,7 +226,7 @@ def test_a_layer_that_breaks_late_is_named_and_spoils_nothing(name, draw, tiny, 
         with pytest.raises(ValueError, match="NaN.*fp32"):
             draw(name)
     gc.collect()
-    assert not tiny[0].model.kept and not caches
+    assert not tiny[0].model.sessions and not caches
     assert torch.equal(draw(name), whole)
 
 

@@ -30,7 +30,7 @@ HELD = 20000  # bytes that a kept session holds, in the simulation
 def kept(tiny, drafter):
     """The kept sessions of the tiny model, loaded with its drafter: one."""
     mm.load_models_gpu([tiny[0].patcher, drafter.patcher])
-    sessions = tiny[0].model.kept
+    sessions = tiny[0].model.sessions
     sessions["kind"] = object()
     yield sessions
     sessions.clear()
@@ -52,7 +52,7 @@ def memory(kept, monkeypatch):
 def test_a_run_of_a_model_that_stays_keeps_them(kept, sample, tiny):
     sample("NextToken")
     sample("DraftTree", structure="chain")
-    assert "kind" in kept and tiny[0].patcher.kept is kept
+    assert "kind" in kept and tiny[0].patcher.sessions is kept
 
 
 @pytest.mark.parametrize("which", ["model", "drafter"])
@@ -114,7 +114,7 @@ def test_a_run_takes_the_memory_that_its_own_session_holds(kept, memory, sample,
     monkeypatch.setattr(NextToken, "session_key", lambda self, request: "own")
     monkeypatch.setattr(NextToken, "run_bytes", lambda self, request: 2**40)
     monkeypatch.setattr(runs, "total_memory", lambda device: 2**41)
-    monkeypatch.setattr(next_token, "session", lambda model, key: nullcontext(Session(Graphs(CPU))))
+    monkeypatch.setattr(next_token, "open_session", lambda model, key: nullcontext(Session(Graphs(CPU))))
     there, load = [], mm.load_models_gpu
     monkeypatch.setattr(mm, "load_models_gpu", lambda *what, memory_required=0, **how: there.append(
         (kept.get("own") is key, memory_required)) or load(*what, memory_required=0, **how))
@@ -127,16 +127,16 @@ def test_a_run_takes_the_memory_that_its_own_session_holds(kept, memory, sample,
 
 def dropped(patcher, action) -> bool:
     """Does an action drop what is kept?"""
-    patcher.kept["kind"] = object()
+    patcher.sessions["kind"] = object()
     action()
-    return not patcher.kept
+    return not patcher.sessions
 
 
 @pytest.fixture
 def patcher(tmp_path):
     model = load_model(tiny_models.write_llamagen(tmp_path / "model.safetensors", False),
                        operations=Operations)
-    return Patcher(model, CPU, CPU, kept=model.kept)
+    return Patcher(model, CPU, CPU, sessions=model.sessions)
 
 
 def test_weights_that_come_and_go_in_part(patcher):
@@ -152,7 +152,7 @@ def test_weights_that_come_and_go_in_part(patcher):
 def test_weights_that_are_brought_to_a_gpu_in_part(patcher, request):
     request.getfixturevalue("gpu")
     request.getfixturevalue("monkeypatch").setattr(mm, "get_free_memory", lambda *_: 0)
-    elsewhere = Patcher(patcher.model, GPU, CPU, kept=patcher.kept)
+    elsewhere = Patcher(patcher.model, GPU, CPU, sessions=patcher.sessions)
     assert dropped(elsewhere, lambda: elsewhere.partially_load(GPU, patcher.model_size() // 2))
     assert {p.device for p in patcher.model.parameters()} == {GPU, CPU}
 
@@ -161,13 +161,13 @@ def test_a_model_that_comfyui_forgets_is_freed_although_its_graphs_refer_to_it()
     class Model(torch.nn.Linear):
         def __init__(self):
             super().__init__(2, 2)
-            self.kept = {}
+            self.sessions = {}
 
     gc.disable()
     try:
         model = Model()
-        model.kept["kind"] = [model]
-        patcher, reference = Patcher(model, CPU, CPU, kept=model.kept), weakref.ref(model)
+        model.sessions["kind"] = [model]
+        patcher, reference = Patcher(model, CPU, CPU, sessions=model.sessions), weakref.ref(model)
         del model
         assert reference() is not None
         del patcher

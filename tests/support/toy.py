@@ -55,7 +55,7 @@ class ToyModel:
     def __init__(self, layout: TokenLayout, specials: int = 0, sharpness: float = 1.5,
                  memory: int | None = None, seed: int = 1):
         self.vocab, self.vocab_total = VOCAB, VOCAB + specials
-        self.defaults, self.kept = SamplingParams(), {}
+        self.defaults, self.sessions = SamplingParams(), {}
         self._layout = layout
         generator = torch.Generator().manual_seed(seed)
         sizes = [self.vocab_total**n for n in range(layout.length + 1)]

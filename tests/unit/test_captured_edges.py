@@ -36,7 +36,7 @@ def plainly(monkeypatch, method, asked):
         patch.setattr(session, "Graphs", Graphs)
         for module in (loop, speculative):
             patch.setattr(module, "Poll", session.Poll)
-        asked.model.kept.clear()
+        asked.model.sessions.clear()
         return method.sample(asked).tokens
 
 
@@ -62,7 +62,7 @@ def test_smallest_pictures(size, on_tape, monkeypatch):
     drafter = ToyDrafter(target)
     windows = SJD(), SJD(reuse="gumbel"), SJD(reuse="threshold_exact")
     for method in (NextToken(), *windows, DraftTree(drafter, ADTTree())):
-        target.kept.clear()
+        target.sessions.clear()
         asked = [request(target, plain(*size), seed=seed, batch=2) for seed in (3, 4)]
         found = [method.sample(one).tokens for one in asked]
         for one, mine in zip(asked, found, strict=True):
@@ -81,9 +81,9 @@ def test_a_run_has_no_more_sessions_beside_it_than_are_kept(on_tape):
     """Each holds caches of gigabytes."""
     target = ToyModel(plain(1, 3))
     for batch in range(1, 4):
-        with session.session(target, batch):
-            assert len(target.kept) < session.KEPT
-    assert len(target.kept) == session.KEPT
+        with session.open_session(target, batch):
+            assert len(target.sessions) < session.MAX_SESSIONS
+    assert len(target.sessions) == session.MAX_SESSIONS
 
 
 def test_every_run_has_a_strength_of_its_own(on_tape, monkeypatch):
@@ -91,7 +91,7 @@ def test_every_run_has_a_strength_of_its_own(on_tape, monkeypatch):
     for method in (SJD(3, rule=CoolSD(2.0)), DraftTree(ToyDrafter(target), Chain(2), CoolSD(2.0))):
         asked = [replace(request(target, plain(1, 4), seed=seed, batch=3), strength=strength)
                  for seed, strength in enumerate((None, torch.rand(3, 4), torch.zeros(1, 4)))]
-        target.kept.clear()
+        target.sessions.clear()
         found = [method.sample(one).tokens for one in asked]
         for one, mine in zip(asked, found, strict=True):
             assert torch.equal(mine, plainly(monkeypatch, method, one))
@@ -114,5 +114,5 @@ def test_random_models_of_the_benchmark_are_wholly_on_the_gpu_they_name(monkeypa
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = sizes.build(sizes.SIZES["llamagen-b"], torch.bfloat16, torch.device("cuda"))
         drafter = sizes.eagle(model)
-        with session.session(model, "kind", drafter) as kept:
-            assert kept.graphs.active and "without CUDA graphs" not in caplog.text
+        with session.open_session(model, "kind", drafter) as opened:
+            assert opened.graphs.active and "without CUDA graphs" not in caplog.text

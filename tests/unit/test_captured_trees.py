@@ -56,15 +56,15 @@ def agree(method, asked, monkeypatch):
 
     In fp64, because captured trees have other shapes, in which sums are rounded differently.
     """
-    asked[0].model.kept.clear()
+    asked[0].model.sessions.clear()
     replayed = [method.sample(one) for one in asked]
     with monkeypatch.context() as plainly:
         plainly.setattr(session, "Graphs", Graphs)
         plainly.setattr(speculative, "Poll", session.Poll)
-        asked[0].model.kept.clear()
+        asked[0].model.sessions.clear()
         for one, found in zip(asked, replayed, strict=True):
             same(found, method.sample(one))
-    asked[0].model.kept.clear()
+    asked[0].model.sessions.clear()
 
 
 def same(one, other):
@@ -83,7 +83,7 @@ def compiled(method, asked):
     run = Run(method, asked, Session(CompiledGraphs(asked.model.device)))
     while not run.done:
         run.round()
-    assert run.kept.graphs.calls >= 4
+    assert run.session.graphs.calls >= 4
     return Result(run.step.record.image, run.finish())
 
 

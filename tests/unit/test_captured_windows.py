@@ -244,7 +244,7 @@ def test_prompts_and_seeds_change_within_a_session(model, method):
     wanted = runs()
     with captured() as made:
         found = runs()
-    model.kept.clear()
+    model.sessions.clear()
     for one, two in zip(found, wanted, strict=True):
         assert_same(one, two)
     assert len(made) == 1 and made[0].replayed > 0 and made[0].active

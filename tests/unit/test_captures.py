@@ -44,7 +44,7 @@ def asked(model, seed=0, **changed):
 @torch.inference_mode()
 def test_two_images_and_two_moved_sliders_need_the_graphs_of_one_image(name, model, on_tape):
     """On memory that no other capture gives back: the tape would tell."""
-    model.kept.clear()
+    model.sessions.clear()
     make, graphs = METHODS[name]
     method, counts = make(sizes.eagle(model)), []
     for seed, moved in enumerate(({}, {}, {"cfg": 5.0}, {"temperature": 0.9, "top_k": 30})):
@@ -59,7 +59,7 @@ def test_two_images_and_two_moved_sliders_need_the_graphs_of_one_image(name, mod
 
 @torch.inference_mode()
 def test_prompts_of_other_lengths_need_no_other_graph(model, on_tape):
-    model.kept.clear()
+    model.sessions.clear()
     for tokens in (sizes.PROMPT, 3, 60):
         prompt = model.encode_features(torch.randn(1, tokens, sizes.CAPTION))
         NextToken().sample(replace(asked(model), conditioning=prompt))

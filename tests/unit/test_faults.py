@@ -78,7 +78,7 @@ def test_predictions_that_become_nan_end_in_an_error_with_every_method(after, ki
     for method in methods(ToyDrafter(MODEL, stale=True)):
         with pytest.raises(ValueError, match=f"NaN.*token {after + 1} of 6"):
             method.sample(request(model, LAYOUT, params, batch=3))
-        assert not model.kept
+        assert not model.sessions
 
 
 def test_the_error_names_the_picture():
