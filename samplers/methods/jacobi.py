@@ -30,7 +30,7 @@ from ..contract import ARModel, Method, Request, Result, SamplingParams
 from ..drafts.guesses import INITIAL, Memory, fresh_guesses
 from ..engine.loop import decode
 from ..engine.memory import run_bytes
-from ..engine.prefill import Start, read_given
+from ..engine.prefill import Start, read_prefix
 from ..engine.session import open_session, session_key
 from ..layout import TokenLayout
 from ..probabilities import check_finite, probabilities
@@ -384,11 +384,11 @@ class SJD(Method):
             session.adopt(state, memory)
             session.record = session.record or Record.empty(layout.length, batch, model.device, round_fields=())
             record = session.record
-            start = read_given(model, state, layout, batch, callback=request.callback)
+            start = read_prefix(model, state, layout, batch, callback=request.callback)
             check_finite(start.out)
             run = Run(self, rule, session.params(params, model.device), width, forcing, model, state, memory, record)
             carry = begin(run, start, layout, Stream.of(request.seed, batch, model.device), strength)
-            step_ms = decode(request, session, state, partial(step, run), carry, width, start.given, begun)
+            step_ms = decode(request, session, state, partial(step, run), carry, width, start.prefix_length, begun)
             settings = self.describe(request) | {"rule": rule.describe()} | asdict(params)
             trace = record.finish(
                 layout, request.seed, settings, time.perf_counter() - begun, width=width, milliseconds=step_ms

@@ -15,7 +15,7 @@ from ...kernels.sampling import perturbed_argmax, readable
 from ..contract import ARModel, Method, Request, Result, SamplingParams, StepOut
 from ..engine.loop import decode
 from ..engine.memory import run_bytes
-from ..engine.prefill import Start, read_given
+from ..engine.prefill import Start, read_prefix
 from ..engine.session import open_session, session_key
 from ..layout import TokenLayout
 from ..probabilities import check_finite, probabilities
@@ -99,11 +99,11 @@ class NextToken(Method):
             session.adopt(state)
             session.record = session.record or Record.empty(layout.length, batch, model.device, round_fields=())
             record = session.record
-            start = read_given(model, state, layout, batch, callback=request.callback)
+            start = read_prefix(model, state, layout, batch, callback=request.callback)
             check_finite(start.out)
             run = Run(model, session.params(params, model.device), forcing, state, record, Noise())
             carry = begin(run, start, layout, Stream.of(request.seed, batch, model.device))
-            decode(request, session, state, partial(step, run), carry, 1, start.given, begun)
+            decode(request, session, state, partial(step, run), carry, 1, start.prefix_length, begun)
             settings = self.describe(request) | asdict(params)
             trace = record.finish(layout, request.seed, settings, time.perf_counter() - begun)
             return Result(record.image.clone(), trace)

@@ -28,7 +28,7 @@ from torch import Tensor
 from ..contract import Drafter, Method, Progress, Request, Result
 from ..drafts.structures import Extent, Static, Structure
 from ..engine.memory import run_bytes
-from ..engine.prefill import read_given
+from ..engine.prefill import read_prefix
 from ..engine.session import Poll, Session, open_session, session_key
 from ..probabilities import check_finite
 from ..rng import Stream
@@ -132,7 +132,7 @@ class Run:
         state = method.drafter.start(target, *prompt, slack=method.draft_width, guided=guided, into=session.draft_state)
         session.adopt(target, state)
         session.record = session.record or Record.empty(layout.length, batch, model.device, round_fields=ROUND)
-        start = read_given(model, target, layout, batch, method.drafter, state, request.callback)
+        start = read_prefix(model, target, layout, batch, method.drafter, state, request.callback)
         check_finite(start.out)
         self.step = RoundStep(
             model, target, method.drafter, state, method.structure, rule, method.skipping,
@@ -142,7 +142,7 @@ class Run:
         stream = Stream.of(request.seed, batch, model.device)
         self.carry = self.step.begin(start, stream, layout, strength.expand(batch, -1), skippable)
         self.poll = Poll(model.device, batch)
-        self.known = torch.maximum(self.poll(self.carry.committed), start.given + 1)  # and the first that is drawn
+        self.known = torch.maximum(self.poll(self.carry.committed), start.prefix_length + 1)  # and the first sampled
         self.passes, self.expansions = 1, []
         self.times, self.drafted = [self.begun, time.perf_counter()], [self.begun]
         self.extent = self.read_extent()

@@ -10,7 +10,7 @@ from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.engine import prefill
-from comfyui_specar.samplers.engine.prefill import given_tokens, read_given
+from comfyui_specar.samplers.engine.prefill import prefix_length, read_prefix
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.methods.jacobi import REUSE, SJD, Jacobi
 from comfyui_specar.samplers.methods.next_token import NextToken
@@ -87,7 +87,7 @@ def test_fixed_noise_draws_what_reading_one_by_one_would(method, chunk, monkeypa
 def test_images_of_other_beginnings_are_drawn_as_if_alone(method, chunk, monkeypatch):
     monkeypatch.setattr(prefill, "CHUNK", chunk)
     layout = begun(plain(2, 3), [2, 0, 1, 1, -1], [1, -1, 2, 0, -1], [0, 1, 2, 1, 0], [-1, 0, 1, -1, -1])
-    assert given_tokens(layout).tolist() == [4, 1, 5, 0] and given_tokens(plain(2, 3)).tolist() == [0]
+    assert prefix_length(layout).tolist() == [4, 1, 5, 0] and prefix_length(plain(2, 3)).tolist() == [0]
     method = method_for(method, "row")
     many = method.sample(request(MODELS["row"], layout, SamplingParams(cfg=1.5), seed=6, batch=4))
     for i, forced in enumerate(layout.forced):
@@ -189,10 +189,10 @@ def test_drafters_know_what_was_given(model, folder, kind, monkeypatch):
         with torch.inference_mode(), fp64():
             target = model.start(prompt, None, 2, layout, slack=9, guided=True)
             state = drafter.start(target, prompt, None, 2, layout, slack=9, guided=True)
-            start = read_given(model, target, layout, 2, drafter, state)
+            start = read_prefix(model, target, layout, 2, drafter, state)
             token = torch.full((2, 1), 6)
             out = drafter.observe(state, token, token * 0 + 7, start.out.hidden, torch.ones(2, dtype=torch.int64))
-        assert start.given.tolist() == start.committed.tolist() == [7, 7]
+        assert start.prefix_length.tolist() == start.committed.tolist() == [7, 7]
         found.append((start.out.logits, start.out.hidden, out.logits, out.hidden))
     for one in found[1:]:
         for a, b in zip(found[0], one, strict=True):
