@@ -136,8 +136,8 @@ def without_a_gpu(counts: Launches) -> Iterator[None]:
             (fake_tensor, "CONSTANT_NUMEL_LIMIT", -1),  # else the smallest have data, on a GPU that is not there
         ):
             stack.enter_context(patch.object(where, name, instead))
-        cached = noise._constants, noise.row, trees.tables, constants.counting, constants.numbers, constants.uniform_law
-        for constant in cached:  # without data, and so of no use to others
+        made_once = constants.counting, constants.numbers, constants.uniform_probs
+        for constant in (noise._constants, noise.row, trees.tables, *made_once):  # no data, of no use to others
             constant.cache_clear()
             stack.callback(constant.cache_clear)
         stack.enter_context(torch.inference_mode())
@@ -172,7 +172,7 @@ class Case:
 def next_token_pass(case: Case) -> Iterator[Any]:
     state, start, stream = case.begin(1)
     record = Record.empty(case.layout.length, 1, GPU, round_fields=())
-    run = next_token.Run(case.model, case.params, case.forcing, state, record, next_token.Noise())
+    run = next_token.NextTokenRun(case.model, case.params, case.forcing, state, record, next_token.Noise())
     carry = next_token.begin(run, start, case.layout, stream)
     while True:
         yield
@@ -184,7 +184,7 @@ def sjd_pass(case: Case) -> Iterator[Any]:
     model, method = case.model, SJD(WINDOW)
     memory = jacobi.Memory.empty(method.reuse, 1, case.layout.stride, WINDOW, model.vocab_total, GPU)
     record = Record.empty(case.layout.length, 1, GPU, round_fields=())
-    run = jacobi.Run(method, method.rule, case.params, WINDOW, case.forcing, model, state, memory, record)
+    run = jacobi.JacobiRun(method, method.rule, case.params, WINDOW, case.forcing, model, state, memory, record)
     carry = jacobi.begin(run, start, case.layout, stream, None)
     while True:
         yield

@@ -1,5 +1,8 @@
-"""Rows of numbers that steps need again and again, made once: each would be a launch, and a step that is being captured
-cannot send them to the device. They stay for good, as captured steps go on reading them, and are never written to."""
+"""Constant tensors that every step needs, made once per device.
+
+Making one would be a launch in every step, and a step that is being captured cannot send numbers to the device. They
+are never freed, because captured steps keep reading them, and never written to.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ def counting(end: int, device: torch.device, step: int = 1) -> Tensor:
 
 
 @cache
-def uniform_law(vocab: int, total: int, device: torch.device) -> Tensor:
-    """The uniform law [total] (fp32) of the ids below ``vocab``."""
+def uniform_probs(vocab: int, total: int, device: torch.device) -> Tensor:
+    """The uniform distribution [total] (fp32) over the ids below ``vocab``."""
     return torch.nn.functional.pad(torch.full((vocab,), 1 / vocab, device=device), (0, total - vocab))
 
 
 @cache
 def numbers(values: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """These values."""
+    """The values as a tensor."""
     return torch.tensor(values, device=device, dtype=dtype)

@@ -1,5 +1,6 @@
-"""What Jacobi decoding remembers of every position, and first guesses: a position that no pass has seen yet borrows the
-law of a neighbour in the picture.
+"""What Jacobi decoding remembers of every position, and the first guesses at new positions.
+
+The first guess at a position is sampled from the probabilities at a neighbour in the image ("spatial prior" in SJD).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ...kernels.guesses import mean_probs, neighbours_of
 from ...kernels.sampling import categorical, point_mass
-from ..constants import counting, uniform_law
+from ..constants import counting, uniform_probs
 from ..layout import TokenLayout
 
 INITIAL = ("mixed", "left", "upper", "uniform", "repeat")
@@ -19,9 +20,9 @@ INITIAL = ("mixed", "left", "upper", "uniform", "repeat")
 
 @dataclass(frozen=True)
 class Ring:
-    """A row of numbers for each of the latest positions of every image; that of position i lies in slot i mod R.
+    """A ring buffer: a row of numbers for each of the latest positions of every image, position i in slot i mod R.
 
-    rows [B, R, V+] (fp32) stay where they are and are written in place, as key/value caches are.
+    rows [B, R, V+] (fp32) are written in place, as key/value caches are.
     """
 
     rows: Tensor
@@ -31,7 +32,7 @@ class Ring:
         return cls(torch.zeros((batch, slots, total), device=device))
 
     def index(self, position: Tensor) -> Tensor:
-        """Of positions [B, T] in the rows of all images, one after the other."""
+        """Index [B, T] of positions [B, T] into the flattened rows [B * R, V+]."""
         batch, slots, _ = self.rows.shape
         slot = position % slots
         return slot if batch == 1 else counting(batch * slots, position.device, slots)[:, None] + slot
@@ -41,11 +42,11 @@ class Ring:
         return self.rows.flatten(0, 1).index_select(0, self.index(position).flatten()).unflatten(0, position.shape)
 
     def entry(self, position: Tensor, token: Tensor) -> Tensor:
-        """One number [B, T] of each row."""
+        """The number [B, T] of token [B, T] in the row of each position."""
         return self.rows.flatten(0, 1)[self.index(position), token]
 
     def put(self, position: Tensor, rows: Tensor) -> None:
-        """Write rows [B, T, V+] for different positions [B, T], T being R at most."""
+        """Write rows [B, T, V+] for distinct positions [B, T], T <= R."""
         self.rows.flatten(0, 1)[self.index(position).flatten()] = rows.flatten(0, 1)
 
 
@@ -53,15 +54,16 @@ class Ring:
 class Memory:
     """What is known of the latest positions of every image, written in place.
 
-    laws: the target's last law of a position, or before its first pass the law its guess was drawn from; drawn: the law
-    that the guess at a position was drawn from, which is another ring for reuse="threshold_exact" only. noise: the
-    positions' fixed Gumbel vectors, for reuse="gumbel" only.
+    target_probs: the target's latest probabilities p at a position; before its first forward pass, those its guess was
+    sampled from. draft_probs: the q that the guess at a position was sampled from; another ring than target_probs only
+    for reuse="threshold_exact". noise: the fixed Gumbel noise of each position, for reuse="gumbel" only.
 
-    A window W lies behind a row of the picture whose laws it may need, and is followed by W new positions.
+    A window of W positions follows one row of the image, whose probabilities it may need, and is followed by up to W
+    new positions.
     """
 
-    laws: Ring
-    drawn: Ring
+    target_probs: Ring
+    draft_probs: Ring
     noise: Ring | None
 
     @classmethod
@@ -69,61 +71,63 @@ class Memory:
         def ring() -> Ring:
             return Ring.empty(batch, max(stride, width) + width, total, device)
 
-        laws = ring()
-        return cls(laws, ring() if reuse == "threshold_exact" else laws, ring() if reuse == "gumbel" else None)
+        target_probs = ring()
+        draft_probs = ring() if reuse == "threshold_exact" else target_probs
+        return cls(target_probs, draft_probs, ring() if reuse == "gumbel" else None)
 
 
-def neighbour_laws(
-    initial: str, laws: Ring, known: Tensor, position: Tensor, layout: TokenLayout, vocab: int, forcing: bool
+def neighbour_probs(
+    initial: str, target_probs: Ring, known: Tensor, position: Tensor, layout: TokenLayout, vocab: int, forcing: bool
 ) -> Tensor:
-    """Laws [B, T, V+] from which guesses at new positions [B, T] are drawn; known [B, 1]: last position with a law.
+    """Probabilities [B, T, V+] to sample guesses at new positions [B, T] from.
 
-    left: the law of the left neighbour; in the first column, and where the window has crossed into a new row, that of
-    the upper one. upper: of the position one row up (several, if that has no law yet); in the first row, of the left
-    one. mixed: half of each. Where a neighbour is a forced token, or for "uniform", the uniform law. forcing: does the
-    layout force any token.
+    known [B, 1]: the last position with probabilities. forcing: does the layout force any token.
+    left: the probabilities at the left neighbour; in the first column, and where the window has crossed into a new row,
+    those at the upper one. upper: those one row up (several rows, if that position has none yet); in the first row,
+    those at the left neighbour. mixed: the mean of both. uniform: the uniform distribution, which also replaces a
+    neighbour that is a forced token.
     """
-    stride, total = layout.stride, laws.rows.shape[-1]
+    stride, total = layout.stride, target_probs.rows.shape[-1]
     if initial in ("uniform", "repeat") or forcing:
-        uniform = uniform_law(vocab, total, position.device)
+        uniform = uniform_probs(vocab, total, position.device)
     if initial in ("uniform", "repeat"):
         return uniform.expand(*position.shape, -1)
     if initial == "mixed" and not forcing:
-        return mean_probs(laws.rows, known, position, stride)
+        return mean_probs(target_probs.rows, known, position, stride)
     left, above = neighbours_of(known, position, stride)
 
-    def law(source: Tensor) -> Tensor:
-        rows = laws.at(source)
+    def probs(source: Tensor) -> Tensor:
+        rows = target_probs.at(source)
         return torch.where(layout.forced_at(source).unsqueeze(-1) < 0, rows, uniform) if forcing else rows
 
     if initial == "left":
-        return law(left)
+        return probs(left)
     if initial == "upper":
-        return law(above)
-    return law(left).add_(law(above)).div_(2)
+        return probs(above)
+    return probs(left).add_(probs(above)).div_(2)
 
 
-def fresh_guesses(
-    initial: str, laws: Ring, known: Tensor, last: Tensor, position: Tensor, u: Tensor, noise: Tensor | None,
+def first_guesses(
+    initial: str, target_probs: Ring, known: Tensor, last: Tensor, position: Tensor, u: Tensor, noise: Tensor | None,
     layout: TokenLayout, vocab: int, forcing: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Guesses [B, T] for positions [B, T] no pass has seen, and the laws [B, T, V+] they are drawn from.
+    """Guesses [B, T] at positions [B, T] that no forward pass has seen, and the q [B, T, V+] they are sampled from.
 
-    last [B, 1] is the token at position ``known`` [B, 1]; u [B, T] are uniform numbers. repeat: copy the last token
-    along its row (a point mass), uniform beyond. With Gumbel decoding a guess uses its position's own ``noise``
-    [B, T, V+], which makes it agree with the final choice more often.
+    last [B, 1]: the token at position ``known`` [B, 1]; u [B, T]: uniform numbers. initial: see neighbour_probs();
+    repeat copies the last token along its row (q is a point mass) and is uniform past the row. With Gumbel decoding a
+    guess uses the ``noise`` [B, T, V+] of its own position, which makes it equal the final token more often.
     """
-    law = neighbour_laws(initial, laws, known, position, layout, vocab, forcing)
+    q = neighbour_probs(initial, target_probs, known, position, layout, vocab, forcing)
     if initial == "repeat":
         same_row = known // layout.stride == position // layout.stride
-        token = torch.where(same_row, last, categorical(law, u))
-        law = torch.where(same_row.unsqueeze(-1), point_mass(token, law.shape[-1]), law)
+        token = torch.where(same_row, last, categorical(q, u))
+        q = torch.where(same_row.unsqueeze(-1), point_mass(token, q.shape[-1]), q)
     elif noise is not None:
-        token = (law.log() + noise).argmax(-1)
+        token = (q.log() + noise).argmax(-1)
     else:
-        token = categorical(law, u)
+        token = categorical(q, u)
     if forcing:
         forced = layout.forced_at(position)
         token = torch.where(forced >= 0, forced, token)
-        law = torch.where((forced >= 0).unsqueeze(-1), point_mass(forced.clamp(min=0), law.shape[-1]), law)
-    return token, law
+        q = torch.where((forced >= 0).unsqueeze(-1), point_mass(forced.clamp(min=0), q.shape[-1]), q)
+    return token, q

@@ -1,14 +1,22 @@
-"""Jacobi-type decoding: the target drafts for itself, a window of guesses ahead of what is committed.
+"""Jacobi decoding: the target drafts for itself, a window of guesses past the committed tokens.
 
 Jacobi   Song et al., ICML 2021; Santilli et al., ACL 2023 (greedy: equality test)
 SJD      Teng et al., "Accelerating auto-regressive text-to-image generation with training-free speculative Jacobi
-         decoding", ICLR 2025: probabilistic test, every other guess redrawn each pass        reuse="resample"
-SJD++    Teng et al., 2025: guesses with a high ratio are reused (section 3.3); biased         reuse="threshold_paper"
-         and two lossless twins of that reuse                           reuse="coupled", reuse="threshold_exact"
-         Gumbel-Jacobi: fixed noise, so the test is equality and the picture is next-token's   reuse="gumbel"
+         decoding", ICLR 2025: probabilistic test, all other guesses resampled              reuse="resample"
+SJD++    Teng et al., 2025: guesses of high confidence are reused (section 3.3); biased      reuse="threshold_paper"
+         two lossless variants of that reuse                                reuse="coupled", reuse="threshold_exact"
+         Gumbel-Jacobi: fixed noise, the test is equality, the image is next-token's         reuse="gumbel"
 
-One pass feeds the last committed token and W - 1 guesses. Its predictions P_0 .. P_{W-1} stand at positions n .. n+W-1;
-guess k was drawn from q_k. The lossless modes rest on one invariant: given the guesses before it, guess k follows q_k.
+One forward pass feeds the last committed token (the root) and W - 1 guesses. With n tokens committed, column k predicts
+position n + k: p_k(x) = p(x | prompt, committed tokens, guesses 0 .. k-1). Guess k, x_k, was sampled from q_k, which is
+p_k of the pass before (or, for a new position, the probabilities of a neighbour). So a pass is a step of speculative
+decoding whose drafter is the last Jacobi iteration:
+
+1. verify        accept the first guesses while u_k < p_k(x_k) / q_k(x_k), and sample the token after them
+2. refine        choose the guesses past these tokens anew, by p_k of this pass
+3. next_window   move the window past the committed tokens, and sample first guesses at its end
+
+The lossless modes rest on one invariant: given the guesses before it, guess k is distributed as q_k.
 """
 
 from __future__ import annotations
@@ -27,7 +35,7 @@ from ...kernels.sampling import at, categorical, perturbed_argmax, readable
 from ...kernels.verification import maximal_coupling
 from ..constants import counting, numbers
 from ..contract import ARModel, Method, Request, Result, SamplingParams
-from ..drafts.guesses import INITIAL, Memory, fresh_guesses
+from ..drafts.guesses import INITIAL, Memory, first_guesses
 from ..engine.loop import decode
 from ..engine.memory import run_bytes
 from ..engine.prefill import Start, read_prefix
@@ -44,10 +52,10 @@ REUSE = ("coupled", "gumbel", "threshold_paper", "threshold_exact", "resample")
 
 @dataclass(frozen=True)
 class Window:
-    """The guesses of a batch, one row per image.
+    """The root and the guesses of a batch, one row per image.
 
-    committed [B]: n, tokens decided so far; token [B, W + 1]: the root, which is token n - 1, then the guesses for
-    positions n .. n+W-1, of which the last is none.
+    committed [B]: n, tokens decided so far; token [B, W + 1]: the root, which is token n - 1, then the guesses at
+    positions n .. n+W-1. The last of them is a placeholder: column W - 1 predicts that position without a guess.
     """
 
     committed: Tensor
@@ -60,8 +68,8 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Run:
-    """What all steps of a run have in common. forcing: does the layout force any token."""
+class JacobiRun:
+    """What all steps of a run share. forcing: does the layout force any token."""
 
     method: SJD
     rule: AcceptanceRule  # bound to the model
@@ -69,21 +77,21 @@ class Run:
     width: int
     forcing: bool
     model: ARModel
-    state: Any
+    model_state: Any
     memory: Memory
     record: Record
 
 
 @dataclass(frozen=True)
-class Carry:
-    """What a step hands to the next one.
+class JacobiState:
+    """The DecodeState of Jacobi decoding.
 
-    turn [1, 1] (int64): passes so far; initial [B, S + 2 W]: uniform numbers for the first
-    guess of every position; strength [1 or B, S]: see Request.
+    step_index [1, 1] (int64): forward passes so far; initial [B, S + 2 W]: uniform numbers for the first guess at every
+    position; strength [1 or B, S]: see Request.
     """
 
     window: Window
-    turn: Tensor
+    step_index: Tensor
     stream: Stream
     initial: Tensor
     layout: TokenLayout
@@ -99,13 +107,14 @@ class Carry:
 
 
 @dataclass(frozen=True)
-class Verified:
-    """Outcome of a pass for the W columns, which predict ``position``: in which of them a guess ``exists``, the law p
-    [B, W, V+], the law q of the guess at the guess itself, the ratio of the two there (0 without a guess), tokens,
-    accepted, which of these only a relaxed rule let pass and the bound ``tv_bound`` on its drift (None: there is no
-    such rule), and how many tokens each image commits (``count`` [B]).
+class VerifiedWindow:
+    """The outcome of a forward pass, [B, W] for the columns that predict ``position``.
 
-    u, v [B, W]: the uniform numbers of the pass (None with Gumbel noise).
+    exists (bool): does the column have a guess; p [B, W, V+]: target probabilities; q, ratio: q_k(x_k) and
+    p_k(x_k) / q_k(x_k) of the guess (0 without one); token (int64): the guess where it is ``accepted`` (bool), else the
+    token sampled in its place; relaxed (bool): accepted by a relaxed rule only; tv_bound: the drift it adds (both None with
+    a lossless rule); count [B]: tokens that each image commits; u, v: uniform numbers for the test and for sampling
+    (None with Gumbel noise).
     """
 
     position: Tensor
@@ -122,200 +131,218 @@ class Verified:
     v: Tensor | None
 
 
-def verify(run: Run, carry: Carry, p: Tensor) -> Verified:
-    """Decide the window's guesses against p [B, W, V+]: accept a run of them and fix the token behind it.
+def verify(run: JacobiRun, state: JacobiState, p: Tensor) -> VerifiedWindow:
+    """Test the guesses against p [B, W, V+] (SJD, eq. 3).
 
-    SJD eq. (3): accept guess k while u_k < p_k(x_k) / q_k(x_k), draw the first rejected position from norm([p - q]+);
-    a relaxed rule puts its own probability and law in their place.
+    Accept guess x_k if u_k < p_k(x_k) / q_k(x_k), else sample from norm([p_k - q_k]+); a relaxed rule has its own
+    probability and residual. An image commits the guesses before its first rejection and the token sampled there, or
+    after the last guess if none is rejected.
     """
-    window, memory, rule = carry.window, run.memory, run.rule
-    batch, seen, _ = p.shape
-    position = window.committed[:, None] + counting(seen, p.device)
-    exists = numbers((True,) * (seen - 1) + (False,), p.device, torch.bool).expand(batch, -1)
+    window, memory, rule = state.window, run.memory, run.rule
+    batch, columns, _ = p.shape
+    position = window.committed[:, None] + counting(columns, p.device)
+    exists = numbers((True,) * (columns - 1) + (False,), p.device, torch.bool).expand(batch, -1)
     u = v = q = ratio = relaxed = tv_bound = None
     if run.method.reuse == "gumbel":
         token = perturbed_argmax(p, memory.noise.at(position))
         accepted = exists & (token == window.guess)
     else:
-        u, v = carry.stream.uniforms(position, (Purpose.ACCEPT, Purpose.REDRAW), carry.turn)
+        u, v = state.stream.uniforms(position, (Purpose.ACCEPT, Purpose.REDRAW), state.step_index)
         if isinstance(rule, Exact):
             token, accepted, q, ratio = coupled(run, window, p, position, exists, u, v)
         else:
             strength = torch.ones(position.shape, device=p.device)
-            if carry.strength is not None:
-                strength = carry.strength.expand(batch, -1).gather(1, position.clamp(max=carry.layout.length - 1))
-            draft = drawn(run, carry, position, exists)
+            if state.strength is not None:
+                strength = state.strength.expand(batch, -1).gather(1, position.clamp(max=state.layout.length - 1))
+            draft = window_draft(run, state, position, exists)
             outcome = accept_or_redraw(rule, p, draft, u, v, strength)
             token, accepted = outcome.token, outcome.accepted
             if not rule.lossless:
                 relaxed = outcome.relaxed
                 tv_bound = rule.tv_bound(p, draft.q, draft.token, draft.depth, strength) * exists
     if q is None:
-        q = memory.drawn.entry(position, window.guess)
+        q = memory.draft_probs.entry(position, window.guess)
         q, ratio = q * exists, at(p, window.guess) / q.clamp(min=EPS) * exists
-    # Accepted guesses in a row, and the token behind them; the last column is never accepted.
-    most = numbers((seen,), p.device, torch.int64)
-    leading = torch.where(accepted, most, numbers(tuple(range(1, seen + 1)), p.device, torch.int64)).amin(-1)
-    count = torch.minimum(leading, carry.layout.length - window.committed)
-    return Verified(position, exists, p, q, ratio, token, accepted, relaxed, tv_bound, count, u, v)
+    # The number (from 1) of the first column that is not accepted: the accepted guesses and the token after them. The
+    # last column has no guess and is never accepted.
+    last = numbers((columns,), p.device, torch.int64)
+    number = numbers(tuple(range(1, columns + 1)), p.device, torch.int64)
+    count = torch.where(accepted, last, number).amin(-1).minimum(state.layout.length - window.committed)
+    return VerifiedWindow(position, exists, p, q, ratio, token, accepted, relaxed, tv_bound, count, u, v)
 
 
 def coupled(
-    run: Run, window: Window, p: Tensor, position: Tensor, exists: Tensor, u: Tensor, v: Tensor
+    run: JacobiRun, window: Window, p: Tensor, position: Tensor, exists: Tensor, u: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens [B, W] that follow p and are the guesses as often as can be; whether they are; the guesses' q and p/q."""
-    return maximal_coupling(p, run.memory.drawn.rows, position, window.guess, exists, u, v)
+    """maximal_coupling() of the guesses with p: tokens [B, W] distributed as p that equal the guesses most often.
 
-
-def drawn(run: Run, carry: Carry, position: Tensor, exists: Tensor) -> Draft:
-    """The window's guesses, with the laws they were drawn from."""
-    depth = position - carry.committed[:, None] + 1
-    return Draft(carry.window.guess, run.memory.drawn.at(position) * exists.unsqueeze(-1), depth, exists)
-
-
-def refine(run: Run, carry: Carry, verified: Verified) -> tuple[Tensor, Tensor]:
-    """New guesses [B, W] and their laws [B, W, V+] for the positions behind the committed run.
-
-    coupled: maximal coupling of q_k and p_k (keep with min(1, p/q), else residual); law p_k.
-    resample: x_k ~ p_k (SJD). threshold_*: keep where C_k = p_k(x_k) / q_k(x_k) > threshold, else redraw from p_k;
-    threshold_paper calls the law p_k (SJD++ eq. 2, biased), threshold_exact states the true one,
-    q_k 1[p_k/q_k > t] + (sum q_k 1[p_k/q_k <= t]) p_k.
+    Returns the tokens, whether they are the guesses, and the guesses' q and p / q.
     """
-    method, window, p, position, exists = run.method, carry.window, verified.p, verified.position, verified.exists
+    return maximal_coupling(p, run.memory.draft_probs.rows, position, window.guess, exists, u, v)
+
+
+def window_draft(run: JacobiRun, state: JacobiState, position: Tensor, exists: Tensor) -> Draft:
+    """The guesses of the window, with the q that they were sampled from."""
+    depth = position - state.committed[:, None] + 1
+    return Draft(state.window.guess, run.memory.draft_probs.at(position) * exists.unsqueeze(-1), depth, exists)
+
+
+def refine(run: JacobiRun, state: JacobiState, verified: VerifiedWindow) -> tuple[Tensor, Tensor]:
+    """New guesses [B, W] at the positions of the window, and the q [B, W, V+] of the next pass.
+
+    coupled: maximal coupling of q_k and p_k (keep x_k with min(1, p_k/q_k), else sample from the residual); q is p_k.
+    resample: sample from p_k (SJD); q is p_k.
+    threshold_*: keep x_k if its confidence C_k = p_k(x_k) / q_k(x_k) > threshold, else sample from p_k. As q,
+    threshold_paper states p_k (SJD++, eq. 2; biased), threshold_exact the true distribution of the new guess,
+    q_k 1[p_k/q_k > threshold] + (sum q_k 1[p_k/q_k <= threshold]) p_k.
+    """
+    method, window, p, position, exists = run.method, state.window, verified.p, verified.position, verified.exists
     if method.reuse == "gumbel" or (method.reuse == "coupled" and isinstance(method.rule, Exact)):
-        return verified.token, p
+        return verified.token, p  # verify() has done it
     if method.reuse == "coupled":
         return coupled(run, window, p, position, exists, verified.u, verified.v)[0], p
-    redrawn = categorical(p, verified.v)
+    resampled = categorical(p, verified.v)
     if method.reuse == "resample":
-        return redrawn, p
-    draft = drawn(run, carry, position, exists)
+        return resampled, p
+    draft = window_draft(run, state, position, exists)
     confident = p > method.threshold * draft.q  # C > threshold, for every id
     keep = exists & confident.gather(-1, draft.token.unsqueeze(-1)).squeeze(-1)
-    token = torch.where(keep, draft.token, redrawn)
+    token = torch.where(keep, draft.token, resampled)
     if method.reuse == "threshold_paper":
         return token, p
-    redraw_mass = (draft.q * ~confident).sum(-1, keepdim=True)
-    return token, torch.where(exists.unsqueeze(-1), draft.q * confident + redraw_mass * p, p)
+    resampled_mass = (draft.q * ~confident).sum(-1, keepdim=True)
+    return token, torch.where(exists.unsqueeze(-1), draft.q * confident + resampled_mass * p, p)
 
 
-def slide(run: Run, carry: Carry, verified: Verified, decided: Tensor, first: int) -> Window:
-    """The next window behind the committed run: refined guesses go on, the rest are fresh.
+def next_window(
+    run: JacobiRun, state: JacobiState, verified: VerifiedWindow, committed: Tensor, most: int
+) -> Window:
+    """Move the window past the committed tokens: refined guesses stay in it, first guesses fill its end.
 
-    decided [B, W]: which columns the pass commits; first: the most of an image, as far as the host knows.
+    committed [B, W] (bool): columns that the pass commits; most: at least the number of them in any image (host).
     """
-    window, memory, layout = carry.window, run.memory, carry.layout
-    position, count, seen = verified.position, verified.count, verified.p.shape[1]
-    token, law = refine(run, carry, verified)
-    memory.drawn.put(position, law)
-    if memory.laws is not memory.drawn:
-        memory.laws.put(position, verified.p)
+    window, memory, layout = state.window, run.memory, state.layout
+    position, columns = verified.position, verified.p.shape[1]
+    guess, q = refine(run, state, verified)
+    memory.draft_probs.put(position, q)
+    if memory.target_probs is not memory.draft_probs:
+        memory.target_probs.put(position, verified.p)
 
-    known = position[:, -1:]
-    ahead = counting(run.width + first, position.device)[seen:]  # the last of them has no guess
-    new = window.committed[:, None] + ahead
+    # The window moves by ``most`` positions at most. Past its end come new positions, the last one a placeholder.
+    new = window.committed[:, None] + counting(run.width + most, position.device)[columns:]
     noise = None
     if memory.noise is not None:
-        noise = carry.stream.gumbel(new, verified.p.shape[-1])
+        noise = state.stream.gumbel(new, verified.p.shape[-1])
         memory.noise.put(new, noise)
         noise = noise[:, :-1]
-    guess, guess_law = fresh_guesses(
-        run.method.initial, memory.laws, known, token[:, -1:], new[:, :-1], carry.initial.gather(1, new[:, :-1]), noise,
-        layout, run.model.vocab, run.forcing,
+    first, first_q = first_guesses(
+        run.method.initial, memory.target_probs, position[:, -1:], guess[:, -1:], new[:, :-1],
+        state.initial.gather(1, new[:, :-1]), noise, layout, run.model.vocab, run.forcing,
     )
-    memory.drawn.put(new[:, :-1], guess_law)
+    memory.draft_probs.put(new[:, :-1], first_q)
 
-    if token is not verified.token:
-        token = torch.where(decided, verified.token, token)
-    none = root = window.token[:, :1]
-    every = torch.cat((root, token, guess, none), dim=1)
-    source = count[:, None] + counting(run.width + 1, position.device)
-    return Window(window.committed + count, every.gather(1, source))
+    if guess is not verified.token:
+        guess = torch.where(committed, verified.token, guess)
+    # Tokens from the old root on. ``count`` places later stands the new root, the last committed token.
+    root = placeholder = window.token[:, :1]
+    sequence = torch.cat((root, guess, first, placeholder), dim=1)
+    index = verified.count[:, None] + counting(run.width + 1, position.device)
+    return Window(window.committed + verified.count, sequence.gather(1, index))
 
 
-def note(run: Run, carry: Carry, verified: Verified, decided: Tensor, first: int, bare: Source) -> None:
-    """Record a pass, which decides the columns ``decided`` [B, W] (bool), ``first`` at most of each image. bare: where
-    a token comes from that is drawn without a guess."""
+def record_pass(
+    run: JacobiRun, state: JacobiState, verified: VerifiedWindow, committed: Tensor, most: int, unguessed: Source
+) -> None:
+    """Record a forward pass, which commits the columns ``committed`` [B, W] (bool), at most the first ``most``.
+
+    unguessed: the source of a token that is sampled where there is no guess.
+    """
     position, token, accepted, p = (
-        x[:, :first] for x in (verified.position, verified.token, verified.accepted, verified.p)
+        x[:, :most] for x in (verified.position, verified.token, verified.accepted, verified.p)
     )
-    seen, device = verified.p.shape[1], position.device
-    sources = numbers((Source.RESIDUAL.value,) * (seen - 1) + (bare.value,), device)[:first]  # where all are refused
-    source = sources.expand(position.shape).masked_fill(accepted, Source.ACCEPTED)
+    columns, device = verified.p.shape[1], position.device
+    not_accepted = numbers((Source.RESIDUAL.value,) * (columns - 1) + (unguessed.value,), device)[:most]
+    source = not_accepted.expand(position.shape).masked_fill(accepted, Source.ACCEPTED)
     if verified.relaxed is not None:
-        source = source.masked_fill(verified.relaxed[:, :first], Source.RELAXED)
+        source = source.masked_fill(verified.relaxed[:, :most], Source.RELAXED)
     if run.forcing:
-        source = source.masked_fill(carry.layout.forced_at(position) >= 0, Source.FORCED)
-    bound = {} if verified.tv_bound is None else {"tv_bound": verified.tv_bound[:, :first]}
+        source = source.masked_fill(state.layout.forced_at(position) >= 0, Source.FORCED)
+    tv_bound = {} if verified.tv_bound is None else {"tv_bound": verified.tv_bound[:, :most]}
     run.record.write(
-        position, decided[:, :first], token, p, finalised_at=carry.turn, source=source,
-        depth=numbers((*range(1, seen), 0), device, torch.int64)[:first], q=verified.q[:, :first],
-        ratio=verified.ratio[:, :first], **bound,
+        position, committed[:, :most], token, p, finalised_at=state.step_index, source=source,
+        depth=numbers((*range(1, columns), 0), device, torch.int64)[:most], q=verified.q[:, :most],
+        ratio=verified.ratio[:, :most], **tv_bound,
     )
 
 
 def refinements(fixed: Tensor, width: int) -> Tensor:
-    """Passes [B, S] (int32) that a token's position spent in the window before that which fixed it.
+    """Forward passes [B, S] (int32) that each position spent in the window before the one that committed its token.
 
-    fixed [B, S]: the passes that fixed the tokens, which never fall. A pass behind n decided tokens sees positions up
+    fixed [B, S]: the pass that committed each token, not decreasing. A pass with n committed tokens sees positions up
     to n + width - 1.
     """
     passes = torch.arange(int(fixed.max()) + 1, dtype=fixed.dtype).expand(len(fixed), -1).contiguous()
-    decided = torch.searchsorted(fixed, passes, right=True)  # tokens after every pass
+    committed = torch.searchsorted(fixed, passes, right=True)  # tokens after every pass
     position = torch.arange(fixed.shape[1]).expand_as(fixed)
-    before = torch.searchsorted(decided, position - (width - 1))  # the last pass that did not see it
+    before = torch.searchsorted(committed, position - (width - 1))  # the last pass that did not see it
     return (fixed - before - 1).clamp(min=0).int()
 
 
-def decide(run: Run, carry: Carry, logits: Tensor, bare: Source) -> Carry:
-    """What follows from a pass's logits [R, W, V+]: tokens, their record, and the next window."""
-    layout, window = carry.layout, carry.window
+def decide(run: JacobiRun, state: JacobiState, logits: Tensor, unguessed: Source) -> JacobiState:
+    """Verify, record and move the window, from the logits [R, W, V+] of a forward pass."""
+    layout, window = state.layout, state.window
     forced = None
     if run.forcing:
         forced = layout.forced_at(window.committed[:, None] + counting(logits.shape[1], logits.device))
-    verified = verify(run, carry, probabilities(logits, run.params, run.model.vocab, forced))
-    first = int(verified.count.max()) if readable(verified.count) else verified.p.shape[1]
-    decided = counting(verified.p.shape[1], logits.device) < verified.count[:, None]
-    note(run, carry, verified, decided, first, bare)
-    return replace(carry, window=slide(run, carry, verified, decided, first), turn=carry.turn + 1)
+    verified = verify(run, state, probabilities(logits, run.params, run.model.vocab, forced))
+    columns = verified.p.shape[1]
+    most = int(verified.count.max()) if readable(verified.count) else columns
+    committed = counting(columns, logits.device) < verified.count[:, None]
+    record_pass(run, state, verified, committed, most, unguessed)
+    window = next_window(run, state, verified, committed, most)
+    return replace(state, window=window, step_index=state.step_index + 1)
 
 
-def step(run: Run, carry: Carry) -> Carry:
-    """One pass: feed root and guesses, decide, keep the cache of what was accepted. Complete images stay as they are.
+def step(run: JacobiRun, state: JacobiState) -> JacobiState:
+    """One forward pass: feed root and guesses, decide, keep the accepted part of the cache.
+
+    Complete images stay as they are.
     """
-    window = carry.window
-    ahead = numbers(tuple(range(-1, run.width - 1)), window.token.device, torch.int64)
-    out = run.model.step(run.state, window.token[:, :-1], window.committed[:, None] + ahead)
-    following = decide(run, carry, out.logits, Source.BONUS)
-    run.model.commit(run.state, following.committed - window.committed)
-    return following
+    window = state.window
+    offsets = numbers(tuple(range(-1, run.width - 1)), window.token.device, torch.int64)
+    out = run.model.step(run.model_state, window.token[:, :-1], window.committed[:, None] + offsets)
+    after = decide(run, state, out.logits, Source.BONUS)
+    run.model.commit(run.model_state, after.committed - window.committed)
+    return after
 
 
-def begin(run: Run, start: Start, layout: TokenLayout, stream: Stream, strength: Tensor | None) -> Carry:
-    """What the first prediction decides: the first token that is not given, and the first window."""
+def begin(
+    run: JacobiRun, start: Start, layout: TokenLayout, stream: Stream, strength: Tensor | None
+) -> JacobiState:
+    """The state after the first prediction, which decides the first token past the prefix and the first window."""
     batch, device = len(stream.keys), run.model.device
     run.record.begin(start.tokens, start.committed)
     first = start.committed[:, None]
     if run.memory.noise is not None:
         run.memory.noise.put(first, stream.gumbel(first, run.model.vocab_total))
-    places = torch.arange(layout.length + 2 * run.width, device=device).expand(batch, -1)
-    carry = Carry(
+    positions = torch.arange(layout.length + 2 * run.width, device=device).expand(batch, -1)
+    state = JacobiState(
         window=Window(start.committed, torch.zeros_like(first).expand(-1, 2)),
-        turn=torch.zeros((1, 1), dtype=torch.int64, device=device),
-        stream=stream, initial=stream.uniform(places, Purpose.INITIAL), layout=layout, strength=strength,
+        step_index=torch.zeros((1, 1), dtype=torch.int64, device=device),
+        stream=stream, initial=stream.uniform(positions, Purpose.INITIAL), layout=layout, strength=strength,
     )
-    return decide(run, carry, start.out.logits[:, -1:], Source.PREFILL)
+    return decide(run, state, start.out.logits[:, -1:], Source.PREFILL)
 
 
 @dataclass(frozen=True)
 class SJD(Method):
     """Speculative Jacobi decoding.
 
-    window: tokens per pass W, the root included (2 .. S); None: 32 (16 on a CPU, where wider passes cost more than the
-    passes they save), or S if that is less.
-    reuse: one of REUSE; "coupled", "gumbel", "threshold_exact" and "resample" draw from exactly the model's law,
-    "threshold_paper" (SJD++ as printed) does not. initial: one of INITIAL. threshold: SJD++'s tau (> 0).
-    rule: how a guess is verified, its depth being its place in the window, from 1; refinement stays exact.
+    window: tokens W per forward pass, the root included (2 to S). Default: 32 (16 on CPU, where wider passes cost more
+    than they save), at most S.
+    reuse: one of REUSE, see refine(). "coupled", "gumbel", "threshold_exact" and "resample" sample exactly from the
+    model's distribution, "threshold_paper" (SJD++ as printed) does not. initial: one of INITIAL, see first_guesses().
+    threshold: SJD++'s tau (> 0). rule: how a guess is verified; its depth is its place in the window, from 1.
     """
 
     window: int | None = None
@@ -340,8 +367,8 @@ class SJD(Method):
         self.rule.check()
         if self.reuse == "gumbel" and not self.rule.lossless:
             raise ValueError(
-                f"reuse='gumbel' keeps a guess when it equals the token to be drawn: there is no ratio that the rule "
-                f"{self.rule.name!r} could relax. Use the exact rule, or reuse='coupled'."
+                f"reuse='gumbel' accepts a guess if it equals the sampled token, so the rule {self.rule.name!r} has no "
+                "ratio to relax. Use the exact rule, or reuse='coupled'."
             )
 
     def width(self, request: Request) -> int:
@@ -367,13 +394,13 @@ class SJD(Method):
     def sample(self, request: Request) -> Result:
         self.check(request)
         model, params, batch = request.model, request.params, request.batch
-        layout, begun = request.layout.to(model.device), time.perf_counter()
+        layout, start_time = request.layout.to(model.device), time.perf_counter()
         rule = self.rule.bind(model)
         strength = check_strength(request.strength, batch, layout.length, model.device)
         width = self.width(request)
         forcing = layout.forces
         with open_session(model, self.session_key(request)) as session:
-            state = model.start(
+            model_state = model.start(
                 request.conditioning, request.negative, batch, layout, slack=width, guided=params.guided,
                 into=session.state,
             )
@@ -381,17 +408,20 @@ class SJD(Method):
                 self.reuse, batch, layout.stride, width, model.vocab_total, model.device
             )
             mapped(Tensor.zero_, memory)
-            session.adopt(state, memory)
+            session.adopt(model_state, memory)
             session.record = session.record or Record.empty(layout.length, batch, model.device, round_fields=())
             record = session.record
-            start = read_prefix(model, state, layout, batch, callback=request.callback)
+            start = read_prefix(model, model_state, layout, batch, callback=request.callback)
             check_finite(start.out)
-            run = Run(self, rule, session.params(params, model.device), width, forcing, model, state, memory, record)
-            carry = begin(run, start, layout, Stream.of(request.seed, batch, model.device), strength)
-            step_ms = decode(request, session, state, partial(step, run), carry, width, start.prefix_length, begun)
+            params_of_steps = session.params(params, model.device)
+            run = JacobiRun(self, rule, params_of_steps, width, forcing, model, model_state, memory, record)
+            state = begin(run, start, layout, Stream.of(request.seed, batch, model.device), strength)
+            step_ms = decode(
+                request, session, model_state, partial(step, run), state, width, start.prefix_length, start_time
+            )
             settings = self.describe(request) | {"rule": rule.describe()} | asdict(params)
             trace = record.finish(
-                layout, request.seed, settings, time.perf_counter() - begun, width=width, milliseconds=step_ms
+                layout, request.seed, settings, time.perf_counter() - start_time, width=width, milliseconds=step_ms
             )
             trace.positions["refinements"] = refinements(trace.positions["finalised_at"], width)
             return Result(record.image.clone(), trace)
@@ -399,9 +429,9 @@ class SJD(Method):
 
 @dataclass(frozen=True)
 class Jacobi(SJD):
-    """Greedy Jacobi decoding: the arg-max image (the batch's images are equal), with the equality test.
+    """Greedy Jacobi decoding, with the equality test. All images of a batch are the same, the argmax image.
 
-    Of the request's parameters, cfg counts.
+    Of the request's parameters only cfg is used.
     """
 
     reuse: str = field(default="gumbel", init=False)

@@ -1,4 +1,4 @@
-"""Plain autoregressive sampling, one token per pass: the reference law and the baseline of every comparison."""
+"""Next-token prediction, one token per forward pass: the reference distribution and the baseline of comparisons."""
 
 from __future__ import annotations
 
@@ -24,26 +24,28 @@ from ..trace import Record, Source
 
 
 @dataclass(frozen=True)
-class Carry:
-    """committed [B]: tokens decided so far; token [B, 1]: the last of them; turn [1, 1]: passes so far (all int64);
-    what the run was asked."""
+class NextTokenState:
+    """The DecodeState of next-token prediction.
+
+    committed [B]: tokens decided so far; token [B, 1]: the last of them; step_index [1, 1]: forward passes so far (all
+    int64).
+    """
 
     committed: Tensor
     token: Tensor
-    turn: Tensor
+    step_index: Tensor
     stream: Stream
     layout: TokenLayout
-    draft: ClassVar[None] = None  # no guesses
+    draft: ClassVar[None] = None  # it feeds no guesses
 
 
 class Noise:
-    """The positions' Gumbel vectors. On the CPU several are made at once, where one is too short to be worth the calls.
-    """
+    """The fixed Gumbel noise of every position. On the CPU the noise of several positions is made in one call."""
 
-    ENOUGH = 16384  # numbers in a call
+    ENOUGH = 16384  # numbers per call that make up for its overhead
 
     def __init__(self) -> None:
-        self.first, self.rows = -1, torch.zeros(0)
+        self.first, self.rows = -1, torch.zeros(0)  # rows: the noise of positions first, first + 1, ...
 
     def __call__(self, stream: Stream, position: Tensor, total: int) -> Tensor:
         """Noise [B, 1, total] at positions [B, 1]."""
@@ -59,9 +61,9 @@ class Noise:
 
 @dataclass(frozen=True)
 class NextToken(Method):
-    """x_n ~ p(. | x_<n), drawn as argmax(log p + g) with one fixed Gumbel vector g per image and position.
+    """x_n ~ p(. | x_<n), sampled as argmax(log p + g) with one fixed Gumbel vector g per image and position.
 
-    Drawing it this way makes the picture a function of the seed alone, which same-seed Jacobi decoding reproduces.
+    This makes the image a function of the seed alone: Jacobi decoding with reuse="gumbel" generates the same image.
     """
 
     name = "next_token"
@@ -87,63 +89,63 @@ class NextToken(Method):
         return run_bytes(request, 1)
 
     def sample(self, request: Request) -> Result:
-        """S passes (the prompt's included), less the tokens given at the beginning."""
+        """One forward pass per token past the prefix; the prompt's pass predicts the first of them."""
         self.check(request)
         model, params, batch = request.model, request.params, request.batch
-        layout, begun = request.layout.to(model.device), time.perf_counter()
+        layout, start_time = request.layout.to(model.device), time.perf_counter()
         forcing = layout.forces
         with open_session(model, self.session_key(request)) as session:
-            state = model.start(
+            model_state = model.start(
                 request.conditioning, request.negative, batch, layout, slack=1, guided=params.guided, into=session.state
             )
-            session.adopt(state)
+            session.adopt(model_state)
             session.record = session.record or Record.empty(layout.length, batch, model.device, round_fields=())
             record = session.record
-            start = read_prefix(model, state, layout, batch, callback=request.callback)
+            start = read_prefix(model, model_state, layout, batch, callback=request.callback)
             check_finite(start.out)
-            run = Run(model, session.params(params, model.device), forcing, state, record, Noise())
-            carry = begin(run, start, layout, Stream.of(request.seed, batch, model.device))
-            decode(request, session, state, partial(step, run), carry, 1, start.prefix_length, begun)
+            run = NextTokenRun(model, session.params(params, model.device), forcing, model_state, record, Noise())
+            state = begin(run, start, layout, Stream.of(request.seed, batch, model.device))
+            decode(request, session, model_state, partial(step, run), state, 1, start.prefix_length, start_time)
             settings = self.describe(request) | asdict(params)
-            trace = record.finish(layout, request.seed, settings, time.perf_counter() - begun)
+            trace = record.finish(layout, request.seed, settings, time.perf_counter() - start_time)
             return Result(record.image.clone(), trace)
 
 
 @dataclass(frozen=True)
-class Run:
-    """What all steps of a run have in common. forcing: does the layout force any token."""
+class NextTokenRun:
+    """What all steps of a run share. forcing: does the layout force any token."""
 
     model: ARModel
     params: SamplingParams
     forcing: bool
-    state: Any
+    model_state: Any
     record: Record
     noise: Noise
 
 
-def begin(run: Run, start: Start, layout: TokenLayout, stream: Stream) -> Carry:
-    """The first token that is not given, from the prediction at the start."""
+def begin(run: NextTokenRun, start: Start, layout: TokenLayout, stream: Stream) -> NextTokenState:
+    """The state after the first prediction, which decides the first token past the prefix."""
     run.record.begin(start.tokens, start.committed)
     first = start.committed[:, None]
-    carry = Carry(start.committed, torch.zeros_like(first), torch.zeros_like(first[:1]), stream, layout)
-    return draw(run, start.out, carry, start.committed < layout.length, Source.PREFILL)
+    state = NextTokenState(start.committed, torch.zeros_like(first), torch.zeros_like(first[:1]), stream, layout)
+    return sample_next(run, start.out, state, start.committed < layout.length, Source.PREFILL)
 
 
-def step(run: Run, carry: Carry) -> Carry:
-    """One pass: feed the last token, draw the next. Nothing changes behind the end of the image."""
-    more = carry.committed < carry.layout.length
-    out = run.model.step(run.state, carry.token, carry.committed[:, None] - 1)
-    run.model.commit(run.state, more)
-    return draw(run, out, carry, more, Source.BONUS)
+def step(run: NextTokenRun, state: NextTokenState) -> NextTokenState:
+    """One forward pass: feed the last token, sample the next. Complete images stay as they are."""
+    more = state.committed < state.layout.length
+    out = run.model.step(run.model_state, state.token, state.committed[:, None] - 1)
+    run.model.commit(run.model_state, more)
+    return sample_next(run, out, state, more, Source.BONUS)
 
 
-def draw(run: Run, out: StepOut, carry: Carry, more: Tensor, source: Source) -> Carry:
-    """The next token from the prediction ``out`` [R, 1, V+], of every image that lacks ``more`` [B] (bool)."""
-    position = carry.committed[:, None]
-    forced = carry.layout.forced_at(position) if run.forcing else None
+def sample_next(run: NextTokenRun, out: StepOut, state: NextTokenState, more: Tensor, source: Source) -> NextTokenState:
+    """Sample the next token from the prediction ``out`` [R, 1, V+], in the images that need ``more`` [B] (bool)."""
+    position = state.committed[:, None]
+    forced = state.layout.forced_at(position) if run.forcing else None
     p = probabilities(out.logits[:, -1:], run.params, run.model.vocab, forced)
-    token = perturbed_argmax(p, run.noise(carry.stream, position, p.shape[-1]))
+    token = perturbed_argmax(p, run.noise(state.stream, position, p.shape[-1]))
     if forced is not None:
         source = torch.where(forced >= 0, Source.FORCED, source)
-    run.record.write(position, more[:, None], token, p, finalised_at=carry.turn, source=source)
-    return replace(carry, committed=carry.committed + more, token=token, turn=carry.turn + 1)
+    run.record.write(position, more[:, None], token, p, finalised_at=state.step_index, source=source)
+    return replace(state, committed=state.committed + more, token=token, step_index=state.step_index + 1)

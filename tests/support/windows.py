@@ -20,7 +20,7 @@ def begun(method, model, params, prompt, strength=None, layout=None):
     state = model.start(prompt, None, 2, layout, slack=SIZE, guided=params.cfg != 1)
     memory = jacobi.Memory.empty(method.reuse, 2, layout.stride, SIZE, model.vocab_total, model.device)
     record = Record.empty(layout.length, 2, model.device, round_fields=())
-    run = jacobi.Run(method, method.rule, params, SIZE, forcing, model, state, memory, record)
+    run = jacobi.JacobiRun(method, method.rule, params, SIZE, forcing, model, state, memory, record)
     nothing = torch.zeros((2, layout.length + 1), dtype=torch.int64, device=model.device)
     start = Start(nothing[:, 0], nothing, state.prefill)
     return run, jacobi.begin(run, start, layout, Stream.of(3, 2, model.device), strength)
@@ -28,13 +28,13 @@ def begun(method, model, params, prompt, strength=None, layout=None):
 
 def decided(outcome):
     """All of the outcome of passes and that means something: the last places are there to be written to in vain."""
-    run, carry = outcome
-    record, window = run.record, carry.window
-    return [record.image, record.positions[:, :-1], carry.turn, window.committed, window.token[:, :-1]]
+    run, state = outcome
+    record, window = run.record, state.window
+    return [record.image, record.positions[:, :-1], state.step_index, window.committed, window.token[:, :-1]]
 
 
-def three_passes(step, run, carry):
+def three_passes(step, run, state):
     """The run and what the passes leave, with nothing but tensors of the model's device."""
     for _ in range(3):
-        carry = step(run, carry)
-    return run, carry
+        state = step(run, state)
+    return run, state

@@ -81,9 +81,9 @@ def test_guidance_temperature_and_filters_are_part_of_the_law(method):
 # Variants that must fail. Each is the real sampler with one function replaced.
 
 
-def sticky_refine(run, carry, verified):
+def sticky_refine(run, state, verified):
     """A kept guess keeps the law it was drawn from, as if having been kept said nothing about it."""
-    p, draft = verified.p, jacobi.drawn(run, carry, verified.position, verified.exists)
+    p, draft = verified.p, jacobi.window_draft(run, state, verified.position, verified.exists)
     confident = jacobi.at(p, draft.token) > run.method.threshold * jacobi.at(draft.q, draft.token)
     keep = draft.exists & confident
     token = torch.where(keep, draft.token, jacobi.categorical(p, verified.v))
@@ -95,19 +95,19 @@ def fours(values):
     return values.unflatten(0, (-1, 4)).amin(1, keepdim=True).expand(-1, 4).flatten()
 
 
-def truncated_verify(run, carry, p, real=jacobi.verify):
+def truncated_verify(run, state, p, real=jacobi.verify):
     """All four images of a batch commit what the slowest unfinished one commits."""
-    verified, length = real(run, carry, p), carry.layout.length
-    busy = carry.committed < length
+    verified, length = real(run, state, p), state.layout.length
+    busy = state.committed < length
     count = torch.where(busy, fours(torch.where(busy, verified.count, length)), 0).minimum(verified.count)
     return replace(verified, count=count)
 
 
-def truncated_refine(run, carry, verified, official):
+def truncated_refine(run, state, verified, official):
     """Decided tokens behind the cut stay in the window; ``official``: accepted ones with the law they had before."""
-    p, draft = verified.p, jacobi.drawn(run, carry, verified.position, verified.exists)
+    p, draft = verified.p, jacobi.window_draft(run, state, verified.position, verified.exists)
     decided = torch.cat((torch.ones_like(verified.accepted[:, :1]), verified.accepted[:, :-1]), dim=1).long().cumprod(1)
-    redrawn = jacobi.categorical(p, carry.stream.uniform(verified.position, jacobi.Purpose.DRAFT, carry.turn))
+    redrawn = jacobi.categorical(p, state.stream.uniform(verified.position, jacobi.Purpose.DRAFT, state.step_index))
     token = torch.where(decided.bool(), verified.token, redrawn)
     stale = decided.bool() & verified.accepted
     return token, torch.where(stale.unsqueeze(-1), draft.q, p) if official else p

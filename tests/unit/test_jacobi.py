@@ -8,7 +8,7 @@ import pytest
 import torch
 from comfyui_specar import api
 from comfyui_specar.samplers.contract import SamplingParams
-from comfyui_specar.samplers.drafts.guesses import Ring, neighbour_laws
+from comfyui_specar.samplers.drafts.guesses import Ring, neighbour_probs
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.methods import jacobi
 from comfyui_specar.samplers.methods.jacobi import INITIAL, REUSE, SJD, Jacobi
@@ -231,7 +231,7 @@ def test_neighbour_laws_are_those_of_the_neighbours(known, position, left, upper
 
     def law(initial, layout=layout):
         last, at = torch.tensor([[known]]), torch.tensor([[position]])
-        return neighbour_laws(initial, ring, last, at, layout, 5, layout.forces)[0, 0]
+        return neighbour_probs(initial, ring, last, at, layout, 5, layout.forces)[0, 0]
 
     uniform = torch.tensor([0.2] * 5 + [0])
     assert torch.equal(law("left"), own[left]) and torch.equal(law("upper"), own[upper])
@@ -254,11 +254,11 @@ def test_a_step_reads_nothing_on_the_host(models, reuse, initial):
     model = copy.deepcopy(models[True]).to("meta")
     model.device = torch.device("meta")
     with torch.inference_mode():
-        run, carry = begun(
+        run, state = begun(
             SJD(reuse=reuse, initial=initial), model, SamplingParams(cfg=2, top_k=9, top_p=0.9),
             model.encode_features(caption_features()),
         )
-        run, carry = three_passes(jacobi.step, run, carry)
+        run, state = three_passes(jacobi.step, run, state)
     shapes = [(2,), (2, SIZE + 1), (2, 16), (2, 17, len(POSITION_FIELDS))]
-    found = carry.committed, carry.window.token, run.record.image, run.record.positions
+    found = state.committed, state.window.token, run.record.image, run.record.positions
     assert [tuple(tensor.shape) for tensor in found] == shapes

@@ -141,13 +141,13 @@ def test_refinement_stays_exact(reuse):
     for rule in (Exact(), UniformRSD(20)):
         method = SJD(window=width, reuse=reuse, rule=rule)
         memory = jacobi.Memory.empty(reuse, 50, layout.stride, width, 3, torch.device("cpu"))
-        memory.drawn.put(position, q)
-        run = jacobi.Run(method, method.rule, SamplingParams(), width, False, model, None, memory, None)
-        turn = torch.zeros((1, 1), dtype=torch.int64)
-        carry = jacobi.Carry(window, turn, Stream.of(0, 50, "cpu"), None, layout, None)
-        verified = jacobi.verify(run, carry, p)
+        memory.draft_probs.put(position, q)
+        run = jacobi.JacobiRun(method, method.rule, SamplingParams(), width, False, model, None, memory, None)
+        step_index = torch.zeros((1, 1), dtype=torch.int64)
+        state = jacobi.JacobiState(window, step_index, Stream.of(0, 50, "cpu"), None, layout, None)
+        verified = jacobi.verify(run, state, p)
         seen.append(verified.token)
-        refined.append(jacobi.refine(run, carry, verified))
+        refined.append(jacobi.refine(run, state, verified))
     assert not torch.equal(*seen), "the rules must decide differently here"
     assert all(torch.equal(exact, relaxed) for exact, relaxed in zip(*refined))
 
@@ -216,8 +216,8 @@ def test_a_step_reads_nothing_on_the_host(model, rule):
     nowhere.device = torch.device("meta")
     rule = replace(rule, neighbours=5) if hasattr(rule, "neighbours") else rule
     with torch.inference_mode():
-        run, carry = passes(jacobi.step, rule, nowhere)
-    found = carry.window.token, carry.committed, run.record.image
+        run, state = passes(jacobi.step, rule, nowhere)
+    found = state.window.token, state.committed, run.record.image
     assert [tuple(t.shape) for t in found] == [(2, SIZE + 1), (2,), (2, 16)]
 
 
