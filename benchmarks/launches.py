@@ -31,7 +31,7 @@ from comfyui_specar.samplers.drafts.structures import Chain
 from comfyui_specar.samplers.engine.prefill import Start
 from comfyui_specar.samplers.methods import jacobi, next_token
 from comfyui_specar.samplers.methods.jacobi import SJD
-from comfyui_specar.samplers.methods.round_step import ROUND, DraftInputs, RoundStep
+from comfyui_specar.samplers.methods.round_step import ROUND, DraftingState, RoundStep
 from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.probabilities import DeviceParams
 from comfyui_specar.samplers.rng import Stream
@@ -137,7 +137,7 @@ def without_a_gpu(counts: Launches) -> Iterator[None]:
         ):
             stack.enter_context(patch.object(where, name, instead))
         made_once = constants.counting, constants.numbers, constants.uniform_probs
-        for constant in (noise._constants, noise.row, trees.tables, *made_once):  # no data, of no use to others
+        for constant in (noise._constants, noise.row, trees.tree_buffers, *made_once):  # no data, of no use to others
             constant.cache_clear()
             stack.callback(constant.cache_clear)
         stack.enter_context(torch.inference_mode())
@@ -170,42 +170,43 @@ class Case:
 
 
 def next_token_pass(case: Case) -> Iterator[Any]:
-    state, start, stream = case.begin(1)
+    model_state, start, stream = case.begin(1)
     record = Record.empty(case.layout.length, 1, GPU, round_fields=())
-    run = next_token.NextTokenRun(case.model, case.params, case.forcing, state, record, next_token.Noise())
-    carry = next_token.begin(run, start, case.layout, stream)
+    run = next_token.NextTokenRun(case.model, case.params, case.forcing, model_state, record, next_token.Noise())
+    state = next_token.begin(run, start, case.layout, stream)
     while True:
         yield
-        carry = case.graphs("step", partial(next_token.step, run), carry)
+        state = case.graphs("step", partial(next_token.step, run), state)
 
 
 def sjd_pass(case: Case) -> Iterator[Any]:
-    state, start, stream = case.begin(WINDOW)
+    model_state, start, stream = case.begin(WINDOW)
     model, method = case.model, SJD(WINDOW)
     memory = jacobi.Memory.empty(method.reuse, 1, case.layout.stride, WINDOW, model.vocab_total, GPU)
     record = Record.empty(case.layout.length, 1, GPU, round_fields=())
-    run = jacobi.JacobiRun(method, method.rule, case.params, WINDOW, case.forcing, model, state, memory, record)
-    carry = jacobi.begin(run, start, case.layout, stream, None)
+    run = jacobi.JacobiRun(method, method.rule, case.params, WINDOW, case.forcing, model, model_state, memory, record)
+    state = jacobi.begin(run, start, case.layout, stream, None)
     while True:
         yield
-        carry = case.graphs("step", partial(jacobi.step, run), carry)
+        state = case.graphs("step", partial(jacobi.step, run), state)
 
 
 def chain_round(case: Case) -> Iterator[Any]:
     drafter = sizes.eagle(case.model)
     method = DraftTree(drafter, Chain(CHAIN))
-    state, start, stream = case.begin(method.width(case.request))
-    drafts = drafter.start(state, *case.prompt, case.layout, method.draft_width, True)
+    model_state, start, stream = case.begin(method.width(case.request))
+    drafter_state = drafter.start(model_state, *case.prompt, case.layout, method.draft_width, True)
+    record = Record.empty(case.layout.length, 1, GPU, round_fields=ROUND)
     step = RoundStep(
-        case.model, state, drafter, drafts, method.structure, method.rule, None, case.params, None, case.layout.length,
-        case.forcing, method.told, Record.empty(case.layout.length, 1, GPU, round_fields=ROUND),
+        case.model, model_state, drafter, drafter_state, method.structure, method.rule, None, case.params, None,
+        case.layout.length, case.forcing, method.max_drafter_inputs, record,
     )
     strength = torch.ones((1, case.layout.length), device=GPU)
-    carry = step.begin(start, stream, case.layout, strength, None)
+    state = step.begin(start, stream, case.layout, strength, None)
     while True:
         yield
-        tree, skip = case.graphs("draft", partial(step.draft, ()), DraftInputs.of(carry))
-        carry = case.graphs("settle", partial(step.settle, True, False), carry, tree, skip)
+        tree, skip = case.graphs("draft", partial(step.draft, ()), DraftingState.of(state))
+        state = case.graphs("verify_and_commit", partial(step.verify_and_commit, True, False), state, tree, skip)
 
 
 CASES = {

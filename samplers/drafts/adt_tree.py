@@ -208,12 +208,12 @@ class ADTTree(Structure):
         return Shaped(mean(at.depth), mean(at.width), last.alpha).where(total > 0, last)
 
     def plan(
-        self, history: History, committed: Tensor, layout: TokenLayout, stream: Stream, turn: Tensor
+        self, history: History, committed: Tensor, layout: TokenLayout, stream: Stream, round_index: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Depth and width [B] of the next trees."""
         u = torch.zeros((len(committed), 2), device=committed.device)
         if self.initial == "random":
-            draw = turn * DRAWS + torch.arange(2, device=committed.device)
+            draw = round_index * DRAWS + torch.arange(2, device=committed.device)
             u = stream.uniform(committed[:, None].expand(-1, 2), Purpose.SHAPE, draw)
         return self.shape(history, committed, layout, u)
 
@@ -242,7 +242,7 @@ class ADTTree(Structure):
         return max(extent[0], 1) - 1 if self.children == "top_k" else sum(w > 0 for w in extent[1:])
 
     def grow(
-        self, work: Drafting, root: Root, plan: tuple[Tensor, Tensor], extent: Extent, turn: Tensor
+        self, work: Drafting, root: Root, plan: tuple[Tensor, Tensor], extent: Extent, round_index: Tensor
     ) -> Tree:
         """The next tree."""
         left = work.layout.length - root.committed
@@ -251,7 +251,7 @@ class ADTTree(Structure):
             deepest, widest = (max(x, 1) for x in extent)
             return grow_top_k(work, root, deepest, widest, self.nodes, levels, plan[1])
         widths = tuple(w for w in extent if w) or (1,)
-        return grow_sampled(work, root, nested(widths), turn, levels, self.sampled_width(plan))
+        return grow_sampled(work, root, nested(widths), round_index, levels, self.sampled_width(plan))
 
     def learn(
         self, history: History, plan: tuple[Tensor, Tensor], tree: Tree, before: Tensor, after: Tensor,

@@ -1,4 +1,4 @@
-"""Growing draft trees with a drafter: children drawn from its law, or its most likely tokens."""
+"""Growing draft trees with a drafter: children sampled from its probabilities, or its most likely tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..contract import Drafter, SamplingParams, StepOut
 from ..layout import TokenLayout
 from ..probabilities import probabilities
 from ..rng import Purpose, Stream
-from .trees import Shape, Tree, tables
+from .trees import Shape, Tree, tree_buffers
 
 DRAWS = 4096  # random numbers of one purpose that a round may use at a position; more than any tree has drafts
 
@@ -31,21 +31,22 @@ class Drafting:
     stream: Stream
     forcing: bool = True
 
-    def laws(self, logits: Tensor, position: Tensor) -> Tensor:
+    def probs(self, logits: Tensor, position: Tensor) -> Tensor:
         """q [B, F, V+] at positions [B, F] from the drafter's logits [R, F, V+], processed exactly as the target's.
 
-        Greedy decoding (temperature 0) drafts from the law of temperature 1, which has more than one child to offer.
+        Greedy decoding (temperature 0) drafts at temperature 1, where q has more than one token.
         """
         params = replace(self.params, temperature=self.params.temperature or 1.0)
         return probabilities(logits, params, self.vocab, self.layout.forced_at(position) if self.forcing else None)
 
-    def expand(self, tokens: Tensor, position: Tensor, hidden: Tensor, seen: Tensor) -> StepOut:
-        return self.drafter.expand(self.state, tokens, position, hidden, seen)
+    def expand(self, tokens: Tensor, position: Tensor, hidden: Tensor, tree_mask: Tensor) -> StepOut:
+        return self.drafter.expand(self.state, tokens, position, hidden, tree_mask)
 
 
 @dataclass(frozen=True)
 class Root:
-    """Where trees start: the last decided token [B], how many are decided [B], and the drafter's StepOut behind it."""
+    """The root of every tree: the last decided token [B], the number decided [B], and the drafter's StepOut after it.
+    """
 
     token: Tensor
     committed: Tensor
@@ -53,76 +54,80 @@ class Root:
 
 
 def grow_sampled(
-    work: Drafting, root: Root, shape: Shape, turn: Tensor, depth: Tensor | None = None, width: Tensor | None = None
+    work: Drafting, root: Root, shape: Shape, round_index: Tensor, depth: Tensor | None = None,
+    width: Tensor | None = None,
 ) -> Tree:
-    """A tree of the given shape whose siblings are drawn without replacement from q (EAGLE; Li et al., ICML 2024).
+    """A tree of a fixed shape whose siblings are sampled without replacement from q (EAGLE; Li et al., ICML 2024).
 
-    The largest entries of log q + Gumbel noise, in falling order, are such draws (at temperature 0 without noise).
-    depth, width [B] (int64) cut each image's tree to its first levels and the first drafts of each level. A draft
-    exists only where its parent does, q has mass for it, and the image has not ended; so a forced token is an only
-    child.
+    The largest entries of log q + Gumbel noise, in descending order, are such samples (Gumbel top-k; at temperature 0
+    without noise). depth, width [B] (int64): cut each image's tree to its first levels, and to the first drafts of each
+    level. A draft exists only if its parent does, q has mass for it, and its position is within the image. So a forced
+    token is an only child.
     """
-    places = root.committed[:, None] + counting(len(shape) + 1, root.token.device)  # of all levels, and one more
-    law, hidden = work.laws(root.out.logits, places[:, :1]), root.out.hidden
-    vocab = law.shape[-1]
-    known = tables(shape, vocab, root.token.device)
-    above = torch.ones_like(root.token, dtype=torch.bool)[:, None]  # do the drafts (first the root) exist
-    nodes, laws = [_root_node(root)], [law]
+    positions = root.committed[:, None] + counting(len(shape) + 1, root.token.device)  # level n drafts positions[n - 1]
+    # q, hidden state and existence of the drafts to expand, first the root.
+    q, hidden = work.probs(root.out.logits, positions[:, :1]), root.out.hidden
+    exists_above = torch.ones_like(root.token, dtype=torch.bool)[:, None]
+    vocab = q.shape[-1]
+    buffers = tree_buffers(shape, vocab, root.token.device)
+    drafts, draft_probs = [_root_draft(root)], [q]
     noise = None
-    if work.params.temperature > 0:  # for the laws behind the root and all drafts that have children, in one go
-        draw = turn * DRAWS + known.law_place
-        noise = work.stream.gumbel(root.committed[:, None] + known.law_level, vocab, Purpose.DRAFT, draw)
+    if work.params.temperature > 0:  # for all levels at once: one launch
+        draw = round_index * DRAWS + buffers.probs_place
+        noise = work.stream.gumbel(root.committed[:, None] + buffers.probs_level, vocab, Purpose.DRAFT, draw)
         noise = noise.split([1, *(level.inner for level in shape)], dim=1)
-    for number, (level, parent) in enumerate(zip(shape, known.parents, strict=True), 1):
+    for number, (level, constants) in enumerate(zip(shape, buffers.levels, strict=True), 1):
+        # Children: every draft above offers its ``most`` likeliest tokens, of which the shape takes some.
         most = min(max(level.rank) + 1, vocab)
-        scores = law if noise is None else law.log().add_(noise[number - 1])
-        ordered = scores.topk(most).indices  # [B, F, most]
-        token = ordered.flatten(1)[:, known.offers[number - 1]]
-        probability = law.flatten(1).gather(1, known.origins[number - 1] + token)
-        within = places[:, number - 1 : number] < work.layout.length
-        exists = above[:, parent] & known.possible[number - 1] & (probability > 0) & within
+        scores = q if noise is None else q.log().add_(noise[number - 1])
+        offered = scores.topk(most).indices  # [B, F, most]
+        token = offered.flatten(1)[:, constants.child]
+        probability = q.flatten(1).gather(1, constants.probs_start + token)
+        within = positions[:, number - 1 : number] < work.layout.length
+        exists = exists_above[:, constants.parent] & constants.in_vocab & (probability > 0) & within
         if depth is not None:
             exists = exists & (number <= depth[:, None])
         if width is not None:
-            exists = exists & (counting(len(parent), parent.device) < width[:, None])
-        nodes.append(_Drafts(token, exists, probability))
-        if level.inner:
+            exists = exists & (counting(len(constants.parent), token.device) < width[:, None])
+        drafts.append(_Drafts(token, exists, probability))
+        if level.inner:  # the first ``inner`` of them are expanded
             inner = slice(level.inner)
-            seen = known.seen[number - 1].expand(len(token), -1, -1)
-            here, following = (places[:, n : n + 1].expand(-1, level.inner) for n in (number - 1, number))
-            out = work.expand(token[:, inner], here, hidden[:, parent[inner]], seen)
-            law, hidden, above = work.laws(out.logits, following), out.hidden, exists[:, inner]
-            laws.append(law)
-    token, exists, probability = (torch.cat(parts, dim=1) for parts in zip(*nodes, strict=True))
-    parent, at_depth, rank = (x.expand_as(token) for x in (known.parent, known.depth, known.rank))
-    widest = max(max(level.rank) for level in shape) + 1
-    return Tree(token, parent, at_depth, rank, exists, probability, len(shape), widest, torch.cat(laws, dim=1),
-                known.law_of, known.ancestors)
+            here, next_position = (positions[:, n : n + 1].expand(-1, level.inner) for n in (number - 1, number))
+            mask = constants.mask.expand(len(token), -1, -1)
+            out = work.expand(token[:, inner], here, hidden[:, constants.parent[inner]], mask)
+            q, hidden, exists_above = work.probs(out.logits, next_position), out.hidden, exists[:, inner]
+            draft_probs.append(q)
+    token, exists, probability = (torch.cat(parts, dim=1) for parts in zip(*drafts, strict=True))
+    parent, at_depth, rank = (x.expand_as(token) for x in (buffers.parent, buffers.depth, buffers.rank))
+    most_siblings = max(max(level.rank) for level in shape) + 1
+    return Tree(token, parent, at_depth, rank, exists, probability, len(shape), most_siblings,
+                torch.cat(draft_probs, dim=1), buffers.draft_row, buffers.tree_mask)
 
 
 def grow_top_k(
     work: Drafting, root: Root, levels: int, most: int, nodes: int, depth: Tensor | None = None,
     width: Tensor | None = None,
 ) -> Tree:
-    """EAGLE-2's dynamic tree (Li et al., EMNLP 2024): the ``nodes`` best of all candidates by cumulative probability.
+    """EAGLE-2's dynamic tree (Li et al., EMNLP 2024): the best ``nodes`` of all candidates by cumulative probability.
 
-    Every draft of the frontier offers its ``most`` likeliest tokens; the ``most`` best of a level by cumulative log q
-    are the next frontier, for ``levels`` levels. depth, width [B] (int64) lower levels and ``most`` for each image.
-    Sorted by score, ties by level: a parent never scores less than its child, so the tree is prefix-closed.
+    Expansion: on each of ``levels`` levels, every draft of the frontier offers its ``most`` likeliest tokens as
+    candidates, and the best ``most`` of these by cumulative log q are the next frontier. depth, width [B] (int64) lower
+    ``levels`` and ``most`` for each image. Reranking: see _keep_best().
     """
     batch, device = len(root.token), root.token.device
     most = min(most, root.out.logits.shape[-1])
     index = counting(most, device)
     allowed = torch.ones((1, most), dtype=torch.bool, device=device) if width is None else index < width[:, None]
-    law, hidden = work.laws(root.out.logits, root.committed[:, None]), root.out.hidden
+    # q, hidden state, cumulative log q, candidate number and tree mask of the frontier, first the root.
+    q, hidden = work.probs(root.out.logits, root.committed[:, None]), root.out.hidden
     score = torch.zeros((batch, 1), device=device)
-    frontier = torch.full((batch, 1), -1, device=device)  # candidate number of each draft to expand; -1: the root
-    seen = torch.zeros((batch, 1, 0), dtype=torch.bool, device=device)
+    frontier = torch.full((batch, 1), -1, device=device)  # -1: the root
+    tree_mask = torch.zeros((batch, 1, 0), dtype=torch.bool, device=device)
     found: list[_Candidates] = []
-    count = 0
+    count = 0  # candidates of the levels above
     for number in range(1, levels + 1):
         position = root.committed + number - 1
-        best = law.topk(most)
+        best = q.topk(most)
         legal = allowed[:, None] & (position < work.layout.length)[:, None, None]
         if depth is not None:
             legal = legal & (number <= depth)[:, None, None]
@@ -134,12 +139,12 @@ def grow_top_k(
         if number < levels:
             score, chosen = scores.flatten(1).topk(most)
             score = score.masked_fill(~allowed, -torch.inf)
-            parent = torch.div(chosen, most, rounding_mode="floor")  # place in the frontier that offered it
+            parent = torch.div(chosen, most, rounding_mode="floor")  # place in the frontier
             token = best.indices.flatten(1).gather(1, chosen)
             own = torch.eye(most, dtype=torch.bool, device=device).expand(batch, -1, -1)
-            seen = torch.cat((take(seen, parent), own), dim=2)
-            out = work.expand(token, position[:, None].expand(-1, most), take(hidden, parent), seen)
-            law, hidden = work.laws(out.logits, position[:, None].expand(-1, most) + 1), out.hidden
+            tree_mask = torch.cat((take(tree_mask, parent), own), dim=2)
+            out = work.expand(token, position[:, None].expand(-1, most), take(hidden, parent), tree_mask)
+            q, hidden = work.probs(out.logits, position[:, None].expand(-1, most) + 1), out.hidden
             frontier = count + chosen
             count += scores[0].numel()
     return _keep_best(found, root, nodes, levels, most)
@@ -155,7 +160,10 @@ class _Drafts(NamedTuple):
 
 @dataclass(frozen=True)
 class _Candidates:
-    """Candidates of one level [B, c]; parent counts candidates from the first level on, -1 being the root."""
+    """Candidates of one level [B, c]. Candidates are numbered over all levels; parent -1 is the root.
+
+    score: cumulative log q, minus infinity for one that may not be drafted.
+    """
 
     token: Tensor
     parent: Tensor
@@ -165,34 +173,36 @@ class _Candidates:
     probability: Tensor
 
 
-def _root_node(root: Root) -> _Drafts:
+def _root_draft(root: Root) -> _Drafts:
     token = root.token[:, None]
     return _Drafts(token, torch.ones_like(token, dtype=torch.bool), torch.ones_like(token, dtype=torch.float32))
 
 
 def _keep_best(found: list[_Candidates], root: Root, nodes: int, levels: int, width: int) -> Tree:
-    """The best ``nodes`` candidates in their old order (so parents first) behind the root."""
+    """The tree of the root and the ``nodes`` candidates with the highest scores, in the order of their numbers.
+
+    A parent has a smaller number than its child and never a lower score, and ties go to the smaller number: so the tree
+    holds every draft's parent, and before the draft.
+    """
     score = torch.cat([c.score for c in found], dim=1)
     total = score.shape[1]
     best = score.sort(dim=1, descending=True, stable=True)
-    kept = best.indices[:, :nodes]
-    alive = best.values[:, :nodes] > -torch.inf
-    # The dead go last. In int32, as Apple's GPUs have sorted more than 256 int64 numbers wrongly.
-    place = torch.where(alive, kept, total + kept).int().sort(dim=1).values.long()
-    alive, place = place < total, place % total
-    slots = torch.arange(1, place.shape[1] + 1, device=place.device).expand_as(place)
-    # Slot of every candidate; the root's, 0, stands behind the last candidate, where the parent -1 points.
-    slot_of = torch.zeros((len(place), total + 1), dtype=torch.int64, device=place.device)
-    slot_of = slot_of.scatter(1, torch.where(alive, place, total), torch.where(alive, slots, 0))
+    number, exists = best.indices[:, :nodes], best.values[:, :nodes] > -torch.inf
+    # By number, the missing ones last. In int32, as Apple's GPUs have sorted more than 256 int64 numbers wrongly.
+    order = torch.where(exists, number, total + number).int().sort(dim=1).values.long()
+    exists, number = order < total, order % total
+    # Slot of every candidate number. The last entry, where the parent -1 points, is the root's slot 0.
+    slot = torch.arange(1, number.shape[1] + 1, device=number.device).expand_as(number)
+    slot_of = torch.zeros((len(number), total + 1), dtype=torch.int64, device=number.device)
+    slot_of = slot_of.scatter(1, torch.where(exists, number, total), torch.where(exists, slot, 0))
 
     def picked(values: list[Tensor]) -> Tensor:
-        return torch.cat(values, dim=1).gather(1, place)
+        return torch.cat(values, dim=1).gather(1, number)
 
     level = [torch.full_like(c.token, c.level) for c in found]
     parent = slot_of.gather(1, picked([c.parent for c in found]) % (total + 1))
-    drafts = picked([c.token for c in found]), alive, picked([c.probability for c in found])
-    first = _root_node(root)
-    token, exists, probability = (torch.cat(pair, dim=1) for pair in zip(first, drafts, strict=True))
+    drafts = picked([c.token for c in found]), exists, picked([c.probability for c in found])
+    token, exists, probability = (torch.cat(pair, dim=1) for pair in zip(_root_draft(root), drafts, strict=True))
     parent, depth, rank = (
         torch.nn.functional.pad(x, (1, 0)) for x in (parent, picked(level), picked([c.rank for c in found]))
     )

@@ -55,7 +55,7 @@ class Structure(ABC):
         """What the structure remembers of a run so far."""
 
     @abstractmethod
-    def plan(self, history: Any, committed: Tensor, layout: TokenLayout, stream: Stream, turn: Tensor) -> Plan:
+    def plan(self, history: Any, committed: Tensor, layout: TokenLayout, stream: Stream, round_index: Tensor) -> Plan:
         """The next trees' shapes, decided when the round before ends."""
 
     @abstractmethod
@@ -68,7 +68,7 @@ class Structure(ABC):
         """How often the drafter is asked to expand drafts in a round."""
 
     @abstractmethod
-    def grow(self, work: Drafting, root: Root, plan: Plan, extent: Extent, turn: Tensor) -> Tree:
+    def grow(self, work: Drafting, root: Root, plan: Plan, extent: Extent, round_index: Tensor) -> Tree:
         """The next tree."""
 
     @abstractmethod
@@ -84,7 +84,7 @@ class _Fixed(Structure):
     def start(self, batch: int, layout: TokenLayout, device: torch.device) -> None:
         return None
 
-    def plan(self, history: None, committed: Tensor, layout: TokenLayout, stream: Stream, turn: Tensor) -> None:
+    def plan(self, history: None, committed: Tensor, layout: TokenLayout, stream: Stream, round_index: Tensor) -> None:
         return None
 
     def extent(self, plan: None, left: Tensor, coarse: bool) -> None:
@@ -115,8 +115,8 @@ class _FixedShape(_Fixed):
     def passes(self, extent: Extent = ()) -> int:
         return sum(level.inner > 0 for level in self.shape())
 
-    def grow(self, work: Drafting, root: Root, plan: None, extent: Extent, turn: Tensor) -> Tree:
-        return grow_sampled(work, root, self.shape(), turn)
+    def grow(self, work: Drafting, root: Root, plan: None, extent: Extent, round_index: Tensor) -> Tree:
+        return grow_sampled(work, root, self.shape(), round_index)
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Dynamic(_Fixed):
     def passes(self, extent: Extent = ()) -> int:
         return self.depth - 1
 
-    def grow(self, work: Drafting, root: Root, plan: None, extent: Extent, turn: Tensor) -> Tree:
+    def grow(self, work: Drafting, root: Root, plan: None, extent: Extent, round_index: Tensor) -> Tree:
         return grow_top_k(work, root, self.depth, self.width, self.nodes)
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""A round of speculative decoding as two functions of tensors: draft, and settle (verify or take, commit).
+"""A round of speculative decoding as two functions of tensors: draft(), and verify_and_commit().
 
-All that is not a tensor, and the memory of the caches, stays the same during a run; so a round can be captured as CUDA
-graphs, one for every shape it can have, and needs nothing from the host.
+Everything that is not a tensor, and the memory of the caches, is constant during a run. So a round can be captured as
+CUDA graphs, one for every shape it can have, and needs nothing from the host.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...kernels.sampling import at, categorical, readable, take
 from ..constants import counting
-from ..contract import ARModel, Drafter, SamplingParams
+from ..contract import ARModel, Drafter, SamplingParams, StepOut
 from ..drafts.growing import Drafting, Root
 from ..drafts.structures import Extent, Plan, Structure
 from ..drafts.trees import Tree
@@ -26,45 +26,61 @@ from ..probabilities import probabilities
 from ..rng import Purpose, Stream
 from ..rules.acceptance import AcceptanceRule, Exact
 from ..trace import Record, Source
-from ..verification.tree import Laws, Numbers, Verified, block_verification, recursive_rejection, sample_and_match
+from ..verification.tree import (
+    RoundRandom,
+    TargetProbs,
+    Verified,
+    block_verification,
+    recursive_rejection,
+    sample_and_match,
+)
 from . import skipping as vvs
-from .rounds import Carry, Decided, Pending, Told, after_verification, fed_mask, kept_slots, rejoin
+from .rounds import (
+    Decided,
+    DrafterInputs,
+    RoundState,
+    Uncached,
+    after_verification,
+    commit_path,
+    fed_mask,
+    next_uncached,
+)
 from .skipping import Skipping
 
 ROUND = ("accepted", "committed", "width", "nodes", "depth", "skipped")
 
 
 @dataclass(frozen=True)
-class DraftInputs:
-    """What of a Carry drafting reads: a captured step gets a copy of all it is given."""
+class DraftingState:
+    """The part of a RoundState that drafting reads: a captured step gets a copy of everything it is given."""
 
     stream: Stream
     layout: TokenLayout
     skippable: Tensor | None
     committed: Tensor
-    told: Told
-    pending: Pending
+    drafter_inputs: DrafterInputs
+    uncached: Uncached
     plan: Plan
     skipped: Tensor
-    turn: Tensor
+    round_index: Tensor
 
     @classmethod
-    def of(cls, carry: Carry) -> DraftInputs:
-        return cls(*(getattr(carry, field.name) for field in fields(cls)))
+    def of(cls, state: RoundState) -> DraftingState:
+        return cls(*(getattr(state, field.name) for field in fields(cls)))
 
 
 @dataclass(frozen=True)
 class RoundStep:
-    """A run's rounds. target and state: those of the model and the drafter, whose caches rounds change in place.
+    """The rounds of a run. They change target_state and drafter_state (the caches) and the record in place.
 
-    length: S; forcing: does the layout force any token; told: the least number of tokens the drafter is told at a time,
-    of which the last may mean nothing; record: what was decided, also written in place.
+    length: S; forcing: does the layout force any token; min_drafter_inputs: the drafter's inputs are padded to this
+    many tokens.
     """
 
     model: ARModel
-    target: Any
+    target_state: Any
     drafter: Drafter
-    state: Any
+    drafter_state: Any
     structure: Structure
     rule: AcceptanceRule
     skipping: Skipping | None
@@ -72,208 +88,229 @@ class RoundStep:
     codebook: Tensor | None
     length: int
     forcing: bool
-    told: int
+    min_drafter_inputs: int
     record: Record
 
     def begin(
         self, start: Start, stream: Stream, layout: TokenLayout, strength: Tensor, skippable: Tensor | None
-    ) -> Carry:
-        """The carry behind the first token that is not given, which is drawn from the prediction at the start."""
-        out, begin, batch, device = start.out, start.committed, len(strength), strength.device
-        none, first = torch.zeros_like(begin), begin[:, None]
-        one = none + 1
-        p = self.laws(out.logits, first, layout)
+    ) -> RoundState:
+        """The state after the first token past the prefix, which is sampled from the prediction at the start."""
+        out, committed, batch, device = start.out, start.committed, len(strength), strength.device
+        zero, first = torch.zeros_like(committed), committed[:, None]
+        one = zero + 1
+        p = self.target_probs(out.logits, first, layout)
         token = categorical(p, stream.uniform(first, Purpose.REDRAW))
         levels = self.structure.size()[1]
-        self.record.begin(start.tokens, begin)
+        self.record.begin(start.tokens, committed)
         self.record.write(
             first, first >= 0, token, p, finalised_at=0, source=self.source(first, Source.PREFILL, layout)
         )
-        self.record.round(accepted=0, committed=begin + 1, width=1, nodes=0, depth=0, skipped=0)
-        history = self.structure.start(batch, layout, device)
-        told = Told(token, begin, one, out.hidden)
-        carry = Carry(
-            stream, layout, strength, skippable, begin, told,
-            Pending(token, torch.zeros_like(p[..., 0]), one), history, None, None, none > 0, one,
-            out.hidden.expand(-1, levels, -1) if self.skipping else None, one, none[0],
+        self.record.round(accepted=0, committed=committed + 1, width=1, nodes=0, depth=0, skipped=0)
+        drafter_inputs = DrafterInputs(token, committed, one, out.hidden)
+        state = RoundState(
+            stream, layout, strength, skippable, committed, drafter_inputs,
+            Uncached(token, torch.zeros_like(p[..., 0]), one), self.structure.start(batch, layout, device), None, None,
+            skipped=zero > 0, own_passes=one,
+            features=out.hidden.expand(-1, levels, -1) if self.skipping else None, known=one, round_index=zero[0],
         )
-        return self.commit(carry, Decided(token, one, told))
+        return self.advance(state, Decided(token, one, drafter_inputs))
 
-    def draft(self, extent: Extent, carry: DraftInputs) -> tuple[Tree, Tensor]:
-        """Tell the drafter what was decided, let it grow a tree, and choose who takes it unverified [B] (bool)."""
-        told = carry.told
-        position = told.begin[:, None] + counting(told.token.shape[1], told.begin.device)
-        out = self.drafter.observe(self.state, told.token, position, told.hidden, told.count)
+    def draft(self, extent: Extent, state: DraftingState) -> tuple[Tree, Tensor]:
+        """Let the drafter observe the new tokens and grow a tree, and decide who skips verification [B] (bool)."""
+        inputs = state.drafter_inputs
+        position = inputs.begin[:, None] + counting(inputs.token.shape[1], inputs.begin.device)
+        out = self.drafter.observe(self.drafter_state, inputs.token, position, inputs.hidden, inputs.count)
         work = Drafting(
-            self.drafter, self.state, carry.layout, self.params, self.model.vocab, carry.stream, self.forcing
+            self.drafter, self.drafter_state, state.layout, self.params, self.model.vocab, state.stream, self.forcing
         )
-        root = Root(carry.pending.root, carry.committed, out)
-        tree = self.structure.grow(work, root, carry.plan, extent, carry.turn)
-        skip = torch.zeros_like(carry.skipped)
+        root = Root(state.uncached.root, state.committed, out)
+        tree = self.structure.grow(work, root, state.plan, extent, state.round_index)
+        skip = torch.zeros_like(state.skipped)
         if self.skipping:
-            skip = (carry.committed < self.length) & vvs.decide(
-                self.skipping, tree, self.codebook, carry.turn, carry.committed, self.length, carry.skipped,
-                carry.skippable,
+            skip = (state.committed < self.length) & vvs.decide(
+                self.skipping, tree, self.codebook, state.round_index, state.committed, self.length, state.skipped,
+                state.skippable,
             )
         return tree, skip
 
-    def settle(self, judging: bool, taking: bool, carry: Carry, tree: Tree, skip: Tensor) -> Carry:
-        """Verify the trees of some images (``judging``), take those of ``skip`` [B] as they are (``taking``), commit.
+    def verify_and_commit(
+        self, any_verifying: bool, any_skipping: bool, state: RoundState, tree: Tree, skip: Tensor
+    ) -> RoundState:
+        """Verify the trees, except those of the images ``skip`` [B], which are taken as they are; commit.
 
-        Finished images stay as they are.
+        any_verifying, any_skipping: are there images of either kind. Complete images stay as they are.
         """
-        before, active = carry.committed, carry.committed < self.length
-        judged, accepted = active & ~skip, torch.zeros_like(before)
-        pending, q, plan, fed = carry.pending, tree.probability, carry.plan, 0
+        before, active = state.committed, state.committed < self.length
+        verifying, accept_length = active & ~skip, torch.zeros_like(before)
+        uncached, q, plan, width = state.uncached, tree.probability, state.plan, 0
         decided = None
-        if judging:
-            fed = pending.token.shape[1] + tree.token.shape[1] - 1
-            carry, decided, accepted = self.verify(carry, tree, judged)
-        if taking:
-            taken, q = self.take_unverified(carry, tree, skip)
+        if any_verifying:
+            width = uncached.token.shape[1] + tree.token.shape[1] - 1
+            state, decided, accept_length = self.verify(state, tree, verifying)
+        if any_skipping:
+            taken, q = self.take_unverified(state, tree, skip)
             decided = taken if decided is None else decided.where(~skip, taken)
-        free = accepted
+        free = accept_length  # accepted drafts, forced tokens not counted
         if self.forcing:
             position = before[:, None] + counting(tree.levels, before.device)
-            free = ((position < (before + accepted)[:, None]) & (carry.layout.forced_at(position) < 0)).sum(1)
+            accepted = position < (before + accept_length)[:, None]
+            free = (accepted & (state.layout.forced_at(position) < 0)).sum(1)
         self.record.round(
-            accepted=free, committed=decided.count, width=fed, nodes=tree.exists[:, 1:].sum(1), depth=tree.spread()[0],
-            skipped=skip,
+            accepted=free, committed=decided.count, width=width, nodes=tree.exists[:, 1:].sum(1),
+            depth=tree.spread()[0], skipped=skip,
         )
         history = self.structure.learn(
-            carry.history, plan, tree, before, before + decided.count, accepted, judged
+            state.history, plan, tree, before, before + decided.count, accept_length, verifying
         )
-        pending = rejoin(pending, decided, q, skip, 1 + taking * self.structure.size()[1])
-        return self.commit(replace(carry, history=history, pending=pending, skipped=skip), decided)
+        uncached = next_uncached(uncached, decided, q, skip, 1 + any_skipping * self.structure.size()[1])
+        return self.advance(replace(state, history=history, uncached=uncached, skipped=skip), decided)
 
-    def verify(self, carry: Carry, tree: Tree, judged: Tensor) -> tuple[Carry, Decided, Tensor]:
-        """One pass of the target over pending tokens and drafts: what it decided, and how many drafts it accepted [B].
+    def verify(self, state: RoundState, tree: Tree, verifying: Tensor) -> tuple[RoundState, Decided, Tensor]:
+        """Verify the trees with one forward pass of the target: the state, new tokens, and accepted drafts [B].
 
-        Only the images ``judged`` [B] (bool) are moved on. A pass also is the verification after the fact of pending
-        tokens: it changes nothing about them, but tells how likely they were, and the caches their true states.
+        Only the images ``verifying`` [B] (bool) advance. The pass also computes the probabilities of uncached tokens
+        that were taken unverified. These stay decided, but are recorded, and their true key/value states are cached.
         """
-        pending, waiting = carry.pending, carry.pending.token.shape[1]
-        index = counting(waiting, judged.device)
-        ahead = torch.cat((index - pending.count[:, None], tree.depth[:, 1:] - 1), dim=1)
-        fed = torch.cat((pending.token, tree.token[:, 1:]), dim=1)
-        position = (carry.committed[:, None] + ahead).clamp(min=0)
-        out = self.model.step(self.target, fed, position, fed_mask(pending, tree))
-        behind = partial(self.behind, carry, out.logits, position)
+        uncached = state.uncached
+        out, position = self.feed(state, tree)
+
+        probs_after = partial(self.probs_after, state, out.logits, position)
         if self.structure.block or not readable(position):
-            p: Laws = behind(None)
-            behind = partial(take, p)
-        else:  # a walk down a tree meets few of its slots: compute laws as they are met
+            p: TargetProbs = probs_after(None)
+            probs_after = partial(take, p)
+        else:  # verification visits few slots: compute their probabilities on demand
 
-            def p(node: Tensor) -> Tensor:
-                return behind(node[:, None])[:, 0]
+            def p(slot: Tensor) -> Tensor:
+                return probs_after(slot[:, None])[:, 0]
 
-        columns = carry.committed[:, None] + counting(tree.levels + 1, judged.device)
-        strength = carry.strength.gather(1, columns.clamp(max=self.length - 1))
-        verified = self.judge(tree, p, strength, Numbers(carry.stream, carry.turn, carry.committed))
+        new_position = state.committed[:, None] + counting(tree.levels + 1, verifying.device)
+        strength = state.strength.gather(1, new_position.clamp(max=self.length - 1))
+        random = RoundRandom(state.stream, state.round_index, state.committed)
+        verified = self.accept(tree, p, strength, random)
 
-        kept = kept_slots(pending, verified)
-        count = torch.where(judged, pending.count + verified.accepted, 0)
-        self.model.commit(self.target, count, kept)
-        refresh = self.skipping is not None and self.skipping.refresh and waiting > 1
+        path = commit_path(uncached, verified)
+        count = torch.where(verifying, uncached.count + verified.accepted, 0)
+        self.model.commit(self.target_state, count, path)
+        was_skipped = uncached.token.shape[1] > 1
+        refresh = self.skipping is not None and self.skipping.refresh and was_skipped
         if refresh:
-            self.drafter.rewind(self.state, torch.where(judged, pending.count - 1, 0))
+            self.drafter.rewind(self.drafter_state, torch.where(verifying, uncached.count - 1, 0))
         decided = after_verification(
-            pending, verified, out.hidden, kept, carry.committed, self.length, judged, refresh
+            uncached, verified, out.hidden, path, state.committed, self.length, verifying, refresh
         )
-        self.note(carry, tree, verified, decided, behind, columns)
+
+        self.record_verified(state, tree, verified, decided, probs_after, new_position)
         if self.skipping:
-            if waiting > 1:
-                law = self.laws(out.logits[:, : waiting - 1], position[:, : waiting - 1] + 1, carry.layout)
-                self.note_pending(carry, law, judged)
-            carry = replace(carry, features=vvs.push_features(carry.features, take(out.hidden, kept), count),
-                            known=carry.known + count)
-        return replace(carry, own_passes=carry.own_passes + judged), decided, torch.where(judged, verified.accepted, 0)
+            if was_skipped:
+                self.record_uncached(state, out.logits, position, verifying)
+            state = replace(state, features=vvs.push_features(state.features, take(out.hidden, path), count),
+                            known=state.known + count)
+        accept_length = torch.where(verifying, verified.accepted, 0)
+        return replace(state, own_passes=state.own_passes + verifying), decided, accept_length
 
-    def behind(self, carry: Carry, logits: Tensor, position: Tensor, slots: Tensor | None) -> Tensor:
-        """The target's laws [B, n, V+] behind slots [B, n] of the trees (None: all), from a pass's logits [R, T, V+]
-        for tokens at positions [B, T]."""
-        waiting, count = carry.pending.token.shape[1], carry.pending.count[:, None]
+    def feed(self, state: RoundState, tree: Tree) -> tuple[StepOut, Tensor]:
+        """Feed the target the uncached tokens and all drafts; returns its StepOut and their positions [B, T].
+
+        The last uncached token, the root, is at position committed - 1, and a draft at depth d is d positions later.
+        """
+        uncached = state.uncached
+        index = counting(uncached.token.shape[1], tree.depth.device)
+        tree_position_ids = torch.cat((index - uncached.count[:, None], tree.depth[:, 1:] - 1), dim=1)
+        position = (state.committed[:, None] + tree_position_ids).clamp(min=0)
+        token = torch.cat((uncached.token, tree.token[:, 1:]), dim=1)
+        return self.model.step(self.target_state, token, position, fed_mask(uncached, tree)), position
+
+    def probs_after(self, state: RoundState, logits: Tensor, position: Tensor, slots: Tensor | None) -> Tensor:
+        """The target's probabilities [B, n, V+] after slots [B, n] of the trees (None: all).
+
+        logits [R, T, V+] and position [B, T] are those of the tokens fed.
+        """
+        width, count = state.uncached.token.shape[1], state.uncached.count[:, None]
         if slots is None:
-            if waiting == 1:
-                return self.laws(logits, position + 1, carry.layout)
-            slots = counting(position.shape[1] - waiting + 1, position.device).expand(len(position), -1)
-        place = torch.where(slots > 0, slots + waiting, count) - 1
-        return self.laws(take(logits, place), position.gather(1, place) + 1, carry.layout)
+            if width == 1:
+                return self.target_probs(logits, position + 1, state.layout)
+            slots = counting(position.shape[1] - width + 1, position.device).expand(len(position), -1)
+        index = torch.where(slots > 0, slots + width, count) - 1  # of the slots among the tokens fed
+        return self.target_probs(take(logits, index), position.gather(1, index) + 1, state.layout)
 
-    def judge(self, tree: Tree, p: Laws, strength: Tensor, numbers: Numbers) -> Verified:
+    def accept(self, tree: Tree, p: TargetProbs, strength: Tensor, random: RoundRandom) -> Verified:
         """Verify in the way that suits the children and the rule."""
         if self.structure.block:
-            return block_verification(tree, p, numbers)
-        if tree.laws is None and isinstance(self.rule, Exact):
-            return sample_and_match(tree, p, numbers)
-        return recursive_rejection(self.rule, tree, p, strength, numbers)
+            return block_verification(tree, p, random)
+        if tree.draft_probs is None and isinstance(self.rule, Exact):
+            return sample_and_match(tree, p, random)
+        return recursive_rejection(self.rule, tree, p, strength, random)
 
-    def take_unverified(self, carry: Carry, tree: Tree, skip: Tensor) -> tuple[Decided, Tensor]:
-        """A path of the tree as if it were verified, for the images ``skip`` [B]; and its draft probabilities."""
-        u = carry.stream.uniform(carry.committed[:, None], Purpose.SKIP, carry.turn)[:, 0]
+    def take_unverified(self, state: RoundState, tree: Tree, skip: Tensor) -> tuple[Decided, Tensor]:
+        """Take a path of the tree as if it were verified, for the images ``skip`` [B]; and its q [B, levels]."""
+        u = state.stream.uniform(state.committed[:, None], Purpose.SKIP, state.round_index)[:, 0]
         slots, count = vvs.choose_path(self.skipping, tree, u)
         count = torch.where(skip, count, 0)
         token, q = tree.token.gather(1, slots), tree.probability.gather(1, slots)
-        if tree.laws is None:
+        if tree.draft_probs is None:
             q = torch.ones_like(q)  # proposed for certain
-        elif self.skipping.path != "first":  # picked among siblings, which is not drawing from q either
+        elif self.skipping.path != "first":  # chosen among siblings, which is not sampling from q either
             q = torch.where((tree.rank * tree.exists).amax(1, keepdim=True) > 0, 1.0, q)
-        hidden = vvs.stale_features(carry.features, carry.known, count, slots.shape[1])
-        columns = carry.committed[:, None] + counting(slots.shape[1], skip.device)
+        hidden = vvs.stale_features(state.features, state.known, count, slots.shape[1])
+        position = state.committed[:, None] + counting(slots.shape[1], skip.device)
         depth, width = tree.spread()
         self.record.write(
-            columns, columns < (carry.committed + count)[:, None], token, None,
-            finalised_at=carry.own_passes[:, None] - 1, source=self.source(columns, Source.SKIPPED, carry.layout),
+            position, position < (state.committed + count)[:, None], token, None,
+            finalised_at=state.own_passes[:, None] - 1, source=self.source(position, Source.SKIPPED, state.layout),
             depth=tree.depth.gather(1, slots), q=q, rank=tree.rank.gather(1, slots),
             tree_depth=depth[:, None], tree_width=width[:, None],
         )
-        return Decided(token, count, Told(token, carry.committed, count, hidden)), q
+        return Decided(token, count, DrafterInputs(token, state.committed, count, hidden)), q
 
-    def commit(self, carry: Carry, decided: Decided) -> Carry:
+    def advance(self, state: RoundState, decided: Decided) -> RoundState:
         """Count the new tokens and plan the next round."""
-        committed, turn = carry.committed + decided.count, carry.turn + 1
-        plan = self.structure.plan(carry.history, committed, carry.layout, carry.stream, turn)
-        extent = self.structure.extent(plan, self.length - committed, coarse=self.told > 0)
+        committed, round_index = state.committed + decided.count, state.round_index + 1
+        plan = self.structure.plan(state.history, committed, state.layout, state.stream, round_index)
+        extent = self.structure.extent(plan, self.length - committed, coarse=self.min_drafter_inputs > 0)
+        drafter_inputs = decided.drafter_inputs.padded(self.min_drafter_inputs)
         return replace(
-            carry, committed=committed, turn=turn, plan=plan, extent=extent, told=decided.told.padded(self.told)
+            state, committed=committed, round_index=round_index, plan=plan, extent=extent,
+            drafter_inputs=drafter_inputs,
         )
 
-    def laws(self, logits: Tensor, position: Tensor, layout: TokenLayout) -> Tensor:
-        """Target laws [B, T, V+] at positions [B, T]."""
+    def target_probs(self, logits: Tensor, position: Tensor, layout: TokenLayout) -> Tensor:
+        """The target's probabilities [B, n, V+] at positions [B, n], from logits [R, n, V+]."""
         forced = layout.forced_at(position) if self.forcing else None
         return probabilities(logits, self.params, self.model.vocab, forced)
 
     def source(self, position: Tensor, source: Source | Tensor, layout: TokenLayout) -> Source | Tensor:
-        """``source``, or that of a forced token."""
+        """``source``, or Source.FORCED where the token is forced."""
         return torch.where(layout.forced_at(position) >= 0, Source.FORCED, source) if self.forcing else source
 
-    def note(
-        self, carry: Carry, tree: Tree, verified: Verified, decided: Decided, behind: Callable[[Tensor], Tensor],
-        columns: Tensor,
+    def record_verified(
+        self, state: RoundState, tree: Tree, verified: Verified, decided: Decided,
+        probs_after: Callable[[Tensor], Tensor], position: Tensor,
     ) -> None:
-        """Record a verified round; ``behind``: the target's laws behind slots [B, n]."""
-        parents = torch.nn.functional.pad(verified.path, (1, 0))
-        number = counting(tree.levels + 2, columns.device)[1:]
+        """Record the verified tokens at positions [B, L + 1]; probs_after: slots [B, n] -> target probabilities."""
+        slot_before = torch.nn.functional.pad(verified.path, (1, 0))
+        number = counting(tree.levels + 2, position.device)[1:]
         depth, width = tree.spread()
         self.record.write(
-            columns, number <= decided.count[:, None], verified.token, behind(parents),
-            finalised_at=carry.own_passes[:, None], source=self.source(columns, verified.source, carry.layout),
+            position, number <= decided.count[:, None], verified.token, probs_after(slot_before),
+            finalised_at=state.own_passes[:, None], source=self.source(position, verified.source, state.layout),
             depth=torch.where(verified.tested, number, 0), rank=verified.rank, q=verified.q,
             ratio=verified.ratio, tv_bound=verified.tv_bound,
             tree_depth=depth[:, None], tree_width=width[:, None],
         )
 
-    def note_pending(self, carry: Carry, p: Tensor, judged: Tensor) -> None:
-        """Record what the pass says of tokens taken unverified before it: their laws p [B, P - 1, V+], and the drift of
-        not having tested them.
+    def record_uncached(self, state: RoundState, logits: Tensor, position: Tensor, verifying: Tensor) -> None:
+        """Record what the pass says about the tokens taken unverified before it; logits and position as fed.
 
-        That is the TV bound of accepting for certain: [1 - p/q]+ for a draft drawn from q, 1 - p for another one.
+        Not testing a token drifts as accepting it for certain does: by [1 - p/q]+ if it was sampled from q, and by
+        1 - p (q = 1) if it was not.
         """
-        count, token = carry.pending.count[:, None], carry.pending.token[:, 1:]
+        uncached = state.uncached
+        width, count, token = uncached.token.shape[1], uncached.count[:, None], uncached.token[:, 1:]
+        p = self.target_probs(logits[:, : width - 1], position[:, : width - 1] + 1, state.layout)
         index = counting(token.shape[1], token.device)
-        meant = judged[:, None] & (index < count - 1)
-        ratio = at(p, token) / carry.pending.q[:, 1:].clamp(min=1e-30)
+        valid = verifying[:, None] & (index < count - 1)
+        ratio = at(p, token) / uncached.q[:, 1:].clamp(min=1e-30)
         self.record.write(
-            carry.committed[:, None] - count + 1 + index, meant, token, p, ratio=ratio,
+            state.committed[:, None] - count + 1 + index, valid, token, p, ratio=ratio,
             tv_bound=(1 - ratio).clamp(min=0),
         )

@@ -85,7 +85,7 @@ def similarity(tree: Tree, codebook: Tensor, decay: float) -> Tensor:
     unit = normalize(codebook[tree.token.clamp(max=len(codebook) - 1)].float(), dim=-1)
     unit = torch.where((tree.token < len(codebook))[..., None], unit, 0)
     length = _lengths(tree, leaves).amax(1)
-    paths, count = tree.paths(), compared.sum(1)
+    paths, count = tree.retrieve_indices(), compared.sum(1)
     pairs = (count * (count - 1) / 2).clamp(min=1)
     total, weights = torch.zeros_like(unit[:, 0, 0]), torch.zeros_like(unit[:, 0, 0])
     for level, slot in enumerate(paths.unbind(2)):
@@ -98,12 +98,12 @@ def similarity(tree: Tree, codebook: Tensor, decay: float) -> Tensor:
 
 
 def decide(
-    settings: Skipping, tree: Tree, codebook: Tensor | None, round_number: int | Tensor, committed: Tensor, length: int,
+    settings: Skipping, tree: Tree, codebook: Tensor | None, round_index: int | Tensor, committed: Tensor, length: int,
     last_skipped: Tensor, skippable: Tensor | None = None,
 ) -> Tensor:
     """Whose tree is taken unverified [B] (bool).
 
-    round_number (or [B]) counts from 1; committed [B] of ``length`` tokens are decided; last_skipped [B] (bool). Never
+    round_index (or [B]) counts from 1; committed [B] of ``length`` tokens are decided; last_skipped [B] (bool). Never
     twice in a row, nor on an empty tree, nor early (``guard``), nor unless a token is left behind the longest path that
     could be taken; nor if any position of that path is not ``skippable`` [B, length] (bool; None: all are). Raises
     ValueError if the schedule needs a codebook and there is none.
@@ -117,7 +117,7 @@ def decide(
         here = skippable.gather(1, (committed[:, None] + step).clamp(max=length - 1))
         allowed = allowed & (here | (step >= most[:, None])).all(1)
     if settings.schedule == "uniform":
-        return allowed & (round_number % settings.interval == 0)
+        return allowed & (round_index % settings.interval == 0)
     return allowed & (similarity(tree, codebook, settings.decay) >= settings.threshold)
 
 
@@ -126,7 +126,7 @@ def choose_path(settings: Skipping, tree: Tree, u: Tensor) -> tuple[Tensor, Tens
 
     u [B]: a uniform number in [0, 1).
     """
-    leaves, paths = tree.leaves(), tree.paths()
+    leaves, paths = tree.leaves(), tree.retrieve_indices()
     if settings.path == "uniform":
         count = leaves.sum(1)
         wanted = torch.minimum((u * count).long(), count - 1) + 1

@@ -1,16 +1,18 @@
 """Speculative decoding with a drafter: draft, verify, commit.
 
-One loop for every method of this kind; they differ in four places, each in a file of its own:
+One loop for every method of this kind. They differ in four parts, each in a file of its own:
 
 drafter     small AR model or EAGLE feature drafter                      (contract.Drafter)
 structure   chain, static tree, dynamic tree, adjacency-adaptive tree    drafts/
 rule        exact, LANTERN, LANTERN++, UniformRSD, Cool-SD, ...          rules/
-skipping    now and then a draft is taken unverified (VVS)               skipping.py
+skipping    some drafts are taken unverified (VVS)                       skipping.py
 
-A round (round_step.py): the drafter takes over what the last one decided and grows a tree behind the last decided token
-(the root); one pass of the target feeds the root and all drafts; verification accepts a path and draws the token behind
-it; the caches keep that path. The root is decided but not yet in the target's cache; after a skipped round neither are
-the tokens taken unverified: they are ``pending``, and the next pass feeds them in front of the tree (rounds.py).
+A round (round_step.py): the drafter observes the tokens of the last round and grows a tree after the last one decided
+(the root). One forward pass of the target feeds the root and all drafts. Verification accepts a path of the tree and
+samples the token after it, the next root. The caches keep the accepted path.
+
+The root is decided but not yet in the target's cache, and neither are tokens that were taken unverified after it. They
+are ``uncached``, and the next forward pass feeds them before the tree (rounds.py).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from ..probabilities import check_finite
 from ..rng import Stream
 from ..rules.acceptance import AcceptanceRule, Exact, check_strength
 from ..trace import Record, Trace
-from .round_step import ROUND, DraftInputs, RoundStep
+from .round_step import ROUND, DraftingState, RoundStep
 from .skipping import Skipping, check_codebook, check_skippable
 
 log = logging.getLogger(__name__)
@@ -57,12 +59,13 @@ class DraftTree(Method):
 
     @property
     def draft_width(self) -> int:
-        """The most tokens that stand in the drafter's cache behind what is decided."""
-        return max(self.structure.expansions(), self.told)
+        """The most uncommitted tokens in the drafter's cache."""
+        return max(self.structure.expansions(), self.max_drafter_inputs)
 
     @property
-    def told(self) -> int:
-        """The most tokens that the drafter is to take over from a round."""
+    def max_drafter_inputs(self) -> int:
+        """The most tokens that the drafter observes after a round: new ones, and with ``refresh`` those before again.
+        """
         return 2 * self.structure.size()[1] + 1
 
     def check(self, request: Request) -> None:
@@ -76,7 +79,7 @@ class DraftTree(Method):
             raise ValueError("Block verification is exact and cannot be relaxed. Verify token by token, or use Exact.")
 
     def width(self, request: Request) -> int:
-        """The root and the tree; after a skipped round also what was taken unverified."""
+        """The root and the tree, and after a skipped round the tokens taken unverified."""
         drafts, levels = self.structure.size()
         return 1 + drafts + (levels if self.skipping else 0)
 
@@ -99,7 +102,7 @@ class DraftTree(Method):
     def sample(self, request: Request) -> Result:
         self.check(request)
         with open_session(request.model, self.session_key(request), self.drafter) as session:
-            run = Run(self, request, session)
+            run = SpeculativeRun(self, request, session)
             while True:
                 if request.callback:
                     request.callback(Progress(run.step.record.image, run.known, run.step.length, run.passes))
@@ -109,16 +112,16 @@ class DraftTree(Method):
             return Result(run.step.record.image.clone(), run.finish())
 
 
-class Run:
-    """A run as the host sees it: it launches rounds, and learns how far the images are.
+class SpeculativeRun:
+    """A run on the host, which launches rounds and learns how far the images are.
 
-    ``known`` [B]: decided tokens it knows of; ``passes``: of the target so far, that over the prompt included.
+    ``known`` [B]: decided tokens it knows of; ``passes``: forward passes of the target so far, the prompt's included.
     """
 
     def __init__(self, method: DraftTree, request: Request, session: Session):
         self.method, self.request, self.session = method, request, session
         model, params, batch = request.model, request.params, request.batch
-        self.begun = time.perf_counter()
+        self.start_time = time.perf_counter()
         layout = request.layout.to(model.device)
         rule = method.rule.bind(model)
         codebook = None if model.codebook is None else model.codebook.to(model.device)
@@ -128,23 +131,26 @@ class Run:
         skippable = check_skippable(request.skippable, batch, layout.length, model.device)
         prompt = (request.conditioning, request.negative, batch, layout)
         guided = params.guided
-        target = model.start(*prompt, slack=method.width(request), guided=guided, into=session.state)
-        state = method.drafter.start(target, *prompt, slack=method.draft_width, guided=guided, into=session.draft_state)
-        session.adopt(target, state)
+        target_state = model.start(*prompt, slack=method.width(request), guided=guided, into=session.state)
+        drafter_state = method.drafter.start(
+            target_state, *prompt, slack=method.draft_width, guided=guided, into=session.draft_state
+        )
+        session.adopt(target_state, drafter_state)
         session.record = session.record or Record.empty(layout.length, batch, model.device, round_fields=ROUND)
-        start = read_prefix(model, target, layout, batch, method.drafter, state, request.callback)
+        start = read_prefix(model, target_state, layout, batch, method.drafter, drafter_state, request.callback)
         check_finite(start.out)
         self.step = RoundStep(
-            model, target, method.drafter, state, method.structure, rule, method.skipping,
+            model, target_state, method.drafter, drafter_state, method.structure, rule, method.skipping,
             session.params(params, model.device), codebook, layout.length, bool((layout.forced >= 0).any()),
-            method.told if session.graphs.one_shape else 0, session.record,
+            method.max_drafter_inputs if session.graphs.one_shape else 0, session.record,
         )
         stream = Stream.of(request.seed, batch, model.device)
-        self.carry = self.step.begin(start, stream, layout, strength.expand(batch, -1), skippable)
+        self.state = self.step.begin(start, stream, layout, strength.expand(batch, -1), skippable)
         self.poll = Poll(model.device, batch)
-        self.known = torch.maximum(self.poll(self.carry.committed), start.prefix_length + 1)  # and the first sampled
+        self.known = torch.maximum(self.poll(self.state.committed), start.prefix_length + 1)  # and the first sampled
         self.passes, self.expansions = 1, []
-        self.times, self.drafted = [self.begun, time.perf_counter()], [self.begun]
+        # When every round ended, first the prompt's forward pass; and when the drafting of every round ended.
+        self.times, self.drafted = [self.start_time, time.perf_counter()], [self.start_time]
         self.extent = self.read_extent()
 
     @property
@@ -156,47 +162,48 @@ class Run:
         """Draft, verify (or skip that), commit."""
         step, graphs = self.step, self.session.graphs
         shape = self.shape()
-        tree, skip = graphs(("draft", *shape), partial(step.draft, self.extent), DraftInputs.of(self.carry))
+        tree, skip = graphs(("draft", *shape), partial(step.draft, self.extent), DraftingState.of(self.state))
         drafted = time.perf_counter()
-        judging, taking = self.branches(skip)
-        settle = partial(step.settle, judging, taking)
-        self.carry = graphs(("settle", *shape, judging, taking), settle, self.carry, tree, skip)
+        any_verifying, any_skipping = self.branches(skip)
+        verify_and_commit = partial(step.verify_and_commit, any_verifying, any_skipping)
+        key = "verify_and_commit", *shape, any_verifying, any_skipping
+        self.state = graphs(key, verify_and_commit, self.state, tree, skip)
         self.expansions.append(1 + self.method.structure.passes(self.extent))
         self.extent = self.read_extent()
-        self.known = torch.maximum(self.known, self.poll(self.carry.committed))
-        self.passes += judging
+        self.known = torch.maximum(self.known, self.poll(self.state.committed))
+        self.passes += any_verifying
         self.drafted.append(drafted)
         self.times.append(time.perf_counter())
 
     def shape(self) -> tuple[Hashable, ...]:
-        """The shape of the next round: how much of the caches it looks at, of its tree, and of what came before."""
-        step, method, carry = self.step, self.method, self.carry
-        ahead = int(self.known.max()) + self.poll.lag * (method.structure.size()[1] + 1)
+        """The shape of the next round: attention lengths, the tree's extent, and sizes of what the last one left."""
+        step, method, state = self.step, self.method, self.state
+        longest = int(self.known.max()) + self.poll.lag * (method.structure.size()[1] + 1)
         widths = method.width(self.request), method.draft_width + 1
-        target, drafter = (None if self.session.graphs.one_shape else ahead + width for width in widths)
+        target, drafter = (None if self.session.graphs.one_shape else longest + width for width in widths)
         return (
-            step.model.set_attention_length(step.target, target),
-            step.drafter.set_attention_length(step.state, drafter),
-            step.params.switches, self.extent, carry.told.token.shape[1], carry.pending.token.shape[1],
+            step.model.set_attention_length(step.target_state, target),
+            step.drafter.set_attention_length(step.drafter_state, drafter),
+            step.params.switches, self.extent, state.drafter_inputs.token.shape[1], state.uncached.token.shape[1],
         )
 
     def branches(self, skip: Tensor) -> tuple[bool, bool]:
-        """Does a round verify, and does it take drafts unverified? To know it, a GPU is waited for."""
+        """Does any image verify its tree, and does any skip that [B]? Waits for a GPU if the method skips at all."""
         if self.method.skipping is None:
             return True, False
-        going = self.carry.committed < self.step.length
-        judging, taking = torch.stack(((going & ~skip).any(), skip.any())).tolist()
-        return judging or not taking, taking
+        active = self.state.committed < self.step.length
+        any_verifying, any_skipping = torch.stack(((active & ~skip).any(), skip.any())).tolist()
+        return any_verifying or not any_skipping, any_skipping
 
     def read_extent(self) -> Extent:
-        """What the host must know to launch the next round; a GPU is waited for only where a structure varies it."""
-        return () if self.carry.extent is None else tuple(self.carry.extent.tolist())
+        """What the host must know to launch the next round. Waits for a GPU only if the structure varies."""
+        return () if self.state.extent is None else tuple(self.state.extent.tolist())
 
     def finish(self) -> Trace:
-        """The trace of the run. How long drafting took is known where the host waits for it, which is on a CPU."""
+        """The trace of the run. The time that drafting took is known only on a CPU, where the host waits for it."""
         surplus = min(self.poll.lag, len(self.expansions))  # rounds launched before the end was known
         ends = self.times[1 + surplus :]
-        begins = [self.begun, *ends[:-1]]
+        begins = [self.start_time, *ends[:-1]]
         times = {"milliseconds": [1000 * (end - begin) for begin, end in zip(begins, ends, strict=True)]}
         if not self.poll.lag:
             drafted = zip(begins, self.drafted, strict=True)
@@ -204,11 +211,12 @@ class Run:
         settings = self.method.describe(self.request) | asdict(self.request.params)
         expansions = self.expansions[: len(self.expansions) - surplus]
         trace = self.step.record.finish(
-            self.request.layout, self.request.seed, settings, time.perf_counter() - self.begun, sum(expansions), **times
+            self.request.layout, self.request.seed, settings, time.perf_counter() - self.start_time, sum(expansions),
+            **times,
         )
         if self.expansions and not trace.rounds["nodes"].any():
             log.warning(
-                "The drafter offered not a single guess in this run, so it saved nothing: its predictions are NaN or "
-                "infinite. The picture is sound. Load the drafter's file anew, or the model with another dtype."
+                "The drafter proposed no tokens in this run, so it saved nothing: its predictions are NaN or infinite. "
+                "The image is unaffected. Reload the drafter's file, or load the model with another dtype."
             )
         return trace

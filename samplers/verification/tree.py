@@ -1,9 +1,9 @@
-"""Verifying a draft tree against the target: which path is accepted, and what is drawn behind it.
+"""Verification of a draft tree against the target: the path it accepts, and the token sampled after the path.
 
-Every function decides for all images at once and takes the target's laws p [B, M + 1, V+] behind every slot of the tree
-(row 0: behind the root). Where the host can read the slots for nothing, p may be a function of them instead, slot [B]
-(int64) -> laws [B, V+], which is asked for no more than the slots visited. Uniform numbers depend on the image's seed,
-the position and the round alone.
+Every function decides for all images at once. p are the target's probabilities [B, M + 1, V+] after every slot of the
+tree (row 0: after the root). Where the host can read slots at no cost, p may instead be a function slot [B] (int64) ->
+[B, V+], which is called for visited slots only. Uniform numbers depend on the image's seed, the position and the round
+alone.
 """
 
 from __future__ import annotations
@@ -25,62 +25,62 @@ from ..drafts.trees import Tree
 from ..rng import Purpose, Stream
 from ..rules.acceptance import AcceptanceRule, Exact
 
-Laws = Tensor | Callable[[Tensor], Tensor]
+TargetProbs = Tensor | Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """Random numbers of a round: ``turn`` its number, ``committed`` [B] the tokens decided before it."""
+class RoundRandom:
+    """Random numbers of a round; ``committed`` [B]: tokens decided before it."""
 
     stream: Stream
-    turn: Tensor
+    round_index: Tensor
     committed: Tensor
 
     def uniforms(self, purposes: Sequence[Purpose], column: Tensor, draw: Tensor | int = 0) -> tuple[Tensor, ...]:
-        """For each purpose numbers [B, n] for columns [n] or [B, n] and draws below DRAWS."""
-        return self.stream.uniforms(self.committed[:, None] + column, purposes, self.turn * DRAWS + draw)
+        """For each purpose uniform numbers [B, n] for columns [n] or [B, n]; draw: see Stream, below DRAWS."""
+        return self.stream.uniforms(self.committed[:, None] + column, purposes, self.round_index * DRAWS + draw)
 
     def uniform(self, purpose: Purpose, column: Tensor, draw: Tensor | int = 0) -> Tensor:
         return self.uniforms((purpose,), column, draw)[0]
 
 
 def recursive_rejection(
-    rule: AcceptanceRule, tree: Tree, p: Laws, strength: Tensor, numbers: Numbers
+    rule: AcceptanceRule, tree: Tree, p: TargetProbs, strength: Tensor, random: RoundRandom
 ) -> Verified:
-    """Test siblings one after the other, each against what the rejected ones left of p and q.
+    """Recursive rejection sampling: test siblings one by one, each against what the rejected ones left of p and q.
 
-    See kernels.recursive_rejection_sampling. With the exact rule the output law is exactly p. strength [B, L]: see
-    AcceptanceRule.
+    See kernels.recursive_rejection_sampling. With the exact rule the output distribution is exactly p. strength [B, L]:
+    see AcceptanceRule.
     """
     device, levels, width = tree.token.device, tree.levels, tree.width
-    # A number for every test, level by level, and one for the draw behind a path of every length.
+    # A number for every test, level by level, and one to sample the token after a path of every length.
     columns = tuple(level for level in range(levels) for _ in range(width)) + tuple(range(levels + 1))
     ranks = tuple(range(width)) * levels + (0,) * (levels + 1)
     columns, ranks = (constant(values, device, torch.int64) for values in (columns, ranks))
-    accept, redraw = numbers.uniforms((Purpose.ACCEPT, Purpose.REDRAW), columns, ranks)
+    accept, redraw = random.uniforms((Purpose.ACCEPT, Purpose.REDRAW), columns, ranks)
     u, v = accept[:, : levels * width].unflatten(1, (levels, width)), redraw[:, levels * width :]
-    given = tree.token, tree.children(), tree.laws, tree.law_of, u, v, strength, rule
+    arguments = tree.token, tree.children(), tree.draft_probs, tree.draft_row, u, v, strength, rule
     if callable(p):
-        return kernels.recursive_rejection_sampling(p, *given)
+        return kernels.recursive_rejection_sampling(p, *arguments)
     if type(rule) is Exact:  # not a subclass, which may answer otherwise
-        return kernels.exact_rejection_sampling(p, *given)
+        return kernels.exact_rejection_sampling(p, *arguments)
     if rule.has_budget:
-        return kernels.relaxed_rejection_sampling(p, *given)
-    return kernels.recursive_rejection_sampling(partial(row_of, p), *given)
+        return kernels.relaxed_rejection_sampling(p, *arguments)
+    return kernels.recursive_rejection_sampling(partial(row_of, p), *arguments)
 
 
-def sample_and_match(tree: Tree, p: Laws, numbers: Numbers) -> Verified:
-    """Exact verification of children proposed for certain: draw behind the root, follow while the draw is a child.
+def sample_and_match(tree: Tree, p: TargetProbs, random: RoundRandom) -> Verified:
+    """Exact verification of children proposed for certain: sample after the root, and go on while that is a child.
 
-    The law is that of recursive rejection with point masses, at the cost of one draw per level.
+    The distribution is that of recursive rejection sampling with point masses, at the cost of one sample per level.
     """
     slots = counting(tree.token.shape[1], tree.token.device)
-    given = tree.token, tree.children(), tree.levels, numbers.uniform(Purpose.REDRAW, tree.depth, slots)
-    return kernels.sample_and_match(p, *given) if callable(p) else kernels.sample_and_match_rows(p, *given)
+    arguments = tree.token, tree.children(), tree.levels, random.uniform(Purpose.REDRAW, tree.depth, slots)
+    return kernels.sample_and_match(p, *arguments) if callable(p) else kernels.sample_and_match_rows(p, *arguments)
 
 
-def block_verification(tree: Tree, p: Tensor, numbers: Numbers) -> Verified:
-    """Verify a chain as a block: exact, and never shorter on average (see kernels.block)."""
+def block_verification(tree: Tree, p: Tensor, random: RoundRandom) -> Verified:
+    """Verify a chain as a block (Sun et al., ICLR 2025): exact, and never shorter on average. See kernels.block."""
     columns = counting(tree.levels + 1, p.device)
-    u, v = numbers.uniforms((Purpose.ACCEPT, Purpose.REDRAW), columns)
-    return kernels.block(p, tree.laws, tree.token, tree.exists, u[:, :-1], v)
+    u, v = random.uniforms((Purpose.ACCEPT, Purpose.REDRAW), columns)
+    return kernels.block(p, tree.draft_probs, tree.token, tree.exists, u[:, :-1], v)

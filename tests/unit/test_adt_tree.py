@@ -348,8 +348,8 @@ def test_runs_follow_the_law_and_rows_are_single_runs(children, initial):
 class Measured(ADTTree):
     """Notes the size of every tree."""
 
-    def grow(self, work, root, plan, extent, turn):
-        tree = super().grow(work, root, plan, extent, turn)
+    def grow(self, work, root, plan, extent, round_index):
+        tree = super().grow(work, root, plan, extent, round_index)
         depth, _ = tree.spread()
         drafts = tree.exists[:, 1:].sum(1)
         assert tree.token.shape[1] - 1 <= self.size()[0] and tree.levels <= self.size()[1]

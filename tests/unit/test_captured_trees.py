@@ -12,7 +12,7 @@ from comfyui_specar.samplers.engine import session
 from comfyui_specar.samplers.engine.session import Session
 from comfyui_specar.samplers.methods import speculative
 from comfyui_specar.samplers.methods.skipping import Skipping
-from comfyui_specar.samplers.methods.speculative import DraftTree, Run
+from comfyui_specar.samplers.methods.speculative import DraftTree, SpeculativeRun
 from comfyui_specar.samplers.rules.acceptance import Exact
 from comfyui_specar.samplers.rules.cool_sd import CoolSD
 from comfyui_specar.samplers.rules.lantern import Lantern
@@ -80,7 +80,7 @@ def same(one, other):
 def compiled(method, asked):
     """A run with a compiled round."""
     torch._dynamo.reset()
-    run = Run(method, asked, Session(CompiledGraphs(asked.model.device)))
+    run = SpeculativeRun(method, asked, Session(CompiledGraphs(asked.model.device)))
     while not run.done:
         run.round()
     assert run.session.graphs.calls >= 4

@@ -87,8 +87,8 @@ def test_rows_of_a_batch_are_single_runs(structure, skipping):
 class SortedSiblings(Static):
     """Tests siblings in the order of their probability instead of the order they were drawn: biased."""
 
-    def grow(self, work, root, plan, extent, turn):
-        tree = super().grow(work, root, plan, extent, turn)
+    def grow(self, work, root, plan, extent, round_index):
+        tree = super().grow(work, root, plan, extent, round_index)
         drafts = tree.probability[:, 1:] * tree.exists[:, 1:]
         rank = (-drafts).argsort(1).argsort(1)  # all are children of the root
         return replace(tree, rank=torch.cat((tree.rank[:, :1], rank), dim=1))
@@ -97,10 +97,10 @@ class SortedSiblings(Static):
 class LikeliestAsDrawn(Dynamic):
     """Treats the likeliest tokens as draws from q: biased."""
 
-    def grow(self, work, root, plan, extent, turn):
-        tree = super().grow(work, root, plan, extent, turn)
-        law = work.laws(root.out.logits, root.committed[:, None])
-        return replace(tree, laws=law, law_of=torch.zeros(tree.token.shape[1], dtype=torch.int64))
+    def grow(self, work, root, plan, extent, round_index):
+        tree = super().grow(work, root, plan, extent, round_index)
+        law = work.probs(root.out.logits, root.committed[:, None])
+        return replace(tree, draft_probs=law, draft_row=torch.zeros(tree.token.shape[1], dtype=torch.int64))
 
 
 @pytest.mark.parametrize("broken", [SortedSiblings(((0,), (1,), (2,))), LikeliestAsDrawn(1, 2, 2)], ids=str)

@@ -13,7 +13,7 @@ from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.engine.session import Session
 from comfyui_specar.samplers.methods.skipping import Skipping
-from comfyui_specar.samplers.methods.speculative import DraftTree, Run
+from comfyui_specar.samplers.methods.speculative import DraftTree, SpeculativeRun
 from comfyui_specar.samplers.rules.cool_sd import CoolSD
 from comfyui_specar.samplers.trace import Source
 
@@ -53,13 +53,13 @@ def begin(model, method, batch=3, seed=0, cfg=2.0, forced=False):
     params = SamplingParams(cfg=cfg, top_k=12)
     prompt = model.encode_features(caption_features())
     request = Request(model, prompt, layout, params, negative, seed, batch)
-    return Run(method, request, Session(Graphs(model.device)))
+    return SpeculativeRun(method, request, Session(Graphs(model.device)))
 
 
 def assert_cache_is_fresh(run, model):
     """Keys, values and lengths of the target's cache against one pass over the prompt and the committed tokens."""
-    held = run.carry.committed - run.carry.pending.count
-    cache, batch = run.step.target.cache, len(held)
+    held = run.state.committed - run.state.uncached.count
+    cache, batch = run.step.target_state.cache, len(held)
     request = run.request
     fresh = model.start(request.conditioning, request.negative, batch, request.layout, slack=0, guided=True)
     prompt = fresh.cache.lengths.clone()
@@ -80,26 +80,27 @@ def test_the_cache_is_that_of_a_fresh_pass_after_every_round(model, drafters, st
         run = begin(model, DraftTree(drafter, STRUCTURES[structure], skipping=SKIPS[skips]), forced=True)
         while not run.done:
             run.round()
-            if not (run.carry.committed < run.step.length).all():
+            if not (run.state.committed < run.step.length).all():
                 continue
             assert_cache_is_fresh(run, model)
-            assert torch.equal(run.carry.pending.root, run.step.record.tokens[torch.arange(3), run.carry.committed - 1])
-        forced = run.carry.layout.forced[0]
+            last = run.step.record.tokens[torch.arange(3), run.state.committed - 1]
+            assert torch.equal(run.state.uncached.root, last)
+        forced = run.state.layout.forced[0]
         assert (run.step.record.image[:, forced >= 0] == 7).all()
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_the_eagle_drafter_knows_the_true_pairs(model, drafters, structure):
-    """Its cache is that of one pass over all true pairs that it was told, those of the round before the last, after
+    """Its cache is that of one pass over all true pairs that it has observed, those of the round before the last, after
     skipped rounds were verified as well (refresh)."""
     for skipping in (None, Skipping(interval=2, guard=0)):
         run = begin(model, DraftTree(drafters["eagle"], STRUCTURES[structure], skipping=skipping), batch=2)
         checked = 0
         while not run.done:
             run.round()
-            carry, told = run.carry, run.carry.told.begin
-            if run.done or carry.skipped.any() or not (carry.committed < run.step.length).all():
+            state, observed = run.state, run.state.drafter_inputs.begin
+            if run.done or state.skipped.any() or not (state.committed < run.step.length).all():
                 continue
             request = run.request
             fresh = model.start(request.conditioning, request.negative, 2, request.layout, slack=0, guided=True)
@@ -109,9 +110,9 @@ def test_the_eagle_drafter_knows_the_true_pairs(model, drafters, structure):
             out = model.step(fresh, run.step.record.image, torch.arange(run.step.length).expand(2, -1))
             hidden = torch.cat((before, out.hidden[:, :-1]), dim=1)
             positions = torch.arange(run.step.length).expand(2, -1)
-            drafters["eagle"].observe(behind, run.step.record.image, positions, hidden, told)
-            cache = run.step.state.cache
-            assert torch.equal(cache.lengths, begun + told.repeat(2))
+            drafters["eagle"].observe(behind, run.step.record.image, positions, hidden, observed)
+            cache = run.step.drafter_state.cache
+            assert torch.equal(cache.lengths, begun + observed.repeat(2))
             for row, length in enumerate(cache.lengths.tolist()):
                 assert torch.allclose(cache.keys[:, row, :, :length], behind.cache.keys[:, row, :, :length], atol=1e-4)
             checked += 1

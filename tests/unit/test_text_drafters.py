@@ -21,7 +21,7 @@ from comfyui_specar.models.prefix import TextPrefix
 from comfyui_specar.samplers.contract import Request, SamplingParams
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.engine.session import Session
-from comfyui_specar.samplers.methods.speculative import DraftTree, Run
+from comfyui_specar.samplers.methods.speculative import DraftTree, SpeculativeRun
 from comfyui_specar.training import drafter as command_line
 from comfyui_specar.training import drafter_export
 from comfyui_specar.training.drafter_data import Pool, from_folder, own_samples
@@ -93,13 +93,13 @@ def test_it_continues_the_true_pairs_of_both_branches(target, drafter, structure
     second = negative and target.encode_ids(negative)
     method = DraftTree(drafter, STRUCTURES[structure])
     asked = Request(target, target.encode_ids(prompt), layout, SamplingParams(2.0), second, 1, 2)
-    run = Run(method, asked, Session(Graphs(target.device)))
+    run = SpeculativeRun(method, asked, Session(Graphs(target.device)))
     prompts = [prompt, negative or null(torch.zeros(1, 1, 1), (4, 3)).flatten().long().tolist()]
     seen, observe = [], drafter.observe
 
     def watched(*told):
         out = observe(*told)
-        seen.append((run.carry.committed.tolist(), out.hidden.view(2, 2, -1)))
+        seen.append((run.state.committed.tolist(), out.hidden.view(2, 2, -1)))
         return out
 
     monkeypatch.setattr(drafter, "observe", watched)

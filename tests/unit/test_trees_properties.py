@@ -25,7 +25,7 @@ def test_children_stand_in_the_order_they_were_drawn(seed):
 @settings(max_examples=60, deadline=None)
 def test_ancestors_and_paths_lead_to_the_root(seed):
     tree = random_tree(seed)
-    seen, paths = tree.ancestors(), tree.paths()
+    seen, paths = tree.tree_mask(), tree.retrieve_indices()
     for b in range(len(seen)):
         assert seen[b, 0].tolist() == [True] + [False] * (seen.shape[1] - 1)
         for slot in alive(tree, b):
@@ -54,6 +54,6 @@ def test_dead_slots_and_other_images_change_nothing(seed):
         single = row(tree, b)
         n = single.token.shape[1]
         assert torch.equal(single.children()[0], tree.children()[b, :n])
-        assert torch.equal(single.ancestors()[0], tree.ancestors()[b, :n, :n])
-        assert torch.equal(single.paths()[0], tree.paths()[b, :n])
+        assert torch.equal(single.tree_mask()[0], tree.tree_mask()[b, :n, :n])
+        assert torch.equal(single.retrieve_indices()[0], tree.retrieve_indices()[b, :n])
         assert torch.equal(single.leaves()[0], tree.leaves()[b, :n]) and not tree.leaves()[b, n:].any()
