@@ -1,7 +1,7 @@
-"""What samplers and continuous models need from each other: tokens are vectors, drawn in any order.
+"""What samplers and continuous models need from each other: tokens are vectors, sampled in any order.
 
-Shapes: B images, S positions of an image (raster order), C numbers a token, V variants of an image that run as one
-batch, M positions predicted at once, T denoising steps of a token.
+Shapes: B images, S positions of an image (raster order), C channels of a token, V variants of an image that run as one
+batch, M positions predicted at once, T denoising steps per token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..kernels.sampling import inverse
 from .contract import Output, Result, Sketch
-from .distributions import Law
+from .distributions import Distribution
 from .rng import Purpose, Stream
 from .trace import CONTINUOUS_FIELDS, Record, Source
 
@@ -25,11 +25,11 @@ GUIDANCE = ("linear", "constant")
 
 @dataclass(frozen=True)
 class ContinuousParams:
-    """How a head draws.
+    """How a head samples.
 
-    cfg >= 1 (1: no guidance); cfg_schedule: "constant", or "linear" in the share of the picture that is known;
-    temperature >= 0: scales the noise of every denoising step; steps: denoising steps a token; kind: "ddpm" or "ddim";
-    iterations: passes of the plain sampler (None: as many as there are tokens).
+    cfg >= 1 (1: no guidance); cfg_schedule: "constant", or "linear" in the fraction of the image that is known;
+    temperature >= 0: scales the noise of every denoising step; steps: denoising steps per token; kind: "ddpm" or
+    "ddim"; iterations: forward passes of next-token sampling. Default: one per token.
     """
 
     cfg: float = 1.0
@@ -42,27 +42,27 @@ class ContinuousParams:
     def check(self) -> None:
         """Raise ValueError naming the parameter and its legal range."""
         if not 1 <= self.cfg < math.inf:
-            raise ValueError(f"cfg is {self.cfg}, but must be 1 (no guidance) or more, and finite.")
+            raise ValueError(f"cfg is {self.cfg}, but must be finite and at least 1 (no guidance).")
         if self.cfg_schedule not in GUIDANCE:
-            raise ValueError(f"The guidance schedule is {self.cfg_schedule!r}; choose one of: {', '.join(GUIDANCE)}.")
+            raise ValueError(f"cfg_schedule is {self.cfg_schedule!r}; choose one of {', '.join(GUIDANCE)}.")
         if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature is {self.temperature}, but must be 0 (no noise) or more, and finite.")
+            raise ValueError(f"temperature is {self.temperature}, but must be finite and at least 0 (no noise).")
         if self.iterations is not None and self.iterations < 1:
-            raise ValueError(f"iterations is {self.iterations}, but must be 1 or more.")
+            raise ValueError(f"iterations is {self.iterations}, but must be at least 1.")
 
 
 class Schedule(Protocol):
-    """Denoising steps of a head; last_width is the nominal standard deviation of the last one, in latent units."""
+    """Denoising steps of a head. last_width: nominal standard deviation of the last one, in latent units."""
 
     steps: int
     last_width: float
 
 
 class ContinuousModel(Protocol):
-    """A model that draws vectors.
+    """A model whose tokens are vectors.
 
-    grid: its own (rows, cols); group: positions it draws together at least; order [S] (int64): the order it draws in,
-    None for any.
+    grid: its own (rows, cols); group: the number of positions that it samples together (a cell); order [S] (int64): the
+    order it samples positions in, None for any.
     """
 
     grid: tuple[int, int]
@@ -75,25 +75,25 @@ class ContinuousModel(Protocol):
     def start(
         self, conditioning: Any, negative: Any, batch: int, grid: tuple[int, int], guided: bool
     ) -> Any:
-        """What is the same in all passes of a run."""
+        """The state of a run: what all its forward passes share."""
         ...
 
     def schedule(self, params: ContinuousParams) -> Schedule:
-        """The denoising steps under these parameters. Raises ValueError where the head cannot take them."""
+        """The denoising steps under these parameters. Raises ValueError for ones the head does not support."""
         ...
 
     def guidance(self, params: ContinuousParams, before: Tensor, after: Tensor, length: int) -> Tensor:
-        """Guidance scale (fp32) of tokens drawn when ``before`` of ``length`` are known, ``after`` of them behind."""
+        """Guidance scale (fp32) of tokens sampled when ``before`` of ``length`` are known, ``after`` once they are."""
         ...
 
     def predict(
         self, state: Any, tokens: Tensor, known: Tensor, query: Tensor, seen: int, cfg: Tensor, temperature: float,
         noise0: Tensor, noise_t: Tensor, schedule: Schedule,
-    ) -> Law:
-        """The law [B, V, M] of the tokens at query [B, V, M] where exactly those marked in known [B, V, S] are seen.
+    ) -> Distribution:
+        """The distribution [B, V, M] of the tokens at query [B, V, M], given exactly the tokens in known [B, V, S].
 
-        tokens [B, S, C]; seen: at least the number known in any row; cfg [B, V, M]: guidance scales; noise0
-        [B, V, M, C] and noise_t [T, B, V, M, C]: the first noise of a token and that of its steps.
+        tokens [B, S, C]; seen: at least the most tokens known in any row; cfg [B, V, M]: guidance scales; noise0
+        [B, V, M, C] and noise_t [T, B, V, M, C]: the initial noise of a token and that of its steps.
         """
         ...
 
@@ -102,14 +102,17 @@ class ContinuousModel(Protocol):
         ...
 
     def run_bytes(self, rows: int, tokens: int, draws: int) -> int:
-        """Bytes of the activations of a pass over rows of ``tokens`` tokens that draws ``draws`` of each."""
+        """Bytes of the activations of a forward pass over [rows, tokens] that samples ``draws`` tokens of each row."""
         ...
 
 
 @dataclass(frozen=True)
 class ContinuousProgress:
-    """State after a pass: tokens [B, S, C], which of them are known [B, S] (bool), committed [B] (int64, on the CPU)
-    how many are, S, passes so far."""
+    """Progress after a forward pass.
+
+    tokens [B, S, C]; known [B, S] (bool): which of them are decided; committed [B] (int64, on the CPU): how many;
+    length: S; passes: forward passes so far.
+    """
 
     tokens: Tensor
     known: Tensor
@@ -123,10 +126,10 @@ ContinuousCallback = Callable[[ContinuousProgress], None]
 
 @dataclass(frozen=True)
 class ContinuousRequest:
-    """What a method is asked: generate ``batch`` images (image i with seed + i) on a grid (rows, cols).
+    """A request to a method: generate ``batch`` images (image i with seed + i) on a grid (rows, cols).
 
-    conditioning, negative: prompts in a form that model.start takes. kept [B, S] (bool) marks tokens of ``tokens``
-    [B, S, C] that stay as they are.
+    conditioning, negative: prompts as model.start takes them. kept [B, S] (bool): mask of the kept tokens, those of
+    ``tokens`` [B, S, C] that stay as they are.
     """
 
     model: ContinuousModel
@@ -157,7 +160,7 @@ class ContinuousRequest:
         return Output(tokens, self.model.to_latent(result.tokens, self.grid), result.trace)
 
     def sketch(self, progress: ContinuousProgress) -> Sketch:
-        """The first image as far as it is decided. No drafts: each round drafts anew."""
+        """The first image as far as it is decided. It has no drafts, since every round drafts anew."""
         known = progress.known[0]
         latent = self.model.to_latent(torch.where(known[:, None], progress.tokens[0], 0)[None], self.grid)
         known = known.unflatten(0, self.grid).cpu()
@@ -165,16 +168,16 @@ class ContinuousRequest:
 
 
 class Canvas:
-    """The pictures of a run: their tokens, each picture's own order of drawing, and how far each has come.
+    """The images of a run: their tokens, the order in which each samples its positions, and how far it has come.
 
-    order [B, S]: positions, kept ones first; done [B]: how many of them are known. Tokens written ahead of ``done``
-    count only for passes that look ahead.
+    order [B, S]: positions, kept ones first; done [B]: how many of them are known. Drafts written past ``done`` are
+    seen only by forward passes that look ahead.
     """
 
     def __init__(self, request: ContinuousRequest, stream: Stream):
-        """Raises ValueError for kept tokens that are illegal or leave nothing to draw, or if the batch is empty."""
+        """Raises ValueError for kept tokens that are illegal or leave nothing to sample, or if the batch is empty."""
         if request.batch < 1:
-            raise ValueError(f"The batch is {request.batch}, but must be 1 or more.")
+            raise ValueError(f"The batch is {request.batch}, but must be at least 1.")
         model, batch = request.model, request.batch
         self.batch, self.device, self.length = batch, model.device, request.length
         positions = torch.arange(self.length, device=self.device).expand(batch, -1)
@@ -196,9 +199,9 @@ class Canvas:
     def _check_kept(self, request: ContinuousRequest) -> None:
         kept, tokens, model = request.kept, request.tokens, request.model
         if model.group > 1:
-            raise ValueError(f"This model draws {model.group} tokens at once: it cannot keep parts of a picture.")
+            raise ValueError(f"This model samples {model.group} tokens at once: it cannot keep parts of an image.")
         if tokens is None:
-            raise ValueError("kept marks tokens that stay, but no tokens were given.")
+            raise ValueError("kept marks tokens that stay, but tokens is missing. Pass the tokens of the image, too.")
         shape = self.length, model.channels
         if kept.dtype != torch.bool or kept.shape[1:] != shape[:1] or tokens.shape[1:] != shape:
             raise ValueError(
@@ -206,22 +209,22 @@ class Canvas:
                 f"{list(kept.shape)} and {list(tokens.shape)}."
             )
         if kept.all():
-            raise ValueError("The noise mask keeps every token of every picture, so there is nothing to draw.")
+            raise ValueError("The noise mask keeps every token of every image: nothing to generate. Unmask a part.")
         if not tokens.to(kept.device)[kept.expand(len(tokens), -1)].isfinite().all():
-            raise ValueError("The picture to be kept holds numbers that are not finite. Encode it again.")
+            raise ValueError("The kept image has values that are not finite. Encode it again.")
 
     @property
     def tokens(self) -> Tensor:
-        """[B, S, C]; one place behind the end swallows what is not to be written."""
+        """[B, S, C], without the scratch slot past the end, where write() puts what is not to be kept."""
         return self._tokens[:, : self.length]
 
     def known(self, ahead: Tensor | int = 0) -> Tensor:
-        """Known tokens [B, V, S] (bool) of variants that look ``ahead`` [V] tokens beyond what is decided."""
-        reach = self.done[:, None] + torch.as_tensor(ahead, device=self.device).reshape(1, -1)
-        return self.rank[:, None] < reach[..., None]
+        """Known tokens [B, V, S] (bool) of variants that look ``ahead`` [V] tokens past the decided ones."""
+        end = self.done[:, None] + torch.as_tensor(ahead, device=self.device).reshape(1, -1)
+        return self.rank[:, None] < end[..., None]
 
     def upcoming(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Positions [B, count] from the ``first`` undecided one on, and which of them exist [B, count] (bool)."""
+        """The ``count`` undecided positions [B, count] from number ``first``, and which of them exist (bool)."""
         place = self.done[:, None] + torch.arange(first, first + count, device=self.device)
         return self.order.gather(1, place.clamp(max=self.length - 1)), place < self.length
 
@@ -231,12 +234,12 @@ class Canvas:
         self._tokens.scatter_(1, place, values)
 
     def extent(self) -> tuple[int, int]:
-        """The least and the greatest number of known tokens of any picture (read from the device)."""
+        """The least and the greatest number of known tokens in any image. Reads the device."""
         low, high = torch.stack(self.done.aminmax()).tolist()
         return low, high
 
     def record(self) -> Record:
-        """A record with the order of drawing noted, and the kept tokens."""
+        """A new record, which has the sampling order and the kept tokens."""
         record = Record.empty(self.length, len(self.order), self.device, CONTINUOUS_FIELDS)
         everywhere = torch.ones_like(self.kept)
         record.write(self.order, everywhere, order=torch.arange(self.length, device=self.device))
@@ -244,10 +247,10 @@ class Canvas:
         return record
 
     def finished(self) -> Tensor:
-        """The tokens of complete pictures. Raises ValueError if some are not finite."""
+        """The tokens of complete images. Raises ValueError if some are not finite."""
         if not self.tokens.isfinite().all():
             raise ValueError(
-                "The model drew tokens that are no numbers (NaN or infinite): its arithmetic overflowed. Load it in "
+                "The model sampled tokens that are not finite (NaN or infinite): its arithmetic overflowed. Load it in "
                 "fp32 or bf16 (Load AR Checkpoint, dtype), or lower the guidance."
             )
         return self.tokens.clone()
@@ -257,26 +260,25 @@ class Canvas:
 
 
 def noise_bytes(request: ContinuousRequest, width: int) -> int:
-    """Bytes of the noises of a pass that predicts ``width`` tokens an image: fp32, and the integers they are made from.
-    """
+    """Bytes of the noise of a forward pass that predicts ``width`` tokens per image: fp32, and the integers before."""
     return 40 * request.batch * width * (request.params.steps + 1) * request.model.channels
 
 
 def noises(
     stream: Stream, positions: Tensor, channels: int, steps: int, purpose: Purpose = Purpose.NOISE
 ) -> tuple[Tensor, Tensor]:
-    """The noises of tokens at positions [B, M]: the first [B, M, C] and those of the steps [T, B, M, C].
+    """The noise of tokens at positions [B, M]: the initial one [B, M, C] and that of the steps [T, B, M, C].
 
-    They belong to the position, so that two models share them (the paper's trajectory alignment).
+    It belongs to the position, so that two models share it (the paper's trajectory alignment).
     """
-    drawn = stream.normal(positions, (steps + 1) * channels, purpose).unflatten(-1, (steps + 1, channels))
-    return drawn[..., 0, :], drawn[..., 1:, :].movedim(-2, 0)
+    noise = stream.normal(positions, (steps + 1) * channels, purpose).unflatten(-1, (steps + 1, channels))
+    return noise[..., 0, :], noise[..., 1:, :].movedim(-2, 0)
 
 
 def own_noise(
     stream: Stream, positions: Tensor, channels: int, purpose: Purpose = Purpose.TARGET
 ) -> tuple[Tensor, Tensor]:
-    """Normal [B, M, C] and uniform [B, M] numbers for drawing from a law itself."""
+    """Normal [B, M, C] and uniform [B, M] numbers to sample from a Distribution."""
     return stream.normal(positions, channels, purpose), stream.uniform(positions, purpose, draw=1)
 
 

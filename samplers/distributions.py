@@ -1,4 +1,4 @@
-"""Laws of a continuous token: what a model's head says about one vector x [..., C]."""
+"""Distributions of a continuous token, a vector x [..., C], as the head of a model predicts them."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from torch import Tensor
 LOG_2PI = math.log(2 * math.pi)
 
 
-class Law:
+class Distribution:
     """A distribution of vectors, as a frozen dataclass of tensors that share their leading dimensions."""
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Law:
-        """The same law with every tensor changed alike (reshaped, indexed)."""
+    def map(self, change: Callable[[Tensor], Tensor]) -> Distribution:
+        """The distribution with the same change (reshape, index) of every tensor."""
         return type(self)(*(change(getattr(self, field.name)) for field in fields(self)))
 
     def log_density(self, x: Tensor) -> Tensor:
         """Log density [...] at x [..., C], joint over the dimensions."""
         raise NotImplementedError
 
-    def draw(self, normal: Tensor, uniform: Tensor) -> Tensor:
+    def sample(self, normal: Tensor, uniform: Tensor) -> Tensor:
         """A sample [..., C] from standard normal [..., C] and uniform [...] numbers."""
         raise NotImplementedError
 
     def token(self, normal: Tensor, uniform: Tensor) -> Tensor:
-        """What the model itself takes for the token [..., C]."""
-        return self.draw(normal, uniform)
+        """The token [..., C] as the model itself samples it."""
+        return self.sample(normal, uniform)
 
 
 @dataclass(frozen=True)
-class Normal(Law):
-    """The last denoising step of a diffusion head: N(mean, exp(log_std)^2), given the noises of the earlier steps.
+class Normal(Distribution):
+    """The last denoising step of a diffusion head: N(mean, exp(log_std)^2), given the noise of the earlier steps.
 
     mean, log_std [..., C]; path [...]: sum of log std over dimensions and all earlier steps. The head's own sample is
     the mean: its last step adds no noise.
@@ -47,7 +47,7 @@ class Normal(Law):
     def log_density(self, x: Tensor) -> Tensor:
         return (-0.5 * ((x - self.mean) / self.log_std.exp()).square() - self.log_std - 0.5 * LOG_2PI).sum(-1)
 
-    def draw(self, normal: Tensor, uniform: Tensor) -> Tensor:
+    def sample(self, normal: Tensor, uniform: Tensor) -> Tensor:
         return self.mean + self.log_std.exp() * normal
 
     def token(self, normal: Tensor, uniform: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class Normal(Law):
 
 
 @dataclass(frozen=True)
-class Mixture(Law):
+class Mixture(Distribution):
     """A Gaussian mixture (GIVT's head; eq. 52 of "Continuous speculative decoding"): density in closed form.
 
     log_weights [..., K] (normalised or not), means and log_stds [..., K, C].
@@ -70,7 +70,7 @@ class Mixture(Law):
         parts = (-0.5 * z.square() - self.log_stds - 0.5 * LOG_2PI).sum(-1)
         return (self.log_weights.log_softmax(-1) + parts).logsumexp(-1)
 
-    def draw(self, normal: Tensor, uniform: Tensor) -> Tensor:
+    def sample(self, normal: Tensor, uniform: Tensor) -> Tensor:
         cumulative = self.log_weights.softmax(-1).cumsum(-1)
         part = (uniform.unsqueeze(-1) * cumulative[..., -1:] >= cumulative).sum(-1)
         index = part.clamp(max=cumulative.shape[-1] - 1)[..., None, None].expand(*part.shape, 1, normal.shape[-1])
@@ -78,7 +78,7 @@ class Mixture(Law):
         return mean + log_std.exp() * normal
 
 
-def join(laws: Sequence[Law], dim: int = 1) -> Law:
-    """Laws of one kind, concatenated along a leading dimension."""
-    first = laws[0]
-    return type(first)(*(torch.cat([getattr(law, field.name) for law in laws], dim) for field in fields(first)))
+def join(parts: Sequence[Distribution], dim: int = 1) -> Distribution:
+    """Distributions of one class, concatenated along a leading dimension."""
+    first = parts[0]
+    return type(first)(*(torch.cat([getattr(part, field.name) for part in parts], dim) for field in fields(first)))

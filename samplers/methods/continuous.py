@@ -1,20 +1,21 @@
 """Continuous speculative decoding (anonymous, "Continuous speculative decoding for autoregressive image generation").
 
-A small model drafts vectors one after another, the target judges them all in one pass. With shared noise (the paper's
-trajectory alignment) both heads end in Gaussians close to each other: q = N(mu_q, sigma_q) and p = N(mu_p, sigma_p).
+A small model drafts vectors one by one, and the target verifies them in one forward pass. With shared noise (the
+paper's trajectory alignment) both heads end in Gaussians close to each other: q = N(mu_q, sigma_q) and
+p = N(mu_p, sigma_p).
 
-Section 3 of the paper accepts x with min(1, Sigma p(x)/q(x)), stops at the first rejection, and redraws from
-[Sigma p - q]+ by acceptance-rejection. Its published code widens both Gaussians 42 times, judges every token of the
+Section 3 of the paper accepts x with min(1, Sigma p(x)/q(x)), stops at the first rejection, and resamples from
+[Sigma p - q]+ by acceptance-rejection. Its published code widens both Gaussians 42 times, verifies every token of the
 block in place without seeing the drafts, and inverts Sigma. All of that is here:
 
-  mode "block"   judge every token in place, put the target's own sample where it is rejected. Fast; approximate within
-                 ``tolerance``.
-  mode "prefix"  the paper's algorithm 1: the first rejection ends the block, one more token if there is none.
-  mode "exact"   "prefix" without widening and without Sigma, both models adding the noise of their last step: given
+  mode "block"   verify every token in place, and replace a rejected one by the target's own sample. Fast; approximate
+                 within ``tolerance``.
+  mode "prefix"  the paper's algorithm 1: the first rejection ends the block; without one, one more token is sampled.
+  mode "exact"   "prefix" without widening and without Sigma, where both models add the noise of their last step: given
                  the shared noise this is ordinary speculative sampling between two Gaussians, and exact. (MAR itself
-                 adds no noise in its last step; a delta cannot be matched, so any speed-up there is a tolerance.)
+                 adds no noise in its last step. Two point masses never match, so any speed-up there is a tolerance.)
 
-Sigma (eq. 8) is off by default: at any other value the output law is biased, and where Sigma p < q everywhere the
+Sigma (eq. 8) is off by default: any other value biases the output distribution, and where Sigma p < q everywhere the
 residual is empty.
 """
 
@@ -32,7 +33,7 @@ from torch import Tensor
 from ...kernels import continuous as kernels
 from ..continuous_contract import Canvas, ContinuousModel, ContinuousRequest, noise_bytes, noises, own_noise
 from ..contract import Method, Result
-from ..distributions import Law, Normal, join
+from ..distributions import Distribution, Normal, join
 from ..layout import TokenLayout
 from ..rng import Purpose, Stream
 from ..trace import Source
@@ -42,12 +43,12 @@ MODES = ("block", "prefix", "exact")
 CONDITIONS = ("prefix", "drafts")
 PATHS = {"off": 0.0, "paper": 1.0, "official": -1.0}  # sign of log Sigma
 TRIES = 100  # proposals of the residual, as in the published code; giving up then costs up to 0.4 % in total variation
-PATIENCE = 100  # times as many in mode "exact", so that it is exact to less than 0.004 %
-ABSURD = 1e10  # no model draws a number as large: such a guess is garbage, as NaN is
+PATIENCE = 100  # times as many in mode "exact", which is then exact to less than 0.004 %
+ABSURD = 1e10  # no model samples numbers this large: such a draft is garbage, as NaN is
 SMALLEST_KAPPA, LARGEST_KAPPA = 1e-6, 1e15  # tolerances of zero and infinity
 
 
-def log_ratio(x: Tensor, p: Law, q: Law, kappa: float = 1.0, sign: float = 0.0) -> Tensor:
+def log_ratio(x: Tensor, p: Distribution, q: Distribution, kappa: float = 1.0, sign: float = 0.0) -> Tensor:
     """log of Sigma^sign p(x)/q(x) [...] (eq. 9), the exponents of both Gaussians widened ``kappa`` times.
 
     log Sigma = path_q - path_p (eq. 8), clamped to +-50. Infinite kappa accepts everything (infinite ratio). Mixtures
@@ -60,36 +61,35 @@ def log_ratio(x: Tensor, p: Law, q: Law, kappa: float = 1.0, sign: float = 0.0) 
     return kernels.log_ratio(x, _parts(p), _parts(q), max(kappa, SMALLEST_KAPPA), sign)
 
 
-def _parts(law: Normal) -> kernels.Gaussian:
-    return law.mean, law.log_std, law.path
+def _parts(distribution: Normal) -> kernels.Gaussian:
+    return distribution.mean, distribution.log_std, distribution.path
 
 
 def residual(
-    p: Law, q: Law, normal: Tensor, uniform: Tensor, accept: Tensor, sign: float = 0.0
+    p: Distribution, q: Distribution, normal: Tensor, uniform: Tensor, accept: Tensor, sign: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """A draw [..., C] from norm([Sigma p - q]+) by acceptance-rejection (eqs. 12, 13), and the proposals it took [...].
+    """Sample [..., C] from norm([Sigma p - q]+) by acceptance-rejection (eqs. 12, 13); returns it and the tries [...].
 
-    Proposals come from p: normal [n, ..., C], uniform and accept [n, ...] are the numbers of all n tries. Where none is
-    accepted the last one stands, and the count is -n.
+    Every try is a proposal from p. normal [n, ..., C], uniform and accept [n, ...]: random numbers of n tries. If none
+    is accepted, the last proposal is returned, and -n.
     """
     if isinstance(p, Normal) and isinstance(q, Normal):
         return kernels.redraw(normal, accept, _parts(p), _parts(q), sign)
-    proposals = p.map(lambda t: t.expand(len(normal), *t.shape)).draw(normal, uniform)
+    proposals = p.map(lambda t: t.expand(len(normal), *t.shape)).sample(normal, uniform)
     return kernels.first_accepted(proposals, log_ratio(proposals, p, q, sign=sign), accept)
 
 
 @dataclass(frozen=True)
 class ContinuousSpeculative(Method):
-    """Draft with a small model, judge with the target.
+    """Draft with a small model, verify with the target.
 
-    length: tokens (or cells) drafted per round. prefill: share of the picture that the target draws alone first.
-    mode: see above. condition: what the target sees of a block when it judges a token of it: "prefix" (nothing: one
-    pass for the whole block, mode "block" only) or "drafts" (the earlier drafts: one variant of the picture per token);
-    None: "prefix" for "block", else "drafts". tolerance: width, in units of the latent (whose standard deviation is
-    about 1), within which a draft passes for a target sample; the published kappa is tolerance over the width of the
-    last denoising step (which is proportional to the temperature), and 0.26 is its value 42. Not used in mode "exact".
-    path: log Sigma "off", as in the "paper", or inverted as in the "official" code. aligned: do both models share their
-    noise.
+    length: tokens (or cells) drafted per round. prefill: fraction of the image that the target samples alone first.
+    mode: see above. condition: what the target sees of a block when it verifies a token of it: "prefix" (nothing: one
+    row for the whole block, mode "block" only) or "drafts" (the earlier drafts: one variant of the image per token).
+    Default: "prefix" in mode "block", else "drafts". tolerance: width, in units of the latent (whose standard deviation
+    is about 1), within which a draft passes for a target sample. The published kappa is tolerance / width of the last
+    denoising step (which is proportional to the temperature); 0.26 is its value 42. Not used in mode "exact". path: log
+    Sigma "off", as in the "paper", or inverted as in the "official" code. aligned: do both models share their noise.
     """
 
     drafter: ContinuousModel
@@ -113,38 +113,38 @@ class ContinuousSpeculative(Method):
 
     @property
     def variants(self) -> int:
-        """Variants of every picture in a pass of the target."""
+        """Variants of every image in a forward pass of the target."""
         return self.length + (self.mode != "block") if self.sees_drafts else 1
 
     def check(self, request: ContinuousRequest) -> None:
         request.params.check()
         if not isinstance(self.length, int) or self.length < 1:
-            raise ValueError(f"The draft length is {self.length}, but must be a number from 1 on.")
+            raise ValueError(f"length is {self.length}, but must be an integer >= 1.")
         if not 0 <= self.prefill <= 1:
-            raise ValueError(f"prefill is {self.prefill}, but must be a share from 0 to 1.")
+            raise ValueError(f"prefill is {self.prefill}, but must be a fraction from 0 to 1.")
         for name, value, options in (("mode", self.mode, MODES), ("path", self.path, PATHS),
                                      ("condition", self.condition or "prefix", CONDITIONS)):
             if value not in options:
-                raise ValueError(f"{name} is {value!r}; choose one of: {', '.join(options)}.")
+                raise ValueError(f"{name} is {value!r}; choose one of {', '.join(options)}.")
         if not self.tolerance >= 0:
-            raise ValueError(f"tolerance is {self.tolerance}, but must be 0 or more.")
+            raise ValueError(f"tolerance is {self.tolerance}, but must be at least 0.")
         if self.mode != "block" and self.condition == "prefix":
-            raise ValueError(f"Mode {self.mode!r} needs a target that sees the earlier drafts: condition 'drafts'.")
+            raise ValueError(f"Mode {self.mode!r} needs a target that sees the earlier drafts. Use condition 'drafts'.")
         if self.mode == "exact" and self.path != "off":
-            raise ValueError("In mode 'exact' Sigma must be off: any other value would bias the pictures.")
+            raise ValueError("Mode 'exact' does not support Sigma, which biases the distribution. Use path 'off'.")
         if self.mode == "exact" and request.params.kind == "ddim":
-            raise ValueError("Mode 'exact' needs the noise of the last denoising step, which ddim has not: use ddpm.")
+            raise ValueError("Mode 'exact' needs the noise of the last denoising step, which ddim lacks. Use ddpm.")
         if self.mode != "block" and request.model.group > 1:
-            raise ValueError(f"This model draws cells of {request.model.group} tokens: use mode 'block' with it.")
+            raise ValueError(f"This model samples cells of {request.model.group} tokens. Use mode 'block' with it.")
         if request.params.kind == "ddpm" and not request.params.temperature > 0:
-            raise ValueError("temperature is 0: acceptance compares widths, so with ddpm it must be above 0.")
+            raise ValueError("temperature is 0, but must be above 0 with ddpm, since acceptance compares widths.")
         pair = [(model.channels, model.group) for model in (self.drafter, request.model)]
         if pair[0] != pair[1]:
-            raise ValueError("The drafter draws {} numbers a token and {} tokens at once, the model {} and {}: they do "
-                             "not belong together.".format(*pair[0], *pair[1]))
+            raise ValueError("The drafter has {} channels and samples {} tokens at once, the model {} and {}. Load a "
+                             "drafter that was trained for this model.".format(*pair[0], *pair[1]))
 
     def kappa(self, request: ContinuousRequest) -> float:
-        """How many times the test widens both Gaussians."""
+        """How much the test widens both Gaussians."""
         if self.mode == "exact":
             return 1.0
         temperature = request.params.temperature if request.params.kind == "ddpm" else 1
@@ -177,7 +177,7 @@ class ContinuousSpeculative(Method):
     def sample(self, request: ContinuousRequest) -> Result:
         self.check(request)
         started = time.perf_counter()
-        run = Run(self, request)
+        run = ContinuousRun(self, request)
         run.prefill()
         while run.lowest < run.canvas.length:
             run.round()
@@ -185,17 +185,17 @@ class ContinuousSpeculative(Method):
         trace = run.record.finish(
             layout, request.seed, self.describe(request), seconds, draft_passes=run.draft_passes
         )
-        judged = trace.positions["depth"] > 0
-        if judged.any() and (trace.positions["log_ratio"][judged] == -math.inf).all():
+        verified = trace.positions["depth"] > 0
+        if verified.any() and (trace.positions["log_ratio"][verified] == -math.inf).all():
             log.warning(
-                "No guess of the drafter could be used in this run, so it saved nothing: its numbers are NaN, infinite "
-                "or absurd. The picture is sound. Load the drafter's file anew, or the model with another dtype."
+                "No draft could be used in this run, so the drafter saved nothing: its numbers are NaN, infinite or "
+                "absurd. The image is unaffected. Reload the drafter's file, or load the model with another dtype."
             )
         return Result(run.canvas.finished(), trace)
 
 
-class Run:
-    """The state of one sampling run: draft -> judge -> decide, until every picture is complete."""
+class ContinuousRun:
+    """One run: draft, verify and decide, round by round, until every image is complete."""
 
     def __init__(self, method: ContinuousSpeculative, request: ContinuousRequest):
         model, batch = request.model, request.batch
@@ -209,13 +209,16 @@ class Run:
         self.state, self.draft_state = model.start(*prompts), method.drafter.start(*prompts)
         self.lowest, self.highest = self.canvas.extent()
         self.passes = self.rounds = self.draft_passes = 0
-        self.turn = torch.zeros_like(self.canvas.done)[:, None]  # passes a picture took part in: kept ones may idle
+        self.own_passes = torch.zeros_like(self.canvas.done)[:, None]  # that decided tokens of the image
 
     def predict(
         self, model: ContinuousModel, state: Any, ahead: Tensor | int, positions: Tensor, first: int, seen: int,
         noise: tuple[Tensor, Tensor],
-    ) -> Law:
-        """The law [B, n] at the undecided positions [B, n] from the ``first`` on, cut into one part per variant."""
+    ) -> Distribution:
+        """The Distribution [B, n] at undecided positions [B, n], of which the first is number ``first``.
+
+        ahead, one per variant: how many drafts the variant sees; it predicts its share of the positions.
+        """
         canvas, batch = self.canvas, len(positions)
         known = canvas.known(ahead)
         variants = known.shape[1]
@@ -224,68 +227,68 @@ class Run:
         cfg = model.guidance(self.params, before, before + self.group, canvas.length)
         noise0, noise_t = noise
         shape = (batch, variants, -1)
-        law = model.predict(
+        distribution = model.predict(
             state, canvas.tokens, known, positions.reshape(shape), min(seen, canvas.length), cfg.reshape(shape),
             self.params.temperature, noise0.reshape(*shape, model.channels),
             noise_t.reshape(len(noise_t), *shape, model.channels), self.schedule,
         )
-        return law.map(lambda t: t.flatten(1, 2))
+        return distribution.map(lambda t: t.flatten(1, 2))
 
     def noise(self, positions: Tensor, purpose: Purpose = Purpose.NOISE) -> tuple[Tensor, Tensor]:
         return noises(self.stream, positions, self.model.channels, self.schedule.steps, purpose)
 
-    def take(self, law: Law, positions: Tensor, purpose: Purpose) -> Tensor:
-        """A token of the law [B, n]: drawn from it in mode "exact", else what the model itself takes."""
+    def take(self, distribution: Distribution, positions: Tensor, purpose: Purpose) -> Tensor:
+        """A token [B, n, C] of the distribution: a sample in mode "exact", else as the model itself samples it."""
         numbers = own_noise(self.stream, positions, self.model.channels, purpose)
-        return law.draw(*numbers) if self.method.mode == "exact" else law.token(*numbers)
+        return distribution.sample(*numbers) if self.method.mode == "exact" else distribution.token(*numbers)
 
     def prefill(self) -> None:
-        """The target draws the first ``prefill`` of every picture alone (section 3.2), one token or cell a pass."""
+        """The target samples the first part of every image alone (section 3.2), one token or cell per forward pass."""
         canvas, group = self.canvas, self.group
         wanted = round(self.method.prefill * canvas.length / group) * group
         while self.lowest < wanted:
             positions, _ = canvas.upcoming(0, group)
-            behind = (canvas.done < wanted)[:, None]
-            law = self.predict(self.model, self.state, 0, positions, 0, self.highest, self.noise(positions))
-            canvas.write(positions, self.take(law, positions, Purpose.TARGET), behind.expand_as(positions))
+            active = (canvas.done < wanted)[:, None]
+            distribution = self.predict(self.model, self.state, 0, positions, 0, self.highest, self.noise(positions))
+            canvas.write(positions, self.take(distribution, positions, Purpose.TARGET), active.expand_as(positions))
             self.record.write(
-                positions, behind.expand_as(positions), finalised_at=self.turn, source=Source.PREFILL
+                positions, active.expand_as(positions), finalised_at=self.own_passes, source=Source.PREFILL
             )
-            self.finish_pass(behind[:, 0] * group, accepted=torch.zeros_like(canvas.done), width=group)
+            self.finish_pass(active[:, 0] * group, accepted=torch.zeros_like(canvas.done), width=group)
 
     def round(self) -> None:
-        """Draft a block, judge it, decide."""
+        """Draft a block, verify it, decide."""
         method, canvas, group = self.method, self.canvas, self.group
-        left = -(-(canvas.length - self.lowest) // group)  # tokens, or cells, of the picture that is farthest behind
+        left = -(-(canvas.length - self.lowest) // group)  # tokens, or cells, of the slowest image
         drafts = min(method.length, left) * group
-        judged = drafts + (method.mode != "block")  # and the token behind the block
-        positions, exist = canvas.upcoming(0, judged)
+        predicted = drafts + (method.mode != "block")  # and the token after the block
+        positions, exist = canvas.upcoming(0, predicted)
         noise = self.noise(positions)
         noise_q = noise if method.aligned else self.noise(positions[:, :drafts], Purpose.DRAFT_NOISE)
 
-        laws, guesses = [], []
+        distributions, proposed = [], []
         for start in range(0, drafts, group):
             here = slice(start, start + group)
-            law = self.predict(
+            distribution = self.predict(
                 method.drafter, self.draft_state, start, positions[:, here], start, self.highest + start,
                 (noise_q[0][:, here], noise_q[1][:, :, here]),
             )
-            guess = self.take(law, positions[:, here], Purpose.DRAFT)
-            sound = (guess.abs() < ABSURD).all(-1, keepdim=True)
-            # Tokens that are not to be seen still are multiplied, by zero: which NaN would survive.
-            canvas.write(positions[:, here], guess.where(sound, 0.0), exist[:, here])
-            guesses.append(guess.where(sound, math.nan))
-            laws.append(law)
+            draft = self.take(distribution, positions[:, here], Purpose.DRAFT)
+            usable = (draft.abs() < ABSURD).all(-1, keepdim=True)
+            # Hidden tokens are multiplied by zero in attention, and 0 * NaN would be NaN.
+            canvas.write(positions[:, here], draft.where(usable, 0.0), exist[:, here])
+            proposed.append(draft.where(usable, math.nan))
+            distributions.append(distribution)
             self.draft_passes += 1
-        q, x = join(laws), torch.cat(guesses, dim=1)
+        q, x = join(distributions), torch.cat(proposed, dim=1)
 
-        ahead = torch.arange(0, judged, group, device=canvas.device) if method.sees_drafts else 0
-        seen = self.highest + (judged - group if method.sees_drafts else 0)
+        ahead = torch.arange(0, predicted, group, device=canvas.device) if method.sees_drafts else 0
+        seen = self.highest + (predicted - group if method.sees_drafts else 0)
         p = self.predict(self.model, self.state, ahead, positions, 0, seen, noise)
         self.rounds += 1
         (self.decide_block if method.mode == "block" else self.decide_prefix)(p, q, x, positions, exist)
 
-    def judge(self, p: Law, q: Law, x: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    def verify(self, p: Distribution, q: Distribution, x: Tensor, positions: Tensor) -> tuple[Tensor, dict[str, Any]]:
         """Which drafts [B, n] pass the test log u <= log ratio, and what is recorded of the test. NaN never passes."""
         ratio = log_ratio(x, p, q, self.kappa, PATHS[self.method.path])
         ratio = torch.where(x.isfinite().all(-1) & ~ratio.isnan(), ratio, -math.inf)
@@ -297,46 +300,46 @@ class Run:
             test["distance"] = (q.mean - p.mean).norm(dim=-1).nan_to_num(nan=math.inf)
         return accept, test
 
-    def decide_block(self, p: Law, q: Law, x: Tensor, positions: Tensor, exist: Tensor) -> None:
-        """Every token by itself: the draft where it passes, the target's own sample elsewhere."""
-        accept, test = self.judge(p, q, x, positions)
+    def decide_block(self, p: Distribution, q: Distribution, x: Tensor, positions: Tensor, exist: Tensor) -> None:
+        """Decide every token by itself: the draft if it passes, else the target's own sample."""
+        accept, test = self.verify(p, q, x, positions)
         token = torch.where(accept[..., None], x, self.take(p, positions, Purpose.TARGET))
         self.canvas.write(positions, token, exist)
         source = torch.where(accept, Source.RELAXED, Source.RESIDUAL)
-        self.record.write(positions, exist, finalised_at=self.turn, source=source, **test)
+        self.record.write(positions, exist, finalised_at=self.own_passes, source=source, **test)
         self.finish_pass(exist.sum(1), (accept & exist).sum(1), x.shape[1])
 
-    def decide_prefix(self, p: Law, q: Law, x: Tensor, positions: Tensor, exist: Tensor) -> None:
-        """The drafts before the first rejection, then one token of the residual, or of p if there is none."""
+    def decide_prefix(self, p: Distribution, q: Distribution, x: Tensor, positions: Tensor, exist: Tensor) -> None:
+        """Decide the drafts before the first rejection, then one token from the residual, or from p without one."""
         exact, n = self.method.mode == "exact", x.shape[1]
-        judged = p.map(lambda t: t[:, :n])
-        accept, test = self.judge(judged, q, x, positions[:, :n])
+        p_drafts = p.map(lambda t: t[:, :n])
+        accept, test = self.verify(p_drafts, q, x, positions[:, :n])
         accepted = (accept & exist[:, :n]).long().cumprod(1).sum(1)
         row = torch.arange(len(x), device=x.device)[:, None]
-        last = accepted[:, None]  # place of the token behind the accepted ones
+        last = accepted[:, None]  # place of the token after the accepted ones
         at = positions.gather(1, last)
         rejected = last < n
-        behind, there = last.clamp(max=n - 1), exist.gather(1, last)
+        draft, there = last.clamp(max=n - 1), exist.gather(1, last)
         redrawn, tries = self.redraw(
-            judged.map(lambda t: t[row, behind]), q.map(lambda t: t[row, behind]), at, there & rejected
+            p_drafts.map(lambda t: t[row, draft]), q.map(lambda t: t[row, draft]), at, there & rejected
         )
         bonus = self.take(p.map(lambda t: t[row, last]), at, Purpose.TARGET)
         self.canvas.write(at, torch.where(rejected[..., None], redrawn, bonus), there)
 
-        kept = torch.arange(n, device=x.device) < last
-        source = torch.where(kept, Source.ACCEPTED if exact else Source.RELAXED, Source.RESIDUAL)
-        until = kept | (torch.arange(n, device=x.device) == last)
+        is_accepted = torch.arange(n, device=x.device) < last
+        source = torch.where(is_accepted, Source.ACCEPTED if exact else Source.RELAXED, Source.RESIDUAL)
+        until = is_accepted | (torch.arange(n, device=x.device) == last)
         self.record.write(
-            positions[:, :n], until & exist[:, :n], finalised_at=self.turn, source=source, **test
+            positions[:, :n], until & exist[:, :n], finalised_at=self.own_passes, source=source, **test
         )
         self.record.write(at, there & rejected, tries=tries)
         self.record.write(
-            at, there & ~rejected, finalised_at=self.turn, source=Source.BONUS, block=self.rounds
+            at, there & ~rejected, finalised_at=self.own_passes, source=Source.BONUS, block=self.rounds
         )
         self.finish_pass(accepted + there[:, 0], accepted, n + 1)
 
-    def redraw(self, p: Law, q: Law, positions: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual's token at positions [B, 1], and the proposals it took; "exact" does not give up so soon."""
+    def redraw(self, p: Distribution, q: Distribution, positions: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """A token from the residual at positions [B, 1], and the tries it took. Mode "exact" tries for longer."""
         token, count = residual(p, q, *self.proposals(positions, 0), PATHS[self.method.path])
         for more in range(1, PATIENCE if self.method.mode == "exact" else 1):
             unfinished = count < 0
@@ -357,9 +360,9 @@ class Run:
         return tuple(t.movedim(1, 0).unsqueeze(2) for t in (normal, uniform, accept))
 
     def finish_pass(self, committed: Tensor, accepted: Tensor, width: int) -> None:
-        """Commit tokens, note the round, tell the callback."""
+        """Commit tokens, record the round, call the callback."""
         self.canvas.done = self.canvas.done + committed
-        self.turn = self.turn + (committed > 0)[:, None]
+        self.own_passes = self.own_passes + (committed > 0)[:, None]
         self.record.round(accepted=accepted, committed=committed, width=width)
         self.passes += 1
         self.lowest, self.highest = self.canvas.extent()

@@ -1,6 +1,6 @@
-"""Plain sampling of vectors in a random order: MAR's own loop (arXiv:2406.11838, section 3.3), the baseline.
+"""Next-token prediction of vectors in a random order: MAR's own loop (arXiv:2406.11838, section 3.3), the baseline.
 
-The number of unknown tokens falls along a cosine; with as many passes as tokens, each pass draws exactly one.
+The number of unknown tokens falls along a cosine; with as many forward passes as tokens, each samples exactly one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..trace import Source
 
 
 def mask_schedule(iterations: int, length: int) -> list[int]:
-    """Tokens drawn per pass: length * cos(pi/2 * (i + 1)/n) stay unknown, at least one is drawn, the last takes all."""
+    """Tokens sampled per forward pass, at least one: after pass i of n, length * cos(pi/2 * (i + 1)/n) stay unknown."""
     counts, unknown = [], length
     for i in range(min(iterations, length)):
         wanted = math.floor(length * math.cos(math.pi / 2 * (i + 1) / min(iterations, length)))
@@ -33,7 +33,7 @@ def mask_schedule(iterations: int, length: int) -> list[int]:
 
 @dataclass(frozen=True)
 class ContinuousNextToken(Method):
-    """Draw in ``iterations`` passes (None: the model's own number, or else one token, or one cell, a pass)."""
+    """Sample in ``iterations`` forward passes. Default: the model's own number, else one token (or cell) per pass."""
 
     iterations: int | None = None
     name: ClassVar[str] = "continuous_next_token"
@@ -41,13 +41,13 @@ class ContinuousNextToken(Method):
 
     @property
     def lossless(self) -> bool:
-        """With one token, or cell, a pass: tokens of a pass do not see each other. ``describe`` says it of a run."""
+        """True for one token (or cell) per pass: tokens of one pass do not see each other. See also ``describe``."""
         return self.iterations is None
 
     def check(self, request: ContinuousRequest) -> None:
         request.params.check()
         if self.iterations is not None and self.iterations < 1:
-            raise ValueError(f"iterations is {self.iterations}, but must be 1 or more.")
+            raise ValueError(f"iterations is {self.iterations}, but must be at least 1.")
 
     def width(self, request: ContinuousRequest) -> int:
         return max(map(max, self.counts(request)))
@@ -81,19 +81,19 @@ class ContinuousNextToken(Method):
             most = max(counts)
             positions, exist = canvas.upcoming(0, most)
             count = torch.tensor(counts, device=canvas.device)
-            drawn = exist & (torch.arange(most, device=canvas.device) < count[:, None])
+            sampled = exist & (torch.arange(most, device=canvas.device) < count[:, None])
             noise0, noise_t = noises(stream, positions, model.channels, schedule.steps)
             after = canvas.done + count
             cfg = model.guidance(params, canvas.done, after, canvas.length)
-            law = model.predict(
+            distribution = model.predict(
                 state, canvas.tokens, canvas.known(), positions[:, None], highest,
                 cfg[:, None, None].expand(-1, 1, most), params.temperature, noise0[:, None], noise_t[:, :, None],
                 schedule,
             )
-            law = law.map(lambda t: t[:, 0])
-            canvas.write(positions, law.token(*own_noise(stream, positions, model.channels)), drawn)
+            distribution = distribution.map(lambda t: t[:, 0])
+            canvas.write(positions, distribution.token(*own_noise(stream, positions, model.channels)), sampled)
             source = Source.BONUS if passes else Source.PREFILL
-            record.write(positions, drawn, finalised_at=passes, source=source)
+            record.write(positions, sampled, finalised_at=passes, source=source)
             canvas.done = after
             record.round(accepted=0 * count, committed=count, width=most)
             passes, highest = passes + 1, min(highest + most, canvas.length)
@@ -105,7 +105,7 @@ class ContinuousNextToken(Method):
         return Result(canvas.finished(), trace)
 
     def counts(self, request: ContinuousRequest) -> list[list[int]]:
-        """Tokens per pass and image. Images of which more is kept may be finished sooner."""
+        """Tokens per pass and image. Images with more kept tokens may finish earlier."""
         group, length = request.model.group, request.length
         iterations = self.iterations or request.params.iterations or length
         kept = torch.zeros(1, 1) if request.kept is None else request.kept

@@ -161,7 +161,7 @@ def test_an_encoded_picture_is_kept(draw_vectors, continuous):
 def test_mask_errors(draw_vectors):
     picture = torch.ones(1, 6, 4, 4)
     for latent, message in (({"samples": 0 * picture, "noise_mask": LOWER}, "no image to keep"),
-                            ({"samples": picture, "noise_mask": 0 * LOWER}, "nothing to draw"),
+                            ({"samples": picture, "noise_mask": 0 * LOWER}, "mask.*nothing to generate"),
                             ({"samples": picture, "noise_mask": LOWER.repeat(3, 1, 1, 1)}, "3 masks for a batch of 1"),
                             ({"samples": picture[:, :4], "noise_mask": LOWER}, r"\[1, 4, 4, 4\].*6 channels"),
                             ({"samples": picture[:, :, None], "noise_mask": LOWER}, r"\[1, 6, 1, 4, 4\].*rows")):

@@ -24,7 +24,7 @@ from comfyui_specar.model_loaders.files.checkpoint import Checkpoint
 from comfyui_specar.models.diffusion_head import Schedule
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.distributions import Normal
-from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative, Run, log_ratio, residual
+from comfyui_specar.samplers.methods.continuous import ContinuousRun, ContinuousSpeculative, log_ratio, residual
 from comfyui_specar.samplers.rng import Purpose, Stream
 
 from ..support.closeness import assert_as_exact, decided, fp64
@@ -96,7 +96,7 @@ def test_residual(kind):
         assert torch.equal(found(-just), wanted > 0) and not found(just).any()
     p, q, _, normal = laws(kind)
     y, _ = residual(p, q, normal[None], torch.zeros(1, 12), torch.zeros(1, 12), INVERTED)
-    torch.testing.assert_close(y, p.draw(normal, torch.zeros(12)))
+    torch.testing.assert_close(y, p.sample(normal, torch.zeros(12)))
     assert kind == "released" or (wanted.min() < 0.2 and wanted.max() > 0.9)  # all of it was tried
 
 
@@ -121,7 +121,7 @@ def test_whole_pictures(monkeypatch, name):
         index = positions[..., None].expand(-1, -1, 16)
         return noise0.gather(1, index), noise_t.gather(2, index.expand(12, -1, -1, -1))
 
-    monkeypatch.setattr(Run, "noise", noise)
+    monkeypatch.setattr(ContinuousRun, "noise", noise)
     monkeypatch.setattr(Stream, "uniform", lambda stream, positions, *_, **__: torch.full(positions.shape, 0.5))
     target, drafter = tiny(0.0), tiny(0.002)
     target.order = torch.tensor(OFFICIAL["order"]).flip(1)

@@ -121,7 +121,7 @@ def test_any_sigma_is_biased(sign, monkeypatch):
 @pytest.mark.parametrize("pair", [("head", 1), ("mixture", 2)])
 def test_the_law_itself_instead_of_the_residual_is_biased(pair, monkeypatch):
     def first_proposal(p, q, normal, uniform, accept, sign):
-        return p.draw(normal[0], uniform[0]), torch.ones_like(uniform[0])
+        return p.sample(normal[0], uniform[0]), torch.ones_like(uniform[0])
 
     monkeypatch.setattr(continuous, "residual", first_proposal)
     assert_biased(judge(pair, batch=2 * RUNS))

@@ -52,7 +52,7 @@ def test_densities_broadcast_over_proposals():
 def test_normal_draws_follow_the_law_and_the_token_is_its_mean():
     law, count = normal_law(), 20_000
     normal, uniform = numbers(count, 3)
-    u = normal_cdf((law.draw(normal, uniform) - law.mean) / law.log_std.exp())
+    u = normal_cdf((law.sample(normal, uniform) - law.mean) / law.log_std.exp())
     assert max(map(ks, u.unbind(1))) < 2.3 and correlation(u) < 5
     many = law.map(lambda t: t.expand(count, *t.shape))
     assert torch.equal(many.token(normal, uniform), many.mean)
@@ -62,7 +62,7 @@ def test_mixture_draws_follow_the_law():
     law, count = mixture_law(), 20_000
     normal, uniform = numbers(count, 2)
     many = law.map(lambda t: t.expand(count, *t.shape))
-    x = many.draw(normal, uniform)
+    x = many.sample(normal, uniform)
     assert torch.equal(many.token(normal, uniform), x)
     weight = law.log_weights.softmax(-1)
     for c in range(2):
@@ -80,7 +80,7 @@ def test_mixture_draws_follow_the_law():
 def test_a_part_of_weight_zero_is_never_drawn(uniform):
     weights = torch.tensor([-torch.inf, 0.0, 0.5, -torch.inf])
     means = torch.tensor([[9.0], [1.0], [2.0], [9.0]])
-    x = Mixture(weights, means, torch.zeros(4, 1)).draw(torch.zeros(1), torch.tensor(uniform))
+    x = Mixture(weights, means, torch.zeros(4, 1)).sample(torch.zeros(1), torch.tensor(uniform))
     assert float(x) in (1.0, 2.0)
 
 
