@@ -112,9 +112,9 @@ class VerifiedWindow:
 
     exists (bool): does the column have a guess; p [B, W, V+]: target probabilities; q, ratio: q_k(x_k) and
     p_k(x_k) / q_k(x_k) of the guess (0 without one); token (int64): the guess where it is ``accepted`` (bool), else the
-    token sampled in its place; relaxed (bool): accepted by a relaxed rule only; tv_bound: the drift it adds (both None with
-    a lossless rule); count [B]: tokens that each image commits; u, v: uniform numbers for the test and for sampling
-    (None with Gumbel noise).
+    token sampled in its place; relaxed (bool): accepted by a relaxed rule only; tv_bound: the drift it adds (both None
+    with a lossless rule); count [B]: tokens that each image commits; u, v: uniform numbers for the test and for
+    sampling (None with Gumbel noise).
     """
 
     position: Tensor

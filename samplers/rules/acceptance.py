@@ -1,13 +1,14 @@
-"""Acceptance rules: with what probability a drafted token is kept, and what is drawn when it is not.
+"""Acceptance rules: the probability of accepting a draft, and the residual distribution to sample from otherwise.
 
-Notation: p target law, q law the draft was drawn from (rows [..., V+], fp32), token [...] the draft (int64), depth
-[...] its place in the draft, from 1, strength [...] (fp32, 0..1) how far the rule may depart from the exact one, 0
-being no departure at all. A draft proposed with certainty has the point mass on it as q.
+Notation: p target probabilities, q the draft probabilities that the draft was sampled from (rows [..., V+], fp32),
+token [...] the draft (int64), depth [...] its place in the draft, from 1, strength [...] (fp32, 0..1) how far the rule
+may depart from the exact one (0: not at all). The q of a draft proposed for certain is the point mass on it.
 
-One position under acceptance f and residual law G follows K = q f + (1 - sum q f) G. Among all G the distance of K
-from p is least, sum [q f - p]+, for G ~ [p - q f]+ (Li et al., "Annealed relaxation of speculative decoding for faster
-autoregressive image generation", theorem 2 and eq. 10); a rule's ``tv_bound`` is that distance. Summed over the
-positions tested it bounds, in expectation, the total variation between the pictures drawn and the model's own (eq. 8).
+With acceptance probability f and residual distribution G, a token is distributed as K = q f + (1 - sum q f) G. The
+total variation of K and p is least, sum [q f - p]+, for G ~ [p - q f]+ (Li et al., "Annealed relaxation of speculative
+decoding for faster autoregressive image generation", theorem 2 and eq. 10); a rule's ``tv_bound`` is that distance. Its sum
+over the tested positions bounds, in expectation, the total variation between the generated images and the model's own
+(eq. 8).
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from ..settings import check_settings, settings_of
 
 
 class AcceptanceRule:
-    """What every rule answers. Rules are frozen dataclasses whose fields are their settings."""
+    """A rule. Rules are frozen dataclasses whose fields are their settings."""
 
     name: ClassVar[str]  # in traces
     label: ClassVar[str]  # for people
     paper: ClassVar[str]
-    lossless: bool  # is the output law exactly p, whatever the strength
+    lossless: bool  # is the output distribution exactly p, whatever the strength
     plain: bool = False  # is the residual [p - q]+
     has_budget: bool = False  # is it plain and does it have an ``acceptance_budget``
 
     def check(self) -> None:
-        """Raise ValueError naming the setting that is outside its legal range."""
+        """Raise ValueError naming the first illegal setting and its legal values."""
         check_settings(self)
 
     def bind(self, model: ARModel) -> AcceptanceRule:
-        """The rule with what it needs of a model. Raises ValueError where the model does not have it."""
+        """The rule with what it needs of a model. Raises ValueError if the model does not have it."""
         return self
 
     def describe(self) -> dict[str, Any]:
@@ -54,28 +55,28 @@ class AcceptanceRule:
         return cls.label + (f" ({', '.join(details)})" if details else "")
 
     def accept_probability(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
-        """Probability f(token) [...] in [0, 1] of keeping ``token``."""
+        """Probability f(token) [...] in [0, 1] of accepting ``token``."""
         raise NotImplementedError
 
     def residual(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
-        """Unnormalised law [..., V+] to draw from after a rejection; a row is never all zero."""
+        """Unnormalised distribution [..., V+] to sample from after a rejection. No row is all zero."""
         raise NotImplementedError
 
     def tv_bound(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
-        """Total variation [...] between what this test draws and p: its value, or an unbiased estimate of a bound."""
+        """Total variation [...] of the output of this test and p: its value, or an unbiased estimate of a bound."""
         raise NotImplementedError
 
     def acceptance_budget(self, depth: Tensor, strength: Tensor) -> AcceptanceBudget:
-        """The probability that drafts at depth [L] (int64) are accepted with, under a strength [B, L].
+        """The budget of drafts at depth [L] (int64), with strength [B, L]: f(x) = min(1, budget / q(x)).
 
-        Only of rules that have one (``has_budget``); then f(x) = min(1, budget / q(x)).
+        For rules with ``has_budget`` only.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Exact(AcceptanceRule):
-    """min(1, p/q) and [p - q]+: the output law is exactly p (Leviathan et al., ICML 2023, appendix A.1)."""
+    """min(1, p/q) and [p - q]+: the output distribution is exactly p (Leviathan et al., ICML 2023, appendix A.1)."""
 
     name = label = "exact"
     paper = "Leviathan et al., ICML 2023"
@@ -102,17 +103,17 @@ def check_strength(strength: Tensor | None, batch: int, length: int, device: tor
     if strength is None:
         return None
     if strength.dim() != 2 or strength.shape[0] not in (1, batch) or strength.shape[1] != length:
-        raise ValueError(f"strength has the shape {tuple(strength.shape)}, but must have (1 or {batch}, {length}).")
+        raise ValueError(f"strength has shape {tuple(strength.shape)}, but must have shape (1 or {batch}, {length}).")
     if not ((strength >= 0) & (strength <= 1)).all():
-        raise ValueError("strength holds a number outside 0 (exact) to 1 (the rule as set).")
+        raise ValueError("strength has values outside 0 (exact) to 1 (the rule as set).")
     return strength.to(device, torch.float32)
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Drafted tokens [B, T], the laws q [B, T, V+] they were drawn from, depth [B, T], and where a draft exists.
+    """Drafted tokens [B, T] (int64), the q [B, T, V+] they were sampled from, depth [B, T], and where a draft exists.
 
-    Where ``exists`` [B, T] is false, q is zero and the token meaningless.
+    Where ``exists`` [B, T] (bool) is false, q is zero and the token meaningless.
     """
 
     token: Tensor
@@ -123,7 +124,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Decided tokens [B, T] (int64); which of them are accepted drafts, and of these which the exact rule refuses."""
+    """Decided tokens [B, T] (int64), which of them are accepted drafts, and which of these the exact rule rejects."""
 
     token: Tensor
     accepted: Tensor
@@ -133,22 +134,22 @@ class Outcome:
 def accept_or_redraw(
     rule: AcceptanceRule, p: Tensor, draft: Draft, u: Tensor, v: Tensor, strength: Tensor
 ) -> Outcome:
-    """Test every draft on its own against p [B, T, V+]; without a draft the token is drawn from p.
+    """Test every draft by itself against p [B, T, V+]; without a draft the token is sampled from p.
 
-    u, v [B, T]: independent uniform numbers for the test and the redraw. With the exact rule this is the maximal
-    coupling of q and p: the result follows p and keeps the draft as often as any rule can.
+    u, v [B, T]: independent uniform numbers for the test and for resampling. With the exact rule this is the maximal
+    coupling of q and p: the token is distributed as p, and is the draft as often as any rule can achieve.
     """
     if type(rule) is Exact:  # not a subclass, which may answer otherwise
         place = torch.arange(p.shape[1], device=p.device).expand_as(draft.token)
         token, accepted, _, _ = maximal_coupling(p, draft.q, place, draft.token, draft.exists, u, v)
         return Outcome(token, accepted, torch.zeros_like(accepted))
-    given = p, draft.q, draft.token, draft.depth, strength
-    accepted = draft.exists & (u < rule.accept_probability(*given))
+    case = p, draft.q, draft.token, draft.depth, strength
+    accepted = draft.exists & (u < rule.accept_probability(*case))
     relaxed = torch.zeros_like(accepted)
     if not rule.lossless:
         relaxed = accepted & (u >= exact_probability(p, draft.q, draft.token))
-    if rule.plain:  # q is zero where there is no draft, so that the residual is p there
-        drawn = redraw(p, draft.q, v)
+    if rule.plain:  # q is zero where there is no draft, so the residual there is p
+        resampled = redraw(p, draft.q, v)
     else:
-        drawn = categorical(torch.where(draft.exists.unsqueeze(-1), rule.residual(*given), p), v)
-    return Outcome(torch.where(accepted, draft.token, drawn), accepted, relaxed)
+        resampled = categorical(torch.where(draft.exists.unsqueeze(-1), rule.residual(*case), p), v)
+    return Outcome(torch.where(accepted, draft.token, resampled), accepted, relaxed)

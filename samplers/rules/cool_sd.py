@@ -1,4 +1,4 @@
-"""Cool-SD: accept with min(1, omega p/q), more generously for the first drafts than for the later ones.
+"""Cool-SD: accept with min(1, omega p/q), with a larger omega for the first drafts than for later ones.
 
 Li et al., "Annealed relaxation of speculative decoding for faster autoregressive image generation", AAAI 2026
 (arXiv:2601.09212).
@@ -18,7 +18,7 @@ from ..settings import setting
 from .acceptance import AcceptanceRule
 
 SCHEDULES = ("exponential", "linear")
-LONGEST = 64  # steps of a schedule: more than any draft
+LONGEST = 64  # steps of a schedule; no draft is longer
 PAPER = "Li et al., AAAI 2026"
 
 
@@ -30,8 +30,8 @@ def _budget() -> float:
 class ScaledRatio(AcceptanceRule):
     """f = min(1, omega p/q) (eq. 12) with a factor omega [...] that a subclass chooses.
 
-    q f = min(q, omega p), so eq. (10) reads [p - min(q, omega p)]+. For omega >= 1 that is [p - q]+ (eq. 11); for
-    omega < 1, where [p - q]+ would be biased, it makes the test exact, only stricter than it needs to be.
+    q f = min(q, omega p), so the residual of eq. (10) is [p - min(q, omega p)]+. For omega >= 1 it equals [p - q]+
+    (eq. 11). For omega < 1, where [p - q]+ would be biased, the test stays exact, but rejects more than it has to.
     """
 
     def omega(self, p: Tensor | None, q: Tensor | None, depth: Tensor, strength: Tensor) -> Tensor:
@@ -52,12 +52,12 @@ class ScaledRatio(AcceptanceRule):
     def residual(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         if self.plain:
             return residual(p, q)
-        return unless_empty((p - self._kept(p, q, depth, strength)).clamp(min=0), p)
+        return unless_empty((p - self._accepted_mass(p, q, depth, strength)).clamp(min=0), p)
 
     def tv_bound(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
-        return (self._kept(p, q, depth, strength) - p).clamp(min=0).sum(-1)
+        return (self._accepted_mass(p, q, depth, strength) - p).clamp(min=0).sum(-1)
 
-    def _kept(self, p: Tensor, q: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
+    def _accepted_mass(self, p: Tensor, q: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
         """q f of every token [..., V+]."""
         return torch.minimum(q, self.omega(p, q, depth, strength).unsqueeze(-1) * p)
 
@@ -83,16 +83,16 @@ class UniformRSD(ScaledRatio):
 
 @dataclass(frozen=True)
 class CoolSD(ScaledRatio):
-    """omega falls with the depth of a draft, on average delta over ``steps`` drafts; beyond them it is 1 (exact).
+    """omega decreases with the depth of a draft. Its mean over ``steps`` drafts is delta; past them it is 1 (exact).
 
-    delta: the relaxation budget (>= 1, 1.1 costs almost nothing in quality, 2 a little); decay >= 0: the paper's nu (0
-    is UniformRSD); steps: the paper's L, 1 to 64; schedule: see below; floor: keep every omega at 1 or above.
+    delta >= 1: the relaxation budget (1.1 costs almost no quality, 2 a little); decay >= 0: the paper's nu (0 is
+    UniformRSD); steps: the paper's L, 1 to 64; schedule: see below; floor: keep every omega at 1 or above.
 
-    The symbols of eq. (16) and (17) and the value of nu are not legible in the paper's web text, and its code is not
-    published. From the words around them: exponential, omega_i ~ exp(-nu i) with mean delta; linear, omega_i = delta +
-    nu ((L + 1) / 2 - i).
-    An omega below 1 tightens a test that was exact already and buys nothing. With ``floor`` it is 1 instead, and the
-    others are scaled down by a common factor so that the mean stays delta.
+    The symbols of eqs. (16) and (17) and the value of nu are not legible in the paper's web text, and its code is not
+    published. According to the text around them: exponential, omega_i ~ exp(-nu i) with mean delta; linear,
+    omega_i = delta + nu ((L + 1) / 2 - i).
+    An omega below 1 rejects drafts without any gain in exactness. With ``floor`` it is 1 instead, and the others are
+    scaled down by a common factor so that the mean stays delta.
     """
 
     delta: float = _budget()
@@ -115,8 +115,8 @@ class CoolSD(ScaledRatio):
         if not self.floor and min(self.omegas()) < 0:
             most = 2 * self.delta / (self.steps - 1)
             raise ValueError(
-                f"decay is {self.decay}, but with delta {self.delta} and {self.steps} steps the linear schedule falls "
-                f"below zero: use 0 to {most:.3g}, or turn floor on."
+                f"decay is {self.decay}, but the linear schedule with delta {self.delta} and {self.steps} steps falls "
+                f"below zero. Use 0 to {most:.3g}, or turn floor on."
             )
 
     def omegas(self) -> list[float]:
@@ -128,7 +128,7 @@ class CoolSD(ScaledRatio):
             raw = [math.exp(-self.decay * (i - 1)) for i in numbers]
         if not self.floor:
             return [w * total / sum(raw) for w in raw]
-        for above in range(self.steps, 0, -1):  # how many stay above 1; they share what the others leave
+        for above in range(self.steps, 0, -1):  # the number of omegas above 1, which share what the others leave
             share = total - (self.steps - above)
             if raw[above - 1] * share >= sum(raw[:above]):
                 return [w * share / sum(raw[:above]) for w in raw[:above]] + [1.0] * (self.steps - above)

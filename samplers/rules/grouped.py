@@ -1,4 +1,4 @@
-"""Grouped acceptance: a draft is judged together with the tokens that are as likely as it and look like it.
+"""Grouped acceptance: a draft is tested together with the tokens that are about as likely and look alike.
 
 The rule of GSD, "Grouped speculative decoding for autoregressive image generation" (So et al., ICCV 2025,
 arXiv:2508.07747), whose group of a token follows the authors' published code.
@@ -18,21 +18,21 @@ from ..settings import setting
 from .acceptance import AcceptanceRule
 
 WIDEST = 64
-_CHANNELS = 8  # of the code vectors at a time: a window of positions times the codebook fills a lot of memory
+_CHANNELS = 8  # of the code vectors at a time, as a window of positions times the codebook takes a lot of memory
 
 
 @dataclass(frozen=True)
 class Grouped(AcceptanceRule):
-    """f(x) = min(1, p(C_x) / q(C_x)), where C_x holds x and every y that
+    """f(x) = min(1, p(C_x) / q(C_x)), where the group C_x holds x and every y that
 
-    - is near in rank: p sorted, of ``window`` (1 to 64; 1: exact) places x, half of those beside it below, the odd one
-      too;
+    - is near in rank: with p sorted in descending order, y is in the ``window`` (1 to 64; 1: exact) places around x,
+      the extra one of an even window below it;
     - is near in probability: |p(y) - p(x)| < ``gap`` (0..1);
-    - looks alike: squared distance of the code vectors < ``radius`` (>= 0, so in the units of the model's codebook).
+    - looks alike: squared distance of the code vectors < ``radius`` (>= 0, in the units of the model's codebook).
 
-    A peaked x can be accepted less often than by the exact rule, so the residual [p - q]+ of the authors' code is not
-    the optimal one; here it is [p - q f]+ with f of every token. Strength s counts the neighbours' probabilities s
-    times. At the ends of the ranking the window is cut off (the authors' code leaves the group there).
+    A peaked x can be accepted less often than by the exact rule. So the residual [p - q]+ of the authors' code is not
+    optimal; here it is [p - q f]+ with f of every token. Strength s multiplies the neighbours' probabilities by s. At
+    the ends of the ranking the window is cut off (the authors' code leaves the group there).
     """
 
     window: int = setting(14, 1, WIDEST, exact=1)
@@ -48,24 +48,24 @@ class Grouped(AcceptanceRule):
     def bind(self, model: ARModel) -> AcceptanceRule:
         """The rule with the model's code vectors. Raises ValueError if the model has none yet."""
         if model.codebook is None:
-            raise ValueError("The grouped rule compares code vectors, but no image decoder is attached to this model.")
+            raise ValueError("The grouped rule compares code vectors, but this model has no image decoder.")
         return replace(self, codes=model.codebook.to(model.device, torch.float32))
 
     def accept_probability(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
-        return at(self._kept(p, q, strength), token) / at(q, token).clamp(min=EPS)
+        return at(self._accepted_mass(p, q, strength), token) / at(q, token).clamp(min=EPS)
 
     def residual(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
-        return unless_empty((p - self._kept(p, q, strength)).clamp(min=0), p)
+        return unless_empty((p - self._accepted_mass(p, q, strength)).clamp(min=0), p)
 
     def tv_bound(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
-        return (self._kept(p, q, strength) - p).clamp(min=0).sum(-1)
+        return (self._accepted_mass(p, q, strength) - p).clamp(min=0).sum(-1)
 
-    def _kept(self, p: Tensor, q: Tensor, strength: Tensor) -> Tensor:
-        """q f of every token [..., V+], from one sorting of p: members of a group stand near each other in it."""
+    def _accepted_mass(self, p: Tensor, q: Tensor, strength: Tensor) -> Tensor:
+        """q f of every token [..., V+], from one sort of p, in which members of a group are near each other."""
         sorted_p, order = p.sort(dim=-1, descending=True, stable=True)
         sorted_q = q.gather(-1, order)
         group_p, group_q = sorted_p.clone(), sorted_q.clone()
-        # Special tokens have no code vector. (As numbers: Metal reads no bytes that begin between multiples of four.)
+        # Special tokens have no code vector. (fp32, as Metal cannot read bools at offsets that are no multiple of 4.)
         real = (order < len(self.codes)).float()
         weight = strength.unsqueeze(-1)
         for step, distance in enumerate(self._distances(order), start=1):
@@ -77,9 +77,9 @@ class Grouped(AcceptanceRule):
             if step <= (self.window - 1) // 2:
                 group_p[lower] += share * sorted_p[upper]
                 group_q[lower] += share * sorted_q[upper]
-        # In this order of operations a group of one gives min(q, p) to the last bit.
-        kept = torch.minimum(sorted_q, sorted_q / group_q.clamp(min=EPS) * group_p)
-        return torch.zeros_like(p).scatter(-1, order, kept)
+        # In this order of operations a group of one gives exactly min(q, p).
+        accepted = torch.minimum(sorted_q, sorted_q / group_q.clamp(min=EPS) * group_p)
+        return torch.zeros_like(p).scatter(-1, order, accepted)
 
     def _distances(self, order: Tensor) -> list[Tensor]:
         """Squared distances [..., V+ - s] of the codes s = 1, 2, .. places apart in ``order`` [..., V+]."""

@@ -1,4 +1,4 @@
-"""LANTERN: a draft may count the probability of tokens that look like it as its own.
+"""LANTERN: a draft may count the probability of tokens that look alike as its own.
 
 Jang et al., "LANTERN: accelerating visual autoregressive models with relaxed speculative decoding", ICLR 2025
 (arXiv:2410.03355), and Park et al., "LANTERN++: enhancing relaxed speculative decoding with static tree drafting for
@@ -6,8 +6,8 @@ visual auto-regressive models", 2025 (arXiv:2502.06352).
 
 For a draft x and its neighbours y_1, y_2, .. by distance of their code vectors, c_j = p(y_1) + .. + p(y_j) and J is the
 largest j <= k whose c_j stays within a budget: delta for LANTERN, (lambda - 1) p(x) for LANTERN++. Then
-p~(x) = p(x) + c_J and f = min(1, p~(x) / q(x)). It is a prefix: the first neighbour beyond the budget ends it.
-The budget limits what x alone may absorb; the law of the output can drift further than delta. At temperature 0 p is a
+p~(x) = p(x) + c_J and f = min(1, p~(x) / q(x)). The first neighbour that exceeds the budget ends the sum.
+The budget limits what x alone may absorb; the output distribution can drift by more than delta. At temperature 0 p is a
 point mass and nothing is relaxed (the authors' code compares unprocessed probabilities there).
 """
 
@@ -31,17 +31,17 @@ REDRAW = ("optimal", "paper", "official_dynamic", "official_static_draft", "offi
 
 
 class NeighbourRule(AcceptanceRule):
-    """What LANTERN and LANTERN++ share. ``redraw`` says what is drawn after a rejection:
+    """What LANTERN and LANTERN++ share. ``redraw`` is the residual distribution after a rejection:
 
-    optimal: [p - q]+, the best there is for f >= min(1, p/q) (Li et al., "Annealed relaxation of speculative
-        decoding", proposition 1). The default.
-    paper: [p~ - q]+ where p~ has moved the mass of y_1 .. y_J onto x.
-    The others reproduce what the authors' code does, and all draw worse than "optimal". Whenever J > 0, however small,
-    they change the k + 1 nearest tokens, where the paper changes J:
+    optimal (default): [p - q]+, the best one for f >= min(1, p/q) (Li et al., "Annealed relaxation of speculative
+        decoding", proposition 1).
+    paper: [p~ - q]+, where p~ has moved the mass of y_1 .. y_J onto x.
+    The others reproduce the authors' code, and drift more than "optimal". Whenever J > 0, they change the k + 1 nearest
+    tokens, where the paper changes J:
     official_dynamic (dynamic trees) and official_static_target (static trees, Lumina-mGPT): [p - q]+ with p set to zero
-        on them. With a certain child that is p without x and without them.
+        on them. If x was proposed for certain, that is p without x and without them.
     official_static_draft (static trees, LlamaGen and Anole): [p - q]+ with q set to zero on them.
-    Where nothing is left the authors draw uniformly from the whole vocabulary, text included; here p stands in.
+    If no mass is left, the authors sample uniformly from the whole vocabulary, text included; here p is used.
     """
 
     neighbours: int
@@ -57,24 +57,24 @@ class NeighbourRule(AcceptanceRule):
         return self.plain
 
     def acceptance_budget(self, depth: Tensor, strength: Tensor) -> AcceptanceBudget:
-        """The budget is linear in the draft's probability."""
+        """c_J <= budget(p(x)), which is linear in p(x)."""
         absolute = self.budget(torch.zeros_like(strength), strength)
         relative = self.budget(torch.ones_like(strength), strength) - absolute
         return AcceptanceBudget(torch.ones_like(strength), absolute, relative, self.table, self.neighbours)
 
     def budget(self, p_token: Tensor, strength: Tensor) -> Tensor:
-        """Neighbours' probability [...] that a draft of probability p_token [...] may count as its own."""
+        """The most probability [...] of neighbours that a draft with p(x) = p_token [...] may count as its own."""
         raise NotImplementedError
 
     def bind(self, model: ARModel) -> AcceptanceRule:
         """The rule with the model's neighbour table. Raises ValueError for more neighbours than there are codes.
 
-        The default number, meant for codebooks of thousands, becomes all there are.
+        The default number, meant for codebooks of thousands, is lowered to all other codes.
         """
         others = model.vocab - 1
         count = min(self.neighbours, others) if self.neighbours == DEFAULT_NEIGHBOURS else self.neighbours
         if not 1 <= count <= others:
-            raise ValueError(f"neighbours is {count}, but this model has {model.vocab} codes: use 1 to {others}.")
+            raise ValueError(f"neighbours is {count}, but this model has {model.vocab} codes. Use 1 to {others}.")
         columns = min(count + self.redraw.startswith("official"), others)
         table = model.neighbours(columns).to(model.device, torch.int32)  # half the memory of int64
         return replace(self, neighbours=count, table=table)
@@ -84,7 +84,7 @@ class NeighbourRule(AcceptanceRule):
         return super().describe() | limit
 
     def aggregate(self, p: Tensor, token: Tensor, strength: Tensor) -> tuple[Tensor, Tensor]:
-        """Probability c_J [...] and number J [...] (int64) of the neighbours that count for each draft."""
+        """Probability c_J [...] and number J [...] (int64) of the neighbours that a draft counts as its own."""
         return aggregate(p, token, self.budget(at(p, token), strength), self.table, self.neighbours)
 
     def accept_probability(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
@@ -107,26 +107,26 @@ class NeighbourRule(AcceptanceRule):
         return unless_empty((_without(p, near, some) - q).clamp(min=0), p)
 
     def tv_bound(self, p: Tensor, q: Tensor, token: Tensor, depth: Tensor, strength: Tensor) -> Tensor:
-        """[f - p/q]+ of the draft, whose mean over q is sum [q f - p]+; f of every other token is not needed.
+        """[f - p/q]+ of the draft, an unbiased estimate: its mean over q is sum [q f - p]+.
 
-        What another residual than the optimal one adds is at most the mean of (1 - f) times their distance.
+        A residual other than the optimal one adds at most the mean of (1 - f) times the distance of the two.
         """
         f = self.accept_probability(p, q, token, depth, strength)
         excess = (f - at(p, token) / at(q, token).clamp(min=EPS)).clamp(min=0)
         if self.plain:
             return excess
-        drawn, best = self.residual(p, q, token, depth, strength), residual(p, q)
-        apart = drawn / drawn.sum(-1, keepdim=True) - best / best.sum(-1, keepdim=True)
+        ours, best = self.residual(p, q, token, depth, strength), residual(p, q)
+        apart = ours / ours.sum(-1, keepdim=True) - best / best.sum(-1, keepdim=True)
         return excess + (1 - f) * apart.clamp(min=0).sum(-1)
 
     def _near(self, token: Tensor) -> Tensor:
-        """The table's rows [..., columns] (int64) of tokens [...]; of a special token some row that nobody uses."""
+        """Rows [..., columns] (int64) of the table for tokens [...]; meaningless for a special token."""
         return self.table[token.clamp(max=len(self.table) - 1)].long()
 
 
 @dataclass(frozen=True)
 class Lantern(NeighbourRule):
-    """Budget delta in 0..1 whatever the draft's own probability (0: exact). neighbours: k, the draft not counted."""
+    """Budget delta in 0..1, whatever the draft's probability (0: exact). neighbours: k, the draft not counted."""
 
     neighbours: int = setting(DEFAULT_NEIGHBOURS, 1)
     delta: float = setting(0.1, 0, 1, exact=0, advice="the paper uses 0.1 to 0.6")
@@ -144,7 +144,7 @@ class Lantern(NeighbourRule):
 
 @dataclass(frozen=True)
 class LanternPP(NeighbourRule):
-    """LANTERN++: budget (ratio - 1) p(x), so that p~ <= ratio p; ratio >= 1 (1: exact) is the paper's lambda."""
+    """LANTERN++: budget (ratio - 1) p(x), so p~ <= ratio p. ratio >= 1 (1: exact): the paper's lambda."""
 
     neighbours: int = setting(10, 1)
     ratio: float = setting(2.0, 1, exact=1, advice="the paper uses 2 to 20")
@@ -160,6 +160,6 @@ class LanternPP(NeighbourRule):
         return (self.ratio - 1) * strength * p_token
 
 
-def _without(law: Tensor, tokens: Tensor, where: Tensor) -> Tensor:
-    """The law [..., V+] with the entries of tokens [..., k] set to zero where ``where`` [..., k]."""
-    return law.scatter(-1, tokens, law.gather(-1, tokens) * ~where)
+def _without(probs: Tensor, tokens: Tensor, where: Tensor) -> Tensor:
+    """Probabilities [..., V+] with the entries of tokens [..., k] set to zero where ``where`` [..., k] (bool)."""
+    return probs.scatter(-1, tokens, probs.gather(-1, tokens) * ~where)
