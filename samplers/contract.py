@@ -1,6 +1,6 @@
-"""What methods and models need from each other, and what every method answers.
+"""What methods and models need from each other, and what every method can do.
 
-ARModel and Drafter are all that methods know of models of token ids; continuous_contract.py has those of vectors.
+ARModel and Drafter are all that methods know of discrete models; continuous_contract.py is for continuous ones.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .trace import Trace
 
 @dataclass(frozen=True)
 class StepOut:
-    """Logits [R, T, V+] (in the model's dtype) and hidden states [R, T, D] of a pass.
+    """Logits [R, T, V+] (in the model's dtype) and hidden states [R, T, D] of a forward pass.
 
-    R = 2B with guidance, conditional rows first.
+    R = 2B with guidance, conditional rows first, else B.
     """
 
     logits: Tensor
@@ -29,7 +29,7 @@ class StepOut:
 
 
 class ARModel(Protocol):
-    """A discrete autoregressive image model; vocab V counts image codes, vocab_total V+ adds the layout's specials."""
+    """A discrete autoregressive image model. vocab: V image codes; vocab_total: V+, special tokens included."""
 
     vocab: int
     vocab_total: int
@@ -44,9 +44,9 @@ class ARModel(Protocol):
         self, conditioning: Any, negative: Any, batch: int, layout: TokenLayout, slack: int, guided: bool,
         into: Any = None,
     ) -> Any:
-        """Prefilled state; ``state.prefill`` is the StepOut that predicts position 0. ``slack``: uncommitted tokens.
+        """The state after the prompt; ``state.prefill`` is the StepOut that predicts position 0.
 
-        into: the state of an earlier run, which is filled anew and returned where its sizes fit.
+        slack: the most uncommitted tokens. into: the state of an earlier run, which is reused if its sizes fit.
         """
         ...
 
@@ -67,12 +67,11 @@ class ARModel(Protocol):
         ...
 
     def commit(self, state: Any, count: Tensor, path: Tensor | None = None) -> None:
-        """Keep ``count`` [B] (int64, or bool: 1 or 0) tokens of the last step: its first ones, or the first of ``path``
-        [B, P] (offsets)."""
+        """Keep the first ``count`` [B] (int64 or bool) tokens of the last step, or of ``path`` [B, P] (indices)."""
         ...
 
     def neighbours(self, count: int) -> Tensor:
-        """Table [V, count] (int64): for each code the others by distance of their code vectors, nearest first."""
+        """Table [V, count] (int64): the nearest other codes of each code, by distance of their code vectors."""
         ...
 
     def dequantize(self, tokens: Tensor) -> Tensor:
@@ -82,33 +81,32 @@ class ARModel(Protocol):
     def prompt_tokens(
         self, conditioning: Any, negative: Any, batch: int, layout: TokenLayout, guided: bool
     ) -> int:
-        """Tokens of the longer of both prompts."""
+        """Number of tokens of the longer of both prompts."""
         ...
 
     def kv_bytes(self, batch: int, layout: TokenLayout, slack: int, guided: bool, prompt: int) -> int:
-        """Bytes of the KV cache of a run after prompts of ``prompt`` tokens."""
+        """Bytes of the KV cache of a run, for prompts of ``prompt`` tokens."""
         ...
 
     def activation_bytes(self, rows: int, tokens: int) -> int:
-        """Bytes of the activations of a pass over ``tokens`` tokens in each of so many rows."""
+        """Bytes of the activations of a forward pass over [rows, tokens]."""
         ...
 
 
 class Drafter(Protocol):
-    """Guesses what a target model will draw: its own vocabulary and token layout are the target's.
+    """Proposes tokens to a target model, whose vocabulary and token layout it shares.
 
-    Rows of logits and hidden states are those of the target (conditional ones first).
+    Rows of logits and hidden states are as in StepOut.
     """
 
-    kind: str  # what sort of drafter, for the trace
+    kind: str  # in traces
     module: Any  # its weights
 
     def start(
         self, target_state: Any, conditioning: Any, negative: Any, batch: int, layout: TokenLayout, slack: int,
         guided: bool, into: Any = None,
     ) -> Any:
-        """State behind the prompt; target_state is the target's, freshly started. ``slack``: tokens and drafts
-        that may stand behind the decided ones. into: as in ARModel."""
+        """The state after the prompt. target_state: the target's, just started; slack, into: see ARModel."""
         ...
 
     def set_attention_length(self, state: Any, tokens: int | None) -> int:
@@ -116,23 +114,23 @@ class Drafter(Protocol):
         ...
 
     def observe(self, state: Any, tokens: Tensor, positions: Tensor, hidden: Tensor, count: Tensor) -> StepOut:
-        """Take over the first ``count`` [B] of the decided tokens [B, T], forgetting what was expanded.
+        """Feed the first ``count`` [B] of the decided tokens [B, T], and forget what was expanded.
 
         hidden [R, T, D]: the target's hidden state one position before each token. Returns the StepOut [R, 1, ...]
-        behind the last token taken.
+        after the last of these tokens.
         """
         ...
 
     def expand(self, state: Any, tokens: Tensor, positions: Tensor, hidden: Tensor, tree_mask: Tensor) -> StepOut:
-        """Feed drafts [B, F] at positions [B, F] on top of the E expanded since the last ``observe``.
+        """Feed drafts [B, F] at positions [B, F], after the E drafts expanded since the last ``observe``.
 
-        hidden [R, F, D]: what this drafter returned for each draft's parent. tree_mask [B, F, E + F] (bool): does draft
+        hidden [R, F, D]: what this drafter returned for each draft's parent. tree_mask [B, F, E + F] (bool): may draft
         i see draft j.
         """
         ...
 
     def rewind(self, state: Any, count: Tensor) -> None:
-        """Forget the last ``count`` [B] tokens observed."""
+        """Forget the last ``count`` [B] observed tokens."""
         ...
 
     def kv_bytes(self, batch: int, layout: TokenLayout, slack: int, guided: bool, prompt: int) -> int:
@@ -140,7 +138,7 @@ class Drafter(Protocol):
         ...
 
 
-COLDEST = 1e-6  # temperature above 0: logits divided by less may become infinite
+COLDEST = 1e-6  # least temperature above 0: logits divided by less may become infinite
 
 
 @dataclass(frozen=True)
@@ -164,30 +162,32 @@ class SamplingParams:
 
     @property
     def switches(self) -> tuple[Hashable, ...]:
-        """What is on, which decides about the operations of a step; the numbers are only theirs to read."""
+        """What is on. This decides which operations a step has; these read the values as numbers."""
         filters = self.top_k > 0, self.top_p < 1
         return self.guided, self.temperature == 0, *filters, self.order if all(filters) else None
 
     def check(self, vocab: int) -> None:
         """Raise ValueError naming the parameter and its legal range."""
         if not self.cfg >= 1:
-            raise ValueError(f"cfg is {self.cfg}, but must be 1 (no guidance) or more.")
+            raise ValueError(f"cfg is {self.cfg}, but must be at least 1 (no guidance).")
         if not (self.temperature == 0 or self.temperature >= COLDEST):
-            raise ValueError(f"temperature is {self.temperature}, but must be 0 (greedy) or more, from {COLDEST} on.")
+            raise ValueError(f"temperature is {self.temperature}, but must be 0 (greedy) or at least {COLDEST:g}.")
         if not 0 <= self.top_k <= vocab:
-            raise ValueError(f"top_k is {self.top_k}, but this model has {vocab} image tokens: use 0 (off) to {vocab}.")
+            raise ValueError(f"top_k is {self.top_k}, but this model has {vocab} image tokens. Use 0 (off) to {vocab}.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}, but must be above 0 and at most 1 (off).")
 
 
 @dataclass(frozen=True)
 class Progress:
-    """State after a pass: tokens [B, S] (undrawn: 0), committed [B] (int64, on the CPU) tokens per image, S, passes so
-    far. On a GPU committed is what the host knows, and tokens may be one pass further.
+    """Progress after a forward pass.
 
-    draft [B, D] (int64): the guesses that go into the next pass, for the positions behind the ``start`` [B] (int64)
-    decided ones among ``tokens`` (some may lie behind the end); None where a method keeps no guesses between passes.
-    Both are on the model's device and stand until the callback returns.
+    tokens [B, S] (0 where not decided); committed [B] (int64, on the CPU): decided tokens; length: S; passes: forward
+    passes so far. On a GPU committed is what the host knows, and tokens may be one pass further.
+
+    draft [B, D] (int64): the guesses that the next pass is fed, at the positions after the first ``start`` [B] (int64)
+    tokens (some may be past the end). None if a method keeps no guesses between passes. Both are on the model's device
+    and valid until the callback returns.
     """
 
     tokens: Tensor
@@ -204,21 +204,21 @@ Callback = Callable[[Progress], None]
 P = TypeVar("P")
 
 
-def chosen_params(defaults: P, given: dict[str, Any], kind: str) -> P:
-    """A model's own sampling parameters with the ``given`` ones in their place; None stands for the model's own.
+def chosen_params(defaults: P, chosen: dict[str, Any], kind: str) -> P:
+    """A model's own sampling parameters, replaced by the ``chosen`` ones that are not None.
 
-    Raises ValueError naming those that a model of this kind ("models of token ids") does not have.
+    Raises ValueError naming those that a model of this ``kind`` (such as "models of token ids") does not have.
     """
-    given = {name: value for name, value in given.items() if value is not None}
-    if unfit := given.keys() - {field.name for field in fields(defaults)}:
-        raise ValueError(f"{', '.join(sorted(unfit))}: not supported for {kind}.")
-    return replace(defaults, **given)
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    if unknown := chosen.keys() - {field.name for field in fields(defaults)}:
+        raise ValueError(f"{', '.join(sorted(unknown))}: not supported for {kind}.")
+    return replace(defaults, **chosen)
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """How far a run is with its first image: latent [1, C, h, w], which tokens are decided and which are drafts that go
-    into the next pass (known, guessed [h, w], bool, on the CPU, never both)."""
+    """A preview of the first image of a run: latent [1, C, h, w], and which of its tokens are decided (known) and which
+    are drafts (guessed); [h, w], bool, on the CPU, never both."""
 
     latent: Tensor
     known: Tensor
@@ -227,8 +227,7 @@ class Sketch:
 
 @dataclass(frozen=True)
 class Result:
-    """tokens of a run and the trace of how they came about: [B, S] (int64), or [B, S, C] (fp32, model units) of a
-    continuous model."""
+    """The tokens of a run, [B, S] (int64) or of a continuous model [B, S, C] (fp32, model units), and its trace."""
 
     tokens: Tensor
     trace: Trace
@@ -236,8 +235,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Output:
-    """tokens [B, rows, cols] (int64; of continuous models [B, rows, cols, C], fp32), latent [B, C, rows, cols] for the
-    image decoder (None while a discrete model has no codebook), trace."""
+    """Tokens [B, rows, cols] (int64; of continuous models [B, rows, cols, C], fp32), their latent [B, C, rows, cols]
+    for the image decoder (None if a discrete model has no codebook), and the trace."""
 
     tokens: Tensor
     latent: Tensor | None
@@ -246,11 +245,11 @@ class Output:
 
 @dataclass(frozen=True)
 class Request:
-    """What a method is asked: generate ``batch`` images (image i with seed + i) from ``model`` under a prompt.
+    """A request to a method: generate ``batch`` images (image i with seed + i) from ``model`` and a prompt.
 
-    conditioning, negative: prompts in a form that model.start takes. strength [1 or B, S] (fp32, 0..1): how far a
-    relaxed acceptance rule may go at each position, 0 being exact; None is 1 everywhere. skippable [1 or B, S] (bool):
-    where a schedule may take drafts unverified; None is everywhere.
+    conditioning, negative: prompts as model.start takes them. strength [1 or B, S] (fp32, 0..1): how far a relaxed
+    acceptance rule may go at each position, 0 is exact. Default: 1. skippable [1 or B, S] (bool): where a schedule may
+    skip verification. Default: everywhere.
     """
 
     model: ARModel
@@ -267,7 +266,7 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Tokens of an image's sequence."""
+        """S, the tokens of an image's sequence."""
         return self.layout.length
 
     def output(self, result: Result) -> Output:
@@ -277,14 +276,14 @@ class Request:
         return Output(tokens, latent, result.trace)
 
     def sketch(self, progress: Progress) -> Sketch:
-        """The first image as far as it is decided, and the drafts after that. Kept tokens are there from the start."""
+        """The first image as far as it is decided, and the drafts after that. Kept tokens are known from the start."""
         layout = self.layout
         forced, tokens = layout.forced[0].cpu(), progress.tokens[0].to("cpu", copy=True)
         decided = int((progress.committed if progress.start is None else progress.start)[0])
         known = torch.arange(layout.length) < decided
         guessed = torch.zeros_like(known)
         if progress.draft is not None:
-            draft = progress.draft[0, : layout.length - decided].cpu()  # no more than there are positions
+            draft = progress.draft[0, : layout.length - decided].cpu()  # some may be past the end
             tokens[decided : decided + len(draft)] = draft
             guessed[decided : decided + len(draft)] = True
         known, guessed = known | (forced >= 0), guessed & (forced < 0)
@@ -309,7 +308,7 @@ class Method(ABC):
 
     @abstractmethod
     def width(self, request: Any) -> int:
-        """The most tokens of an image that a pass of the model is fed (a continuous one: predicts)."""
+        """The most tokens of an image that a forward pass is fed (for continuous models: predicts)."""
 
     @abstractmethod
     def describe(self, request: Any) -> dict[str, Any]:
@@ -321,13 +320,13 @@ class Method(ABC):
         """How a run that ``describe`` describes drafted, for people: "SJD, coupled"."""
 
     def session_key(self, request: Any) -> Hashable | None:
-        """Equal for runs that may take over each other's caches and captured steps (engine/session.py); None: none."""
+        """The key of the run's session, equal for runs that can share one (engine/session.py); None: no session."""
         return None
 
     @abstractmethod
     def run_bytes(self, request: Any) -> int:
-        """Bytes of memory that a run takes beside the weights."""
+        """Bytes of memory that a run takes besides the weights."""
 
     @abstractmethod
     def sample(self, request: Any) -> Result:
-        """Generate ``request.batch`` images, each at its own pace. Raises ValueError as ``check`` does."""
+        """Generate ``request.batch`` images, each at its own pace. Raises ValueError like ``check``."""

@@ -1,4 +1,4 @@
-"""The one way to run a method: headless and in ComfyUI."""
+"""Run a method: the one entry point, for the Python API and for ComfyUI."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ Reserve = Callable[[Method, AnyRequest], AbstractContextManager]
 
 
 def unmanaged(method: Method, request: AnyRequest) -> AbstractContextManager:
-    """Model and drafter stay where they are."""
+    """Leave model and drafter where they are."""
     return nullcontext(request.callback)
 
 
 def generate(method: Method, request: AnyRequest, reserve: Reserve = unmanaged) -> Output:
-    """The images that ``request`` asks for, by ``method``.
+    """Generate the images of ``request`` with ``method``.
 
-    reserve(method, request): a context in which model and drafter are on their device with room for
-    ``method.run_bytes(request)``; it gives the callback of the run. Raises ValueError for illegal settings, and for a
-    method of models of another kind.
+    reserve(method, request): a context manager that yields the callback of the run; inside it, model and drafter are on
+    their device, which has room for ``method.run_bytes(request)``. Raises ValueError for illegal settings, and for a
+    method that does not support the model.
     """
     if method.continuous != request.continuous:
         kinds = ["token ids", "vectors (continuous models)"]
         needs, has = kinds[method.continuous], kinds[request.continuous]
-        raise ValueError(f"{type(method).__name__} is for models whose tokens are {needs}; this model's are {has}.")
+        raise ValueError(f"{type(method).__name__} is for models whose tokens are {needs}, but this model's are {has}.")
     method.check(request)
     with torch.inference_mode():
         with reserve(method, request) as callback:

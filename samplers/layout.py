@@ -1,4 +1,4 @@
-"""Where the tokens of an image stand in its sequence."""
+"""The positions of an image's tokens in its sequence."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """The token sequence of one image: a grid of codes in raster order, with forced tokens in between or in place.
+    """The token sequence of one image: a grid of codes in raster order, with forced tokens between or among them.
 
-    forced [1 or B, S] (int64): -1 where the model draws, else the id that must stand there (an end-of-line token, or a
-    token the user keeps). Position = row * stride + column; stride - cols forced tokens follow every row, and
+    forced [1 or B, S] (int64): -1 where the model samples, else the id at that position (an end-of-line token, or a
+    token that the user keeps). Position = row * stride + column; stride - cols forced tokens follow every row, and
     S - rows * stride tokens follow the last.
     """
 
@@ -30,7 +30,7 @@ class TokenLayout:
 
     @classmethod
     def ruled(cls, rows: int, cols: int, row_end: Sequence[int], endings: Sequence[int]) -> TokenLayout:
-        """A grid with the ids ``row_end`` behind every row and the ids ``endings`` behind the last."""
+        """A grid with the ids ``row_end`` after every row and the ids ``endings`` after the last."""
         row = torch.tensor([-1] * cols + list(row_end), dtype=torch.int64)
         forced = torch.cat((row.repeat(rows), torch.tensor(list(endings), dtype=torch.int64)))
         return cls(rows, cols, len(row), forced[None])
@@ -46,23 +46,23 @@ class TokenLayout:
 
     @property
     def drawn(self) -> int:
-        """How many tokens the model draws of a picture (of the one that needs most). Reads the device."""
+        """How many tokens of an image the model samples (the most of any image). Reads the device."""
         return int((self.forced < 0).sum(1).max())
 
     def position(self, row: int, col: int) -> int:
         return row * self.stride + col
 
     def forced_at(self, position: Tensor) -> Tensor:
-        """The id forced at positions [B, T] or -1; behind the end, that of the last position."""
+        """The id forced at positions [B, T] or -1; past the end, that of the last position."""
         return self.forced.expand(len(position), -1).gather(1, position.clamp(max=self.length - 1))
 
     def to_grid(self, values: Tensor) -> Tensor:
-        """Values [..., S] of a sequence -> [..., rows, cols] of the picture."""
+        """Values [..., S] of a sequence -> [..., rows, cols] of the image."""
         body = values[..., : self.rows * self.stride]
         return body.unflatten(-1, (self.rows, self.stride))[..., : self.cols]
 
     def spread(self, grid: Tensor, fill: float) -> Tensor:
-        """Values [B, rows, cols] of pictures -> [B, S] of sequences, with ``fill`` at the other positions."""
+        """Values [B, rows, cols] of images -> [B, S] of sequences, with ``fill`` at the other positions."""
         values = torch.full((len(grid), self.length), fill, dtype=grid.dtype, device=grid.device)
         self.to_grid(values).copy_(grid)  # to_grid returns a view
         return values
@@ -74,11 +74,10 @@ class TokenLayout:
         return replace(self, forced=forced)
 
     def beginning(self, tokens: int) -> TokenLayout:
-        """The shortest beginning of the sequence in which every picture draws so many tokens; all of it if it has
-        fewer.
+        """The shortest prefix of the sequence in which every image samples so many tokens, or all of it.
 
-        It belongs to a picture of as many rows as before, so prompts and positions stay what they are; but a run over
-        it stops early, and its values fill no grid.
+        rows and cols stay the same, and so do prompts and positions. But a run over it stops early, and its values do
+        not fill the grid.
         """
         enough = ((self.forced < 0).cumsum(1) >= tokens).all(0)
         return replace(self, forced=self.forced[:, : int(enough.long().argmax()) + 1]) if enough.any() else self

@@ -1,4 +1,4 @@
-"""Random numbers by what they are for: see kernels/noise.py, which computes them.
+"""Counter-based random numbers, computed by kernels/noise.py.
 
 A number is a function of (seed, position, purpose, draw) alone. Image i of a batch uses seed + i, so it equals a single
 run with that seed, on every device and whatever the window or the acceptance. Different purposes are independent
@@ -36,8 +36,8 @@ class Purpose(IntEnum):
 class Stream:
     """Random numbers of a batch; ``keys`` [B, 2] (int64) are the low and high words of each image's seed.
 
-    Every method takes positions [B, T] (int64), and for repeated uses of the same purpose the number ``draw`` of the
-    use (an int or int64 [B or 1, T or 1]).
+    Every method takes positions [B, T] (int64), and a counter ``draw`` (an int or int64 [B or 1, T or 1]) for repeated
+    uses of a purpose at a position.
     """
 
     keys: Tensor
@@ -55,7 +55,7 @@ class Stream:
     def uniforms(
         self, positions: Tensor, purposes: Sequence[Purpose], draw: int | Tensor = 0
     ) -> tuple[Tensor, ...]:
-        """``uniform`` for each of several purposes, for little more than the price of one."""
+        """``uniform`` for each of several purposes, at little more than the cost of one."""
         return noise.uniform(positions, self.keys, tuple(map(int, purposes)), draw).unbind()
 
     def gumbel(

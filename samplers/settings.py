@@ -1,4 +1,4 @@
-"""Settings that say themselves which values are legal: fields of the dataclasses of rules, structures and schedules."""
+"""Settings that declare their legal values: fields of the dataclasses of rules, structures and schedules."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Setting:
-    """Legal values: one of ``options``, or low <= value <= high (high infinite: any finite number from low on).
+    """Legal values: one of ``options``, or low <= value <= high (infinite high: any finite number >= low).
 
-    exact: the value at which a relaxed rule is the exact one. advice: values that make sense, in words. shown: is it
-    worth a place in a report.
+    exact: the value that makes a relaxed rule exact. advice: sensible values, in words. shown: is it part of a report.
     """
 
     low: float = -math.inf
@@ -31,7 +30,7 @@ class Setting:
         if self.options:
             return f"choose one of {', '.join(self.options)}"
         low = f"{self.low:g}" + (" (exact)" if self.exact == self.low else "")
-        words = f"must be {low} or more" if self.high == math.inf else f"must be {low} to {self.high:g}"
+        words = f"must be at least {low}" if self.high == math.inf else f"must be {low} to {self.high:g}"
         return words + (f"; {self.advice}" if self.advice else "")
 
 
@@ -44,12 +43,12 @@ def setting(
 
 
 def settings_of(owner: Any) -> dict[str, Setting]:
-    """The declared settings of a dataclass or of one of its objects, by name."""
+    """The declared settings of a dataclass or an instance of it, by name."""
     return {each.name: each.metadata["setting"] for each in fields(owner) if "setting" in each.metadata}
 
 
 def check_settings(owner: Any) -> None:
-    """Raise ValueError naming the first setting that is illegal, and its legal values."""
+    """Raise ValueError naming the first illegal setting and its legal values."""
     for name, legal in settings_of(owner).items():
         value = getattr(owner, name)
         if not legal.legal(value):

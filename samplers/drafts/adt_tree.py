@@ -1,12 +1,12 @@
-"""ADT-Tree: the depth and width of the next draft tree follow from how well trees nearby did.
+"""ADT-Tree: depth and width of the next draft tree adapt to the acceptance of trees nearby.
 
 Lei et al., "Fast inference of visual autoregressive model with adjacency-adaptive dynamical draft trees": take the
 shape of a neighbour's tree (section IV-A), then go deeper and narrower if its drafts were accepted, else shallower and
-wider (IV-B, eq. 2). Shapes depend on earlier rounds alone, so an exact acceptance rule stays exact.
+wider (IV-B, eq. 2). Shapes depend on earlier rounds only, so an exact acceptance rule stays exact.
 
-Where the paper is silent: a tree's acceptance rate alpha is its accepted drafts, without the token drawn behind them,
-over its levels, so that 1 means "every level was used"; the first tree is EAGLE-2's; a round that decided tokens
-without verifying a draft teaches nothing, and those tokens take over the shape of the last tree that was verified.
+Where the paper does not say: a tree's acceptance rate alpha is its accept length (accepted drafts, without the token
+sampled after them) over its levels, so 1 means that every level was used; the first tree is EAGLE-2's; a round that
+decided tokens without verifying a draft teaches nothing, and these tokens get the shape of the last verified tree.
 """
 
 from __future__ import annotations
@@ -30,58 +30,60 @@ CHILDREN = ("top_k", "sampled")
 ROW_START = ("previous", "above", "reset")
 ALPHA_OVER = ("effective", "requested")
 FLOCK_DISTANCE = ("euclidean", "printed")
-COARSE = 8  # captured trees of likeliest children are as wide as a multiple of this
+COARSE = 8  # the width of captured trees of likeliest children is a multiple of this
 
 
 @dataclass(frozen=True)
-class Shaped:
-    """What is known of some trees: depth and width asked for (int64), alpha (fp32; NaN: none was verified)."""
+class TreeShapes:
+    """Planned depth and width (int64) of some trees, and their acceptance rate alpha (fp32; NaN: never verified)."""
 
     depth: Tensor
     width: Tensor
     alpha: Tensor
 
-    def where(self, condition: Tensor, other: Shaped) -> Shaped:
+    def where(self, condition: Tensor, other: TreeShapes) -> TreeShapes:
         """These where ``condition`` holds, else ``other``."""
-        return Shaped(torch.where(condition, self.depth, other.depth), torch.where(condition, self.width, other.width),
-                      torch.where(condition, self.alpha, other.alpha))
+        return TreeShapes(
+            torch.where(condition, self.depth, other.depth), torch.where(condition, self.width, other.width),
+            torch.where(condition, self.alpha, other.alpha),
+        )
 
-    def at(self, position: Tensor) -> Shaped:
+    def at(self, position: Tensor) -> TreeShapes:
         """Of maps [B, S]: the entries at position [B]."""
         index = position[:, None]
-        return Shaped(*(x.gather(1, index)[:, 0] for x in (self.depth, self.width, self.alpha)))
+        return TreeShapes(*(x.gather(1, index)[:, 0] for x in (self.depth, self.width, self.alpha)))
 
 
 @dataclass(frozen=True)
 class History:
-    """at [B, S]: the tree whose round decided a position; last [B]: the last tree that was verified.
+    """at [B, S]: the tree whose round decided each position; last [B]: the last verified tree.
 
-    drawn [B, S] (int64): the last position up to this one that was not forced (0 if there is none), whose tree a forced
-    position shares.
+    free [B, S] (int64): the last position up to this one that is not forced (0 if there is none). A forced position
+    shares its tree.
     """
 
-    at: Shaped
-    last: Shaped
-    drawn: Tensor
+    at: TreeShapes
+    last: TreeShapes
+    free: Tensor
 
 
 @dataclass(frozen=True)
 class ADTTree(Structure):
     """A tree of changing shape. The defaults are the paper's for LlamaGen; see ANOLE.
 
-    initial: the shape that is adapted. horizontal: the left neighbour's, which is the last tree's; vertical: the upper
+    initial: the shape to adapt. horizontal: the left neighbour's, which is the last tree's; vertical: the upper
         neighbour's (in the first row the last tree's); random: uniform within the bounds; tokenflock: the mean over
         tokens at most ``radius`` away, weighted by radius + 1 - distance (eqs. 6-8).
     children: top_k (EAGLE-2) or sampled (EAGLE; each level then has at most nodes / depth drafts).
     beta: go deeper if alpha >= beta, else shallower; depth_step, width_step: by how much (l_d, l_k).
     depths, widths: inclusive bounds. A tree of one level may be wider, since its cost does not grow with the square.
-    nodes: the most drafts verified, and the most siblings. first: shape of the first tree, brought within the bounds.
+    nodes: the most drafts verified, and the most siblings. first: shape of the first tree, clamped to the bounds.
     row_start: what horizontal does in the first column: the previous token's tree, that above, or ``first`` again.
-    alpha_over: levels the tree really had (pruning and the image's end leave fewer than asked for), or asked for.
+    alpha_over: the levels of the tree itself (pruning and the end of the image leave fewer than requested), or those
+        requested.
     flock_distance: euclidean, or as printed in eqs. 7-8 the signed column difference.
 
-    The alpha that decides is that of the tree which supplied the shape; of the last tree for random and tokenflock,
-    where no single one did.
+    alpha is that of the tree whose shape is adapted; for random and tokenflock, that of the last tree.
     """
 
     initial: str = setting("horizontal", options=INITIAL)
@@ -103,7 +105,7 @@ class ADTTree(Structure):
         super().check()
         for name, (low, high), most in (("depths", self.depths, 32), ("widths", self.widths, 64)):
             if not 1 <= low <= high <= most:
-                raise ValueError(f"{name} are {low} to {high}, but must be bounds in rising order from 1 to {most}.")
+                raise ValueError(f"{name} are {low} to {high}, but must be bounds in ascending order from 1 to {most}.")
         for name, value, low, high in (
             ("nodes", self.nodes, self.depths[1], 1024), ("first depth", self.first[0], 1, 32),
             ("first width", self.first[1], 1, 64),
@@ -126,49 +128,49 @@ class ADTTree(Structure):
         return sum(widest), self.depths[1]
 
     def expansions(self) -> int:
-        """The most drafts that a drafter is asked to expand in a round, over the images of a batch."""
+        """The most drafts that the drafter expands in a round, over the images of a batch."""
         if self.children == "sampled":
             return self.size()[0]
         widest = self.nodes if self.depths[0] == 1 else min(self.widths[1], self.nodes)
         return (self.depths[1] - 1) * -(-widest // COARSE) * COARSE
 
     def start(self, batch: int, layout: TokenLayout, device: torch.device) -> History:
-        """Nothing verified yet."""
-        free = layout.forced.cpu().expand(batch, -1) < 0  # Apple's GPUs have had no cummax
-        drawn = torch.where(free, torch.arange(layout.length), 0).cummax(1).values.to(device)
-        return History(self.opening(drawn), self.opening(drawn[:, 0]), drawn)
+        """The memory before any tree was verified."""
+        is_free = layout.forced.cpu().expand(batch, -1) < 0  # on the CPU: Apple's GPUs have had no cummax
+        free = torch.where(is_free, torch.arange(layout.length), 0).cummax(1).values.to(device)
+        return History(self.opening(free), self.opening(free[:, 0]), free)
 
-    def opening(self, like: Tensor) -> Shaped:
-        """The first shape, in tensors of the size of ``like``; no tree was verified."""
+    def opening(self, like: Tensor) -> TreeShapes:
+        """The first shape, in tensors of the size of ``like``; never verified."""
         depth, width = self.bounded(*(torch.full_like(like, x) for x in self.first))
-        return Shaped(depth, width, torch.full_like(like, torch.nan, dtype=torch.float32))
+        return TreeShapes(depth, width, torch.full_like(like, torch.nan, dtype=torch.float32))
 
     def bounded(self, depth: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
-        """Depth and width (int64) within the bounds."""
+        """Depth and width (int64) clamped to the bounds."""
         depth = depth.clamp(*self.depths)
         most = torch.where(depth > 1, min(self.widths[1], self.nodes), self.nodes)
         return depth, torch.minimum(width.clamp(min=self.widths[0]), most)
 
     def shape(self, history: History, committed: Tensor, layout: TokenLayout, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Depth and width [B] (int64) of the tree that starts at position ``committed`` [B] (int64, at least 1).
+        """Depth and width [B] (int64) of the tree after ``committed`` [B] (int64, at least 1) tokens, eq. (2).
 
-        u [B, 2]: uniform numbers in [0, 1) for ``random``. Eq. (2); where no tree was verified yet, the first shape.
+        Before any tree was verified, the first shape. u [B, 2]: uniform numbers in [0, 1) for ``random``.
         """
-        position = committed.clamp(max=layout.length - 1)  # of finished images, where any answer will do
+        position = committed.clamp(max=layout.length - 1)  # the shape for complete images does not matter
         base = self.neighbour(history, position, layout, u)
         good, bad = base.alpha >= self.beta, base.alpha < self.beta  # both false for NaN
         way = good.long() - bad.long()
         return self.bounded(base.depth + way * self.depth_step, base.width - way * self.width_step)
 
-    def neighbour(self, history: History, position: Tensor, layout: TokenLayout, u: Tensor) -> Shaped:
-        """The shape [B] to adapt, and the alpha that says which way (section IV-A; eqs. 6-8)."""
+    def neighbour(self, history: History, position: Tensor, layout: TokenLayout, u: Tensor) -> TreeShapes:
+        """The shape [B] to adapt, and the alpha that decides the direction (section IV-A; eqs. 6-8)."""
         last = history.last
         if self.initial == "random":
             depth, width = (
                 (low + (x * (high - low + 1)).long()).clamp(max=high)
                 for x, (low, high) in zip(u.unbind(1), (self.depths, self.widths), strict=True)
             )
-            return Shaped(depth, width, last.alpha)
+            return TreeShapes(depth, width, last.alpha)
         if self.initial == "tokenflock":
             return self.flock(history, position, layout)
         above = self.above(history, position, layout)
@@ -181,31 +183,31 @@ class ADTTree(Structure):
             return self.opening(position).where(first_column, last)
         return last
 
-    def above(self, history: History, position: Tensor, layout: TokenLayout) -> Shaped:
-        """The tree of the upper neighbour [B]; the last one where there is none or no tree decided it."""
+    def above(self, history: History, position: Tensor, layout: TokenLayout) -> TreeShapes:
+        """The tree of the upper neighbour [B], or the last tree if there is none or it was not verified."""
         up = position - layout.stride
-        found = history.at.at(history.drawn.gather(1, up.clamp(min=0)[:, None])[:, 0])
+        found = history.at.at(history.free.gather(1, up.clamp(min=0)[:, None])[:, 0])
         return found.where((up >= 0) & ~found.alpha.isnan(), history.last)
 
-    def flock(self, history: History, position: Tensor, layout: TokenLayout) -> Shaped:
-        """The rounded weighted mean of the trees around position [B]; the last one where nothing is near."""
+    def flock(self, history: History, position: Tensor, layout: TokenLayout) -> TreeShapes:
+        """The rounded weighted mean of the trees around position [B], or the last tree if none is near."""
         place, at = torch.arange(layout.length, device=position.device), history.at
         here = position[:, None]
         rows = torch.div(here, layout.stride, rounding_mode="floor") - torch.div(
             place, layout.stride, rounding_mode="floor")
         columns = here % layout.stride - place % layout.stride
         distance = (rows**2 + columns**2).float().sqrt()
-        known = (history.drawn == place) & ~at.alpha.isnan()  # not forced; what is yet to come has no alpha
+        known = (history.free == place) & ~at.alpha.isnan()  # not forced, and decided: later positions have no alpha
         near = known & (distance <= self.radius)
         measured = distance if self.flock_distance == "euclidean" else columns
         weight = torch.where(near, self.radius + 1 - measured, 0)
         total = weight.sum(1)
 
-        def mean(values: Tensor) -> Tensor:  # a half rounds up, whatever round-off makes of it
+        def mean(values: Tensor) -> Tensor:  # rounds half up, in spite of round-off
             return ((weight * values).sum(1) / total.clamp(min=1e-9) + 0.5 + 1e-5).floor().long()
 
         last = history.last
-        return Shaped(mean(at.depth), mean(at.width), last.alpha).where(total > 0, last)
+        return TreeShapes(mean(at.depth), mean(at.width), last.alpha).where(total > 0, last)
 
     def plan(
         self, history: History, committed: Tensor, layout: TokenLayout, stream: Stream, round_index: Tensor
@@ -218,10 +220,10 @@ class ADTTree(Structure):
         return self.shape(history, committed, layout, u)
 
     def extent(self, plan: tuple[Tensor, Tensor], left: Tensor, coarse: bool) -> Tensor:
-        """How far the batch's largest tree reaches, to expand no more than that: its levels and their width (top_k), or
-        the width of every level (sampled). Finished images, of which nothing is left, have no tree.
+        """The extent of the batch's largest trees: levels and width (top_k), or the width of every level (sampled).
 
-        The host needs it to launch the round, so that a GPU is waited for here, once a round.
+        Complete images, with nothing ``left``, have no tree. The host needs the extent to launch the round, so it waits
+        for a GPU here, once per round.
         """
         depth, width = plan
         levels = torch.minimum(depth, left)
@@ -238,7 +240,7 @@ class ADTTree(Structure):
         return torch.minimum(plan[1], torch.div(self.nodes, plan[0], rounding_mode="floor"))
 
     def passes(self, extent: Extent) -> int:
-        """How often the drafter is asked to expand drafts in a round."""
+        """Forward passes in which the drafter expands drafts in a round."""
         return max(extent[0], 1) - 1 if self.children == "top_k" else sum(w > 0 for w in extent[1:])
 
     def grow(
@@ -257,33 +259,34 @@ class ADTTree(Structure):
         self, history: History, plan: tuple[Tensor, Tensor], tree: Tree, before: Tensor, after: Tensor,
         accepted: Tensor, update: Tensor,
     ) -> History:
-        """The memory after a round that was asked for ``plan`` and verified ``tree``; see remember()."""
+        """The memory after a round that planned ``plan`` and verified ``tree``; see remember()."""
         effective = tree.spread()[0]
         levels = effective if self.alpha_over == "effective" else plan[0]
-        return remember(history, before, after, Shaped(*plan, accepted / levels), update & (effective > 0))
+        return remember(history, before, after, TreeShapes(*plan, accepted / levels), update & (effective > 0))
 
 
-def remember(history: History, before: Tensor, after: Tensor, tried: Shaped, update: Tensor) -> History:
+def remember(history: History, before: Tensor, after: Tensor, tried: TreeShapes, update: Tensor) -> History:
     """The memory after positions before .. after - 1 ([B], int64) were decided.
 
-    tried [B]: the round's tree; update [B] (bool): was it verified. Else the last one that was stands in for it.
+    tried [B]: the round's tree; update [B] (bool): was it verified. If not, the last verified tree takes its place.
     """
     last = tried.where(update, history.last)
-    place = torch.arange(history.drawn.shape[1], device=before.device)
+    place = torch.arange(history.free.shape[1], device=before.device)
     new = (place >= before[:, None]) & (place < after[:, None])
-    at = Shaped(last.depth[:, None], last.width[:, None], last.alpha[:, None]).where(new, history.at)
-    return History(at, last, history.drawn)
+    at = TreeShapes(last.depth[:, None], last.width[:, None], last.alpha[:, None]).where(new, history.at)
+    return History(at, last, history.free)
 
 
 @lru_cache(maxsize=256)
 def nested(widths: tuple[int, ...]) -> Shape:
-    """The sampled tree with the ``widths`` (not rising) most promising paths of each level, of smallest total rank.
+    """The sampled tree with the ``widths`` (not increasing) most promising paths of each level, by smallest total rank.
 
-    The first w of a level have their parents among the first w above: narrower and shallower trees are cut out of it.
+    The first w drafts of a level have their parents among the first w above, so narrower and shallower trees are parts
+    of it.
     """
     paths, above = [], [()]
     for width in widths:
-        # Child r of parent i stands behind (i + 1)(r + 1) - 1 others that have smaller parents and ranks.
+        # Child r of parent i follows (i + 1)(r + 1) - 1 others with smaller or equal parents and ranks.
         children = ((*path, rank) for i, path in enumerate(above) for rank in range(width // (i + 1)))
         above = sorted(children, key=lambda path: (sum(path), path))[:width]
         paths += above

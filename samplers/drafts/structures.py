@@ -1,4 +1,4 @@
-"""Draft structures with a fixed plan: a chain, a static sampled tree, EAGLE-2's dynamic tree."""
+"""Draft structures: a chain, a static sampled tree, EAGLE-2's dynamic tree. ADT-Tree is in adt_tree.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Extent = tuple[int, ...]  # what the host must know of a batch's plans to launch
 
 
 class Structure(ABC):
-    """What is drafted each round. Structures are frozen dataclasses whose fields are their settings.
+    """The shape of the drafts of a round. Structures are frozen dataclasses whose fields are their settings.
 
     block: verify by blocks instead of token by token (chains only).
     """
@@ -40,32 +40,34 @@ class Structure(ABC):
     @staticmethod
     @abstractmethod
     def in_words(settings: dict[str, Any]) -> str:
-        """What ``describe`` says, for people."""
+        """The settings of ``describe`` in a few words."""
 
     @abstractmethod
     def size(self) -> tuple[int, int]:
-        """The most drafts and the most levels a tree can have."""
+        """The most drafts and the most levels of a tree."""
 
     @abstractmethod
     def expansions(self) -> int:
-        """The most drafts that a drafter is asked to expand in a round."""
+        """The most drafts that the drafter expands in a round."""
 
     @abstractmethod
     def start(self, batch: int, layout: TokenLayout, device: torch.device) -> Any:
-        """What the structure remembers of a run so far."""
+        """The structure's memory at the start of a run."""
 
     @abstractmethod
     def plan(self, history: Any, committed: Tensor, layout: TokenLayout, stream: Stream, round_index: Tensor) -> Plan:
-        """The next trees' shapes, decided when the round before ends."""
+        """The shapes of the next trees, decided at the end of the round before."""
 
     @abstractmethod
     def extent(self, plan: Plan, left: Tensor, coarse: bool) -> Tensor | None:
-        """The Extent [n] (int64) of a plan for images of which ``left`` [B] tokens are missing. coarse: may be larger,
-        so that rounds have few different shapes."""
+        """The Extent [n] (int64) of a plan, for images with ``left`` [B] tokens to go.
+
+        coarse: round it up, so that rounds have few different shapes.
+        """
 
     @abstractmethod
     def passes(self, extent: Extent) -> int:
-        """How often the drafter is asked to expand drafts in a round."""
+        """Forward passes in which the drafter expands drafts in a round."""
 
     @abstractmethod
     def grow(self, work: Drafting, root: Root, plan: Plan, extent: Extent, round_index: Tensor) -> Tree:
@@ -75,11 +77,12 @@ class Structure(ABC):
     def learn(
         self, history: Any, plan: Plan, tree: Tree, before: Tensor, after: Tensor, accepted: Tensor, update: Tensor
     ) -> Any:
-        """The memory after a round: decided tokens before and after it, accepted drafts, and whom it concerns [B]."""
+        """The memory after a round. All [B]: tokens decided before and after it, accepted drafts, images to ``update``.
+        """
 
 
 class _Fixed(Structure):
-    """Nothing to remember or to plan."""
+    """A structure without memory and plan."""
 
     def start(self, batch: int, layout: TokenLayout, device: torch.device) -> None:
         return None
@@ -103,7 +106,7 @@ class _FixedShape(_Fixed):
         super().check()
         drafts, _ = self.size()
         if drafts >= DRAWS:
-            raise ValueError(f"The tree has {drafts} drafts, but at most {DRAWS - 1} are possible. Use a smaller tree.")
+            raise ValueError(f"The tree has {drafts} drafts, but may have at most {DRAWS - 1}. Use a smaller tree.")
 
     def size(self) -> tuple[int, int]:
         shape = self.shape()
@@ -121,7 +124,7 @@ class _FixedShape(_Fixed):
 
 @dataclass(frozen=True)
 class Chain(_FixedShape):
-    """``length`` (1 .. 64) drafts in a row (Leviathan et al., ICML 2023).
+    """A chain of ``length`` (1 to 64) drafts (Leviathan et al., ICML 2023).
 
     verification: "token", or "block" (Sun et al., "Block verification accelerates speculative decoding", ICLR 2025),
     which is exact too and accepts no less on average.
@@ -145,7 +148,7 @@ class Chain(_FixedShape):
 
 @dataclass(frozen=True)
 class Static(_FixedShape):
-    """A tree of fixed shape over sampled children (EAGLE-1): a published one by name, or a list of paths."""
+    """A tree of fixed shape with sampled children (EAGLE-1): the name of a published one, or a list of paths."""
 
     tree: str | Sequence[Path] = "lantern_57"
     kind: ClassVar[str] = "static"
@@ -163,7 +166,7 @@ class Static(_FixedShape):
 
 @dataclass(frozen=True)
 class Dynamic(_Fixed):
-    """EAGLE-2's tree of likeliest children: ``depth`` (1 .. 32) levels, ``width`` (1 .. 64), best ``nodes`` kept."""
+    """EAGLE-2's tree of likeliest children: ``depth`` (1 to 32) levels, ``width`` (1 to 64), best ``nodes`` drafts."""
 
     depth: int = setting(5, 1, 32)
     width: int = setting(10, 1, 64)

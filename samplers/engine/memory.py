@@ -1,4 +1,4 @@
-"""How many bytes a run of a discrete model takes beside the weights."""
+"""How many bytes a run of a discrete model takes besides the weights."""
 
 from __future__ import annotations
 

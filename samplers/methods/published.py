@@ -39,7 +39,7 @@ def adt_tree(drafter: Drafter, rule: AcceptanceRule | None = None, **structure: 
 def vvs(
     drafter: Drafter, structure: Structure | None = None, rule: AcceptanceRule | None = None, **skipping: Any
 ) -> DraftTree:
-    """VVS: some rounds are not verified; settings: methods.Skipping. The paper's host is LANTERN on EAGLE-2's tree."""
+    """VVS: some rounds are not verified; settings: methods.Skipping. The paper's base is LANTERN on EAGLE-2's tree."""
     return DraftTree(drafter, structure or Dynamic(), rule or Lantern(), Skipping(**skipping), name="vvs")
 
 

@@ -1,12 +1,12 @@
-"""VVS: some drafts are taken without asking the target.
+"""VVS: some drafts are taken without verification.
 
 Dong et al., "VVS: accelerating speculative decoding for visual autoregressive generation via partial verification
-skipping": when to skip (section 4.4), which path to take and how much of it (4.2, eq. 1), and what a feature drafter is
-told meanwhile (4.3). Not lossless, and no bound is known.
+skipping": when to skip (section 4.4), which path to take and how much of it (4.2, eq. 1), and which features a drafter
+gets meanwhile (4.3). Not lossless, and no bound is known.
 
 The two listings of the paper contradict each other on the flag that forbids skipping twice; here, as in its text, the
-round after a skipped one is always verified. A chain has one path: a skipped round takes all of it. A single path has
-similarity 0, so the dynamic schedule leaves chains, and trees of two leaves (every second leaf counts), to the target.
+round after a skipped one is always verified. A chain has one path, and a skipped round takes all of it. A single path
+has similarity 0, so the dynamic schedule always verifies chains, and trees of two leaves (every second leaf counts).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ PATHS = ("uniform", "confident", "first")
 class Skipping:
     """When to take drafts unverified, and which.
 
-    schedule: uniform skips every ``interval``-th round; dynamic skips when the tree's paths look alike, at least by
-        ``threshold`` (eq. 2, where ``decay`` weighs later tokens less).
-    path: uniform draws a leaf path, confident takes the one of highest draft probability, first that of first-drawn
-        children (in a sampled tree a sample of the drafter's law).
+    schedule: uniform skips every ``interval``-th round; dynamic skips when the similarity of the tree's paths is at
+        least ``threshold`` (eq. 2, where ``decay`` gives later tokens less weight).
+    path: uniform samples a leaf path, confident takes the one of highest draft probability, first that of the first
+        children (in a sampled tree these are a sample from the drafter).
     truncate: take at most the mean length of leaf paths.
-    refresh: once true features are known, the drafter takes over skipped tokens again.
-    guard: no skip while this few tokens of the image, or fewer, are decided.
+    refresh: the drafter observes skipped tokens again once their true features are known.
+    guard: no skip while at most this many tokens of the image are decided.
     """
 
     schedule: str = setting("uniform", options=SCHEDULES)
@@ -53,7 +53,7 @@ class Skipping:
 
 
 def check_codebook(settings: Skipping, codebook: Tensor | None) -> None:
-    """Raise ValueError where the schedule compares code vectors and the model has none."""
+    """Raise ValueError if the schedule compares code vectors and the model has none."""
     if settings.schedule == "dynamic" and codebook is None:
         raise ValueError("The dynamic skipping schedule compares code vectors, but this model has no codebook. "
                          "Use the uniform schedule.")
@@ -65,18 +65,18 @@ def check_skippable(skippable: Tensor | None, batch: int, length: int, device: t
     if skippable is None:
         return None
     if skippable.dim() != 2 or skippable.shape[0] not in (1, batch) or skippable.shape[1] != length:
-        raise ValueError(f"skippable has the shape {tuple(skippable.shape)}, but must have (1 or {batch}, {length}).")
+        raise ValueError(f"skippable has shape {tuple(skippable.shape)}, but must have shape (1 or {batch}, {length}).")
     if skippable.dtype != torch.bool:
         raise ValueError(f"skippable is {skippable.dtype}, but must be torch.bool: true where drafts may be skipped.")
     return skippable.to(device).expand(batch, -1)
 
 
 def similarity(tree: Tree, codebook: Tensor, decay: float) -> Tensor:
-    """How alike the paths of a tree look: S [B] (fp32, -1 .. 1), eq. (2) averaged over pairs of paths.
+    """Similarity of the paths of a tree: S [B] (fp32, -1 .. 1), the mean of eq. (2) over pairs of paths.
 
-    Of the leaf paths, in slot order, every second one counts. Tokens are compared by the cosine of their vectors in
-    codebook [V, C]; ids from V on, and places behind the end of either path, have cosine 0. Level l weighs decay^l,
-    normalised over the longest leaf path. 0 with fewer than two paths.
+    Every second leaf path, in slot order, counts. Tokens are compared by the cosine of their vectors in codebook
+    [V, C]; ids >= V, and places past the end of either path, have cosine 0. Level l has weight decay^l, normalised over
+    the longest leaf path. 0 with fewer than two paths.
 
     The sum over pairs at a level is (|sum of unit vectors|^2 - sum of their squared lengths) / 2.
     """
@@ -101,12 +101,12 @@ def decide(
     settings: Skipping, tree: Tree, codebook: Tensor | None, round_index: int | Tensor, committed: Tensor, length: int,
     last_skipped: Tensor, skippable: Tensor | None = None,
 ) -> Tensor:
-    """Whose tree is taken unverified [B] (bool).
+    """Which images take their tree unverified [B] (bool).
 
-    round_index (or [B]) counts from 1; committed [B] of ``length`` tokens are decided; last_skipped [B] (bool). Never
-    twice in a row, nor on an empty tree, nor early (``guard``), nor unless a token is left behind the longest path that
-    could be taken; nor if any position of that path is not ``skippable`` [B, length] (bool; None: all are). Raises
-    ValueError if the schedule needs a codebook and there is none.
+    round_index (or [B]) is from 1; committed [B] of ``length`` tokens are decided; last_skipped [B] (bool). Never twice
+    in a row, on an empty tree, early in the image (``guard``), if the longest path that could be taken leaves no token
+    after it, or if a position of that path is not ``skippable`` [B, length] (bool; None: all are). Raises ValueError if
+    the schedule needs a codebook and there is none.
     """
     check_codebook(settings, codebook)
     lengths = _lengths(tree, tree.leaves())
@@ -143,19 +143,19 @@ def choose_path(settings: Skipping, tree: Tree, u: Tensor) -> tuple[Tensor, Tens
 
 
 def stale_features(features: Tensor, available: Tensor, count: Tensor, width: int) -> Tensor:
-    """Hidden states [R, width, D] to stand in for those of ``count`` tokens nobody verified.
+    """Hidden states [R, width, D] that replace the unknown ones of ``count`` unverified tokens.
 
-    features [R, G, D]: true ones, the newest last, of which ``available`` are real. The newest ``count`` in order;
-    where there are too few, and behind ``count``, the newest again. available, count: [R], or [B], R a multiple of B.
+    features [R, G, D]: true hidden states, the latest last, of which ``available`` are valid. The result is the latest
+    ``count`` of them in order, then the very latest repeated. available, count: [R], or [B] with R a multiple of B.
     """
-    kept = features.shape[1]
-    used = torch.minimum(available, count).clamp(max=kept)
-    index = kept - used[:, None] + torch.arange(width, device=features.device)
-    return take(features, index.clamp(max=kept - 1))
+    stored = features.shape[1]
+    used = torch.minimum(available, count).clamp(max=stored)
+    index = stored - used[:, None] + torch.arange(width, device=features.device)
+    return take(features, index.clamp(max=stored - 1))
 
 
 def push_features(features: Tensor, new: Tensor, count: Tensor) -> Tensor:
-    """features [R, G, D] with the first ``count`` of new [R, T, D] put behind them, the oldest dropped.
+    """features [R, G, D] with the first ``count`` of new [R, T, D] appended, and as many of the oldest dropped.
 
     count: [R], or [B] with R a multiple of B; at most T.
     """

@@ -16,7 +16,7 @@ from comfyui_specar.samplers.drafts.adt_tree import (
     ROW_START,
     ADTTree,
     History,
-    Shaped,
+    TreeShapes,
     nested,
     remember,
 )
@@ -225,7 +225,7 @@ def decided(adt: ADTTree, layout: TokenLayout, trees: dict[int, tuple[int, int, 
     history = adt.start(1, layout, "cpu")
     for position in [p for p in trees if p != last] + [last]:
         depth, width, alpha = trees[position]
-        tried = Shaped(torch.tensor([depth]), torch.tensor([width]), torch.tensor([float(alpha)]))
+        tried = TreeShapes(torch.tensor([depth]), torch.tensor([width]), torch.tensor([float(alpha)]))
         history = remember(history, torch.tensor([position]), torch.tensor([position + 1]), tried, torch.tensor([True]))
     return history
 
