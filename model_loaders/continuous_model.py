@@ -82,7 +82,7 @@ class ContinuousBase(Prompted, Placed):
         asked = chosen_params(self.defaults, params, "continuous models")
         positive = self.read(conditioning, batch, "positive")
         negative = negative and self.read(negative, batch, "negative")
-        tokens, kept = (None if each is None else each.flatten(1, 2) for each in (tokens, kept))
+        tokens, kept = tokens if tokens is None else tokens.flatten(1, -2), kept if kept is None else kept.flatten(1)
         return ContinuousRequest(self, positive, grid, asked, negative, seed, batch, callback, tokens, kept)
 
     @property
