@@ -1,6 +1,7 @@
 """Gaussians of draft and target: their log ratio, and samples from the residual distribution.
 
-Shapes: C numbers per token. A distribution is mean and log_std [..., C] and path [...] (see samplers.laws.Normal).
+Shapes: C numbers per token. A distribution is mean and log_std [..., C] and path [...] (see
+samplers.distributions.Normal).
 """
 
 from __future__ import annotations

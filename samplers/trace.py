@@ -86,7 +86,7 @@ class Trace:
         return TokenLayout(self.rows, self.cols, self.stride, torch.full((1, length), -1, dtype=torch.int64))
 
     def grid(self, name: str) -> Tensor:
-        """A per-position record as pictures [B, rows, cols]."""
+        """A per-position record as images [B, rows, cols]."""
         return self.layout.to_grid(self.positions[name])
 
     def _comfy_cache_tensors(self) -> list[Tensor]:
@@ -212,7 +212,7 @@ class Record:
     ) -> None:
         """Final tokens [B, T] at positions [B, T] where ``committed`` [B, T]; fields not named stay as they are.
 
-        p [B, T, V+] is the target law, None where it is not known; token None where it is not discrete. ``values`` are
+        p [B, T, V+]: target probabilities, None where unknown; token None where it is not discrete. ``values`` are
         per-token tensors [B, T] or scalars, named as the record's fields.
         """
         known = {name: _filled(value, position) for name, value in values.items()}
@@ -234,7 +234,7 @@ class Record:
     ) -> Trace:
         """The trace, on the CPU. Rounds in which nothing was decided (a GPU is one ahead) are left out.
 
-        width: tokens that every pass behind the prompt's is fed, where rounds are not recorded. host: further numbers
+        width: tokens that every pass after the prompt's is fed, where rounds are not recorded. host: further numbers
         of every round, measured on the host. A round in which all images skip verification is no pass. Raises
         ValueError where the model's predictions were NaN.
         """
@@ -290,7 +290,7 @@ def check_predicted(p: Tensor) -> None:
     if len(flawed):
         image, token = flawed[flawed[:, 1].argmin()].tolist()
         raise ValueError(
-            f"The model's predictions became NaN or infinite at token {token + 1} of {p.shape[1]} (picture {image + 1} "
+            f"The model's predictions became NaN or infinite at token {token + 1} of {p.shape[1]} (image {image + 1} "
             "of the run), so what was drawn from there on means nothing. Its arithmetic overflowed, or its weights are "
             "damaged. Choose bf16 or fp32 as its dtype in the loader, or lower cfg; if that does not help, fetch the "
             "model's file again."

@@ -2,7 +2,7 @@
 
 What a graph cannot do fails here too: reading a value on the host raises, whatever Python did while the step was
 recorded does not happen again, and memory that one capture took must not be given back in another. Used in place of
-kernels.graphs.Graphs and samplers.session.Poll.
+kernels.graphs.Graphs and samplers.engine.session.Poll.
 """
 
 from __future__ import annotations
