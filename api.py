@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +12,6 @@ from .model_loaders.ar_model import DiscreteModel
 from .model_loaders.continuous_model import ContinuousBase
 from .model_loaders.detect import bundled, load_drafter, load_image_decoder, load_model
 from .model_loaders.files.trace_files import load_trace, save_trace
-from .reports.acceptance_map import acceptance_map
-from .reports.comparison import chart as comparison_chart
-from .reports.comparison import table as comparison_table
-from .reports.run_report import describe as run_report
-from .reports.timeline_frames import timeline_frames
 from .samplers.contract import Method, Output
 from .samplers.generate import generate
 from .samplers.layout import TokenLayout
@@ -25,9 +21,8 @@ from .samplers.methods.skipping import Skipping
 from .samplers.registry import METHODS, PUBLISHED, RULES, STRUCTURES
 from .samplers.trace import Trace
 
-__all__ = ["Output", "Trace", "acceptance_map", "bundled", "comparison_chart", "comparison_table", "load_drafter",
-           "load_image_decoder", "load_model", "load_trace", "methods", "rules", "run_report", "sample", "save_trace",
-           "structures", "timeline_frames"]
+__all__ = ["Output", "Trace", "bundled", "load_drafter", "load_image_decoder", "load_model", "load_trace", "methods",
+           "rules", "sample", "save_trace", "structures"]
 
 methods = SimpleNamespace(
     **{method.__name__: method for method in METHODS}, **{name: each.build for name, each in PUBLISHED.items()},
@@ -35,6 +30,19 @@ methods = SimpleNamespace(
 )
 structures = SimpleNamespace(**{structure.__name__: structure for structure in STRUCTURES})
 rules = SimpleNamespace(**{rule.__name__: rule for rule in RULES})
+REPORTS = {
+    "acceptance_map": ("acceptance_map", "acceptance_map"), "timeline_frames": ("timeline_frames", "timeline_frames"),
+    "comparison_chart": ("comparison", "chart"), "comparison_table": ("comparison", "table"),
+    "run_report": ("run_report", "describe"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Maps, films, charts and reports (reports/): imported when asked for, as they need numpy and Pillow."""
+    if name not in REPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, function = REPORTS[name]
+    return getattr(import_module(f".reports.{module}", __package__), function)
 
 
 def sample(

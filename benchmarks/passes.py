@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import comfyui_specar as specar
 import torch
 from comfyui_specar.api import Output
+from comfyui_specar.samplers.contract import Request
 from comfyui_specar.samplers.layout import TokenLayout
 from torch import Tensor, nn
 
@@ -93,6 +94,9 @@ class Staged:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+    def request(self, *given: Any, **named: Any) -> Request:
+        return replace(self._model.request(*given, **named), model=self)
 
     def start(self, conditioning: Any, negative: Any, batch: int, layout: TokenLayout, *rest: Any, **named: Any) -> Any:
         whole = layout if self._stretch.whole else self._stretch.layout.to(self._model.device)

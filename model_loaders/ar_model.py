@@ -78,12 +78,15 @@ class DiscreteModel(Prompted, Placed):
         self.row_ends, self.endings, self.word_ids = row_ends, endings, tuple(word_ids)
         self.vocab_total = backbone.config.vocab
         self.vocab = self.vocab_total - row_ends - endings
-        defaults.check(self.vocab)
         self.codebook: Tensor | None = None
         self.image_decoder: ImageDecoder | None = None
         self._neighbours: Tensor | None = None  # the widest table computed so far
         self.sessions: dict[Hashable, Any] = {}
         self.dtype = torch.float32
+
+    def check_defaults(self) -> None:
+        """Raise ValueError if the model's own sampling parameters are illegal: its files may name them."""
+        self.defaults.check(self.vocab)
 
     def request(
         self, conditioning: Conditioning, negative: Conditioning | None = None, *, seed: int = 0, batch: int = 1,

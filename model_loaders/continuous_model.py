@@ -68,6 +68,10 @@ class ContinuousBase(Prompted, Placed):
         self.pixels_per_token = bounded_int("pixels_per_token", pixels_per_token, 1, 1024)
         self.dtype = torch.float32
 
+    def check_defaults(self) -> None:
+        """Raise ValueError if the model's own sampling parameters are illegal: its files may name them."""
+        self.defaults.check()
+
     def request(
         self, conditioning: Conditioning, negative: Conditioning | None = None, *, seed: int = 0, batch: int = 1,
         grid: tuple[int, int] | None = None, tokens: Tensor | None = None, kept: Tensor | None = None,

@@ -97,7 +97,9 @@ def build(
             "token ids. Choose another dtype."
         )
     with as_released(checkpoint.path):
-        return family.load(checkpoint, dtype, grid, search, operations)
+        model = family.load(checkpoint, dtype, grid, search, operations)
+        model.check_defaults()
+    return model
 
 
 def refuse_part(path: Path) -> None:

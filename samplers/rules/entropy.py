@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.sampling import at, unless_empty
+from ...kernels.sampling import at, entropy, unless_empty
 from ...kernels.verification import EPS
 from ..contract import ARModel
 from ..settings import setting
@@ -68,8 +68,3 @@ class Entropy(AcceptanceRule):
         """f [...] at strength 1 of drafts with these ratios [...] where the target has this entropy [...]."""
         spread = 1 - entropy / self.decay
         return (0.5 + (ratio * self.scale / entropy.clamp(min=EPS) - 0.5) / spread).clamp(0, 1)
-
-
-def entropy(p: Tensor) -> Tensor:
-    """-sum p log p [...] (nats) of probabilities [..., V+]."""
-    return torch.special.entr(p).sum(-1)

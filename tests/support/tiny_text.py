@@ -37,7 +37,7 @@ def text_model(codes: int = CODES, head_norms: int = 4, sharpness: float = 1.0, 
     backbone = Backbone(BackboneConfig(vocab=len(word_ids), head_norms=head_norms, **sizes))
     model = DiscreteModel(
         backbone, TextPrefix(WORDS, backbone.config.dim, null), family, GRIDS[0],
-        SamplingParams(cfg=3.0, top_k=min(8, codes)), TextEncoder(write, GRIDS[0]),
+        SamplingParams(cfg=3.0, top_k=8), TextEncoder(write, GRIDS[0]),
         positions=SequencePositions(500.0), grids=GRIDS, row_ends=True, endings=len(ENDINGS), longest=64,
         word_ids=word_ids,
     )
