@@ -30,7 +30,7 @@ def test_demo_leaves_pictures_map_and_traces_and_tells_the_passes(comfyui):
     reports = [json.loads(file.read_text("utf-8")) for file in files if file.suffix == ".json"]
     assert {report["totals"]["seed"] for report in reports} == {11}
     assert {report["settings"]["prompt"] for report in reports} == {"yellow star"}
-    passes = dict(re.findall(r"^  (next token|sjd): (\d+) passes", done.stdout, re.MULTILINE))
+    passes = dict(re.findall(r"^  (next token|sjd): (\d+) forward passes", done.stdout, re.MULTILINE))
     assert int(passes["sjd"]) < int(passes["next token"]) == 256
 
 

@@ -60,7 +60,7 @@ def test_a_drafter_loaded_for_another_model_is_refused(comfy):
 
 
 PAIRS = [  # workflow, what is loaded instead, what is said about it
-    ("31_continuous_speculative", {"drafter_name": "EAGLE drafter (bundled)"}, "guesses token ids"),
+    ("31_continuous_speculative", {"drafter_name": "EAGLE drafter (bundled)"}, "token ids"),
     ("31_continuous_speculative", {"drafter_name": "small model (bundled)"}, "generates token ids"),
     ("21_draft_tree_eagle", {"drafter_name": "small continuous MAR (bundled)"}, "generates vectors"),
     ("03_sjd_acceptance_map", {"model_name": "continuous MAR (bundled)"}, "Continuous Speculative Sampler"),
