@@ -18,10 +18,9 @@ from comfyui_specar.samplers.methods import next_token
 from comfyui_specar.samplers.methods.next_token import NextToken
 
 from ..support import tiny as tiny_models
+from ..support.simulated_gpu import CPU, GPU
 from .conftest import DYNAMIC_VRAM
-from .test_placement import CPU, GPU, gpu
 
-__all__ = ["gpu"]
 FOR_DYNAMIC = {"for_dynamic": True} if DYNAMIC_VRAM else {}  # on behalf of a model under dynamic VRAM, as most are now
 HELD = 20000  # bytes that a kept session holds, in the simulation
 

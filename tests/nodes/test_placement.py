@@ -4,36 +4,19 @@ A GPU is simulated by tensors without data, which refuse to be mixed across devi
 """
 
 
-import comfy.model_management as mm
 import pytest
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfyui_specar.kernels import dispatch
 from comfyui_specar.model_loaders.detect import load_model
-from comfyui_specar.models import prefix
 from comfyui_specar.nodes.comfy_runtime import runs
 from comfyui_specar.nodes.comfy_runtime.operations import Operations
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..support import tiny_chameleon
+from ..support.simulated_gpu import CPU, GPU
 from ..support.tiny_family import declared
 
-GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
 FAMILIES = declared("TINY", continuous=False)
 NAMES = [name for name in FAMILIES if name != "llamagen-t2i"]  # those with a text encoder
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """Within it, tensors have no data, and may be moved to a GPU that is not there."""
-    monkeypatch.setattr(mm, "device_supports_non_blocking", lambda device: False)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(dispatch, "runs_triton", lambda device: False)
-    monkeypatch.setattr(prefix, "check_class", lambda number, classes: None)  # it reads what such tensors have not
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        yield
-    torch.__future__.set_overwrite_module_params_on_conversion(False)
 
 
 def run(model, prompt):

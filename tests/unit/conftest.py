@@ -10,10 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comfyui_specar import files
+from comfyui_specar.model_loaders.ar_model import DiscreteModel
+from comfyui_specar.model_loaders.detect import load_drafter
+from comfyui_specar.model_loaders.drafters import ModelDrafter
+from comfyui_specar.samplers.contract import Drafter
 from comfyui_specar.training import loop
 from hypothesis import settings
 
 from ..support.fixtures import on_tape  # noqa: F401
+from ..support.tiny import fill, llamagen, write_eagle
 
 settings.register_profile("specar", derandomize="SPECAR_FUZZ" not in os.environ)
 settings.load_profile("specar")
@@ -51,3 +56,18 @@ def steady_clock(monkeypatch):
     """Every look at the clock takes 10 ms, so that a time budget of training buys the same steps on any machine."""
     ticks = itertools.count()
     monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(ticks) / 100))
+
+
+@pytest.fixture(scope="module")
+def text_model(tmp_path_factory) -> DiscreteModel:
+    """A tiny LlamaGen that reads captions, with a codebook."""
+    model = llamagen(tmp_path_factory.mktemp("tiny"), text=True)
+    model.attach_codebook(fill("codebook embedding", (model.vocab, 4)), 16)
+    return model
+
+
+@pytest.fixture(scope="module")
+def text_drafters(text_model, tmp_path_factory) -> dict[str, Drafter]:
+    """Its drafters: an EAGLE, and the model itself."""
+    path = write_eagle(tmp_path_factory.mktemp("eagle"), input_type=None)
+    return {"eagle": load_drafter(path, text_model), "model": ModelDrafter(text_model)}

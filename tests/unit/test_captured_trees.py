@@ -8,20 +8,17 @@ from comfyui_specar.kernels.graphs import Graphs
 from comfyui_specar.samplers.contract import Request, Result, SamplingParams
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
-from comfyui_specar.samplers.engine import session
 from comfyui_specar.samplers.engine.session import Session
-from comfyui_specar.samplers.methods import speculative
 from comfyui_specar.samplers.methods.skipping import Skipping
 from comfyui_specar.samplers.methods.speculative import DraftTree, SpeculativeRun
 from comfyui_specar.samplers.rules.acceptance import Exact
 from comfyui_specar.samplers.rules.cool_sd import CoolSD
 from comfyui_specar.samplers.rules.lantern import Lantern
 
-from ..support.closeness import fp64
+from ..support.captured_runs import assert_captured_as_plain, assert_same_tree_run
 from ..support.rules import RELAXED
 from ..support.tiny import CAPTION, caption_features, fill
 from ..support.toy import ToyDrafter, ToyModel, chi_square, plain, request, with_kept_tokens, with_line_ends
-from .test_speculative_caches import drafters, model  # noqa: F401 (fixtures)
 
 STATIC = Static(((0,), (1,), (0, 0), (0, 1), (1, 0)))
 FIXED = {"chain": Chain(3), "blocks": Chain(3, "block"), "static": STATIC, "dynamic": Dynamic(3, 3, 6)}
@@ -50,33 +47,6 @@ class CompiledGraphs(Graphs):
         return step(*inputs)
 
 
-@fp64()
-def agree(method, asked, monkeypatch):
-    """Runs one after the other, each with what the ones before left; then the same without graphs.
-
-    In fp64, because captured trees have other shapes, in which sums are rounded differently.
-    """
-    asked[0].model.sessions.clear()
-    replayed = [method.sample(one) for one in asked]
-    with monkeypatch.context() as plainly:
-        plainly.setattr(session, "Graphs", Graphs)
-        plainly.setattr(speculative, "Poll", session.Poll)
-        asked[0].model.sessions.clear()
-        for one, found in zip(asked, replayed, strict=True):
-            same(found, method.sample(one))
-    asked[0].model.sessions.clear()
-
-
-def same(one, other):
-    """The same pictures and the same story of them, but for times and the dead drafts that captured trees may have."""
-    assert torch.equal(one.tokens, other.tokens)
-    for mine, its in ((one.trace.positions, other.trace.positions), (one.trace.rounds, other.trace.rounds)):
-        for name in mine.keys() - {"milliseconds", "draft_milliseconds", "width"}:
-            torch.testing.assert_close(mine[name], its[name], msg=name)
-    apart = {"seconds": 0, "tv_bound": 0, "mean_log_p": 0}  # the others are counted; these sum up what was compared
-    assert one.trace.totals | apart == other.trace.totals | apart
-
-
 def compiled(method, asked):
     """A run with a compiled round."""
     torch._dynamo.reset()
@@ -94,7 +64,7 @@ def toy(layout="row", **options):
     return target, ToyDrafter(target, **options), shape
 
 
-def prompted(model, seed, tokens=7, batch=2):  # noqa: F811
+def prompted(model, seed, tokens=7, batch=2):
     """What a tiny LlamaGen is asked: guided, with tokens of the user's own."""
     kept = torch.zeros((1, 4, 4), dtype=torch.bool)
     kept.view(-1)[[2, 3, 9, 15]] = True
@@ -110,13 +80,13 @@ def prompted(model, seed, tokens=7, batch=2):  # noqa: F811
 def test_compiled_rounds_are_plain_rounds(structure, rule):
     target, drafter, shape = toy("line_ends")
     method, asked = DraftTree(drafter, structure, rule), request(target, shape, SamplingParams(cfg=1.5), 3, 3)
-    same(compiled(method, asked), method.sample(asked))
+    assert_same_tree_run(compiled(method, asked), method.sample(asked))
 
 
 @torch.inference_mode()
-def test_a_compiled_round_on_a_backbone(model, drafters):  # noqa: F811
-    method, asked = DraftTree(drafters["eagle"], Dynamic(2, 2, 3)), prompted(model, 3, batch=1)
-    same(compiled(method, asked), method.sample(asked))
+def test_a_compiled_round_on_a_backbone(text_model, text_drafters):
+    method, asked = DraftTree(text_drafters["eagle"], Dynamic(2, 2, 3)), prompted(text_model, 3, batch=1)
+    assert_same_tree_run(compiled(method, asked), method.sample(asked))
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -126,7 +96,7 @@ def test_replayed_rounds_are_plain_rounds(name, on_tape, monkeypatch):
     target, drafter, shape = toy("line_ends", stale="skipping" in more)
     method = DraftTree(drafter, structure, **more)
     asked = [request(target, shape, SamplingParams(cfg=1.5), seed=seed, batch=3) for seed in (3, 30)]
-    agree(method, asked, monkeypatch)
+    assert_captured_as_plain(method, asked, monkeypatch)
     assert len(on_tape) == 1 and on_tape[0].replayed > 0
 
 
@@ -137,7 +107,7 @@ def test_replayed_rules_heed_the_strength_of_each_run(rule, on_tape, monkeypatch
     method = DraftTree(drafter, structure, rule)
     asked = [replace(request(target, shape, seed=seed, batch=3), strength=strength)
              for seed, strength in ((3, torch.zeros(1, 6)), (9, torch.rand(1, 6)))]
-    agree(method, asked, monkeypatch)
+    assert_captured_as_plain(method, asked, monkeypatch)
     assert on_tape[0].replayed > 0
 
 
@@ -147,18 +117,18 @@ def test_images_may_keep_tokens_of_their_own(on_tape, monkeypatch):
     rows[1, 2], rows[2] = 0, -1
     asked = [request(target, layout, seed=seed, batch=3) for seed, layout in
              ((3, shape), (4, replace(shape, forced=rows)), (5, replace(shape, forced=rows.flip(0))))]
-    agree(DraftTree(drafter, FIXED["static"]), asked, monkeypatch)
+    assert_captured_as_plain(DraftTree(drafter, FIXED["static"]), asked, monkeypatch)
     assert on_tape[-1].replayed > 0
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", ["eagle", "model"])
-def test_replayed_rounds_on_a_backbone(model, drafters, kind, on_tape, monkeypatch):  # noqa: F811
+def test_replayed_rounds_on_a_backbone(text_model, text_drafters, kind, on_tape, monkeypatch):
     """Caches are written in place: another prompt, other kept tokens."""
     structure = STATIC if kind == "eagle" else Chain(3)
-    method = DraftTree(drafters[kind], structure, CoolSD(1.5), Skipping(interval=3, guard=0))
-    asked = [prompted(model, seed, tokens, batch=1) for seed, tokens in ((3, 7), (4, 6))]
-    agree(method, asked, monkeypatch)
+    method = DraftTree(text_drafters[kind], structure, CoolSD(1.5), Skipping(interval=3, guard=0))
+    asked = [prompted(text_model, seed, tokens, batch=1) for seed, tokens in ((3, 7), (4, 6))]
+    assert_captured_as_plain(method, asked, monkeypatch)
     assert on_tape[0].replayed > 0
 
 

@@ -5,14 +5,12 @@ Nothing of that may show: same tokens and same trace as the plain loop, also ove
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 from comfyui_specar import api
 from comfyui_specar.samplers.contract import SamplingParams
-from comfyui_specar.samplers.engine import loop, session
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.methods import jacobi, next_token
 from comfyui_specar.samplers.methods.jacobi import REUSE, SJD
@@ -20,7 +18,7 @@ from comfyui_specar.samplers.methods.next_token import NextToken
 from comfyui_specar.samplers.rules.cool_sd import CoolSD
 from comfyui_specar.samplers.rules.lantern import Lantern
 
-from ..support.tape import LatePoll, TapeGraphs
+from ..support.captured_runs import assert_same_run, captured
 from ..support.tiny import CAPTION, VOCAB, caption_features, fill, llamagen
 from ..support.toy import ToyModel, chi_square, plain, request, with_kept_tokens, with_line_ends
 from ..support.windows import begun, decided, three_passes
@@ -30,34 +28,6 @@ METHODS = [
     NextToken(), *(SJD(3, reuse) for reuse in REUSE), SJD(4, initial="repeat"), SJD(6, "gumbel", "upper"),
     SJD(3, rule=CoolSD(3)), SJD(4, "resample", "left", rule=Lantern(2, 0.6, "paper")), SJD(4, initial="uniform"),
 ]
-
-
-@contextmanager
-def captured():
-    """As on a GPU. Yields the list of the sessions' graphs."""
-    made = []
-
-    class Graphs(TapeGraphs):
-        def __init__(self, device):
-            super().__init__(device)
-            made.append(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "Graphs", Graphs)
-        patch.setattr(loop, "Poll", LatePoll)
-        yield made
-
-
-def assert_same(found, wanted):
-    assert torch.equal(found.tokens, wanted.tokens)
-    for name, values in wanted.trace.positions.items():
-        torch.testing.assert_close(found.trace.positions[name], values, msg=name)  # summed in other shapes
-    for name, values in wanted.trace.rounds.items():
-        assert name == "milliseconds" or torch.equal(found.trace.rounds[name], values), name
-    assert len(found.trace.rounds.get("milliseconds", ())) == len(wanted.trace.rounds.get("milliseconds", ()))
-    one, two = ({key: value for key, value in d.trace.summary().items() if not isinstance(value, float)}
-                for d in (found, wanted))
-    assert one == two
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +50,7 @@ def test_replaying_a_step_is_the_plain_loop(method, name):
     with captured() as made:
         found = [method.sample(one) for one in asked]
     for one, two in zip(found, wanted, strict=True):
-        assert_same(one, two)
+        assert_same_run(one, two)
     assert len(made) == made[0].captured == 1, "one graph for all three runs"
     assert made[0].replayed > sum(d.trace.totals["target_passes"] for d in found) - 3
 
@@ -96,7 +66,7 @@ def test_strength_and_kept_tokens_are_inputs_of_a_graph():
         found = [method.sample(one) for one in asked]
     assert made[0].captured == 1
     for one, two in zip(found, wanted, strict=True):
-        assert_same(one, two)
+        assert_same_run(one, two)
     assert not torch.equal(found[0].trace.positions["tv_bound"], found[1].trace.positions["tv_bound"])
 
 
@@ -114,7 +84,7 @@ def test_moved_sliders_need_no_other_graph(method):
         found = [method.sample(one) for one in asked]
     assert len(made) == made[0].captured == 1
     for one, two in zip(found, wanted, strict=True):
-        assert_same(one, two)
+        assert_same_run(one, two)
     assert len({tuple(one.tokens.flatten().tolist()) for one in found}) == len(found), "each was heeded"
 
 
@@ -129,7 +99,7 @@ def test_what_is_switched_on_is_another_graph_on_the_same_memory(method, switche
         found = [method.sample(one) for one in asked]
     assert len(made) == 1 and made[0].captured == 2
     for one, two in zip(found, wanted, strict=True):
-        assert_same(one, two)
+        assert_same_run(one, two)
 
 
 @pytest.mark.parametrize("changed", [
@@ -144,7 +114,7 @@ def test_a_graph_is_not_replayed_for_another_setting(method, changed):
         method.sample(asked)
         found = method.sample(replace(asked, **changed))
     assert len(made) == 2
-    assert_same(found, method.sample(replace(asked, **changed)))
+    assert_same_run(found, method.sample(replace(asked, **changed)))
 
 
 @pytest.mark.parametrize("other", [
@@ -156,7 +126,7 @@ def test_a_graph_is_not_replayed_for_another_method(other):
         SJD(3).sample(asked)
         found = other.sample(asked)
     assert len(made) == 2
-    assert_same(found, other.sample(asked))
+    assert_same_run(found, other.sample(asked))
 
 
 def test_a_result_stays_when_its_session_goes_on():
@@ -167,7 +137,7 @@ def test_a_result_stays_when_its_session_goes_on():
             before = first.tokens.clone()
             method.sample(replace(asked, seed=9))
         assert torch.equal(first.tokens, before)
-        assert_same(first, method.sample(asked))
+        assert_same_run(first, method.sample(asked))
 
 
 @pytest.mark.parametrize("method", [NextToken(), *(SJD(4, reuse) for reuse in REUSE if reuse != "threshold_paper")],
@@ -246,7 +216,7 @@ def test_prompts_and_seeds_change_within_a_session(model, method):
         found = runs()
     model.sessions.clear()
     for one, two in zip(found, wanted, strict=True):
-        assert_same(one, two)
+        assert_same_run(one, two)
     assert len(made) == 1 and made[0].replayed > 0 and made[0].active
 
 
@@ -277,4 +247,4 @@ def test_next_token_compiles_as_one_graph(model):
         wanted = api.sample(model, model.encode_features(caption_features()), NextToken(), seed=3)
         patch.setattr(next_token, "step", torch.compile(next_token.step, fullgraph=True, backend="eager"))
         found = api.sample(model, model.encode_features(caption_features()), NextToken(), seed=3)
-    assert_same(found, wanted)
+    assert_same_run(found, wanted)

@@ -15,7 +15,7 @@ from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNext
 from safetensors.torch import save_file
 
 from ..support.tiny_mar import MAR, write_mar
-from .test_continuous_masked import CHANNELS, LENGTH, SIDE, prompt, request, tiny
+from ..support.tiny_masked import CHANNELS, LENGTH, SIDE, prompt, request, tiny
 
 KEPT = (torch.arange(LENGTH) < 4).expand(2, -1)
 

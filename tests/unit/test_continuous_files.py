@@ -11,12 +11,13 @@ import torch
 from comfyui_specar.model_loaders.decoders import kl_vae
 from comfyui_specar.model_loaders.detect import load_image_decoder, load_model
 from comfyui_specar.model_loaders.families import mar
-from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, open_checkpoint
 from comfyui_specar.models.kl_vae import KLConfig, KLModel
 from comfyui_specar.models.mar import MARConfig
 from comfyui_specar.samplers.continuous_contract import ContinuousParams
 from safetensors.torch import save_file
 
+from ..support.bad_files import refused
 from ..support.tiny import fill, vq_weights, write_llamagen
 from ..support.tiny_mar import MAR, mar_shapes, mar_weights, write_mar
 
@@ -170,13 +171,6 @@ def test_half_precision_is_not_for_the_head(tmp_path):
 
 
 # Files that cannot be used
-
-
-def refused(path, *words, loader=load_model, error=CheckpointError, **options):
-    with pytest.raises(error) as caught:
-        loader(path, **options)
-    for word in words:
-        assert word in str(caught.value), caught.value
 
 
 def test_missing_misshapen_and_unknown_tensors(tmp_path):

@@ -4,30 +4,14 @@ import math
 
 import pytest
 import torch
-from comfyui_specar.model_loaders.continuous_model import MaskedModel
-from comfyui_specar.models.diffusion_head import DiffusionHead
-from comfyui_specar.models.mar import MAR, MARConfig
-from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest, masked_guidance, noises
+from comfyui_specar.samplers.continuous_contract import ContinuousParams, masked_guidance, noises
 from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative
 from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken
 from comfyui_specar.samplers.rng import Stream
 
-SIDE, CHANNELS, STEPS = 3, 4, 5
-LENGTH = SIDE * SIDE
+from ..support.tiny_masked import CHANNELS, LENGTH, SIDE, STEPS, prompt, request, tiny
+
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
-
-
-def tiny(seed: int) -> MaskedModel:
-    """Random weights, those of the noise prediction small; the published first steps would blow them up."""
-    torch.manual_seed(seed)
-    config = MARConfig(dim=16, encoder_layers=1, decoder_layers=1, heads=2, rows=SIDE, cols=SIDE, channels=CHANNELS,
-                       slots=3, conditions=5)
-    backbone, head = MAR(config), DiffusionHead(CHANNELS, 16, 16, 1, first=600)
-    for parameter in (*backbone.parameters(), *head.parameters()):
-        torch.nn.init.normal_(parameter, std=0.3)
-    torch.nn.init.normal_(head.net.final_layer.linear.weight, std=0.05)
-    torch.nn.init.zeros_(head.net.final_layer.linear.bias)
-    return MaskedModel(backbone, head, "mar", 0.2, ContinuousParams(steps=STEPS), None).eval()
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +23,6 @@ def models():
 def inference():
     with torch.inference_mode():
         yield
-
-
-def prompt(model, *classes):
-    return model.encode_features(torch.tensor(classes, dtype=torch.float32)[:, None, None])
-
-
-def request(model, batch=1, seed=0, negative=None, kept=None, tokens=None, **params):
-    params = ContinuousParams(**{"steps": STEPS} | params)
-    return ContinuousRequest(model, prompt(model, 3), model.grid, params, negative, seed, batch, kept=kept,
-                             tokens=tokens)
 
 
 def picture(batch):

@@ -9,6 +9,7 @@ from comfyui_specar.model_loaders.detect import load_drafter, load_model
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 from safetensors.torch import save_file
 
+from ..support.bad_files import Attack
 from ..support.closeness import fp64
 from ..support.tiny import (
     HEADS,
@@ -22,7 +23,6 @@ from ..support.tiny import (
     write_eagle,
     write_llamagen,
 )
-from .test_loaders import Attack
 
 SIDE = 16  # of the grid that "t2i" stands for
 

@@ -12,8 +12,8 @@ from comfyui_specar.samplers.methods.jacobi import SJD
 from safetensors.torch import load_file, save_file
 
 from ..support import tiny_emu3 as tiny
+from ..support.bad_files import refused
 from ..support.tiny import write_llamagen
-from .test_loaders import refused
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,10 @@ from comfyui_specar.samplers.methods.skipping import Skipping
 from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.trace import Source
 
+from ..support.captured_runs import assert_captured_as_plain, assert_same_run, captured
 from ..support.closeness import fp64
 from ..support.tiny import CAPTION, caption_features, fill, llamagen, write_eagle, write_llamagen
 from ..support.toy import ToyDrafter, ToyModel, chi_square, plain, request, with_line_ends
-from .test_captured_trees import agree
-from .test_captured_windows import assert_same, captured
 
 RUNS = 6000
 
@@ -119,7 +118,7 @@ def test_steps_captured_behind_other_beginnings_are_replayed(method):
         found = [method.sample(one) for one in asked]
     assert len(made) == made[0].captured == 1
     for one, two in zip(found, wanted, strict=True):
-        assert_same(one, two)
+        assert_same_run(one, two)
 
 
 @pytest.mark.parametrize("structure", [STRUCTURES[2], STRUCTURES[3]], ids=str)
@@ -127,7 +126,8 @@ def test_rounds_captured_behind_other_beginnings_are_replayed(structure, on_tape
     model = ToyModel(plain(2, 3))
     layouts = [begun(plain(2, 3), *tokens) for tokens in ((1, 2), (0, 0, 1), (2, 1), (1, -1, 0))]
     drafter = ToyDrafter(model)
-    agree(DraftTree(drafter, structure), [request(model, each, seed=5, batch=4) for each in layouts], monkeypatch)
+    asked = [request(model, each, seed=5, batch=4) for each in layouts]
+    assert_captured_as_plain(DraftTree(drafter, structure), asked, monkeypatch)
     assert on_tape[0].captured > 0
 
 

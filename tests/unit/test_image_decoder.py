@@ -8,8 +8,8 @@ from comfyui_specar.models.cache import BUCKET
 from comfyui_specar.samplers.methods.jacobi import SJD
 from safetensors.torch import save_file
 
+from ..support.bad_files import refused
 from ..support.tiny import CLASSES, GRID, SLOTS, VQ, caption_features, vq_weights, write_llamagen
-from .test_loaders import refused
 
 
 def test_image_decoder_is_found_and_joined(tmp_path):

@@ -104,8 +104,8 @@ def test_every_package_is_listed_for_installation():
     assert sorted(re.findall(r'"(.+?)"', table)) == sorted(packages | {"comfyui_specar"})
 
 
-def test_no_test_imports_from_another_folder_of_tests():
-    """What tests share lies in tests/support, or in the conftest.py above them."""
+def test_tests_import_neither_from_another_folder_nor_from_another_test():
+    """What tests share is in tests/support, or in a conftest.py above them."""
     shared = {"tests.support", "tests.conftest", "tests.custom_nodes"}
     for path in sorted((ROOT / "tests").glob("*/*.py")):
         folder = f"tests.{path.parent.name}"
@@ -113,6 +113,7 @@ def test_no_test_imports_from_another_folder_of_tests():
             name = name.removeprefix("comfyui_specar.")
             if top(name) == "tests":
                 assert name.startswith((folder, *shared)), f"{path.relative_to(ROOT)} imports {name}"
+                assert ".test_" not in name, f"{path.relative_to(ROOT)} imports from a test: {name}"
 
 
 def test_the_scan_sees_imports_of_every_form(tmp_path, monkeypatch):

@@ -8,10 +8,11 @@ from comfyui_specar import api
 from comfyui_specar.model_loaders.decoders import KINDS, vq
 from comfyui_specar.model_loaders.detect import find_image_decoder, load_image_decoder, load_model
 from comfyui_specar.model_loaders.families import FAMILIES, janus
-from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, weight_file
+from comfyui_specar.model_loaders.files.checkpoint import weight_file
 from comfyui_specar.samplers.contract import SamplingParams
 from safetensors.torch import save_file
 
+from ..support.bad_files import refused
 from ..support.tiny import llamagen_weights, vq_weights
 from ..support.tiny_folder import byte_tokenizer, write_folder
 from ..support.tiny_janus import (
@@ -39,13 +40,6 @@ def model(tmp_path_factory):
 
 def logits(model):
     return model.teacher_forced(model.encode_ids([BEGIN, 7, 9, IMAGE]), PICTURE)
-
-
-def refused(path, *words, loader=load_model, error=CheckpointError, **options):
-    with pytest.raises(error) as caught:
-        loader(path, **options)
-    for word in words:
-        assert word in str(caught.value), str(caught.value)
 
 
 @pytest.mark.parametrize(("original", "shards", "pickled"), [

@@ -18,6 +18,7 @@ from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.methods.jacobi import SJD
 from safetensors.torch import save_file
 
+from ..support.bad_files import Attack, refused
 from ..support.tiny import GRID, HEADS, VOCAB, caption_features, llamagen_weights, vq_weights, write_llamagen
 from ..support.tiny_folder import write_folder
 
@@ -156,13 +157,6 @@ def test_dtype_and_defaults(tmp_path):
 # Files that cannot be used
 
 
-def refused(path, *words, loader=load_model, error=CheckpointError, **options):
-    with pytest.raises(error) as caught:
-        loader(path, **options)
-    for word in words:
-        assert word in str(caught.value), caught.value
-
-
 def test_missing_files_and_strange_kinds(tmp_path):
     refused(tmp_path / "none.safetensors", "none.safetensors", "exist")
     refused(tmp_path, "no model.safetensors", error=CheckpointError)
@@ -204,16 +198,6 @@ def test_metadata_of_another_kind(tmp_path, known_size, metadata):
         refused(path, path.name, "damaged")
     else:
         assert load_model(path).grid == (16, 16)
-
-
-class Attack:
-    """Unpickling this writes a file."""
-
-    def __init__(self, target):
-        self.target = str(target)
-
-    def __reduce__(self):
-        return (exec, (f"open({self.target!r}, 'w').write('gotcha')",))
 
 
 @pytest.mark.parametrize("loader", [load_model, load_image_decoder])

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from ..support.fuzz_seeds import SEEDS
 from ..support.mapped_files import maps
 from ..support.tiny import VOCAB, llamagen, vq_weights, write_llamagen
-from .test_trace import trace_of
+from ..support.toy import ToyModel, plain, request
 
 LOADERS = ("load_model", "load_drafter", "load_image_decoder", "load_trace")
 KINDS = [name for name in SEEDS if name != "MAR as released"]  # too small to be known without metadata
@@ -169,7 +169,8 @@ def test_a_drive_that_cannot_map_is_no_damage(tmp_path, monkeypatch, without_map
 
 
 def test_a_trace_may_be_replaced_while_it_is_shown(tmp_path):
-    trace = trace_of(NextToken())
+    layout = plain(2, 2)
+    trace = NextToken().sample(request(ToyModel(layout), layout)).trace
     api.save_trace(trace, tmp_path / "run")
     loaded = api.load_trace(tmp_path / "run")
     assert not maps(tmp_path)

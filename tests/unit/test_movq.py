@@ -8,9 +8,9 @@ from comfyui_specar.model_loaders.files.checkpoint import Checkpoint
 from safetensors.torch import save_file
 
 from ..support import tiny_emu3 as tiny
+from ..support.bad_files import refused
 from ..support.closeness import fp64
 from ..support.tiny import fill, vq_weights
-from .test_loaders import refused
 
 CODES = torch.arange(24).view(2, 3, 4) * 5 % tiny.CODES
 

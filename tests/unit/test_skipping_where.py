@@ -15,10 +15,10 @@ from comfyui_specar.samplers.trace import Source
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ..support.captured_runs import assert_captured_as_plain
 from ..support.random_trees import random_tree
 from ..support.tiny import VOCAB, caption_features, fill, llamagen, write_llamagen
 from ..support.toy import ToyDrafter, ToyModel, request, with_line_ends
-from .test_captured_trees import agree
 
 LAYOUT = with_line_ends(2, 3)
 MODEL = ToyModel(LAYOUT, 2)
@@ -105,7 +105,7 @@ def test_rows_of_a_batch_have_masks_of_their_own():
 
 def test_a_mask_is_an_input_of_captured_rounds(on_tape, monkeypatch):
     asked = [replace(request(MODEL, LAYOUT, seed=2, batch=4), skippable=random_masks(seed, 1)) for seed in range(3)]
-    agree(DraftTree(DRAFTER, STRUCTURES[2], skipping=EAGER), asked, monkeypatch)
+    assert_captured_as_plain(DraftTree(DRAFTER, STRUCTURES[2], skipping=EAGER), asked, monkeypatch)
     assert len(on_tape) == 1 and on_tape[0].captured > 0
     on_tape.clear()
     DraftTree(DRAFTER, STRUCTURES[2], skipping=EAGER).sample(replace(asked[0], skippable=random_masks(0, 4)))

@@ -5,19 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.kernels.graphs import Graphs
-from comfyui_specar.model_loaders.detect import load_drafter
-from comfyui_specar.model_loaders.drafters import ModelDrafter
-from comfyui_specar.samplers.contract import Request, SamplingParams
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
-from comfyui_specar.samplers.engine.session import Session
 from comfyui_specar.samplers.methods.skipping import Skipping
-from comfyui_specar.samplers.methods.speculative import DraftTree, SpeculativeRun
+from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.rules.cool_sd import CoolSD
 from comfyui_specar.samplers.trace import Source
 
-from ..support.tiny import CAPTION, caption_features, fill, llamagen, write_eagle
+from ..support.rounds import begin
+from ..support.tiny import caption_features
 
 STRUCTURES = {
     "chain": Chain(3), "blocks": Chain(4, "block"), "static": Static("eagle_25"), "dynamic": Dynamic(3, 4, 12),
@@ -28,32 +24,6 @@ SKIPS = {
     "always": None, "uniform": Skipping(interval=2), "stale": Skipping(interval=3, refresh=False),
     "dynamic": Skipping(schedule="dynamic", threshold=0.0, path="confident", truncate=False),
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    model = llamagen(tmp_path_factory.mktemp("tiny"), text=True)
-    model.attach_codebook(fill("codebook embedding", (model.vocab, 4)), 16)
-    return model
-
-
-@pytest.fixture(scope="module")
-def drafters(model, tmp_path_factory):
-    path = write_eagle(tmp_path_factory.mktemp("eagle"), input_type=None)
-    return {"eagle": load_drafter(path, model), "model": ModelDrafter(model)}
-
-
-def begin(model, method, batch=3, seed=0, cfg=2.0, forced=False):
-    layout = model.layout()
-    if forced:
-        keep = torch.zeros((1, 4, 4), dtype=torch.bool)
-        keep.view(-1)[[2, 3, 9, 15]] = True
-        layout = layout.keeping(torch.full((1, 4, 4), 7), keep)
-    negative = model.encode_features(fill("negative embedding", (1, 3, CAPTION)))
-    params = SamplingParams(cfg=cfg, top_k=12)
-    prompt = model.encode_features(caption_features())
-    request = Request(model, prompt, layout, params, negative, seed, batch)
-    return SpeculativeRun(method, request, Session(Graphs(model.device)))
 
 
 def assert_cache_is_fresh(run, model):
@@ -73,16 +43,16 @@ def assert_cache_is_fresh(run, model):
 @torch.inference_mode()
 @pytest.mark.parametrize("skips", SKIPS)
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_the_cache_is_that_of_a_fresh_pass_after_every_round(model, drafters, structure, skips):
-    for kind, drafter in drafters.items():
+def test_the_cache_is_that_of_a_fresh_pass_after_every_round(text_model, text_drafters, structure, skips):
+    for kind, drafter in text_drafters.items():
         if kind == "model" and skips == "stale":
             continue  # the small model takes no hidden states
-        run = begin(model, DraftTree(drafter, STRUCTURES[structure], skipping=SKIPS[skips]), forced=True)
+        run = begin(text_model, DraftTree(drafter, STRUCTURES[structure], skipping=SKIPS[skips]), forced=True)
         while not run.done:
             run.round()
             if not (run.state.committed < run.step.length).all():
                 continue
-            assert_cache_is_fresh(run, model)
+            assert_cache_is_fresh(run, text_model)
             last = run.step.record.tokens[torch.arange(3), run.state.committed - 1]
             assert torch.equal(run.state.uncached.root, last)
         forced = run.state.layout.forced[0]
@@ -91,11 +61,11 @@ def test_the_cache_is_that_of_a_fresh_pass_after_every_round(model, drafters, st
 
 @torch.inference_mode()
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_the_eagle_drafter_knows_the_true_pairs(model, drafters, structure):
+def test_the_eagle_drafter_knows_the_true_pairs(text_model, text_drafters, structure):
     """Its cache is that of one pass over all true pairs that it has observed, those of the round before the last, after
     skipped rounds were verified as well (refresh)."""
     for skipping in (None, Skipping(interval=2, guard=0)):
-        run = begin(model, DraftTree(drafters["eagle"], STRUCTURES[structure], skipping=skipping), batch=2)
+        run = begin(text_model, DraftTree(text_drafters["eagle"], STRUCTURES[structure], skipping=skipping), batch=2)
         checked = 0
         while not run.done:
             run.round()
@@ -103,14 +73,15 @@ def test_the_eagle_drafter_knows_the_true_pairs(model, drafters, structure):
             if run.done or state.skipped.any() or not (state.committed < run.step.length).all():
                 continue
             request = run.request
-            fresh = model.start(request.conditioning, request.negative, 2, request.layout, slack=0, guided=True)
-            behind = drafters["eagle"].start(fresh, request.conditioning, request.negative, 2, request.layout, 9, True)
+            fresh = text_model.start(request.conditioning, request.negative, 2, request.layout, slack=0, guided=True)
+            behind = text_drafters["eagle"].start(
+                fresh, request.conditioning, request.negative, 2, request.layout, 9, True)
             begun = behind.cache.lengths.clone()
             before = fresh.prefill.hidden
-            out = model.step(fresh, run.step.record.image, torch.arange(run.step.length).expand(2, -1))
+            out = text_model.step(fresh, run.step.record.image, torch.arange(run.step.length).expand(2, -1))
             hidden = torch.cat((before, out.hidden[:, :-1]), dim=1)
             positions = torch.arange(run.step.length).expand(2, -1)
-            drafters["eagle"].observe(behind, run.step.record.image, positions, hidden, observed)
+            text_drafters["eagle"].observe(behind, run.step.record.image, positions, hidden, observed)
             cache = run.step.drafter_state.cache
             assert torch.equal(cache.lengths, begun + observed.repeat(2))
             for row, length in enumerate(cache.lengths.tolist()):
@@ -119,10 +90,10 @@ def test_the_eagle_drafter_knows_the_true_pairs(model, drafters, structure):
         assert checked > 0
 
 
-def test_the_small_model_needs_no_hidden_states(model, drafters):
+def test_the_small_model_needs_no_hidden_states(text_model, text_drafters):
     """The target drafting for itself: accepted throughout, also where rounds were skipped before."""
     for skipping in (None, Skipping(interval=2, guard=0)):
-        run = begin(model, DraftTree(drafters["model"], Chain(3), skipping=skipping))
+        run = begin(text_model, DraftTree(text_drafters["model"], Chain(3), skipping=skipping))
         while not run.done:
             run.round()
         sources = run.finish().positions["source"]
@@ -130,20 +101,20 @@ def test_the_small_model_needs_no_hidden_states(model, drafters):
         assert (sources == Source.SKIPPED).any() == (skipping is not None)
 
 
-def test_skipping_never_is_the_host(model, drafters):
+def test_skipping_never_is_the_host(text_model, text_drafters):
     for structure in STRUCTURES.values():
-        host = DraftTree(drafters["eagle"], structure)
+        host = DraftTree(text_drafters["eagle"], structure)
         for never in (Skipping(interval=1000), Skipping(schedule="dynamic", threshold=1.01)):
-            a, b = (begin(model, m) for m in (host, replace(host, skipping=never)))
+            a, b = (begin(text_model, m) for m in (host, replace(host, skipping=never)))
             while not (a.done and b.done):
                 a.round()
                 b.round()
             assert torch.equal(a.step.record.image, b.step.record.image)
 
 
-def test_rounds_are_never_skipped_twice_running(model, drafters):
+def test_rounds_are_never_skipped_twice_running(text_model, text_drafters):
     greedy = Skipping(schedule="dynamic", threshold=0.0)
-    run = begin(model, DraftTree(drafters["eagle"], Static("eagle_25"), skipping=greedy), batch=4)
+    run = begin(text_model, DraftTree(text_drafters["eagle"], Static("eagle_25"), skipping=greedy), batch=4)
     while not run.done:
         run.round()
     trace = run.finish()
@@ -155,12 +126,12 @@ def test_rounds_are_never_skipped_twice_running(model, drafters):
     assert totals["passes_per_image"] == ((trace.rounds["committed"] > 0) & ~skipped).sum(0).tolist()
 
 
-def test_relaxation_means_fewer_passes_on_a_real_backbone(model, drafters):
+def test_relaxation_means_fewer_passes_on_a_real_backbone(text_model, text_drafters):
     """Through the headless interface, with a strength map that forbids it on the upper half."""
-    prompt = model.encode_features(caption_features())
+    prompt = text_model.encode_features(caption_features())
     strength = torch.ones(4, 4)
     strength[:2] = 0
-    out = api.sample(model, prompt, DraftTree(drafters["eagle"], Static(), CoolSD(8.0)), top_k=0, batch_size=8,
-                     strength=strength)
+    method = DraftTree(text_drafters["eagle"], Static(), CoolSD(8.0))
+    out = api.sample(text_model, prompt, method, top_k=0, batch_size=8, strength=strength)
     tv_bound = out.trace.grid("tv_bound")
     assert not tv_bound[:, :2].any() and tv_bound[:, 2:].any()

@@ -21,8 +21,8 @@ from comfyui_specar.samplers.rules.lantern import Lantern
 from comfyui_specar.samplers.rules.tv_budget import TVMetered
 from comfyui_specar.samplers.trace import Source
 
+from ..support.rounds import begin
 from ..support.toy import ToyDrafter, ToyModel, chi_square, plain, request, with_line_ends
-from .test_speculative_caches import begin, drafters, model  # noqa: F401 (fixtures)
 
 SMALL = {"depths": (1, 4), "widths": (1, 3), "width_step": 1, "first": (2, 2), "nodes": 12}
 STRUCTURES = {
@@ -174,7 +174,7 @@ def test_a_stopped_run_leaves_nothing_behind():
 
 @torch.inference_mode()
 @pytest.mark.parametrize("skips", SKIPS)
-def test_caches_hold_whatever_is_fed(model, drafters, skips, monkeypatch):  # noqa: F811
+def test_caches_hold_whatever_is_fed(text_model, text_drafters, skips, monkeypatch):
     """No slot of a pass lies behind the end of a cache: slots that did would be folded onto the last one."""
     furthest, opened = [], KVCache.open
 
@@ -187,8 +187,8 @@ def test_caches_hold_whatever_is_fed(model, drafters, skips, monkeypatch):  # no
              "adaptive": ADTTree("random", depths=(1, 5), widths=(1, 8), nodes=10),
              "adaptive, sampled": ADTTree("random", "sampled", depths=(1, 5), widths=(1, 8), nodes=10)}
     for name, structure in sizes.items():
-        for drafter in drafters.values():
-            run = begin(model, DraftTree(drafter, structure, skipping=SKIPS[skips]))
+        for drafter in text_drafters.values():
+            run = begin(text_model, DraftTree(drafter, structure, skipping=SKIPS[skips]))
             while not run.done:
                 run.round()
             assert min(furthest) >= 0, name

@@ -4,40 +4,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-from comfyui_specar.models.vq import VQConfig, VQModel
+from comfyui_specar.models.vq import VQModel
 from comfyui_specar.training import export, resume
 from comfyui_specar.training.autoregressive import Batches, TextToImage
 from comfyui_specar.training.captions import Captions
-from comfyui_specar.training.data import Images, augment, recolour
+from comfyui_specar.training.data import augment, recolour
 from comfyui_specar.training.loop import rate
 from comfyui_specar.training.muon import orthogonalise
-from comfyui_specar.training.settings import BACKGROUNDS, COLOURS, CPU, PLACES, STYLES, Augmentation
+from comfyui_specar.training.settings import BACKGROUNDS, COLOURS, PLACES, STYLES, Augmentation
 
-CONCEPTS = {
-    "2764": {"label": "red heart", "tags": ["emotion", "love"]},
-    "1f436": {"label": "dog face", "tags": ["pet", "puppy"]},
-    "1f431": {"label": "cat face", "tags": ["pet", "kitten"]},
-}
-SETTING = replace(
-    CPU,
-    compile=False,
-    concepts=tuple(CONCEPTS),
-    tokenizer=replace(CPU.tokenizer, config=VQConfig(16, 4, (1, 1, 1, 1, 1), 32, 32, 1)),
-    model=replace(CPU.model, dim=64, layers=2, heads=2),
-)
+from ..support.tiny_training import CONCEPTS, SETTING, images, square
+
 STILL = Augmentation(scale=(1.0, 1.0), shift=0.0, colour_jitter=0.0)
 
 
 @pytest.fixture
 def captions() -> Captions:
     return Captions(SETTING, CONCEPTS, seed=1)
-
-
-def square(side: int = 128, half: int = 32) -> torch.Tensor:
-    """A white opaque square in the middle of a transparent canvas, [1, 4, side, side]."""
-    rgba = torch.zeros(1, 4, side, side, dtype=torch.uint8)
-    rgba[:, :, side // 2 - half : side // 2 + half, side // 2 - half : side // 2 + half] = 255
-    return rgba
 
 
 def test_word_table_and_synonyms(captions):
@@ -102,11 +85,6 @@ def test_flip_mirrors_about_half_of_the_pictures():
     pixels = augment(half.expand(100, -1, -1, -1), torch.ones(100).long(), ranges, torch.Generator().manual_seed(0))
     left, right = pixels[:, 0, 64, 40] > 0, pixels[:, 0, 64, 87] > 0
     assert torch.all(left ^ right) and 30 < int(right.sum()) < 70
-
-
-def images() -> Images:
-    codes = [code for code in CONCEPTS for _ in STYLES]
-    return Images(square(256, 64).repeat(9, 1, 1, 1), codes, [0, 1, 2] * 3, CONCEPTS, [None] * 9)
 
 
 def batches(seed: int) -> Batches:

@@ -18,7 +18,7 @@ from comfyui_specar.training.export import save
 from comfyui_specar.training.settings import CPU, MaskedSetting
 from comfyui_specar.training.views import Scenes
 
-from .test_training_data import CONCEPTS, SETTING, images
+from ..support.tiny_training import CONCEPTS, SETTING, images
 
 TINY = MaskedSetting(1, dim=32, layers=1, heads=2, head_width=32, head_depth=1, batch=4)
 CONTINUOUS = replace(

@@ -1,0 +1,70 @@
+"""Runs whose steps are captured as on a GPU, compared with plain runs: same tokens, same trace."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from comfyui_specar.kernels.graphs import Graphs
+from comfyui_specar.samplers.engine import loop, session
+from comfyui_specar.samplers.methods import speculative
+
+from .closeness import fp64
+from .tape import LatePoll, TapeGraphs
+
+
+@contextmanager
+def captured():
+    """As on a GPU. Yields the list of the sessions' graphs."""
+    made = []
+
+    class Taped(TapeGraphs):
+        def __init__(self, device):
+            super().__init__(device)
+            made.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "Graphs", Taped)
+        patch.setattr(loop, "Poll", LatePoll)
+        yield made
+
+
+def assert_same_run(found, wanted):
+    """The same tokens and the same trace, but for times."""
+    assert torch.equal(found.tokens, wanted.tokens)
+    for name, values in wanted.trace.positions.items():
+        torch.testing.assert_close(found.trace.positions[name], values, msg=name)  # summed in other shapes
+    for name, values in wanted.trace.rounds.items():
+        assert name == "milliseconds" or torch.equal(found.trace.rounds[name], values), name
+    assert len(found.trace.rounds.get("milliseconds", ())) == len(wanted.trace.rounds.get("milliseconds", ()))
+    one, two = ({key: value for key, value in d.trace.summary().items() if not isinstance(value, float)}
+                for d in (found, wanted))
+    assert one == two
+
+
+@fp64()
+def assert_captured_as_plain(method, asked, monkeypatch):
+    """Runs one after the other, each with what the ones before left; then the same without graphs.
+
+    In fp64, because captured trees have other shapes, in which sums are rounded differently.
+    """
+    asked[0].model.sessions.clear()
+    replayed = [method.sample(one) for one in asked]
+    with monkeypatch.context() as plainly:
+        plainly.setattr(session, "Graphs", Graphs)
+        plainly.setattr(speculative, "Poll", session.Poll)
+        asked[0].model.sessions.clear()
+        for one, found in zip(asked, replayed, strict=True):
+            assert_same_tree_run(found, method.sample(one))
+    asked[0].model.sessions.clear()
+
+
+def assert_same_tree_run(one, other):
+    """The same pictures and the same story of them, but for times and the dead drafts that captured trees may have."""
+    assert torch.equal(one.tokens, other.tokens)
+    for mine, its in ((one.trace.positions, other.trace.positions), (one.trace.rounds, other.trace.rounds)):
+        for name in mine.keys() - {"milliseconds", "draft_milliseconds", "width"}:
+            torch.testing.assert_close(mine[name], its[name], msg=name)
+    apart = {"seconds": 0, "tv_bound": 0, "mean_log_p": 0}  # the others are counted; these sum up what was compared
+    assert one.trace.totals | apart == other.trace.totals | apart

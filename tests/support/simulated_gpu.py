@@ -1,0 +1,23 @@
+"""A GPU simulated by tensors without data, which refuse to be mixed across devices as real ones do."""
+
+import comfy.model_management as mm
+import pytest
+import torch
+from comfyui_specar.kernels import dispatch
+from comfyui_specar.models import prefix
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Within it, tensors have no data, and may be moved to a GPU that is not there."""
+    monkeypatch.setattr(mm, "device_supports_non_blocking", lambda device: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(dispatch, "runs_triton", lambda device: False)
+    monkeypatch.setattr(prefix, "check_class", lambda number, classes: None)  # it reads what such tensors have not
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        yield
+    torch.__future__.set_overwrite_module_params_on_conversion(False)
