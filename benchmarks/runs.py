@@ -10,6 +10,8 @@ from typing import Any
 
 import comfyui_specar as specar
 import torch
+from comfyui_specar.samplers.drafts.guesses import INITIAL
+from comfyui_specar.samplers.methods.jacobi import REUSE
 from comfyui_specar.training.settings import BACKGROUNDS
 
 PROMPTS = (
@@ -35,9 +37,9 @@ def cases(windows: Sequence[int]) -> list[Case]:
     sjd = specar.methods.SJD
     listed = [Case("next_token", specar.methods.NextToken())]
     for window in windows:
-        for reuse in ("coupled", "gumbel", "threshold_exact", "resample", "threshold_paper"):
+        for reuse in REUSE:
             listed.append(Case(f"sjd {reuse} w{window}", sjd(window=window, reuse=reuse)))
-    for initial in ("left", "upper", "uniform", "repeat"):
+    for initial in INITIAL[1:]:  # the others use the first
         listed.append(Case(f"sjd coupled w{windows[0]} init {initial}", sjd(window=windows[0], initial=initial)))
     return listed
 

@@ -5,8 +5,11 @@ import re
 from pathlib import Path
 
 import comfyui_specar.nodes
+import pytest
 from comfy.cli_args import args
 from comfyui_specar.nodes import extension
+from comfyui_specar.samplers.registry import RULES
+from comfyui_specar.samplers.settings import settings_of
 
 from ..support import other_systems
 
@@ -70,6 +73,27 @@ def test_samplers_begin_alike(nodes):
         if name.endswith("Sampler"):
             first = continuous if "Continuous" in name else discrete
             assert [i.id for i in node.GET_SCHEMA().inputs][: len(first)] == first, name
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_widgets_of_a_rule_are_its_settings(nodes, rule):
+    """One for each, with its default; they offer no illegal value, and every legal one of a choice."""
+    node, settings = nodes[f"SpecARRule{rule.__name__}"], settings_of(rule)
+    widgets = {field.id: field for field in node.GET_SCHEMA().inputs if field.id != "where"}
+    assert settings.keys() <= widgets.keys()
+    defaults = {name: widget.default for name, widget in widgets.items()}
+
+    def chosen(**values):
+        return node.execute(**defaults | values).result[0].rule
+
+    assert chosen() == rule()
+    for name, setting in settings.items():
+        widget = widgets[name]
+        if setting.options:
+            values = [getattr(chosen(**{name: option}), name) for option in widget.options]
+            assert sorted(values) == sorted(setting.options)
+        else:
+            assert setting.low <= widget.min and widget.max <= setting.high
 
 
 def test_bundled_drafters_are_listed_first(nodes, drafters, vectors):

@@ -1,14 +1,18 @@
-"""Settings of every relaxed rule that relax a lot on models of a few codes."""
+"""Every relaxed rule of the registry, with settings that relax a lot on models of a few codes."""
 
 from __future__ import annotations
 
+from comfyui_specar.samplers.registry import RULES
+from comfyui_specar.samplers.rules.acceptance import Exact
 from comfyui_specar.samplers.rules.cool_sd import CoolSD, UniformRSD
 from comfyui_specar.samplers.rules.entropy import Entropy
 from comfyui_specar.samplers.rules.grouped import Grouped
 from comfyui_specar.samplers.rules.lantern import Lantern, LanternPP
 from comfyui_specar.samplers.rules.tv_budget import TVMetered
 
-RELAXED = [
-    Lantern(2, 0.3), LanternPP(2, 3.0), UniformRSD(2.0), CoolSD(1.5), Grouped(14, 0.9, 10.0), TVMetered(0.1),
-    Entropy(),
-]
+SETTINGS = {
+    Lantern: {"neighbours": 2, "delta": 0.3}, LanternPP: {"neighbours": 2, "ratio": 3.0}, UniformRSD: {"delta": 2.0},
+    CoolSD: {"delta": 1.5}, Grouped: {"window": 14, "gap": 0.9, "radius": 10.0}, TVMetered: {"epsilon": 0.1},
+    Entropy: {},
+}
+RELAXED = [rule(**SETTINGS[rule]) for rule in RULES if rule is not Exact]

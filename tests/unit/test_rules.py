@@ -21,6 +21,7 @@ from comfyui_specar.samplers.rules.entropy import Entropy
 from comfyui_specar.samplers.rules.grouped import Grouped
 from comfyui_specar.samplers.rules.lantern import REDRAW, Lantern, LanternPP
 from comfyui_specar.samplers.rules.tv_budget import TVMetered
+from comfyui_specar.samplers.settings import settings_of
 
 VOCAB = 12
 CODEBOOK = torch.randn(VOCAB, 3, generator=torch.Generator().manual_seed(3))
@@ -42,6 +43,12 @@ def bound(rule, codebook=CODEBOOK):
                             neighbours=lambda count: neighbour_table(codebook, count))
     rule.check()
     return rule.bind(model)
+
+
+def test_every_rule_is_among_those_tested_here():
+    assert {type(rule) for rule in RULES} == set(registry.RULES)
+    declared = {rule for rule in registry.RULES if any(each.exact is not None for each in settings_of(rule).values())}
+    assert {type(rule) for rule in NOTHING} == declared
 
 
 def laws(seed, vocab=VOCAB, zeros=0.2):

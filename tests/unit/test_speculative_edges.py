@@ -16,12 +16,12 @@ from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.rng import Stream
 from comfyui_specar.samplers.rules.acceptance import Exact
 from comfyui_specar.samplers.rules.cool_sd import CoolSD, UniformRSD
-from comfyui_specar.samplers.rules.grouped import Grouped
 from comfyui_specar.samplers.rules.lantern import Lantern
 from comfyui_specar.samplers.rules.tv_budget import TVMetered
 from comfyui_specar.samplers.trace import Source
 
 from ..support.rounds import begin
+from ..support.rules import RELAXED
 from ..support.toy import ToyDrafter, ToyModel, chi_square, plain, request, with_line_ends
 
 SMALL = {"depths": (1, 4), "widths": (1, 3), "width_step": 1, "first": (2, 2), "nodes": 12}
@@ -39,7 +39,7 @@ ABSURD = {
 }
 SKIPS = {"always": None, "uniform": Skipping(interval=2, guard=0),
          "stale": Skipping("dynamic", threshold=0.0, guard=0, truncate=False, refresh=False)}
-RULES = [Lantern(2, 0.9), UniformRSD(5.0), CoolSD(3.0, floor=False), Grouped(14, 0.9, 10.0), TVMetered(1.0)]
+RULES = [*RELAXED, Lantern(2, 0.9), UniformRSD(5.0), CoolSD(3.0, floor=False), TVMetered(1.0)]
 
 
 def methods(toy, structures=STRUCTURES, rules=()):
