@@ -5,16 +5,16 @@
     gpu         the first command on a new GPU, in 3, 10 or 25 minutes: do kernels and CUDA graphs compute what they
                 should, and what does a pass cost? Without a GPU a dry run
     launches    how many launches a pass takes on a GPU, counted without one
-    methods     how many passes every method needs on the bundled model, and what its pictures lose
+    methods     how many passes every method needs on the bundled model, and what its images lose
     continuous  the same for the continuous pair (MAR and its small drafter)
     loading     seconds and memory of loading checkpoints of released sizes
     storage     what weights in bf16, fp8 and int8 do to a model's predictions
-    soak        hundreds of prompts over all workflows on one ComfyUI server: memory, files, repeated pictures
+    soak        hundreds of prompts over all workflows on one ComfyUI server: memory, files, repeated images
     fuzz        what every loader does with files that went wrong, by accident and on purpose
     faults      what the server does with workflows of which one input is spoiled
-    determinism whether the same seed gives the same picture in another process, in a batch, with more threads
+    determinism whether the same seed gives the same image in another process, in a batch, with more threads
     same_seed   how often the same-seed mode, and a batch, give the image that next token draws alone
-    throughput  how many pictures a machine makes, by batch size, processes and threads
+    throughput  how many images a machine makes, by batch size, processes and threads
     previews    what share of a run progress and previews take in ComfyUI (which COMFYUI_PATH names)
 
 python -m benchmarks WHAT --help explains the options. Reports are JSON, in benchmarks/results/ those that we made.

@@ -2,7 +2,7 @@
 
     python -m benchmarks continuous [--model continuous] [--drafter continuous/small] [--batches 2] [--out FILE]
 
-Every case draws the same prompts and seeds; as order and noises belong to the seed, its pictures can be compared one by
+Every case draws the same prompts and seeds; as order and noises belong to the seed, its images can be compared one by
 one with the target's own.
 """
 
@@ -71,14 +71,14 @@ def cases(drafter) -> list[Case]:
 
 
 def psnr(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Mean over pictures [B, H, W, 3] (0..1) of the peak signal-to-noise ratio in dB; equal pictures count as 60."""
+    """Mean over images [B, H, W, 3] (0..1) of the peak signal-to-noise ratio in dB; equal images count as 60."""
     error = (a - b).square().mean((1, 2, 3)).clamp(min=1e-6)
     return float((-10 * error.log10()).mean())
 
 
 def measure(model, vae, case: Case, batches: int) -> dict[str, Any]:
-    """Statistics of ``batches`` batches of BATCH pictures, and seconds of a single picture and of a batch."""
-    summaries, pictures, backgrounds, together, alone = [], [], [], [], []
+    """Statistics of ``batches`` batches of BATCH images, and seconds of a single image and of a batch."""
+    summaries, images, backgrounds, together, alone = [], [], [], [], []
     for number, prompt in enumerate(PROMPTS[:batches]):
         conditioning = model.encode_prompt(prompt)
         for batch, seconds in ((1, alone), (BATCH, together)):
@@ -88,14 +88,14 @@ def measure(model, vae, case: Case, batches: int) -> dict[str, Any]:
             )
             seconds.append(time.perf_counter() - begun)
         summaries.append(out.trace.summary())
-        pictures.append(vae.decode(out.latent))
-        backgrounds += [right_background(picture, prompt) for picture in pictures[-1]]
+        images.append(vae.decode(out.latent))
+        backgrounds += [right_background(image, prompt) for image in images[-1]]
     mean = {name: statistics.fmean(s[name] for s in summaries)
             for name in ("target_passes", "draft_passes", "acceptance_rate", "mean_square_distance")}
     return {
         "name": case.name, **mean, "right_backgrounds": statistics.fmean(backgrounds),
         "seconds_alone": statistics.median(alone), "seconds_of_8": statistics.median(together),
-        "pictures": torch.cat(pictures),
+        "images": torch.cat(images),
     }
 
 
@@ -105,7 +105,7 @@ def predicted_speed(length: int, draft_length: int, prefill: int, cost: float) -
 
 
 def compare(model, vae, listed: list[Case], batches: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Rows of all cases. Ratios and pictures are compared with the first (plain) case of the same parameters."""
+    """Rows of all cases. Ratios and images are compared with the first (plain) case of the same parameters."""
     measure(model, vae, listed[0], 1)  # warm up
     rows, plain = [], {}
     for case in listed:
@@ -115,7 +115,7 @@ def compare(model, vae, listed: list[Case], batches: int, say: Callable[[str], N
             "passes_ratio": base["target_passes"] / row["target_passes"],
             "wall_ratio_alone": base["seconds_alone"] / row["seconds_alone"],
             "wall_ratio_of_8": base["seconds_of_8"] / row["seconds_of_8"],
-            "psnr_to_target": psnr(row["pictures"], base["pictures"]),
+            "psnr_to_target": psnr(row["images"], base["images"]),
         }
         rows.append(row)
         say(
@@ -125,7 +125,7 @@ def compare(model, vae, listed: list[Case], batches: int, say: Callable[[str], N
             f"({row['wall_ratio_of_8']:.2f}x)  PSNR {row['psnr_to_target']:4.1f}  "
             f"backgrounds {row['right_backgrounds']:.2f}"
         )
-    return [{key: value for key, value in row.items() if key != "pictures"} for row in rows]
+    return [{key: value for key, value in row.items() if key != "images"} for row in rows]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Draw the same pictures in several ways and count those that come out the same, token for token.
+"""Draw the same images in several ways and count those that come out the same, token for token.
 
     python -m benchmarks determinism [--pictures 4] [--only NAME ...] [--out FILE.json]
 
@@ -56,7 +56,7 @@ def main() -> None:
                 other = drawn(Path(folder, "other"), [*selection, *arguments])
                 found[name] = compare(part(other, "first"), part(reference, "first"))
     for name, result in found.items():
-        print(f"{name:24} {result['same']} of {result['pictures']} pictures the same  {result['differing']}")
+        print(f"{name:24} {result['same']} of {result['pictures']} images the same  {result['differing']}")
     report: dict[str, Any] = {
         "schema": SCHEMA, "machine": machine(torch.device("cpu")), "versions": versions(), "commit": commit(),
         "methods": len(part(reference, "first")), "pictures_of_each": options.pictures, "ways": found,
@@ -77,7 +77,7 @@ def part(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]
 
 
 def compare(found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """How many pictures are the same, and of which methods some are not (with the first token that differs)."""
+    """How many images are the same, and of which methods some are not (with the first token that differs)."""
     differing, count = {}, 0
     for name, tokens in reference.items():
         unlike = (found[name] != tokens).flatten(1)
@@ -92,14 +92,14 @@ def work(options: argparse.Namespace) -> None:
     """Draw, in this process, and write the tokens of every method."""
     torch.set_num_threads(options.threads or 1)
     device = torch.device(options.device or "cpu")
-    tensors = pictures("first", options, device)
+    tensors = images("first", options, device)
     if options.twice:
-        tensors |= pictures("again", options, device) | pictures("anew", options, device)
+        tensors |= images("again", options, device) | images("anew", options, device)
     save_file(tensors, options.into)
 
 
-def pictures(name: str, options: argparse.Namespace, device: torch.device) -> dict[str, torch.Tensor]:
-    """Tokens [pictures, ...] by "name: method". Every call but ``again`` loads the model anew."""
+def images(name: str, options: argparse.Namespace, device: torch.device) -> dict[str, torch.Tensor]:
+    """Tokens [images, ...] by "name: method". Every call but ``again`` loads the model anew."""
     if name != "again" or device not in _loaded:
         model = specar.load_model(specar.bundled("default"), device, torch.float32)
         eagle, small = (specar.load_drafter(specar.bundled(f"default/{kind}"), model) for kind in ("eagle", "small"))

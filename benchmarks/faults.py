@@ -169,7 +169,7 @@ async def queue(url: str, fault: Fault, seen: Seen) -> None:
 
 
 async def sound(url: str, prompt: dict, seed: int, seen: Seen) -> None:
-    """Queue a sound prompt and note the picture: that of a seed must be the same in the whole run. (Of two seeds, for
+    """Queue a sound prompt and note the image: that of a seed must be the same in the whole run. (Of two seeds, for
     ComfyUI would answer the same prompt from its cache.)"""
     run = await run_prompt(url, seeded(prompt, seed), timeout=PATIENCE)
     seen.sounds += 1

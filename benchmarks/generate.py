@@ -104,7 +104,7 @@ def generate(made, rows: int, prompt: int, tokens: int, params, cache: str) -> l
 
 
 def seconds_of_generate(model, guided: bool, repeats: int = 3) -> float:
-    """Median seconds for one picture's tokens through ``generate`` with its dynamic cache, without filters."""
+    """Median seconds for one image's tokens through ``generate`` with its dynamic cache, without filters."""
     from comfyui_specar.samplers.contract import SamplingParams
 
     made, times = twin(model), []

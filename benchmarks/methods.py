@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--eagle", default="default/eagle", help="EAGLE drafter: bundled name, or a file or folder")
     parser.add_argument("--small", default="default/small", help="small model as drafter, likewise")
     parser.add_argument("--only", nargs="+", help="only the methods of these names (and next-token)")
-    parser.add_argument("--seeds", type=int, default=2, help="pictures per prompt")
+    parser.add_argument("--seeds", type=int, default=2, help="images per prompt")
     parser.add_argument("--threads", type=int, help="CPU threads (torch's default otherwise)")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -28,7 +28,7 @@ CHUNK = 1 << 28  # bytes of the largest buffer copied to measure bandwidth
 
 @dataclass(frozen=True)
 class Stretch:
-    """The part of a picture of ``layout`` that a run draws: ``tokens`` of it behind ``behind`` others (zeros)."""
+    """The part of an image of ``layout`` that a run draws: ``tokens`` of it behind ``behind`` others (zeros)."""
 
     layout: TokenLayout
     behind: int = 0
@@ -45,7 +45,7 @@ class Stretch:
 
     @classmethod
     def middle(cls, layout: TokenLayout, tokens: int) -> Stretch:
-        """``tokens`` in the middle of a picture, or all if it has no more."""
+        """``tokens`` in the middle of an image, or all if it has no more."""
         tokens = min(tokens, layout.length)
         return cls(layout, (layout.length - tokens) // 2, tokens)
 
@@ -82,7 +82,7 @@ class Clock:
 
 
 class Staged:
-    """A model as samplers see it, in the middle of a picture: its caches already hold ``behind`` tokens of ``layout``.
+    """A model as samplers see it, in the middle of an image: its caches already hold ``behind`` tokens of ``layout``.
 
     They are zeros: what they hold does not change what a pass costs. Time in the model is told to ``span``. What runs
     leave behind for the next stays with this object, not with the model, so that methods do not displace each other.
@@ -321,7 +321,7 @@ def timed(run: Callable[[], Any], device: torch.device, repetitions: int) -> lis
 
 
 def chain(model, state, width: int, at: int) -> tuple[Callable[..., Tensor], tuple[Tensor, Tensor]]:
-    """A pass of ``width`` tokens at position ``at`` of a picture, whose state does not move: a step and its inputs."""
+    """A pass of ``width`` tokens at position ``at`` of an image, whose state does not move: a step and its inputs."""
     tokens = torch.zeros((1, width), dtype=torch.int64, device=model.device)
     positions = at + torch.arange(width, device=model.device)[None]
     return lambda tokens, positions: model.step(state, tokens, positions).logits, (tokens, positions)

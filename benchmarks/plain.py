@@ -69,7 +69,7 @@ def draw(logits: Tensor, params) -> Tensor:
 
 @torch.inference_mode()
 def plain_loop(model, conditioning, params, layout, batch: int, behind: int, tokens: int) -> list[float]:
-    """Draw ``tokens`` image tokens of ``batch`` pictures of a layout, ``behind`` others standing in the cache already
+    """Draw ``tokens`` image tokens of ``batch`` images of a layout, ``behind`` others standing in the cache already
     (as zeros), and say when each was there."""
     features = model.read(conditioning, batch, "positive").features
     branches = [model.prefix(features)]

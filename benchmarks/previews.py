@@ -2,7 +2,7 @@
 
     COMFYUI_PATH=/path/to/ComfyUI python -m benchmarks previews [--models default llamagen-b] [--out FILE.json]
 
-The callback of the nodes is timed within runs of whole pictures, for every --preview-method. The messages go to a
+The callback of the nodes is timed within runs of whole images, for every --preview-method. The messages go to a
 ComfyUI server without clients, so that what a browser adds is left out. On a machine with other work, the share of the
 run's own processor time tells more than that of the wall clock. ``default`` is the bundled model; the others have
 released shapes and random weights, with an image decoder of VQ-16's size.
@@ -65,7 +65,7 @@ def start_comfyui(device: str) -> None:
 
 
 class Timed:
-    """A callback that is timed. It also counts passes, pictures, and those that were decoded."""
+    """A callback that is timed. It also counts passes, images, and those that were decoded."""
 
     def __init__(self, report: Any):
         self.report, self.passes, self.shown, self.decoded = report, 0, 0, 0

@@ -80,7 +80,7 @@ def drafter_cases(eagle, small) -> list[Case]:
 
 
 def measure(model, vae, case: Case, prompts: Sequence[str], seeds: int, **parameters: Any) -> dict[str, Any]:
-    """Means over prompts x seeds of passes and statistics, and the median seconds a picture takes."""
+    """Means over prompts x seeds of passes and statistics, and the median seconds an image takes."""
     length = model.layout().length
     seconds, tokens, summaries, backgrounds = [], [], [], []
     for number, prompt in enumerate(prompts):
@@ -111,16 +111,16 @@ def measure(model, vae, case: Case, prompts: Sequence[str], seeds: int, **parame
     }
 
 
-def right_background(picture: torch.Tensor, prompt: str) -> bool:
-    """Is the median colour of the border of a picture [H, W, 3] (0..1) nearest to the prompt's background?"""
-    border = torch.cat((picture[0], picture[-1], picture[:, 0], picture[:, -1])) * 255
+def right_background(image: torch.Tensor, prompt: str) -> bool:
+    """Is the median colour of the border of an image [H, W, 3] (0..1) nearest to the prompt's background?"""
+    border = torch.cat((image[0], image[-1], image[:, 0], image[:, -1])) * 255
     colour = border.median(0).values
     nearest = min(BACKGROUNDS, key=lambda name: float((colour - torch.tensor(BACKGROUNDS[name])).norm()))
     return f"{nearest} background" in prompt
 
 
 def histogram_distance(a: torch.Tensor, b: torch.Tensor, vocab: int) -> float:
-    """Total variation between the token histograms of two sets of pictures [n, S]."""
+    """Total variation between the token histograms of two sets of images [n, S]."""
     count = [torch.bincount(x.flatten(), minlength=vocab).double() for x in (a, b)]
     return float((count[0] / count[0].sum() - count[1] / count[1].sum()).abs().sum() / 2)
 

@@ -3,8 +3,8 @@
     COMFYUI_PATH=/path/to/ComfyUI python -m benchmarks soak [--prompts 500] [--clients 2] [--out FILE.json]
 
 All shipped workflows take part, those of models that do not ship with tiny random files in the released layouts. Every
-prompt uses another model than the one before. Seeds come round again, so that pictures of the same workflow and seed
-can be compared over the whole run (but not what depends on the clock: charts, and the picture of Find Fastest, which
+prompt uses another model than the one before. Seeds come round again, so that images of the same workflow and seed
+can be compared over the whole run (but not what depends on the clock: charts, and the image of Find Fastest, which
 may choose another method each time). After every prompt its entry in the history is deleted, as clients of long batches
 do.
 """
@@ -41,7 +41,7 @@ from .report import commit, machine, versions, write
 SCHEMA = "specar.soak/1"
 SEEDS = (11, 12, 13)
 SETTLED = 0.2  # share of the run after which memory is expected to have stopped growing
-PICTURES = (".png", ".webp")
+IMAGES = (".png", ".webp")
 TIMED = {"SpecARCompareTraces", "SpecARFindFastest"}  # their charts tell seconds
 VARYING = ("04_find_fastest",)  # what these draw depends on the clock
 FILES = ("images", "files", "specar_tokens")  # what nodes say of the files that they have written
@@ -61,7 +61,7 @@ class Seen:
     outcomes: Counter = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    pictures: dict[tuple[str, int], set[str]] = field(default_factory=lambda: defaultdict(set))
+    images: dict[tuple[str, int], set[str]] = field(default_factory=lambda: defaultdict(set))
     files: set[Path] = field(default_factory=set)
     memory: list[dict[str, float]] = field(default_factory=list)
 
@@ -167,10 +167,10 @@ async def one(url: str, pid: int, job: Job, seen: Seen) -> None:
         if feeders(job.prompt, node) & TIMED:
             continue
         for file in output.get("images", []):
-            if file["type"] == "output" and Path(file["filename"]).suffix in PICTURES:
+            if file["type"] == "output" and Path(file["filename"]).suffix in IMAGES:
                 pixels = Image.open(io.BytesIO(await view(url, file)))
                 drawn.update(repr(pixels.size).encode() + pixels.tobytes())
-    seen.pictures[job.workflow, job.seed].add(drawn.hexdigest())
+    seen.images[job.workflow, job.seed].add(drawn.hexdigest())
     async with aiohttp.ClientSession() as session:
         await session.post(f"{url}/history", json={"delete": [run.prompt_id]})
     seen.memory.append(await memory(url, pid))
@@ -218,7 +218,7 @@ def result(seen: Seen, server: ComfyServer, before: set[Path], log: Path) -> dic
             for file in seen.files}
     left = [str(path.relative_to(server.base)) for path in files_below(server.base) - before - told
             if not path.is_relative_to(server.base / "user")]  # ComfyUI's own database
-    steady = {key: len(kinds) for key, kinds in seen.pictures.items() if key[0] not in VARYING}
+    steady = {key: len(kinds) for key, kinds in seen.images.items() if key[0] not in VARYING}
     lines = log.read_text(errors="replace", encoding="utf-8").splitlines()
     return {
         "schema": SCHEMA,

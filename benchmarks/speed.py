@@ -5,12 +5,12 @@
     python -m benchmarks speed --show FILE.json   # print (and write beside it) the table of an earlier run
 
 All contestants of a model have the same weights, prompt, filters and process, and take turns (A B C A B C ...), after a
-warm-up. ``default`` is the bundled model, which draws whole pictures. The others have released shapes and random
-weights: they draw ``--tokens`` tokens in the middle of a picture (on a CPU only the first ``--passes`` passes of that),
+warm-up. ``default`` is the bundled model, which draws whole images. The others have released shapes and random
+weights: they draw ``--tokens`` tokens in the middle of an image (on a CPU only the first ``--passes`` passes of that),
 and only what a pass costs is measured on them. How many passes a method needs is then taken from the bundled model.
 
 Parts of a report (--parts): methods (every method beside the baselines), widths (a pass of the model alone, by its
-tokens), sizes (a pass by the picture's tokens, at its start, middle and end), batches (a pass by pictures), kernels and
+tokens), sizes (a pass by the image's tokens, at its start, middle and end), batches (a pass by images), kernels and
 trace (GPU only: Triton kernels beside their torch references; synchronisations between polls). What could not run is
 listed with its reason. The report is written after every step, so that it may be stopped at any time.
 """
@@ -129,7 +129,7 @@ def beside_the_floor(case: Subject, row: dict[str, Any], bytes_per_second: float
 
 
 def widths(case: Subject, options) -> list[dict[str, Any]]:
-    """Passes of the model alone with 1 to 58 tokens in the middle of a picture, in turns."""
+    """Passes of the model alone with 1 to 58 tokens in the middle of an image, in turns."""
     model, layout = case.model, case.stretch.layout
     middle = layout.length // 2
     with torch.inference_mode():
@@ -170,7 +170,7 @@ def curve(case: Subject, stretches: list[tuple[dict, Stretch, int]], options, re
 
 
 def image_sizes(case: Subject, options, report: Report) -> Iterator[dict]:
-    """A pass at the start, in the middle and at the end of square pictures of 256 to 4096 tokens."""
+    """A pass at the start, in the middle and at the end of square images of 256 to 4096 tokens."""
     stretches, tokens = [], CURVE_TOKENS
     for side in SIDES:
         layout = TokenLayout.plain(side, side)
@@ -180,7 +180,7 @@ def image_sizes(case: Subject, options, report: Report) -> Iterator[dict]:
 
 
 def batches(case: Subject, options, report: Report) -> Iterator[dict]:
-    """A pass of 1, 4 and 16 pictures (whole ones of the bundled model)."""
+    """A pass of 1, 4 and 16 images (whole ones of the bundled model)."""
     whole = case.small is not None
     stretch = case.stretch if whole else Stretch.middle(case.stretch.layout, CURVE_TOKENS)
     found = curve(case, [({"pictures": batch}, stretch, batch) for batch in BATCHES], options, report)

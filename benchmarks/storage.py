@@ -2,7 +2,7 @@
 
     python -m benchmarks storage [--model default] [--pictures 2] [--out benchmarks/results/storage-cpu.json]
 
-The model draws pictures in fp32. For each of their tokens, the law that it predicts from those before (temperature 1,
+The model draws images in fp32. For each of their tokens, the law that it predicts from those before (temperature 1,
 no guidance) is compared with what it predicts when its weights are kept, or it computes, in something else: by total
 variation, half the sum of the differences, and by whether the likeliest token stays the same.
 """
@@ -32,7 +32,7 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="default", help="bundled name, or a file or folder of a text model")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--pictures", type=int, default=2, help="pictures per prompt")
+    parser.add_argument("--pictures", type=int, default=2, help="images per prompt")
     parser.add_argument("--threads", type=int, help="CPU threads (torch's default otherwise)")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def laws(model: Any, drawn: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The law of every token of every picture [N, V]."""
+    """The law of every token of every image [N, V]."""
     logits = [model.teacher_forced(model.encode_prompt(prompt), tokens) for prompt, tokens in drawn.items()]
     return torch.cat(logits).softmax(-1).flatten(0, 1)
 

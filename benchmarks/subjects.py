@@ -30,7 +30,7 @@ BASELINE_TOKENS = 128  # that baselines draw where nothing stops them
 
 @dataclass
 class Subject:
-    """A model under measurement: its prompt, settings, drafters, and the part of a picture that is drawn."""
+    """A model under measurement: its prompt, settings, drafters, and the part of an image that is drawn."""
 
     name: str
     model: Any

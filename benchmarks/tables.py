@@ -19,7 +19,7 @@ LEGEND = "\n".join((
     "copying on this machine; wide passes also have to compute, which on a CPU takes longer than reading.",
     "* **cost**: a pass over a pass of next-token, the median of neighbouring runs; **fewer passes**: of next-token "
     "over those of the method, which with random weights are those of the bundled model (at the highest guidance "
-    "measured); **faster** is one over the other, measured for whole pictures of the bundled model and predicted "
+    "measured); **faster** is one over the other, measured for whole images of the bundled model and predicted "
     "elsewhere. So *faster / fewer passes* is 1 / cost.",
     "* **x static, x dynamic, x loop**: milliseconds per pass of `generate` of transformers with static and dynamic "
     "cache, and of a plain loop like the published ones, over ours.",
@@ -72,7 +72,7 @@ def table(report: dict[str, Any]) -> str:
 
 def _model(model: dict[str, Any]) -> list[str]:
     drawn, whole = model["drawn"], model["drawn"]["tokens"] == model["picture_tokens"]
-    what = "whole pictures" if whole else f"{drawn['tokens']} tokens in the middle"
+    what = "whole images" if whole else f"{drawn['tokens']} tokens in the middle"
     kind = "random weights" if model["random_weights"] else "the bundled model"
     settings = ", ".join(f"{key} {value}" for key, value in model["settings"].items() if key != "order")
     found = [
@@ -89,8 +89,8 @@ def _model(model: dict[str, Any]) -> list[str]:
             [("ms", *(w["ms"]["median"] for w in model["widths"])), ("ratio", *(w["ratio"] for w in model["widths"]))],
         )]  # fmt: skip
     for part, keys, title in (
-        ("sizes", ("tokens", "place"), "Milliseconds of a pass, by the picture's tokens:"),
-        ("batches", ("pictures",), "Milliseconds of a pass for each of the pictures drawn together:"),
+        ("sizes", ("tokens", "place"), "Milliseconds of a pass, by the image's tokens:"),
+        ("batches", ("pictures",), "Milliseconds of a pass for each of the images generated together:"),
     ):
         if model.get(part):
             names = list(model[part][0]["ms"])
@@ -102,7 +102,7 @@ def _model(model: dict[str, Any]) -> list[str]:
         names = list(model["batches"][0]["seconds"])
         rows = [(point["pictures"], *(round(point["seconds"][name]["median"] / point["pictures"], 3) for name in names))
                 for point in model["batches"]]
-        found += ["Seconds per picture:", grid(("pictures", *names), rows)]
+        found += ["Seconds per image:", grid(("pictures", *names), rows)]
     if model.get("trace"):
         rows = [(t["name"], t["passes"], t["polls"], t["between"] or "none") for t in model["trace"]]
         found += ["Synchronisations between the first poll and the last:",

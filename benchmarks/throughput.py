@@ -1,4 +1,4 @@
-"""Measure how many pictures a machine makes: by batch size, and by processes and threads.
+"""Measure how many images a machine makes: by batch size, and by processes and threads.
 
     python -m benchmarks throughput [--layouts 1x1 2x1 1x2] [--batches 1 2 4 8 16] [--out FILE.json]
 
@@ -41,14 +41,14 @@ class Worker:
         self.prompts = [self.model.encode_prompt(prompt) for prompt in PROMPTS]
 
     def draw(self, method: str, batch: int, number: int) -> float:
-        """Pictures from prompt to pixels; returns the passes of a picture."""
+        """Images from prompt to pixels; returns the passes of an image."""
         prompt = self.prompts[number % len(self.prompts)]
         out = specar.sample(self.model, prompt, self.cases[method], seed=1000 * number, batch_size=batch)
         self.decoder.decode(out.latent).sum().item()  # so that a GPU has done it
         return statistics.fmean(out.trace.totals["passes_per_image"])
 
 
-def work(index: int, model: str, device: str, threads: int, points: list[tuple[str, int]], pictures: int, together,
+def work(index: int, model: str, device: str, threads: int, points: list[tuple[str, int]], images: int, together,
          answers) -> None:
     """One process of a layout: every point at the same time as the others."""
     try:
@@ -59,7 +59,7 @@ def work(index: int, model: str, device: str, threads: int, points: list[tuple[s
                 worker.draw(method, 1, 0)  # warm up
             together.wait(WORKER_SECONDS)
             begun = time.monotonic()
-            passes = [worker.draw(method, batch, number) for number in range(index, index + rounds(pictures, batch))]
+            passes = [worker.draw(method, batch, number) for number in range(index, index + rounds(images, batch))]
             answers.put((index, method, batch, begun, time.monotonic(), statistics.fmean(passes)))
     except BaseException as error:
         together.abort()
@@ -67,17 +67,17 @@ def work(index: int, model: str, device: str, threads: int, points: list[tuple[s
         raise
 
 
-def rounds(pictures: int, batch: int) -> int:
-    return -(-pictures // batch)
+def rounds(images: int, batch: int) -> int:
+    return -(-images // batch)
 
 
-def measure(layout: str, model: str, device: str, points: list[tuple[str, int]], pictures: int
+def measure(layout: str, model: str, device: str, points: list[tuple[str, int]], images: int
             ) -> Iterator[dict[str, Any]]:
-    """A row for every point (method, batch): what a picture takes when all processes of the layout draw."""
+    """A row for every point (method, batch): what an image takes when all processes of the layout draw."""
     processes, threads = (int(number) for number in layout.split("x"))
     context = multiprocessing.get_context("spawn")
     together, answers = context.Barrier(processes), context.Queue()
-    started = [context.Process(target=work, args=(index, model, device, threads, points, pictures, together, answers),
+    started = [context.Process(target=work, args=(index, model, device, threads, points, images, together, answers),
                                daemon=True) for index in range(processes)]
     for process in started:
         process.start()
@@ -89,18 +89,18 @@ def measure(layout: str, model: str, device: str, points: list[tuple[str, int]],
         _, method, batch, *measured = answer
         found[method, batch].append(measured)
         if len(found[method, batch]) == processes:
-            yield row(layout, method, batch, pictures, found[method, batch])
+            yield row(layout, method, batch, images, found[method, batch])
     for process in started:
         process.join()
 
 
-def row(layout: str, method: str, batch: int, pictures: int, measured: Sequence[Sequence[float]]) -> dict[str, Any]:
+def row(layout: str, method: str, batch: int, images: int, measured: Sequence[Sequence[float]]) -> dict[str, Any]:
     begun, ended, passes = zip(*measured, strict=True)
-    drawn, wall = len(measured) * rounds(pictures, batch) * batch, max(ended) - min(begun)
+    drawn, wall = len(measured) * rounds(images, batch) * batch, max(ended) - min(begun)
     return {
         "layout": layout, "method": method, "batch": batch, "pictures": drawn,
         "seconds_per_picture": float(f"{wall / drawn:.4g}"),
-        "seconds_until_there": float(f"{wall / rounds(pictures, batch):.4g}"),
+        "seconds_until_there": float(f"{wall / rounds(images, batch):.4g}"),
         "passes": round(statistics.fmean(passes), 1),
     }
 
@@ -109,9 +109,9 @@ def table(report: dict[str, Any]) -> str:
     about, rows = report["machine"], report["rows"]
     layouts = list(dict.fromkeys(found["layout"] for found in rows))
     parts = [
-        f"# Pictures per second, {report['device']}",
+        f"# Images per second, {report['device']}",
         f"{about.get('gpu') or about['processor']}, torch {about['torch']}, commit {report['commit']}. Seconds of the "
-        "machine for a picture of the bundled model, prompt to pixels, and in brackets the seconds until a picture of "
+        "machine for an image of the bundled model, prompt to pixels, and in brackets the seconds until an image of "
         "the batch is there. 2x1: two processes with one thread each, which draw at the same time.",
     ]
     for method in dict.fromkeys(found["method"] for found in rows):
@@ -145,8 +145,8 @@ def main() -> None:
     for layout in options.layouts:
         for found in measure(layout, options.model, options.device, points, options.pictures):
             report["rows"].append(found)
-            print(f"{layout}  {found['method']:20s} batch {found['batch']:2d}  {found['seconds_per_picture']:6.2f} s a "
-                  f"picture, there after {found['seconds_until_there']:6.2f} s", flush=True)
+            print(f"{layout}  {found['method']:20s} batch {found['batch']:2d}  {found['seconds_per_picture']:6.2f} s "
+                  f"per image, there after {found['seconds_until_there']:6.2f} s", flush=True)
             if options.out:
                 write(report, options.out)
                 options.out.with_suffix(".md").write_text(table(report), encoding="utf-8")

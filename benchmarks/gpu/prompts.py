@@ -47,9 +47,9 @@ async def draw(findings: Findings, url: str, pid: int) -> None:
         with findings.item(step=step, workflow=name) as row:
             await one(url, pid, Job(name, SEED, seeded(known[name], SEED)), seen)
             row |= {"seconds": round(seen.seconds[name][-1], 2), "MiB": seen.memory[-1],
-                    "different images so far": len(seen.pictures[name, SEED])}
+                    "different images so far": len(seen.images[name, SEED])}
     for failed in seen.failures:
         findings.failure(failed)
-    if any(len(drawn) > 1 for drawn in seen.pictures.values()):
+    if any(len(drawn) > 1 for drawn in seen.images.values()):
         findings.failure("the same prompt and seed gave another image")
     findings.content["summary"] = f"{seen.outcomes['success']} of {len(STEPS)} prompts drew their images"

@@ -1,4 +1,4 @@
-"""The frontend in a real Chromium: templates open, run, and show their pictures, without an error in the console."""
+"""The frontend in a real Chromium: templates open, run, and show their images, without an error in the console."""
 
 import itertools
 import json
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.browser
 TEMPLATES = sorted((ROOT / "workflows").glob("*.json"))
 DEFAULT = "02_same_seed_two_samplers"
 
-# The pictures that a node shows, with either renderer.
-PICTURES = """type => app.graph._nodes.filter(node => node.type === type).map(node => [
+# The images that a node shows, with either renderer.
+IMAGES = """type => app.graph._nodes.filter(node => node.type === type).map(node => [
     ...(node.imgs ?? []), ...document.querySelectorAll(`[data-node-id="${node.id}"] img`)])"""
 
 # Frontend 1.32.9 forgets what packs call their nodes when it loads a language (1.58.1 does not): remind it.
@@ -123,7 +123,7 @@ def test_template_dialog_offers_the_templates_in_order_and_opens_the_one_clicked
 
 @pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
 @pytest.mark.parametrize("name", [DEFAULT, "31_continuous_speculative"])
-def test_template_runs_and_shows_pictures_and_map(page, renderer, name):
+def test_template_runs_and_shows_images_and_map(page, renderer, name):
     load(page, ROOT / "workflows" / f"{name}.json")
     for batch in (1, 8, 64):  # a run shows previews if it takes more than a moment
         set_batch(page, batch)
@@ -132,8 +132,8 @@ def test_template_runs_and_shows_pictures_and_map(page, renderer, name):
     else:
         pytest.fail("no preview arrived")
     complete = f"""type => {{
-        const shown = ({PICTURES})(type);
-        return shown.length && shown.every(pictures => pictures.length
+        const shown = ({IMAGES})(type);
+        return shown.length && shown.every(images => images.length
             && pictures.every(picture => picture.complete && picture.naturalWidth > 0));
     }}"""
     for kind in ("SaveImage", "SpecARAcceptanceMap"):
@@ -141,7 +141,7 @@ def test_template_runs_and_shows_pictures_and_map(page, renderer, name):
     screenshot(page, f"{name}-{renderer}")
 
 
-def test_help_page_of_a_node_opens_with_its_picture(page):
+def test_help_page_of_a_node_opens_with_its_image(page):
     load(page, ROOT / "workflows" / f"{DEFAULT}.json")
     page.evaluate("""() => {
         const node = app.graph._nodes.find(node => node.type === 'SpecARSJDSampler');

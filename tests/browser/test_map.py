@@ -1,4 +1,4 @@
-"""Acceptance Map on its node: the picture, the numbers of the token pointed at, and the report, with both renderers."""
+"""Acceptance Map on its node: the image, the numbers of the token pointed at, and the report, with both renderers."""
 
 from pathlib import Path
 
@@ -95,7 +95,7 @@ def test_pointing_at_a_token_tells_its_numbers(page, comfy, renderer, name):
         assert_tells(page, trace, 0, row, column)
     page.screenshot(path=SCREENSHOTS / f"map_{name}-{renderer}.png")
 
-    page.locator(".specar-turn").nth(1).click()  # to the second picture
+    page.locator(".specar-turn").nth(1).click()  # to the second image
     page.wait_for_function(IS_SHOWN)
     assert page.locator(".specar-page").first.inner_text() == "image 2 of 2"
     assert text(page) == report
@@ -111,11 +111,11 @@ def test_the_map_is_shown_once_and_kept_nowhere(page, renderer):
         const elsewhere = document.querySelectorAll(`[data-node-id="${node.id}"] img`);
         return {
             widgets: node.widgets.map(widget => widget.name),
-            pictures: [...elsewhere].filter(image => image.checkVisibility()).length,
+            images: [...elsewhere].filter(image => image.checkVisibility()).length,
             saved: node.serialize().widgets_values,
         };
     }""", MAP)
-    assert shown == {"widgets": ["metric", "opacity", "specar_map"], "pictures": int(renderer == "vue"),
+    assert shown == {"widgets": ["metric", "opacity", "specar_map"], "images": int(renderer == "vue"),
                      "saved": ["source", 0.5]}
     prompt = page.evaluate("async () => (await app.graphToPrompt()).output")
     [inputs] = [set(node["inputs"]) for node in prompt.values() if node["class_type"] == MAP]
@@ -161,7 +161,7 @@ def test_the_map_comes_back_with_its_workflow_unless_the_server_has_lost_it(page
     assert report.splitlines()[-1] in text(page)
     _, problems = opened
     missing = [text for text in problems if "404" in text and "/view?" in text]
-    assert 1 <= len(missing) == len(problems) <= 2, problems  # the picture and its numbers, at most once each
+    assert 1 <= len(missing) == len(problems) <= 2, problems  # the image and its numbers, at most once each
     problems.clear()
 
 

@@ -41,7 +41,7 @@ def wait_for(condition, process: subprocess.Popen) -> None:
         time.sleep(0.05)
 
 
-def test_every_job_has_one_picture_although_a_server_is_killed(comfy, comfyui, tmp_path):
+def test_every_job_has_one_image_although_a_server_is_killed(comfy, comfyui, tmp_path):
     rows = [f'{job},"{prompt}",{seed}' for job, prompt, seed in JOBS]
     (tmp_path / "jobs.csv").write_text("\n".join(["id,prompt,seed", *rows]) + "\n", encoding="utf-8")
     with ComfyServer(comfyui, tmp_path / "second.log") as second:
@@ -67,11 +67,11 @@ def test_every_job_has_one_picture_although_a_server_is_killed(comfy, comfyui, t
         assert (trace["seed"], trace["method"], trace["tokens"]) == (seed, "sjd", 256)
         assert 0 < trace["target_passes"] < 256
         assert record["seconds"] > 0 and comfy.get(f"/history/{record['prompt_id']}") == {}
-        with Image.open(tmp_path / f"out/{job}.png") as picture:
-            assert picture.size == (cols * model.pixels_per_token, rows * model.pixels_per_token)
-            assert json.loads(picture.text["prompt"])["5"]["inputs"]["seed"] == seed
-            border = np.asarray(picture.convert("RGB")).astype(int)[[0, -1]].reshape(-1, 3)
-            assert np.median(border, axis=0).argmax() == COLOURS[job.split("-")[1]], f"look at {picture.filename}"
+        with Image.open(tmp_path / f"out/{job}.png") as image:
+            assert image.size == (cols * model.pixels_per_token, rows * model.pixels_per_token)
+            assert json.loads(image.text["prompt"])["5"]["inputs"]["seed"] == seed
+            border = np.asarray(image.convert("RGB")).astype(int)[[0, -1]].reshape(-1, 3)
+            assert np.median(border, axis=0).argmax() == COLOURS[job.split("-")[1]], f"look at {image.filename}"
     names = [path.name for path in comfy.output.rglob("*.png")]
     saved = [name for name in names for job, _, _ in JOBS if name.startswith(f"picture_{job}")]
     assert len(saved) == sum(record["server"] == comfy.url for record in found.values())  # none was drawn twice there
@@ -84,8 +84,8 @@ def twins(tmp_path) -> Path:
     return tmp_path
 
 
-def test_equal_jobs_have_a_picture_each_and_a_refused_one_says_why(comfy, twins):
-    """ComfyUI keeps what it has computed: the second's trace is that of the first, with its seconds, and its picture is
+def test_equal_jobs_have_an_image_each_and_a_refused_one_says_why(comfy, twins):
+    """ComfyUI keeps what it has computed: the second's trace is that of the first, with its seconds, and its image is
     saved all the same."""
     done = subprocess.run([sys.executable, str(PACK / "batch"), "jobs.jsonl", "--server", comfy.url, "--out", "out"],
                           cwd=twins, capture_output=True, text=True, timeout=PATIENCE)

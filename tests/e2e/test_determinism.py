@@ -1,4 +1,4 @@
-"""The same seed draws the same picture: on another server, after all models were unloaded, and after other prompts."""
+"""The same seed draws the same image: on another server, after all models were unloaded, and after other prompts."""
 
 import asyncio
 import io
@@ -36,7 +36,7 @@ def unload(comfy) -> None:
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
-def test_pictures_survive_unloading_and_moving_to_another_server(comfy, another, name):
+def test_images_survive_unloading_and_moving_to_another_server(comfy, another, name):
     first = drawn(comfy, name)
     unload(comfy)
     for again in (drawn(comfy, name), drawn(another, name)):

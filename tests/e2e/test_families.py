@@ -33,7 +33,7 @@ def workflow(comfy, name: str, **inputs) -> dict:
     return comfy.workflow(name, **SMALL | CHANGES.get(name, {}) | inputs)
 
 
-def pictures(comfy, run) -> list[np.ndarray]:
+def images(comfy, run) -> list[np.ndarray]:
     saved = [file for file in run.collect("images") if file["type"] == "output"]
     return [np.asarray(Image.open(io.BytesIO(comfy.view(file))).convert("RGB"), dtype=np.int16) for file in saved]
 
@@ -43,15 +43,15 @@ def test_the_workflow_draws(comfy, models, name):
     prompt = workflow(comfy, name, seed=5)
     run = comfy.run(prompt)
     assert run.outcome == "success", run.message()
-    [picture] = pictures(comfy, run)
-    assert picture.std() > 5, "a flat colour"
+    [image] = images(comfy, run)
+    assert image.std() > 5, "a flat colour"
     [report] = run.outputs[comfy.node_id(prompt, "SpecARAcceptanceMap")]["specar"]
     assert report["totals"]["tokens"] == 16 and report["settings"]["lossless"]
     info = run.outputs[comfy.node_id(prompt, "SpecARModelInfo")]
     [text], [facts] = info["text"], info["specar"]
     loader = prompt[comfy.node_id(prompt, "SpecARLoadCheckpoint")]["inputs"]["model_name"]
     assert text.startswith(f"{loader}: {facts['family']}, ") and "4 rows of 4 tokens of 32 codes" in text
-    assert (picture.shape[1], picture.shape[0]) == tuple(facts["sizes"][0]) and facts["decoder"]
+    assert (image.shape[1], image.shape[0]) == tuple(facts["sizes"][0]) and facts["decoder"]
     assert ("anole_drafter" in facts["drafters"]) == (name == ANOLE)
 
 
@@ -82,10 +82,10 @@ def janus(comfy, sampler: str, **inputs) -> dict:
 
 
 @pytest.mark.parametrize("sampler", ["SpecARSJDSampler", "SpecARNextTokenSampler"])
-def test_a_batch_through_the_api_is_the_single_pictures(comfy, models, sampler):
-    batch = pictures(comfy, comfy.run(janus(comfy, sampler, seed=20, batch_size=3)))
+def test_a_batch_through_the_api_is_the_single_images(comfy, models, sampler):
+    batch = images(comfy, comfy.run(janus(comfy, sampler, seed=20, batch_size=3)))
     assert len(batch) == 3 and (batch[0] != batch[1]).any()
-    [last] = pictures(comfy, comfy.run(janus(comfy, sampler, seed=22)))
+    [last] = images(comfy, comfy.run(janus(comfy, sampler, seed=22)))
     assert np.abs(last - batch[2]).max() <= 1  # the decoder rounds a batch in another order
 
 

@@ -50,7 +50,7 @@ def test_the_server_draws_after_all_that(comfy):
     assert comfy.run(comfy.workflow("03_sjd_acceptance_map", seed=601)).outcome == "success"
 
 
-def test_a_trace_that_cannot_be_written_does_not_cost_the_picture(comfy):
+def test_a_trace_that_cannot_be_written_does_not_cost_the_image(comfy):
     prompt = comfy.workflow("14_exact_on_the_face", seed=602)
     saver = comfy.node_id(prompt, "SpecARSaveTrace")
     (comfy.output / "in_the_way").write_text("", encoding="utf-8")
@@ -95,16 +95,16 @@ def test_a_server_that_is_killed_leaves_whole_files_and_starts_again(comfyui, tm
         assert whole["traces"] == 1 and "face_trace_00001_" in str(options)
         run = comfy.run(comfy.workflow("14_exact_on_the_face", seed=605))
         assert run.outcome == "success", run.message()
-        assert files_are_whole(comfy.output) == {"traces": 2, "pictures": whole["pictures"] + 1}
+        assert files_are_whole(comfy.output) == {"traces": 2, "images": whole["images"] + 1}
 
 
 def files_are_whole(output: Path) -> dict[str, int]:
-    """How many traces and pictures there are; each can be read, and there is nothing else."""
+    """How many traces and images there are; each can be read, and there is nothing else."""
     files = [path for path in output.rglob("*") if path.is_file()]
-    traces, pictures = ([path for path in files if path.suffix == ending] for ending in (".safetensors", ".png"))
+    traces, images = ([path for path in files if path.suffix == ending] for ending in (".safetensors", ".png"))
     for path in traces:
         assert load_trace(path).report() == json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-    for path in pictures:
+    for path in images:
         Image.open(path).load()
-    assert len(files) == 2 * len(traces) + len(pictures)
-    return {"traces": len(traces), "pictures": len(pictures)}
+    assert len(files) == 2 * len(traces) + len(images)
+    return {"traces": len(traces), "images": len(images)}

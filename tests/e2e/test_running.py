@@ -17,7 +17,7 @@ def progress_of(run, node: str) -> list[tuple[float, float]]:
 
 
 def drawn(comfy, prompt: dict) -> list[np.ndarray]:
-    """Runs a prompt and returns the decoded pictures that it saves, without maps."""
+    """Runs a prompt and returns the decoded images that it saves, without maps."""
     run = comfy.run(prompt)
     assert run.outcome == "success", run.message()
     decoders = [key for key, node in prompt.items() if node["class_type"] == "VAEDecode"]
@@ -75,7 +75,7 @@ def test_cached_rerun_shows_the_map_again(comfy):
     assert second.outputs[acceptance_map] == first.outputs[acceptance_map]
 
 
-def test_picture_i_of_a_batch_is_the_single_picture_of_seed_plus_i(comfy):
+def test_image_i_of_a_batch_is_the_single_image_of_seed_plus_i(comfy):
     batch = drawn(comfy, comfy.workflow("03_sjd_acceptance_map", seed=200, batch_size=3))
     assert len(batch) == 3
     [single] = drawn(comfy, comfy.workflow("03_sjd_acceptance_map", seed=202, batch_size=1))
@@ -85,10 +85,10 @@ def test_picture_i_of_a_batch_is_the_single_picture_of_seed_plus_i(comfy):
 
 
 def test_same_seed_repeats_and_another_seed_differs(comfy):
-    pictures = {}
+    images = {}
     for seed in (301, 302, 301):  # ComfyUI keeps only the last prompt's results, so the third run is a new one
         [made] = drawn(comfy, comfy.workflow("03_sjd_acceptance_map", seed=seed))
-        if seed in pictures:
-            assert np.array_equal(made, pictures[seed])
-        pictures[seed] = made
-    assert not np.array_equal(pictures[301], pictures[302])
+        if seed in images:
+            assert np.array_equal(made, images[seed])
+        images[seed] = made
+    assert not np.array_equal(images[301], images[302])

@@ -6,7 +6,7 @@ import itertools
 from benchmarks import soak
 
 QUICK = ["01_start_here_text_to_image", "03_sjd_acceptance_map", "31_continuous_speculative"]
-GROWTH = 64  # MiB that 16 prompts may add once every workflow has run twice; a kept model or picture is 20 or more
+GROWTH = 64  # MiB that 16 prompts may add once every workflow has run twice; a kept model or image is 20 or more
 
 
 def test_prompts_of_two_clients_leave_nothing_behind(comfy):
@@ -14,7 +14,7 @@ def test_prompts_of_two_clients_leave_nothing_behind(comfy):
     jobs = itertools.islice(soak.switching(QUICK), 24)
     seen = asyncio.run(soak.soak(comfy.url, comfy.pid, jobs, clients=2))
     assert seen.outcomes == {"success": 24}, seen.failures
-    assert len(seen.pictures) == 9 and all(len(kinds) == 1 for kinds in seen.pictures.values())
+    assert len(seen.images) == 9 and all(len(kinds) == 1 for kinds in seen.images.values())
     resident = [m["rss"] for m in seen.memory]
     assert max(resident[8:]) - max(resident[:8]) < GROWTH, resident
     assert set(comfy.get("/history")) == before

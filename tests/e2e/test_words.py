@@ -1,4 +1,4 @@
-"""Help pages, their pictures and translations, as a server gives them to the front end."""
+"""Help pages, their images and translations, as a server gives them to the front end."""
 
 import asyncio
 import json
@@ -27,11 +27,11 @@ def test_translations_are_offered(comfy, language):
 
 
 @pytest.mark.parametrize("node", NODES)
-def test_the_picture_of_a_help_page_is_served(comfy, node):
+def test_the_image_of_a_help_page_is_served(comfy, node):
     root = f"{comfy.url}/extensions/{PACK_FOLDER}/docs"  # from where the front end resolves what a page names
     for language in ("en", "zh"):
         status, page = asyncio.run(fetch(f"{root}/{node}/{language}.md"))
         assert status == 200
-        [picture] = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page.decode())
-    status, data = asyncio.run(fetch(f"{root}/{picture}"))
+        [image] = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page.decode())
+    status, data = asyncio.run(fetch(f"{root}/{image}"))
     assert status == 200 and data[8:12] == b"WEBP"

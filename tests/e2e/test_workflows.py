@@ -40,7 +40,7 @@ def test_a_template_is_three_files_whose_name_tells_its_place_and_whether_it_nee
 
 
 def film(data: bytes, video: bool) -> list[np.ndarray]:
-    """The frames of a file of Save Video, or of one with one picture or many."""
+    """The frames of a file of Save Video, or of one with one image or many."""
     if video:
         with av.open(io.BytesIO(data)) as opened:
             frames = [frame.to_ndarray(format="rgb24") for frame in opened.decode(video=0)]
@@ -101,7 +101,7 @@ def the_face_is_exact(comfy, run):
 
 
 def films_of_the_run_are_saved(comfy, run):
-    """The run's frames at its speed, then the finished picture: not to the last level in the video, which is lossy."""
+    """The run's frames at its speed, then the finished image: not to the last level in the video, which is lossy."""
     prompt = comfy.workflow("06_decoding_timeline")
     [webp] = run.outputs[comfy.node_id(prompt, "SaveAnimatedWEBP")]["images"]
     [mp4] = run.outputs[comfy.node_id(prompt, "SaveVideo")]["images"]
@@ -117,7 +117,7 @@ def films_of_the_run_are_saved(comfy, run):
 
 
 def what_is_found_is_drawn_with(comfy, run):
-    """Another picture with another prompt is drawn without another search."""
+    """Another image with another prompt is drawn without another search."""
     prompt = comfy.workflow("04_find_fastest")
     node, sampler = (comfy.node_id(prompt, kind) for kind in ("SpecARFindFastest", "SpecARMethodSampler"))
     [found] = run.outputs[node]["specar"]
@@ -143,12 +143,12 @@ MORE = {  # what else is to be seen of a workflow's run
 
 
 @pytest.mark.parametrize("name", SHIPPED_MODELS)
-def test_workflow_makes_pictures(comfy, name):
+def test_workflow_makes_images(comfy, name):
     run = comfy.run(comfy.workflow(name))
     assert run.outcome == "success", run.message()
     assert not run.node_errors
     saved = [file for file in run.collect("images") if file["type"] == "output"]
-    assert saved, "the workflow saves no picture"
+    assert saved, "the workflow saves no image"
     for file in saved:
         *_, pixels = saved_film(comfy, file)
         assert pixels.std() > 5, f"{file['filename']} is a flat colour"

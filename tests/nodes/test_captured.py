@@ -26,7 +26,7 @@ def taped(tiny, loaded, on_tape):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_pictures_previews_and_progress_are_those_of_plain_runs(
+def test_images_previews_and_progress_are_those_of_plain_runs(
     method, taped, sample, progress, hurried, tiny, monkeypatch
 ):
     monkeypatch.setattr(args, "preview_method", LatentPreviewMethod.Latent2RGB)

@@ -39,11 +39,11 @@ def test_gaps_between_connected_traces_are_fine(run, nodes, runs):
 
 
 def test_bars_are_as_long_as_the_numbers(runs):
-    picture, measures = comparison.chart(runs), comparison.columns(runs)
+    image, measures = comparison.chart(runs), comparison.columns(runs)
     step = (comparison.WIDTH - comparison.LABELS - comparison.MARGIN) / len(measures)
     passes = measures[0]
     for i, value in enumerate(passes.values):
-        row = picture[comparison.HEAD + i * comparison.ROW + 24 + comparison.BAR // 2]
+        row = image[comparison.HEAD + i * comparison.ROW + 24 + comparison.BAR // 2]
         coloured = ~(row == 255).all(-1)
         drawn = coloured[comparison.LABELS : int(comparison.LABELS + step)].sum()
         assert drawn == pytest.approx(value / max(passes.values) * (step - comparison.MARGIN), abs=2)

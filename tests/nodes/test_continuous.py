@@ -146,12 +146,12 @@ def test_what_is_kept_below_is_seen_above(draw_vectors):
     first, _ = draw_vectors("NextToken")
     changed = first["samples"].clone()
     changed[..., 3, 3] += 1
-    drawn = [draw_vectors("NextToken", latent_image={"samples": picture, "noise_mask": 1 - LOWER})[0]["samples"]
-             for picture in (first["samples"], changed)]
+    drawn = [draw_vectors("NextToken", latent_image={"samples": image, "noise_mask": 1 - LOWER})[0]["samples"]
+             for image in (first["samples"], changed)]
     assert (drawn[0] != drawn[1])[..., :2, :].any()
 
 
-def test_an_encoded_picture_is_kept(draw_vectors, continuous):
+def test_an_encoded_image_is_kept(draw_vectors, continuous):
     (encoded,) = core.VAEEncode().encode(continuous[2], torch.rand(1, 32, 32, 3))
     (masked,) = core.SetLatentNoiseMask().set_mask(encoded, LOWER[0])
     latent, _ = draw_vectors("", latent_image=masked)
@@ -159,12 +159,12 @@ def test_an_encoded_picture_is_kept(draw_vectors, continuous):
 
 
 def test_mask_errors(draw_vectors):
-    picture = torch.ones(1, 6, 4, 4)
-    for latent, message in (({"samples": 0 * picture, "noise_mask": LOWER}, "no image to keep"),
-                            ({"samples": picture, "noise_mask": 0 * LOWER}, "mask.*nothing to generate"),
-                            ({"samples": picture, "noise_mask": LOWER.repeat(3, 1, 1, 1)}, "3 masks for a batch of 1"),
-                            ({"samples": picture[:, :4], "noise_mask": LOWER}, r"\[1, 4, 4, 4\].*6 channels"),
-                            ({"samples": picture[:, :, None], "noise_mask": LOWER}, r"\[1, 6, 1, 4, 4\].*rows")):
+    image = torch.ones(1, 6, 4, 4)
+    for latent, message in (({"samples": 0 * image, "noise_mask": LOWER}, "no image to keep"),
+                            ({"samples": image, "noise_mask": 0 * LOWER}, "mask.*nothing to generate"),
+                            ({"samples": image, "noise_mask": LOWER.repeat(3, 1, 1, 1)}, "3 masks for a batch of 1"),
+                            ({"samples": image[:, :4], "noise_mask": LOWER}, r"\[1, 4, 4, 4\].*6 channels"),
+                            ({"samples": image[:, :, None], "noise_mask": LOWER}, r"\[1, 6, 1, 4, 4\].*rows")):
         with pytest.raises(ValueError, match=message):
             draw_vectors("", latent_image=latent)
 
@@ -273,11 +273,11 @@ def test_progress_counts_tokens_once_per_pass(method, draw_vectors, progress, hu
 def test_previews_show_known_tokens_and_grey(draw_vectors, progress, hurried, monkeypatch):
     monkeypatch.setattr(args, "preview_method", LatentPreviewMethod.Auto)
     first, trace = draw_vectors("NextToken")
-    kind, picture, _ = progress[3][2]  # after four tokens, wherever they are
+    kind, image, _ = progress[3][2]  # after four tokens, wherever they are
     drawn = trace.grid("order")[0] < 4
-    pixels = torch.from_numpy(np.array(picture)).unflatten(0, (4, 8)).unflatten(2, (4, 8))
+    pixels = torch.from_numpy(np.array(image)).unflatten(0, (4, 8)).unflatten(2, (4, 8))
     grey = (pixels == 128).flatten(-1).all(-1).all(3).all(1)
-    assert kind == "JPEG" and picture.size == (32, 32) and torch.equal(grey, ~drawn)
+    assert kind == "JPEG" and image.size == (32, 32) and torch.equal(grey, ~drawn)
     progress.clear()
     draw_vectors("", latent_image={**first, "noise_mask": LOWER})
     pixels = np.array(progress[0][2][1])

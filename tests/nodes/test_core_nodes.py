@@ -71,7 +71,7 @@ def test_decode_refuses_another_model_s_latent(tiny):
 
 
 def test_tiles_decode_what_lies_inside_them(tiny):
-    """Small tiles give another picture (each is decoded alone), of the same size; one large tile gives the same."""
+    """Small tiles give another image (each is decoded alone), of the same size; one large tile gives the same."""
     latent = {"samples": torch.nn.functional.normalize(torch.randn(2, 8, 12, 10), dim=1)}
     (pixels,) = core.VAEDecode().decode(tiny[2], latent)
     (whole,) = core.VAEDecodeTiled().decode(tiny[2], latent, 512)
@@ -101,7 +101,7 @@ def test_tiles_share_out_every_token_once(length, tile, overlap):
 
 
 @pytest.mark.parametrize("task", ["decode", "encode"])
-def test_without_memory_for_the_whole_picture_tiles_are_used(tiny, task, monkeypatch, caplog):
+def test_without_memory_for_the_whole_image_tiles_are_used(tiny, task, monkeypatch, caplog):
     vae = ARVae(tiny[0].decoder)
     work = "decode" if task == "decode" else "encode_latent"
     plain = getattr(type(tiny[0].decoder.decoder), work)
@@ -119,7 +119,7 @@ def test_without_memory_for_the_whole_picture_tiles_are_used(tiny, task, monkeyp
     assert "tiles of 256 pixels" in caplog.text
 
 
-def test_only_as_many_pictures_at_once_as_fit(tiny, monkeypatch):
+def test_only_as_many_images_at_once_as_fit(tiny, monkeypatch):
     counts, kind = [], type(tiny[0].decoder.decoder)
     decode = kind.decode
     monkeypatch.setattr(kind, "decode", lambda self, latent: counts.append(len(latent)) or decode(self, latent))

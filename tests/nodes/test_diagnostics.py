@@ -92,10 +92,10 @@ def test_amounts_get_lighter():
 
 
 def test_overlay_blends_and_adds_the_legend():
-    drawn, picture = token_map(made_trace(), "source", 0), np.full((16, 16, 3), (200, 100, 0), np.uint8)
-    clear, covered = overlay(drawn, picture, 0.0, 64), overlay(drawn, picture, 1.0, 64)
+    drawn, image = token_map(made_trace(), "source", 0), np.full((16, 16, 3), (200, 100, 0), np.uint8)
+    clear, covered = overlay(drawn, image, 0.0, 64), overlay(drawn, image, 1.0, 64)
     assert clear.shape == covered.shape == (64 + len(draw_legend(drawn, 64)), 64, 3)
-    assert (clear[:64] == round(0.299 * 200 + 0.587 * 100)).all()  # the picture in grey
+    assert (clear[:64] == round(0.299 * 200 + 0.587 * 100)).all()  # the image in grey
     assert tuple(covered[0, 0]) == SOURCES[Source.ACCEPTED][1] and tuple(covered[63, 63]) == GREY
     assert (clear[64:] < 255).any()  # something is written there
 
@@ -151,8 +151,8 @@ def test_metrics_of_the_other_kind_are_refused_with_those_there_are(trace, other
 @pytest.mark.parametrize("metric", [m for m in METRICS if m not in DISCRETE])
 def test_acceptance_map_of_a_continuous_run(metric, run, nodes, draw_vectors, continuous):
     latent, trace = draw_vectors("", batch=2, head_steps=2, tolerance=1.0)
-    picture = continuous[2].decode(latent["samples"])
-    out = run(nodes["SpecARAcceptanceMap"], trace=trace, metric=metric, opacity=0.5, image=picture)
+    image = continuous[2].decode(latent["samples"])
+    out = run(nodes["SpecARAcceptanceMap"], trace=trace, metric=metric, opacity=0.5, image=image)
     overlay, colours, mask, report = out.result
     assert overlay.shape[0] == 2 and overlay.shape[2] == 512 and colours.shape == (2, 32, 32, 3)
     assert 0 <= mask.min() and mask.max() <= 1 and json.loads(report) == as_json(trace)
@@ -169,7 +169,7 @@ def test_traces_of_continuous_runs_survive_saving_and_loading(run, nodes, draw_v
 
 @pytest.mark.parametrize("kind", ["discrete", "continuous"])
 def test_a_loaded_trace_shows_what_the_run_showed(kind, run, nodes, sample, rule, draw_vectors):
-    """Every picture, mask, table and report, bit for bit."""
+    """Every image, mask, table and report, bit for bit."""
     made = sample("DraftTree", batch=2, rule=rule("TVMetered", epsilon=0.3)) if kind == "discrete" else draw_vectors("")
     trace = made[1]
     [file, _] = run(nodes["SpecARSaveTrace"], trace=trace, filename_prefix=f"specar/{kind}").ui["files"]
@@ -191,8 +191,8 @@ def test_a_loaded_trace_shows_what_the_run_showed(kind, run, nodes, sample, rule
 @pytest.mark.parametrize("metric", [m for m in METRICS if m not in CONTINUOUS])
 def test_acceptance_map_node(metric, run, nodes, sample, tiny):
     latent, trace = sample("DraftTree", batch=2)
-    picture = tiny[2].decode(latent["samples"])
-    out = run(nodes["SpecARAcceptanceMap"], trace=trace, metric=metric, opacity=0.5, image=picture)
+    images = tiny[2].decode(latent["samples"])
+    out = run(nodes["SpecARAcceptanceMap"], trace=trace, metric=metric, opacity=0.5, image=images)
     overlay, colours, mask, report = out.result
     assert overlay.shape[0] == 2 and overlay.shape[2] == 512
     assert colours.shape == (2, 32, 32, 3) and mask.shape == (2, 32, 32)
@@ -223,8 +223,8 @@ def assert_numbers_equal(data: dict, trace: Trace, image: int) -> None:
 
 def test_acceptance_map_hands_on_the_numbers_of_every_token(run, nodes, sample, tiny):
     latent, trace = sample("DraftTree", batch=2)
-    picture = tiny[2].decode(latent["samples"])
-    out = run(nodes["SpecARAcceptanceMap"], trace=trace, metric="entropy", opacity=0.5, image=picture)
+    image = tiny[2].decode(latent["samples"])
+    out = run(nodes["SpecARAcceptanceMap"], trace=trace, metric="entropy", opacity=0.5, image=image)
     assert len(out.ui["specar_tokens"]) == 2
     for i, (file, preview) in enumerate(zip(out.ui["specar_tokens"], out.ui["images"], strict=True)):
         assert (file["type"], file["subfolder"]) == (preview["type"], preview["subfolder"]) == ("temp", "")
@@ -257,7 +257,7 @@ def test_numbers_leave_out_ends_of_lines_and_empty_records():
     assert numbers_of(trace)["fields"] == {"source": [1] * 6, "finalised_at": [0, 1, 2, 4, 5, 6]}
 
 
-def test_numbers_of_large_pictures_stay_small():
+def test_numbers_of_large_images_stay_small():
     generator = torch.Generator().manual_seed(0)
     tokens = 64 * 64
     positions = {name: torch.rand((1, tokens), generator=generator) if kind.is_floating_point
@@ -267,7 +267,7 @@ def test_numbers_of_large_pictures_stay_small():
     assert len(text) < 80 * tokens  # 330 kB at worst
 
 
-def test_acceptance_map_without_picture(run, nodes, sample):
+def test_acceptance_map_without_image(run, nodes, sample):
     _, trace = sample("NextToken")
     out = run(nodes["SpecARAcceptanceMap"], trace=trace, metric="source", opacity=0.5)
     assert out.result[1].shape == (1, 64, 64, 3)

@@ -322,9 +322,9 @@ def test_what_cannot_be_tried_is_refused(find, tiny_again, continuous, models, p
         find(model=continuous[0], drafter=None)
     with pytest.raises(ValueError, match="eagle.*tiny"):
         find(model=tiny_again("bf16"))
-    picture = {"samples": torch.ones(1, 8, GRID, GRID), "noise_mask": torch.zeros(1, 1, 32, 32)}
+    image = {"samples": torch.ones(1, 8, GRID, GRID), "noise_mask": torch.zeros(1, 1, 32, 32)}
     with pytest.raises(ValueError, match="mask.*nothing"):
-        find(latent_image=picture)
+        find(latent_image=image)
     with pytest.raises(ValueError, match="cfg.* 0.5"):
         find(cfg=0.5)
 

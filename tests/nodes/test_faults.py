@@ -192,7 +192,7 @@ def test_too_little_memory_for_decoding_even_a_tile(tiny, draw, monkeypatch):
     assert torch.equal(tiny[2].decode(latent), whole)
 
 
-def test_without_free_memory_there_are_no_previews_and_the_same_picture(draw, monkeypatch, hurried, progress):
+def test_without_free_memory_there_are_no_previews_and_the_same_image(draw, monkeypatch, hurried, progress):
     whole = draw("SJD")
     monkeypatch.setattr(mm, "get_free_memory", lambda *_device, torch_free_too=False: (0, 0) if torch_free_too else 0)
     assert torch.equal(draw("SJD"), whole)
@@ -312,7 +312,7 @@ def test_no_room_for_a_preview_costs_the_preview_only(sample, nodes, run, monkey
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_drafter_of_vectors_that_computes_nan_costs_no_picture(mode, continuous, nodes, run, draw_vectors, caplog):
+def test_a_drafter_of_vectors_that_computes_nan_costs_no_image(mode, continuous, nodes, run, draw_vectors, caplog):
     drafter = run(nodes["SpecARLoadDrafter"], model=continuous[0], drafter_name="vectors.safetensors").result[0]
     with torch.inference_mode():
         for weight in drafter.patcher.model.parameters():

@@ -173,7 +173,7 @@ def latents():
     yield "a list", [good]
     yield "five dimensions", {"samples": good[None]}
     yield "three dimensions", {"samples": good[0]}
-    yield "no pictures", {"samples": good[:0]}
+    yield "no images", {"samples": good[:0]}
     yield "no rows", {"samples": good[:, :, :0]}
     yield "whole numbers", {"samples": good.long()}
     yield "nan", {"samples": good * math.nan, "noise_mask": mask}
@@ -293,12 +293,12 @@ def test_what_fuzzing_found_stays_found(name, key, value, says, sound, nodes, ru
 @pytest.mark.parametrize("image", [
     torch.zeros(1, 0, 0, 3), torch.zeros(0, 32, 32, 3), torch.zeros(1, 32, 32, 3).byte(), torch.zeros(32, 32, 3),
     torch.full((1, 32, 32, 3), math.nan), torch.zeros(1, 32, 32, 1), torch.zeros(1, 2, 32, 32, 3), "image"], ids=str)
-def test_bad_pictures_are_named(image, sound, nodes, run):
+def test_bad_images_are_named(image, sound, nodes, run):
     for name in ("SpecARAcceptanceMap", "SpecARTimeline"):
         assert "image" in refused(run, nodes[name], sound(name) | {"image": image})
 
 
-def test_pictures_of_four_channels_and_numbers_outside_are_taken(sound, nodes, run):
+def test_images_of_four_channels_and_numbers_outside_are_taken(sound, nodes, run):
     for image in (torch.rand(1, 32, 32, 4), 3 * torch.rand(1, 32, 32, 3) - 1, torch.rand(1, 32, 32, 3).half()):
         assert refused(run, nodes["SpecARAcceptanceMap"], sound("SpecARAcceptanceMap") | {"image": image}) is None
 

@@ -37,7 +37,7 @@ def test_the_matrices_of_the_layers_take_a_byte_per_number(models, tiny):
     assert loaded.model.dtype == torch.float32 and loaded.model.backbone.output.weight.dtype == torch.float32
 
 
-def test_pictures_are_those_of_the_rounded_weights(models):
+def test_images_are_those_of_the_rounded_weights(models):
     loaded, rounded = open_fp8().model, open_model("tiny", "fp32", None).model
     for name in matrices(loaded):
         parameter = rounded.get_parameter(name)

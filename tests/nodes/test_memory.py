@@ -51,7 +51,7 @@ def test_what_comfyui_knows_counts(monkeypatch):
 
 
 @pytest.mark.parametrize("where", SHORT)
-def test_without_memory_for_the_whole_picture_tiles_are_used(where, tiny, monkeypatch, caplog):
+def test_without_memory_for_the_whole_image_tiles_are_used(where, tiny, monkeypatch, caplog):
     kind = type(tiny[0].decoder.decoder)
     decode = kind.decode
 

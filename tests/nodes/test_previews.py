@@ -42,7 +42,7 @@ def clock(monkeypatch):
 
 
 class Decoder:
-    """Decodes everything to green, in 0.2 s a picture."""
+    """Decodes everything to green, in 0.2 s an image."""
 
     def __init__(self, clock, factor=8):
         self.clock, self.factor, self.decoded = clock, factor, 0
@@ -59,7 +59,7 @@ def sketch_of(known, guessed=NONE):
 
 
 def red_and_more(known, sketch_seconds, clock, decoder, pace=0.05, guessed=NONE):
-    """Previews of a 2 x 2 picture whose palette knows only red."""
+    """Previews of a 2 x 2 image whose palette knows only red."""
     palette = Palette(torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.0, 0.0]]), pace)
     sketch = clock.passing(sketch_seconds, sketch_of(known, guessed))
     return Previews(sketch, palette, decoder, decoder.factor if decoder else 8, 512)
@@ -144,7 +144,7 @@ ROWS_END = TokenLayout.ruled(4, 4, (64,), (65,))  # 20 positions of rows, and on
         (TokenLayout.plain(4, 4), 5, range(5), {5: 30, 6: 31, 7: 32}),
         (TokenLayout.plain(4, 4), 14, range(14), {14: 30, 15: 31}),  # the third lies behind the end
         (TokenLayout.plain(4, 4), 16, range(16), {}),
-        (ROWS_END, 8, range(7), {7: 30, 8: 32}),  # the second is the end of a row, and so no part of the picture
+        (ROWS_END, 8, range(7), {7: 30, 8: 32}),  # the second is the end of a row, and so no part of the image
         (ROWS_END, 19, range(16), {}),
     ],
 )
@@ -209,8 +209,8 @@ def test_previews_of_a_run_show_its_window_dimmed(sample, progress, hurried, mon
     monkeypatch.setattr(previews.Previews, "_rendered", drawn)
     sample("SJD")
     assert len(found) == len(progress)
-    for (sketch, bright), (_, _, (_, picture, _)) in zip(found, progress, strict=True):
-        pixels = np.array(picture)
+    for (sketch, bright), (_, _, (_, image, _)) in zip(found, progress, strict=True):
+        pixels = np.array(image)
         areas = [np.kron(marked.numpy(), np.ones((8, 8), bool)) for marked in (sketch.known, sketch.guessed)]
         assert near(pixels[areas[0]], bright[areas[0]]) and (pixels[~areas[0] & ~areas[1]] == 128).all()
         assert near(pixels[areas[1]], 128 + DIMMED * (bright[areas[1]] - 128))
@@ -249,8 +249,8 @@ def test_interruption_is_looked_for_in_every_pass(clock, progress):
 
 
 @pytest.mark.parametrize("bundled", ["default", "continuous"])
-def test_colours_resemble_the_picture(bundled):
-    """Measured once, they explain most of what differs between the tokens of pictures that were never seen."""
+def test_colours_resemble_the_image(bundled):
+    """Measured once, they explain most of what differs between the tokens of images that were never seen."""
     model = specar.load_model(specar.bundled(bundled))
     decoder = getattr(model, "image_decoder", None) or specar.load_image_decoder(specar.bundled(bundled))
     palette = measure_palette(decoder, model)
@@ -258,8 +258,8 @@ def test_colours_resemble_the_picture(bundled):
     rows, cols = (torch.linspace(-1, 1, side * tokens) for tokens in model.grid)
     y, x = torch.meshgrid(rows, cols, indexing="ij")
     disc, stripes = (x.square() + y.square() < 0.5).float(), (x * 4).sin() / 2 + 0.5
-    picture = torch.stack((disc, stripes * 0.8, 0.9 - 0.7 * disc), dim=-1)[None]
-    latent = decoder.encode_latent(picture)
+    image = torch.stack((disc, stripes * 0.8, 0.9 - 0.7 * disc), dim=-1)[None]
+    latent = decoder.encode_latent(image)
     truth = decoder.decode(latent)[0].unflatten(0, (-1, side)).unflatten(2, (-1, side)).mean((1, 3))
     error = (palette.colours(latent) - truth).square().mean()
     assert error < 0.35 * (truth - truth.mean((0, 1))).square().mean()
@@ -279,7 +279,7 @@ def test_none_colours_decoded(sample, progress, hurried, tiny, monkeypatch):
         progress.clear(), decodings.clear()
         assert torch.equal(sample("NextToken")[0]["ar_tokens"], whole)
         assert {preview[1].size for *_, preview in progress} == {(size, size)} and len(progress) == 16
-        assert len(decodings) == decoded  # the palette is measured once: a warm-up and a picture
+        assert len(decodings) == decoded  # the palette is measured once: a warm-up and an image
 
 
 def short(*_):

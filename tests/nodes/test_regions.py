@@ -11,7 +11,7 @@ SIZE = GRID * FACTOR
 
 
 @pytest.fixture(scope="module")
-def picture(tiny):
+def image(tiny):
     """[1, 40, 64, 3]: wider than the model draws, with a margin above and below."""
     generator = torch.Generator().manual_seed(3)
     return torch.rand(1, 40, 64, 3, generator=generator)
@@ -26,20 +26,20 @@ def keep(nodes, run, loaded, image, share=0.5, side="top"):
     ("top", [[1] * 4] * 3 + [[0] * 4]), ("bottom", [[0] * 4] + [[1] * 4] * 3),
     ("left", [[1, 1, 1, 0]] * 4), ("right", [[0, 1, 1, 1]] * 4),
 ])
-def test_whole_rows_or_columns_of_a_side_stay(nodes, run, tiny, picture, side, kept):
-    latent = keep(nodes, run, tiny, picture, 0.7, side)
+def test_whole_rows_or_columns_of_a_side_stay(nodes, run, tiny, image, side, kept):
+    latent = keep(nodes, run, tiny, image, 0.7, side)
     assert latent["samples"].shape == (1, 8, GRID, GRID)
     assert (1 - latent["noise_mask"]).tolist() == [[kept]]
 
 
-def test_all_and_nothing_may_stay(nodes, run, tiny, picture):
-    assert keep(nodes, run, tiny, picture, 0.0)["noise_mask"].all()
-    assert not keep(nodes, run, tiny, picture, 1.0)["noise_mask"].any()
+def test_all_and_nothing_may_stay(nodes, run, tiny, image):
+    assert keep(nodes, run, tiny, image, 0.0)["noise_mask"].all()
+    assert not keep(nodes, run, tiny, image, 1.0)["noise_mask"].any()
 
 
 @pytest.mark.parametrize("method", ["NextToken", "SJD", "DraftTree", "VVS"])
-def test_samplers_go_on_behind_the_top(nodes, run, tiny, sample, picture, method):
-    latent = keep(nodes, run, tiny, picture.repeat(2, 1, 1, 1))
+def test_samplers_go_on_behind_the_top(nodes, run, tiny, sample, image, method):
+    latent = keep(nodes, run, tiny, image.repeat(2, 1, 1, 1))
     whole = tiny[0].model.quantize(latent["samples"])
     drawn, trace = sample(method, latent_image=latent)
     assert torch.equal(drawn["ar_tokens"][:, : GRID // 2], whole[:, : GRID // 2])
@@ -51,9 +51,9 @@ def test_samplers_go_on_behind_the_top(nodes, run, tiny, sample, picture, method
     assert torch.equal(others[0], drawn["ar_tokens"][0]) and not torch.equal(others[0], others[1])
 
 
-def test_a_continuous_model_goes_on_from_any_side(nodes, run, continuous, draw_vectors, picture):
+def test_a_continuous_model_goes_on_from_any_side(nodes, run, continuous, draw_vectors, image):
     for side in regions.SIDES:
-        latent = keep(nodes, run, continuous, picture, 0.5, side)
+        latent = keep(nodes, run, continuous, image, 0.5, side)
         drawn, _ = draw_vectors("NextToken", latent_image=latent)
         stays = latent["noise_mask"][0, 0] == 0
         assert torch.allclose(drawn["samples"][..., stays], latent["samples"][..., stays].float(), atol=1e-5)
@@ -65,12 +65,12 @@ def test_a_continuous_model_goes_on_from_any_side(nodes, run, continuous, draw_v
     ((64, 32), (1.0, 0.5), (32, 64), (0, 32)), ((32, 32), (0.5, 0.5), (0, 32), (0, 32)),
     ((32, 48), (0.5, 1.0), (0, 32), (16, 48)),
 ])
-def test_a_picture_that_fills_the_size_is_only_cut(size, place, rows, cols):
+def test_an_image_that_fills_the_size_is_only_cut(size, place, rows, cols):
     image = torch.rand(1, *size, 3)
     assert torch.equal(regions.fitted(image, 32, 32, place), image[:, slice(*rows), slice(*cols)])
 
 
-def test_a_picture_of_another_size_is_scaled_and_stays_in_range():
+def test_an_image_of_another_size_is_scaled_and_stays_in_range():
     image = (torch.arange(100)[None, :, None, None] > 49).float().expand(2, 100, 300, 3)
     out = regions.fitted(image, 32, 32, (0.0, 0.5))
     assert out.shape == (2, 32, 32, 3) and 0 <= float(out.min()) and float(out.max()) <= 1
@@ -78,7 +78,7 @@ def test_a_picture_of_another_size_is_scaled_and_stays_in_range():
     assert regions.fitted(torch.rand(1, 7, 5, 3), 32, 48, (0.5, 0.5)).shape == (1, 32, 48, 3)
 
 
-def test_the_nearest_size_has_the_pictures_proportions(tiny):
+def test_the_nearest_size_has_the_images_proportions(tiny):
     class Many:
         grids, pixels_per_token = ((4, 4), (8, 8), (4, 8), (8, 4)), 8
 
@@ -87,7 +87,7 @@ def test_the_nearest_size_has_the_pictures_proportions(tiny):
     assert regions.nearest_grid(tiny[0].model, 7, 900) == (GRID, GRID)
 
 
-def test_a_decoder_of_another_model_is_named(nodes, run, tiny, picture):
+def test_a_decoder_of_another_model_is_named(nodes, run, tiny, image):
     class Other:
         def encode(self, pixels):
             return torch.zeros(1, 4, 9, 9)
@@ -96,9 +96,9 @@ def test_a_decoder_of_another_model_is_named(nodes, run, tiny, picture):
             raise AssertionError("nothing is to be decoded")
 
     with pytest.raises(ValueError, match="VAE of Load AR Checkpoint"):
-        keep(nodes, run, (tiny[0], None, Other()), picture)
+        keep(nodes, run, (tiny[0], None, Other()), image)
     with pytest.raises(ValueError, match="side.*'front'"):
-        keep(nodes, run, tiny, picture, side="front")
+        keep(nodes, run, tiny, image, side="front")
 
 
 # Where verification may be skipped

@@ -34,7 +34,7 @@ def test_an_image_taken_from_a_batch_keeps_its_seed(sample):
         sample("NextToken", latent_image={"samples": torch.zeros(2, 8, 4, 4), "batch_index": [2, 0]})
 
 
-def test_gumbel_refinement_gives_the_next_token_picture(sample):
+def test_gumbel_refinement_gives_the_next_token_image(sample):
     plain, _ = sample("NextToken", batch=2)
     same, trace = sample("SJD", batch=2, refinement="same seed, same picture (Gumbel, exact)")
     assert torch.equal(plain["ar_tokens"], same["ar_tokens"])
@@ -148,9 +148,9 @@ def test_progress_counts_tokens_once_per_pass(method, sample, progress, hurried)
 def test_previews_show_drawn_rows_and_grey(sample, progress, hurried, monkeypatch):
     monkeypatch.setattr(args, "preview_method", LatentPreviewMethod.Auto)
     sample("NextToken")
-    kind, picture, _ = progress[3][2]  # after the first row of four tokens
-    assert kind == "JPEG" and picture.size == (32, 32)
-    pixels = torch.from_numpy(np.array(picture))
+    kind, image, _ = progress[3][2]  # after the first row of four tokens
+    assert kind == "JPEG" and image.size == (32, 32)
+    pixels = torch.from_numpy(np.array(image))
     assert (pixels[8:] == 128).all() and not (pixels[:8] == 128).all()
 
 

@@ -84,8 +84,8 @@ def test_all_kept_is_one_frame():
     assert np.array_equal(film(trace, picture), picture[None])
 
 
-def test_ends_of_rows_are_no_part_of_the_picture():
-    """Positions 2 and 5 are ends of rows, 6 the end of the picture."""
+def test_ends_of_rows_are_no_part_of_the_image():
+    """Positions 2 and 5 are ends of rows, 6 the end of the image."""
     source = [Source.BONUS, Source.BONUS, Source.FORCED] * 2 + [Source.FORCED]
     picture = np.random.default_rng(5).random((4, 4, 3), np.float32)
     drawn = film(trace_of(list(range(7)), source, stride=3), picture, tint=0.0)
@@ -96,7 +96,7 @@ def test_ends_of_rows_are_no_part_of_the_picture():
     assert np.array_equal(drawn[-1], picture)
 
 
-def test_pictures_that_are_no_multiple_of_the_grid():
+def test_images_that_are_no_multiple_of_the_grid():
     picture = np.random.default_rng(6).random((5, 7, 3), np.float32)
     drawn = film(picture=picture, tint=0.0)
     assert np.array_equal(drawn[-1], picture)
@@ -124,7 +124,7 @@ def timeline_of(nodes, run):
 
 
 @pytest.mark.parametrize("method", ["NextToken", "SJD", "DraftTree"])
-def test_a_run_has_a_frame_for_every_pass_and_ends_with_its_picture(method, sample, tiny, timeline_of):
+def test_a_run_has_a_frame_for_every_pass_and_ends_with_its_image(method, sample, tiny, timeline_of):
     latent, trace = sample(method, batch=2)
     image = tiny[2].decode(latent["samples"])
     for number in range(2):
@@ -232,7 +232,7 @@ def test_automatic_frames_are_as_many_as_fit(timeline_of, monkeypatch):
 def test_what_does_not_belong_together_is_refused(timeline_of):
     with pytest.raises(ValueError, match=r"\b1 (picture|image).*\b2\b"):
         timeline_of(SMALL, torch.rand(2, 4, 4, 3))
-    with pytest.raises(ValueError, match="picture.* 1.*0 to 0"):
+    with pytest.raises(ValueError, match="(picture|image).* 1.*0 to 0"):
         timeline_of(SMALL, torch.rand(1, 4, 4, 3), picture=1)
 
 

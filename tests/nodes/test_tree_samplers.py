@@ -10,7 +10,7 @@ from comfyui_specar.samplers.trace import Source
 
 SAMPLERS = ("DraftTree", "Lantern", "CoolSD", "ADTTree", "VVS")
 EVERY = pytest.mark.parametrize("method", SAMPLERS)
-SMALL = {  # trees for pictures of 16 tokens
+SMALL = {  # trees for images of 16 tokens
     "ADTTree": {"preset": "own values", "depth_max": 3, "width_min": 1, "width_max": 3, "width_step": 1, "nodes": 6},
 }
 
@@ -105,7 +105,7 @@ def test_the_samplers_own_mask_counts_too(draw):
     assert torch.equal(exact["ar_tokens"], plain["ar_tokens"])
 
 
-def test_a_mask_per_picture(draw, rule):
+def test_a_mask_per_image(draw, rule):
     where = torch.stack([torch.zeros(8, 8), torch.ones(8, 8)])
     chosen = rule("UniformRSD", delta=100.0, where=where)
     exact, _ = draw("DraftTree", batch=2)

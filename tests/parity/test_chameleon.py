@@ -5,8 +5,8 @@ its head (its own forward sets all image logits to the least value there is), an
 query and key norms of one row per head only, so Lumina-mGPT's one row is repeated there.
 
 chameleon.json holds what https://github.com/Alpha-VLLM/Lumina-mGPT gave at commit 104abe4 on a CPU (torch 2.13):
-  forced     MultiModalLogitsProcessor: the only id it leaves (-1: all image ids and no other) behind the opening of a
-             picture and so many tokens, for grids of height x width cells of 32 pixels
+  forced     MultiModalLogitsProcessor: the only id it leaves (-1: all image ids and no other) behind the opening of an
+             image and so many tokens, for grids of height x width cells of 32 pixels
   sizes      generate_crop_size_list((target / 32)^2, 32): number of (width, height), and a SHA-256 of their lines
   decode     VQModel.decode of the tiny tokenizer's two 3 x 4 grids of codes (weights: tests/support/tiny_chameleon.py)
   released   tensors, numbers, and a SHA-256 of all names and shapes of VQModel as vqgan.yaml configures it
@@ -103,8 +103,8 @@ CASES = [(kind, grid) for kind in KINDS for grid in GRIDS[kind]]
 def test_hidden_states_and_logits_of_both_branches(folders, models, references, kind, grid):
     model, reference = models[kind], references[kind]
     layout = model.layout(*grid)
-    picture = torch.arange(grid[0] * grid[1]).view(1, *grid) * 5 % model.vocab
-    tokens = layout.keeping(picture, torch.ones_like(picture, dtype=torch.bool)).forced
+    image = torch.arange(grid[0] * grid[1]).view(1, *grid) * 5 % model.vocab
+    tokens = layout.keeping(image, torch.ones_like(image, dtype=torch.bool)).forced
     words = torch.tensor(model.word_ids)
     wanted = []
     for prompt in contexts(folders[kind], kind, grid):
@@ -112,13 +112,13 @@ def test_hidden_states_and_logits_of_both_branches(folders, models, references, 
         wanted.append((hidden[0, len(prompt) - 1 : -1], logits[0, len(prompt) - 1 : -1][:, words]))
     wanted_hidden, wanted_logits = (torch.stack(part) for part in zip(*wanted, strict=True))
     conditioning = model.encode_prompt(PROMPT)
-    assert_as_exact(lambda: model.teacher_forced(conditioning, picture), wanted_logits[:1])
+    assert_as_exact(lambda: model.teacher_forced(conditioning, image), wanted_logits[:1])
     assert_as_exact(lambda: stepwise(model, conditioning, tokens, layout), [wanted_hidden, wanted_logits])
 
 
 @pytest.mark.parametrize(("kind", "grid"), CASES)
 @torch.inference_mode()
-def test_greedy_guided_pictures(folders, models, references, kind, grid):
+def test_greedy_guided_images(folders, models, references, kind, grid):
     """A plain loop over the reference model: guidance, then the structural mask, then the likeliest token."""
     model, reference, ids = models[kind], references[kind], vocabulary(32)
     prompts = contexts(folders[kind], kind, grid)
@@ -175,7 +175,7 @@ def test_decoded_pixels(folders, tmp_path):
 
 
 @torch.inference_mode()
-def test_encoded_pictures(folders):
+def test_encoded_images(folders):
     from transformers import ChameleonVQVAE, ChameleonVQVAEConfig
 
     decoder = api.load_image_decoder(folders["anole"])

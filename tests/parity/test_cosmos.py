@@ -5,7 +5,7 @@ for CausalDiscreteVideoTokenizer with the "DV" configuration, spatial_compressio
 fp32, channels=32, channels_mult=[1, 1, 2], z_channels=4, num_res_blocks=1, levels=[4, 4, 2], embedding_dim=3, in
 evaluation mode, filled with the values that ``fill`` in tests/support/tiny.py derives from the names of its parameters:
   decoded   decoder_jit() of the codes 5, 16, 27, ... (mod 32) as one frame of 2 x 3
-  latent    quant_conv(encoder(...)) of two pictures as videos of one frame
+  latent    quant_conv(encoder(...)) of two images as videos of one frame
   codes     encoder_jit() of the same
 RELEASED are numbers of tensors, numbers in them, and a SHA-256 of names and shapes of its two halves in the sizes that
 were released, without buffers; CODEBOOK is a SHA-256 of quantizer.implicit_codebook in fp32.
@@ -46,10 +46,10 @@ def test_decoded_pixels(tokenizer):
     assert_as_exact(lambda: tokenizer.module.decode(tokenizer.dequantize(codes)), OFFICIAL["decoded"])
 
 
-def test_encoded_pictures(tokenizer):
-    pictures = torch.stack([fill(f"{name} embedding", (3, 32, 48)) for name in ("picture", "other")]) / 2
-    assert_as_exact(lambda: tokenizer.module.encode_latent(pictures), OFFICIAL["latent"])
-    assert torch.equal(decided(lambda: tokenizer.module.encode(pictures)).int(), OFFICIAL["codes"])
+def test_encoded_images(tokenizer):
+    images = torch.stack([fill(f"{name} embedding", (3, 32, 48)) for name in ("picture", "other")]) / 2
+    assert_as_exact(lambda: tokenizer.module.encode_latent(images), OFFICIAL["latent"])
+    assert torch.equal(decided(lambda: tokenizer.module.encode(images)).int(), OFFICIAL["codes"])
 
 
 @pytest.mark.parametrize("half", RELEASED)

@@ -7,8 +7,8 @@ in every dimension), overlapping ones of that width ("close"), and wide ones tha
   log_accept_*      log of DistributionProcessor.judge_accept at the draft's mean ("wide": at a draw), in fp64;
                     *_unwidened: with inner temperature 1, at the target's mean ("wide": at the same draw)
   residual_*        subtracted_distribution_unormalize, the probability that a proposal is taken
-  picture_*, accepted_*   SpecDecodeRunner(ratio=0).run, for classes 3 and 8, of the target of mar.json and a drafter
-                    with 0.2 % of other weights mixed in: one token per step, blocks and settings as in PICTURES, the
+  image_*, accepted_*   SpecDecodeRunner(ratio=0).run, for classes 3 and 8, of the target of mar.json and a drafter
+                    with 0.2 % of other weights mixed in: one token per step, blocks and settings as in IMAGES, the
                     last 12 of 25 denoising steps. Its acceptance numbers were all 0.5, its residual's proposals all
                     the target's mean: the same choices as ours. Some drafts are accepted, some are not.
 """
@@ -107,12 +107,12 @@ def tiny(mix):
     return mar.load(Checkpoint(weights, {"heads": MAR.heads}, Path("tiny")), torch.float32, None, ())
 
 
-PICTURES = {"guided": (4.0, 1.0, 4), "unguided": (1.0, 0.95, 3)}  # guidance, temperature, draft length
+IMAGES = {"guided": (4.0, 1.0, 4), "unguided": (1.0, 0.95, 3)}  # guidance, temperature, draft length
 
 
-@pytest.mark.parametrize("name", PICTURES)
-def test_whole_pictures(monkeypatch, name):
-    cfg, temperature, length = PICTURES[name]
+@pytest.mark.parametrize("name", IMAGES)
+def test_whole_images(monkeypatch, name):
+    cfg, temperature, length = IMAGES[name]
     steps = last_steps(Schedule.cosine(25), 12)
     noise0 = numbers("first noise of the picture", 2, 16, 16)
     noise_t = numbers("later noise of the picture", 12, 2, 16, 16)

@@ -85,7 +85,7 @@ def ids(prompt, image):
 # LlamaGen, one pass
 
 
-def test_features_of_a_whole_picture(drafter):
+def test_features_of_a_whole_image(drafter):
     def compute():
         found = drafter.teacher_forced(HIDDEN, ids(PROMPT, 256), PROMPT)
         logits = drafter.model.backbone.logits(found[:, [119, 120, 136, 374]])

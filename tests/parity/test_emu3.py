@@ -3,7 +3,7 @@
 Emu3ForConditionalGeneration of transformers runs live. emu3.json holds what https://github.com/baaivision/Emu3 gave at
 commit f6ea9aa on a CPU (torch 2.13, tiktoken 0.14), with the tiny weights and files of tests/support/tiny_emu3.py under
 the original names:
-  pixels, latent, tokens  Emu3VisionVQModel: decode() of two 2 x 3 grids of codes; quant_conv(encoder()) of a picture of
+  pixels, latent, tokens  Emu3VisionVQModel: decode() of two 2 x 3 grids of codes; quant_conv(encoder()) of an image of
              4 x 6 pixels (four times the same frame); encode() of it, with six codes close to that latent
   released_vq  a SHA-256 of all names and shapes of Emu3VisionVQModel(Emu3VisionVQConfig())
   prompts    Emu3Processor.__call__(mode="G") with Emu3Tokenizer, whose special tokens follow the tiny file's ranks
@@ -77,8 +77,8 @@ def contexts(folder, grid):
 @torch.inference_mode()
 def test_hidden_states_and_logits_of_both_branches(folder, model, reference, grid):
     layout = model.layout(*grid)
-    picture = torch.arange(grid[0] * grid[1]).view(1, *grid) * 5 % model.vocab
-    tokens = layout.keeping(picture, torch.ones_like(picture, dtype=torch.bool)).forced
+    image = torch.arange(grid[0] * grid[1]).view(1, *grid) * 5 % model.vocab
+    tokens = layout.keeping(image, torch.ones_like(image, dtype=torch.bool)).forced
     words = torch.tensor(model.word_ids)
     wanted = []
     for prompt in contexts(folder, grid):
@@ -89,13 +89,13 @@ def test_hidden_states_and_logits_of_both_branches(folder, model, reference, gri
     wanted_hidden, wanted_logits = (torch.stack(part) for part in zip(*wanted, strict=True))
 
     conditioning = model.encode_prompt(PROMPT)
-    assert_as_exact(lambda: model.teacher_forced(conditioning, picture), wanted_logits[:1])
+    assert_as_exact(lambda: model.teacher_forced(conditioning, image), wanted_logits[:1])
     assert_as_exact(lambda: stepwise(model, conditioning, tokens, layout), [wanted_hidden, wanted_logits])
 
 
 @pytest.mark.parametrize("grid", GRIDS)
 @torch.inference_mode()
-def test_greedy_guided_pictures(folder, model, decoder, reference, grid):
+def test_greedy_guided_images(folder, model, decoder, reference, grid):
     """transformers' own generate, with its guidance and the rule for allowed tokens that its documentation gives."""
     rows, cols = grid
     ids = tiny.vocabulary()
@@ -127,7 +127,7 @@ def test_greedy_guided_pictures(folder, model, decoder, reference, grid):
 
 
 @torch.inference_mode()
-def test_pictures_are_encoded_as_transformers_does(decoder, reference):
+def test_images_are_encoded_as_transformers_does(decoder, reference):
     pixels = fill("two pictures embedding", (2, 3, 6, 10)).tanh()
     vq = reference.model.vqmodel
     with fp64():
@@ -226,11 +226,11 @@ def test_the_original_image_tokenizer(tmp_path):
     decoder = api.load_image_decoder(tiny.write_decoder(tmp_path))
     codes = torch.tensor([[[(5 * i + 3 * r + 7 * b) % 32 for i in range(3)] for r in range(2)] for b in range(2)])
     assert_as_exact(lambda: decoder.module.decode(decoder.dequantize(codes)), torch.tensor(OFFICIAL["pixels"]))
-    picture = fill("picture embedding", (1, 3, 4, 6)).tanh()
+    image = fill("picture embedding", (1, 3, 4, 6)).tanh()
     wanted = torch.tensor(OFFICIAL["latent"]).view(1, 4, 2, 3)
-    assert_as_exact(lambda: decoder.module.encode_latent(picture), wanted)
+    assert_as_exact(lambda: decoder.module.encode_latent(image), wanted)
     decoder.codebook[:6] = wanted[0].flatten(1).T + 0.004 * fill("code embedding", (6, 4))
-    assert decided(lambda: decoder.module.encode(picture)).flatten().tolist() == OFFICIAL["tokens"]
+    assert decided(lambda: decoder.module.encode(image)).flatten().tolist() == OFFICIAL["tokens"]
 
 
 # The released sizes

@@ -115,7 +115,7 @@ def draw(model, grid, images, iterations, params, schedule):
     ("sample_3x5", (3, 5), 1, 4, {"cfg": 2.0, "cfg_schedule": "linear", "temperature": 0.9}),
     ("sample_unguided", (4, 4), 1, 4, {"cfg": 1.0, "cfg_schedule": "constant"}),
 ])
-def test_whole_pictures(model, name, grid, images, iterations, params):
+def test_whole_images(model, name, grid, images, iterations, params):
     params = ContinuousParams(steps=STEPS, **params)
     schedule = model.schedule(params)
     close(lambda: draw(model, grid, images, iterations, params, schedule), name)

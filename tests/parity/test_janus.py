@@ -9,7 +9,7 @@ filled with the weights of tests/support/tiny_janus.py:
   prompts, ids    the conversation template "deepseek" around three prompts; ids of the first
   logits          of positions 0, 7 and 15 while drawing it greedily with guidance 5: [3, conditional and not, 32]
   greedy_cfg_5    the 16 tokens drawn
-  decode, encode  decode_code of these tokens; the codes that encode() picks for a picture
+  decode, encode  decode_code of these tokens; the codes that encode() picks for an image
   released        tensors, numbers, and a SHA-256 of all names and shapes of a MultiModalityCausalLM of 1B and of 7B,
                   the vision tower left out
 """
@@ -75,8 +75,8 @@ def test_prompts(models, text):
 @torch.inference_mode()
 def test_hidden_states_and_logits_of_both_branches(models, reference, layout):
     model, ids = models[layout], OFFICIAL["ids"]
-    picture = torch.arange(SIDE * SIDE).view(1, SIDE, SIDE) * 5 % CODES
-    tokens = picture.flatten(1)
+    image = torch.arange(SIDE * SIDE).view(1, SIDE, SIDE) * 5 % CODES
+    tokens = image.flatten(1)
     words = torch.tensor([ids, [BEGIN, *[PAD] * (len(ids) - 2), IMAGE]])
     with fp64():
         x = torch.cat((reference.get_input_embeddings()(words),
@@ -85,7 +85,7 @@ def test_hidden_states_and_logits_of_both_branches(models, reference, layout):
         logits = reference.model.generation_head(hidden)
     conditioning = model.encode_prompt(PROMPT)
     # In fp32, for ours has looked all codes up when it was loaded.
-    assert_as_exact(lambda: model.teacher_forced(conditioning, picture), logits[:1].float())
+    assert_as_exact(lambda: model.teacher_forced(conditioning, image), logits[:1].float())
     assert_as_exact(lambda: stepwise(model, conditioning, tokens, model.layout()), [hidden.float(), logits.float()])
 
 
@@ -102,8 +102,8 @@ def test_logits_of_the_official_code(models, layout):
     assert_as_exact(compute, torch.tensor(OFFICIAL["logits"]))
 
 
-def test_greedy_guided_pictures(models, reference):
-    """Token by token transformers' own picture, and the official one."""
+def test_greedy_guided_images(models, reference):
+    """Token by token transformers' own image, and the official one."""
     config = reference.generation_config
     config.pad_token_id, config.bos_token_id, config.generation_kwargs = PAD, BEGIN, {"boi_token_id": IMAGE}
     ids = torch.tensor([OFFICIAL["ids"]])
@@ -120,15 +120,15 @@ def test_greedy_guided_pictures(models, reference):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @torch.inference_mode()
-def test_decoded_and_encoded_pictures(folders, reference, layout):
+def test_decoded_and_encoded_images(folders, reference, layout):
     decoder = load_image_decoder(folders[layout])
     tokens = torch.tensor([OFFICIAL["greedy_cfg_5"]])
     with fp64():
         pixels = reference.decode_image_tokens(tokens).permute(0, 3, 1, 2)
     for wanted in (torch.tensor(OFFICIAL["decode"]), pixels.float()):  # the file's codes are normalised, in fp32
         assert_as_exact(lambda: decoder.module.decode(decoder.dequantize(tokens.view(1, SIDE, SIDE))), wanted)
-    picture = fill("picture embedding", (1, 3, 2 * SIDE, 2 * SIDE)) / 2
-    assert decided(lambda: decoder.module.encode(picture)).flatten().tolist() == OFFICIAL["encode"]
+    image = fill("picture embedding", (1, 3, 2 * SIDE, 2 * SIDE)) / 2
+    assert decided(lambda: decoder.module.encode(image)).flatten().tolist() == OFFICIAL["encode"]
 
 
 SIZES = {"1B": {"dim": 2048, "layers": 24, "ffn": 5632}, "7B": {"dim": 4096, "layers": 30, "ffn": 11008}}

@@ -4,7 +4,7 @@ kl_vae.json holds what https://github.com/LTH14/mar gave at commit fe470ac on a 
 embed_dim=4 and Encoder and Decoder(ch=32, ch_mult=(1, 1, 2), resolution=64, z_channels=4), filled with the values that
 ``fill`` in tests/support/tiny.py derives from the names of the parameters. Attention at the deepest level is in the
 encoder, as in KL-16; under *_decoder_attention in the decoder instead.
-  mean, log_variance   encode of two pictures of 24 x 16 pixels
+  mean, log_variance   encode of two images of 24 x 16 pixels
   decode               decode of two latents of 3 x 2
   released             tensors, numbers, and a SHA-256 of all names and shapes of AutoencoderKL(16, (1, 1, 2, 2, 4))
 """
@@ -42,8 +42,8 @@ def close(compute, *names):
 
 def test_moments(variant):
     model, name = variant
-    picture = fill("picture embedding", (2, 3, 24, 16)) / 2
-    close(lambda: model.encode_moments(picture), f"mean{name}", f"log_variance{name}")
+    image = fill("picture embedding", (2, 3, 24, 16)) / 2
+    close(lambda: model.encode_moments(image), f"mean{name}", f"log_variance{name}")
 
 
 def test_decoded_pixels(variant):

@@ -8,7 +8,7 @@ decoder_ch_mult=[1, 1])).
   *_logits_*   one uncached pass over the prefix and 15 tokens 3, 8, 13, ... (mod 32); predictions of 16 positions. The
                caption: 7 features, left-padded to 120 slots and masked; "null": the learned null caption, same mask.
   *_greedy_*   generate(..., top_k=1): 16 tokens for classes 3 and 8, for the caption, and for one that fills all slots
-  vq_*         decode_code of two 3 x 4 grids of codes; quant_conv(encoder(picture)); the codes encode() picks
+  vq_*         decode_code of two 3 x 4 grids of codes; quant_conv(encoder(image)); the codes encode() picks
   released     tensors, numbers, and a SHA-256 of all names and shapes of the official classes of every released size
 """
 
@@ -81,7 +81,7 @@ METHODS = [NextToken(), Jacobi(window=6), *(SJD(window=6, reuse=r) for r in ("co
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("cfg", [1.0, 4.0, 7.5])
 def test_greedy_guided_tokens(models, method, cfg):
-    """Token by token the official picture, from next-token sampling and from every Jacobi variant alike."""
+    """Token by token the official image, from next-token sampling and from every Jacobi variant alike."""
     text, classes = models[True], models[False]
     caption, both = caption_features(7), torch.tensor([3.0, 8.0]).view(2, 1, 1)
     tokens = greedy(text, caption, method, cfg=cfg, temperature=0)
@@ -100,10 +100,10 @@ def test_decoded_pixels(tokenizer):
     close(lambda: tokenizer.decode(tokenizer.dequantize(codes)), "vq_decode")
 
 
-def test_encoded_picture(tokenizer):
-    picture = fill("picture embedding", (2, 3, 6, 8)) / 2
-    close(lambda: tokenizer.encode_latent(picture), "vq_latent")
-    assert decided(lambda: tokenizer.encode(picture)).tolist() == OFFICIAL["vq_encode"]
+def test_encoded_image(tokenizer):
+    image = fill("picture embedding", (2, 3, 6, 8)) / 2
+    close(lambda: tokenizer.encode_latent(image), "vq_latent")
+    assert decided(lambda: tokenizer.encode(image)).tolist() == OFFICIAL["vq_encode"]
 
 
 def transformer(dim, layers, heads, hidden, text=False):

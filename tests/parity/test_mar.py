@@ -145,7 +145,7 @@ def test_there_are_loops_of_every_kind():
     assert len(LOOPS) == 18 and sum("2.5" in name for name in LOOPS) == sum("2.5" not in name for name in LOOPS)
 
 
-# Whole pictures
+# Whole images
 
 SAMPLES = {  # iterations, guidance, its schedule, temperature, denoising steps, the last of them
     "single_linear": (16, 2.9, "linear", 1.0, 25, 12), "cosine_constant": (6, 4.0, "constant", 0.95, 25, 12),
@@ -155,8 +155,8 @@ SAMPLES = {  # iterations, guidance, its schedule, temperature, denoising steps,
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_whole_pictures(model, monkeypatch, name):
-    """The baseline sampler, given the official order and noises, draws the official pictures of classes 3 and 8."""
+def test_whole_images(model, monkeypatch, name):
+    """The baseline sampler, given the official order and noises, draws the official images of classes 3 and 8."""
     iterations, cfg, guidance, temperature, steps, last = SAMPLES[name]
     steps = schedule(steps, last)
     noise0 = numbers("first noise of the picture", 2, 16, 16)

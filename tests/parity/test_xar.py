@@ -84,8 +84,8 @@ def test_epsilons_of_the_norms(model):
 @pytest.mark.parametrize(("name", "kind", "cfg"), [
     ("sample_3.0", "ddpm", 3.0), ("sample_1.0", "ddpm", 1.0), ("flow_3.0", "ddim", 3.0),
 ])
-def test_guided_picture(model, monkeypatch, name, kind, cfg):
-    """A whole picture through our own sampler, whose noise is replaced by the injected one."""
+def test_guided_image(model, monkeypatch, name, kind, cfg):
+    """A whole image through our own sampler, whose noise is replaced by the injected one."""
     injected = fill("noise embedding", (STEPS + 1, 2, CELLS * CELL, 16))
     rank = model.order.argsort()
 

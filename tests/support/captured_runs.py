@@ -61,7 +61,7 @@ def assert_captured_as_plain(method, asked, monkeypatch):
 
 
 def assert_same_tree_run(one, other):
-    """The same pictures and the same story of them, but for times and the dead drafts that captured trees may have."""
+    """The same images and the same story of them, but for times and the dead drafts that captured trees may have."""
     assert torch.equal(one.tokens, other.tokens)
     for mine, its in ((one.trace.positions, other.trace.positions), (one.trace.rounds, other.trace.rounds)):
         for name in mine.keys() - {"milliseconds", "draft_milliseconds", "width"}:

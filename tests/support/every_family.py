@@ -90,7 +90,7 @@ def make_family(name, folder, device="cpu"):
 
 
 def asked(family: Family, guided: bool, seed: int = 0, temperature: float = 1.0) -> Request:
-    """Two pictures of which different tokens are kept, the second one's last rows among them."""
+    """Two images of which different tokens are kept, the second one's last rows among them."""
     model = family.model
     keep = torch.zeros((2, ROWS, COLS), dtype=torch.bool)
     keep[0, 1:3], keep[1, 2:], keep[1, 0, 3] = True, True, True

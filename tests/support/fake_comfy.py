@@ -1,4 +1,4 @@
-"""A ComfyUI server without pictures: queue, history and files as a batch sees them, and what it was asked to draw."""
+"""A ComfyUI server without images: queue, history and files as a batch sees them, and what it was asked to draw."""
 
 import asyncio
 import socket
@@ -17,7 +17,7 @@ async def until(condition: Callable[[], Any]) -> None:
 
 class FakeComfy:
     """`ends`: may the prompt that runs end yet? A test sets it to hold the server until something else has happened.
-    `drawn`: the filename prefix of every picture that was finished. A prompt whose `text` is "refuse" is refused,
+    `drawn`: the filename prefix of every image that was finished. A prompt whose `text` is "refuse" is refused,
     "half" accepted in part, "fail" breaks while it runs; "poison" kills the server."""
 
     def __init__(self):

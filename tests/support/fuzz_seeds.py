@@ -31,12 +31,12 @@ from .tiny_family import declared
 
 ROOT = Path(comfyui_specar.__file__).resolve().parent
 LONGEST = 1500  # characters of a message
-DRAWN = 4096  # tokens of a picture that is worth starting here
+DRAWN = 4096  # tokens of an image that is worth starting here
 HUNGRY = ("allocate memory", "MemoryError", "not enough memory")
 
 
 class EnoughError(Exception):
-    """A picture has been drawn for long enough."""
+    """An image has been drawn for long enough."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def use_model(folder: Path, name: str, prompt: str = "a red cat", storage: torch
 
 
 def draw(model, prompt: str, method=None) -> None:
-    """The first rounds of a picture."""
+    """The first rounds of an image."""
     rounds = 0
 
     def enough(progress) -> None:
@@ -71,7 +71,7 @@ def draw(model, prompt: str, method=None) -> None:
 
     rows, cols = model.grid
     if rows * cols > DRAWN:
-        return  # a picture so large is what the file asks for: it would be drawn, and can be cancelled
+        return  # an image so large is what the file asks for: it would be drawn, and can be cancelled
     try:
         api.sample(model, model.encode_prompt(prompt), method=method, callback=enough)
     except EnoughError:

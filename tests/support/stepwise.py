@@ -1,4 +1,4 @@
-"""What a model computes for a picture when its tokens come in several steps."""
+"""What a model computes for an image when its tokens come in several steps."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def write_vqgan(path: Path, codes: int = 32, seed: int = 0) -> Path:
 
 def write(folder: Path, seed: int = 0, shards: int = 1, kind: str = "lumina", tokenizer: bool = True,
           codes: int = 32, **sizes: int) -> Path:
-    """A model in ``folder``/<released name>: Lumina-mGPT for pictures of 64 x 64 pixels (4 x 4 tokens of 16 pixels)
+    """A model in ``folder``/<released name>: Lumina-mGPT for images of 64 x 64 pixels (4 x 4 tokens of 16 pixels)
     with its decoder beside it, or Anole for 4 x 4 tokens with the decoder inside. Returns that folder."""
     settings = config(kind, codes, **sizes)
     weights = random_weights(shapes(kind, settings), seed)

@@ -17,7 +17,7 @@ class Tiny:
     """A model with random weights, in ``TINY`` under what ``family`` of the loaded model says.
 
     write: (folder) -> what is to be loaded; of token ids also with seed and layers, and of 4 x 4 tokens then.
-    specials: how many tokens are no part of the picture.
+    specials: how many tokens are no part of the image.
     """
 
     write: Callable[..., Path]

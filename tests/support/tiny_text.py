@@ -1,4 +1,4 @@
-"""A language model that draws, of no family: every switch of the backbone, forced tokens behind rows and picture."""
+"""A language model that draws, of no family: every switch of the backbone, forced tokens behind rows and image."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .tiny import fill
 
 CODES, WORDS, FIRST = 12, 40, 8  # image codes; words of the language model, of which the codes are 8 .. 19
 ROW_END, ENDINGS = 30, (31, 33)
-BEGIN = 5  # the word before every picture
+BEGIN = 5  # the word before every image
 GRIDS = ((2, 3), (3, 2), (4, 3))  # the first is the default
 
 
 def null(features: Tensor, grid: tuple[int, int]) -> Tensor:
-    """The prompt without a prompt: two words and the picture's size."""
+    """The prompt without a prompt: two words and the image's size."""
     return torch.tensor([1.0, *grid, BEGIN]).view(1, -1, 1)
 
 
 def write(text: str, grid: tuple[int, int]) -> list[int]:
-    """A letter is a word; the size of the picture is part of every prompt."""
+    """A letter is a word; the size of the image is part of every prompt."""
     return [34 + ord(letter) % 6 for letter in text] + [*grid, BEGIN]
 
 

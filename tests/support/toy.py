@@ -183,7 +183,7 @@ def with_line_ends(rows: int, cols: int) -> TokenLayout:
 
 
 def with_kept_tokens(rows: int, cols: int) -> TokenLayout:
-    """A picture of which the user keeps the first and the last-but-one token."""
+    """An image of which the user keeps the first and the last-but-one token."""
     layout = plain(rows, cols)
     keep = torch.zeros((1, rows, cols), dtype=torch.bool)
     keep.view(-1)[[0, -2]] = True

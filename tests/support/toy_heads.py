@@ -188,9 +188,9 @@ def correlation(u: Tensor) -> float:
 def uniforms(
     model: Toy, tokens: Tensor, order: Tensor, cfg: float = 1.0, temperature: float = 1.0, last: bool = True
 ) -> Tensor:
-    """[B, S, C]: every number of the pictures through the law of the model itself, given those before it (Rosenblatt).
+    """[B, S, C]: every number of the images through the law of the model itself, given those before it (Rosenblatt).
 
-    Independent and uniform if the pictures [B, S, C] were drawn by the model in their order [B, S] (place -> position),
+    Independent and uniform if the images [B, S, C] were drawn by the model in their order [B, S] (place -> position),
     with linear guidance; ``last``: with the noise of the last step. Entry i belongs to position i.
     """
     batch, length, channels = tokens.shape
@@ -238,7 +238,7 @@ class Score:
 
 def score(model: Toy, decoded, cfg: float = 1.0, temperature: float = 1.0, last: bool = True,
           free: Tensor | None = None) -> Score:
-    """Of pictures decoded from the model (``free`` [S], bool: at some of their positions), see ``uniforms``."""
+    """Of images decoded from the model (``free`` [S], bool: at some of their positions), see ``uniforms``."""
     u = uniforms(model, decoded.tokens, drawing_order(decoded), cfg, temperature, last)
     u = (u if free is None else u[:, free]).flatten(1)
     return Score(max(map(ks, u.unbind(1))), correlation(u))

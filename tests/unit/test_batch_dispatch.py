@@ -1,5 +1,5 @@
 """Batches on servers that are slow, busy, silent, dying or refusing, and batches that crash: what matters is that every
-job has exactly one picture in the end."""
+job has exactly one image in the end."""
 
 import asyncio
 import itertools
@@ -104,7 +104,7 @@ def test_a_result_has_files_seconds_and_each_trace_once(tmp_path):
 
 
 def test_the_least_busy_server_gets_the_job_and_none_gets_more_than_it_may(tmp_path):
-    """All three are filled; then the middle one draws one picture, the fast one all that are left for it."""
+    """All three are filled; then the middle one draws one image, the fast one all that are left for it."""
     async def check():
         async with FakeComfy() as fast, FakeComfy() as middle, FakeComfy() as slow:
             servers, jobs = [slow, middle, fast], jobs_of(16)
@@ -177,7 +177,7 @@ def test_a_job_that_cannot_be_made_fails_once_and_stops_nobody(tmp_path, text, e
 
 
 def test_jobs_of_a_dying_server_go_to_the_other(tmp_path, clock):
-    """It dies while it draws its second picture."""
+    """It dies while it draws its second image."""
     async def check():
         async with FakeComfy() as mortal, FakeComfy() as other:
             mortal.ends = lambda: not mortal.drawn
@@ -193,7 +193,7 @@ def test_jobs_of_a_dying_server_go_to_the_other(tmp_path, clock):
             assert len(lines(tmp_path / "r.jsonl")) == 10
             recorded = Counter(record["files"][0]["filename"] for record in lines(tmp_path / "r.jsonl"))
             assert max(recorded.values()) == 1
-            # Only a picture that was finished, but not yet fetched, when the server died may have been drawn again.
+            # Only an image that was finished, but not yet fetched, when the server died may have been drawn again.
             assert set(jobs_drawn(mortal, other)) == {job.id for job in jobs}
             assert max(jobs_drawn(other).values()) == 1 and jobs_drawn(mortal, other).total() <= 11
 
@@ -361,7 +361,7 @@ def test_copies_are_named_after_the_job(tmp_path):
         "job.png", "job.json", "job.2.png", "job.PNG", "job.3.png", "job"]
 
 
-def test_a_picture_that_another_program_holds_open_is_waited_for_and_then_costs_that_job_alone(tmp_path, locked):
+def test_an_image_that_another_program_holds_open_is_waited_for_and_then_costs_that_job_alone(tmp_path, locked):
     """j1.png is free again after a moment, j2.png never is."""
     attempts = locked({"j1.png": 2, "j2.png": 99})
 
@@ -424,7 +424,7 @@ class Fate:
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(crashes=st.lists(st.integers(0, 24), min_size=1, max_size=4), number=st.integers(1, 5), two=st.booleans())
-def test_after_any_crashes_every_job_has_exactly_one_picture(tmp_path_factory, crashes, number, two):
+def test_after_any_crashes_every_job_has_exactly_one_image(tmp_path_factory, crashes, number, two):
     path = tmp_path_factory.mktemp("batch") / "r.jsonl"
 
     async def check(fate):
@@ -440,7 +440,7 @@ def test_after_any_crashes_every_job_has_exactly_one_picture(tmp_path_factory, c
         asyncio.run(check(Fate(patch)))
 
 
-def test_after_a_crash_at_any_step_every_job_has_exactly_one_picture(tmp_path, monkeypatch):
+def test_after_a_crash_at_any_step_every_job_has_exactly_one_image(tmp_path, monkeypatch):
     """Every step of a batch of three, one after the other."""
     async def check(fate):
         for step in itertools.count():

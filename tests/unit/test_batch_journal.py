@@ -133,7 +133,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")"""  # whatever is written is sy
 
 
 def killed_at(write: int) -> list[str]:
-    """The same, killed (as by kill -9) when it has written so many lines or pictures."""
+    """The same, killed (as by kill -9) when it has written so many lines or images."""
     return [sys.executable, "-c", KILLED, str(write), *COMMAND[1:]]
 
 
@@ -148,7 +148,7 @@ async def code_of(process: asyncio.subprocess.Process) -> tuple[int, str]:
 
 
 def test_kill_9_again_and_again_loses_and_repeats_nothing(table):
-    """At the first write, at the second of the next start, and so on: at its header, its lines and its pictures."""
+    """At the first write, at the second of the next start, and so on: at its header, its lines and its images."""
     async def check():
         async with FakeComfy() as one, FakeComfy() as other:
             servers = ["--server", one.url, "--server", other.url, "--out", "out"]
@@ -169,7 +169,7 @@ def test_kill_9_again_and_again_loses_and_repeats_nothing(table):
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signal for one process")
 def test_control_c_takes_the_jobs_from_the_server_and_the_same_command_goes_on(table):
-    """While the server draws the second picture."""
+    """While the server draws the second image."""
     async def check():
         async with FakeComfy() as one:
             one.ends = lambda: not one.drawn

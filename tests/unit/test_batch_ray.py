@@ -58,10 +58,10 @@ def test_jobs_are_drawn_by_actors_and_those_that_were_drawn_before_are_not(table
 
     model, decoder = (load(specar.bundled("default")) for load in (specar.load_model, specar.load_image_decoder))
     out = specar.sample(model, model.encode_prompt("heart, 3d, on a red background"), specar.methods.SJD(), seed=2)
-    picture = Image.open("out/late.png")
-    difference = np.asarray(picture) / 255 - decoder.decode(out.latent)[0].numpy()
+    image = Image.open("out/late.png")
+    difference = np.asarray(image) / 255 - decoder.decode(out.latent)[0].numpy()
     assert abs(difference).max() < 1.5 / 255
-    about = json.loads(picture.text["specar"])
+    about = json.loads(image.text["specar"])
     assert about["settings"]["seed"] == 2 and about["totals"]["target_passes"] == out.trace.summary()["target_passes"]
     assert json.dumps([about["totals"]]) == json.dumps(records["late"]["traces"])
 
@@ -82,14 +82,14 @@ def test_what_does_not_fit_the_method_is_refused_before_ray_starts(table, monkey
     assert cli.main([*COMMAND, *arguments, "--dry-run"]) == cli.BAD_INPUT
 
 
-def test_a_picture_that_another_program_holds_open_costs_that_job_alone(tmp_path, locked):
+def test_an_image_that_another_program_holds_open_costs_that_job_alone(tmp_path, locked):
     locked({"a.png": 99})
     jobs, told = [Job(name, {}, 1) for name in "ab"], []
     with Journal(tmp_path / "r.jsonl") as journal:
         for job in jobs:
             journal.write_queued(job.id, "same", 1, "ray")
             record = {"status": "success", "traces": [], "seconds": 1.0, "error": ""}
-            fleet.write(journal, job, record, (b"picture", b""), tmp_path / "out", told.append)
+            fleet.write(journal, job, record, (b"image", b""), tmp_path / "out", told.append)
     assert [record["status"] for record in told] == ["error", "success"]
     assert "a.png" in told[0]["error"] and "open in another program" in told[0]["error"] and told[0]["copies"] == []
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["b.png"]

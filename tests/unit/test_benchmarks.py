@@ -67,7 +67,7 @@ def test_a_stretch_is_drawn_behind_what_stands_before_it():
 
 @pytest.fixture
 def small_world(monkeypatch):
-    """One tiny model with random weights, and one that stands for the bundled one, of whole pictures."""
+    """One tiny model with random weights, and one that stands for the bundled one, of whole images."""
     monkeypatch.setitem(sizes.SIZES, "tiny", tiny("llamagen-b"))
 
     def find_subject(name, cfg, device, dtype, tokens, most):

@@ -1,4 +1,4 @@
-"""Sessions and captured steps at their edges: other kept tokens, smallest pictures, what is in memory at once."""
+"""Sessions and captured steps at their edges: other kept tokens, smallest images, what is in memory at once."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -41,7 +41,7 @@ def plainly(monkeypatch, method, asked):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_pictures_of_a_batch_may_keep_tokens_of_their_own(name, on_tape, monkeypatch):
+def test_images_of_a_batch_may_keep_tokens_of_their_own(name, on_tape, monkeypatch):
     """After a run in which all keep the same."""
     target = ToyModel(plain(1, 4))
     method = METHODS[name](ToyDrafter(target))
@@ -56,7 +56,7 @@ def test_pictures_of_a_batch_may_keep_tokens_of_their_own(name, on_tape, monkeyp
 
 
 @pytest.mark.parametrize("size", [(1, 1), (2, 1)], ids=str)
-def test_smallest_pictures(size, on_tape, monkeypatch):
+def test_smallest_images(size, on_tape, monkeypatch):
     """The window chosen by itself is wider than they are long."""
     target = ToyModel(plain(*size))
     drafter = ToyDrafter(target)

@@ -17,7 +17,7 @@ from comfyui_specar.samplers.methods.speculative import DraftTree
 
 ADT = ADTTree(depths=(1, 4), widths=(2, 16), width_step=3, nodes=16)
 CPU = torch.device("cpu")
-METHODS = {  # and how many graphs each needs for pictures of one size
+METHODS = {  # and how many graphs each needs for images of one size
     "next token": (lambda drafter: NextToken(), 1),
     "sjd": (lambda drafter: SJD(8), 1),
     "chain": (lambda drafter: DraftTree(drafter, Chain(3)), 2),  # drafting, and the rest of a round

@@ -132,7 +132,7 @@ def test_the_nearest_code_is_not_the_most_similar_direction(models):
 # Prompts
 
 
-def test_lumina_names_the_size_of_the_picture(models):
+def test_lumina_names_the_size_of_the_image(models):
     model = models["lumina"]
     conditioning = model.encode_prompt("a fox")
     text = byte_tokenizer(list(IDS)).encode(

@@ -115,9 +115,9 @@ def test_kept_tokens_are_seen():
     """A kept token changes what is drawn around it."""
     kept = torch.zeros(1, LENGTH, dtype=torch.bool)
     kept[:, 4] = True
-    pictures = [method().sample(request(TARGET, 1, kept=kept, tokens=torch.full((1, LENGTH, 2), value))).tokens
+    images = [method().sample(request(TARGET, 1, kept=kept, tokens=torch.full((1, LENGTH, 2), value))).tokens
                 for value in (1.0, -1.0)]
-    assert ((pictures[0] != pictures[1]).any(-1)).all()
+    assert ((images[0] != images[1]).any(-1)).all()
 
 
 # The drafter is the target
@@ -155,7 +155,7 @@ def test_a_target_that_does_not_see_the_drafts_rejects_its_own():
 @pytest.mark.parametrize(("mode", "condition"), MODES[:3])
 @pytest.mark.parametrize("prefill", [0, 0.5])
 @fp64()
-def test_an_infinite_tolerance_gives_the_drafters_picture(mode, condition, prefill):
+def test_an_infinite_tolerance_gives_the_drafters_image(mode, condition, prefill):
     run = method(mode, condition, tolerance=math.inf, prefill=prefill, length=LENGTH)
     decoded = run.sample(request(TARGET, 20, cfg=1.7))
     drawn = drawing_order(decoded).argsort(dim=1)
@@ -293,7 +293,7 @@ def test_every_decision_is_what_its_recorded_ratio_says(mode, condition):
 
 
 @pytest.mark.parametrize("mode", ["prefix", "exact"])
-def test_every_pass_of_the_others_decides_at_least_one_token_of_every_picture(mode):
+def test_every_pass_of_the_others_decides_at_least_one_token_of_every_image(mode):
     trace = method(mode, prefill=0).sample(request(TARGET, 100)).trace
     assert max(trace.totals["passes_per_image"]) <= LENGTH
     assert min(trace.totals["passes_per_image"]) >= math.ceil(LENGTH / 5)
@@ -302,7 +302,7 @@ def test_every_pass_of_the_others_decides_at_least_one_token_of_every_picture(mo
     assert int(depth.max()) <= 4
 
 
-def test_progress_counts_up_to_the_whole_picture():
+def test_progress_counts_up_to_the_whole_image():
     for sampler in (method("prefix"), ContinuousNextToken(4)):
         seen = []
         sampler.sample(request(TARGET, 3, callback=lambda p: seen.append((p.passes, p.committed.tolist(), p.length,

@@ -1,6 +1,6 @@
 """Does speculative decoding of vectors draw from the target's law?
 
-The toys' laws are known in closed form whatever the order: every number of a picture, put through its distribution
+The toys' laws are known in closed form whatever the order: every number of an image, put through its distribution
 function given those before it, must be uniform and independent of the others (Rosenblatt, 1952). Rows of a batch are
 independent runs. Variants that are known to be biased must fail the same test by far.
 """
@@ -83,7 +83,7 @@ def test_exact_mode_at_other_temperatures_and_without_guidance():
 
 
 def test_exact_mode_around_kept_tokens():
-    """Each picture keeps one token; the others follow their law given it."""
+    """Each image keeps one token; the others follow their law given it."""
     keep = torch.tensor([False, True, False, False])
     kept = torch.linspace(-2, 2, RUNS)[:, None, None].expand(-1, 4, 1)
     decoded = draw(("head", 1), options={"tokens": kept, "kept": keep.expand(RUNS, -1)}, prefill=0)
@@ -103,7 +103,7 @@ def test_exact_mode_of_a_head_with_bent_steps():
 
 
 def distance(a, b):
-    """The largest two-sample score over all numbers of the pictures, and over sums and products of neighbours."""
+    """The largest two-sample score over all numbers of the images, and over sums and products of neighbours."""
     a, b = a.flatten(1), b.flatten(1)
     views = [(a, b), (a + a.roll(1, 1), b + b.roll(1, 1)), (a * a.roll(2, 1), b * b.roll(2, 1))]
     return max(ks_two(x, y) for left, right in views for x, y in zip(left.unbind(1), right.unbind(1)))
@@ -233,7 +233,7 @@ def test_even_patience_ends(monkeypatch):
     assert_nothing_lost(method.sample(request(ToyHead(1), 2)), 10_000)
 
 
-def test_no_proposals_are_made_for_pictures_that_are_complete(monkeypatch):
+def test_no_proposals_are_made_for_images_that_are_complete(monkeypatch):
     """Where drafter and target agree nothing is ever redrawn, and no patience spent on rows without a token left."""
     calls = []
     real = continuous.residual

@@ -31,7 +31,7 @@ def known_size(monkeypatch):
 
 
 def vectors(model):
-    """Condition vectors of a picture half of which is known."""
+    """Condition vectors of an image half of which is known."""
     if model.backbone.config.captions:
         prompt = model.encode_features(fill("caption embedding", (1, 2, MAR.conditions)))
     else:

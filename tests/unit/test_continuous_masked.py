@@ -25,7 +25,7 @@ def inference():
         yield
 
 
-def picture(batch):
+def image(batch):
     return torch.randn(batch, LENGTH, CHANNELS, generator=torch.Generator().manual_seed(4))
 
 
@@ -40,7 +40,7 @@ def known_rows(*counts):
 
 def test_rows_that_know_different_numbers_of_tokens_do_not_disturb_each_other(models):
     model, counts = models[0], (0, 1, 4, 8)
-    tokens, known = picture(4), known_rows(*counts)
+    tokens, known = image(4), known_rows(*counts)
     together = model.condition(prompt(model, 0, 1, 2, 3), tokens, known)
     for i in range(4):
         alone = model.condition(prompt(model, i), tokens[i : i + 1], known[i : i + 1])
@@ -49,7 +49,7 @@ def test_rows_that_know_different_numbers_of_tokens_do_not_disturb_each_other(mo
 
 
 def test_unknown_tokens_are_not_seen_and_known_ones_are(models):
-    model, tokens, known = models[0], picture(2), known_rows(3, 5)
+    model, tokens, known = models[0], image(2), known_rows(3, 5)
     z = model.condition(prompt(model, 3), tokens, known)
     hidden = torch.where(known[..., None], tokens, 1e4)
     assert torch.equal(model.condition(prompt(model, 3), hidden, known), z)
@@ -74,7 +74,7 @@ def assert_same(one, other):
 
 @pytest.mark.parametrize("guided", [False, True])
 def test_variants_of_one_call_equal_calls_of_their_own(models, guided):
-    model, tokens = models[0], picture(2)
+    model, tokens = models[0], image(2)
     known = torch.stack([known_rows(0, 2), known_rows(3, 4), known_rows(5, 7)], dim=1)
     query = torch.arange(2 * 3 * 2).reshape(2, 3, 2) % LENGTH
     state = model.start(prompt(model, 3), None, 2, model.grid, guided)
@@ -86,7 +86,7 @@ def test_variants_of_one_call_equal_calls_of_their_own(models, guided):
 
 
 def test_room_for_more_known_tokens_changes_nothing(models):
-    model, tokens, known = models[0], picture(2), known_rows(2, 5)[:, None]
+    model, tokens, known = models[0], image(2), known_rows(2, 5)[:, None]
     query = torch.tensor([[[0, 4]], [[8, 1]]])
     state = model.start(prompt(model, 3), None, 2, model.grid, True)
     wanted = predict(model, state, tokens, known, query, 5)
@@ -95,7 +95,7 @@ def test_room_for_more_known_tokens_changes_nothing(models):
 
 
 def test_nothing_known_needs_no_room(models):
-    model, tokens, known = models[0], picture(1), torch.zeros(1, 1, LENGTH, dtype=torch.bool)
+    model, tokens, known = models[0], image(1), torch.zeros(1, 1, LENGTH, dtype=torch.bool)
     state = model.start(prompt(model, 3), None, 1, model.grid, True)
     query = torch.tensor([[[5]]])
     assert_same(predict(model, state, tokens, known, query, 0), predict(model, state, tokens, known, query, 4))
@@ -104,7 +104,7 @@ def test_nothing_known_needs_no_room(models):
 # Guidance
 
 
-def test_linear_guidance_rises_with_the_share_of_the_picture():
+def test_linear_guidance_rises_with_the_share_of_the_image():
     """1 + (cfg - 1) known/S, the token itself counted, but never all: the last two draw at (S - 1)/S."""
     before = torch.arange(256)
     scale = masked_guidance(ContinuousParams(cfg=3.0), before, before + 1, 256)
@@ -116,7 +116,7 @@ def test_linear_guidance_rises_with_the_share_of_the_picture():
 
 def test_guidance_mixes_the_predictions_of_both_prompts(models):
     """A scale of 1 is no guidance, of 0 the other prompt's; the variance is always the prompt's own."""
-    model, tokens, known = models[0], picture(1), known_rows(3)[:, None]
+    model, tokens, known = models[0], image(1), known_rows(3)[:, None]
     query = torch.tensor([[[5, 6]]])
     other = prompt(model, 1)
     guided = model.start(prompt(model, 3), other, 1, model.grid, True)
@@ -138,7 +138,7 @@ def test_guidance_without_a_negative_prompt_is_against_no_prompt(models):
 
 
 def test_the_temperature_widens_the_last_step_but_not_the_path(models):
-    model, tokens, known = models[0], picture(1), known_rows(3)[:, None]
+    model, tokens, known = models[0], image(1), known_rows(3)[:, None]
     state = model.start(prompt(model, 3), None, 1, model.grid, False)
     query = torch.tensor([[[5]]])
     for kind in ("ddpm", "ddim"):
@@ -156,7 +156,7 @@ def test_the_temperature_widens_the_last_step_but_not_the_path(models):
 
 
 @pytest.mark.parametrize("cfg", [1.0, 2.5])
-def test_a_model_that_drafts_for_itself_draws_the_plain_picture(models, cfg):
+def test_a_model_that_drafts_for_itself_draws_the_plain_image(models, cfg):
     model = models[0]
     plain = ContinuousNextToken().sample(request(model, 2, cfg=cfg)).tokens
     for mode in ("block", "prefix"):
@@ -182,7 +182,7 @@ def test_a_batch_equals_single_runs(models, mode):
 
 def test_kept_tokens_stay_and_are_seen(models):
     target, drafter = models
-    tokens, kept = picture(2), known_rows(3, 5)
+    tokens, kept = image(2), known_rows(3, 5)
     for method in (ContinuousSpeculative(drafter, 3), ContinuousNextToken(4)):
         decoded = method.sample(request(target, 2, tokens=tokens, kept=kept)).tokens
         assert torch.equal(decoded[kept], tokens[kept])
@@ -191,7 +191,7 @@ def test_kept_tokens_stay_and_are_seen(models):
 
 
 def test_tokens_and_latents_are_each_others_inverse(models):
-    model, tokens = models[0], picture(2)
+    model, tokens = models[0], image(2)
     latent = model.to_latent(tokens, model.grid)
     assert latent.shape == (2, CHANNELS, SIDE, SIDE)
     assert torch.allclose(latent[1, :, 1, 2] * model.scale, tokens[1, SIDE + 2])

@@ -41,7 +41,7 @@ def test_shapes_and_dtypes_of_a_round_trip(decoder):
         decoder.encode(torch.rand(1, 32, 40, 3))
 
 
-def test_a_single_token_is_a_picture(decoder):
+def test_a_single_token_is_an_image(decoder):
     assert decoder.decode_tokens(torch.tensor([[[3]]])).shape == (1, 16, 16, 3)
 
 

@@ -329,16 +329,16 @@ def test_training_learns_resumes_and_exports(target, pool, tmp_path, kind, stead
     assert overlap(objective, drafter.module, pool, 2.0) == pytest.approx(trained, abs=0.01)
 
 
-def test_pictures_of_a_folder_with_their_prompts(tmp_path):
+def test_images_of_a_folder_with_their_prompts(tmp_path):
     """A class-conditional model, too: its prompt has one slot, so that no pair stands before the image."""
     target = llamagen(tmp_path, text=False)
     save_file(vq_weights(), str(tmp_path / "vq.safetensors"))
     decoder = load_image_decoder(tmp_path / "vq.safetensors")
-    folder = tmp_path / "pictures"
+    folder = tmp_path / "images"
     folder.mkdir()
     pixels = torch.rand(2, 8, 8, 3, generator=torch.Generator().manual_seed(0)).mul(255).byte()
-    for name, picture in zip(("a.png", "b.png"), pixels):
-        Image.fromarray(picture.numpy()).save(folder / name)
+    for name, image in zip(("a.png", "b.png"), pixels):
+        Image.fromarray(image.numpy()).save(folder / name)
     with pytest.raises(ValueError, match=r"image.*\.txt"):
         from_folder(target, decoder, folder)
     (folder / "b.txt").write_text("3\n", encoding="utf-8")
@@ -369,7 +369,7 @@ def test_the_command_line_trains_a_drafter_for_a_model_of_ones_own(tmp_path, mon
 
     for pool in tmp_path.glob("out/*.pool"):
         pool.unlink()
-    monkeypatch.setattr("sys.argv", command[:7])  # neither prompts nor pictures
+    monkeypatch.setattr("sys.argv", command[:7])  # neither prompts nor images
     with pytest.raises(SystemExit, match="image decoder|--prompts"):
         command_line.main()
 

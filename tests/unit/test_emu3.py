@@ -99,7 +99,7 @@ def test_the_negative_prompt_of_a_run_is_the_users_or_the_models(model):
     assert not torch.allclose(own.prefill.logits[1], other.prefill.logits[1], atol=0.1)
 
 
-def test_a_prompt_that_leaves_no_room_for_the_picture(model):
+def test_a_prompt_that_leaves_no_room_for_the_image(model):
     with pytest.raises(ValueError, match=r"prompt.* 256\b"):
         api.sample(model, model.encode_prompt("red " * 230))
 
@@ -217,7 +217,7 @@ def test_a_size_that_nothing_tells(tmp_path, folder):
     assert load_model(folder, grid=(3, 5)).grid == (3, 5)
 
 
-def test_a_model_that_only_reads_pictures(tmp_path, folder):
+def test_a_model_that_only_reads_images(tmp_path, folder):
     for name in ("Emu3-Chat", "emu3-chat-hf"):
         refused(copy(folder, tmp_path / name), name, "Use Emu3-Gen")
 

@@ -37,16 +37,16 @@ def test_what_is_forced_is_in_place(family, name):
 
 @pytest.mark.parametrize("guided", [True, False])
 @torch.inference_mode()
-def test_the_same_seed_is_the_same_picture(family, guided):
+def test_the_same_seed_is_the_same_image(family, guided):
     wanted = asked(family, guided, seed=3)
-    picture = NextToken().sample(wanted).tokens
-    assert torch.equal(SJD(window=6, reuse="gumbel").sample(wanted).tokens, picture)
-    assert not torch.equal(SJD(window=6, reuse="gumbel").sample(replace(wanted, seed=11)).tokens, picture)
+    image = NextToken().sample(wanted).tokens
+    assert torch.equal(SJD(window=6, reuse="gumbel").sample(wanted).tokens, image)
+    assert not torch.equal(SJD(window=6, reuse="gumbel").sample(replace(wanted, seed=11)).tokens, image)
 
 
 @torch.inference_mode()
-def test_the_beginning_of_a_picture_is_drawn_as_the_whole(family):
-    """A run over it sees the prompt and the positions of the whole picture (Emu3 and Lumina put its size there)."""
+def test_the_beginning_of_an_image_is_drawn_as_the_whole(family):
+    """A run over it sees the prompt and the positions of the whole image (Emu3 and Lumina put its size there)."""
     wanted = replace(asked(family, True), layout=family.model.layout())
     short = replace(wanted, layout=wanted.layout.beginning(COLS + 2))
     length = short.layout.length
@@ -59,11 +59,11 @@ def test_the_beginning_of_a_picture_is_drawn_as_the_whole(family):
 
 
 @torch.inference_mode()
-def test_greedy_is_the_same_picture_for_all(family):
+def test_greedy_is_the_same_image_for_all(family):
     greedy = asked(family, True, temperature=0)
-    picture = NextToken().sample(greedy).tokens
+    image = NextToken().sample(greedy).tokens
     for method in (Jacobi(window=6), DraftTree(family.small, Chain(3)), DraftTree(family.eagle, FEW)):
-        assert torch.equal(method.sample(greedy).tokens, picture)
+        assert torch.equal(method.sample(greedy).tokens, image)
 
 
 @torch.inference_mode()

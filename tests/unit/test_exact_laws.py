@@ -158,7 +158,7 @@ def test_batch_rows_equal_single_runs(method, name):
 
 @pytest.mark.parametrize("initial", INITIAL)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_gumbel_gives_the_next_token_picture(name, initial):
+def test_gumbel_gives_the_next_token_image(name, initial):
     reference = draw(NextToken(), name, seed=3, batch=4000)
     for window in (2, 4):
         decoded = draw(SJD(window=window, reuse="gumbel", initial=initial), name, seed=3, batch=4000)
@@ -190,7 +190,7 @@ def test_where_the_prefix_does_not_matter_one_refinement_is_enough(reuse):
 
 
 @pytest.mark.parametrize("reuse", jacobi.REUSE)
-def test_greedy_is_the_argmax_picture(reuse):
+def test_greedy_is_the_argmax_image(reuse):
     for name in LAYOUTS:
         greedy = draw(NextToken(), name, SamplingParams(temperature=0), batch=2).tokens
         for method in (SJD(window=3, reuse=reuse), NextToken()):

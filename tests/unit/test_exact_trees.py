@@ -130,7 +130,7 @@ def test_the_target_as_its_own_drafter_is_always_accepted():
 
 
 def test_blocks_accept_no_less_than_tokens():
-    """Sun et al., theorem 2: on average over many pictures."""
+    """Sun et al., theorem 2: on average over many images."""
     passes = {}
     for verification in ("token", "block"):
         trace = draw(Chain(4, verification), "row", batch=20_000).trace

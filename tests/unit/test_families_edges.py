@@ -164,7 +164,7 @@ def test_metadata_that_makes_no_sense(copied, family, value):
     ("janus-pro", {"vision_config": {"num_image_tokens": 10**30}}), ("emu3", {"image_area": 10**30}),
     ("anole", {"vq_config": {"resolution": 10**12}}),
 ], ids=str)  # fmt: skip
-def test_a_picture_without_end(copied, family, setting):
+def test_an_image_without_end(copied, family, setting):
     folder = copied(family)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config = {key: value for key, value in config.items() if key != "specar"} | setting

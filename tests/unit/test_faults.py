@@ -81,7 +81,7 @@ def test_predictions_that_become_nan_end_in_an_error_with_every_method(after, ki
         assert not model.sessions
 
 
-def test_the_error_names_the_picture():
+def test_the_error_names_the_image():
     model = Breaking(5)
     [row] = model.begin[4:5]
     model.tables[0][row:] = 0  # all is well again, but for prefixes that start with token 2

@@ -1,4 +1,4 @@
-"""Tokens given at the beginning of a picture: read with the prompt, and the law of what follows is not touched."""
+"""Tokens given at the beginning of an image: read with the prompt, and the law of what follows is not touched."""
 
 from dataclasses import replace
 
@@ -68,7 +68,7 @@ def test_behind_given_tokens_the_law_is_the_models_own(method, name):
 @pytest.mark.parametrize("method", [NextToken(), SJD(3, "gumbel")], ids=str)
 @pytest.mark.parametrize("chunk", [2, 256])
 def test_fixed_noise_draws_what_reading_one_by_one_would(method, chunk, monkeypatch):
-    """The picture whose beginning is given back is drawn again, in chunks of any size and at any place."""
+    """The image whose beginning is given back is drawn again, in chunks of any size and at any place."""
     for name, (layout, specials, _) in CASES.items():
         free = replace(layout, forced=plain(2, 3).forced if name == "row" else with_line_ends(2, 2).forced)
         asked = request(MODELS[name], free, seed=3, batch=50)
@@ -98,7 +98,7 @@ def test_images_of_other_beginnings_are_drawn_as_if_alone(method, chunk, monkeyp
             assert torch.allclose(many.trace.positions[field][i].double(), values[0].double(), atol=1e-6), field
 
 
-def test_a_picture_given_whole_is_given_back():
+def test_an_image_given_whole_is_given_back():
     for layout, model in ((begun(plain(2, 3), 0, 1, 2, 0, 1, 2), MODELS["row"]),
                           (begun(with_line_ends(2, 2), 0, 1, 3, 2, 0), MODELS["line_ends"])):
         for method in (NextToken(), SJD(3), Jacobi(3)):
@@ -145,7 +145,7 @@ def model(folder):
 
 
 def test_real_caches_hold_what_was_given(model, monkeypatch):
-    """Next-token and Gumbel pictures are given back from any row of theirs on; one branch has a longer prompt."""
+    """Next-token and Gumbel images are given back from any row of theirs on; one branch has a longer prompt."""
     prompt, negative = model.encode_features(caption_features(7)), model.encode_features(fill("no", (1, 3, CAPTION)))
     monkeypatch.setattr(prefill, "CHUNK", 5)
     options = {"negative": negative, "cfg": 2.0, "top_k": 12, "batch_size": 2, "seed": 9}

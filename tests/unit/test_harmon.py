@@ -49,7 +49,7 @@ def vectors(model, known, prompt=(3, 1, 4), negative=(1, 5), seen=None, grid=GRI
 
 
 @torch.inference_mode()
-def picture(model, iterations):
+def image(model, iterations):
     prompts = ids(model, 3, 1, 4), ids(model, 1, 5)
     request = ContinuousRequest(model, prompts[0], GRID, model.defaults, prompts[1], seed=3, batch=2)
     return ContinuousNextToken(iterations).sample(request)
@@ -109,7 +109,7 @@ def test_half_precision_keeps_places_and_noise_exact(tmp_path, model):
     assert {b.dtype for b in found.backbone.buffers()} == {torch.float32}
     wanted = vectors(model, KNOWN)
     assert (vectors(found, KNOWN).float() - wanted).abs().mean() < 0.02 * wanted.abs().mean()
-    assert picture(found, iterations=2).tokens.isfinite().all()
+    assert image(found, iterations=2).tokens.isfinite().all()
 
 
 def broken(name, change):
@@ -217,7 +217,7 @@ def test_conditioning_of_other_models_is_refused(model):
 
 
 @fp64()
-def test_without_a_negative_prompt_guidance_leads_away_from_any_picture(model):
+def test_without_a_negative_prompt_guidance_leads_away_from_any_image(model):
     with torch.inference_mode():
         states = [model.start(ids(model, 3, 1), negative, 1, GRID, guided=True)
                   for negative in (None, model.encode_prompt(""), model.encode_prompt("noise"))]
@@ -258,7 +258,7 @@ def test_prompts_and_known_tokens_matter(model):
 
 
 @fp64()
-def test_every_picture_of_a_batch_may_have_its_own_prompt(model):
+def test_every_image_of_a_batch_may_have_its_own_prompt(model):
     both = model.encode_features(torch.tensor([[3.0, 1, 4], [2, 7, 1]])[..., None])
     with torch.inference_mode():
         z = model.condition_vectors(model.start(both, None, 2, GRID, guided=False), TOKENS, KNOWN, LENGTH)
@@ -288,8 +288,8 @@ def test_any_grid(model):
     assert z.shape == (2, 1, 1, 70, MAR.dim) and z.isfinite().all()
 
 
-def test_a_seed_draws_the_same_pictures_again(model):
-    first, second = (picture(model, iterations=6) for _ in range(2))
+def test_a_seed_draws_the_same_images_again(model):
+    first, second = (image(model, iterations=6) for _ in range(2))
     assert first.tokens.shape == (2, LENGTH, 16) and first.tokens.isfinite().all()
     assert torch.equal(first.tokens, second.tokens) and (first.tokens[0] - first.tokens[1]).abs().max() > 0.1
     assert model.to_latent(first.tokens, GRID).shape == (2, 16, *GRID)

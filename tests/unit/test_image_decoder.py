@@ -81,7 +81,7 @@ def test_damaged_vq_files(tmp_path):
     refused(path, path.name, "decoder.conv_out.bias", "NaN", loader=load_image_decoder)
 
 
-def test_pictures_must_fit_the_decoder(tmp_path):
+def test_images_must_fit_the_decoder(tmp_path):
     save_file(vq_weights(), str(tmp_path / "vq.safetensors"))
     decoder = load_image_decoder(tmp_path / "vq.safetensors")
     assert decoder.encode(torch.rand(1, 6, 8, 3)).shape == (1, 3, 4)

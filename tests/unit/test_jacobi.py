@@ -1,4 +1,4 @@
-"""The Jacobi samplers and next-token on real (tiny) LlamaGen models: one seed, one picture, whatever the way."""
+"""The Jacobi samplers and next-token on real (tiny) LlamaGen models: one seed, one image, whatever the way."""
 
 import copy
 import threading
@@ -37,7 +37,7 @@ def sample(models, method, text=True, **options):
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_a_seed_is_a_picture(models, method):
+def test_a_seed_is_an_image(models, method):
     first, second = sample(models, method, seed=5), sample(models, method, seed=5)
     assert torch.equal(first.tokens, second.tokens)
     assert all(torch.equal(first.trace.positions[k], second.trace.positions[k]) for k in first.trace.positions)
@@ -57,7 +57,7 @@ def test_image_i_of_a_batch_is_the_run_with_seed_plus_i(models, method, text):
 
 @pytest.mark.parametrize("initial", INITIAL)
 @pytest.mark.parametrize("text", [True, False])
-def test_gumbel_gives_the_next_token_picture(models, text, initial):
+def test_gumbel_gives_the_next_token_image(models, text, initial):
     for options in ({}, {"cfg": 1.0}, {"top_k": 5, "temperature": 0.8}, {"top_p": 0.7}):
         wanted = sample(models, NextToken(), text, seed=2, batch_size=3, **options)
         for window in (2, 7, 16):
@@ -76,14 +76,14 @@ def test_jacobi_is_greedy_decoding(models, text):
 
 def test_a_negative_prompt_of_another_length_is_just_another_branch(models):
     """Also where the negative prompt is longer or shorter than the prompt: next-token and same-seed Jacobi agree."""
-    model, pictures = models[True], []
+    model, images = models[True], []
     for length in (2, 7, 19):
         negative = model.encode_features(fill("negative embedding", (1, length, CAPTION)))
         methods = (NextToken(), SJD(4, "gumbel"))
-        picture, same = (sample(models, method, negative=negative, seed=8) for method in methods)
-        assert torch.equal(picture.tokens, same.tokens)
-        pictures.append(picture.tokens)
-    assert not torch.equal(pictures[0], pictures[1]) and not torch.equal(pictures[1], pictures[2])
+        image, same = (sample(models, method, negative=negative, seed=8) for method in methods)
+        assert torch.equal(image.tokens, same.tokens)
+        images.append(image.tokens)
+    assert not torch.equal(images[0], images[1]) and not torch.equal(images[1], images[2])
 
 
 def test_cfg_1_ignores_the_negative_prompt(models):

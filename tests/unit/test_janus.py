@@ -30,7 +30,7 @@ from ..support.tiny_janus import (
     write,
 )
 
-PICTURE = torch.arange(SIDE * SIDE).view(1, SIDE, SIDE) * 7 % CODES
+IMAGE_TOKENS = torch.arange(SIDE * SIDE).view(1, SIDE, SIDE) * 7 % CODES
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def model(tmp_path_factory):
 
 
 def logits(model):
-    return model.teacher_forced(model.encode_ids([BEGIN, 7, 9, IMAGE]), PICTURE)
+    return model.teacher_forced(model.encode_ids([BEGIN, 7, 9, IMAGE]), IMAGE_TOKENS)
 
 
 @pytest.mark.parametrize(("original", "shards", "pickled"), [
@@ -179,7 +179,7 @@ def test_the_grid_is_the_models_own(tmp_path, model):
 
 
 @pytest.mark.parametrize("original", [False, True])
-def test_models_that_only_look_at_pictures(tmp_path, original):
+def test_models_that_only_look_at_images(tmp_path, original):
     tensors = released(weights()) if original else weights()
     tensors = {name: tensor for name, tensor in tensors.items()
                if not name.startswith(("gen_", "model.generation", "model.vqmodel"))}
@@ -218,4 +218,4 @@ def test_another_decoder_beside_it(tmp_path, caplog):
     assert load_model(folder).codebook.shape == (32, 8), "its own"
     assert "vq.safetensors" in caplog.text and "32 codes" in caplog.text
     decoder = load_image_decoder(folder / "model.safetensors")
-    assert decoder.encode(decoder.decode_tokens(PICTURE)).shape == PICTURE.shape
+    assert decoder.encode(decoder.decode_tokens(IMAGE_TOKENS)).shape == IMAGE_TOKENS.shape

@@ -89,7 +89,7 @@ def test_files_load_with_the_conventions_of_the_pack(tmp_path):
         api.load_image_decoder(tmp_path / "half.safetensors")
 
 
-def test_the_bundled_file_brings_pictures_back():
+def test_the_bundled_file_brings_images_back():
     """A disc on a plain background, which the file was not trained on: much better than tokens of one colour each."""
     decoder, side = api.load_image_decoder(api.bundled("continuous")), 8
     axis = torch.linspace(-1, 1, side * decoder.factor)

@@ -86,7 +86,7 @@ def test_a_caption_fills_as_many_slots_as_it_has_words():
 
 
 def test_positions_of_other_grids(model):
-    """Slots keep theirs; those of the picture are resized as a picture is."""
+    """Slots keep theirs; those of the image are resized as an image is."""
     own, wide = model.positions(4, 4), model.positions(4, 8)
     assert own.encoder is model.encoder_pos_embed_learned and own.head is model.diffusion_pos_embed_learned
     for table, resized, slots in zip(own, wide, (4, 4, 0)):
@@ -116,7 +116,7 @@ def test_unknown_kinds_of_sampling():
 
 
 @pytest.mark.parametrize("steps", [2, 5, 21, 100, 1000])
-def test_a_schedule_goes_from_noise_to_the_picture(steps):
+def test_a_schedule_goes_from_noise_to_the_image(steps):
     schedule = Schedule.cosine(steps)
     assert schedule.steps == steps and schedule.timesteps[0] == 0 and schedule.timesteps[-1] == 999
     assert (schedule.timesteps.diff() > 0).all() and (schedule.signal.diff() < 0).all()

@@ -1,4 +1,4 @@
-"""Emu3's image tokenizer: its files, and what it does with code vectors and pictures."""
+"""Emu3's image tokenizer: its files, and what it does with code vectors and images."""
 
 import pytest
 import torch
@@ -49,13 +49,13 @@ def test_any_code_vectors_are_decoded(decoder):
     with fp64():
         exact = decoder.decode(latent)
         torch.testing.assert_close(exact, decoder.decode_tokens(CODES))
-        torch.testing.assert_close(exact[:1], decoder.decode(latent[:1]))  # pictures of a batch do not mix
+        torch.testing.assert_close(exact[:1], decoder.decode(latent[:1]))  # images of a batch do not mix
     nearby = decoder.decode(latent + 1e-4)  # not a code of the book
     assert 0 < (nearby - pixels).abs().max() < 0.02
 
 
 @torch.inference_mode()
-def test_pictures_become_the_nearest_codes(decoder):
+def test_images_become_the_nearest_codes(decoder):
     pixels = fill("two pictures embedding", (2, 6, 8, 3)).sigmoid()
     latent = decoder.module.encode_latent(decoder.planes(pixels))
     assert latent.shape == (2, 4, 3, 4)

@@ -57,7 +57,7 @@ def request(family: Family, guided: bool, alone: bool) -> Request:
 def test_every_method_draws_what_it_draws_on_the_cpu(families, name):
     on_cpu, on_metal = families
     guided = (list(METHODS).index(name) + list(FAMILIES).index(on_cpu.model.family)) % 2 > 0
-    alone = on_cpu.model.family != "emu3"  # parts of one picture's tensors are contiguous, those of two are not
+    alone = on_cpu.model.family != "emu3"  # parts of one image's tensors are contiguous, those of two are not
     wanted = METHODS[name](on_cpu).sample(request(on_cpu, guided, alone))
     with metal() as device:
         found = METHODS[name](on_metal).sample(request(on_metal, guided, alone))
@@ -122,7 +122,7 @@ DECODERS = {
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_pictures_are_those_of_the_cpu(name, tmp_path):
+def test_images_are_those_of_the_cpu(name, tmp_path):
     path = DECODERS[name](tmp_path)
 
     def decoded(device):

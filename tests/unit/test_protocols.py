@@ -12,7 +12,7 @@ def test_a_plain_grid():
     assert layout.to_grid(torch.arange(12).view(2, 6)).tolist() == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]]
 
 
-def test_line_ends_are_no_part_of_the_picture():
+def test_line_ends_are_no_part_of_the_image():
     layout = with_line_ends(2, 2)
     assert layout.length == 7 and layout.position(1, 1) == 4
     assert layout.to_grid(torch.arange(7)).tolist() == [[0, 1], [3, 4]]
@@ -40,7 +40,7 @@ def test_the_beginning_of_a_layout_draws_what_is_asked():
     assert layout.beginning(2).rows == 2
     keep = torch.tensor([[[True, False], [False, False]], [[False, False], [False, True]]])
     kept = layout.keeping(torch.zeros((2, 2, 2), dtype=torch.int64), keep)
-    assert kept.drawn == 3 and kept.beginning(2).length == 4, "the first picture has one token less in its first row"
+    assert kept.drawn == 3 and kept.beginning(2).length == 4, "the first image has one token less in its first row"
     assert kept.beginning(3).length == 5 and kept.keeping(keep.long(), torch.ones_like(keep)).drawn == 0
 
 

@@ -1,4 +1,4 @@
-"""Relaxed rules inside speculative Jacobi decoding: how far the pictures drift, what is recorded, what it costs."""
+"""Relaxed rules inside speculative Jacobi decoding: how far the images drift, what is recorded, what it costs."""
 
 import copy
 import json
@@ -25,7 +25,7 @@ from ..support.toy import ToyModel, chi_square, plain, request, with_kept_tokens
 from ..support.windows import SIZE, begun, decided, three_passes
 
 RUNS = 12_000
-NOISE = 0.03  # how far 12,000 pictures of 81 kinds stray from their law by chance
+NOISE = 0.03  # how far 12,000 images of 81 kinds stray from their law by chance
 RULES = [
     *RELAXED, UniformRSD(20), CoolSD(2, 0.5, 3), Lantern(2, 0.6, "paper"), Lantern(1, 0.6, "official_static_target"),
     Grouped(gap=0.5, radius=3), TVMetered(0.05), TVMetered(0.5),
@@ -42,14 +42,14 @@ def draw(rule, name="plain", strength=None, seed=0, batch=RUNS, params=None, **o
 
 @cache
 def many(rule, name="plain"):
-    """RUNS pictures under the rule, drawn once for all tests."""
+    """RUNS images under the rule, drawn once for all tests."""
     return draw(rule, name)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("name", ["plain", "line_ends"])
-def test_pictures_drift_no_further_than_the_recorded_tv_bound(rule, name):
-    """The mean over runs of the TV bounds summed along a picture bounds the total variation between the laws."""
+def test_images_drift_no_further_than_the_recorded_tv_bound(rule, name):
+    """The mean over runs of the TV bounds summed along an image bounds the total variation between the laws."""
     decoded, law = many(rule, name), MODELS[name].law(LAYOUTS[name][0], SamplingParams())
     found = chi_square(decoded.tokens, law)
     tv_bound = float(decoded.trace.positions["tv_bound"].sum(-1).mean())
@@ -79,7 +79,7 @@ def test_as_many_tokens_are_relaxed_as_the_tv_bounds_sum_up_to(rule):
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_strength_zero_is_the_exact_picture(rule, name):
+def test_strength_zero_is_the_exact_image(rule, name):
     decoded = draw(rule, name, strength=torch.zeros(1, LAYOUTS[name][0].length), batch=1000)
     assert torch.equal(decoded.tokens, many(Exact(), name).tokens[:1000])
     for key, wanted in many(Exact(), name).trace.positions.items():

@@ -40,7 +40,7 @@ def test_recognition(folder, tmp_path):
     checkpoint = open_checkpoint(folder / "model.safetensors")
     assert family_of(checkpoint) is simplear.FAMILY
     names = dict.fromkeys(checkpoint.tensors)
-    assert not simplear.recognise(names | {"visual.blocks.0.weight": None})  # a model that also reads pictures
+    assert not simplear.recognise(names | {"visual.blocks.0.weight": None})  # a model that also reads images
     assert not simplear.recognise({n: None for n in names if not n.endswith(".bias")})  # a Llama
 
 

@@ -277,7 +277,7 @@ def test_no_small_language_model_is_trained(target):
         SmallObjective(target, 32, 1)
 
 
-def test_pictures_become_sequences_with_their_forced_tokens(tmp_path):
+def test_images_become_sequences_with_their_forced_tokens(tmp_path):
     path = tiny_chameleon.write(tmp_path, kind="lumina", layers=1)
     model, decoder = load_model(path), load_image_decoder(path / "chameleon_vqgan.safetensors")
     Image.new("RGB", (20, 30), "red").save(tmp_path / "a.png")

@@ -31,7 +31,7 @@ def model():
 
 
 def keeping(layout, batch=1):
-    """The layout with the second and the last token of the picture kept."""
+    """The layout with the second and the last token of the image kept."""
     keep = torch.zeros((batch, layout.rows, layout.cols), dtype=torch.bool)
     keep.flatten(1)[:, [1, -1]] = True
     return layout.keeping(torch.full_like(keep, 7, dtype=torch.int64), keep)
@@ -76,8 +76,8 @@ def test_a_backbone_with_shared_heads_is_one_with_copies_of_them(norms):
     assert torch.allclose(shared(x, rotation), whole(x, rotation), atol=1e-5)
 
 
-def test_positions_are_counted_through_prompt_and_picture():
-    """Rotated scores depend on distances alone, and the first picture token stands one behind the prompt."""
+def test_positions_are_counted_through_prompt_and_image():
+    """Rotated scores depend on distances alone, and the first image token stands one behind the prompt."""
     places = SequencePositions(100.0)
     whole = places.prompt(9, 8, "cpu")
     split = rotation_of(places, 4, 5, 3, 8, "cpu")
@@ -109,16 +109,16 @@ def stepwise(model, conditioning, tokens, layout):
 @torch.inference_mode()
 def test_steps_are_teacher_forcing(model, grid, prompt):
     layout, conditioning = model.layout(*grid), model.encode_ids(PROMPTS[prompt])
-    picture = torch.arange(2 * grid[0] * grid[1]).view(2, *grid) * 5 % CODES
-    tokens = layout.keeping(picture, torch.ones_like(picture, dtype=torch.bool)).forced
+    image = torch.arange(2 * grid[0] * grid[1]).view(2, *grid) * 5 % CODES
+    tokens = layout.keeping(image, torch.ones_like(image, dtype=torch.bool)).forced
     assert tokens.shape[1] == grid[0] * (grid[1] + 1) + 2
     assert (tokens[:, grid[1] :: grid[1] + 1][:, : grid[0]] == CODES).all()
     assert tokens[:, -2:].tolist() == [[CODES + 1, CODES + 2]] * 2
-    forced = model.teacher_forced(conditioning, picture)
+    forced = model.teacher_forced(conditioning, image)
     assert torch.allclose(stepwise(model, conditioning, tokens, layout), forced, atol=1e-4)
     if grid == model.grid:
         assert torch.equal(model.teacher_forced(conditioning, tokens), forced)
-    # The language model itself: one table for prompt and picture, one causal pass.
+    # The language model itself: one table for prompt and image, one causal pass.
     words = torch.tensor([PROMPTS[prompt]]).expand(2, -1)
     words = torch.cat((words, torch.tensor(model.word_ids)[tokens]), 1)
     x = model.prefix.embedding(words)
@@ -129,14 +129,14 @@ def test_steps_are_teacher_forcing(model, grid, prompt):
 @pytest.mark.parametrize("negative", [None, *PROMPTS])
 @pytest.mark.parametrize("prompt", PROMPTS)
 @torch.inference_mode()
-def test_greedy_pictures_are_the_arg_maxima_of_both_branches(model, prompt, negative):
+def test_greedy_images_are_the_arg_maxima_of_both_branches(model, prompt, negative):
     """Also where the unconditional prompt, the model's own or another, is longer or shorter than the prompt."""
     asked = request(model, prompt, negative=negative, temperature=0, batch=2)
     tokens = NextToken().sample(asked).tokens
     own = null(torch.zeros(1, 1, 1), GRIDS[2]).flatten().long().tolist()
     second = model.encode_ids(PROMPTS[negative] if negative else own)
-    picture = asked.layout.to_grid(tokens)
-    logits = torch.cat([model.teacher_forced(branch, picture) for branch in (asked.conditioning, second)])
+    image = asked.layout.to_grid(tokens)
+    logits = torch.cat([model.teacher_forced(branch, image) for branch in (asked.conditioning, second)])
     wanted = probabilities(logits, asked.params, model.vocab, asked.layout.forced.expand(2, -1)).argmax(-1)
     assert torch.equal(tokens, wanted)
     if negative != prompt:
@@ -222,7 +222,7 @@ def test_caches_are_those_of_a_fresh_pass(model, drafters, method):
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("initial", INITIAL)
 @torch.inference_mode()
-def test_gumbel_gives_the_next_token_picture(model, initial, kept):
+def test_gumbel_gives_the_next_token_image(model, initial, kept):
     for window, (prompt, negative, cfg) in zip((4, 9, 14), (
         ("long", None, 3.0), ("short", "long", 2.0), ("short", None, 1.0),
     ), strict=True):  # fmt: skip
@@ -244,14 +244,14 @@ def test_the_target_as_its_own_drafter_needs_few_passes(model):
 
 @pytest.fixture(scope="module")
 def law():
-    """A model of 3 codes, and the probability of all 81 pictures of 2 x 2 tokens under guidance."""
+    """A model of 3 codes, and the probability of all 81 images of 2 x 2 tokens under guidance."""
     model = text_model(codes=3, sharpness=0.4, dim=16, layers=1)
     model.grids = (model.grid,) = ((2, 2),)
     asked = Request(model, model.encode_ids(PROMPTS["long"]), model.layout(), SamplingParams(cfg=1.5), batch=4000)
-    pictures = torch.tensor(list(itertools.product(range(3), repeat=4))).view(-1, 2, 2)
+    images = torch.tensor(list(itertools.product(range(3), repeat=4))).view(-1, 2, 2)
     own = model.encode_ids(null(torch.zeros(1, 1, 1), (2, 2)).flatten().long().tolist())
-    logits = torch.cat([model.teacher_forced(branch, pictures) for branch in (asked.conditioning, own)])
-    tokens = asked.layout.keeping(pictures, torch.ones_like(pictures, dtype=torch.bool)).forced
+    logits = torch.cat([model.teacher_forced(branch, images) for branch in (asked.conditioning, own)])
+    tokens = asked.layout.keeping(images, torch.ones_like(images, dtype=torch.bool)).forced
     p = probabilities(logits, asked.params, 3, asked.layout.forced.expand(81, -1))
     whole = p.gather(-1, tokens[..., None])[..., 0].double().prod(-1)
     assert whole.sum() == pytest.approx(1, abs=1e-5) and whole.max() < 0.3
@@ -265,7 +265,7 @@ SMALL = {"dim": 16, "layers": 1, "head_norms": 0, "kv_heads": 4, "qkv_bias": Fal
     NextToken(), SJD(window=4), DraftTree(ModelDrafter(text_model(codes=3, **SMALL)), Static(((0,), (1,), (0, 0)))),
 ], ids=lambda method: type(method).__name__)
 @torch.inference_mode()
-def test_pictures_follow_the_law_of_the_model(law, method):
+def test_images_follow_the_law_of_the_model(law, method):
     asked, wanted = law
     if isinstance(method, DraftTree):
         method.drafter.module.grids = (method.drafter.module.grid,) = ((2, 2),)
@@ -274,7 +274,7 @@ def test_pictures_follow_the_law_of_the_model(law, method):
 
 @torch.inference_mode()
 def test_another_law_is_noticed(law):
-    """The same pictures under another guidance: the test above would have failed."""
+    """The same images under another guidance: the test above would have failed."""
     asked, wanted = law
     other = Request(**(vars(asked) | {"params": SamplingParams(cfg=1.0)}))
     assert chi_square(NextToken().sample(other).tokens, wanted).z > 6
@@ -283,7 +283,7 @@ def test_another_law_is_noticed(law):
 # Sizes and lengths
 
 
-def test_prompts_name_the_size_of_the_picture(model):
+def test_prompts_name_the_size_of_the_image(model):
     """A prompt that was encoded once draws every size, and tells the model which."""
     conditioning = model.encode_prompt("fox")
     for grid in GRIDS:

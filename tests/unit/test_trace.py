@@ -100,7 +100,7 @@ def test_hand_made_run_has_the_hand_made_numbers():
     assert trace.grid("finalised_at").tolist() == [[[0, 1, 2]], [[0, 1, 1]]]
 
 
-def test_forced_tokens_are_left_out_of_the_picture_and_of_the_counts():
+def test_forced_tokens_are_left_out_of_the_image_and_of_the_counts():
     trace = trace_of(SJD(window=3))
     assert trace.grid("source").shape == (5, 2, 2) and not (trace.grid("source") == Source.FORCED).any()
     assert (trace.positions["source"][:, [2, 5, 6]] == Source.FORCED).all()

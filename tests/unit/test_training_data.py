@@ -78,7 +78,7 @@ def test_augmentation_stays_in_its_ranges():
     assert corner.std(0).min() > 1.0
 
 
-def test_flip_mirrors_about_half_of_the_pictures():
+def test_flip_mirrors_about_half_of_the_images():
     half = square()
     half[:, :, :, 64:] = 0  # only the left half is opaque
     ranges = replace(STILL, flip=True)

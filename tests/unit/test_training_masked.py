@@ -106,7 +106,7 @@ def test_bound_does_not_move_the_mean():
     assert gradient[:4].abs().max() == 0 and gradient[4:].abs().max() > 0
 
 
-def test_loss_falls_on_few_pictures(model):
+def test_loss_falls_on_few_images(model):
     model.requires_grad_(True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3)
     generator = torch.Generator().manual_seed(0)
@@ -164,7 +164,7 @@ def test_training_ends_on_time_and_goes_on_where_it_stopped(tmp_path, captions, 
     assert start.isfinite().all() and start.abs().max() > 0, "it has learnt something"
 
 
-def test_the_autoencoder_trains_from_crops_to_whole_pictures(tmp_path, steady_clock, monkeypatch):
+def test_the_autoencoder_trains_from_crops_to_whole_images(tmp_path, steady_clock, monkeypatch):
     monkeypatch.setattr(kl_vae, "HELD_OUT", 2)
     monkeypatch.setattr(kl_vae, "Perception", Blurred)
     torch.manual_seed(0)

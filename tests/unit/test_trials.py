@@ -103,10 +103,10 @@ def test_drift_bounds_are_shown_where_a_relaxed_method_was_tried():
 
 def test_the_chart_marks_what_was_chosen_and_says_what_was_not_tried():
     tried = [PLAIN, trial("a", 4, 5, 6), trial("b", note="did not fit in memory")]
-    picture = trials.chart(tried, judge(tried, 0), "The setting.")
-    rows = [picture[HEAD + i * ROW : HEAD + (i + 1) * ROW - 8] for i in range(3)]
+    image = trials.chart(tried, judge(tried, 0), "The setting.")
+    rows = [image[HEAD + i * ROW : HEAD + (i + 1) * ROW - 8] for i in range(3)]
     marked = [bool((row == CHOSEN).all(-1).any()) for row in rows]
-    assert marked == [False, True, False] and picture.shape[1] == WIDTH
+    assert marked == [False, True, False] and image.shape[1] == WIDTH
     blue = [int((row == EXACT).all(-1).sum()) for row in rows]
     assert blue[0] > 0 and blue[1] > 0 and blue[2] == 0
     assert (rows[2][:, LABELS :] < 128).any(), "a sentence stands there"
@@ -114,10 +114,10 @@ def test_the_chart_marks_what_was_chosen_and_says_what_was_not_tried():
 
 def test_lines_under_the_bars_reach_from_the_least_to_the_greatest():
     tried = [trial("next token", 10, 20), trial("a", 5, 5)]
-    picture = trials.chart(tried, judge(tried, 0), "")
+    image = trials.chart(tried, judge(tried, 0), "")
     width = (WIDTH - LABELS - MARGIN) / 3 - MARGIN
-    line = picture[HEAD + 24 + BAR + 4, LABELS : LABELS + int(width) + 5]
+    line = image[HEAD + 24 + BAR + 4, LABELS : LABELS + int(width) + 5]
     dark = (line < 60).all(-1).nonzero()[0]
     assert dark.min() == pytest.approx(width / 2, abs=2) and dark.max() == pytest.approx(width, abs=2)
-    other = picture[HEAD + ROW + 24 + BAR + 4, LABELS : LABELS + int(width)]
+    other = image[HEAD + ROW + 24 + BAR + 4, LABELS : LABELS + int(width)]
     assert not (other < 60).all(-1).any(), "two equal runs span nothing"

@@ -1,4 +1,4 @@
-"""Help pages and translations: complete, of the same shape in every language, and with a picture."""
+"""Help pages and translations: complete, of the same shape in every language, and with an image."""
 
 import json
 import re
@@ -49,25 +49,25 @@ def leaves(words: dict, path: str = ""):
 
 @pytest.mark.parametrize("language", LANGUAGES)
 @pytest.mark.parametrize("node", NODES)
-def test_help_page_names_every_widget_and_shows_the_picture(node, language):
+def test_help_page_names_every_widget_and_shows_the_image(node, language):
     text = page(node, language)
     assert text.startswith(f"# {locale(language, 'nodeDefs')[node]['display_name']}\n")
     sockets = {"model", "positive", "negative", "latent_image"}  # of every sampler, told on one page
     missing = NODES[node]["inputs"].keys() - named_inputs(node, language) - sockets
     assert not missing
     # The frontend resolves paths from web/docs.
-    assert re.search(rf"!\[[^\]]+\]\({node}/picture\.webp\)", text), "no picture"
+    assert re.search(rf"!\[[^\]]+\]\({node}/picture\.webp\)", text), "no screenshot"
 
 
 @pytest.mark.parametrize("node", NODES)
-def test_picture_is_small_and_readable(node):
+def test_image_is_small_and_readable(node):
     file = ROOT / f"web/docs/{node}/picture.webp"
     assert file.stat().st_size <= MOST_BYTES
     width, height = Image.open(file).size
     assert width > 500 and height > 200
 
 
-def test_no_picture_or_page_is_left_of_nodes_that_are_gone():
+def test_no_image_or_page_is_left_of_nodes_that_are_gone():
     assert {path.name for path in (ROOT / "web/docs").iterdir()} == set(NODES)
 
 

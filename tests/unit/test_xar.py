@@ -135,7 +135,7 @@ def test_classes_by_name_and_number(model):
         model.encode_class(1000)  # the null class is for guidance only
 
 
-def test_cells_are_quarters_of_the_picture(model):
+def test_cells_are_quarters_of_the_image(model):
     order = model.order.view(CELLS, 8, 8)
     grid = torch.arange(256).view(16, 16)
     quarters = grid[:8, :8], grid[:8, 8:], grid[8:, :8], grid[8:, 8:]
@@ -246,14 +246,14 @@ def plain(model):
     return ContinuousNextToken().sample(request(model, 2))
 
 
-def test_pictures_do_not_depend_on_the_batch(model, plain):
+def test_images_do_not_depend_on_the_batch(model, plain):
     one = ContinuousNextToken().sample(request(model))
     assert one.trace.totals["target_passes"] == CELLS
     assert torch.allclose(plain.tokens[:1], one.tokens, atol=1e-4)
 
 
 @pytest.mark.parametrize(("length", "passes"), [(1, 4), (2, 3), (3, 2)])
-def test_a_target_that_drafts_for_itself_draws_its_own_picture(model, plain, length, passes):
+def test_a_target_that_drafts_for_itself_draws_its_own_image(model, plain, length, passes):
     """One cell alone, then blocks of up to ``length`` cells, each judged by a variant that knows the drafts before."""
     method = ContinuousSpeculative(model, length=length, prefill=0.25, condition="drafts")
     out = method.sample(request(model, 2))
