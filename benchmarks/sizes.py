@@ -1,8 +1,8 @@
 """Models of released sizes with random weights, built on the spot by the pack's own classes.
 
 Only the cost of a pass can be measured on them: how many guesses such a model accepts means nothing. The head is scaled
-so that the laws have about the entropy of a trained model's (5 of the 9.7 nats of 16384 codes), because laws that are
-nearly even would let every guess pass.
+so that the distributions have about the entropy of a trained model's (5 of the 9.7 nats of 16384 codes), because
+distributions that are nearly even would let every guess pass.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python -m benchmarks storage [--model default] [--pictures 2] [--out benchmarks/results/storage-cpu.json]
 
-The model draws images in fp32. For each of their tokens, the law that it predicts from those before (temperature 1,
-no guidance) is compared with what it predicts when its weights are kept, or it computes, in something else: by total
-variation, half the sum of the differences, and by whether the likeliest token stays the same.
+The model draws images in fp32. For each of their tokens, the distribution that it predicts from those before
+(temperature 1, no guidance) is compared with what it predicts when its weights are kept, or it computes, in something
+else: by total variation, half the sum of the differences, and by whether the likeliest token stays the same.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
     model = specar.load_model(path, device, torch.float32)
     drawn = {prompt: specar.sample(model, model.encode_prompt(prompt), batch_size=options.pictures).tokens
              for prompt in PROMPTS}
-    exact = laws(model, drawn)
+    exact = probs(model, drawn)
     report: dict[str, Any] = {
         "model": options.model, "machine": machine(device), "versions": versions(), "commit": commit(),
         "pictures": len(PROMPTS) * options.pictures, "tokens": exact.shape[0], "bytes in fp32": weight_bytes(model),
@@ -51,7 +51,7 @@ def main() -> None:
     }  # fmt: skip
     for name, (dtype, storage) in CASES.items():
         other = specar.load_model(path, device, dtype, storage=storage)
-        found = compare(laws(other, drawn), exact) | {"bytes": weight_bytes(other)}
+        found = compare(probs(other, drawn), exact) | {"bytes": weight_bytes(other)}
         report["cases"][name] = found
         print(f"{name:24} mean {found['mean']:.4f}  99 % below {found['99 %']:.4f}  max {found['max']:.4f}  "
               f"likeliest token the same {found['top 1']:.2%}  {found['bytes'] / 2**20:.1f} MiB")
@@ -59,14 +59,14 @@ def main() -> None:
         write(report, options.out)
 
 
-def laws(model: Any, drawn: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The law of every token of every image [N, V]."""
+def probs(model: Any, drawn: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The distribution of every token of every image [N, V]."""
     logits = [model.teacher_forced(model.encode_prompt(prompt), tokens) for prompt, tokens in drawn.items()]
     return torch.cat(logits).softmax(-1).flatten(0, 1)
 
 
 def compare(found: torch.Tensor, exact: torch.Tensor) -> dict[str, float]:
-    """Total variation: mean, 99th percentile, largest; share of laws whose likeliest token is the same."""
+    """Total variation: mean, 99th percentile, largest; share of distributions whose likeliest token is the same."""
     moved = (found - exact).abs().sum(-1) / 2
     same = (found.argmax(-1) == exact.argmax(-1)).float().mean()
     numbers = {"mean": moved.mean(), "99 %": moved.quantile(0.99), "max": moved.max(), "top 1": same}

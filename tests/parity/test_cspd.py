@@ -1,9 +1,9 @@
 """Continuous speculative decoding as its authors published it, against our ``path="official"`` at a tolerance of 42
 widths, given the same numbers.
 
-cspd.json holds what https://github.com/MarkXCloud/CSpD gave at commit d91f721 on a CPU (torch 2.13). ``laws`` below
-gives 12 pairs of Gaussians of 16 dimensions each: as a released model ends ("released": width 0.0063, means 0.25 apart
-in every dimension), overlapping ones of that width ("close"), and wide ones that overlap ("wide").
+cspd.json holds what https://github.com/MarkXCloud/CSpD gave at commit d91f721 on a CPU (torch 2.13). ``distributions``
+below gives 12 pairs of Gaussians of 16 dimensions each: as a released model ends ("released": width 0.0063, means 0.25
+apart in every dimension), overlapping ones of that width ("close"), and wide ones that overlap ("wide").
   log_accept_*      log of DistributionProcessor.judge_accept at the draft's mean ("wide": at a draw), in fp64;
                     *_unwidened: with inner temperature 1, at the target's mean ("wide": at the same draw)
   residual_*        subtracted_distribution_unormalize, the probability that a proposal is taken
@@ -40,8 +40,8 @@ def numbers(name, *shape):
     return fill(f"{name} embedding", shape)
 
 
-def laws(kind):
-    """Target and draft law, a draw of the draft's, proposals for the residual."""
+def distributions(kind):
+    """Target and draft distribution, a draw of the draft's, proposals for the residual."""
     width, distance, sums = KINDS[kind]
     mean = numbers(f"{kind} draft mean", 12, 16)
     widths = {who: math.log(width) + 0.05 * numbers(f"{kind} {who} width", 12, 16) for who in ("draft", "target")}
@@ -66,7 +66,7 @@ def close(compute, name):
 @pytest.mark.parametrize("kind", KINDS)
 def test_acceptance(kind):
     def compute():
-        p, q, x, _ = laws(kind)
+        p, q, x, _ = distributions(kind)
         return log_ratio(x, p, q, KAPPA, INVERTED)
 
     close(compute, f"log_accept_{kind}")
@@ -75,7 +75,7 @@ def test_acceptance(kind):
 @pytest.mark.parametrize("kind", ["close", "wide"])
 def test_acceptance_without_widening(kind):
     def compute():
-        p, q, x, _ = laws(kind)
+        p, q, x, _ = distributions(kind)
         return log_ratio(x if kind == "wide" else p.mean, p, q, 1.0, INVERTED)
 
     close(compute, f"log_accept_{kind}_unwidened")
@@ -87,14 +87,14 @@ def test_residual(kind):
     wanted = torch.tensor(OFFICIAL[f"residual_{kind}"], dtype=torch.float64)
 
     def taken(shift):
-        p, q, _, normal = laws(kind)
+        p, q, _, normal = distributions(kind)
         accept = (wanted + shift).clamp(min=0).to(torch.get_default_dtype())
         return residual(p, q, normal[None], torch.zeros(1, 12), accept[None], INVERTED)[1] > 0
 
     # In fp32 these probabilities have errors of 1e-5: widths of 0.0063 magnify those of the means.
     for just, found in ((DIGITS, fp64()(taken)), (1e-3, lambda shift: decided(lambda: taken(shift)))):
         assert torch.equal(found(-just), wanted > 0) and not found(just).any()
-    p, q, _, normal = laws(kind)
+    p, q, _, normal = distributions(kind)
     y, _ = residual(p, q, normal[None], torch.zeros(1, 12), torch.zeros(1, 12), INVERTED)
     torch.testing.assert_close(y, p.sample(normal, torch.zeros(12)))
     assert kind == "released" or (wanted.min() < 0.2 and wanted.max() > 0.9)  # all of it was tried

@@ -100,12 +100,12 @@ def draw(model, grid, images, iterations, params, schedule):
         query = order[:, unknown : length - before]  # its first ones stay unknown longest
         index = query[..., None].expand(-1, -1, 16)
         scale = model.guidance(params, torch.tensor(before), torch.tensor(length - unknown), length)
-        law = model.predict(
+        distribution = model.predict(
             state, tokens, known[:, None], query[:, None], before, scale.expand(images, 1, query.shape[1]),
             params.temperature, first.gather(1, index)[:, None],
             steps.gather(2, index.expand(len(steps), -1, -1, -1))[:, :, None], schedule,
         )
-        tokens.scatter_(1, index, law.mean[:, 0])
+        tokens.scatter_(1, index, distribution.mean[:, 0])
         known.scatter_(1, query, True)
     return model.to_latent(tokens, grid)
 

@@ -1,7 +1,7 @@
 """An autoregressive model small enough to write down the probability of every image.
 
-Its logits are a table over all prefixes, so that nothing stands between a sampler and the exact law but the sampler. It
-keeps the ARModel contract strictly: a step must continue where the commits ended, row by row.
+Its logits are a table over all prefixes, so that nothing stands between a sampler and the exact distribution but the
+sampler. It keeps the ARModel contract strictly: a step must continue where the commits ended, row by row.
 """
 
 from __future__ import annotations
@@ -136,24 +136,24 @@ class ToyModel:
     def neighbours(self, count: int) -> Tensor:
         return torch.tensor([[j for j in range(self.vocab) if j != i] for i in range(self.vocab)])[:, :count]
 
-    def law(self, layout: TokenLayout, params: SamplingParams) -> dict[tuple[int, ...], float]:
+    def distribution(self, layout: TokenLayout, params: SamplingParams) -> dict[tuple[int, ...], float]:
         """The probability of every image of a layout whose forced row is the first, in plain double arithmetic."""
         forced = layout.forced[0].tolist()
         choices = [[f] if f >= 0 else list(range(self.vocab)) for f in forced]
-        law = {}
+        distribution = {}
         for image in itertools.product(*choices):
             probability, code = 1.0, 0
             for n, token in enumerate(image):
                 if forced[n] < 0:
                     row = int(self.begin[n]) + code
                     conditional, unconditional = (table[row].tolist() for table in self.tables)
-                    probability *= next_token_law(conditional, unconditional, self.vocab, params)[token]
+                    probability *= next_token_probs(conditional, unconditional, self.vocab, params)[token]
                 code = code * self.vocab_total + token
-            law[image] = probability
-        return law
+            distribution[image] = probability
+        return distribution
 
 
-def next_token_law(
+def next_token_probs(
     conditional: list[float], unconditional: list[float], vocab: int, params: SamplingParams
 ) -> list[float]:
     """Guidance, temperature, top-k and top-p (in this order) on the first ``vocab`` logits, written independently."""
@@ -195,18 +195,19 @@ def request(model: ToyModel, layout: TokenLayout, params: SamplingParams | None 
     return Request(model, None, layout, params or SamplingParams(), seed=seed, batch=batch, callback=callback)
 
 
-def chi_square(tokens: Tensor, law: dict[tuple[int, ...], float]) -> SimpleNamespace:
-    """How far images [M, S] are from a law: TV distance, and z, the standard score of the chi-square statistic.
+def chi_square(tokens: Tensor, distribution: dict[tuple[int, ...], float]) -> SimpleNamespace:
+    """How far images [M, S] are from a distribution: TV distance, and z, the standard score of the chi-square
+    statistic.
 
     Cells expecting fewer than 5 are pooled. An image of probability zero gives z = inf.
     """
     total = len(tokens)
     images, counts = tokens.unique(dim=0, return_counts=True)
     seen = {tuple(image): count for image, count in zip(images.tolist(), counts.tolist())}
-    if any(law.get(image, 0.0) == 0 for image in seen):
+    if any(distribution.get(image, 0.0) == 0 for image in seen):
         return SimpleNamespace(z=math.inf, tv=1.0)
     cells, rare = [], [0.0, 0.0]
-    for image, probability in law.items():
+    for image, probability in distribution.items():
         cell = (probability * total, seen.get(image, 0))
         if cell[0] >= 5:
             cells.append(cell)
@@ -217,14 +218,14 @@ def chi_square(tokens: Tensor, law: dict[tuple[int, ...], float]) -> SimpleNames
     statistic = sum((observed - expected) ** 2 / expected for expected, observed in cells)
     freedom = len(cells) - 1
     spread = 2 / (9 * freedom)  # Wilson and Hilferty (1931): the cube root is nearly normal, of few cells too
-    distance = sum(abs(seen.get(image, 0) / total - probability) for image, probability in law.items()) / 2
+    distance = sum(abs(seen.get(image, 0) / total - probability) for image, probability in distribution.items()) / 2
     return SimpleNamespace(z=((statistic / freedom) ** (1 / 3) - 1 + spread) / math.sqrt(spread), tv=distance)
 
 
-def marginal(law: dict[tuple[int, ...], float], places: list[int]) -> dict[tuple[int, ...], float]:
-    """The law of some positions of the image."""
+def marginal(distribution: dict[tuple[int, ...], float], places: list[int]) -> dict[tuple[int, ...], float]:
+    """The distribution of some positions of the image."""
     out: dict[tuple[int, ...], float] = {}
-    for image, probability in law.items():
+    for image, probability in distribution.items():
         key = tuple(image[i] for i in places)
         out[key] = out.get(key, 0.0) + probability
     return out

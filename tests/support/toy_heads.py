@@ -1,5 +1,5 @@
-"""Models of vectors small enough to write down the law of every token: heads of a few denoising steps over a linear
-dependence on the known tokens, and mixtures of Gaussians.
+"""Models of vectors small enough to write down the distribution of every token: heads of a few denoising steps over a
+linear dependence on the known tokens, and mixtures of Gaussians.
 
 Everything is added up element by element in a fixed order, so that a row of a batch and a run of its own agree to the
 last bit, as far as a processor's tanh, sin and exp do not depend on where in a tensor a number stands.
@@ -81,21 +81,21 @@ class Toy:
         assert int(known.sum(-1).max()) <= seen <= tokens.shape[1]
         self.calls.append(tuple(query.shape))
         context = self.context(tokens, known, query, cfg if state else 1.0)
-        return self.law(context, temperature, noise0, noise_t, schedule)
+        return self.distribution(context, temperature, noise0, noise_t, schedule)
 
 
 class ToyHead(Toy):
     """A head of T denoising steps that starts from shared noise: x <- slope x + shift context + width noise.
 
     widths [T] and slopes [T] are those of the steps, the last one first as in ``Schedule``. bend: makes steps and
-    widths depend on x, so that the law is no Gaussian any more.
+    widths depend on x, so that the distribution is no Gaussian any more.
     """
 
     def __init__(self, *args, widths=(0.35, 0.6, 0.9), slopes=(0.8, 0.6, 0.7), bend: float = 0.0, **options):
         super().__init__(*args, **options)
         self.widths, self.slopes, self.bend = widths, slopes, bend
 
-    def law(self, context: Tensor, temperature: float, noise0: Tensor, noise_t: Tensor, schedule: ToySchedule):
+    def distribution(self, context: Tensor, temperature: float, noise0: Tensor, noise_t: Tensor, schedule: ToySchedule):
         x, path = noise0, torch.zeros_like(noise0[..., 0])
         for turn, index in enumerate(range(schedule.steps - 1, -1, -1)):
             log_width = math.log(self.widths[index]) + 0.5 * self.bend * torch.tanh(x)
@@ -133,7 +133,7 @@ class ToyMixture(Toy):
         self.weight, self.offset = table(length, parts), spread * table(length, parts, self.channels)
         self.log_std = 0.3 * table(length, parts, self.channels) - 0.7
 
-    def law(self, context: Tensor, temperature: float, noise0: Tensor, noise_t: Tensor, schedule: ToySchedule):
+    def distribution(self, context: Tensor, temperature: float, noise0: Tensor, noise_t: Tensor, schedule: ToySchedule):
         raise NotImplementedError("a mixture needs the positions: see predict")
 
     def predict(self, state: bool, tokens: Tensor, known: Tensor, query: Tensor, seen: int, cfg: Tensor,
@@ -153,7 +153,7 @@ def request(model: Toy, batch: int = 1, seed: int = 0, **options) -> ContinuousR
     return ContinuousRequest(model, None, model.grid, params, seed=seed, batch=batch, **options)
 
 
-# How far samples are from a law. Every score is about 1 or below for a sample of the law itself.
+# How far samples are from a distribution. Every score is about 1 or below for a sample of the distribution itself.
 
 
 def normal_cdf(x: Tensor) -> Tensor:
@@ -188,7 +188,8 @@ def correlation(u: Tensor) -> float:
 def uniforms(
     model: Toy, tokens: Tensor, order: Tensor, cfg: float = 1.0, temperature: float = 1.0, last: bool = True
 ) -> Tensor:
-    """[B, S, C]: every number of the images through the law of the model itself, given those before it (Rosenblatt).
+    """[B, S, C]: every number of the images through the distribution of the model itself, given those before it
+    (Rosenblatt).
 
     Independent and uniform if the images [B, S, C] were drawn by the model in their order [B, S] (place -> position),
     with linear guidance; ``last``: with the noise of the last step. Entry i belongs to position i.
@@ -209,13 +210,13 @@ def uniforms(
     return torch.stack(out, dim=1).gather(1, rank[..., None].expand(-1, -1, channels))
 
 
-def _mixture_uniforms(law: Mixture, x: Tensor) -> Tensor:
+def _mixture_uniforms(distribution: Mixture, x: Tensor) -> Tensor:
     """Conditional distribution functions [B, C] of the numbers of x [B, C], each given those before it."""
-    weight, out = law.log_weights.log_softmax(-1), []
+    weight, out = distribution.log_weights.log_softmax(-1), []
     for c in range(x.shape[-1]):
-        z = (x[:, None, c] - law.means[..., c]) / law.log_stds[..., c].exp()
+        z = (x[:, None, c] - distribution.means[..., c]) / distribution.log_stds[..., c].exp()
         out.append((weight.softmax(-1) * normal_cdf(z)).sum(-1))
-        weight = weight - 0.5 * z.square() - law.log_stds[..., c]
+        weight = weight - 0.5 * z.square() - distribution.log_stds[..., c]
     return torch.stack(out, dim=-1)
 
 
@@ -226,7 +227,7 @@ def drawing_order(decoded) -> Tensor:
 
 @dataclass(frozen=True)
 class Score:
-    """How far samples are from a law, in units of what chance allows: below 1 for the law itself."""
+    """How far samples are from a distribution, in units of what chance allows: below 1 for the distribution itself."""
 
     ks: float
     correlation: float

@@ -34,10 +34,10 @@ def test_golden_numbers_of_a_scaled_ratio(omega, f, accepted, rest, drift):
         given = P.expand(4, -1), Q.expand(4, -1), torch.arange(4), DEPTH, ONE
         accept = rule.accept_probability(*given)
         assert close(accept, f) and close((Q * accept).sum(), accepted)
-        law = rule.residual(*given)
-        law = law / law.sum(-1, keepdim=True)
-        assert close(law, [rest] * 4) and close(rule.tv_bound(*given), [drift] * 4)
-        kernel = Q * accept + (1 - accepted) * law[0]
+        probs = rule.residual(*given)
+        probs = probs / probs.sum(-1, keepdim=True)
+        assert close(probs, [rest] * 4) and close(rule.tv_bound(*given), [drift] * 4)
+        kernel = Q * accept + (1 - accepted) * probs[0]
         assert close((kernel - P).clamp(min=0).sum(), drift)
 
 
@@ -101,17 +101,17 @@ def test_a_budget_that_is_just_met_counts():
 
 def test_golden_numbers_of_certain_children():
     """Children 2 and 0 of P, proposed for certain: each has the point mass on itself as q."""
-    law, total, seen = P, 0.0, []
+    probs, total, seen = P, 0.0, []
     for child in (2, 0):
         token = torch.tensor(child)
-        given = law, point_mass(token, 4), token, DEPTH[0], ONE[0]
+        given = probs, point_mass(token, 4), token, DEPTH[0], ONE[0]
         accept = float(Exact().accept_probability(*given))
         seen.append(accept)
         total += (1 - total) * accept
-        law = Exact().residual(*given)
-        law = law / law.sum()
+        probs = Exact().residual(*given)
+        probs = probs / probs.sum()
     assert close(seen, (0.15, 0.588235)) and close(total, 0.65)
-    assert close(law, (0, 0.857143, 0, 0.142857))
+    assert close(probs, (0, 0.857143, 0, 0.142857))
 
 
 @pytest.mark.parametrize("child", range(4))
@@ -163,7 +163,9 @@ def run(p, q, exists=True, draws=100_000):
 
 
 def assert_shares(drawn, wanted):
-    """Shares of many draws, each within 4.5 standard deviations: one in 150 000 of the law itself would not be."""
+    """Shares of many draws, each within 4.5 standard deviations: one in 150 000 of the distribution itself would not
+    be.
+    """
     deviation = (wanted * (1 - wanted) / len(drawn)) ** 0.5
     assert ((drawn.bincount(minlength=len(wanted)) / len(drawn) - wanted).abs() < 4.5 * deviation).all()
 
@@ -176,7 +178,7 @@ def test_the_result_follows_p_and_is_kept_as_often_as_possible():
     assert (out[~accepted] < 2).all()
 
 
-def test_equal_laws_keep_everything():
+def test_equal_distributions_keep_everything():
     out, accepted, token = run(P, P)
     assert accepted.all() and torch.equal(out, token)
 

@@ -330,13 +330,13 @@ def test_smaller_trees_are_the_beginnings_of_larger_levels(w, more, depth, deepe
 
 @pytest.mark.parametrize("children", ["top_k", "sampled"])
 @pytest.mark.parametrize("initial", INITIAL)
-def test_runs_follow_the_law_and_rows_are_single_runs(children, initial):
+def test_runs_follow_the_distribution_and_rows_are_single_runs(children, initial):
     layout = with_line_ends(2, 2)
     model = ToyModel(layout, 2)
     adt = ADTTree(initial=initial, children=children, depths=(1, 3), widths=(1, 3), width_step=1, nodes=5, first=(2, 2))
     method = DraftTree(ToyDrafter(model), adt)
     many = method.sample(request(model, layout, seed=0, batch=8000))
-    assert chi_square(many.tokens, model.law(layout, request(model, layout).params)).z < 4
+    assert chi_square(many.tokens, model.distribution(layout, request(model, layout).params)).z < 4
     assert len(set(many.trace.rounds["depth"].flatten().tolist())) > 2, "the depth never changes"
     for i in range(3):
         single = method.sample(request(model, layout, seed=i, batch=1))

@@ -31,7 +31,7 @@ def test_twins_of_transformers_compute_what_ours_do(name):
     with torch.inference_mode():
         hidden = backbone(backbone.tok_embeddings(ids), positions.prompt(12, 8, CPU)._replace(halves=True))
         assert torch.allclose(twin(model)(ids).logits, backbone.logits(hidden), atol=1e-5)
-    assert 2 < backbone.logits(hidden).std() < 4  # neither even laws nor certain ones
+    assert 2 < backbone.logits(hidden).std() < 4  # neither even distributions nor certain ones
     assert len(generate(twin(model), 2, 5, 3, model.defaults, "static")) == 3
 
 

@@ -37,7 +37,7 @@ def model(tmp_path_factory):
     return model
 
 
-# Toy models, whose every law is known
+# Toy models, whose every distribution is known
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
@@ -142,12 +142,12 @@ def test_a_result_stays_when_its_session_goes_on():
 
 @pytest.mark.parametrize("method", [NextToken(), *(SJD(4, reuse) for reuse in REUSE if reuse != "threshold_paper")],
                          ids=str)
-def test_the_captured_path_draws_from_the_law(method):
+def test_the_captured_path_draws_from_the_distribution(method):
     for layout, specials in LAYOUTS.values():
         model = ToyModel(layout, specials)
         with captured() as made:
             tokens = method.sample(request(model, layout, batch=4000)).tokens
-        assert made[0].captured == 1 and chi_square(tokens, model.law(layout, SamplingParams())).z < 4
+        assert made[0].captured == 1 and chi_square(tokens, model.distribution(layout, SamplingParams())).z < 4
 
 
 def test_a_late_host_launches_one_step_more_and_tells_what_it_knows():

@@ -191,9 +191,9 @@ def own_prediction(tokens, seen, seed=0):
     batch, query = len(tokens), torch.arange(LENGTH).expand(len(tokens), -1)
     noise0, noise_t = noises(Stream.of(seed, batch, "cpu"), query, 2, 3)
     schedule = TARGET.schedule(TARGET.defaults)
-    law = TARGET.predict(False, tokens, seen, query[..., None], LENGTH, torch.ones(batch, LENGTH, 1), 1.0,
+    distribution = TARGET.predict(False, tokens, seen, query[..., None], LENGTH, torch.ones(batch, LENGTH, 1), 1.0,
                          noise0[:, :, None], noise_t[:, :, :, None], schedule)
-    return law.mean[:, :, 0]
+    return distribution.mean[:, :, 0]
 
 
 @pytest.mark.parametrize("mode", ["block", "prefix"])
@@ -441,8 +441,8 @@ def test_a_plain_run_says_whether_it_drew_blindly():
 
 def test_numbers_that_overflow_and_foreign_drafters_are_refused():
     class Overflowing(ToyHead):
-        def law(self, *args):
-            return super().law(*args).map(lambda t: t * torch.nan)
+        def distribution(self, *args):
+            return super().distribution(*args).map(lambda t: t * torch.nan)
 
     for run in (ContinuousNextToken(), method(), method("prefix"), method("exact")):
         refuse("(no numbers|NaN|not finite)", run, Overflowing(2))

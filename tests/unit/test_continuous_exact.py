@@ -1,8 +1,8 @@
-"""Does speculative decoding of vectors draw from the target's law?
+"""Does speculative decoding of vectors draw from the target's distribution?
 
-The toys' laws are known in closed form whatever the order: every number of an image, put through its distribution
-function given those before it, must be uniform and independent of the others (Rosenblatt, 1952). Rows of a batch are
-independent runs. Variants that are known to be biased must fail the same test by far.
+The toys' distributions are known in closed form whatever the order: every number of an image, put through its
+distribution function given those before it, must be uniform and independent of the others (Rosenblatt, 1952). Rows of a
+batch are independent runs. Variants that are known to be biased must fail the same test by far.
 """
 
 from dataclasses import replace
@@ -53,14 +53,14 @@ def assert_biased(found):
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_the_plain_sampler_draws_from_the_law(pair):
+def test_the_plain_sampler_draws_from_the_distribution(pair):
     """Without the noise of the last step, as published; a mixture has none to leave out."""
     decoded = ContinuousNextToken().sample(request(TARGETS[pair], RUNS, cfg=CFG))
     assert_exact(score(TARGETS[pair], decoded, CFG, last=False))
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_exact_mode_draws_from_the_law_of_the_target(pair):
+def test_exact_mode_draws_from_the_distribution_of_the_target(pair):
     decoded = draw(pair)
     summary = decoded.trace.summary()
     assert 0.2 < summary["acceptance_rate"] < 0.8
@@ -83,7 +83,7 @@ def test_exact_mode_at_other_temperatures_and_without_guidance():
 
 
 def test_exact_mode_around_kept_tokens():
-    """Each image keeps one token; the others follow their law given it."""
+    """Each image keeps one token; the others follow their distribution given it."""
     keep = torch.tensor([False, True, False, False])
     kept = torch.linspace(-2, 2, RUNS)[:, None, None].expand(-1, 4, 1)
     decoded = draw(("head", 1), options={"tokens": kept, "kept": keep.expand(RUNS, -1)}, prefill=0)
@@ -119,7 +119,7 @@ def test_any_sigma_is_biased(sign, monkeypatch):
 
 
 @pytest.mark.parametrize("pair", [("head", 1), ("mixture", 2)])
-def test_the_law_itself_instead_of_the_residual_is_biased(pair, monkeypatch):
+def test_the_distribution_itself_instead_of_the_residual_is_biased(pair, monkeypatch):
     def first_proposal(p, q, normal, uniform, accept, sign):
         return p.sample(normal[0], uniform[0]), torch.ones_like(uniform[0])
 
@@ -204,8 +204,8 @@ def test_exactness_takes_patience(patience, exact, monkeypatch):
 
 def half_sigma(drafter):
     """The same widths but Sigma = 1/e: where both models agree, all of Sigma p lies below q."""
-    law = drafter.law
-    drafter.law = lambda *inputs: replace(out := law(*inputs), path=out.path - 1.0)
+    distribution = drafter.distribution
+    drafter.distribution = lambda *inputs: replace(out := distribution(*inputs), path=out.path - 1.0)
     return drafter
 
 

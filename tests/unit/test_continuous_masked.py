@@ -59,7 +59,7 @@ def test_unknown_tokens_are_not_seen_and_known_ones_are(models):
 
 
 def predict(model, state, tokens, known, query, seen, cfg=2.0, seed=0, kind="ddpm", temperature=1.0):
-    """The law at query [B, V, M] with noise that belongs to the positions."""
+    """The distribution at query [B, V, M] with noise that belongs to the positions."""
     schedule = model.schedule(ContinuousParams(steps=STEPS, kind=kind))
     noise0, noise_t = noises(Stream.of(seed, len(tokens), "cpu"), query.flatten(1), CHANNELS, STEPS)
     shape = (*query.shape, CHANNELS)

@@ -12,14 +12,14 @@ from ..support.toy_heads import ks
 RUNS = 40_000
 
 
-def law(mean, std, path=0.0):
+def gaussian(mean, std, path=0.0):
     mean = torch.as_tensor(mean, dtype=torch.float32)
     return Normal(mean, torch.as_tensor(std, dtype=torch.float32).log().expand(mean.shape), torch.tensor(float(path)))
 
 
 # The ratio
 
-P, Q = law([0.0, 1.0], [1.0, 0.5], path=-2.0), law([0.5, 1.0], [2.0, 0.5], path=-1.5)
+P, Q = gaussian([0.0, 1.0], [1.0, 0.5], path=-2.0), gaussian([0.5, 1.0], [2.0, 0.5], path=-1.5)
 X = torch.tensor([1.0, 2.0])
 # p: exponents 1/2 and 1/(2/4) = 2; q: 0.25/8 and 2; widths: ln 2 - ln 1; log Sigma = -1.5 + 2.
 BY_HAND = -0.5 + 0.03125 + math.log(2)
@@ -32,7 +32,8 @@ def test_log_ratio_by_hand():
 
 def test_log_ratio_of_a_single_number_far_away():
     """MAR's own size: sixteen numbers, widths of 0.0062, models a quarter apart: about -10^4, and -15 at kappa = 42."""
-    p, q = law(torch.zeros(16), torch.full((16,), 0.0062)), law(torch.full((16,), 0.25), torch.full((16,), 0.0062))
+    p = gaussian(torch.zeros(16), torch.full((16,), 0.0062))
+    q = gaussian(torch.full((16,), 0.25), torch.full((16,), 0.0062))
     wanted = -16 * 0.25**2 / (2 * 0.0062**2)
     assert float(log_ratio(q.mean, p, q)) == pytest.approx(wanted, rel=1e-5) and -14_000 < wanted < -12_000
     assert float(log_ratio(q.mean, p, q, kappa=42)) == pytest.approx(wanted / 42**2, rel=1e-5)
@@ -47,7 +48,7 @@ def test_sigma_is_the_drafters_path_over_the_targets(sign, added):
 @pytest.mark.parametrize(("path", "sign", "clamped"), [(49, 1, 49), (51, 1, 50), (1e30, 1, 50), (-1e4, 1, -50),
                                                        (1e4, -1, -50), (math.inf, 1, 50)])
 def test_sigma_is_clamped(path, sign, clamped):
-    p, q = law([0.0], [1.0], path=0.0), law([0.0], [1.0], path=path)
+    p, q = gaussian([0.0], [1.0], path=0.0), gaussian([0.0], [1.0], path=path)
     assert float(log_ratio(torch.zeros(1), p, q, sign=float(sign))) == pytest.approx(clamped)
 
 
@@ -56,7 +57,7 @@ def test_kappa_widens_the_exponents_alone(kappa):
     """Both Gaussians widened alike keep the ratio of their heights."""
     wanted = (BY_HAND - math.log(2)) / kappa**2 + math.log(2)
     assert float(log_ratio(X, P, Q, kappa=kappa)) == pytest.approx(wanted, abs=1e-5)
-    wide_p, wide_q = (law(one.mean, kappa * one.log_std.exp()) for one in (P, Q))
+    wide_p, wide_q = (gaussian(one.mean, kappa * one.log_std.exp()) for one in (P, Q))
     assert float(log_ratio(X, wide_p, wide_q)) == pytest.approx(wanted, abs=1e-5)
 
 
@@ -64,14 +65,14 @@ def test_the_ends_of_kappa():
     assert float(log_ratio(X, P, Q, kappa=math.inf)) == math.inf
     none = log_ratio(X, P, Q, kappa=0.0)
     assert none.isfinite() and none < -1e6
-    same = law([0.3, 0.7], [0.1, 0.2])
+    same = gaussian([0.3, 0.7], [0.1, 0.2])
     assert float(log_ratio(same.mean, same, same, kappa=0.0)) == 0
 
 
 def test_ddim_has_the_kernel_of_its_nominal_width():
     """Equal widths h, and the draft is its own mean: - ||x_p - x_q||^2 / (2 h^2)."""
     h, kappa = 0.0062, 42.0
-    p, q = law([0.1, -0.2, 0.4], [h] * 3), law([0.3, -0.1, 0.4], [h] * 3)
+    p, q = gaussian([0.1, -0.2, 0.4], [h] * 3), gaussian([0.3, -0.1, 0.4], [h] * 3)
     wanted = -(0.2**2 + 0.1**2) / (2 * (kappa * h) ** 2)
     assert float(log_ratio(q.mean, p, q, kappa)) == pytest.approx(wanted, rel=1e-4)
     assert float(log_ratio(p.mean, p, p, kappa)) == 0
@@ -93,13 +94,13 @@ def mixture(weights, means, stds):
 
 
 PAIRS = {
-    "shifted": (law([0.0], [1.0]), law([0.7], [0.8]), 0.0),
-    "narrow": (law([0.0], [0.5]), law([0.1], [1.5]), 0.0),
-    "wide": (law([0.0], [1.5]), law([0.1], [0.5]), 0.0),
-    "close": (law([0.0], [1.0]), law([0.2], [1.05]), 0.0),
-    "sigma above 1": (law([0.0], [1.0], path=0.0), law([0.7], [0.8], path=0.4), 1.0),
-    "sigma below 1": (law([0.0], [1.0], path=0.0), law([0.7], [0.8], path=-0.4), 1.0),
-    "sigma inverted": (law([0.0], [1.0], path=0.0), law([0.7], [0.8], path=0.4), -1.0),
+    "shifted": (gaussian([0.0], [1.0]), gaussian([0.7], [0.8]), 0.0),
+    "narrow": (gaussian([0.0], [0.5]), gaussian([0.1], [1.5]), 0.0),
+    "wide": (gaussian([0.0], [1.5]), gaussian([0.1], [0.5]), 0.0),
+    "close": (gaussian([0.0], [1.0]), gaussian([0.2], [1.05]), 0.0),
+    "sigma above 1": (gaussian([0.0], [1.0], path=0.0), gaussian([0.7], [0.8], path=0.4), 1.0),
+    "sigma below 1": (gaussian([0.0], [1.0], path=0.0), gaussian([0.7], [0.8], path=-0.4), 1.0),
+    "sigma inverted": (gaussian([0.0], [1.0], path=0.0), gaussian([0.7], [0.8], path=0.4), -1.0),
     "mixtures": (mixture([0.3, 0.7], [-1.0, 1.0], [0.4, 0.7]), mixture([0.6, 0.4], [-0.8, 1.2], [0.5, 0.5]), 0.0),
 }
 
@@ -132,7 +133,7 @@ def at(grid, function, x):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_the_residual_has_its_law(name):
+def test_the_residual_has_its_distribution(name):
     p, q, sign = PAIRS[name]
     normal, uniform, accept = numbers(60, RUNS)
     y, tries = residual(wide(p, RUNS), wide(q, RUNS), normal, uniform, accept, sign)
@@ -160,15 +161,15 @@ def test_the_residual_takes_one_over_its_mass_proposals(name):
 
 def test_total_variation_of_the_shifted_pair_is_what_its_formula_says():
     """The integration itself: equal widths a apart have TV = 2 Phi(a/2) - 1."""
-    _, _, mass = integrated(law([0.0], [1.0]), law([0.6], [1.0]), 0.0)
+    _, _, mass = integrated(gaussian([0.0], [1.0]), gaussian([0.6], [1.0]), 0.0)
     assert mass == pytest.approx(2 * 0.5 * (1 + math.erf(0.3 / 2**0.5)) - 1, abs=1e-5)
 
 
 def test_the_residual_of_two_dimensions():
-    """Laws that differ in one dimension alone: there the residual of one dimension, and p in the other."""
-    p, q = law([0.0, 0.5], [1.0, 0.3]), law([0.7, 0.5], [0.8, 0.3])
+    """Distributions that differ in one dimension alone: there the residual of one dimension, and p in the other."""
+    p, q = gaussian([0.0, 0.5], [1.0, 0.3]), gaussian([0.7, 0.5], [0.8, 0.3])
     y, tries = residual(wide(p, RUNS), wide(q, RUNS), *numbers(60, RUNS, 2))
-    grid, function, _ = integrated(law([0.0], [1.0]), law([0.7], [0.8]), 0.0)
+    grid, function, _ = integrated(gaussian([0.0], [1.0]), gaussian([0.7], [0.8]), 0.0)
     assert (tries > 0).all()
     assert ks(at(grid, function, y[:, 0])) < 2.3
     assert ks(torch.special.ndtr((y[:, 1].double() - 0.5) / 0.3)) < 2.3
@@ -177,7 +178,7 @@ def test_the_residual_of_two_dimensions():
 
 def test_an_empty_residual_ends_with_its_last_proposal():
     """Sigma p < q everywhere: no proposal can pass."""
-    p, q = law([0.3, 0.3], [0.5, 0.5], path=0.0), law([0.3, 0.3], [0.5, 0.5], path=-0.7)
+    p, q = gaussian([0.3, 0.3], [0.5, 0.5], path=0.0), gaussian([0.3, 0.3], [0.5, 0.5], path=-0.7)
     normal, uniform, accept = numbers(100, 50, 2)
     y, tries = residual(wide(p, 50), wide(q, 50), normal, uniform, 0 * accept, 1.0)
     assert (tries == -100).all()
@@ -188,7 +189,7 @@ def test_an_empty_residual_ends_with_its_last_proposal():
 @pytest.mark.parametrize("gap", [0.25, 1e3, 1e18])
 def test_a_residual_far_from_the_draft_is_the_target(gap):
     """q is nothing where p is: the first proposal passes, however large the numbers."""
-    p, q = law([0.0], [0.006]), law([gap], [0.006])
+    p, q = gaussian([0.0], [0.006]), gaussian([gap], [0.006])
     normal, uniform, accept = numbers(5, 50)
     y, tries = residual(wide(p, 50), wide(q, 50), normal, uniform, accept)
     assert (tries == 1).all() and torch.allclose(y, 0.006 * normal[0])

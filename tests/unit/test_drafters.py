@@ -383,8 +383,8 @@ def test_the_bundled_drafters_guess_what_the_bundled_model_draws():
     model = load_model(bundled("default"))
     prompts = [model.encode_prompt(f"{thing}, 3d, on a blue background")[0][0][0] for thing in ("cat", "car", "heart")]
     pool = Pool.build(model, own_samples(model, prompts))
-    laws = torch.cat([guide(head(model, batch.states(0)), 2.0).softmax(-1) for batch in pool.all(16)])
-    unchanged = 1 - torch.minimum(laws[:, 1:], laws[:, :-1]).sum(-1).mean()
+    probs = torch.cat([guide(head(model, batch.states(0)), 2.0).softmax(-1) for batch in pool.all(16)])
+    unchanged = 1 - torch.minimum(probs[:, 1:], probs[:, :-1]).sum(-1).mean()
     for name, objective in (("eagle", EagleObjective(model, 1)), ("small", SmallObjective(model, 64, 1))):
         drafter = load_drafter(bundled(f"default/{name}"), model)
         refused = 1 - overlap(objective, drafter.module, pool, 2.0)

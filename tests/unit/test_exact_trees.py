@@ -1,6 +1,6 @@
-"""Do draft trees leave the model's law alone? Toy models again, with a toy drafter: every image is enumerated.
+"""Do draft trees leave the model's distribution alone? Toy models again, with a toy drafter: every image is enumerated.
 
-As in test_exact_laws, one large batch is many single runs, each at its own pace.
+As in test_exact_distributions, one large batch is many single runs, each at its own pace.
 """
 
 from dataclasses import replace
@@ -46,20 +46,20 @@ def draw(structure, name, params=None, seed=0, batch=RUNS, **more):
 def assert_exact(structure, name, params=None, runs=RUNS):
     layout = LAYOUTS[name][0]
     tokens = draw(structure, name, params, batch=runs).tokens
-    law = MODELS[name].law(layout, params or SamplingParams())
+    distribution = MODELS[name].distribution(layout, params or SamplingParams())
     late = (layout.forced[0] < 0).nonzero()[-2:, 0].tolist()
-    whole, late = chi_square(tokens, law), chi_square(tokens[:, late], marginal(law, late))
+    whole, late = chi_square(tokens, distribution), chi_square(tokens[:, late], marginal(distribution, late))
     assert whole.z < 4 and late.z < 4, (whole, late)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
-def test_every_structure_draws_from_the_law(structure, name):
+def test_every_structure_draws_from_the_distribution(structure, name):
     assert_exact(structure, name)
 
 
 @pytest.mark.parametrize("structure", [Chain(2), Chain(3, "block"), TWO_LEVELS, Dynamic(2, 2, 4)], ids=str)
-def test_guidance_temperature_and_filters_are_part_of_the_law(structure):
+def test_guidance_temperature_and_filters_are_part_of_the_distribution(structure):
     assert_exact(structure, "line_ends", SamplingParams(cfg=2.5, temperature=1.3, top_p=0.85))
     assert_exact(structure, "row", SamplingParams(cfg=1.5, temperature=0.9, top_k=2))
 
@@ -99,18 +99,18 @@ class LikeliestAsDrawn(Dynamic):
 
     def grow(self, work, root, plan, extent, round_index):
         tree = super().grow(work, root, plan, extent, round_index)
-        law = work.probs(root.out.logits, root.committed[:, None])
-        return replace(tree, draft_probs=law, draft_row=torch.zeros(tree.token.shape[1], dtype=torch.int64))
+        distribution = work.probs(root.out.logits, root.committed[:, None])
+        return replace(tree, draft_probs=distribution, draft_row=torch.zeros(tree.token.shape[1], dtype=torch.int64))
 
 
 @pytest.mark.parametrize("broken", [SortedSiblings(((0,), (1,), (2,))), LikeliestAsDrawn(1, 2, 2)], ids=str)
 def test_broken_trees_are_caught(broken):
     layout = LAYOUTS["row"][0]
     tokens = draw(broken, "row").tokens
-    assert chi_square(tokens, MODELS["row"].law(layout, SamplingParams())).z > 8
+    assert chi_square(tokens, MODELS["row"].distribution(layout, SamplingParams())).z > 8
 
 
-def test_a_residual_of_unnormalised_laws_is_caught():
+def test_a_residual_of_unnormalised_distributions_is_caught():
     """The classic mistake: after a rejection, Q without the rejected token but not renormalised."""
 
     class Unnormalised(Exact):
@@ -118,7 +118,7 @@ def test_a_residual_of_unnormalised_laws_is_caught():
             return super().residual(p, q * 0.7, token, depth, strength)
 
     tokens = draw(Static(((0,), (1,), (2,))), "row", rule=Unnormalised()).tokens
-    assert chi_square(tokens, MODELS["row"].law(LAYOUTS["row"][0], SamplingParams())).z > 8
+    assert chi_square(tokens, MODELS["row"].distribution(LAYOUTS["row"][0], SamplingParams())).z > 8
 
 
 def test_the_target_as_its_own_drafter_is_always_accepted():
@@ -157,12 +157,13 @@ def test_a_round_never_commits_more_than_the_tree_allows():
 @pytest.mark.parametrize("rule", RELAXED, ids=str)
 @pytest.mark.parametrize("structure", [Chain(3), TWO_LEVELS, Dynamic(2, 2, 4)], ids=str)
 def test_relaxed_rules_keep_their_bound_and_accept_more(structure, rule):
-    """The distance from the law is at most the mean of the trace's TV bounds."""
+    """The distance from the distribution is at most the mean of the trace's TV bounds."""
     relaxed, exact = draw(structure, "row", rule=rule), draw(structure, "row")
-    law = MODELS["row"].law(LAYOUTS["row"][0], SamplingParams())
-    noise = chi_square(exact.tokens, law).tv
+    distribution = MODELS["row"].distribution(LAYOUTS["row"][0], SamplingParams())
+    noise = chi_square(exact.tokens, distribution).tv
     tv_bound = relaxed.trace.positions["tv_bound"].sum(1)
-    assert chi_square(relaxed.tokens, law).tv <= float(tv_bound.mean() + 4 * tv_bound.std() / RUNS**0.5) + noise
+    bound = float(tv_bound.mean() + 4 * tv_bound.std() / RUNS**0.5)
+    assert chi_square(relaxed.tokens, distribution).tv <= bound + noise
     assert sum(relaxed.trace.totals["passes_per_image"]) < sum(exact.trace.totals["passes_per_image"])
     sources = relaxed.trace.positions["source"]
     assert (sources == Source.RELAXED).any() and not (exact.trace.positions["source"] == Source.RELAXED).any()

@@ -108,7 +108,7 @@ def test_a_forced_token_needs_no_prediction():
 def test_flawed_rows_become_nan_in_both_twins(cfg, temperature, top_k, top_p, order):
     rows = torch.randn(2, 7, 10, generator=torch.Generator().manual_seed(0))
     rows[0, 0], rows[0, 1, 4], rows[0, 2, 4], rows[0, 3, 4] = math.nan, math.nan, -math.nan, math.inf
-    rows[:, 4], rows[:, 5, 2:7] = -math.inf, -math.inf  # the second is a law
+    rows[:, 4], rows[:, 5, 2:7] = -math.inf, -math.inf  # the second is a distribution
     rows[0, 5, 2:7] = 0.0 if cfg != 1 else -math.inf
     rows = rows if cfg != 1 else rows[:1]
     given = rows, None, cfg, temperature, 8, top_k, top_p, order
@@ -139,7 +139,7 @@ class Garbage(ToyDrafter):
 
 
 def holes(logits):
-    """No mass where the target has most: a law with zeros."""
+    """No mass where the target has most: a distribution with zeros."""
     return logits.scatter(-1, logits.argmax(-1, keepdim=True), -math.inf)
 
 
@@ -161,12 +161,12 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("spoil", GARBAGE.values(), ids=GARBAGE)
-def test_any_drafter_leaves_the_law_alone(spoil):
-    law = MODEL.law(LAYOUT, SamplingParams())
+def test_any_drafter_leaves_the_distribution_alone(spoil):
+    distribution = MODEL.distribution(LAYOUT, SamplingParams())
     for name in ("blocks", "two levels", "top-k", "adaptive, sampled"):
         decoded = DraftTree(Garbage(spoil), STRUCTURES[name]).sample(request(MODEL, LAYOUT, batch=1500))
-        whole = chi_square(decoded.tokens, law)
-        late = chi_square(decoded.tokens[:, 4:], marginal(law, [4, 5]))
+        whole = chi_square(decoded.tokens, distribution)
+        late = chi_square(decoded.tokens[:, 4:], marginal(distribution, [4, 5]))
         assert whole.z < 4 and late.z < 4, (name, whole, late)
 
 
@@ -201,9 +201,9 @@ class Spoiled(ToyHead):
         super().__init__(1, **options)
         self.spoil = spoil
 
-    def law(self, *given):
-        law = super().law(*given)
-        return replace(law, mean=self.spoil(law.mean))
+    def distribution(self, *given):
+        distribution = super().distribution(*given)
+        return replace(distribution, mean=self.spoil(distribution.mean))
 
 
 def sometimes_nan(mean):
@@ -218,7 +218,7 @@ UNUSABLE = ("nan", "infinite", "huge")
 
 
 @pytest.mark.parametrize("kind", VECTORS)
-def test_any_drafter_leaves_the_law_of_vectors_alone(kind, monkeypatch, caplog):
+def test_any_drafter_leaves_the_distribution_of_vectors_alone(kind, monkeypatch, caplog):
     monkeypatch.setattr(continuous, "PATIENCE", 1)
     target = ToyHead(1)
     method = ContinuousSpeculative(Spoiled(VECTORS[kind]), mode="exact", length=3, prefill=0)
@@ -241,10 +241,10 @@ def test_any_drafter_leaves_the_law_of_vectors_alone(kind, monkeypatch, caplog):
 ])
 def test_vectors_that_become_nan_end_in_an_error(method):
     class Late(ToyHead):
-        def law(self, context, *given):
-            law = super().law(context, *given)
-            self.laws = getattr(self, "laws", 0) + 1
-            return law if self.laws < 2 else replace(law, mean=law.mean * math.nan)
+        def distribution(self, context, *given):
+            distribution = super().distribution(context, *given)
+            self.calls = getattr(self, "calls", 0) + 1
+            return distribution if self.calls < 2 else replace(distribution, mean=distribution.mean * math.nan)
 
     with pytest.raises(ValueError, match="NaN.*fp32"):
         method.sample(vectors_request(Late(1), 3))

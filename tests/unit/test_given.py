@@ -1,4 +1,6 @@
-"""Tokens given at the beginning of an image: read with the prompt, and the law of what follows is not touched."""
+"""Tokens given at the beginning of an image: read with the prompt, and the distribution of what follows is not
+touched.
+"""
 
 from dataclasses import replace
 
@@ -50,11 +52,11 @@ def method_for(method, name):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_behind_given_tokens_the_law_is_the_models_own(method, name):
+def test_behind_given_tokens_the_distribution_is_the_models_own(method, name):
     layout, _, given = CASES[name]
     params = SamplingParams(cfg=1.5, temperature=1.2)
     decoded = method_for(method, name).sample(request(MODELS[name], layout, params, batch=RUNS))
-    assert chi_square(decoded.tokens, MODELS[name].law(layout, params)).z < 4
+    assert chi_square(decoded.tokens, MODELS[name].distribution(layout, params)).z < 4
     trace = decoded.trace
     assert (trace.positions["source"][:, :given] == Source.FORCED).all()
     assert not trace.positions["finalised_at"][:, :given].any() and (trace.positions["p"][:, :given] == 1).all()

@@ -211,8 +211,8 @@ def test_a_finished_row_stays_untouched():
         assert (decoded.trace.rounds["accepted"][end + 1 :, row] == 0).all()
 
 
-def laws_of_positions(count, slots, vocab):
-    """A ring in which the last ``slots`` of ``count`` positions have laws of their own."""
+def probs_of_positions(count, slots, vocab):
+    """A ring in which the last ``slots`` of ``count`` positions have distributions of their own."""
     own = torch.rand(count, vocab, generator=torch.Generator().manual_seed(0)).softmax(-1)
     ring = Ring.empty(1, slots, vocab, torch.device("cpu"))
     for position in range(count):
@@ -225,21 +225,21 @@ def laws_of_positions(count, slots, vocab):
     (3, 4, 0, 0), (3, 6, 2, 2), (3, 9, 1, 1), (7, 8, 4, 4),  # the row is complete: everything fresh lies below it
     (0, 1, 0, 0), (0, 3, 0, 0), (1, 3, 1, 1), (1, 6, 1, 1), (0, 5, 0, 0),  # in the first row there is no upper one
 ])
-def test_neighbour_laws_are_those_of_the_neighbours(known, position, left, upper):
+def test_neighbour_distributions_are_those_of_the_neighbours(known, position, left, upper):
     layout = plain(4, 4)
-    own, ring = laws_of_positions(known + 1, 4, 6)
+    own, ring = probs_of_positions(known + 1, 4, 6)
 
-    def law(initial, layout=layout):
+    def probs(initial, layout=layout):
         last, at = torch.tensor([[known]]), torch.tensor([[position]])
         return neighbour_probs(initial, ring, last, at, layout, 5, layout.forces)[0, 0]
 
     uniform = torch.tensor([0.2] * 5 + [0])
-    assert torch.equal(law("left"), own[left]) and torch.equal(law("upper"), own[upper])
-    assert torch.allclose(law("mixed"), (own[left] + own[upper]) / 2)
-    assert torch.equal(law("uniform"), uniform) and torch.equal(law("repeat"), uniform)
+    assert torch.equal(probs("left"), own[left]) and torch.equal(probs("upper"), own[upper])
+    assert torch.allclose(probs("mixed"), (own[left] + own[upper]) / 2)
+    assert torch.equal(probs("uniform"), uniform) and torch.equal(probs("repeat"), uniform)
     forced = torch.full((1, 16), -1)
     forced[0, left] = 3
-    assert torch.equal(law("left", TokenLayout(4, 4, 4, forced)), uniform), "a forced token has no law to lend"
+    assert torch.equal(probs("left", TokenLayout(4, 4, 4, forced)), uniform), "a forced token lends none"
 
 
 def test_refinements_of_a_hand_made_run():

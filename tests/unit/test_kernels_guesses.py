@@ -11,7 +11,7 @@ from ..support.triton_kernels import compiled, interpreted
 
 @settings(deadline=None, max_examples=20)
 @given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 7), st.integers(0, 40), st.integers(0, 99))
-def test_the_laws_are_those_of_the_reference(batch, count, stride, known, seed):
+def test_the_distributions_are_those_of_the_reference(batch, count, stride, known, seed):
     generator = torch.Generator().manual_seed(seed)
     rows = torch.rand(batch, max(stride, count) + count, 11, generator=generator)
     last = known + torch.randint(0, 5, (batch, 1), generator=generator)

@@ -55,7 +55,7 @@ def on_the_edge(given: tuple) -> bool:
 
 @settings(deadline=None, max_examples=15)
 @given(passes())
-def test_the_laws_agree(given):
+def test_the_distributions_agree(given):
     wanted, found = reference.probabilities(*given), interpreted("logits.probabilities", *given)
     assert found.shape == wanted.shape and found.dtype == torch.float32
     if not on_the_edge(given):
@@ -72,7 +72,7 @@ def on_the_device(given: tuple) -> tuple:
 
 @settings(deadline=None, max_examples=30)
 @given(passes())
-def test_numbers_on_the_device_give_the_law_of_numbers_in_the_call(given):
+def test_numbers_on_the_device_give_the_distribution_of_numbers_in_the_call(given):
     wanted, found = reference.probabilities(*given), reference.probabilities(*on_the_device(given))
     if not on_the_edge(given):
         assert torch.equal(found > 0, wanted > 0)

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 FREE = torch.tensor([[-1]])
-LAW = torch.tensor([0.5, 0.3, 0.15, 0.05])
+PROBS = torch.tensor([0.5, 0.3, 0.15, 0.05])
 
 
-def law(logits, vocab=None, forced=FREE, **params):
+def probs(logits, vocab=None, forced=FREE, **params):
     logits = torch.as_tensor(logits, dtype=torch.float32)
     return probabilities(logits[None, None], SamplingParams(**params), vocab or len(logits), forced)[0, 0]
 
@@ -25,41 +25,41 @@ def close(found, wanted):
 
 
 def test_softmax_and_temperature():
-    assert close(law(LAW.log()), LAW)
-    assert close(law(LAW.log(), temperature=0.5), LAW**2 / (LAW**2).sum())
-    assert close(law(LAW.log(), temperature=2), LAW**0.5 / (LAW**0.5).sum())
+    assert close(probs(PROBS.log()), PROBS)
+    assert close(probs(PROBS.log(), temperature=0.5), PROBS**2 / (PROBS**2).sum())
+    assert close(probs(PROBS.log(), temperature=2), PROBS**0.5 / (PROBS**0.5).sum())
 
 
 def test_top_k_keeps_ties_with_the_last_one():
-    assert close(law(LAW.log(), top_k=2), [0.625, 0.375, 0, 0])
-    assert close(law([2.0, 1.0, 1.0, 0.0], top_k=2), law([2.0, 1.0, 1.0, -math.inf]))
-    assert close(law(LAW.log(), top_k=4), LAW) and close(law(LAW.log(), top_k=0), LAW)
+    assert close(probs(PROBS.log(), top_k=2), [0.625, 0.375, 0, 0])
+    assert close(probs([2.0, 1.0, 1.0, 0.0], top_k=2), probs([2.0, 1.0, 1.0, -math.inf]))
+    assert close(probs(PROBS.log(), top_k=4), PROBS) and close(probs(PROBS.log(), top_k=0), PROBS)
 
 
 def test_top_p_keeps_the_token_that_reaches_the_mass():
-    assert close(law(LAW.log(), top_p=0.6), [0.625, 0.375, 0, 0])
-    assert close(law(LAW.log(), top_p=0.45), [1, 0, 0, 0])
-    assert close(law(LAW.log(), top_p=0.81), [10 / 19, 6 / 19, 3 / 19, 0])
-    assert close(law(LAW.log(), top_p=1e-6), [1, 0, 0, 0])
+    assert close(probs(PROBS.log(), top_p=0.6), [0.625, 0.375, 0, 0])
+    assert close(probs(PROBS.log(), top_p=0.45), [1, 0, 0, 0])
+    assert close(probs(PROBS.log(), top_p=0.81), [10 / 19, 6 / 19, 3 / 19, 0])
+    assert close(probs(PROBS.log(), top_p=1e-6), [1, 0, 0, 0])
 
 
 def test_top_p_keeps_or_drops_equal_logits_together():
-    law_ = torch.tensor([0.4, 0.2, 0.2, 0.2])
-    assert close(law(law_.log(), top_p=0.45), law_)  # 0.4 are larger than each of the three
-    assert close(law(law_.log(), top_p=0.35), [1, 0, 0, 0])
-    assert close(law([1.0, 1.0, 1.0], top_p=1e-6), [1 / 3] * 3)
+    ties = torch.tensor([0.4, 0.2, 0.2, 0.2])
+    assert close(probs(ties.log(), top_p=0.45), ties)  # 0.4 are larger than each of the three
+    assert close(probs(ties.log(), top_p=0.35), [1, 0, 0, 0])
+    assert close(probs([1.0, 1.0, 1.0], top_p=1e-6), [1 / 3] * 3)
 
 
 def test_the_order_of_the_filters_matters():
     """Top-k first leaves (.625, .375), of which top-p .6 keeps one; top-p first keeps two, and so does top-k."""
-    assert close(law(LAW.log(), top_k=2, top_p=0.6, order=("top_k", "top_p")), [1, 0, 0, 0])
-    assert close(law(LAW.log(), top_k=2, top_p=0.6, order=("top_p", "top_k")), [0.625, 0.375, 0, 0])
+    assert close(probs(PROBS.log(), top_k=2, top_p=0.6, order=("top_k", "top_p")), [1, 0, 0, 0])
+    assert close(probs(PROBS.log(), top_k=2, top_p=0.6, order=("top_p", "top_k")), [0.625, 0.375, 0, 0])
 
 
-def test_filters_act_on_the_tempered_law():
+def test_filters_act_on_the_tempered_distribution():
     """At temperature 2 the largest two have 0.606 of the mass, at 1 they have 0.8."""
-    assert int((law(LAW.log(), temperature=2, top_p=0.7) > 0).sum()) == 3
-    assert int((law(LAW.log(), temperature=1, top_p=0.7) > 0).sum()) == 2
+    assert int((probs(PROBS.log(), temperature=2, top_p=0.7) > 0).sum()) == 3
+    assert int((probs(PROBS.log(), temperature=1, top_p=0.7) > 0).sum()) == 2
 
 
 def test_guidance_comes_before_everything():
@@ -71,23 +71,23 @@ def test_guidance_comes_before_everything():
     assert torch.equal(p[0, 0], torch.tensor([1.0, 0.0, 0.0]))
 
 
-def test_guiding_log_probabilities_gives_the_same_law():
+def test_guiding_log_probabilities_gives_the_same_distribution():
     rows = torch.randn(2, 1, 8, generator=torch.Generator().manual_seed(0))
     raw, normalised = (probabilities(z, SamplingParams(cfg=3), 8, FREE) for z in (rows, rows.log_softmax(-1)))
     assert torch.allclose(raw, normalised, atol=1e-6)
 
 
 def test_temperature_zero_is_the_first_largest():
-    assert torch.equal(law([0.0, 3.0, 3.0, 1.0], temperature=0, top_k=3), torch.tensor([0.0, 1.0, 0.0, 0.0]))
+    assert torch.equal(probs([0.0, 3.0, 3.0, 1.0], temperature=0, top_k=3), torch.tensor([0.0, 1.0, 0.0, 0.0]))
 
 
 def test_forced_positions_are_point_masses_and_specials_are_otherwise_out_of_reach():
     logits = torch.tensor([0.0, 1.0, 9.0, 9.0])
-    assert close(law(logits, vocab=2), [*torch.tensor([0.0, 1.0]).softmax(0), 0, 0])
-    assert torch.equal(law(logits, vocab=2, temperature=0), torch.tensor([0.0, 1.0, 0.0, 0.0]))
+    assert close(probs(logits, vocab=2), [*torch.tensor([0.0, 1.0]).softmax(0), 0, 0])
+    assert torch.equal(probs(logits, vocab=2, temperature=0), torch.tensor([0.0, 1.0, 0.0, 0.0]))
     for forced in (0, 3):
         for params in ({}, {"temperature": 0}, {"top_k": 1}, {"top_p": 0.1}):
-            found = law(logits, vocab=2, forced=torch.tensor([[forced]]), **params)
+            found = probs(logits, vocab=2, forced=torch.tensor([[forced]]), **params)
             assert torch.equal(found, point_mass(torch.tensor(forced), 4))
 
 
@@ -113,14 +113,14 @@ rows = st.lists(st.floats(-20, 20, width=32, allow_subnormal=False), min_size=2,
 
 @settings(deadline=None, max_examples=150)
 @given(rows, st.floats(0.1, 3), st.integers(0, 12), st.floats(0.01, 1))
-def test_any_row_becomes_a_law_whose_support_the_filters_bound(logits, temperature, k, top_p):
+def test_any_row_becomes_a_distribution_whose_support_the_filters_bound(logits, temperature, k, top_p):
     k = min(k, len(logits))
-    p = law(logits, temperature=temperature, top_k=k, top_p=top_p)
+    p = probs(logits, temperature=temperature, top_k=k, top_p=top_p)
     assert abs(float(p.sum()) - 1) < 1e-5 and (p >= 0).all()
     assert p[torch.tensor(logits).argmax()] == p.max()
     if k and len(set(logits)) == len(logits):
         assert int((p > 0).sum()) <= k
-    full = law(logits, temperature=temperature)
+    full = probs(logits, temperature=temperature)
     kept = p > 0
     assert float(full[kept].sum()) >= min(top_p, 1) * (1 if k == 0 else 0) - 1e-5
     ratio = p[kept] / full[kept]
@@ -130,8 +130,8 @@ def test_any_row_becomes_a_law_whose_support_the_filters_bound(logits, temperatu
 @settings(deadline=None, max_examples=100)
 @given(rows, st.integers(1, 12))
 def test_top_k_keeps_what_it_kept(logits, k):
-    once = law(logits, top_k=min(k, len(logits)))
-    assert torch.allclose(law(once.log(), top_k=min(k, len(logits))), once, atol=1e-6)
+    once = probs(logits, top_k=min(k, len(logits)))
+    assert torch.allclose(probs(once.log(), top_k=min(k, len(logits))), once, atol=1e-6)
 
 
 # The kernels below the processors
@@ -152,8 +152,8 @@ def test_categorical_inverts_the_cumulative_sum(weights, word):
 
 def test_categorical_frequencies():
     u = (torch.arange(10_000) + 0.5) / 10_000
-    drawn = categorical((2 * LAW).expand(10_000, -1), u).bincount(minlength=4)
-    assert (drawn - LAW * 10_000).abs().max() <= 1
+    drawn = categorical((2 * PROBS).expand(10_000, -1), u).bincount(minlength=4)
+    assert (drawn - PROBS * 10_000).abs().max() <= 1
 
 
 def test_categorical_never_returns_an_entry_a_wavering_sum_points_at(monkeypatch):
@@ -164,10 +164,10 @@ def test_categorical_never_returns_an_entry_a_wavering_sum_points_at(monkeypatch
 
 
 def test_residual_falls_back_to_p_where_nothing_is_left():
-    p = torch.tensor([LAW.tolist(), LAW.tolist()])
-    q = torch.tensor([[0.2, 0.2, 0.3, 0.3], LAW.tolist()])
+    p = torch.tensor([PROBS.tolist(), PROBS.tolist()])
+    q = torch.tensor([[0.2, 0.2, 0.3, 0.3], PROBS.tolist()])
     assert torch.allclose(residual(p, q)[0], torch.tensor([0.3, 0.1, 0, 0]))
-    assert torch.equal(residual(p, q)[1], LAW)
+    assert torch.equal(residual(p, q)[1], PROBS)
 
 
 def test_entropy_in_nats():

@@ -37,7 +37,7 @@ def test_uniform_numbers_are_uniform():
     assert abs(float(u.std(0).mean()) - 12**-0.5) < 1e-3 and abs(float(u.std(1).mean()) - 12**-0.5) < 1e-3
 
 
-def test_gumbel_noise_has_the_gumbel_law():
+def test_gumbel_noise_has_the_gumbel_distribution():
     """exp(-exp(-g)) is uniform, and arg-max of log p + g follows p."""
     g = Stream.of(5, 400, "cpu").gumbel(positions(400, 50), 50)
     counts = torch.histc((-(-g).exp()).exp(), 100, 0, 1)

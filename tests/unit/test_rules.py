@@ -51,8 +51,8 @@ def test_every_rule_is_among_those_tested_here():
     assert {type(rule) for rule in NOTHING} == declared
 
 
-def laws(seed, vocab=VOCAB, zeros=0.2):
-    """A target law and a drafter's, each without some tokens, as the sampling filters leave them."""
+def probs(seed, vocab=VOCAB, zeros=0.2):
+    """A target distribution and a drafter's, each without some tokens, as the sampling filters leave them."""
     generator = torch.Generator().manual_seed(seed)
     z = torch.randn(2, vocab, generator=generator, dtype=torch.float64) * 1.5
     z[1] = z[0] + z[1] * 0.8
@@ -69,7 +69,7 @@ def every(p, q, depth=1, strength=1.0):
 
 
 def enumerated(rule, p, q, depth=1, strength=1.0):
-    """f [V] of every draft, the laws [V, V] drawn from after its rejection, and the kernel [V]."""
+    """f [V] of every draft, the distributions [V, V] drawn from after its rejection, and the kernel [V]."""
     given = every(p, q, depth, strength)
     f, rest = rule.accept_probability(*given), rule.residual(*given)
     assert ((f >= 0) & (f <= 1 + 1e-12)).all() and (rest >= 0).all() and (rest.sum(-1) > 0).all()
@@ -88,7 +88,7 @@ def test_the_drift_is_its_closed_form_and_the_tv_bound_says_so(rule, depth):
     rule = bound(rule)
     drifts = []
     for seed in range(12):
-        p, q = laws(seed)
+        p, q = probs(seed)
         f, _, kernel = enumerated(rule, p, q, depth)
         assert abs(float(kernel.sum()) - 1) < 1e-12
         drift = float((q * f - p).clamp(min=0).sum())
@@ -110,7 +110,7 @@ def test_the_authors_residuals_draw_worse_and_the_tv_bound_holds_for_what_they_d
     for rule in (Lantern(4, 0.2, redraw), Lantern(9, 0.5, redraw), LanternPP(6, 4, redraw)):
         rule, best = bound(rule), bound(replace(rule, redraw="optimal"))
         for seed in range(12):
-            p, q = laws(seed)
+            p, q = probs(seed)
             drift = distance(enumerated(rule, p, q)[2], p)
             least = distance(enumerated(best, p, q)[2], p)
             assert drift >= least - 1e-12
@@ -144,7 +144,7 @@ def test_official_residuals_cost_what_was_measured_elsewhere():
 @pytest.mark.parametrize("seed", range(8))
 def test_nesting_and_monotonicity(seed):
     """Pointwise in f: exact <= LANTERN++ <= UniformRSD(lambda); and more is more."""
-    p, q = laws(seed, zeros=0)
+    p, q = probs(seed, zeros=0)
 
     def f(rule, strength=1.0):
         return enumerated(bound(rule), p, q, strength=strength)[0]
@@ -176,7 +176,7 @@ def test_nothing_relaxed_is_the_exact_rule_to_the_last_bit(rule):
     strengths = (0.0, 1.0) if rule in NOTHING else (0.0,)
     rule = bound(rule)
     for seed, strength in itertools.product(range(20), strengths):
-        p, q = laws(seed).float()
+        p, q = probs(seed).float()
         p, q = p / p.sum(), q / q.sum()
         given, exact = every(p, q, strength=strength), Exact()
         drafted = q > 0
@@ -186,8 +186,10 @@ def test_nothing_relaxed_is_the_exact_rule_to_the_last_bit(rule):
 
 
 @pytest.mark.parametrize("rule", [*RULES, *LOSSY], ids=str)
-def test_extreme_laws(rule):
-    """Point masses, laws without a common token, equal laws: never a NaN, never an impossible token."""
+def test_extreme_distributions(rule):
+    """Point masses, distributions without a common token, equal distributions: never a NaN, never an impossible
+    token.
+    """
     rule = bound(rule)
     uniform, corner = torch.full((VOCAB,), 1 / VOCAB), torch.eye(VOCAB)
     halves = torch.cat((torch.full((6,), 1 / 6), torch.zeros(6)))
@@ -210,14 +212,14 @@ def test_special_tokens_resemble_nothing(rule):
     given = end[None], end[None], torch.tensor([VOCAB + 1]), torch.tensor([1]), torch.ones(1)
     assert rule.accept_probability(*given) == 1 and rule.tv_bound(*given) == 0
     assert rule.residual(*given).argmax() == VOCAB + 1 and rule.residual(*given).count_nonzero() == 1
-    p, q = laws(1)
-    wide = [torch.cat((law, torch.zeros(2, dtype=law.dtype))) for law in (p, q)]
+    p, q = probs(1)
+    wide = [torch.cat((row, torch.zeros(2, dtype=row.dtype))) for row in (p, q)]
     f, rest, kernel = enumerated(rule, *wide)
     for found, wanted in zip((f[:VOCAB], rest[:VOCAB, :VOCAB], kernel[:VOCAB]), enumerated(rule, p, q)):
         assert torch.allclose(found, wanted, atol=1e-12)
     assert (kernel[VOCAB:] == 0).all()
     if isinstance(rule, Lantern | LanternPP | Grouped):  # with mass of its own, too, a special token stands alone
-        given = every(*(torch.cat((0.6 * law, torch.tensor(own))) for law, own in ((p, (0.1, 0.3)), (q, (0.3, 0.1)))))
+        given = every(*(torch.cat((0.6 * row, torch.tensor(own))) for row, own in ((p, (0.1, 0.3)), (q, (0.3, 0.1)))))
         assert torch.allclose(rule.accept_probability(*given)[VOCAB:], torch.tensor([1 / 3, 1]).double(), atol=1e-6)
 
 
@@ -225,22 +227,23 @@ def test_special_tokens_resemble_nothing(rule):
 
 
 def sampled_group(rule, p, q, children, forget=False, vanilla=False):
-    """The law of ``children`` siblings drawn from q without replacement, tested in turn, and the expected TV bound.
+    """The distribution of ``children`` siblings drawn from q without replacement, tested in turn, and the expected
+    TV bound.
 
     forget: the residual uses q as it was at first (wrong). vanilla: the residual is [p - q]+ whatever f (wrong).
     """
     out, tv_bounds = torch.zeros_like(p), 0.0
     stack = [(p, q, 0, 1.0)]
     while stack:
-        law, left, number, mass = stack.pop()
+        probs, left, number, mass = stack.pop()
         if number == children or left.sum() <= 1e-15:
-            out += mass * law
+            out += mass * probs
             continue
-        f, rest, _ = enumerated(rule, law, left)
-        tv_bounds += mass * float((left * rule.tv_bound(*every(law, left))).sum())
+        f, rest, _ = enumerated(rule, probs, left)
+        tv_bounds += mass * float((left * rule.tv_bound(*every(probs, left))).sum())
         out += mass * left * f
         if forget or vanilla:
-            wrong = Exact().residual(*every(law, q if forget else left))
+            wrong = Exact().residual(*every(probs, q if forget else left))
             rest = wrong / wrong.sum(-1, keepdim=True)
         for x in left.nonzero()[:, 0].tolist():
             rejected = mass * float(left[x] * (1 - f[x]))
@@ -252,21 +255,21 @@ def sampled_group(rule, p, q, children, forget=False, vanilla=False):
 
 
 def certain_group(rule, p, children):
-    """The law of siblings proposed for certain."""
-    out, law, mass = torch.zeros_like(p), p, 1.0
+    """The distribution of siblings proposed for certain."""
+    out, probs, mass = torch.zeros_like(p), p, 1.0
     for x in children:
         q = torch.zeros_like(p)
         q[x] = 1
-        f, rest, _ = enumerated(rule, law, q)
+        f, rest, _ = enumerated(rule, probs, q)
         out[x] += mass * f[x]
-        mass, law = mass * float(1 - f[x]), rest[x]
-    return out + mass * law
+        mass, probs = mass * float(1 - f[x]), rest[x]
+    return out + mass * probs
 
 
 @pytest.mark.parametrize("children", [1, 2, 3, 4])
 def test_exact_siblings_draw_from_p(children):
     for seed in range(3):
-        p, q = laws(seed, 6, zeros=0.1)
+        p, q = probs(seed, 6, zeros=0.1)
         out, tv_bound = sampled_group(Exact(), p, q, children)
         assert distance(out, p) < 1e-14 and tv_bound == 0
         likely = q.argsort(descending=True)[:children].tolist()
@@ -275,7 +278,7 @@ def test_exact_siblings_draw_from_p(children):
 
 def test_forgetting_to_renormalise_q_is_biased():
     drifts = [distance(sampled_group(Exact(), p, q, 3, forget=True)[0], p)
-              for p, q in (laws(seed, 6, zeros=0) for seed in range(5))]
+              for p, q in (probs(seed, 6, zeros=0) for seed in range(5))]
     assert max(drifts) > 0.02, drifts
 
 
@@ -283,12 +286,12 @@ def test_a_stricter_ratio_needs_its_own_residual():
     """omega < 1 is exact with [p - q f]+ and biased with [p - q]+, alone and among siblings."""
     strict = UniformRSD(0.6)
     for seed, children in itertools.product(range(3), (1, 3)):
-        p, q = laws(seed, 6, zeros=0)
+        p, q = probs(seed, 6, zeros=0)
         assert distance(sampled_group(strict, p, q, children)[0], p) < 1e-14
         assert distance(sampled_group(strict, p, q, children, vanilla=True)[0], p) > 0.03
     tight = CoolSD(1.1, 0.5, floor=False)
     assert min(tight.omegas()) < 0.6
-    p, q = laws(5)
+    p, q = probs(5)
     assert distance(enumerated(tight, p, q, depth=5)[2], p) < 1e-14
 
 
@@ -298,7 +301,7 @@ def test_relaxed_siblings_drift_no_further_than_their_tv_bounds(rule):
     rule = replace(rule, neighbours=min(rule.neighbours, 5)) if hasattr(rule, "neighbours") else rule
     rule = bound(rule, codebook)
     for seed in range(2):
-        p, q = laws(seed, 6, zeros=0)
+        p, q = probs(seed, 6, zeros=0)
         for children in (1, 2, 3):
             out, tv_bound = sampled_group(rule, p, q, children)
             assert abs(float(out.sum()) - 1) < 1e-12
@@ -382,7 +385,7 @@ def test_groups_are_those_of_their_definition():
     for window, gap, radius in ((14, 0.15, 0.5), (14, 0.05, 4), (4, 0.3, 6), (5, 1, 50), (24, 0.02, 2)):
         rule = bound(Grouped(window, gap, radius))
         for seed in range(6):
-            p, q = laws(seed)
+            p, q = probs(seed)
             order = p.argsort(descending=True, stable=True).tolist()
             f = enumerated(rule, p, q)[0]
             for x in range(VOCAB):

@@ -25,7 +25,7 @@ from ..support.toy import ToyModel, chi_square, plain, request, with_kept_tokens
 from ..support.windows import SIZE, begun, decided, three_passes
 
 RUNS = 12_000
-NOISE = 0.03  # how far 12,000 images of 81 kinds stray from their law by chance
+NOISE = 0.03  # how far 12,000 images of 81 kinds stray from their distribution by chance
 RULES = [
     *RELAXED, UniformRSD(20), CoolSD(2, 0.5, 3), Lantern(2, 0.6, "paper"), Lantern(1, 0.6, "official_static_target"),
     Grouped(gap=0.5, radius=3), TVMetered(0.05), TVMetered(0.5),
@@ -49,9 +49,9 @@ def many(rule, name="plain"):
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("name", ["plain", "line_ends"])
 def test_images_drift_no_further_than_the_recorded_tv_bound(rule, name):
-    """The mean over runs of the TV bounds summed along an image bounds the total variation between the laws."""
-    decoded, law = many(rule, name), MODELS[name].law(LAYOUTS[name][0], SamplingParams())
-    found = chi_square(decoded.tokens, law)
+    """The mean over runs of the TV bounds summed along an image bounds the total variation of the distributions."""
+    decoded, distribution = many(rule, name), MODELS[name].distribution(LAYOUTS[name][0], SamplingParams())
+    found = chi_square(decoded.tokens, distribution)
     tv_bound = float(decoded.trace.positions["tv_bound"].sum(-1).mean())
     assert 0.01 < tv_bound and found.tv <= tv_bound + NOISE
     trace, reference = decoded.trace, many(Exact(), name).trace
@@ -62,10 +62,10 @@ def test_images_drift_no_further_than_the_recorded_tv_bound(rule, name):
 
 def test_a_relaxed_rule_does_drift():
     """The bound above is not met by doing nothing: the exact test, which the exact rule passes, fails by far."""
-    law = MODELS["plain"].law(LAYOUTS["plain"][0], SamplingParams())
+    distribution = MODELS["plain"].distribution(LAYOUTS["plain"][0], SamplingParams())
     for rule in (UniformRSD(20), Lantern(2, 0.6, "paper"), Grouped(gap=0.5, radius=3), TVMetered(0.5)):
-        assert chi_square(many(rule).tokens, law).z > 20, rule
-    assert chi_square(many(Exact()).tokens, law).z < 4
+        assert chi_square(many(rule).tokens, distribution).z > 20, rule
+    assert chi_square(many(Exact()).tokens, distribution).z < 4
 
 
 @pytest.mark.parametrize("rule", [UniformRSD(2), CoolSD(2, 0.5, 3), Lantern(2, 0.3), TVMetered(0.05)], ids=str)
@@ -130,7 +130,9 @@ def test_without_a_draft_nothing_drifts(rule):
 
 @pytest.mark.parametrize("reuse", [r for r in REUSE if r != "gumbel"])
 def test_refinement_stays_exact(reuse):
-    """Behind the committed run, guesses are redrawn as if the rule were exact: their law is what q says it is."""
+    """Behind the committed run, guesses are redrawn as if the rule were exact: their distribution is what q says it
+    is.
+    """
     generator, width = torch.Generator().manual_seed(0), 4
     p, q = torch.randn(2, 50, width, 3, generator=generator).softmax(-1)
     token = q.flatten(0, 1).multinomial(1, generator=generator).view(50, width)

@@ -52,12 +52,12 @@ def methods(toy, structures=STRUCTURES, rules=()):
 
 
 @pytest.mark.parametrize("name", ABSURD)
-def test_absurd_sizes_draw_whole_images_from_the_law(name):
+def test_absurd_sizes_draw_whole_images_from_the_distribution(name):
     layout = plain(1, 3)
     toy = ToyModel(layout)
     method = DraftTree(ToyDrafter(toy), ABSURD[name])
     decoded = method.sample(request(toy, layout, batch=500))
-    assert chi_square(decoded.tokens, toy.law(layout, SamplingParams())).z < 4
+    assert chi_square(decoded.tokens, toy.distribution(layout, SamplingParams())).z < 4
     assert decoded.trace.rounds["depth"].max() <= 2
 
 
@@ -194,7 +194,7 @@ def test_caches_hold_whatever_is_fed(text_model, text_drafters, skips, monkeypat
             assert min(furthest) >= 0, name
 
 
-def test_siblings_of_a_certain_draft_are_judged_by_their_own_law():
+def test_siblings_of_a_certain_draft_are_judged_by_their_own_distribution():
     """The drafter all but rules out what it draws second: exp(-80) is far above zero in fp32, and what it is."""
     layout = plain(1, 2)
     toy = ToyModel(layout)
@@ -205,7 +205,7 @@ def test_siblings_of_a_certain_draft_are_judged_by_their_own_law():
         table[:] = torch.tensor([0.0, -80, -84])
     for structure in (Static(((0,), (1,))), Static(((0,), (1,), (2,)))):
         tokens = DraftTree(drafter, structure).sample(request(toy, layout, batch=3000)).tokens
-        assert chi_square(tokens, toy.law(layout, SamplingParams())).z < 4
+        assert chi_square(tokens, toy.distribution(layout, SamplingParams())).z < 4
 
 
 @pytest.mark.parametrize("rule", [*RULES, TVMetered(0.05)], ids=str)
@@ -217,10 +217,10 @@ def test_rules_stand_the_smallest_probabilities(rule):
     q = torch.tensor([0.2, 0.3, 0.5]).expand(3, -1)
     token, one = torch.arange(3), torch.ones(3)
     rule, given = rule.bind(toy), (p, q, token, token * 0 + 1, one)
-    f, law = rule.accept_probability(*given), rule.residual(*given)[0]
+    f, probs = rule.accept_probability(*given), rule.residual(*given)[0]
     assert ((f >= 0) & (f <= 1)).all()
     kept = q[0] * f
-    drawn = kept + (1 - kept.sum()) * law / law.sum()
+    drawn = kept + (1 - kept.sum()) * probs / probs.sum()
     assert (drawn - p[0]).clamp(min=0).sum() <= (rule.tv_bound(*given) * q[0]).sum() + 1e-6
 
 
@@ -231,14 +231,14 @@ def test_the_drift_of_skipping_is_not_understated():
     """A perfect drafter, but not the first-drawn child is taken: the drift is not zero, nor may its bound be."""
     layout = plain(2, 3)
     toy = ToyModel(layout)
-    law = toy.law(layout, SamplingParams())
+    probs = toy.distribution(layout, SamplingParams())
     for path in ("uniform", "confident", "first"):
         skipping = Skipping(interval=2, guard=0, path=path)
         method = DraftTree(ToyDrafter(toy, noise=0, stale=True), Static(((0,), (1,), (2,))), skipping=skipping)
         exact = replace(method, skipping=None)
         skipped, noise = (m.sample(request(toy, layout, batch=3000)) for m in (method, exact))
         tv_bound = skipped.trace.positions["tv_bound"].sum(1).mean()
-        assert chi_square(skipped.tokens, law).tv <= tv_bound + chi_square(noise.tokens, law).tv + 0.05, path
+        assert chi_square(skipped.tokens, probs).tv <= tv_bound + chi_square(noise.tokens, probs).tv + 0.05, path
 
 
 def test_drafts_that_nobody_tested_were_not_refused():

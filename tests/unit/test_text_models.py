@@ -239,11 +239,11 @@ def test_the_target_as_its_own_drafter_needs_few_passes(model):
     assert set(trace.totals["passes_per_image"]) == {1 + -(-(asked.layout.length - 1) // 5)}
 
 
-# The law
+# The distribution
 
 
 @pytest.fixture(scope="module")
-def law():
+def distribution():
     """A model of 3 codes, and the probability of all 81 images of 2 x 2 tokens under guidance."""
     model = text_model(codes=3, sharpness=0.4, dim=16, layers=1)
     model.grids = (model.grid,) = ((2, 2),)
@@ -265,17 +265,17 @@ SMALL = {"dim": 16, "layers": 1, "head_norms": 0, "kv_heads": 4, "qkv_bias": Fal
     NextToken(), SJD(window=4), DraftTree(ModelDrafter(text_model(codes=3, **SMALL)), Static(((0,), (1,), (0, 0)))),
 ], ids=lambda method: type(method).__name__)
 @torch.inference_mode()
-def test_images_follow_the_law_of_the_model(law, method):
-    asked, wanted = law
+def test_images_follow_the_distribution_of_the_model(distribution, method):
+    asked, wanted = distribution
     if isinstance(method, DraftTree):
         method.drafter.module.grids = (method.drafter.module.grid,) = ((2, 2),)
     assert chi_square(method.sample(asked).tokens, wanted).z < 4
 
 
 @torch.inference_mode()
-def test_another_law_is_noticed(law):
+def test_another_distribution_is_noticed(distribution):
     """The same images under another guidance: the test above would have failed."""
-    asked, wanted = law
+    asked, wanted = distribution
     other = Request(**(vars(asked) | {"params": SamplingParams(cfg=1.0)}))
     assert chi_square(NextToken().sample(other).tokens, wanted).z > 6
 

@@ -47,7 +47,7 @@ def model(captions) -> masked.MaskedTextToImage:
 def test_every_count_is_visited_and_low_ones_more_often():
     counts = torch.tensor([masked.known_count(64, 1.5, step) for step in range(6400)])
     assert counts.min() == 0 and counts.max() == 63 and len(counts.unique()) == 64
-    for share in (0.25, 0.5, 0.75):  # the law of u^1.5
+    for share in (0.25, 0.5, 0.75):  # the distribution of u^1.5
         assert (counts < 64 * share).float().mean() == pytest.approx(share ** (1 / 1.5), abs=0.01)
 
 
@@ -228,8 +228,8 @@ def test_a_decoder_is_sharpened_with_the_margin_it_is_used_with():
 
 def test_divergence_is_that_of_torch():
     mean, log_variance = torch.randn(2, 4, 3, 3), torch.randn(2, 4, 3, 3)
-    law = torch.distributions.Normal(mean, (0.5 * log_variance).exp())
-    expected = torch.distributions.kl_divergence(law, torch.distributions.Normal(0.0, 1.0)).mean()
+    distribution = torch.distributions.Normal(mean, (0.5 * log_variance).exp())
+    expected = torch.distributions.kl_divergence(distribution, torch.distributions.Normal(0.0, 1.0)).mean()
     assert torch.allclose(kl_vae.divergence(mean, log_variance), expected, atol=1e-6)
 
 

@@ -41,7 +41,7 @@ def request(model, batch=1, **settings):
 
 @torch.inference_mode()
 def predict(model, known, cells, cfg=3.0, temperature=1.0, kind="ddpm", tokens=None):
-    """The law of cells [B, V, n] where every variant knows its first known [B, V] cells."""
+    """The distribution of cells [B, V, n] where every variant knows its first known [B, V] cells."""
     known, cells = torch.tensor(known), torch.tensor(cells)
     batch, variants = known.shape
     order = cell_order()
@@ -158,13 +158,13 @@ def test_guidance_rises_from_cell_to_cell(model):
 def test_variants_that_know_different_cells_do_not_mix(model):
     """Five variants of two images in one pass, against each of them alone without any padding."""
     known, cells = [[0, 1, 2, 3, 1], [3, 0, 1, 2, 1]], [[[0], [1], [2], [3], [3]], [[3], [0], [2], [2], [2]]]
-    law = predict(model, known, cells)
-    assert law.mean.shape == law.log_std.shape == (2, 5, CELL, 16) and law.path.shape == (2, 5, CELL)
+    found = predict(model, known, cells)
+    assert found.mean.shape == found.log_std.shape == (2, 5, CELL, 16) and found.path.shape == (2, 5, CELL)
     for v in range(5):
         for b in range(2):
             row = [[known[i][v]] if i == b else [0] for i in range(2)]
             alone = predict(model, row, [[cells[0][v]], [cells[1][v]]])
-            assert torch.allclose(law.mean[b, v], alone.mean[b, 0], atol=1e-5)
+            assert torch.allclose(found.mean[b, v], alone.mean[b, 0], atol=1e-5)
 
 
 def test_several_cells_of_a_variant(model):
@@ -182,18 +182,18 @@ def test_what_is_not_known_is_not_seen(model):
     tokens = fill("tokens embedding", (2, 256, 16))
     changed = tokens.clone()
     changed[:, model.order[CELL:]] += 100
-    law, other = (predict(model, [[1], [1]], [[[2]], [[1]]], tokens=t) for t in (tokens, changed))
-    assert torch.equal(law.mean, other.mean)
+    distribution, other = (predict(model, [[1], [1]], [[[2]], [[1]]], tokens=t) for t in (tokens, changed))
+    assert torch.equal(distribution.mean, other.mean)
     changed[:, model.order[0]] += 1
     other = predict(model, [[1], [1]], [[[2]], [[1]]], tokens=changed)
-    assert ((law.mean - other.mean).abs().amax((1, 2, 3)) > 1e-4).all()
+    assert ((distribution.mean - other.mean).abs().amax((1, 2, 3)) > 1e-4).all()
 
 
 def test_the_width_is_that_of_the_last_step(model):
     width = 0.04 * math.sqrt(2)
     for temperature in (1.0, 0.7):
-        law = predict(model, [[0], [0]], [[[0]], [[0]]], temperature=temperature)
-        assert torch.allclose(law.log_std.exp(), torch.tensor(width * temperature)) and not law.path.any()
+        found = predict(model, [[0], [0]], [[[0]], [[0]]], temperature=temperature)
+        assert torch.allclose(found.log_std.exp(), torch.tensor(width * temperature)) and not found.path.any()
     flow = predict(model, [[0], [0]], [[[0]], [[0]]], temperature=0.7, kind="ddim")
     assert torch.allclose(flow.log_std.exp(), torch.tensor(math.sqrt(2) / 3))  # nominal: there is no noise to scale
 
@@ -208,16 +208,16 @@ def test_cells_must_be_asked_for_whole(model):
 
 def test_half_precision_computes_the_flow_in_fp32(tmp_path):
     model = tiny_xar(tmp_path, dtype=torch.bfloat16)
-    law, exact = predict(model, [[1], [0]], [[[1]], [[0]]]), predict(tiny_xar(tmp_path), [[1], [0]], [[[1]], [[0]]])
-    assert law.mean.dtype == torch.float32
-    assert 0 < (law.mean - exact.mean).abs().mean() < 0.1 * exact.mean.abs().mean()
+    found, exact = predict(model, [[1], [0]], [[[1]], [[0]]]), predict(tiny_xar(tmp_path), [[1], [0]], [[[1]], [[0]]])
+    assert found.mean.dtype == torch.float32
+    assert 0 < (found.mean - exact.mean).abs().mean() < 0.1 * exact.mean.abs().mean()
 
 
 # The flow
 
 
 @pytest.mark.parametrize(("kind", "steps"), [("ddpm", 500), ("ddim", 100)])
-def test_the_flow_of_gaussian_data_ends_in_its_law(kind, steps):
+def test_the_flow_of_gaussian_data_ends_in_its_distribution(kind, steps):
     """For data N(m, s^2) the best velocity is known: E[noise - x | x_t] = (t - (1 - t) s^2)/var (x_t - (1-t) m) - m."""
     m, s, flow = 1.5, 0.5, Flow.of(steps, kind)
     generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""Do the samplers draw from the model's law? Every image of a toy model is enumerated and counted.
+"""Do the samplers draw from the model's distribution? Every image of a toy model is enumerated and counted.
 
 Rows of a batch are independent runs (tested bit for bit below), so one large batch is many single runs, and each of
 its rows commits at its own pace: it is a ragged batch as well. Variants that are known to be biased must fail the same
@@ -38,9 +38,9 @@ def judge(method, name, params=None, runs=RUNS):
     """Chi-square of whole images, and of what comes late: the last free positions together."""
     layout = LAYOUTS[name][0]
     tokens = draw(method, name, params, batch=runs).tokens
-    law = MODELS[name].law(layout, params or SamplingParams())
+    distribution = MODELS[name].distribution(layout, params or SamplingParams())
     late = (layout.forced[0] < 0).nonzero()[-2:, 0].tolist()
-    return chi_square(tokens, law), chi_square(tokens[:, late], marginal(law, late))
+    return chi_square(tokens, distribution), chi_square(tokens[:, late], marginal(distribution, late))
 
 
 def assert_exact(method, name, params=None, runs=RUNS):
@@ -49,20 +49,20 @@ def assert_exact(method, name, params=None, runs=RUNS):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_next_token_draws_from_the_law(name):
+def test_next_token_draws_from_the_distribution(name):
     assert_exact(NextToken(), name)
 
 
 @pytest.mark.parametrize("name", ["row", "line_ends", "kept"])
 @pytest.mark.parametrize("initial", INITIAL)
 @pytest.mark.parametrize("reuse", LOSSLESS)
-def test_lossless_modes_draw_from_the_law(reuse, initial, name):
+def test_lossless_modes_draw_from_the_distribution(reuse, initial, name):
     assert_exact(SJD(window=3, reuse=reuse, initial=initial), name)
 
 
 @pytest.mark.parametrize("window", [2, 6])
 @pytest.mark.parametrize("reuse", LOSSLESS)
-def test_every_window_draws_from_the_law(reuse, window):
+def test_every_window_draws_from_the_distribution(reuse, window):
     for name in ("row", "line_ends"):
         assert_exact(SJD(window=window, reuse=reuse), name)
 
@@ -73,7 +73,7 @@ def test_exact_where_biased_variants_fail(method):
 
 
 @pytest.mark.parametrize("method", [NextToken(), *(SJD(window=3, reuse=reuse) for reuse in LOSSLESS)], ids=str)
-def test_guidance_temperature_and_filters_are_part_of_the_law(method):
+def test_guidance_temperature_and_filters_are_part_of_the_distribution(method):
     assert_exact(method, "line_ends", SamplingParams(cfg=2.5, temperature=1.3, top_p=0.85))
     assert_exact(method, "row", SamplingParams(cfg=1.5, temperature=0.9, top_k=2))
 
@@ -82,7 +82,7 @@ def test_guidance_temperature_and_filters_are_part_of_the_law(method):
 
 
 def sticky_refine(run, state, verified):
-    """A kept guess keeps the law it was drawn from, as if having been kept said nothing about it."""
+    """A kept guess keeps the distribution it was drawn from, as if having been kept said nothing about it."""
     p, draft = verified.p, jacobi.window_draft(run, state, verified.position, verified.exists)
     confident = jacobi.at(p, draft.token) > run.method.threshold * jacobi.at(draft.q, draft.token)
     keep = draft.exists & confident
@@ -104,7 +104,9 @@ def truncated_verify(run, state, p, real=jacobi.verify):
 
 
 def truncated_refine(run, state, verified, official):
-    """Decided tokens behind the cut stay in the window; ``official``: accepted ones with the law they had before."""
+    """Decided tokens behind the cut stay in the window; ``official``: accepted ones with the distribution they had
+    before.
+    """
     p, draft = verified.p, jacobi.window_draft(run, state, verified.position, verified.exists)
     decided = torch.cat((torch.ones_like(verified.accepted[:, :1]), verified.accepted[:, :-1]), dim=1).long().cumprod(1)
     redrawn = jacobi.categorical(p, state.stream.uniform(verified.position, jacobi.Purpose.DRAFT, state.step_index))
@@ -122,19 +124,19 @@ def test_sjd_plus_plus_as_printed_is_biased():
     assert_biased("threshold_paper")
 
 
-def test_keeping_the_old_law_of_kept_tokens_is_biased(monkeypatch):
+def test_keeping_the_old_distribution_of_kept_tokens_is_biased(monkeypatch):
     monkeypatch.setattr(jacobi, "refine", sticky_refine)
     assert_biased("threshold_exact")
 
 
-def test_truncating_a_batch_with_stale_laws_is_biased(monkeypatch):
+def test_truncating_a_batch_with_stale_distributions_is_biased(monkeypatch):
     monkeypatch.setattr(jacobi, "verify", truncated_verify)
     monkeypatch.setattr(jacobi, "refine", partial(truncated_refine, official=True))
     assert_biased("resample")
 
 
-def test_truncating_a_batch_with_the_new_laws_is_exact(monkeypatch):
-    """The harness of the test above is not what fails: with the right law the same truncation is exact."""
+def test_truncating_a_batch_with_the_new_distributions_is_exact(monkeypatch):
+    """The harness of the test above is not what fails: with the right distribution the same truncation is exact."""
     monkeypatch.setattr(jacobi, "verify", truncated_verify)
     monkeypatch.setattr(jacobi, "refine", partial(truncated_refine, official=False))
     assert_exact(SHARP, "plain", runs=MANY)
@@ -179,7 +181,7 @@ def test_passes_never_exceed_the_tokens(reuse, initial):
 
 @pytest.mark.parametrize("reuse", ["coupled", "gumbel", "resample"])
 def test_where_the_prefix_does_not_matter_one_refinement_is_enough(reuse):
-    """From its second pass on, a guess was drawn from the very law it is tested against: p = q."""
+    """From its second pass on, a guess was drawn from the very distribution it is tested against: p = q."""
     layout = plain(2, 3)
     model = ToyModel(layout, memory=0)
     trace = SJD(window=6, reuse=reuse).sample(request(model, layout, batch=2000)).trace
