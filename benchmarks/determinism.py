@@ -25,7 +25,7 @@ from .runs import PROMPTS, Case, cases, drafter_cases
 
 SCHEMA = "specar.determinism/1"
 SEED = 500
-WAYS = {  # name -> what the process that draws in this way is told
+WAYS = {  # name -> what the process that generates in this way is given
     "another process": [], "one batch": ["--batch"], "two threads": ["--threads", "2"],
     "two threads, one batch": ["--threads", "2", "--batch"], "on the GPU": ["--device", "cuda"],
 }  # fmt: skip

@@ -177,7 +177,7 @@ class Tally:
             self.problems.append(case)
 
     def report(self) -> dict[str, Any]:
-        def told(case: dict[str, Any]) -> dict[str, Any]:
+        def brief(case: dict[str, Any]) -> dict[str, Any]:
             return {key: value[:300] if isinstance(value, str) else value for key, value in case.items()}
 
         problems = [case["problem"] for case in self.problems]
@@ -187,7 +187,7 @@ class Tally:
             "executed": sum(text.startswith(("ran", "did ")) for text in problems),
             "families": {name: dict(count) for name, count in sorted(self.families.items())},
             "mutations": {name: dict(count) for name, count in sorted(self.mutations.items())},
-            "slowest": told(self.slowest), "largest": told(self.largest), "problems": [*map(told, self.problems)],
+            "slowest": brief(self.slowest), "largest": brief(self.largest), "problems": [*map(brief, self.problems)],
         }
 
 
@@ -249,8 +249,8 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     result = tally.report()
-    told = ("cases", "outcomes", "deaths", "executed", "slowest", "largest")
-    print(json.dumps({key: result[key] for key in told}, indent=1))
+    reported = ("cases", "outcomes", "deaths", "executed", "slowest", "largest")
+    print(json.dumps({key: result[key] for key in reported}, indent=1))
     if options.out:
         save(options, tally, (time.monotonic() - began) / 60)
         print(f"written to {options.out}")

@@ -1,9 +1,9 @@
 """What users run today: ``generate`` of transformers on a model of the same shapes, with our weights.
 
-A twin is transformers' own class for the family: Llama (LlamaGen; Janus' language model is one), Chameleon, Emu3. It
-shares our embedding and head, so it draws from the image tokens alone, though the released classes compute the logits
-of all words. Rotation and prompt of LlamaGen differ, the work per token does not. Two rows stand for the two branches
-of guidance, which ``generate`` does not mix: it does less than our samplers.
+A counterpart is transformers' own class for the family: Llama (LlamaGen; Janus' language model is one), Chameleon,
+Emu3. It shares our embedding and head, so it draws from the image tokens alone, though the released classes compute the
+logits of all words. Rotation and prompt of LlamaGen differ, the work per token does not. Two rows stand for the two
+branches of guidance, which ``generate`` does not mix: it does less than our samplers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def block_weights(layer) -> dict[str, Tensor]:
     return found
 
 
-def twin_class(family: str, sizes: dict[str, Any]) -> tuple[type, Any]:
+def counterpart_class(family: str, sizes: dict[str, Any]) -> tuple[type, Any]:
     """(class, config) of transformers for a family."""
     import transformers as t
 
@@ -45,10 +45,10 @@ def twin_class(family: str, sizes: dict[str, Any]) -> tuple[type, Any]:
     return t.LlamaForCausalLM, t.LlamaConfig(**sizes)
 
 
-def twin(model):
+def counterpart(model):
     """The transformers model of a DiscreteModel's shapes and weights (shared, not copied)."""
     backbone, config = model.backbone, model.backbone.config
-    kind, settings = twin_class(model.family, {
+    kind, settings = counterpart_class(model.family, {
         "vocab_size": config.vocab, "hidden_size": config.dim, "intermediate_size": config.ffn_dim,
         "num_hidden_layers": config.layers, "num_attention_heads": config.heads,
         "num_key_value_heads": config.cached_heads, "rms_norm_eps": config.norm_eps, "max_position_embeddings": 16384,
@@ -86,7 +86,7 @@ class Stamps:
 
 @torch.inference_mode()
 def generate(made, rows: int, prompt: int, tokens: int, params, cache: str) -> list[float]:
-    """Draw ``tokens`` behind a prompt of ``prompt`` tokens in ``rows`` rows, and say when each was there.
+    """Draw ``tokens`` after a prompt of ``prompt`` tokens in ``rows`` rows, and say when each was there.
 
     cache: "static" or "dynamic". The filters are those of ``params``; guidance is not.
     """
@@ -107,7 +107,7 @@ def seconds_of_generate(model, guided: bool, repeats: int = 3) -> float:
     """Median seconds for one image's tokens through ``generate`` with its dynamic cache, without filters."""
     from comfyui_specar.samplers.contract import SamplingParams
 
-    made, times = twin(model), []
+    made, times = counterpart(model), []
     for _ in range(repeats + 1):
         begun = time.perf_counter()
         generate(made, 1 + guided, 4, model.layout().length, SamplingParams(), "dynamic")

@@ -153,7 +153,7 @@ def built(name: str) -> DiscreteModel:
 
 
 class Case:
-    """A run of a model behind its prompt, guided as its authors draw, for one image."""
+    """A run of a model after its prompt, guided as its authors draw, for one image."""
 
     def __init__(self, name: str, counts: Launches):
         self.model = model = built(name)
@@ -224,7 +224,7 @@ def launches(name: str) -> Counter[str]:
     counts = Launches()
     with without_a_gpu(counts):
         going_on = passes(Case(size, counts))
-        for _ in range(4):  # behind the prompt: called, captured, replayed with all its constants
+        for _ in range(4):  # after the prompt: called, captured, replayed with all its constants
             next(going_on)
         with counts:  # and what the next replay copies
             next(going_on)

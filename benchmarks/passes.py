@@ -19,7 +19,7 @@ from comfyui_specar.samplers.contract import Request
 from comfyui_specar.samplers.layout import TokenLayout
 from torch import Tensor, nn
 
-from .generate import generate, twin
+from .generate import counterpart, generate
 from .plain import plain_loop
 
 Span = Callable[[str], AbstractContextManager]
@@ -28,7 +28,7 @@ CHUNK = 1 << 28  # bytes of the largest buffer copied to measure bandwidth
 
 @dataclass(frozen=True)
 class Stretch:
-    """The part of an image of ``layout`` that a run draws: ``tokens`` of it behind ``behind`` others (zeros)."""
+    """The part of an image of ``layout`` that a run draws: ``tokens`` of it after ``behind`` others (zeros)."""
 
     layout: TokenLayout
     behind: int = 0
@@ -40,7 +40,7 @@ class Stretch:
 
     @property
     def drawn(self) -> TokenLayout:
-        """What a sampler is told to draw: all, or a row of so many tokens."""
+        """What a sampler is asked to generate: all, or a row of so many tokens."""
         return self.layout if self.whole else TokenLayout.plain(1, self.tokens)
 
     @classmethod
@@ -52,7 +52,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Run:
-    """What one run took: seconds in all; passes behind the prompt's, milliseconds of one, and of these those spent in
+    """What one run took: seconds in all; passes after the prompt's, milliseconds of one, and of these those spent in
     each part (CPU only); calls of the drafter."""
 
     seconds: float
@@ -84,8 +84,9 @@ class Clock:
 class Staged:
     """A model as samplers see it, in the middle of an image: its caches already hold ``behind`` tokens of ``layout``.
 
-    They are zeros: what they hold does not change what a pass costs. Time in the model is told to ``span``. What runs
-    leave behind for the next stays with this object, not with the model, so that methods do not displace each other.
+    They are zeros: what they hold does not change what a pass costs. Time in the model is reported to ``span``. What
+    runs leave behind for the next stays with this object, not with the model, so that methods do not displace each
+    other.
     """
 
     def __init__(self, model: Any, stretch: Stretch, span: Span):
@@ -121,7 +122,7 @@ class Staged:
 
 
 class StagedDrafter:
-    """A drafter whose time is told to ``span``."""
+    """A drafter whose time is reported to ``span``."""
 
     def __init__(self, drafter: Any, span: Span):
         self._drafter, self._span = drafter, span
@@ -224,7 +225,7 @@ def sampler(name: str, method: Callable[[Span], Any], model, conditioning, stret
 def baselines(model, conditioning, stretch: Stretch, params, tokens: int, plain: bool) -> list[Baseline]:
     """``generate`` with both caches, in one row per branch of guidance; the plain loop, if it fits the model. They draw
     ``tokens``, from the beginning of the stretch."""
-    made, rows = twin(model), 1 + (params.cfg != 1)
+    made, rows = counterpart(model), 1 + (params.cfg != 1)
     prompt = conditioning[0][0].shape[1] + stretch.behind
     found = [
         Baseline(f"generate, {cache} cache", model.device,

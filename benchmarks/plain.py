@@ -37,7 +37,7 @@ class PlainModel:
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).type_as(x) * weight
 
     def __call__(self, x: Tensor, at: Tensor) -> Tensor:
-        """Logits [rows, vocab] behind the last of the embeddings x [rows, T, dim], which stand at ``at`` [T]."""
+        """Logits [rows, vocab] after the last of the embeddings x [rows, T, dim], which stand at ``at`` [T]."""
         rotation = Rotation(self.rotation.cos[:, at], self.rotation.sin[:, at], self.rotation.halves)
         mask = self.mask[at][None, None]
         for w, (keys, values) in zip(self.blocks, self.cache):

@@ -133,6 +133,6 @@ def beside(name: str, reference: Callable[..., Any], given: tuple, device: torch
 
 
 def _best(call: Callable[[], Any], device: torch.device, inner: int = 10) -> float:
-    """Milliseconds of a call, the least of five times ``inner`` calls behind a first one."""
+    """Milliseconds of a call, the least of five times ``inner`` calls after a first one."""
     call()
     return round(min(timed(lambda: [call() for _ in range(inner)], device, 5)) / inner, 4)

@@ -214,9 +214,9 @@ def growth(values: list[float]) -> dict[str, float]:
 def result(seen: Seen, server: ComfyServer, before: set[Path], log: Path) -> dict[str, Any]:
     """The report. Call it while the server still runs."""
     history, queue = (asyncio.run(get_json(server.url, path)) for path in ("/history", "/queue"))
-    told = {(server.output if file.parts[0] == "output" else server.base / "temp") / Path(*file.parts[1:])
+    listed = {(server.output if file.parts[0] == "output" else server.base / "temp") / Path(*file.parts[1:])
             for file in seen.files}
-    left = [str(path.relative_to(server.base)) for path in files_below(server.base) - before - told
+    left = [str(path.relative_to(server.base)) for path in files_below(server.base) - before - listed
             if not path.is_relative_to(server.base / "user")]  # ComfyUI's own database
     steady = {key: len(kinds) for key, kinds in seen.images.items() if key[0] not in VARYING}
     lines = log.read_text(errors="replace", encoding="utf-8").splitlines()

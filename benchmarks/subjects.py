@@ -83,7 +83,7 @@ class Subject:
 
 
 def subject(name: str, cfg: float | None, device: torch.device, dtype: torch.dtype, tokens: int, most: int) -> Subject:
-    """A bundled model by its name, or one of ``sizes.SIZES`` (with its storage behind a colon), which draws ``tokens``
+    """A bundled model by its name, or one of ``sizes.SIZES`` (with its storage after a colon), which draws ``tokens``
     and is stopped after ``most`` passes (0: never)."""
     size, _, storage = name.partition(":")
     if size in sizes.SIZES:

@@ -16,7 +16,7 @@ WORKFLOWS = PACK / "workflows"
 DYNAMIC_VRAM = Path(__file__).parent / "custom_nodes/simulated_dynamic_vram"  # as on an NVIDIA card
 
 
-# On an older processor oneDNN knows as little as ATen. Told only of ATen, the attention of bf16 asks it for AVX-512.
+# On an older processor oneDNN knows as little as ATen. Knowing only of ATen, the attention of bf16 asks it for AVX-512.
 OLDER = {"default": "SSE41", "avx2": "AVX2"}
 if (_capability := os.environ.get("ATEN_CPU_CAPABILITY")) in OLDER:
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", OLDER[_capability])

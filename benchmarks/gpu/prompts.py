@@ -15,7 +15,7 @@ SEED = 11
 STEPS = (("first run", FIRST), ("again, unloaded before", FIRST), ("another model", OTHER), ("the first again", FIRST))
 UNLOAD_BEFORE = 1  # number of the step
 FREE = {"unload_models": True, "free_memory": True}
-TOLD = ("without CUDA graphs", "The Triton kernel")  # what the pack logs where something does not work
+WARNINGS = ("without CUDA graphs", "The Triton kernel")  # what the pack logs where something does not work
 
 
 def run(findings: Findings, **_options: object) -> None:
@@ -29,7 +29,7 @@ def run(findings: Findings, **_options: object) -> None:
         with ComfyServer(Path(os.environ["COMFYUI_PATH"]), log) as server:
             asyncio.run(draw(findings, server.url, server.process.pid))
         for line in log.read_text(errors="replace", encoding="utf-8").splitlines():
-            if any(told in line for told in TOLD):
+            if any(warning in line for warning in WARNINGS):
                 findings.failure(line[:500])
 
 

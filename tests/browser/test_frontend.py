@@ -45,23 +45,23 @@ BOXES = """vue => app.graph._nodes.map(node => {
 DRAWN = "() => app.graph._nodes.every(node => document.querySelector(`[data-node-id='${node.id}']`))"  # by the new one
 
 
-def api_form(prompt: dict, twin: dict) -> dict:
-    """Classes and inputs of a prompt, without those that a newer core has added to its own nodes since the twin was
-    written (it fills them in itself)."""
+def api_form(prompt: dict, shipped: dict) -> dict:
+    """Classes and inputs of a prompt, without those that a newer core has added to its own nodes since the shipped one
+    was written (it fills them in itself)."""
     def inputs(key: str, node: dict) -> dict:
-        known = node["inputs"] if node["class_type"].startswith("SpecAR") else twin[key]["inputs"]
+        known = node["inputs"] if node["class_type"].startswith("SpecAR") else shipped[key]["inputs"]
         return {name: value for name, value in node["inputs"].items() if name in known}
 
     return {key: (node["class_type"], inputs(key, node)) for key, node in prompt.items()}
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
-def test_template_loads_and_equals_its_api_twin(page, template):
+def test_a_template_loads_and_equals_its_api_version(page, template):
     load(page, template)
     assert page.evaluate(MARKED) == []
     prompt = page.evaluate("async () => (await app.graphToPrompt()).output")
-    twin = json.loads((template.parent / "api" / template.name).read_text("utf-8"))
-    assert api_form(prompt, twin) == api_form(twin, twin)
+    shipped = json.loads((template.parent / "api" / template.name).read_text("utf-8"))
+    assert api_form(prompt, shipped) == api_form(shipped, shipped)
 
 
 @pytest.mark.parametrize("renderer", RENDERERS, indirect=True)

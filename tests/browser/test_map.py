@@ -18,7 +18,7 @@ NAMES = {  # record of the trace -> what the map calls it
     "entropy": "entropy, nats", "top1": "top-1 probability", "order": "position in the order",
     "block": "drafted in round", "distance": "distance", "log_ratio": "log ratio",
 }
-OF_GUESSES = ("depth", "q", "ratio", "block", "distance", "log_ratio")  # told where a guess was judged
+OF_GUESSES = ("depth", "q", "ratio", "block", "distance", "log_ratio")  # shown where a guess was judged
 PARTS = "[...document.querySelectorAll('.specar-map')].filter(map => map.checkVisibility())"
 IS_SHOWN = f"() => {PARTS}.length && {PARTS}.every(map => map.querySelector('img').naturalWidth && " \
            "map.querySelector('.specar-hint')?.textContent === 'Point at a token to see its values.')"
@@ -63,7 +63,7 @@ def text(page: Page) -> str:
     return page.locator(".specar-text").first.inner_text()
 
 
-def told(page: Page) -> tuple[str, dict[str, str]]:
+def tooltip(page: Page) -> tuple[str, dict[str, str]]:
     """Title and numbers of the first map."""
     pairs = page.locator(".specar-text").first.locator(".specar-pair")
     return (page.locator(".specar-title").first.inner_text(),
@@ -73,7 +73,7 @@ def told(page: Page) -> tuple[str, dict[str, str]]:
 def assert_tells(page: Page, trace: Trace, image: int, row: int, column: int) -> None:
     page.wait_for_function("place => document.querySelector('.specar-title')?.innerText.startsWith(place)",
                            arg=f"row {row + 1}, column {column + 1}: ")
-    title, pairs = told(page)
+    title, pairs = tooltip(page)
     values = {name: trace.grid(name)[image, row, column].item() for name in trace.positions}
     assert title.endswith("resampled after rejection") == (values["source"] == Source.RESIDUAL)
     expected = {NAMES[name]: value for name, value in values.items()
@@ -84,7 +84,7 @@ def assert_tells(page: Page, trace: Trace, image: int, row: int, column: int) ->
 
 @pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
 @pytest.mark.parametrize("name", [SJD, CONTINUOUS])
-def test_pointing_at_a_token_tells_its_numbers(page, comfy, renderer, name):
+def test_pointing_at_a_token_shows_its_numbers(page, comfy, renderer, name):
     open_and_run(page, name, batch=2)
     trace = newest_trace(comfy.output)
     report = text(page)

@@ -78,26 +78,26 @@ def test_every_job_has_one_image_although_a_server_is_killed(comfy, comfyui, tmp
 
 
 @pytest.fixture
-def twins(tmp_path) -> Path:
+def equal_jobs(tmp_path) -> Path:
     jobs = '{"id": "one", "seed": 3}\n{"id": "two", "seed": 3}\n{"id": "bad", "cfg": -9}'
     (tmp_path / "jobs.jsonl").write_text(jobs, encoding="utf-8")
     return tmp_path
 
 
-def test_equal_jobs_have_an_image_each_and_a_refused_one_says_why(comfy, twins):
+def test_equal_jobs_have_an_image_each_and_a_refused_one_says_why(comfy, equal_jobs):
     """ComfyUI keeps what it has computed: the second's trace is that of the first, with its seconds, and its image is
     saved all the same."""
     done = subprocess.run([sys.executable, str(PACK / "batch"), "jobs.jsonl", "--server", comfy.url, "--out", "out"],
-                          cwd=twins, capture_output=True, text=True, timeout=PATIENCE)
+                          cwd=equal_jobs, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1 and "2 of 3 jobs are done, 1 failed" in done.stderr
-    results = (twins / "jobs.results.jsonl").read_text(encoding="utf-8").splitlines()
+    results = (equal_jobs / "jobs.results.jsonl").read_text(encoding="utf-8").splitlines()
     one, two, bad = map(json.loads, sorted(results, key=lambda line: '"one" "two" "bad"'.find(line[7:12])))
     assert two["traces"] == one["traces"] != []
     [saved] = comfy.output.rglob("trace_two_*.safetensors")
-    told = load_trace(saved)
-    assert json.dumps(one["traces"]) == json.dumps([{"method": told.settings["method"], **told.totals}])
+    trace_of_two = load_trace(saved)
+    assert json.dumps(one["traces"]) == json.dumps([{"method": trace_of_two.settings["method"], **trace_of_two.totals}])
     assert {Path(file["filename"]).stem[:-7] for file in two["files"]} == {"picture_two", "trace_two"}
-    assert (twins / "out/one.png").exists() and (twins / "out/two.png").exists()
+    assert (equal_jobs / "out/one.png").exists() and (equal_jobs / "out/two.png").exists()
     assert "ComfyUI" in bad["error"] and "cfg" in bad["error"]
 
 

@@ -19,7 +19,7 @@ def demo(comfyui: Path, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
 
 
-def test_demo_leaves_images_map_and_traces_and_tells_the_passes(comfyui):
+def test_demo_leaves_images_map_and_traces_and_prints_the_passes(comfyui):
     done = demo(comfyui, "--prompt", "yellow star", "--seed", "11")
     assert done.returncode == 0, done.stderr
     files = [ROOT / "output" / line.strip() for line in done.stdout.splitlines() if "_0" in line]

@@ -74,7 +74,7 @@ def test_token_ids_and_vectors_do_not_mix(comfy, workflow, other, says):
 
 
 def test_interrupt_in_the_middle_of_a_tree_and_the_next_prompt_works(comfy):
-    """Behind all the errors above."""
+    """After all the errors above."""
     prompt = comfy.workflow("27_all_methods_side_by_side", value=602)
     tree = next(key for key, node in prompt.items() if node["class_type"] == "SpecARADTTreeSampler")
     keep = {tree: prompt[tree]}  # only what the tree sampler needs, and a node that shows its trace
@@ -99,7 +99,7 @@ def test_interrupt_in_the_middle_of_a_tree_and_the_next_prompt_works(comfy):
     assert report["totals"]["tokens"] == 256 and report["settings"]["lossless"]
 
 
-def test_comparison_tells_passes_and_times_of_one_server(comfy):
+def test_comparison_shows_passes_and_times_of_one_server(comfy):
     prompt = comfy.workflow("21_draft_tree_eagle", seed=604)
     tree = comfy.node_id(prompt, "SpecARDraftTreeSampler")
     inputs = {k: v for k, v in prompt[tree]["inputs"].items()

@@ -39,7 +39,7 @@ def images(comfy, run) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_workflow_draws(comfy, models, name):
+def test_the_workflow_generates(comfy, models, name):
     prompt = workflow(comfy, name, seed=5)
     run = comfy.run(prompt)
     assert run.outcome == "success", run.message()

@@ -46,7 +46,7 @@ def test_a_spoiled_input_is_named_and_no_traceback_is_needed(comfy, node, name, 
     assert problem_of(Fault("03_sjd_acceptance_map", node, name, "", repr(value), prompt), run) is None
 
 
-def test_the_server_draws_after_all_that(comfy):
+def test_the_server_generates_after_all_that(comfy):
     assert comfy.run(comfy.workflow("03_sjd_acceptance_map", seed=601)).outcome == "success"
 
 
@@ -64,7 +64,7 @@ def test_a_trace_that_cannot_be_written_does_not_cost_the_image(comfy):
     assert [file for file in run.collect("images") if file["type"] == "output"]
 
 
-def test_names_outside_the_output_folder_are_refused_before_anything_is_drawn(comfy):
+def test_names_outside_the_output_folder_are_refused_before_anything_is_generated(comfy):
     prompt = comfy.workflow("14_exact_on_the_face", seed=603)
     prompt[comfy.node_id(prompt, "SpecARSaveTrace")]["inputs"]["filename_prefix"] = "../../trace"
     others = ("SaveImage", "SpecARAcceptanceMap", "MaskPreview")

@@ -7,7 +7,7 @@ from benchmarks.gpu.findings import Findings
 from tests.support.patience import PATIENCE
 
 
-def test_prompts_draw_the_same_after_unloading_and_after_another_model(comfy):
+def test_prompts_generate_the_same_after_unloading_and_after_another_model(comfy):
     findings = Findings(None, PATIENCE, dry=True)
     asyncio.run(prompts.draw(findings, comfy.url, comfy.pid))
     assert findings.content["failures"] == [] and findings.content["not_run"] == {}

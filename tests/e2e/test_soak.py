@@ -22,7 +22,7 @@ def test_prompts_of_two_clients_leave_nothing_behind(comfy):
     assert not queue["queue_running"] and not queue["queue_pending"]
 
 
-def test_every_prompt_uses_another_model_and_the_growth_of_memory_is_told():
+def test_every_prompt_uses_another_model_and_the_growth_of_memory_is_reported():
     jobs = list(itertools.islice(soak.switching(), 60))
     prompts = soak.workflows()
     assert {job.workflow for job in jobs} == set(prompts)

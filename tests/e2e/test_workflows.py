@@ -27,11 +27,11 @@ def model_names(workflow: str) -> str:
 SHIPPED_MODELS = [name for name in SHIPPED if "(bundled)" in model_names(name)]
 
 
-def test_every_workflow_is_drawn_somewhere():
+def test_every_workflow_is_run_somewhere():
     assert set(SHIPPED) == {*SHIPPED_MODELS, *FAMILIES}
 
 
-def test_a_template_is_three_files_whose_name_tells_its_place_and_whether_it_needs_a_download():
+def test_a_template_is_three_files_whose_name_gives_its_place_and_whether_it_needs_a_download():
     files = {kind: {path.stem for path in WORKFLOWS.glob(f"*{kind}")} for kind in (".json", ".jpg")}
     assert files[".json"] == files[".jpg"] == set(SHIPPED)
     assert all(re.fullmatch(r"\d\d_[a-z0-9_]+", name) for name in SHIPPED), "shown, and part of an address"

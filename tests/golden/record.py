@@ -27,9 +27,9 @@ def entry(output: Output) -> dict[str, Any]:
     fields |= {f"position {name}": values for name, values in trace.positions.items()}
     fields |= {f"round {name}": values for name, values in trace.rounds.items() if name not in TIMES}
     totals = {name: value for name, value in trace.totals.items() if name not in TIMES}
-    told = {name: numbers(values) for name, values in fields.items() if values is not None and values.any()}
+    used = {name: numbers(values) for name, values in fields.items() if values is not None and values.any()}
     return {"totals": totals, "settings": shortened(json.dumps(trace.settings, sort_keys=True).encode()),
-            "fields": told}
+            "fields": used}
 
 
 def numbers(values: Tensor) -> list[Any]:

@@ -21,7 +21,7 @@ def drawn() -> dict[str, Output]:
     return {name: known[name]() for name in NAMES}
 
 
-def test_what_is_drawn_again_is_as_recorded(drawn, tmp_path):
+def test_what_is_generated_again_is_as_recorded(drawn, tmp_path):
     known = cases()
     write(tmp_path / "golden.json", {name: entry(output) for name, output in drawn.items()})
     assert check(tmp_path / "golden.json", record({name: known[name] for name in NAMES}), whole=True) == []

@@ -20,7 +20,7 @@ def runs(sample, rule) -> list[Trace]:
     return [sample("NextToken")[1], sample("SJD")[1], sample("DraftTree")[1], relaxed]
 
 
-def test_node_draws_all_runs_and_hands_on_their_reports(run, nodes, runs):
+def test_the_node_draws_all_runs_and_hands_on_their_reports(run, nodes, runs):
     out = run(nodes["SpecARCompareTraces"], **{f"trace_{i}": t for i, t in enumerate(runs, 1)})
     chart, table = out.result
     assert chart.shape[0] == 1 and chart.shape[2] == 1024 and chart.min() >= 0 and chart.max() <= 1
@@ -56,15 +56,15 @@ def test_wall_times_only_of_one_server_and_equal_work(runs, sample):
         pair = [runs[0], strange]
         assert "wall time" not in [column.name for column in comparison.columns(pair)]
         assert "same running server" in comparison.table(pair).splitlines()[-1]
-        assert len(comparison.chart(pair)) > len(comparison.chart([runs[0], runs[1]]))  # room for the sentence
+        assert len(comparison.chart(pair)) > len(comparison.chart([runs[0], runs[1]]))  # space for the sentence
     more = [runs[0], sample("NextToken", batch=2)[1]]
     assert "different numbers of images" in comparison.table(more)
 
 
-def test_runs_that_read_alike_are_told_apart(runs, sample):
+def test_runs_that_read_alike_are_distinguished(runs, sample):
     tree = runs[2]
-    told = labels([tree, sample("DraftTree", seed=8)[1], runs[0]])
-    assert told[0][1] == "exact; seed 7" and told[1][1] == "exact; seed 8" and told[2][1] == "exact"
+    shown = labels([tree, sample("DraftTree", seed=8)[1], runs[0]])
+    assert shown[0][1] == "exact; seed 7" and shown[1][1] == "exact; seed 8" and shown[2][1] == "exact"
     same = labels([tree, tree])
     assert len(set(same)) == 2 and same[1][1].endswith("run 2")
     widths = [changed(tree, structure={"kind": "dynamic", "depth": d, "width": 4, "nodes": 9}) for d in (2, 3)]
@@ -91,7 +91,7 @@ def test_descriptions_say_what_matters(runs, sample, rule):
     assert "adaptive tree, horizontal" in describe(sample("ADTTree")[1])
 
 
-def test_continuous_runs_tell_their_tolerance_and_their_distance(run, nodes, draw_vectors, runs):
+def test_continuous_runs_report_their_tolerance_and_their_distance(run, nodes, draw_vectors, runs):
     plain, block, few = draw_vectors("NextToken")[1], draw_vectors("")[1], draw_vectors("NextToken", iterations=4)[1]
     first, second = zip(*labels([plain, block, few]), strict=True)
     assert first == ("continuous, one token a pass", "small model, blocks of 4", "continuous, 4 iterations")

@@ -66,7 +66,7 @@ def test_latents_of_the_two_kinds_are_not_mixed_up(tiny, continuous):
 
 
 @BOTH
-def test_samplers_draw_and_say_how(method, draw_vectors):
+def test_samplers_generate_and_say_how(method, draw_vectors):
     latent, trace = draw_vectors(method, batch=2)
     assert latent["samples"].shape == (2, 6, 4, 4) and latent["samples"].isfinite().all()
     assert (latent["samples"].abs().amax(1) > 0).all()
@@ -89,12 +89,12 @@ def test_a_batch_equals_single_runs_with_the_following_seeds(method, draw_vector
 
 def test_widgets_reach_the_model(draw_vectors):
     own, trace = draw_vectors("NextToken")
-    told = ("cfg", "temperature", "cfg_schedule", "kind", "steps", "iterations")
-    assert [trace.settings[name] for name in told] == [2.0, 0.9, "linear", "ddpm", 5, None]
+    names = ("cfg", "temperature", "cfg_schedule", "kind", "steps", "iterations")
+    assert [trace.settings[name] for name in names] == [2.0, 0.9, "linear", "ddpm", 5, None]
     assert trace.totals["target_passes"] == 16
     given, trace = draw_vectors("NextToken", cfg=3.0, temperature=0.5, guidance="constant", head_sampler="ddim",
                                 head_steps=3, iterations=4)
-    assert [trace.settings[name] for name in told] == [3.0, 0.5, "constant", "ddim", 3, 4]
+    assert [trace.settings[name] for name in names] == [3.0, 0.5, "constant", "ddim", 3, 4]
     assert trace.totals["target_passes"] == 4 and not torch.equal(own["samples"], given["samples"])
 
 
@@ -295,7 +295,7 @@ def test_interruption_stops_within_a_pass_and_the_next_run_works(method, draw_ve
     assert torch.equal(draw_vectors(method)[0]["samples"], before["samples"])
 
 
-def test_model_and_drafter_are_loaded_together_with_room_for_the_widest_pass(
+def test_model_and_drafter_are_loaded_together_with_space_for_the_widest_pass(
     draw_vectors, continuous, small_vectors, monkeypatch
 ):
     asked, load_models = [], mm.load_models_gpu
@@ -307,7 +307,7 @@ def test_model_and_drafter_are_loaded_together_with_room_for_the_widest_pass(
     assert asked[0][1] > continuous[0].model.run_bytes(4, 16, 4) and asked[1][1] > 2 * asked[0][1] > 0
 
 
-def test_what_comfyui_leaves_behind_is_brought_along(continuous):
+def test_what_comfyui_leaves_in_main_memory_is_moved_too(continuous):
     model = continuous[0].model
     left = {name for name, parameter in model.named_parameters()
             if not hasattr(model.get_submodule(name.rpartition(".")[0]), "comfy_cast_weights")}
@@ -321,7 +321,7 @@ def test_what_comfyui_leaves_behind_is_brought_along(continuous):
 
 
 @BOTH
-def test_layers_that_stay_behind_are_cast_on_use(method, draw_vectors, continuous, small_vectors):
+def test_layers_in_main_memory_are_cast_on_use(method, draw_vectors, continuous, small_vectors):
     whole, _ = draw_vectors(method)
     layers = [m for owner in (continuous[0], small_vectors) for m in owner.patcher.model.modules()
               if hasattr(m, "comfy_cast_weights")]

@@ -14,17 +14,17 @@ PLACE = re.compile(r"into (models/[\w./-]*\w)")
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
-def test_a_template_tells_what_its_loaders_tell(template):
+def test_a_template_reports_what_its_loaders_report(template):
     graph = json.loads(template.read_text(encoding="utf-8"))
     choices = [node["widgets_values"][0] for node in graph["nodes"] if node["type"].startswith("SpecARLoad")]
-    told = "\n".join(map(where_to_get, choices))
+    instructions = "\n".join(map(where_to_get, choices))
     [note] = [node["widgets_values"][0] for node in graph["nodes"] if node["type"] == "MarkdownNote"]
-    repositories = set(REPOSITORY.findall(told))
+    repositories = set(REPOSITORY.findall(instructions))
     assert repositories and repositories <= set(REPOSITORY.findall(note))
     assert {REPOSITORY.match(model["url"])[1] for model in graph["models"]} <= repositories
-    assert all(place in note for place in PLACE.findall(told))
+    assert all(place in note for place in PLACE.findall(instructions))
     assert {f"models/{model['directory']}/{model['name']}".rpartition("/")[0] for model in graph["models"]} <= {
-        *PLACE.findall(told)}
+        *PLACE.findall(instructions)}
 
 
 @pytest.mark.parametrize(("choice", "words"), [
@@ -35,11 +35,11 @@ def test_a_template_tells_what_its_loaders_tell(template):
                             "models/ar_models/Lumina-mGPT-7B-512", "Anole-7b-v0.1-vqvae-hf"]),
     ("llamagen2_drafter", ["jadohu/llamagen2_drafter", "models/ar_drafters/llamagen2_drafter"]),
 ])
-def test_a_released_model_is_told_with_all_that_it_needs(choice, words):
+def test_a_released_model_is_recognised_and_what_it_needs_is_named(choice, words):
     assert all(word in where_to_get(choice) for word in words)
-    with pytest.raises(FileNotFoundError, match=re.escape(choice)) as told:
+    with pytest.raises(FileNotFoundError, match=re.escape(choice)) as instructions:
         folders.resolve(choice, folders.MODELS, folders.DRAFTERS)
-    assert where_to_get(choice) in str(told.value)
+    assert where_to_get(choice) in str(instructions.value)
 
 
 @pytest.mark.parametrize("choice", ["", "..", "Janus-Pro-1B/", "../Janus-Pro-1B", "my c2i.pt", "n" * 999, "\ud800"])

@@ -28,7 +28,7 @@ def test_an_eagle_drafter_does_not_carry_its_target_along(run, nodes, tiny, draf
     assert not shared & {p.data_ptr() for p in tiny[0].patcher.model.parameters()}
 
 
-def test_model_and_drafter_are_loaded_together_with_room_for_both_caches(sample, tiny, drafter, monkeypatch):
+def test_model_and_drafter_are_loaded_together_with_space_for_both_caches(sample, tiny, drafter, monkeypatch):
     asked, load_models = [], mm.load_models_gpu
     monkeypatch.setattr(mm, "load_models_gpu", lambda models, memory_required=0, **options: asked.append(
         (models, memory_required)) or load_models(models, memory_required, **options))
@@ -82,7 +82,7 @@ def test_fingerprint_changes_when_a_file_is_replaced(nodes, drafters):
     assert before != loader.fingerprint_inputs(model=None, drafter_name="eagle")
 
 
-def test_layers_that_stay_behind_are_cast_on_use(sample, drafter):
+def test_layers_in_main_memory_are_cast_on_use(sample, drafter):
     """A drafter that does not fit is loaded in part; the rest computes through ComfyUI's casting path."""
     whole, _ = sample("DraftTree", structure="chain")
     layers = [m for m in drafter.patcher.model.modules() if hasattr(m, "comfy_cast_weights")]

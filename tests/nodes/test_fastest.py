@@ -65,21 +65,21 @@ def find(run, nodes, tiny, drafter, positive):
     return find
 
 
-def told(out) -> list[dict]:
+def trials(out) -> list[dict]:
     return out.ui["specar"][0]["trials"]
 
 
 def test_every_method_is_tried_and_the_result_is_all_of_a_piece(find, tiny, progress):
     out = find()
     method, chart, report = out.result
-    assert [t["method"] for t in told(out)] == EXACT and all(t["exact"] and not t["tv_bound"] for t in told(out))
-    seconds = [t["seconds_per_token"] for t in told(out)]
+    assert [t["method"] for t in trials(out)] == EXACT and all(t["exact"] and not t["tv_bound"] for t in trials(out))
+    seconds = [t["seconds_per_token"] for t in trials(out)]
     promising = [runs[0] <= fastest.WORTH * min(runs[0] for runs in seconds) for runs in seconds]
     assert [len(runs) for runs in seconds[1:]] == [fastest.RUNS if again else 1 for again in promising[1:]]
     assert len(seconds[0]) == 1 + (fastest.RUNS - 1) * sum(promising[1:]) and sum(promising[1:])
-    for t, runs in zip(told(out), seconds, strict=True):
+    for t, runs in zip(trials(out), seconds, strict=True):
         assert t["tokens"] == 16 * len(runs) and t["passes"] == 16 * sum(runs) <= t["tokens"] and not t["note"]
-    assert told(out)[0]["passes"] == told(out)[0]["tokens"]
+    assert trials(out)[0]["passes"] == trials(out)[0]["tokens"]
     assert method.name == EXACT[out.ui["specar"][0]["chosen"]] and f"| {method.name} (chosen) " in report
     assert chart.shape[::2] == (1, 1024) and out.ui["images"] and out.ui["text"][0] in report
     assert "Trials sampled 16 tokens of an image on cpu, cfg 2, temperature 0.9" in report
@@ -90,20 +90,20 @@ def test_every_method_is_tried_and_the_result_is_all_of_a_piece(find, tiny, prog
 
 
 def test_without_a_drafter_there_are_windows_only(find):
-    assert [t["method"] for t in told(find(drafter=None))] == EXACT[:2]
+    assert [t["method"] for t in trials(find(drafter=None))] == EXACT[:2]
 
 
 def test_a_budget_brings_relaxed_methods_and_bounds_the_choice(find):
     out = find(leak_budget=1e-4, drafter=None, batch=2)
-    assert [t["acceptance"] for t in told(out)] == [
+    assert [t["acceptance"] for t in trials(out)] == [
         "exact", "exact", "TV budget (epsilon 0.0001)", "Cool-SD (delta 1.1)", "Cool-SD (delta 2)",
         "LANTERN++ (neighbours 10, ratio 2)"]
-    for t in told(out)[2:]:
+    for t in trials(out)[2:]:
         assert t["tokens"] % 32 == 0 and t["tv_bound"] > 0
         over = t["tv_bound"] / t["tokens"] > 1e-4 * (1 + 1e-5)
         assert ("over leak_budget" in t["note"]) == over == ("TV budget" not in t["acceptance"])
         assert not over or len(t["seconds_per_token"]) == 1, "it need not be repeated"
-    chosen = told(out)[out.ui["specar"][0]["chosen"]]
+    chosen = trials(out)[out.ui["specar"][0]["chosen"]]
     assert chosen["tv_bound"] / chosen["tokens"] <= 1e-4 * (1 + 1e-5)
     assert "drift bound (per token)" in out.result[2]
 
@@ -113,7 +113,7 @@ def test_fast_methods_are_repeated_in_turns_with_the_baseline(find, monkeypatch)
     monkeypatch.setattr(fastest.Search, "measure", lambda s, t, *a: (order.append(t.method.name), measure(s, t, *a)))
     out = find(drafter=None)
     assert order == [*EXACT[:2], *2 * EXACT[:2]]
-    assert [len(t["seconds_per_token"]) for t in told(out)] == [3, 3]
+    assert [len(t["seconds_per_token"]) for t in trials(out)] == [3, 3]
 
 
 def test_when_time_is_up_the_rest_is_named(find, monkeypatch, clock):
@@ -126,8 +126,8 @@ def test_when_time_is_up_the_rest_is_named(find, monkeypatch, clock):
 
     monkeypatch.setattr(fastest.Search, "baseline", late)
     out = find()
-    assert [bool(t["seconds_per_token"]) for t in told(out)] == [True] + 6 * [False]
-    assert {t["note"] for t in told(out)[1:]} == {TIME_UP}
+    assert [bool(t["seconds_per_token"]) for t in trials(out)] == [True] + 6 * [False]
+    assert {t["note"] for t in trials(out)[1:]} == {TIME_UP}
     assert out.result[0].name == "next token" and not out.ui["specar"][0]["faster"]
     first, *others = out.ui["text"][0].splitlines()
     assert "next token" in first and re.search(r"\btime\b", first)
@@ -144,7 +144,7 @@ def test_time_that_runs_out_during_a_trial_ends_it(find, monkeypatch, tiny, cloc
         return sample(self, request)
 
     monkeypatch.setattr(SJD, "sample", late)
-    assert {t["note"] for t in told(find())[1:]} == {TIME_UP}
+    assert {t["note"] for t in trials(find())[1:]} == {TIME_UP}
     assert not tiny[0].model.sessions
 
 
@@ -165,8 +165,8 @@ def test_hopeless_methods_are_given_up(find, monkeypatch, clock):
 
     monkeypatch.setattr(SJD, "sample", slow)
     out = find(drafter=None)
-    assert told(out)[0]["note"] == "" and re.search("2 times.*next token", told(out)[1]["note"])
-    assert not told(out)[1]["seconds_per_token"] and out.result[0].name == "next token"
+    assert trials(out)[0]["note"] == "" and re.search("2 times.*next token", trials(out)[1]["note"])
+    assert not trials(out)[1]["seconds_per_token"] and out.result[0].name == "next token"
     warm, given_up = took
     assert given_up == 33 < warm
 
@@ -178,14 +178,14 @@ def test_memory_that_runs_out_costs_one_method(find, monkeypatch, tiny):
     monkeypatch.setattr(SJD, "sample", sample)
     monkeypatch.setattr(fastest, "HOPELESS", 0.0)
     out = find()
-    assert told(out)[0]["note"] == "" and "memory" in told(out)[1]["note"]
-    assert sum("times as long" in t["note"] for t in told(out)) == 5, "the search goes on"
+    assert trials(out)[0]["note"] == "" and "memory" in trials(out)[1]["note"]
+    assert sum("times as long" in t["note"] for t in trials(out)) == 5, "the search goes on"
     assert not tiny[0].model.sessions
 
 
 def test_a_method_larger_than_the_memory_costs_only_itself(find, monkeypatch):
     monkeypatch.setattr(SJD, "run_bytes", lambda self, request: 2**60)
-    plain, window = (t["note"] for t in told(find(drafter=None)))
+    plain, window = (t["note"] for t in trials(find(drafter=None)))
     assert plain == "" and "memory" in window
 
 
@@ -210,7 +210,7 @@ def test_interruption_stops_the_search(find, monkeypatch, tiny):
         find()
     assert not tiny[0].model.sessions
     monkeypatch.setattr(SJD, "sample", original)
-    assert all(t["seconds_per_token"] for t in told(find(drafter=None))[:1])
+    assert all(t["seconds_per_token"] for t in trials(find(drafter=None))[:1])
 
 
 def test_runs_on_a_gpu_are_warm_when_they_count(find, monkeypatch, tiny):
@@ -278,7 +278,7 @@ RULES = [None, ("TVMetered", {"epsilon": 0.3}), ("CoolSD", {"delta": 1.1}), ("Co
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_chosen_methods_draw_what_their_own_nodes_draw(name, sample, rule, run, nodes, tiny, drafter, positive):
+def test_chosen_methods_generate_what_their_own_nodes_generate(name, sample, rule, run, nodes, tiny, drafter, positive):
     plain = candidates.next_token(tiny[0])
     base = {m.name: m for m in [plain, *candidates.exact_methods(tiny[0], drafter, 16)]}[name]
     node, widgets = METHODS[name]
@@ -334,19 +334,19 @@ def test_methods_for_which_trials_are_too_short_are_named(find, monkeypatch):
     monkeypatch.setattr(fastest, "PER_METHOD", 1e9)  # no time for more than the fewest tokens
     monkeypatch.setattr(fastest, "FEWEST", 10)
     out = find(drafter=None)
-    assert told(out)[0]["tokens"] % 10 == 0
-    assert "10 tokens" in told(out)[2]["note"]
+    assert trials(out)[0]["tokens"] % 10 == 0
+    assert "10 tokens" in trials(out)[2]["note"]
     assert "10 of 16 tokens" in out.result[2]
 
 
 def test_a_window_wider_than_a_warming_run_is_tried(find, monkeypatch):
     monkeypatch.setattr(fastest, "WARM", 4)
-    assert told(find(drafter=None))[1]["seconds_per_token"]
+    assert trials(find(drafter=None))[1]["seconds_per_token"]
 
 
 def test_a_model_without_code_vectors_gets_no_rule_that_compares_them(find, monkeypatch, tiny):
     monkeypatch.setattr(tiny[0].model, "codebook", None)
-    tried = told(find(leak_budget=0.5, drafter=None, latent_image={"samples": torch.zeros(1, 1, GRID, GRID)}))
+    tried = trials(find(leak_budget=0.5, drafter=None, latent_image={"samples": torch.zeros(1, 1, GRID, GRID)}))
     assert len(tried) == 5 and not any("LANTERN" in t["acceptance"] for t in tried)
 
 

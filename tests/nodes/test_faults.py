@@ -279,7 +279,7 @@ def test_a_folder_that_cannot_be_made_does_not_end_the_prompt(sample, nodes, run
 
 
 @pytest.mark.parametrize("prefix", ["../t", "/etc/t", "", ".", "..", "a/../../t", "a\0b"])
-def test_names_outside_the_output_folder_are_refused_before_anything_is_drawn(prefix, sample, nodes, run):
+def test_names_outside_the_output_folder_are_refused_before_anything_is_generated(prefix, sample, nodes, run):
     node = nodes["SpecARSaveTrace"]
     assert "filename_prefix" in node.validate_inputs(filename_prefix=prefix)
     with pytest.raises(ValueError, match="filename_prefix"):
@@ -298,7 +298,7 @@ def test_links_in_place_of_names_are_judged_when_they_arrive(nodes):
     assert validate(filename_prefix=None) is True and validate(filename_prefix="specar/trace") is True
 
 
-def test_no_room_for_a_preview_costs_the_preview_only(sample, nodes, run, monkeypatch, caplog):
+def test_no_memory_for_a_preview_costs_the_preview_only(sample, nodes, run, monkeypatch, caplog):
     _, trace = sample("SJD")
     expected = run(nodes["SpecARAcceptanceMap"], trace=trace, metric="source", opacity=0.5)
     monkeypatch.setattr(ui, "PreviewImage", full)

@@ -117,8 +117,8 @@ def test_any_value_of_any_input_is_taken_or_named(name, sound, nodes, run):
     @fuzz()
     @given(st.sampled_from(sorted(inputs)), ANYTHING)
     def check(key, value):
-        told = key, "does not generate", "is not in", "no trace", "lies outside"
-        message = refused(run, nodes[name], sound(name) | {key: value}, *told)
+        words = key, "does not generate", "is not in", "no trace", "lies outside"
+        message = refused(run, nodes[name], sound(name) | {key: value}, *words)
         kind = inputs[key].io_type
         if kind not in ("STRING", "COMBO", "MASK", "IMAGE", "LATENT", "CONDITIONING", "INT", "FLOAT", "BOOLEAN", "VAE"):
             assert message or value is None and inputs[key].optional
@@ -213,7 +213,7 @@ def test_bad_latents_are_named(latent, method, sound, nodes, run):
 
 
 @pytest.mark.parametrize("more", FINE_LATENTS.values(), ids=FINE_LATENTS)
-def test_odd_latents_are_drawn(more, sound, nodes, run):
+def test_odd_latents_are_generated(more, sound, nodes, run):
     samples = torch.randn(1, 8, GRID, GRID, generator=torch.Generator().manual_seed(0))
     latent = {"samples": samples if more else samples.half(), **more}
     drawn, _ = run(nodes["SpecARSJDSampler"], **sound("SpecARSJDSampler") | {"latent_image": latent}).result

@@ -45,7 +45,7 @@ def test_images_are_those_of_the_rounded_weights(models):
     assert torch.equal(drawn(loaded), drawn(rounded))
 
 
-def test_the_node_draws_with_them(models, nodes, run):
+def test_the_node_generates_with_them(models, nodes, run):
     loaded, clip, _ = run(nodes["SpecARLoadCheckpoint"], model_name="tiny", dtype="fp8 (storage)", grid="auto").result
     node = nodes["SpecARSJDSampler"]
     latent, trace = run(node, **defaults(node) | {
@@ -106,7 +106,7 @@ def test_shards_in_fp8_are_noticed(tmp_path):
     assert not holds_fp8(weight_file(folder))
 
 
-def test_room_is_kept_for_the_matrices_in_use(models):
+def test_memory_is_kept_for_the_matrices_in_use(models):
     model = open_fp8().model
     largest = max(parameter.numel() for parameter in matrices(model).values())
     assert memory.cast_room(model) == 2 * 4 * largest and memory.cast_room(load_model(models / "tiny")) == 0

@@ -64,7 +64,7 @@ def test_every_family_s_missing_decoder_is_named_as_it_is_looked_for():
             assert "my model" in message and "Download" in message, family
 
 
-def test_grid_widget_helps_a_file_that_does_not_tell(run, nodes, models):
+def test_the_grid_widget_helps_a_file_that_does_not_state_its_grid(run, nodes, models):
     with pytest.raises(ValueError, match=r"nogrid.*\bgrid\b"):
         load(run, nodes, "nogrid.safetensors")
     loaded, _, _ = load(run, nodes, "nogrid.safetensors", grid="16")

@@ -66,7 +66,7 @@ def test_without_memory_for_the_whole_image_tiles_are_used(where, tiny, monkeypa
     assert "tiles" in caplog.text
 
 
-def test_other_errors_while_decoding_are_told(tiny, monkeypatch):
+def test_other_errors_while_decoding_are_reported(tiny, monkeypatch):
     monkeypatch.setattr(type(tiny[0].decoder.decoder), "decode", lambda *_: torch.ones(2) + torch.ones(3))
     with pytest.raises(RuntimeError, match="must match"):
         ARVae(tiny[0].decoder).decode(torch.randn(1, 8, 4, 4))

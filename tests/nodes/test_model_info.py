@@ -63,7 +63,7 @@ def test_special_tokens_words_and_sizes_of_a_language_model(tmp_path):
     assert "end of a row" in text and "word embeddings, in main memory" in text and "no decoder" in text
 
 
-def test_fp8_is_told_apart(tmp_path):
+def test_fp8_is_distinguished(tmp_path):
     model = load_model(tiny_chameleon.write(tmp_path), storage=torch.float8_e4m3fn)
     summary = summarize(model)
     assert set(summary.bytes_by_dtype) == {"float32", "float8_e4m3fn"}
@@ -75,7 +75,9 @@ def test_bytes_are_shown_in_units():
     assert [in_units(n) for n in (1536, 3 * 2**20, 5 * 2**30)] == ["1.5 KiB", "3.00 MiB", "5.00 GiB"]
 
 
-def test_large_drafters_are_told_by_their_tensors(run, nodes, tiny, continuous, drafters, small_vectors, monkeypatch):
+def test_large_drafters_are_recognised_by_their_tensors(
+    run, nodes, tiny, continuous, drafters, small_vectors, monkeypatch
+):
     monkeypatch.setattr("comfyui_specar.nodes.model_info.LARGEST_TO_LOAD", 0)
     _, summary = info(run, nodes, tiny[0])
     assert {"eagle", "small.safetensors"} <= set(summary["drafters"])

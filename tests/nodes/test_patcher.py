@@ -91,20 +91,20 @@ def test_they_make_way_before_any_weight_does(short, kept, memory, tiny, drafter
     mm.unload_all_models()
 
 
-def test_nothing_goes_where_there_is_room(kept, memory, tiny):
+def test_nothing_is_unloaded_where_there_is_memory(kept, memory, tiny):
     memory(free=2**40)
     mm.free_memory(2**30, tiny[0].patcher.load_device, **FOR_DYNAMIC)
     assert "kind" in kept
 
 
-@pytest.mark.parametrize("room", [False, True])
-def test_a_run_that_needs_their_memory_drops_them_first(room, kept, memory, sample, monkeypatch):
-    """ComfyUI would send other models away to make room for caches that are there already."""
-    memory(free=2**40 if room else 1000)
+@pytest.mark.parametrize("enough", [False, True])
+def test_a_run_that_needs_their_memory_drops_them_first(enough, kept, memory, sample, monkeypatch):
+    """ComfyUI would send other models away to free memory for caches that are there already."""
+    memory(free=2**40 if enough else 1000)
     there, load = [], mm.load_models_gpu
     monkeypatch.setattr(mm, "load_models_gpu", lambda *what, **how: there.append("kind" in kept) or load(*what, **how))
     sample("NextToken")
-    assert there[0] == room and ("kind" in kept) == room
+    assert there[0] == enough and ("kind" in kept) == enough
 
 
 def test_a_run_takes_the_memory_that_its_own_session_holds(kept, memory, sample, monkeypatch):

@@ -20,7 +20,7 @@ NAMES = [name for name in FAMILIES if name != "llamagen-t2i"]  # those with a te
 
 
 def run(model, prompt):
-    """One step behind a prompt, with guidance."""
+    """One step after a prompt, with guidance."""
     state = model.start(prompt, None, 1, model.layout(), 4, True)
     places = torch.zeros(1, 2, dtype=torch.int64, device=GPU)
     out = model.step(state, places, places)
@@ -32,7 +32,7 @@ def run(model, prompt):
     *((family, storage) for storage in (None, torch.int8) for family in NAMES),
     ("emu3", torch.float8_e4m3fn), ("simplear", torch.float8_e4m3fn),
 ], ids=str)
-def test_every_family_runs_when_half_of_it_stays_behind(family, storage, tmp_path, request):
+def test_every_family_runs_when_half_of_it_stays_in_main_memory(family, storage, tmp_path, request):
     model = load_model(FAMILIES[family].write(tmp_path), operations=Operations, storage=storage)
     kept = {None: torch.float32, torch.int8: torch.int8, torch.float8_e4m3fn: torch.uint8}[storage]
     assert kept in {parameter.dtype for parameter in model.parameters()}

@@ -20,7 +20,7 @@ GREEN, DIM_GREEN, DIM_RED = (0, 255, 0), (77, 179, 77), (179, 77, 77)  # dimmed:
 
 
 class Clock:
-    """A clock that is moved by hand; everything takes the time it is told to take."""
+    """A clock that is moved by hand; everything takes the time it is set to take."""
 
     def __init__(self, monkeypatch):
         self.now = 100.0
@@ -142,13 +142,13 @@ ROWS_END = TokenLayout.ruled(4, 4, (64,), (65,))  # 20 positions of rows, and on
     ("layout", "start", "known", "guessed"),
     [
         (TokenLayout.plain(4, 4), 5, range(5), {5: 30, 6: 31, 7: 32}),
-        (TokenLayout.plain(4, 4), 14, range(14), {14: 30, 15: 31}),  # the third lies behind the end
+        (TokenLayout.plain(4, 4), 14, range(14), {14: 30, 15: 31}),  # the third lies past the end
         (TokenLayout.plain(4, 4), 16, range(16), {}),
         (ROWS_END, 8, range(7), {7: 30, 8: 32}),  # the second is the end of a row, and so no part of the image
         (ROWS_END, 19, range(16), {}),
     ],
 )
-def test_a_window_of_guesses_stands_behind_what_is_decided(layout, start, known, guessed, tiny):
+def test_a_window_of_guesses_follows_what_is_decided(layout, start, known, guessed, tiny):
     """Of the first image of a batch; on a GPU tokens and guesses are further than the host knows."""
     tokens = torch.zeros(2, layout.length, dtype=torch.int64)
     tokens[0, :start] = torch.arange(start) % 7 + 1
@@ -301,21 +301,21 @@ def test_previews_stop_where_memory_runs_out(measuring, sample, progress, hurrie
 
 
 @pytest.mark.parametrize("measured", [False, True])
-@pytest.mark.parametrize("room", [False, True])
-def test_no_model_makes_way_for_previews(room, measured, sample, progress, hurried, tiny, monkeypatch):
+@pytest.mark.parametrize("enough", [False, True])
+def test_no_model_makes_way_for_previews(enough, measured, sample, progress, hurried, tiny, monkeypatch):
     decoder: LoadedDecoder = tiny[0].decoder
     monkeypatch.setattr(decoder, "palette", Palette(torch.zeros(9, 3), 0.0) if measured else None)
     mm.unload_all_models()
     pixels = previews.measured_tokens(8) * 64
     need = 1.1 * decoder.patcher.model_size() + decoder.bytes_for(pixels) + mm.minimum_inference_memory()
     monkeypatch.setattr(args, "preview_method", LatentPreviewMethod.Auto)
-    monkeypatch.setattr(mm, "get_free_memory", lambda *_, **__: need + 2**20 if room else need)
+    monkeypatch.setattr(mm, "get_free_memory", lambda *_, **__: need + 2**20 if enough else need)
     loads, load = [], mm.load_models_gpu
     monkeypatch.setattr(mm, "load_models_gpu", lambda models, **how: loads.append((models, how)) or load(models, **how))
     sample("NextToken")
-    assert any(preview for *_, preview in progress) == (room or measured)
-    assert [models for models, _ in loads] == [[tiny[0].patcher]] + [[decoder.patcher]] * room
-    assert not room or loads[1][1]["force_full_load"], "a decoder in part would mix devices"
+    assert any(preview for *_, preview in progress) == (enough or measured)
+    assert [models for models, _ in loads] == [[tiny[0].patcher]] + [[decoder.patcher]] * enough
+    assert not enough or loads[1][1]["force_full_load"], "a decoder in part would mix devices"
 
 
 @pytest.mark.parametrize(("cost", "moves"), [(0.0001, 20), (0.002, 5), (0.05, 2)])
@@ -327,4 +327,4 @@ def test_the_bar_takes_a_hundredth_of_a_run_and_moves_twice_a_second_at_least(co
         clock.now += 0.001
         report(Step())
     assert 0.9 * moves <= len(moved) / 10 <= moves + 0.1
-    assert shown.spent == pytest.approx(cost * len(moved)), "the time of the bar is told to the previews"
+    assert shown.spent == pytest.approx(cost * len(moved)), "the time of the bar is reported to the previews"

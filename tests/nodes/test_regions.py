@@ -38,7 +38,7 @@ def test_all_and_nothing_may_stay(nodes, run, tiny, image):
 
 
 @pytest.mark.parametrize("method", ["NextToken", "SJD", "DraftTree", "VVS"])
-def test_samplers_go_on_behind_the_top(nodes, run, tiny, sample, image, method):
+def test_samplers_continue_below_the_top(nodes, run, tiny, sample, image, method):
     latent = keep(nodes, run, tiny, image.repeat(2, 1, 1, 1))
     whole = tiny[0].model.quantize(latent["samples"])
     drawn, trace = sample(method, latent_image=latent)

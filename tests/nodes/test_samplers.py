@@ -125,7 +125,7 @@ def test_unknown_prompt_lists_known_words(tiny):
         tiny[1].encode_from_tokens_scheduled("zeppelin")
 
 
-def test_model_without_a_decoder_draws_ids_that_any_decoder_reads(run, nodes, models, sample, tiny):
+def test_a_model_without_a_decoder_generates_ids_that_any_decoder_reads(run, nodes, models, sample, tiny):
     loader = nodes["SpecARLoadCheckpoint"]
     loaded, clip, _ = run(loader, model_name="classes.safetensors", dtype="auto", grid="auto").result
     (empty,) = run(nodes["SpecAREmptyLatent"], model=loaded, width=0, height=0, batch_size=1).result
@@ -145,7 +145,7 @@ def test_progress_counts_tokens_once_per_pass(method, sample, progress, hurried)
     assert {total for _, total, _ in progress} == {16}
 
 
-def test_previews_show_drawn_rows_and_grey(sample, progress, hurried, monkeypatch):
+def test_previews_show_generated_rows_and_grey(sample, progress, hurried, monkeypatch):
     monkeypatch.setattr(args, "preview_method", LatentPreviewMethod.Auto)
     sample("NextToken")
     kind, image, _ = progress[3][2]  # after the first row of four tokens
@@ -166,7 +166,7 @@ def test_interruption_stops_within_a_pass_and_the_next_run_works(method, sample,
     assert torch.equal(before["ar_tokens"], after["ar_tokens"])
 
 
-def test_layers_that_stay_behind_are_cast_on_use(sample, tiny):
+def test_layers_in_main_memory_are_cast_on_use(sample, tiny):
     """A model that does not fit is loaded in part; the rest computes through ComfyUI's casting path."""
     whole, _ = sample("SJD")
     layers = [m for m in tiny[0].model.modules() if hasattr(m, "comfy_cast_weights")]

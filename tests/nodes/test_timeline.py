@@ -140,7 +140,7 @@ def test_a_run_has_a_frame_for_every_pass_and_ends_with_its_image(method, sample
 
 
 @pytest.mark.parametrize("method", ["NextToken", ""])
-def test_vectors_appear_in_the_order_in_which_they_were_drawn(method, draw_vectors, continuous, timeline_of):
+def test_vectors_appear_in_the_order_in_which_they_were_sampled(method, draw_vectors, continuous, timeline_of):
     latent, trace = draw_vectors(method)
     image = continuous[2].decode(latent["samples"])
     pixels, _ = timeline_of(trace, image, hold=0, tint=0.0).result
@@ -236,7 +236,7 @@ def test_what_does_not_belong_together_is_refused(timeline_of):
         timeline_of(SMALL, torch.rand(1, 4, 4, 3), picture=1)
 
 
-def test_interruption_stops_the_drawing(timeline_of, monkeypatch, unthrottled):
+def test_interruption_stops_the_run(timeline_of, monkeypatch, unthrottled):
     import comfy.utils
 
     def hook(value, *_, **__):

@@ -26,7 +26,7 @@ def draw(sample):
 
 
 @EVERY
-def test_every_sampler_draws_and_says_how(method, draw, tiny):
+def test_every_sampler_generates_and_says_how(method, draw, tiny):
     latent, trace = draw(method, batch=2)
     assert torch.equal(latent["samples"], tiny[0].model.dequantize(latent["ar_tokens"]))
     assert trace.totals["target_passes"] <= 17 and trace.totals["draft_passes"] > 0

@@ -5,7 +5,7 @@ its head (its own forward sets all image logits to the least value there is), an
 query and key norms of one row per head only, so Lumina-mGPT's one row is repeated there.
 
 chameleon.json holds what https://github.com/Alpha-VLLM/Lumina-mGPT gave at commit 104abe4 on a CPU (torch 2.13):
-  forced     MultiModalLogitsProcessor: the only id it leaves (-1: all image ids and no other) behind the opening of an
+  forced     MultiModalLogitsProcessor: the only id it leaves (-1: all image ids and no other) after the opening of an
              image and so many tokens, for grids of height x width cells of 32 pixels
   sizes      generate_crop_size_list((target / 32)^2, 32): number of (width, height), and a SHA-256 of their lines
   decode     VQModel.decode of the tiny tokenizer's two 3 x 4 grids of codes (weights: tests/support/tiny_chameleon.py)

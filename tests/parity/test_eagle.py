@@ -10,17 +10,17 @@ attention or MLP bias, rope_theta 10000, model_parallel_size 1) and filled, in e
   Anole,   7 prompt pairs and 12 image tokens (ids 4 + token mod 28); the unconditional branch stands 6 positions lower,
   Lumina   not below 0, and its first 6 pairs are hidden; "plain": nothing hidden, both branches at positions 0 .. 18
 What came out:
-  *_features       features at the positions that the tests name; t2i_no_bias: behind image token 1
+  *_features       features at the positions that the tests name; t2i_no_bias: after image token 1
   *_sums           features summed over their 64 channels, at every position (Anole, Lumina: from 6 on)
   t2i2_*           with an epsilon of 0.01, which is large enough to be noticed
-  *_tree_features  three levels of drafts, as TREE says, behind 6 (LlamaGen) or 12 image tokens; a draft's hidden state
+  *_tree_features  three levels of drafts, as TREE says, after 6 (LlamaGen) or 12 image tokens; a draft's hidden state
                    is what the drafter gave for its parent
-  t2i_chain_features  behind 14 image tokens four drafts in a row, over the end of the grid's first row
-  t2i_logits       the head's logits behind image tokens 0, 1, 17 and 255, guided with 7.5
-  t2i_caption_features  behind image tokens 0 .. 5 of a caption of 7 features: the official drafter under the official
+  t2i_chain_features  after 14 image tokens four drafts in a row, over the end of the grid's first row
+  t2i_logits       the head's logits after image tokens 0, 1, 17 and 255, guided with 7.5
+  t2i_caption_features  after image tokens 0 .. 5 of a caption of 7 features: the official drafter under the official
                    target (LlamaModel of modeling_llamagen_kv, as llamagen() of tiny.py but on 16 x 16 tokens, in fp32
                    under the attention mask that its 16-bit runs have), which pads the caption to 120 slots
-  t2i_dynamic_*    topK_genrate(logits_processor=None): tokens and parents of the trees behind image token 0 and, three
+  t2i_dynamic_*    topK_genrate(logits_processor=None): tokens and parents of the trees after image token 0 and, three
                    tokens later, token 3. No choice in them is closer than 0.005. (With exactly equal scores, as at a
                    guidance of 7.5, the official code can keep a child without its parent.)
 The official code's own cached passes differ from its uncached one by up to 1.1e-6.
@@ -132,7 +132,7 @@ def test_a_pair_is_a_token_and_the_hidden_state_before_it(drafter):
 
 
 def started(drafter, slack=32):
-    """State behind a caption that fills all slots and whose hidden states are the recorded ones."""
+    """State after a caption that fills all slots and whose hidden states are the recorded ones."""
     target = drafter.model
     prompt, layout = target.encode_features(caption_features(SLOTS)), target.layout()
     state = target.start(prompt, None, 1, layout, slack, guided=True)
@@ -141,7 +141,7 @@ def started(drafter, slack=32):
 
 
 def observe(drafter, state, first, stop, spare=0):
-    """Take over image tokens first .. stop - 1, the target having fed ``spare`` rejected ones behind them."""
+    """Take over image tokens first .. stop - 1, the target having fed ``spare`` rejected ones after them."""
     positions = torch.arange(first, stop + spare)[None]
     tokens = IMAGE[None, first : stop + spare].clone()
     tokens[:, stop - first :] = 0
@@ -152,7 +152,7 @@ def observe(drafter, state, first, stop, spare=0):
 def grow(root, expand):
     """Features [2, 9, 64] of the drafts of TREE below the feature ``root`` [2, 1, 64].
 
-    expand(tokens, depth, hidden, seen [1, T, E + T], E) feeds one level behind the E drafts of those above it.
+    expand(tokens, depth, hidden, seen [1, T, E + T], E) feeds one level after the E drafts of those above it.
     """
     features, sees, start = root, [], 0
     for depth, (tokens, parents) in enumerate(TREE):
@@ -167,7 +167,7 @@ def grow(root, expand):
 
 
 def test_cached_steps(drafter):
-    """One by one, several at once, and with rejected tokens behind those taken: always the pass over everything."""
+    """One by one, several at once, and with rejected tokens after those taken: always the pass over everything."""
     steps = ((1, 0), (2, 0), (3, 4), (6, 0), (7, 9), (16, 0), (17, 1), (18, 0), (64, 0), (256, 0))
 
     def compute():
@@ -192,7 +192,7 @@ def test_drafts_on_drafts(drafter):
             positions = torch.full((1, len(tokens)), 6 + depth)
             return drafter.expand(state, row(*tokens), positions, hidden, seen).hidden
 
-        for _ in range(2):  # expanding leaves no trace behind the next observation
+        for _ in range(2):  # expanding leaves no trace after the next observation
             found.append(grow(out.hidden, expand))
             drafter.rewind(state, torch.tensor([1]))
             out = observe(drafter, state, 5, 6)
@@ -236,7 +236,7 @@ def test_from_a_caption_to_features(drafter):
     ("small", Dynamic(depth=4, width=4, nodes=12), 3.0), ("default", Dynamic(depth=5, width=10, nodes=58), 4.0),
 ])
 def test_dynamic_trees(drafter, name, tree, cfg):
-    """Node for node the official tree, behind the first token and behind three more that were accepted."""
+    """Node for node the official tree, after the first token and after three more that were accepted."""
 
     def compute():
         state, layout, found = started(drafter), drafter.model.layout(), []
@@ -325,7 +325,7 @@ def test_chameleon_drafts_on_drafts(chameleon):
     close(compute, f"{name}_tree_features")
 
 
-def test_chameleon_drafters_behind_their_prompts(chameleon):
+def test_chameleon_drafters_after_their_prompts(chameleon):
     """The prompt's words are paired as they are, and the shorter unconditional prompt is cropped, not padded."""
     name, drafter = chameleon
     target = drafter.model
@@ -350,7 +350,7 @@ def test_chameleon_drafters_behind_their_prompts(chameleon):
         features = torch.cat(found, dim=1)
         return features[:, [0, 1, 3]], features.sum(-1), grow(found[-1], expand)
 
-    features = torch.tensor(OFFICIAL[f"{name}_features"]).view(2, 4, 64)[:, 1:]  # behind tokens 0, 1 and 11
+    features = torch.tensor(OFFICIAL[f"{name}_features"]).view(2, 4, 64)[:, 1:]  # after tokens 0, 1 and 11
     sums = torch.tensor(OFFICIAL[f"{name}_sums"]).view(2, 13)[:, [1, 2, 7, 12]]
     assert_as_exact(compute, [features, sums, torch.tensor(OFFICIAL[f"{name}_tree_features"])])
 

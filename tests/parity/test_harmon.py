@@ -9,7 +9,7 @@ ready modules through, its VAE by one whose decode returns the latent. The modul
       num_key_value_heads=2, rope_theta=1e6)
 filled with the values that ``harmon_fill`` in tests/support/tiny_harmon.py derives from the names of the parameters.
   positions_*  the three position tables for a grid of 3 x 5, every fifth number
-  z_*          forward_mae_encoder and forward_mae_decoder behind a prompt of 9 tokens and one of 4 (padded to 9), with
+  z_*          forward_mae_encoder and forward_mae_decoder after a prompt of 9 tokens and one of 4 (padded to 9), with
                0, 1 or 9 tokens known; every fourth number
   sample_*     sample(): a guided batch of two with orders of their own; a smaller grid with linear guidance and
                temperature 0.9; one without guidance. ``draw`` has their orders and noises

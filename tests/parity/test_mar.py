@@ -71,7 +71,7 @@ def schedule(steps, last=None, kind="ddpm"):
 @pytest.mark.parametrize("more", [0, 3, 16], ids=lambda n: f"padded by {n}")
 @pytest.mark.parametrize("count", [0, 1, 7, 15])
 def test_hidden_states_and_condition_vectors(model, count, more):
-    """Also when there is room for more known tokens than there are, as in batches of unequal progress."""
+    """Also when there are slots for more known tokens than there are, as in batches of unequal progress."""
     backbone, positions = model.backbone, model.backbone.positions(4, 4)
     known = torch.zeros(2, 16, dtype=torch.bool).scatter(1, ORDER[:, 16 - count :], True)
 

@@ -63,7 +63,7 @@ def cells(name):
 
 @pytest.mark.parametrize("cell", range(CELLS))
 @pytest.mark.parametrize("time", [1.0, 0.37])
-def test_velocity_of_a_cell_behind_clean_cells(model, cell, time):
+def test_velocity_of_a_cell_after_clean_cells(model, cell, time):
     """The official code reads one clean cell more per stage, together with the first noise; we read all at once."""
     net, clean, noisy = model.backbone, cells("clean")[:, :cell], cells("noisy")[:, cell : cell + 1]
 

@@ -62,7 +62,7 @@ def overwrite(file: Path, rng: random.Random) -> None:
 
 
 def become_enormous(file: Path, rng: random.Random) -> None:
-    """A sparse file: gigabytes of zeros behind the content, or instead of it."""
+    """A sparse file: gigabytes of zeros after the content, or instead of it."""
     if rng.random() < 0.5:
         file.write_bytes(b"")
     os.truncate(file, 3 << 30)

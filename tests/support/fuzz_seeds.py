@@ -103,7 +103,7 @@ def use_drafter(folder: Path, name: str) -> None:
 
 
 def use_trace(folder: Path) -> None:
-    """What Load Trace and the nodes behind it do."""
+    """What Load Trace and the nodes after it do."""
     trace = api.load_trace(folder / "trace.safetensors")
     check_words(trace, "trace.safetensors")
     json.dumps(trace.report())

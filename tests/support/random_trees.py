@@ -7,7 +7,7 @@ from comfyui_specar.samplers.drafts.trees import Tree
 
 
 def random_tree(seed: int, batch: int = 3, drafts: int = 9, levels: int = 4, siblings: int = 3, vocab: int = 6) -> Tree:
-    """Trees of different shapes and sizes (the first may be empty) with dead slots behind them, parents first."""
+    """Trees of different shapes and sizes (the first may be empty) with dead slots after them, parents first."""
     rng = random.Random(seed)
     rows = []
     for _ in range(batch):

@@ -21,7 +21,7 @@ CHANNELS, CODE = 32, 6  # its base channels, and the size of its code vectors
 
 
 def vocabulary(codes: int) -> dict[str, int]:
-    """Special tokens behind the bytes; the codes stand in the midst of them."""
+    """Special tokens after the bytes; the codes stand in the midst of them."""
     letters = str.maketrans("0123456789", "ABCDEFGHIJ")
     names = ["<s>", "<pad>", *(f"IMGIMG{str(code).translate(letters)}Z" for code in range(codes)), "<eoss>",
              "<racm3:break>", "<reserved08706>", "<image>", *(f"<reserved{n:05}>" for n in range(8796, 8810))]

@@ -40,7 +40,7 @@ def text_config(words: int, dim: int = 32, layers: int = 2) -> dict:
 
 
 def language_shapes(config: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the language model behind the root of its layout."""
+    """Names and shapes of the language model after the root of its layout."""
     dim, hidden, words = (config[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
     keys = dim * config["num_key_value_heads"] // config["num_attention_heads"]
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (words, dim), "norm.weight": (dim,)}

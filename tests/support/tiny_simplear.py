@@ -15,7 +15,7 @@ from .tiny_family import Files, Tiny, Workflow
 from .tiny_folder import byte_tokenizer, write_folder
 
 SPECIALS = ("<|endoftext|>", "<|t2i|>", "<|i2t|>", "<|soi|>", "<|vtokens|>", "<|t2v|>", "<|v2t|>", "<|sov|>")
-WORDS, UNUSED = 256 + len(SPECIALS), 5  # of the tokenizer; rows of the table behind the image codes
+WORDS, UNUSED = 256 + len(SPECIALS), 5  # of the tokenizer; rows of the table after the image codes
 COSMOS = CosmosConfig(levels=(4, 4, 2), widths=(32, 32, 64), stem=32, z_channels=4, num_res_blocks=1)
 CODES = COSMOS.codebook_size
 GRID = (4, 4)

@@ -71,7 +71,7 @@ class ToyModel:
         return self._layout
 
     def logits(self, length: Tensor, code: Tensor, branches: int) -> Tensor:
-        """Logits [branches * B, T, V+] behind prefixes of the given lengths and numbers [B, T]."""
+        """Logits [branches * B, T, V+] after prefixes of the given lengths and numbers [B, T]."""
         length = length.clamp(max=len(self.begin) - 1)
         row = self.begin[length] + code % self.vocab_total**length
         return torch.cat([table[row] for table in self.tables[:branches]])
@@ -96,7 +96,7 @@ class ToyModel:
         return len(self.begin)
 
     def out(self, length: Tensor, code: Tensor, branches: int) -> StepOut:
-        """Prediction behind prefixes [B, T]; as hidden state [R, T, 1], the number of the prefix."""
+        """Prediction after prefixes [B, T]; as hidden state [R, T, 1], the number of the prefix."""
         return StepOut(self.logits(length, code, branches), code[..., None].repeat(branches, 1, 1).double())
 
     def step(
@@ -234,7 +234,7 @@ def marginal(distribution: dict[tuple[int, ...], float], places: list[int]) -> d
 class ToyDrafter:
     """A drafter with tables of its own: the target's logits, with noise on them.
 
-    Strict about what it is told: unless ``stale`` hidden states are to be expected, that before a token must be the
+    Strict about what it is given: unless ``stale`` hidden states are to be expected, that before a token must be the
     number of the prefix before it.
     """
 
@@ -255,8 +255,8 @@ class ToyDrafter:
         if not self.stale and not captured():
             code, kept = state.code.clone(), torch.arange(tokens.shape[1]) < count[:, None]
             for i, token in enumerate(tokens.unbind(1)):
-                told = hidden[: len(code), i, 0]
-                assert torch.equal(told[kept[:, i]], code[kept[:, i]].double()), "a hidden state of another prefix"
+                state_of = hidden[: len(code), i, 0]
+                assert torch.equal(state_of[kept[:, i]], code[kept[:, i]].double()), "a hidden state of another prefix"
                 code = code * self.model.vocab_total + token
         out = self.model.step(state, tokens, positions)
         self.model.commit(state, count)

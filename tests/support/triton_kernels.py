@@ -3,7 +3,7 @@
     interpreted("noise.uniform", *given)     runs kernels/noise_triton.py:uniform on CPU tensors, also in place
     compiled("noise.uniform", *given)        compiles what that call would launch, down to machine code for a GPU
 
-Triton decides once per process which of the two it does, and must be told before it is imported, which half of the
+Triton decides once per process which of the two it does, and must know before it is imported, which half of the
 world does. So each has a process of its own, started at the first use. There this module is known by its name in the
 pack: ComfyUI's tree, which is on the path once its nodes are tested, has a package ``tests`` too.
 """
@@ -151,5 +151,5 @@ def _resources(machine_code: bytes) -> tuple[int, int]:
         file.write(machine_code)
         file.flush()
         command = knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name
-        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return tuple(int(number) for number in re.search(r"REG:(\d+) STACK:(\d+)", told).groups())
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return tuple(int(number) for number in re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())

@@ -183,7 +183,7 @@ def test_equal_distributions_keep_everything():
     assert accepted.all() and torch.equal(out, token)
 
 
-def test_without_a_draft_the_token_is_drawn_from_p():
+def test_without_a_draft_the_token_is_sampled_from_p():
     out, accepted, _ = run(P, Q, exists=False)
     assert not accepted.any()
     assert_shares(out, P)

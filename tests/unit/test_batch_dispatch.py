@@ -89,12 +89,12 @@ def assert_each_once(path: Path, jobs: list[Job], *servers: FakeComfy) -> None:
 def test_a_result_has_files_seconds_and_each_trace_once(tmp_path):
     async def check():
         async with FakeComfy() as one:
-            told = await run(tmp_path / "r.jsonl", [one], jobs_of(1))
+            journal_of = await run(tmp_path / "r.jsonl", [one], jobs_of(1))
             assert one.history == {}  # the server need not keep it
             [record] = lines(tmp_path / "r.jsonl")
-            assert record == told.results["j0"] == {
+            assert record == journal_of.results["j0"] == {
                 "id": "j0", "status": "success", "overrides": {"seed": 0}, "server": one.url, "attempt": 1,
-                "prompt_id": told.prompt_id("j0", 1), "seconds": 0.25, "error": "",
+                "prompt_id": journal_of.prompt_id("j0", 1), "seconds": 0.25, "error": "",
                 "files": [{"filename": "p_j0_00001_.png", "subfolder": "", "type": "output"}],
                 "traces": [{"method": "sjd", "target_passes": 5}],
             }

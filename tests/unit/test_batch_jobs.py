@@ -193,7 +193,7 @@ def test_a_setting_that_does_not_fit_says_what_does(workflow, name, value, messa
         with_overrides(workflow, {name: value})
 
 
-def test_two_nodes_of_one_title_are_told_apart_by_id(workflow):
+def test_two_nodes_of_one_title_are_distinguished_by_id(workflow):
     workflow["7"]["_meta"]["title"] = "Sampler"
     with pytest.raises(OverrideError, match="'Sampler'.*6.seed, 7.seed"):
         with_overrides(workflow, {"Sampler.seed": 1})

@@ -202,7 +202,7 @@ def here(monkeypatch):
     monkeypatch.setattr(cli.signal, "signal", lambda *_given: None)
 
 
-def test_failed_jobs_are_told_and_made_again_only_when_asked(table, here, capsys):
+def test_failed_jobs_are_reported_and_run_again_only_when_asked(table, here, capsys):
     (table / "jobs.csv").write_text("id,prompt\ngood,cat\nbad,fail\n", encoding="utf-8")
     assert run_beside(FakeComfy()) == cli.FAILED
     said = capsys.readouterr().err

@@ -118,14 +118,14 @@ def test_a_painter_draws_the_map_of_its_image():
 
 def test_both_files_of_a_job_are_written_and_one_that_is_held_open_costs_the_job(tmp_path, locked):
     locked({"b_map.png": 99})
-    told = []
+    records = []
     with Journal(tmp_path / "r.jsonl") as journal:
         for name in "ab":
             journal.write_queued(name, "same", 1, "ray")
             record = {"status": "success", "traces": [], "seconds": 1.0, "error": ""}
-            fleet.write(journal, Job(name, {}, 1), record, (b"image", b"map"), tmp_path / "out", told.append)
-    assert [record["status"] for record in told] == ["success", "error"] and "b_map.png" in told[1]["error"]
-    assert [len(record["copies"]) for record in told] == [2, 1]
+            fleet.write(journal, Job(name, {}, 1), record, (b"image", b"map"), tmp_path / "out", records.append)
+    assert [record["status"] for record in records] == ["success", "error"] and "b_map.png" in records[1]["error"]
+    assert [len(record["copies"]) for record in records] == [2, 1]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.png", "a_map.png", "b.png"]
 
 

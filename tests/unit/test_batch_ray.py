@@ -36,7 +36,7 @@ def table(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_jobs_are_drawn_by_actors_and_those_that_were_drawn_before_are_not(table, monkeypatch, capsys):
+def test_actors_run_the_jobs_but_not_those_that_were_run_before(table, monkeypatch, capsys):
     jobs = read_jobs(table / "jobs.csv")
     prints = {job: fingerprint([asdict(STUDIO), found]) for job, found in STUDIO.settings(jobs).items()}
     with Journal(table / "jobs.results.jsonl") as journal:
@@ -84,14 +84,15 @@ def test_what_does_not_fit_the_method_is_refused_before_ray_starts(table, monkey
 
 def test_an_image_that_another_program_holds_open_costs_that_job_alone(tmp_path, locked):
     locked({"a.png": 99})
-    jobs, told = [Job(name, {}, 1) for name in "ab"], []
+    jobs, records = [Job(name, {}, 1) for name in "ab"], []
     with Journal(tmp_path / "r.jsonl") as journal:
         for job in jobs:
             journal.write_queued(job.id, "same", 1, "ray")
             record = {"status": "success", "traces": [], "seconds": 1.0, "error": ""}
-            fleet.write(journal, job, record, (b"image", b""), tmp_path / "out", told.append)
-    assert [record["status"] for record in told] == ["error", "success"]
-    assert "a.png" in told[0]["error"] and "open in another program" in told[0]["error"] and told[0]["copies"] == []
+            fleet.write(journal, job, record, (b"image", b""), tmp_path / "out", records.append)
+    assert [record["status"] for record in records] == ["error", "success"]
+    error = records[0]["error"]
+    assert "a.png" in error and "open in another program" in error and records[0]["copies"] == []
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["b.png"]
 
 
@@ -105,7 +106,7 @@ def test_it_asks_for_a_folder_and_for_ray(table, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("method", RECIPES)
-def test_every_method_draws_with_its_settings(method, monkeypatch):
+def test_every_method_generates_with_its_settings(method, monkeypatch):
     """Each by its name, with all of its settings given as their defaults; what it draws is shown elsewhere."""
     drawn = []
     monkeypatch.setattr("comfyui_specar.batch.studio.api.sample", lambda *given, **named: drawn.append((given, named)))

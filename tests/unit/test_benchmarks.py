@@ -9,7 +9,7 @@ import pytest
 import torch
 from comfyui_specar import api
 from comfyui_specar.benchmarks import plain, profiles, sizes, speed, subjects
-from comfyui_specar.benchmarks.generate import generate, twin
+from comfyui_specar.benchmarks.generate import counterpart, generate
 from comfyui_specar.benchmarks.gpu import subjects as gpu_subjects
 from comfyui_specar.benchmarks.passes import Staged, Stretch, weights_read
 from comfyui_specar.models.positions import SequencePositions
@@ -24,18 +24,18 @@ def tiny(name):
 
 
 @pytest.mark.parametrize("name", ["janus-small", "chameleon-small", "emu3-small", "llamagen-b"])
-def test_twins_of_transformers_compute_what_ours_do(name):
+def test_counterparts_of_transformers_compute_what_ours_do(name):
     model = sizes.build(tiny(name), torch.float32, CPU)
     ids, backbone = torch.randint(0, 64, (2, 12)), model.backbone
     positions = SequencePositions(sizes.SIZES[name].theta)  # LlamaGen's own rotation is none of transformers'
     with torch.inference_mode():
         hidden = backbone(backbone.tok_embeddings(ids), positions.prompt(12, 8, CPU)._replace(halves=True))
-        assert torch.allclose(twin(model)(ids).logits, backbone.logits(hidden), atol=1e-5)
+        assert torch.allclose(counterpart(model)(ids).logits, backbone.logits(hidden), atol=1e-5)
     assert 2 < backbone.logits(hidden).std() < 4  # neither even distributions nor certain ones
-    assert len(generate(twin(model), 2, 5, 3, model.defaults, "static")) == 3
+    assert len(generate(counterpart(model), 2, 5, 3, model.defaults, "static")) == 3
 
 
-def test_plain_loop_draws_what_our_next_token_does(monkeypatch):
+def test_the_plain_loop_generates_what_our_next_token_does(monkeypatch):
     model = sizes.build(tiny("llamagen-b"), torch.float32, CPU)
     params = SamplingParams(cfg=3.0, temperature=0.0)
     prompt, drawn, draw = sizes.prompt(model), [], plain.draw
@@ -53,7 +53,7 @@ def test_plain_loop_filters():
         assert {int(plain.draw(logits, params)) for _ in range(200)} == legal
 
 
-def test_a_stretch_is_drawn_behind_what_stands_before_it():
+def test_a_stretch_is_generated_after_the_tokens_before_it():
     model = sizes.build(tiny("llamagen-b"), torch.float32, CPU)
     stretch = Stretch.middle(TokenLayout.plain(8, 8), 20)
     assert (stretch.behind, stretch.tokens, stretch.drawn.length) == (22, 20, 20)

@@ -67,15 +67,15 @@ def test_a_warning_of_the_pack_is_a_failure_while_it_is_listened_to(findings):
 # Verdicts
 
 
-@pytest.mark.parametrize(("found", "code", "verdict", "told"), [
+@pytest.mark.parametrize(("found", "code", "verdict", "reported"), [
     ({"rows": [{}]}, 0, OK, "all well"), ({"rows": [{}], "warnings": ["slow"]}, 0, WARNING, "slow"),
     ({"rows": [{}], "failures": ["wrong"], "warnings": ["slow"]}, 0, FAILED, "wrong"),
     ({"not_run": {"all": "no ComfyUI"}}, 0, NOT_RUN, "no ComfyUI"), ({"rows": [{}]}, 86, FAILED, "code 86: last words"),
     ({"rows": [{}], "at": "ADT-Tree"}, None, CUT, "after 9 s at: ADT-Tree"), ({"failures": ["x"]}, None, FAILED, "x"),
 ])
-def test_verdicts(found, code, verdict, told):
+def test_verdicts(found, code, verdict, reported):
     given, why = stages.judged(NOTHING | found, code, 9.0, " last words\n")
-    assert given == verdict and told in why
+    assert given == verdict and reported in why
 
 
 def test_a_process_that_dies_hangs_or_is_not_there(tmp_path):
@@ -164,8 +164,9 @@ def reference(x, pair):
 
 def test_a_kernel_must_return_and_write_what_its_reference_does():
     def comparison(kernel):
-        told.clear()
-        return kernels.Comparison(lambda name, given: kernel(*given), kernels.shape, {"model": "toy"}, told.append, {})
+        reported.clear()
+        about = {"model": "toy"}
+        return kernels.Comparison(lambda name, given: kernel(*given), kernels.shape, about, reported.append, {})
 
     def call(found, size=4):
         x = torch.zeros(size, 2)[:, 0]  # a slice of something wider
@@ -176,7 +177,7 @@ def test_a_kernel_must_return_and_write_what_its_reference_does():
         assert x.stride() == (2,) and isinstance(pair, Pair) and pair.n == 3
         return reference(x, pair)
 
-    told = []
+    reported = []
     right = comparison(sliced)
     for size in (4, 4, 5):
         call(right, size)
@@ -185,11 +186,11 @@ def test_a_kernel_must_return_and_write_what_its_reference_does():
     for wrong in (lambda x, pair: reference(x, pair) + 0.5, lambda x, pair: x * 0 + 2, lambda x, pair: 1 / 0):
         found = comparison(wrong)
         call(found)
-        assert not told  # a decision on an edge may fall on either side: it gets another try
+        assert not reported  # a decision on an edge may fall on either side: it gets another try
         for _ in range(2):
             call(found)
         assert found.rows["k"]["disagreed"] == 1 and found.rows["k"]["calls"] == 2
-        [failure] = told
+        [failure] = reported
         assert failure.startswith("toy: k of ") and "('float32', 4)" in failure
 
 
@@ -256,7 +257,7 @@ def test_rows_of_a_device(monkeypatch):
     assert set(first) == {"model", "method", "ms", "floor, ms", "times the floor", "cost", "launches",
                           "synchronisations"}
     assert first["cost"] == 1 and first["synchronisations"] == "none" and chain["floor, ms"] > first["floor, ms"] > 0
-    assert [told for told in findings.content["warnings"] if "are its graphs replayed?" in told]
+    assert [reported for reported in findings.content["warnings"] if "are its graphs replayed?" in reported]
     assert findings.content["summary"].startswith("llamagen-xl: ")
 
 
@@ -319,8 +320,8 @@ def test_a_dry_run_tries_every_stage(tmp_path):
         [sys.executable, "-m", "benchmarks", "gpu", "--dry", "--minutes", "60", "--out", str(out)], cwd=stages.ROOT,
         env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    told = json.loads(out.read_text(encoding="utf-8"))
-    found = {entry["stage"]: entry for entry in told["stages"]}
+    reported = json.loads(out.read_text(encoding="utf-8"))
+    found = {entry["stage"]: entry for entry in reported["stages"]}
     verdicts = {name: entry["verdict"] for name, entry in found.items()}
     assert verdicts.pop("captures") in (OK, WARNING), ran.stdout
     assert verdicts == dict.fromkeys(verdicts, OK) | {"races": NOT_RUN, "prompts": NOT_RUN}, ran.stdout
@@ -331,7 +332,7 @@ def test_a_dry_run_tries_every_stage(tmp_path):
     assert {row["kernel"] for row in found["kernels"]["rows"]} >= {"attention.attend_few", "linear.few_rows",
                                                                   "verification.exact_rejection_sampling"}
     text = out.with_suffix(".md").read_text(encoding="utf-8")
-    assert text == page(told) and "Dry run, without a CUDA device" in text
+    assert text == page(reported) and "Dry run, without a CUDA device" in text
     assert all(f"| {stage.title} | **" in text for stage in STAGES)
 
 

@@ -98,7 +98,7 @@ def test_cached_logits_equal_teacher_forced_ones(models, text, guided, negative_
 
 @pytest.mark.parametrize("text", [True, False])
 def test_a_row_that_reached_the_end_disturbs_nobody(models, text):
-    """One row runs to the end and then commits nothing while windows behind the image go on being fed to it."""
+    """One row runs to the end and then commits nothing while windows after the image go on being fed to it."""
     driven = Script(models[text], text, guided=True, negative_length=3)
     chain = list(range(-1, 5))
     for n in range(8):

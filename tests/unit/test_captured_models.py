@@ -40,7 +40,7 @@ def models(tmp_path_factory):
 def drafters(models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("drafters")
     return {"eagle": load_drafter(write_eagle(folder / "eagle", input_type=None, prompt="padded"), models["grid"]),
-            "twin": load_drafter(write_llamagen(folder / "model.safetensors", True), models["grid"])}
+            "same model": load_drafter(write_llamagen(folder / "model.safetensors", True), models["grid"])}
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def without_gradients():
 
 
 def begin(model, name: str, prompt: int, into=None, slack: int = SLACK, guided: bool = True):
-    """A run behind the first or second prompt, of which the second is shorter."""
+    """A run after the first or second prompt, of which the second is shorter."""
     if name == "grid":
         conditioning = model.encode_features(caption_features(9)[:, : 9 - 3 * prompt] + prompt)
     else:
@@ -99,7 +99,7 @@ def same(found, wanted, tolerance=1e-6):
 
 @pytest.mark.parametrize("name", ["grid", "sequence"])
 def test_a_captured_step_is_a_called_one_over_trees_and_runs(models, name):
-    """Five passes each behind three prompts, two of the three in the memory of the first, all with one graph."""
+    """Five passes each after three prompts, two of the three in the memory of the first, all with one graph."""
     model, graphs, state = models[name], TapeGraphs(torch.device("cpu")), None
     for number, prompt in enumerate((0, 1, 0)):
         before, state = state, begin(model, name, prompt, state)
@@ -142,9 +142,9 @@ def test_memory_of_other_sizes_is_not_taken_over(models):
     assert both is not half and both.branches == 2
 
 
-@pytest.mark.parametrize("kind", ["eagle", "twin"])
+@pytest.mark.parametrize("kind", ["eagle", "same model"])
 def test_captured_drafters(models, drafters, kind):
-    """Observing, two levels of drafts on one another, and the next run behind a shorter prompt in the same memory."""
+    """Observing, two levels of drafts on one another, and the next run after a shorter prompt in the same memory."""
     model, drafter = models["grid"], drafters[kind]
     layout, graphs, kept, target = model.layout(), TapeGraphs(torch.device("cpu")), None, None
     hidden = fill("hidden embedding", (2 * BATCH, NODES, model.backbone.config.dim))

@@ -133,7 +133,7 @@ def test_replayed_rounds_on_a_backbone(text_model, text_drafters, kind, on_tape,
 
 
 @pytest.mark.parametrize("structure", [Chain(3), STATIC, Dynamic(3, 2, 5)], ids=["chain", "static", "dynamic"])
-def test_replayed_rounds_draw_from_the_distribution(structure, on_tape):
+def test_replayed_rounds_sample_from_the_distribution(structure, on_tape):
     target, drafter, shape = toy("line_ends")
     tokens = DraftTree(drafter, structure).sample(request(target, shape, batch=2000)).tokens
     assert on_tape[0].replayed > 0

@@ -1,4 +1,4 @@
-"""Steps of next-token and Jacobi decoding as they run on a GPU: compiled as one graph, captured, replayed, told late.
+"""Steps of next-token and Jacobi decoding as they run on a GPU: compiled as one graph, captured, replayed, read late.
 
 Nothing of that may show: same tokens and same trace as the plain loop, also over several runs in one kept session.
 """
@@ -142,7 +142,7 @@ def test_a_result_stays_when_its_session_goes_on():
 
 @pytest.mark.parametrize("method", [NextToken(), *(SJD(4, reuse) for reuse in REUSE if reuse != "threshold_paper")],
                          ids=str)
-def test_the_captured_path_draws_from_the_distribution(method):
+def test_the_captured_path_samples_from_the_distribution(method):
     for layout, specials in LAYOUTS.values():
         model = ToyModel(layout, specials)
         with captured() as made:
@@ -150,7 +150,7 @@ def test_the_captured_path_draws_from_the_distribution(method):
         assert made[0].captured == 1 and chi_square(tokens, model.distribution(layout, SamplingParams())).z < 4
 
 
-def test_a_late_host_launches_one_step_more_and_tells_what_it_knows():
+def test_a_late_host_launches_one_step_more_and_reports_what_it_knows():
     layout, seen = plain(2, 3), []
     asked = request(ToyModel(layout), layout, batch=3, callback=lambda p: seen.append((p.passes, p.committed.tolist())))
     with captured() as made:
@@ -171,7 +171,7 @@ class Fed(ToyModel):
 
 @pytest.mark.parametrize("reuse", REUSE)
 def test_the_callback_is_shown_the_guesses_that_the_next_pass_feeds(reuse):
-    """Also where the host is told late: tokens, guesses and their start are those of the newest pass."""
+    """Also where the host learns late: tokens, guesses and their start are those of the newest pass."""
     layout = plain(2, 4)
 
     def run():

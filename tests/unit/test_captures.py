@@ -23,7 +23,7 @@ METHODS = {  # and how many graphs each needs for images of one size
     "chain": (lambda drafter: DraftTree(drafter, Chain(3)), 2),  # drafting, and the rest of a round
     "static": (lambda drafter: DraftTree(drafter, Static(((0,), (1,), (0, 0), (0, 1), (1, 0)))), 2),
     "dynamic": (lambda drafter: DraftTree(drafter, Dynamic(3, 3, 8)), 2),
-    "skipping": (lambda drafter: DraftTree(drafter, Chain(3), skipping=Skipping(guard=0)), 5),  # skipped, and behind it
+    "skipping": (lambda drafter: DraftTree(drafter, Chain(3), skipping=Skipping(guard=0)), 5),  # skipped, and after it
     "adaptive": (lambda drafter: DraftTree(drafter, ADT), 14),
 }
 

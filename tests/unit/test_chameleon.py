@@ -1,4 +1,6 @@
-"""Lumina-mGPT and Anole: told apart by their weights, laid out and prompted as they were trained, refused in words."""
+"""Lumina-mGPT and Anole: distinguished by their weights, laid out and prompted as they were trained, refused in
+words.
+"""
 
 import json
 import shutil
@@ -56,7 +58,7 @@ def ids(conditioning):
 # What they are
 
 
-def test_weights_tell_the_two_apart_whatever_the_folder_is_called(copy):
+def test_weights_distinguish_the_two_whatever_the_folder_is_called(copy):
     assert api.load_model(copy("anole", "Lumina-mGPT-64")).family == "anole"
     assert api.load_model(copy("lumina", "Anole-64")).family == "lumina-mgpt"
 
@@ -89,11 +91,11 @@ def test_size_table(side, count):
     ("Lumina-mGPT-7B-512/model.safetensors", 512), ("Lumina-mGPT-7B-768-Omni/model.safetensors.index.json", 768),
     ("Lumina-mGPT-7B-1024/pytorch_model.bin", 1024), ("LLM/Lumina-mGPT-7B-768_fp8.safetensors", 768),
 ])
-def test_released_names_tell_the_size(tmp_path, path, size):
+def test_released_names_give_the_size(tmp_path, path, size):
     assert chameleon.target_size(tmp_path / path, {}, None) == size
 
 
-def test_a_square_grid_tells_the_size_where_the_name_does_not(copy):
+def test_a_square_grid_gives_the_size_where_the_name_does_not(copy):
     folder = edit(copy("lumina", "mine-64"), specar=None)  # no size of a released model
     with pytest.raises(CheckpointError, match="mine-64.*size.*512, 768 or 1024.*grid"):
         api.load_model(folder)
@@ -152,7 +154,7 @@ def test_anole_takes_the_prompt_as_it_is(models):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_its_tokenizer_a_model_still_draws_from_ids(kind, folders, copy):
+def test_without_its_tokenizer_a_model_still_generates_from_ids(kind, folders, copy):
     folder = copy(kind, "lonely-64")
     (folder / "tokenizer.json").unlink()
     model = api.load_model(folder)

@@ -322,7 +322,7 @@ def test_mask_schedule_of_mar():
     assert sum(counts) == 256 and len(counts) == 64 and min(counts) == 1
 
 
-def test_mask_schedule_draws_every_token_once():
+def test_the_mask_schedule_generates_every_token_once():
     for length in (*range(1, 40), 64, 100, 256, 1024):
         for iterations in {*range(1, min(length, 20) + 1), length // 2 or 1, length - 1 or 1, length, length + 5}:
             counts = mask_schedule(iterations, length)

@@ -38,7 +38,7 @@ def test_the_number_of_passes_is_recorded(models):
     assert "4 iterations" in run_report.guesses(trace.settings)
 
 
-def test_tokens_drawn_without_seeing_each_other_are_not_called_exact(models):
+def test_tokens_sampled_without_seeing_each_other_are_not_called_exact(models):
     model = models[0]
     alone, blind = (api.sample(model, prompt(model, 3), ContinuousNextToken(n)).trace for n in (None, 2))
     assert run_report.exact(alone) and not run_report.exact(blind)

@@ -53,14 +53,14 @@ def assert_biased(found):
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_the_plain_sampler_draws_from_the_distribution(pair):
+def test_the_plain_sampler_samples_from_the_distribution(pair):
     """Without the noise of the last step, as published; a mixture has none to leave out."""
     decoded = ContinuousNextToken().sample(request(TARGETS[pair], RUNS, cfg=CFG))
     assert_exact(score(TARGETS[pair], decoded, CFG, last=False))
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_exact_mode_draws_from_the_distribution_of_the_target(pair):
+def test_exact_mode_samples_from_the_distribution_of_the_target(pair):
     decoded = draw(pair)
     summary = decoded.trace.summary()
     assert 0.2 < summary["acceptance_rate"] < 0.8

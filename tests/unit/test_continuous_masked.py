@@ -85,7 +85,7 @@ def test_variants_of_one_call_equal_calls_of_their_own(models, guided):
         assert_same(together.map(lambda t, v=v: t[:, v : v + 1]), alone)
 
 
-def test_room_for_more_known_tokens_changes_nothing(models):
+def test_slots_for_more_known_tokens_change_nothing(models):
     model, tokens, known = models[0], image(2), known_rows(2, 5)[:, None]
     query = torch.tensor([[[0, 4]], [[8, 1]]])
     state = model.start(prompt(model, 3), None, 2, model.grid, True)
@@ -94,7 +94,7 @@ def test_room_for_more_known_tokens_changes_nothing(models):
         assert_same(predict(model, state, tokens, known, query, seen), wanted)
 
 
-def test_nothing_known_needs_no_room(models):
+def test_nothing_known_needs_no_slots(models):
     model, tokens, known = models[0], image(1), torch.zeros(1, 1, LENGTH, dtype=torch.bool)
     state = model.start(prompt(model, 3), None, 1, model.grid, True)
     query = torch.tensor([[[5]]])
@@ -156,7 +156,7 @@ def test_the_temperature_widens_the_last_step_but_not_the_path(models):
 
 
 @pytest.mark.parametrize("cfg", [1.0, 2.5])
-def test_a_model_that_drafts_for_itself_draws_the_plain_image(models, cfg):
+def test_a_model_that_drafts_for_itself_generates_the_plain_image(models, cfg):
     model = models[0]
     plain = ContinuousNextToken().sample(request(model, 2, cfg=cfg)).tokens
     for mode in ("block", "prefix"):

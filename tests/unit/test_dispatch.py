@@ -202,20 +202,20 @@ def test_a_gpu_runs_triton(gpu, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize(("change", "told"), [
+@pytest.mark.parametrize(("change", "message"), [
     (lambda patch: patch.setattr(dispatch, "find_spec", lambda name: None), "not installed"),
     (lambda patch: patch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5)), "capability 8.0"),
     (lambda patch: patch.setattr(torch.version, "hip", "6.4"), "NVIDIA"),
     (lambda patch: patch.setenv(switches.NO_TRITON, "1"), switches.NO_TRITON),
 ], ids=["missing", "old", "AMD", "switch"])
-def test_where_triton_does_not_run_the_reference_does(change, told, gpu, kernel_is, monkeypatch, caplog):
+def test_where_triton_does_not_run_the_reference_does(change, message, gpu, kernel_is, monkeypatch, caplog):
     """Nothing is compiled, and the log tells why, once."""
     change(monkeypatch)
     kernel_is(lambda *given: pytest.fail("the kernel was tried"))
     with caplog.at_level(logging.INFO):
         assert [plain(on_gpu(1.0), n).tolist() for n in (3, 4)] == [[3], [4]]
     [record] = caplog.records
-    assert told in record.message
+    assert message in record.message
 
 
 def test_an_empty_module_in_the_place_of_triton_is_none(gpu, monkeypatch):

@@ -49,7 +49,7 @@ def test_densities_broadcast_over_proposals():
         assert torch.allclose(distribution.log_density(x)[1], distribution.log_density(x[1]))
 
 
-def test_normal_draws_follow_the_distribution_and_the_token_is_its_mean():
+def test_samples_of_a_gaussian_follow_the_distribution_and_the_token_is_its_mean():
     distribution, count = normal_distribution(), 20_000
     normal, uniform = numbers(count, 3)
     u = normal_cdf((distribution.sample(normal, uniform) - distribution.mean) / distribution.log_std.exp())
@@ -58,7 +58,7 @@ def test_normal_draws_follow_the_distribution_and_the_token_is_its_mean():
     assert torch.equal(many.token(normal, uniform), many.mean)
 
 
-def test_mixture_draws_follow_the_distribution():
+def test_samples_of_a_mixture_follow_the_distribution():
     distribution, count = mixture_distribution(), 20_000
     normal, uniform = numbers(count, 2)
     many = distribution.map(lambda t: t.expand(count, *t.shape))
@@ -78,7 +78,7 @@ def test_mixture_draws_follow_the_distribution():
 
 
 @pytest.mark.parametrize("uniform", [0.0, ALMOST_ONE])
-def test_a_part_of_weight_zero_is_never_drawn(uniform):
+def test_a_component_of_weight_zero_is_never_sampled(uniform):
     weights = torch.tensor([-torch.inf, 0.0, 0.5, -torch.inf])
     means = torch.tensor([[9.0], [1.0], [2.0], [9.0]])
     x = Mixture(weights, means, torch.zeros(4, 1)).sample(torch.zeros(1), torch.tensor(uniform))

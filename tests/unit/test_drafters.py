@@ -48,12 +48,12 @@ def target(tmp_path_factory):
 
 def load_kind(kind: str, target, folder):
     """An EAGLE drafter used to a cropped or padded prompt, or the target once more as its own drafter."""
-    if kind == "twin":
+    if kind == "same model":
         return load_drafter(write_llamagen(folder / "model.safetensors", True), target)
     return load_drafter(write_eagle(folder, input_type=None, prompt=kind), target)
 
 
-@pytest.fixture(scope="module", params=["cropped", "padded", "twin"])
+@pytest.fixture(scope="module", params=["cropped", "padded", "same model"])
 def drafter(request, target, tmp_path_factory):
     return load_kind(request.param, target, tmp_path_factory.mktemp("drafter"))
 
@@ -80,7 +80,7 @@ class Session:
         return self.drafter.observe(self.state, IMAGE.gather(1, positions), positions, hidden, count)
 
     def eagle_reference(self, row: int, decided: int, drafts: list[int]) -> Tensor:
-        """The feature [D] behind ``decided`` tokens of a row and some drafts, by full passes over all pairs."""
+        """The feature [D] after ``decided`` tokens of a row and some drafts, by full passes over all pairs."""
         prompt = self.prefix[row // 2][row % 2]
         if self.drafter.padded:
             prompt = self.drafter._padding(prompt[None], row >= 2 and self.prompts[1] is None)[0]
@@ -93,7 +93,7 @@ class Session:
         return feature
 
     def model_reference(self, row: int, decided: int, drafts: list[int]) -> Tensor:
-        """The target's logits [V] behind the same tokens."""
+        """The target's logits [V] after the same tokens."""
         tokens = torch.cat((IMAGE[row % 2, :decided], torch.tensor(drafts, dtype=torch.int64)))
         prefix = self.target.prefix(self.target.read(self.prompts[0], 1, "positive").features)
         if row >= 2:
@@ -186,7 +186,7 @@ def test_a_hidden_state_goes_with_the_next_token(target, tmp_path):
 
 
 @torch.inference_mode()
-def test_behind_a_class_there_are_no_prompt_pairs(tmp_path):
+def test_after_a_class_there_are_no_prompt_pairs(tmp_path):
     target = llamagen(tmp_path, text=False)
     eagle = load_kind("padded", target, tmp_path / "d")
     run = target.encode_class(3), None, 2, target.layout(), 16, True
@@ -374,7 +374,7 @@ def test_the_command_line_trains_a_drafter_for_a_model_of_ones_own(tmp_path, mon
         command_line.main()
 
 
-def test_the_bundled_drafters_guess_what_the_bundled_model_draws():
+def test_the_bundled_drafters_guess_what_the_bundled_model_generates():
     """At most three quarters as many single drafts are refused as of one who guesses that a token follows the same
     distribution as the one before; and EAGLE's, where hidden states are paired with the tokens before theirs, more."""
     def size(name: str) -> int:

@@ -28,8 +28,8 @@ def model(folder):
 
 def change(folder, file="config.json", **settings):
     """Other settings in a model's folder; None takes one away."""
-    told = json.loads((folder / file).read_text(encoding="utf-8")) | settings
-    text = json.dumps({key: value for key, value in told.items() if value is not None})
+    content = json.loads((folder / file).read_text(encoding="utf-8")) | settings
+    text = json.dumps({key: value for key, value in content.items() if value is not None})
     (folder / file).write_text(text, encoding="utf-8")
 
 
@@ -99,12 +99,12 @@ def test_the_negative_prompt_of_a_run_is_the_users_or_the_models(model):
     assert not torch.allclose(own.prefill.logits[1], other.prefill.logits[1], atol=0.1)
 
 
-def test_a_prompt_that_leaves_no_room_for_the_image(model):
+def test_a_prompt_that_leaves_no_space_for_the_image(model):
     with pytest.raises(ValueError, match=r"prompt.* 256\b"):
         api.sample(model, model.encode_prompt("red " * 230))
 
 
-def test_without_a_tokenizer_ids_can_still_be_drawn(tmp_path, folder):
+def test_without_a_tokenizer_ids_still_generate_images(tmp_path, folder):
     path = copy(folder, tmp_path / "Emu3-Gen-hf")
     (path / "tokenizer.json").unlink()
     model = load_model(path)
@@ -195,7 +195,7 @@ def test_sizes_are_those_of_one_area(model):
     ("Emu3-Gen", {"image_area": 262144}, None, (64, 64)), ("mine", {}, (64, 64), (64, 64)),
     ("mine", {}, (68, 120), (68, 120)), ("Emu3-Gen", {}, (68, 120), (68, 120)),
 ])  # fmt: skip
-def test_which_sizes_a_checkpoint_draws(tmp_path, folder, name, settings, grid, wanted):
+def test_which_sizes_a_checkpoint_generates(tmp_path, folder, name, settings, grid, wanted):
     path = copy(folder, tmp_path / name, **{"image_area": None, "vq_config": None, **settings})
     found, grids = emu3.sizes_of(checkpoint_of(path), {**settings}, 8, grid)
     assert found == wanted and grids == emu3.size_table(64 if 64 in wanted else 90)
@@ -207,7 +207,7 @@ def checkpoint_of(path):
     return Checkpoint({}, path=path / "model.safetensors.index.json")
 
 
-def test_a_size_that_nothing_tells(tmp_path, folder):
+def test_a_size_that_nothing_states(tmp_path, folder):
     path = copy(folder, tmp_path / "mine", image_area=None)
     refused(path, "mine", "Emu3-Gen", "Emu3-Stage1", "90 x 90", "64 x 64")
     with pytest.raises(ValueError, match="Emu3-Gen.*Emu3-Stage1"):
@@ -225,7 +225,7 @@ def test_a_model_that_only_reads_images(tmp_path, folder):
 # Damage
 
 
-def test_words_that_nothing_tells(tmp_path, folder):
+def test_a_missing_or_wrong_vocabulary_map_is_refused(tmp_path, folder):
     ids = tiny.vocabulary()
     swapped = ids | {"<|visual token 000000|>": ids["<|visual token 000001|>"], "<|visual token 000001|>":
                      ids["<|visual token 000000|>"]}  # fmt: skip

@@ -45,7 +45,7 @@ def test_the_same_seed_is_the_same_image(family, guided):
 
 
 @torch.inference_mode()
-def test_the_beginning_of_an_image_is_drawn_as_the_whole(family):
+def test_the_beginning_of_an_image_is_generated_as_in_the_whole(family):
     """A run over it sees the prompt and the positions of the whole image (Emu3 and Lumina put its size there)."""
     wanted = replace(asked(family, True), layout=family.model.layout())
     short = replace(wanted, layout=wanted.layout.beginning(COLS + 2))

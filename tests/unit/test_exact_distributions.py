@@ -49,20 +49,20 @@ def assert_exact(method, name, params=None, runs=RUNS):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_next_token_draws_from_the_distribution(name):
+def test_next_token_samples_from_the_distribution(name):
     assert_exact(NextToken(), name)
 
 
 @pytest.mark.parametrize("name", ["row", "line_ends", "kept"])
 @pytest.mark.parametrize("initial", INITIAL)
 @pytest.mark.parametrize("reuse", LOSSLESS)
-def test_lossless_modes_draw_from_the_distribution(reuse, initial, name):
+def test_lossless_modes_sample_from_the_distribution(reuse, initial, name):
     assert_exact(SJD(window=3, reuse=reuse, initial=initial), name)
 
 
 @pytest.mark.parametrize("window", [2, 6])
 @pytest.mark.parametrize("reuse", LOSSLESS)
-def test_every_window_draws_from_the_distribution(reuse, window):
+def test_every_window_samples_from_the_distribution(reuse, window):
     for name in ("row", "line_ends"):
         assert_exact(SJD(window=window, reuse=reuse), name)
 
@@ -104,7 +104,7 @@ def truncated_verify(run, state, p, real=jacobi.verify):
 
 
 def truncated_refine(run, state, verified, official):
-    """Decided tokens behind the cut stay in the window; ``official``: accepted ones with the distribution they had
+    """Decided tokens after the cut stay in the window; ``official``: accepted ones with the distribution they had
     before.
     """
     p, draft = verified.p, jacobi.window_draft(run, state, verified.position, verified.exists)

@@ -54,7 +54,7 @@ def assert_exact(structure, name, params=None, runs=RUNS):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
-def test_every_structure_draws_from_the_distribution(structure, name):
+def test_every_structure_samples_from_the_distribution(structure, name):
     assert_exact(structure, name)
 
 

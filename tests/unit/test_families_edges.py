@@ -174,7 +174,7 @@ def test_an_image_without_end(copied, family, setting):
 
 
 @pytest.mark.parametrize("method", ["next token", "SJD", "draft tree"])
-def test_a_model_that_overflows_draws_nothing(models, folders, method):
+def test_a_model_that_overflows_generates_nothing(models, folders, method):
     model = load_model(folders["janus-pro"])
     model.backbone.norm.weight.data[0] = torch.inf
     tree = DraftTree(ModelDrafter(models["janus-pro"]), Chain(2))

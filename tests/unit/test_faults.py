@@ -49,7 +49,7 @@ BAD = {"nan": math.nan, "infinite": math.inf, "one nan": math.nan}
 
 
 class Breaking(ToyModel):
-    """Its predictions behind ``after`` tokens are no numbers."""
+    """Its predictions after ``after`` tokens are not finite."""
 
     def __init__(self, after: int, kind: str = "nan"):
         super().__init__(LAYOUT)
@@ -105,7 +105,7 @@ def test_a_forced_token_needs_no_prediction():
 @pytest.mark.parametrize("order", [("top_k", "top_p"), ("top_p", "top_k")], ids=["top-k first", "top-p first"])
 @pytest.mark.parametrize(("cfg", "temperature", "top_k", "top_p"), [
     (2, 0, 0, 1), (1, 0.7, 3, 1), (3, 1, 3, 0.5)])
-def test_flawed_rows_become_nan_in_both_twins(cfg, temperature, top_k, top_p, order):
+def test_flawed_rows_become_nan_in_kernel_and_reference(cfg, temperature, top_k, top_p, order):
     rows = torch.randn(2, 7, 10, generator=torch.Generator().manual_seed(0))
     rows[0, 0], rows[0, 1, 4], rows[0, 2, 4], rows[0, 3, 4] = math.nan, math.nan, -math.nan, math.inf
     rows[:, 4], rows[:, 5, 2:7] = -math.inf, -math.inf  # the second is a distribution
@@ -170,7 +170,7 @@ def test_any_drafter_leaves_the_distribution_alone(spoil):
         assert whole.z < 4 and late.z < 4, (name, whole, late)
 
 
-def test_a_drafter_without_any_guess_costs_a_pass_per_token_and_is_told_of(caplog):
+def test_a_drafter_that_proposes_nothing_costs_a_pass_per_token_and_is_reported(caplog):
     for structure in STRUCTURES.values():
         caplog.clear()
         trace = DraftTree(Garbage(GARBAGE["nan"]), structure).sample(request(MODEL, LAYOUT, batch=2)).trace

@@ -285,9 +285,10 @@ def test_the_long_run_reports_what_came_of_every_case(tmp_path):
     assert report["families"] == {"trace": report["outcomes"]} and report["deaths"] == report["executed"] == 0
 
 
-@pytest.mark.parametrize(("ends", "patience", "told"), [("os.abort()", PATIENCE, "killed the process (exit code -6)"),
-                                                        ("time.sleep(3600)", 0.2, "never ended")])
-def test_the_long_run_counts_processes_that_die(tmp_path, monkeypatch, ends, patience, told):
+@pytest.mark.parametrize(("ends", "patience", "problem"), [
+    ("os.abort()", PATIENCE, "killed the process (exit code -6)"), ("time.sleep(3600)", 0.2, "never ended"),
+])
+def test_the_long_run_counts_processes_that_die(tmp_path, monkeypatch, ends, patience, problem):
     def command(options, first):
         case = json.dumps({"number": first, "seed": "VQ", "mutation": "truncate: vq.pt"})
         return [sys.executable, "-c", f"import os, time; print({case!r}, flush=True); {ends}"]
@@ -297,4 +298,4 @@ def test_the_long_run_counts_processes_that_die(tmp_path, monkeypatch, ends, pat
     options = argparse.Namespace(case=None, cases=2, minutes=0, seed=0, only="")
     report = long_run.run(options, str(tmp_path)).report()
     assert report["cases"] == report["deaths"] == 2 and report["outcomes"] == {"problem": 2}
-    assert [case["number"] for case in report["problems"]] == [0, 1] and told in report["problems"][1]["problem"]
+    assert [case["number"] for case in report["problems"]] == [0, 1] and problem in report["problems"][1]["problem"]

@@ -52,7 +52,7 @@ def method_for(method, name):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_behind_given_tokens_the_distribution_is_the_models_own(method, name):
+def test_after_given_tokens_the_distribution_is_the_models_own(method, name):
     layout, _, given = CASES[name]
     params = SamplingParams(cfg=1.5, temperature=1.2)
     decoded = method_for(method, name).sample(request(MODELS[name], layout, params, batch=RUNS))
@@ -69,7 +69,7 @@ def test_behind_given_tokens_the_distribution_is_the_models_own(method, name):
 
 @pytest.mark.parametrize("method", [NextToken(), SJD(3, "gumbel")], ids=str)
 @pytest.mark.parametrize("chunk", [2, 256])
-def test_fixed_noise_draws_what_reading_one_by_one_would(method, chunk, monkeypatch):
+def test_fixed_noise_gives_what_reading_one_by_one_would(method, chunk, monkeypatch):
     """The image whose beginning is given back is drawn again, in chunks of any size and at any place."""
     for name, (layout, specials, _) in CASES.items():
         free = replace(layout, forced=plain(2, 3).forced if name == "row" else with_line_ends(2, 2).forced)
@@ -85,7 +85,7 @@ def test_fixed_noise_draws_what_reading_one_by_one_would(method, chunk, monkeypa
 
 @pytest.mark.parametrize("chunk", [2, 256])
 @pytest.mark.parametrize("method", [NextToken(), SJD(3), SJD(3, "gumbel"), *STRUCTURES], ids=str)
-def test_images_of_other_beginnings_are_drawn_as_if_alone(method, chunk, monkeypatch):
+def test_images_of_other_beginnings_are_generated_as_if_alone(method, chunk, monkeypatch):
     monkeypatch.setattr(prefill, "CHUNK", chunk)
     layout = begun(plain(2, 3), [2, 0, 1, 1, -1], [1, -1, 2, 0, -1], [0, 1, 2, 1, 0], [-1, 0, 1, -1, -1])
     assert prefix_length(layout).tolist() == [4, 1, 5, 0] and prefix_length(plain(2, 3)).tolist() == [0]
@@ -110,7 +110,7 @@ def test_an_image_given_whole_is_given_back():
 
 
 @pytest.mark.parametrize("method", [NextToken(), *(SJD(3, reuse) for reuse in REUSE)], ids=str)
-def test_steps_captured_behind_other_beginnings_are_replayed(method):
+def test_steps_captured_after_other_beginnings_are_replayed(method):
     """How much is given is no part of a captured step."""
     model = ToyModel(plain(2, 3))
     layouts = [begun(plain(2, 3), *tokens) for tokens in ((1, 2), (0, 0, 1), (2, 1), (1, -1, 0), (0, 2, 2, 1))]
@@ -124,7 +124,7 @@ def test_steps_captured_behind_other_beginnings_are_replayed(method):
 
 
 @pytest.mark.parametrize("structure", [STRUCTURES[2], STRUCTURES[3]], ids=str)
-def test_rounds_captured_behind_other_beginnings_are_replayed(structure, on_tape, monkeypatch):
+def test_rounds_captured_after_other_beginnings_are_replayed(structure, on_tape, monkeypatch):
     model = ToyModel(plain(2, 3))
     layouts = [begun(plain(2, 3), *tokens) for tokens in ((1, 2), (0, 0, 1), (2, 1), (1, -1, 0))]
     drafter = ToyDrafter(model)
@@ -179,9 +179,9 @@ def test_reading_what_was_given_can_be_interrupted(model, monkeypatch):
         assert seen == [([2], [3, 1, 4, 1], 0), ([4], [3, 1, 4, 1], 0)]
 
 
-@pytest.mark.parametrize("kind", ["eagle", "twin"])
+@pytest.mark.parametrize("kind", ["eagle", "same model"])
 def test_drafters_know_what_was_given(model, folder, kind, monkeypatch):
-    """Read in one go or token by token, a drafter predicts the same behind it."""
+    """Read in one go or token by token, a drafter predicts the same after it."""
     path = write_eagle(folder / kind, input_type=None, prompt="padded") if kind == "eagle" else write_llamagen(
         folder / "small.safetensors", True)
     drafter, layout = load_drafter(path, model), begun(model.layout(), 3, 1, 4, 1, 5, 9, 2)
@@ -201,7 +201,7 @@ def test_drafters_know_what_was_given(model, folder, kind, monkeypatch):
             torch.testing.assert_close(a, b)
 
 
-def test_skipping_behind_a_beginning():
+def test_skipping_after_a_beginning():
     drafter = ToyDrafter(MODELS["row"], stale=True)
     method = DraftTree(drafter, Chain(1), skipping=Skipping(interval=2, guard=1))
     trace = method.sample(request(MODELS["row"], ROW, batch=20)).trace

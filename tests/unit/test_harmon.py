@@ -68,7 +68,7 @@ KNOWN = some_known((0, 5, 2), (9, 1, 15))
 # Files
 
 
-def test_what_the_file_tells(model):
+def test_what_the_file_states(model):
     assert (model.family, model.grid, model.channels, model.scale) == ("harmon", (4, 4), 16, 0.2325)
     assert model.defaults == ContinuousParams(3.0, "constant", 1.0, STEPS, "ddpm", iterations=64)
     assert model.backbone.config.conditions == 0 and model.pixels_per_token == 16
@@ -288,7 +288,7 @@ def test_any_grid(model):
     assert z.shape == (2, 1, 1, 70, MAR.dim) and z.isfinite().all()
 
 
-def test_a_seed_draws_the_same_images_again(model):
+def test_a_seed_generates_the_same_images_again(model):
     first, second = (image(model, iterations=6) for _ in range(2))
     assert first.tokens.shape == (2, LENGTH, 16) and first.tokens.isfinite().all()
     assert torch.equal(first.tokens, second.tokens) and (first.tokens[0] - first.tokens[1]).abs().max() > 0.1

@@ -1,4 +1,4 @@
-"""The rooms of the pack and the doors between them, read from the source; and what importing the pack costs."""
+"""The packages of the pack and what each may import, read from the source; and what importing the pack costs."""
 
 import ast
 import graphlib
@@ -14,7 +14,7 @@ from comfyui_specar.tests.support.patience import PATIENCE
 
 ROOT = Path(comfyui_specar.__file__).resolve().parent
 HOST = {"comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "node_helpers", "nodes", "server"}
-OWN = {  # room -> modules of the pack it may import (a room, or one module of it)
+OWN = {  # package -> modules of the pack it may import (a package, or one module of it)
     "kernels": set(),
     "models": {"kernels"},
     "samplers": {"kernels"},
@@ -28,7 +28,7 @@ OWN = {  # room -> modules of the pack it may import (a room, or one module of i
     "nodes": {"model_loaders", "samplers", "kernels", "reports"},
     "batch": {"api", "files", "samplers.contract", "samplers.registry"},
 }
-FOREIGN = {  # room -> third-party packages; all of them come with ComfyUI
+FOREIGN = {  # package -> third-party packages; all of them come with ComfyUI
     "kernels": {"torch", "triton"},
     "models": {"torch", "einops"},
     "samplers": {"torch"},
@@ -41,8 +41,8 @@ FOREIGN = {  # room -> third-party packages; all of them come with ComfyUI
 }
 
 
-def sources(room: str) -> list[Path]:
-    files = sorted((ROOT / room).glob("**/*.py")) or [ROOT / f"{room}.py"]
+def sources(package: str) -> list[Path]:
+    files = sorted((ROOT / package).glob("**/*.py")) or [ROOT / f"{package}.py"]
     return files
 
 
@@ -66,32 +66,32 @@ def top(name: str) -> str:
     return name.split(".")[0]
 
 
-@pytest.mark.parametrize("room", OWN)
-def test_a_room_uses_only_the_doors_it_has(room):
-    for path in sources(room):
+@pytest.mark.parametrize("package", OWN)
+def test_a_package_imports_only_what_it_may(package):
+    for path in sources(package):
         for inside, name in imports(path):
             if inside:
-                allowed = {room} | OWN[room]
+                allowed = {package} | OWN[package]
                 assert any(name == a or name.startswith(f"{a}.") for a in allowed), f"{path.name} imports {name}"
             else:
-                known = top(name) in sys.stdlib_module_names or top(name) in FOREIGN[room]
+                known = top(name) in sys.stdlib_module_names or top(name) in FOREIGN[package]
                 assert known, f"{path.name} imports {name}"
 
 
-@pytest.mark.parametrize("room", ["samplers", "model_loaders", "nodes"])
-def test_the_rooms_within_a_room_import_one_way(room):
-    """Folders and files directly in a room, imports for types included: none needs itself through others."""
+@pytest.mark.parametrize("package", ["samplers", "model_loaders", "nodes"])
+def test_imports_within_a_package_go_one_way(package):
+    """Folders and files directly in a package, imports for types included: none needs itself through others."""
     within: dict[str, set[str]] = {}
-    for path in sources(room):
-        own = path.relative_to(ROOT / room).with_suffix("").parts[0]
+    for path in sources(package):
+        own = path.relative_to(ROOT / package).with_suffix("").parts[0]
         named = (name.split(".") for inside, name in imports(path) if inside)
-        within.setdefault(own, set()).update(n[1] for n in named if n[0] == room and len(n) > 1 and n[1] != own)
+        within.setdefault(own, set()).update(n[1] for n in named if n[0] == package and len(n) > 1 and n[1] != own)
     graphlib.TopologicalSorter(within).prepare()  # which raises CycleError
 
 
 def test_nothing_imports_what_is_not_shipped_to_run():
-    for room in OWN:
-        for path in sources(room):
+    for package in OWN:
+        for path in sources(package):
             names = {top(name) for _, name in imports(path)}
             assert not names & {"training", "benchmarks", "scripts", "tests", "comfyui_specar"}, path
 

@@ -169,7 +169,7 @@ def test_the_users_tensors_are_not_touched(models):
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_kept_tokens_stay_and_the_rest_is_drawn_around_them(models, method):
+def test_kept_tokens_stay_and_the_rest_is_generated_around_them(models, method):
     layout = models[True].layout()
     tokens = torch.randint(VOCAB, (2, *GRID), generator=torch.Generator().manual_seed(0))
     keep = torch.rand((2, *GRID), generator=torch.Generator().manual_seed(1)) < 0.5

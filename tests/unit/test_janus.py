@@ -62,7 +62,7 @@ def test_what_a_model_says_of_itself(model):
         model.layout(2, 8)
 
 
-def test_only_what_draws_is_read(tmp_path, model):
+def test_only_what_generates_is_read(tmp_path, model):
     """Vision tower, its aligner and the head for words may hold anything; statistics of the tokenizer too."""
     for original in (False, True):
         tensors = released(weights()) if original else weights()
@@ -74,7 +74,7 @@ def test_only_what_draws_is_read(tmp_path, model):
         assert torch.equal(logits(load_model(folder)), logits(model))
 
 
-def test_families_are_told_apart():
+def test_families_are_distinguished():
     for tensors in (weights(), released(weights())):
         assert [family for family in FAMILIES if family.recognise(tensors)] == [janus.FAMILY]
         assert [kind for kind in KINDS if kind.recognise(tensors)] == [vq.KIND]

@@ -59,7 +59,7 @@ def test_gumbel_noise_agrees_at_its_ends():
     assert found.isfinite().all() and torch.allclose(found, wanted, **CLOSE)
 
 
-def test_several_purposes_at_once_are_those_drawn_one_by_one():
+def test_several_purposes_at_once_give_the_numbers_of_one_by_one():
     stream, positions = Stream.of(7, 2, "cpu"), torch.arange(5).expand(2, -1)
     turn = torch.tensor([[3], [900]])
     accept, redraw = stream.uniforms(positions, (Purpose.ACCEPT, Purpose.REDRAW), turn)

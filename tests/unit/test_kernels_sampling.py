@@ -27,7 +27,7 @@ def distributions(seed: int, vocab: int, count: int = 6) -> tuple[torch.Tensor, 
 
 @pytest.mark.parametrize("vocab", [1, 8, 300, 2500])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_draws_agree_token_for_token(vocab, seed):
+def test_samples_agree_token_for_token(vocab, seed):
     p, q, u = distributions(seed, vocab)
     assert torch.equal(interpreted("sampling.categorical", p, u), sampling.categorical(p, u))
     assert torch.equal(interpreted("sampling.redraw", p, q, u), sampling.redraw(p, q, u))
@@ -47,7 +47,7 @@ def test_the_largest_after_noise_is_the_same(vocab):
 
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 10**6), st.integers(2, 40))
-def test_a_redraw_is_a_draw_from_the_residual(seed, vocab):
+def test_resampling_samples_from_the_residual(seed, vocab):
     p, q, u = distributions(seed, vocab)
     token = sampling.redraw(p, q, u)
     assert torch.equal(token, sampling.categorical(sampling.residual(p, q), u))

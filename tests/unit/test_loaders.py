@@ -105,7 +105,7 @@ def test_hugging_face_names_give_the_same_model(tmp_path, known_size, text):
 
 @pytest.mark.parametrize("text", [True, False])
 @pytest.mark.parametrize(("shards", "pickled"), [(1, False), (3, False), (1, True), (2, True)])
-def test_hugging_face_folders_tell_heads_grid_and_norms(tmp_path, text, shards, pickled):
+def test_hugging_face_folders_give_heads_grid_and_norms(tmp_path, text, shards, pickled):
     """The layout of jadohu/LlamaGen-T2I: a size that was never released loads too, as its config.json tells."""
     wanted = load_model(write_llamagen(tmp_path / "model.safetensors", text))
     config = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_attention_heads": HEADS,
@@ -126,7 +126,7 @@ def test_hugging_face_folders_tell_heads_grid_and_norms(tmp_path, text, shards, 
     ("LlamaGen-T2I-256/model.safetensors", 16), ("LlamaGen-T2I-2/model.safetensors.index.json", 32),
     ("LlamaGen-T2I-2/pytorch_model.bin", 32), ("runs_256/c2i_L_384.safetensors", 24),
 ])
-def test_the_released_names_tell_the_grid(name, side):
+def test_the_released_names_give_the_grid(name, side):
     assert llamagen.grid_of(Checkpoint({}, {}, Path("models") / name)) == (side, side)
 
 

@@ -106,7 +106,7 @@ def test_the_outline_of_a_file_has_its_names_shapes_and_dtypes(tmp_path):
 # What goes wrong
 
 
-PAGE_FILE = {  # error 1455, as it is told in a German Windows by safetensors, and by PyTorch and Python
+PAGE_FILE = {  # error 1455, as a German Windows words it by safetensors, and by PyTorch and Python
     "safetensors": OSError("Die Auslagerungsdatei ist zu klein, um diesen Vorgang durchzuführen. (os error 1455)"),
     "PyTorch": RuntimeError("Couldn't open file mapping: <C:\\x.pt>, error code: <1455>"),
     "Python": OSError("[WinError 1455] The paging file is too small for this operation to complete"),
@@ -178,7 +178,7 @@ def test_a_trace_may_be_replaced_while_it_is_shown(tmp_path):
     assert loaded.totals == trace.totals
 
 
-def test_a_model_draws_after_its_file_was_overwritten(tmp_path, without_maps):
+def test_a_model_generates_after_its_file_was_overwritten(tmp_path, without_maps):
     """Where it was mapped, the system would end the process."""
     model = llamagen(tmp_path, False)
     prompt, tokens = model.encode_class(3), torch.arange(16)[None] % VOCAB

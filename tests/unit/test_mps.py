@@ -54,7 +54,7 @@ def request(family: Family, guided: bool, alone: bool) -> Request:
     (family, name) for family in FAMILIES for name in (METHODS if family in FULLY else FEW)
 ], indirect=["families"])
 @torch.inference_mode()
-def test_every_method_draws_what_it_draws_on_the_cpu(families, name):
+def test_every_method_generates_what_it_generates_on_the_cpu(families, name):
     on_cpu, on_metal = families
     guided = (list(METHODS).index(name) + list(FAMILIES).index(on_cpu.model.family)) % 2 > 0
     alone = on_cpu.model.family != "emu3"  # parts of one image's tensors are contiguous, those of two are not
@@ -66,7 +66,7 @@ def test_every_method_draws_what_it_draws_on_the_cpu(families, name):
 
 
 @pytest.mark.parametrize("storage", STORAGE, ids=str)
-def test_the_bundled_model_draws_what_it_draws_on_the_cpu(storage):
+def test_the_bundled_model_generates_what_it_generates_on_the_cpu(storage):
     """With drafters, text encoder and image decoder, and its matrices in one byte per number, too."""
     folder = api.bundled("default")
 
@@ -165,7 +165,7 @@ def test_random_numbers_are_those_of_the_cpu(exact, caplog):
 INTS, FLOATS = torch.arange(6), torch.rand(2, 3)
 
 
-@pytest.mark.parametrize(("error", "told", "run"), [
+@pytest.mark.parametrize(("error", "message", "run"), [
     (NotImplementedError, "no kernel for take", lambda x, f: x.take(x)),
     (NotImplementedError, "no kernel for index_copy_", lambda x, f: f.index_copy_(0, x[:2], f)),
     (NotImplementedError, "no kernel for _cummax_helper", lambda x, f: x.cummax(0)),
@@ -182,8 +182,8 @@ INTS, FLOATS = torch.arange(6), torch.rand(2, 3)
     (RuntimeError, "another place", lambda x, f: (x > 2)[1:] & (x < 4)[1:]),
 ])
 @torch.inference_mode()
-def test_the_device_refuses(error, told, run):
-    with metal(), pytest.raises(error, match=told):
+def test_the_device_refuses(error, message, run):
+    with metal(), pytest.raises(error, match=message):
         run(INTS.to(DEVICE), FLOATS.to(DEVICE))
 
 

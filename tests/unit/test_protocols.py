@@ -30,7 +30,7 @@ def test_keeping_forces_the_users_tokens_and_nothing_else():
     assert kept.keeping(tokens, torch.ones_like(keep)).to_grid(kept.forced).shape == (2, 2, 2)
 
 
-def test_the_beginning_of_a_layout_draws_what_is_asked():
+def test_the_beginning_of_a_layout_generates_what_is_asked():
     layout = with_line_ends(2, 2)
     assert layout.drawn == 4
     assert layout.beginning(2).forced.tolist() == [[-1, -1]]

@@ -101,7 +101,7 @@ def test_every_family_computes_with_the_rounded_weights(name, storage, tmp_path)
 
 
 @pytest.mark.parametrize("name", SELF_CONTAINED)
-def test_every_family_draws_in_int8(name, tmp_path):
+def test_every_family_generates_in_int8(name, tmp_path):
     """With Gumbel noise, SJD draws what the next-token sampler draws: how wide a pass is does not matter."""
     _, model = open_both(name, tmp_path, INT8)
     prompt, methods = model.encode_prompt("3"), (NextToken(), SJD(window=5, reuse="gumbel"))
@@ -164,14 +164,14 @@ def spoilt(tmp_path, change):
     return file
 
 
-@pytest.mark.parametrize(("change", "told"), [
+@pytest.mark.parametrize(("change", "message"), [
     (lambda w: w.index_fill(0, torch.tensor([2]), float("nan")), "w2.weight.*NaN"),
     (lambda w: w.index_fill(1, torch.tensor([2]), float("inf")), "w2.weight.*NaN"),
     (lambda w: w.to(torch.int8), "w2.weight.*torch.int8.*quantis"),
     (lambda w: w[:, :-1].contiguous(), "w2.weight.*shape"),
 ], ids=["NaN", "infinite", "whole", "shape"])
-def test_files_that_cannot_be_rounded(tmp_path, change, told):
-    with pytest.raises(CheckpointError, match=told):
+def test_files_that_cannot_be_rounded(tmp_path, change, message):
+    with pytest.raises(CheckpointError, match=message):
         load_model(spoilt(tmp_path, change), storage=INT8)
 
 

@@ -107,7 +107,7 @@ def test_a_timeline_has_a_frame_per_pass_and_ends_with_the_image(example, kind):
         specar.timeline_frames(trace, pixels, number=1)
 
 
-def test_runs_are_compared_and_told(example):
+def test_runs_are_compared_and_reported(example):
     traces = [example[kind]["out"].trace for kind in KINDS]
     chart = specar.comparison_chart(traces)
     assert chart.dtype == np.uint8 and chart.shape[1:] == (1024, 3)

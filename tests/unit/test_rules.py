@@ -105,7 +105,7 @@ def test_the_drift_is_its_closed_form_and_the_tv_bound_says_so(rule, depth):
 
 
 @pytest.mark.parametrize("redraw", REDRAW)
-def test_the_authors_residuals_draw_worse_and_the_tv_bound_holds_for_what_they_draw(redraw):
+def test_the_authors_residuals_sample_worse_and_the_tv_bound_holds_for_what_they_sample(redraw):
     worse = 0
     for rule in (Lantern(4, 0.2, redraw), Lantern(9, 0.5, redraw), LanternPP(6, 4, redraw)):
         rule, best = bound(rule), bound(replace(rule, redraw="optimal"))
@@ -206,7 +206,7 @@ def test_extreme_distributions(rule):
 
 @pytest.mark.parametrize("rule", [*RULES, *LOSSY], ids=str)
 def test_special_tokens_resemble_nothing(rule):
-    """Two tokens behind the codes, as for line ends: forced they pass, otherwise they do not matter."""
+    """Two tokens after the codes, as for line ends: forced they pass, otherwise they do not matter."""
     rule = bound(rule)
     end = torch.eye(VOCAB + 2)[VOCAB + 1]
     given = end[None], end[None], torch.tensor([VOCAB + 1]), torch.tensor([1]), torch.ones(1)
@@ -267,7 +267,7 @@ def certain_group(rule, p, children):
 
 
 @pytest.mark.parametrize("children", [1, 2, 3, 4])
-def test_exact_siblings_draw_from_p(children):
+def test_exact_siblings_sample_from_p(children):
     for seed in range(3):
         p, q = probs(seed, 6, zeros=0.1)
         out, tv_bound = sampled_group(Exact(), p, q, children)

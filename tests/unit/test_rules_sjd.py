@@ -130,7 +130,7 @@ def test_without_a_draft_nothing_drifts(rule):
 
 @pytest.mark.parametrize("reuse", [r for r in REUSE if r != "gumbel"])
 def test_refinement_stays_exact(reuse):
-    """Behind the committed run, guesses are redrawn as if the rule were exact: their distribution is what q says it
+    """After the committed run, guesses are redrawn as if the rule were exact: their distribution is what q says it
     is.
     """
     generator, width = torch.Generator().manual_seed(0), 4
@@ -185,7 +185,7 @@ def test_settings_say_which_rule_it_was():
         assert draw(rule, batch=1, reuse=reuse).trace.settings["lossless"] is lossless
 
 
-def test_illegal_rules_are_refused_before_anything_is_drawn():
+def test_illegal_rules_are_refused_before_anything_is_generated():
     with pytest.raises(ValueError, match="delta.*-1"):
         draw(UniformRSD(-1))
     with pytest.raises(ValueError, match="neighbours.*7.*1 to 2"):

@@ -127,14 +127,14 @@ def test_a_model_that_lacks_a_shard_says_so_before_anything_else(tmp_path):
 # Of no known family
 
 
-@pytest.mark.parametrize(("config", "told"), [
+@pytest.mark.parametrize(("config", "message"), [
     ({"architectures": ["BagelForConditionalGeneration"], "model_type": "bagel"}, "BagelForConditionalGeneration"),
     ({"model_type": "var"}, "var"), ({}, "part.0.weight"),
 ], ids=["architecture", "type", "nothing"])
 @pytest.mark.parametrize("shards", [1, 2])
-def test_an_unknown_architecture_is_told_with_what_is_supported(tmp_path, config, told, shards):
+def test_the_error_for_an_unknown_architecture_names_what_is_supported(tmp_path, config, message, shards):
     folder = write_folder(tmp_path / "Strange-7B", WEIGHTS, config, shards)
-    refused(folder, "Strange-7B", told, "part.0.weight", *NAMES.split(", "), load=load_model)
+    refused(folder, "Strange-7B", message, "part.0.weight", *NAMES.split(", "), load=load_model)
     (folder / "config.json").write_text("{", encoding="utf-8")
     refused(folder, "config.json", "read", load=load_model)
 

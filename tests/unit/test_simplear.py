@@ -112,7 +112,7 @@ def test_a_tied_head_is_stored_once(model, tmp_path):
 
 
 def test_rows_of_the_table(folder, model):
-    """Text before the codes, codes behind the tokenizer's last word, unused rows left out."""
+    """Text before the codes, codes after the tokenizer's last word, unused rows left out."""
     table = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     assert len(table) == WORDS + CODES + UNUSED
     assert torch.equal(model.prefix.embedding.weight, table[:WORDS])
@@ -124,8 +124,8 @@ def test_shards_and_single_files(folder, model, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     single = tmp_path / "diffusion_models" / "SimpleAR-0.5B-RL.safetensors"
     single.parent.mkdir()
-    told = {"specar": json.dumps({"codes": CODES, "grid": GRID, "heads": 4})}
-    save_file(tensors, str(single), metadata=told)
+    metadata = {"specar": json.dumps({"codes": CODES, "grid": GRID, "heads": 4})}
+    save_file(tensors, str(single), metadata=metadata)
     (single.parent / single.stem).mkdir()
     tokenizer().save(str(single.parent / single.stem / "tokenizer.json"))
     for other in (shards, load_model(single)):
@@ -174,7 +174,7 @@ def test_the_tokenizer_of_another_model(tmp_path):
         load_model(path)
 
 
-def test_a_language_model_that_does_not_draw(tmp_path):
+def test_a_language_model_that_generates_no_images(tmp_path):
     """Qwen2.5 has the same tensors, and fewer words."""
     settings = config()
     save_file(weights(settings), str(tmp_path / "qwen.safetensors"))

@@ -227,7 +227,7 @@ def test_comparing_codes_needs_codes():
         run_of(Skipping("dynamic"), tree_of_paths(1), 1)
 
 
-# What a feature drafter is told meanwhile.
+# What a feature drafter is fed meanwhile.
 
 
 @given(seeds, st.integers(1, 5), st.integers(1, 6), st.booleans())
@@ -241,20 +241,20 @@ def test_features_by_hand(seed, kept, width, guided):
 
     rows = batch * (1 + guided)
     first = torch.randn(rows, 1, 2, generator=generator)
-    features, known, told = first.expand(-1, kept, -1), torch.ones(batch, dtype=torch.int64), [[x[0]] for x in first]
+    features, known, fed = first.expand(-1, kept, -1), torch.ones(batch, dtype=torch.int64), [[x[0]] for x in first]
     for _ in range(4):
         new, count = torch.randn(rows, 3, 2, generator=generator), drawn(3)
         features, known = push_features(features, new, count), known + count
         for r in range(rows):
-            told[r] += list(new[r, : int(count[r % batch])])
+            fed[r] += list(new[r, : int(count[r % batch])])
         assert features.shape == (rows, kept, 2)
         asked = drawn(width)
         hidden = stale_features(features, known, asked, width)
         assert hidden.shape == (rows, width, 2)
         for r in range(rows):
             count = int(asked[r % batch])
-            newest = told[r][-min(count, kept):] if count else []
-            newest += [told[r][-1]] * (width - len(newest))
+            newest = fed[r][-min(count, kept):] if count else []
+            newest += [fed[r][-1]] * (width - len(newest))
             assert torch.equal(hidden[r], torch.stack(newest))
 
 

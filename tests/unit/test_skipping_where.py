@@ -59,7 +59,7 @@ def test_a_path_that_is_taken_lies_inside(seed, truncate, path):
 
 
 def test_a_path_that_may_reach_outside_is_judged():
-    """By hand: a draft of three tokens behind five decided ones, and a mask that ends before, at and behind its end."""
+    """By hand: a draft of three tokens after five decided ones, and a mask that ends before, at and after its end."""
     tree = random_tree(0, batch=1)
     tree = replace(tree, **{name: torch.tensor([[0, 1, 2, 3]]) for name in ("token", "depth")},
                    parent=torch.tensor([[0, 0, 1, 2]]), rank=torch.zeros(1, 4, dtype=torch.int64),

@@ -52,7 +52,7 @@ def methods(toy, structures=STRUCTURES, rules=()):
 
 
 @pytest.mark.parametrize("name", ABSURD)
-def test_absurd_sizes_draw_whole_images_from_the_distribution(name):
+def test_absurd_sizes_sample_whole_images_from_the_distribution(name):
     layout = plain(1, 3)
     toy = ToyModel(layout)
     method = DraftTree(ToyDrafter(toy), ABSURD[name])
@@ -118,7 +118,7 @@ def test_greedy_trees_have_siblings():
 
 @pytest.mark.parametrize("children", ["sampled", "likeliest"])
 def test_no_random_number_is_used_twice(children, monkeypatch):
-    """Uniform numbers are told apart by their values (2^24 are possible), noise by its place in the stream."""
+    """Uniform numbers are distinguished by their values (2^24 are possible), noise by its place in the stream."""
     asked, layout = [], plain(3, 3)
     uniform, gumbel = Stream.uniform, Stream.gumbel
 
@@ -155,7 +155,7 @@ def test_no_random_number_is_used_twice(children, monkeypatch):
         assert max((number[2] for number in asked if isinstance(number, tuple)), default=0) < 2**32
 
 
-def test_a_stopped_run_leaves_nothing_behind():
+def test_a_stopped_run_leaves_nothing_in_memory():
     layout = plain(2, 3)
     toy = ToyModel(layout)
 
@@ -175,7 +175,7 @@ def test_a_stopped_run_leaves_nothing_behind():
 @torch.inference_mode()
 @pytest.mark.parametrize("skips", SKIPS)
 def test_caches_hold_whatever_is_fed(text_model, text_drafters, skips, monkeypatch):
-    """No slot of a pass lies behind the end of a cache: slots that did would be folded onto the last one."""
+    """No slot of a pass lies past the end of a cache: slots that did would be folded onto the last one."""
     furthest, opened = [], KVCache.open
 
     def measured(self, count, tree_mask=None, uncommitted=0):

@@ -70,14 +70,14 @@ def drafter(request, target, tmp_path_factory):
 
 
 def table_rows(target, drafter, prompt):
-    """Rows of the drafter's table for the words behind the first of a prompt."""
+    """Rows of the drafter's table for the words after the first of a prompt."""
     if not drafter.reads_words:
         return torch.zeros(len(prompt) - 1, dtype=torch.int64)
     return torch.tensor(prompt[1:]) + target.vocab_total
 
 
-def features_behind(target, drafter, prompt, tokens):
-    """The drafter's features [n, D] behind each of n tokens, by one pass of the target and one of the drafter."""
+def features_after(target, drafter, prompt, tokens):
+    """The drafter's features [n, D] after each of n tokens, by one pass of the target and one of the drafter."""
     words = torch.tensor([*prompt, *(target.word_ids[t] for t in tokens.tolist())])
     rotation = target.positions.prompt(len(words), target.backbone.config.head_dim, "cpu")
     hidden = target.backbone(target.prefix.embedding(words)[None], rotation)
@@ -97,8 +97,8 @@ def test_it_continues_the_true_pairs_of_both_branches(target, drafter, structure
     prompts = [prompt, negative or null(torch.zeros(1, 1, 1), (4, 3)).flatten().long().tolist()]
     seen, observe = [], drafter.observe
 
-    def watched(*told):
-        out = observe(*told)
+    def watched(*inputs):
+        out = observe(*inputs)
         seen.append((run.state.committed.tolist(), out.hidden.view(2, 2, -1)))
         return out
 
@@ -107,7 +107,7 @@ def test_it_continues_the_true_pairs_of_both_branches(target, drafter, structure
         run.round()
     for branch, words in enumerate(prompts):
         for image in range(2):
-            wanted = features_behind(target, drafter, words, run.step.record.tokens[image, :-1])
+            wanted = features_after(target, drafter, words, run.step.record.tokens[image, :-1])
             for counts, found in seen:
                 if counts[image] < layout.length:
                     assert torch.allclose(found[branch, image], wanted[counts[image] - 1], atol=1e-4)

@@ -77,7 +77,7 @@ def test_a_backbone_with_shared_heads_is_one_with_copies_of_them(norms):
 
 
 def test_positions_are_counted_through_prompt_and_image():
-    """Rotated scores depend on distances alone, and the first image token stands one behind the prompt."""
+    """Rotated scores depend on distances alone, and the first image token stands one after the prompt."""
     places = SequencePositions(100.0)
     whole = places.prompt(9, 8, "cpu")
     split = rotation_of(places, 4, 5, 3, 8, "cpu")
@@ -150,7 +150,7 @@ def test_greedy_images_are_the_arg_maxima_of_both_branches(model, prompt, negati
 @pytest.fixture(scope="module")
 def drafters(model):
     small = text_model(head_norms=0, kv_heads=1, qkv_bias=False, dim=16, layers=1)
-    return {"small": ModelDrafter(small), "twin": ModelDrafter(model)}
+    return {"small": ModelDrafter(small), "same model": ModelDrafter(model)}
 
 
 TREES = {
@@ -161,7 +161,7 @@ METHODS = {"next": lambda d: NextToken()} | {
 } | {
     name: lambda d, structure=tree: DraftTree(d["small"], structure) for name, tree in TREES.items()
 } | {
-    "twin": lambda d: DraftTree(d["twin"], Chain(3)),
+    "same model": lambda d: DraftTree(d["same model"], Chain(3)),
     "skipping": lambda d: DraftTree(d["small"], Dynamic(3, 4, 12), skipping=Skipping(interval=2, guard=1)),
 }
 

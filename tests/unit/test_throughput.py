@@ -32,7 +32,7 @@ class Together:
         self.aborted = True
 
 
-def test_a_process_draws_every_point_together_with_the_others(monkeypatch):
+def test_a_process_measures_every_point_together_with_the_others(monkeypatch):
     drawn = []
     monkeypatch.setattr(throughput, "Worker", lambda *given: given and Drawer(drawn))
     together, answers = Together(), queue.Queue()

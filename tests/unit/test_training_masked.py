@@ -124,7 +124,7 @@ def test_loss_falls_on_few_images(model):
     assert sum(history[-20:]) / 20 < 0.75 * history[0]
 
 
-def test_latents_are_scaled_and_drawn_anew(captions):
+def test_latents_are_scaled_and_sampled_anew(captions):
     torch.manual_seed(0)
     latents = masked.Latents(CONTINUOUS, TINY, images(), captions, Pooled(), 2.0, seed=3)
     rows, dropped, tokens = latents.sample(4)

@@ -11,7 +11,7 @@ seeds = st.integers(0, 10**6)
 
 @given(seeds)
 @settings(max_examples=60, deadline=None)
-def test_children_stand_in_the_order_they_were_drawn(seed):
+def test_children_are_in_the_order_they_were_sampled(seed):
     tree = random_tree(seed)
     table = tree.children()
     assert table.shape == (*tree.token.shape, tree.width)

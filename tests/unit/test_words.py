@@ -52,7 +52,7 @@ def leaves(words: dict, path: str = ""):
 def test_help_page_names_every_widget_and_shows_the_image(node, language):
     text = page(node, language)
     assert text.startswith(f"# {locale(language, 'nodeDefs')[node]['display_name']}\n")
-    sockets = {"model", "positive", "negative", "latent_image"}  # of every sampler, told on one page
+    sockets = {"model", "positive", "negative", "latent_image"}  # of every sampler, explained on one page
     missing = NODES[node]["inputs"].keys() - named_inputs(node, language) - sockets
     assert not missing
     # The frontend resolves paths from web/docs.

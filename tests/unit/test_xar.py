@@ -253,7 +253,7 @@ def test_images_do_not_depend_on_the_batch(model, plain):
 
 
 @pytest.mark.parametrize(("length", "passes"), [(1, 4), (2, 3), (3, 2)])
-def test_a_target_that_drafts_for_itself_draws_its_own_image(model, plain, length, passes):
+def test_a_target_that_drafts_for_itself_generates_its_own_image(model, plain, length, passes):
     """One cell alone, then blocks of up to ``length`` cells, each judged by a variant that knows the drafts before."""
     method = ContinuousSpeculative(model, length=length, prefill=0.25, condition="drafts")
     out = method.sample(request(model, 2))
