@@ -2,8 +2,8 @@
 
     python -m benchmarks continuous [--model continuous] [--drafter continuous/small] [--batches 2] [--out FILE]
 
-Every case draws the same prompts and seeds; as order and noises belong to the seed, its images can be compared one by
-one with the target's own.
+All cases use the same prompts and seeds. Order and noise depend on the seed alone, so their images can be compared one
+by one with the target's own.
 """
 
 from __future__ import annotations
@@ -131,13 +131,14 @@ def compare(model, vae, listed: list[Case], batches: int, say: Callable[[str], N
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks continuous", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="continuous", help="bundled name, or a file or folder")
-    parser.add_argument("--drafter", default="continuous/small", help="likewise")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--batches", type=int, default=4, help=f"prompts, each with {BATCH} seeds")
-    parser.add_argument("--only", nargs="+", help="only the cases of these names (and the first)")
-    parser.add_argument("--threads", type=int, help="CPU threads (torch's default otherwise)")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--model", default="continuous", help="name of a bundled model, or a file or folder")
+    parser.add_argument("--drafter", default="continuous/small", help="drafter, named in the same way")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                        help="device (default: %(default)s)")
+    parser.add_argument("--batches", type=int, default=4, help=f"number of prompts, each with {BATCH} seeds")
+    parser.add_argument("--only", nargs="+", help="measure only these cases (and the first, the baseline)")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own)")
+    parser.add_argument("--out", type=Path, help="JSON report to write")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)

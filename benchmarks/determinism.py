@@ -1,10 +1,10 @@
-"""Draw the same images in several ways and count those that come out the same, token for token.
+"""Generate the same images in several ways and count those that come out the same, token for token.
 
     python -m benchmarks determinism [--pictures 4] [--only NAME ...] [--out FILE.json]
 
-Every method draws them one by one in a process of its own with one thread: that is what all others are compared with.
-Then once more in the same process, after the model was loaded anew, in another process, as one batch, with two threads,
-and, where there is one, on a GPU in fp32. Settings are the bundled model's own.
+The reference is every method in a process of its own with one thread, one image at a time. It is compared with a second
+run in the same process, one with the model loaded again, another process, one batch, two threads and, if available, a
+GPU in fp32. Settings are the bundled model's own.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ WAYS = {  # name -> what the process that generates in this way is given
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks determinism", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pictures", type=int, default=4, help="of every method, with seeds that follow each other")
-    parser.add_argument("--only", nargs="+", help="only the methods of these names")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--pictures", type=int, default=4, help="images per method, with consecutive seeds")
+    parser.add_argument("--only", nargs="+", help="run only these methods")
+    parser.add_argument("--out", type=Path, help="JSON report to write")
     for name, kind in (("--into", Path), ("--threads", int), ("--device", str)):  # of the processes that draw
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     parser.add_argument("--batch", action="store_true", help=argparse.SUPPRESS)

@@ -1,11 +1,11 @@
-"""Queue workflows with one input spoiled on a real ComfyUI server: it must say what is wrong, and live on.
+"""Queue workflows with one invalid input on a real ComfyUI server: it must say what is wrong and keep running.
 
     COMFYUI_PATH=/path/to/ComfyUI python -m benchmarks faults [--minutes 15] [--seed 0] [--out FILE.json]
 
-Every shipped workflow of the bundled models takes part. One input of one node gets a value that does not belong there,
-or is left out; then the prompt is queued. The server may refuse it, end it with an error of ours that names the
-problem, or draw. Anything else is listed as a defect: another exception in a node of this pack, no answer, a dead
-server, a sound prompt that draws something else than before.
+Uses every shipped workflow of the bundled models. One input of one node is removed or set to an invalid value, and the
+prompt is queued. The server may reject it, fail with an error of this pack that names the problem, or generate an
+image. Anything else is reported as a defect: another exception in a node of this pack, no answer, a crashed server, a
+valid prompt whose image changes.
 """
 
 from __future__ import annotations
@@ -214,9 +214,9 @@ def bundled() -> dict[str, dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks faults", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=15)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--minutes", type=float, default=15, help="duration (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the changes (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="JSON report to write")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"

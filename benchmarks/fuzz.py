@@ -1,13 +1,13 @@
-"""Feed every loader files that went wrong, by accident and on purpose, and count what comes of it.
+"""Give every loader damaged and malicious files, and count the outcomes.
 
     python -m benchmarks fuzz [--minutes 20 | --cases 500] [--seed 0] [--only Janus] [--out FILE]
 
-A case is a folder of sound files of some family, of which one or two are changed (tests/support/fuzz.py says how), then
-loaded and used. It may work, or be refused with a message. Anything else is a problem: another exception, a message
-that names no file, more than a gigabyte of memory beyond the files' own size, more than ten seconds, a process that
-dies, or anything run, opened for writing, or sent, on behalf of the file. Cases run one after the other in a process of
-their own with a limit on its memory, so that one that kills it is counted. A case is made of --seed and its number
-alone: --case N runs just that one, and says where it fails.
+A case is a folder of valid files of one family, of which one or two are changed (see tests/support/fuzz.py), then
+loaded and used. It may work or be rejected with a message. Anything else is a problem: another exception, a message
+that names no file, more than 1 GB of memory beyond the size of the files, more than ten seconds, a crashed process, or
+code run, a file opened for writing or data sent on behalf of the file. Cases run one after the other in a separate
+process with limited memory, so that crashes are counted. --seed and the number of a case determine it: --case N runs
+only that one and shows where it fails.
 """
 
 from __future__ import annotations
@@ -232,12 +232,12 @@ def run(options: argparse.Namespace, folder: str) -> Tally:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=20)
-    parser.add_argument("--cases", type=int, help="this many, however long they take")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--case", type=int, help="only this one")
-    parser.add_argument("--only", default="", help="only families whose name contains this")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--minutes", type=float, default=20, help="duration (default: %(default)s)")
+    parser.add_argument("--cases", type=int, help="run this many cases instead, without a time limit")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all cases (default: %(default)s)")
+    parser.add_argument("--case", type=int, help="run only the case of this number")
+    parser.add_argument("--only", default="", help="use only families whose name contains this")
+    parser.add_argument("--out", type=Path, help="JSON report to write")
     parser.add_argument("--work", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work is not None:

@@ -1,11 +1,11 @@
-"""How many launches a pass takes on a GPU: counted, on tensors without data, so without a GPU.
+"""Count the kernel launches of a pass on a GPU, on tensors without data: no GPU is needed.
 
-    python -m benchmarks launches                 # the table, to benchmarks/results/launches.json
-    python -m benchmarks launches --case "llamagen-xl, next token"     # one entry, with what is launched how often
+    python -m benchmarks launches                 # all entries, to benchmarks/results/launches.json
+    python -m benchmarks launches --case "llamagen-xl, next token"     # one entry, by operation
 
-A step is captured as it would be on an NVIDIA GPU with Triton. What counts: every operation of torch that computes or
-moves numbers (a library's product or sort is one, whatever it launches itself), every launch of a Triton kernel, and
-what a replay copies to where the graph reads it. Nothing is timed.
+A step is captured as on an NVIDIA GPU with Triton. Counted are torch operations that compute or move numbers (a matrix
+product or sort of a library counts as one), launches of Triton kernels, and copies into the inputs of a graph before
+its replay. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def table() -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", choices=CASES, help="count one entry, and say what is launched how often")
+    parser.add_argument("--case", choices=CASES, help="count only this entry, and list its launches by operation")
     options = parser.parse_args()
     if options.case:
         for launched, times in launches(options.case).most_common():

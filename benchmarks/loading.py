@@ -1,11 +1,11 @@
-"""Measure what loading a checkpoint costs: seconds, and memory by kind.
+"""Measure time and memory to load checkpoints of released sizes.
 
     python -m benchmarks loading [--models janus-pro-1b simplear-1.5b] [--folder /tmp] [--out benchmarks/results/X.json]
 
-A checkpoint with the names and shapes of the released model and random bf16 weights, in two shards, is written to a
-temporary folder, and loaded in a process of its own, first with the file out of the page cache (as far as the kernel
-follows the advice), then again. Anonymous memory is what a process really holds; file-backed pages are the checkpoint
-itself in the page cache, which the kernel takes back whenever it needs to.
+Writes a checkpoint with the names and shapes of the released model and random bf16 weights, in two shards, to a
+temporary folder. A separate process loads it twice, the first time with the file dropped from the page cache (as far as
+the kernel follows the request). Anonymous memory is what the process holds; file-backed memory is the checkpoint in the
+page cache, which the kernel can reclaim.
 """
 
 from __future__ import annotations
@@ -179,11 +179,12 @@ def runs(folder: Path, threads: int) -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks loading", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", choices=MODELS, nargs="+", default=list(MODELS))
-    parser.add_argument("--folder", type=Path, help="where to write the checkpoints, each of 3 to 5 GB, for a while")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--note", help="what else is to be known of the measurement")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--models", choices=MODELS, nargs="+", default=list(MODELS),
+                        help="models to load (default: all)")
+    parser.add_argument("--folder", type=Path, help="folder for the temporary checkpoints of 3 to 5 GB each")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
+    parser.add_argument("--note", help="remark to store in the report")
+    parser.add_argument("--out", type=Path, help="JSON report to write")
     options = parser.parse_args()
     about = machine(torch.device("cpu")) | {"threads": options.threads}
     report = {"machine": about, "commit": commit(), "note": options.note, "models": {}}

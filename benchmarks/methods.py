@@ -20,16 +20,18 @@ from .runs import PROMPTS, cases, compare, drafter_cases
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks methods", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="default", help="bundled name, or a file or folder")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--cfg", type=float, nargs="+", default=[1.0, 3.0])
-    parser.add_argument("--windows", type=int, nargs="+", default=[16, 32])
+    parser.add_argument("--model", default="default", help="name of a bundled model, or a file or folder")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                        help="device (default: %(default)s)")
+    parser.add_argument("--cfg", type=float, nargs="+", default=[1.0, 3.0], help="guidance scales (default: 1 3)")
+    parser.add_argument("--windows", type=int, nargs="+", default=[16, 32],
+                        help="windows of Jacobi decoding (default: 16 32)")
     parser.add_argument("--eagle", default="default/eagle", help="EAGLE drafter: bundled name, or a file or folder")
-    parser.add_argument("--small", default="default/small", help="small model as drafter, likewise")
-    parser.add_argument("--only", nargs="+", help="only the methods of these names (and next-token)")
+    parser.add_argument("--small", default="default/small", help="small model as drafter, named in the same way")
+    parser.add_argument("--only", nargs="+", help="measure only these methods (and next_token, the baseline)")
     parser.add_argument("--seeds", type=int, default=2, help="images per prompt")
-    parser.add_argument("--threads", type=int, help="CPU threads (torch's default otherwise)")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own)")
+    parser.add_argument("--out", type=Path, help="JSON report to write")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)

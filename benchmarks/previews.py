@@ -1,11 +1,11 @@
-"""Measure which share of a run progress and previews take in ComfyUI.
+"""Measure the share of a run that progress and previews take in ComfyUI.
 
     COMFYUI_PATH=/path/to/ComfyUI python -m benchmarks previews [--models default llamagen-b] [--out FILE.json]
 
-The callback of the nodes is timed within runs of whole images, for every --preview-method. The messages go to a
-ComfyUI server without clients, so that what a browser adds is left out. On a machine with other work, the share of the
-run's own processor time tells more than that of the wall clock. ``default`` is the bundled model; the others have
-released shapes and random weights, with an image decoder of VQ-16's size.
+Times the nodes' callback during runs of whole images, for every --preview-method. Messages go to a ComfyUI server
+without clients, so the cost of a browser is not included. On a busy machine, the share of the run's own processor time
+is more reliable than that of wall time. ``default`` is the bundled model; the others have released shapes and random
+weights, with an image decoder of the size of VQ-16.
 """
 
 from __future__ import annotations
@@ -132,11 +132,15 @@ def measure(model: Any, conditioning: Any, how: str, method: Callable[..., Any])
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--models", nargs="+", default=["default", "llamagen-b"], choices=["default", *sizes.SIZES])
-    parser.add_argument("--previews", nargs="+", default=PREVIEWS, choices=PREVIEWS)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                        help="device (default: %(default)s)")
+    parser.add_argument("--models", nargs="+", default=["default", "llamagen-b"], choices=["default", *sizes.SIZES],
+                        help="models to run (default: default llamagen-b)")
+    parser.add_argument("--previews", nargs="+", default=PREVIEWS, choices=PREVIEWS,
+                        help="preview methods (default: all)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(),
+                        help="CPU threads (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="JSON report to write")
     chosen = parser.parse_args()
     sys.argv[1:] = []  # ComfyUI reads them, too
     if "COMFYUI_PATH" not in os.environ:

@@ -1,10 +1,10 @@
-"""Count how often the same seed gives the same image: by SJD's same-seed mode, and as a member of a batch.
+"""Count how often the same seed gives the same image, in SJD's same-seed mode and in batches.
 
     python -m benchmarks same_seed [--model default] [--shapes llamagen-b] [--images 64] [--dtype fp32 bf16]
                                    [--out FILE.json]
 
-Every image is drawn by next token alone, with a seed of its own. That is what the others are compared with, token for
-token: SJD in Gumbel mode with windows of 16 and 32, and next token in batches of four. Settings are the model's own.
+The reference is next-token sampling, one image at a time, each with its own seed. SJD in Gumbel mode with windows of 16
+and 32, and next-token sampling in batches of four, are compared with it token by token. Settings are the model's own.
 """
 
 from __future__ import annotations
@@ -31,13 +31,17 @@ BATCH = 4
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks same_seed", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="default", help="bundled name, or a file or folder of a text model")
-    parser.add_argument("--shapes", choices=SIZES, help="widen the model to a released one's shapes (see widen.py)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["fp32", "bf16"])
-    parser.add_argument("--images", type=int, default=64)
-    parser.add_argument("--threads", type=int, help="CPU threads (torch's default otherwise)")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--model", default="default",
+                        help="name of a bundled model, or a file or folder of a text model")
+    parser.add_argument("--shapes", choices=SIZES,
+                        help="widen the model to the shapes of a released one (see widen.py)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                        help="device (default: %(default)s)")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["fp32", "bf16"],
+                        help="precisions (default: fp32 bf16)")
+    parser.add_argument("--images", type=int, default=64, help="number of images (default: %(default)s)")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own)")
+    parser.add_argument("--out", type=Path, help="JSON report to write")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -1,12 +1,11 @@
-"""Queue hundreds of prompts on one real ComfyUI server and see whether anything piles up.
+"""Queue hundreds of prompts on one real ComfyUI server and check for growing memory and leftover files.
 
     COMFYUI_PATH=/path/to/ComfyUI python -m benchmarks soak [--prompts 500] [--clients 2] [--out FILE.json]
 
-All shipped workflows take part, those of models that do not ship with tiny random files in the released layouts. Every
-prompt uses another model than the one before. Seeds come round again, so that images of the same workflow and seed
-can be compared over the whole run (but not what depends on the clock: charts, and the image of Find Fastest, which
-may choose another method each time). After every prompt its entry in the history is deleted, as clients of long batches
-do.
+Uses all shipped workflows; models that do not ship are replaced by tiny random files in the released layouts. Each
+prompt uses another model than the one before. Seeds repeat, so images of the same workflow and seed are compared over
+the whole run (except those that depend on time: charts, and the image of Find Fastest, which may choose another method
+each time). The history entry of each prompt is deleted afterwards, as clients of long batches do.
 """
 
 from __future__ import annotations
@@ -69,10 +68,11 @@ class Seen:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks soak", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=500)
-    parser.add_argument("--clients", type=int, default=2, help="prompts that are queued or running at any time")
-    parser.add_argument("--only", nargs="*", help="workflows that take part (all)")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--prompts", type=int, default=500, help="number of prompts (default: %(default)s)")
+    parser.add_argument("--clients", type=int, default=2,
+                        help="prompts queued or running at any time (default: %(default)s)")
+    parser.add_argument("--only", nargs="*", help="workflows to use (default: all)")
+    parser.add_argument("--out", type=Path, help="JSON report to write")
     options = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,18 +1,19 @@
-"""Measure what a pass costs, and what it should cost: one command, one table.
+"""Measure the cost of a forward pass, and compare it with its lower bound.
 
     python -m benchmarks speed                    # CPU: the bundled model and LlamaGen-B's shapes
     python -m benchmarks speed --device cuda      # LlamaGen-XL, Janus-Pro-1B, Lumina-mGPT-7B in bf16, kernels, a trace
     python -m benchmarks speed --show FILE.json   # print (and write beside it) the table of an earlier run
 
-All contestants of a model have the same weights, prompt, filters and process, and take turns (A B C A B C ...), after a
-warm-up. ``default`` is the bundled model, which draws whole images. The others have released shapes and random
-weights: they draw ``--tokens`` tokens in the middle of an image (on a CPU only the first ``--passes`` passes of that),
-and only what a pass costs is measured on them. How many passes a method needs is then taken from the bundled model.
+All methods run on the same weights, prompt and filters in one process and take turns (A B C A B C ...), after a
+warm-up. ``default`` is the bundled model, which generates whole images. The others have released shapes and random
+weights: they generate ``--tokens`` tokens in the middle of an image (on a CPU only the first ``--passes`` passes of
+them), and only the cost of a pass is measured on them. The number of passes that a method needs is taken from the
+bundled model.
 
-Parts of a report (--parts): methods (every method beside the baselines), widths (a pass of the model alone, by its
-tokens), sizes (a pass by the image's tokens, at its start, middle and end), batches (a pass by images), kernels and
-trace (GPU only: Triton kernels beside their torch references; synchronisations between polls). What could not run is
-listed with its reason. The report is written after every step, so that it may be stopped at any time.
+Parts of a report (--parts): methods (every method compared with the baselines), widths (a pass by its number of
+tokens), sizes (a pass by the size of the image, at its start, middle and end), batches (a pass by images), kernels and
+trace (GPU only: Triton kernels compared with their torch references; synchronisations). What could not run is listed
+with the reason. The report is written after every step, so a run may be stopped at any time.
 """
 
 from __future__ import annotations
@@ -244,21 +245,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks speed", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
-    parser.add_argument("--dtype", help="float32 on a CPU, bfloat16 on a GPU")
-    parser.add_argument("--models", nargs="+", help=f"bundled names, or of {', '.join(SIZES)}; X:int8, X:fp8")
-    parser.add_argument("--methods", nargs="+", help="names of runs.py (default: one of each kind)")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--dtype", help="precision (default: float32 on a CPU, bfloat16 on a GPU)")
+    parser.add_argument("--models", nargs="+",
+                        help=f"bundled models or sizes ({', '.join(SIZES)}); append :int8 or :fp8")
+    parser.add_argument("--methods", nargs="+", help="names from runs.py (default: one of each kind)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS),
+                        help="parts of the report (default: all)")
     parser.add_argument("--cfg", type=float, nargs="+", default=[1.0, 3.0],
-                        help="guidance of the bundled model; every method at the last, a few at the others")
-    parser.add_argument("--tokens", type=int, help="tokens that random weights draw (64 on a CPU, 1024 on a GPU)")
-    parser.add_argument("--passes", type=int, help="after so many they are stopped (10 on a CPU; 0, never, on a GPU)")
-    parser.add_argument("--warm-up", type=int, default=1)
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--minutes", type=float, default=20, help="start nothing new after so many")
-    parser.add_argument("--threads", type=int, help="CPU threads (torch's default otherwise)")
-    parser.add_argument("--note", help="what else is to be known of the measurement")
-    parser.add_argument("--out", type=Path, help="JSON; the table is written beside it")
-    parser.add_argument("--show", type=Path, help="measure nothing: print the table of this report")
+                        help="guidance scales of the bundled model; all methods run at the last, a few at the others")
+    parser.add_argument("--tokens", type=int,
+                        help="tokens to generate with random weights (default: 64 on a CPU, 1024 on a GPU)")
+    parser.add_argument("--passes", type=int,
+                        help="passes after which these stop (default: 10 on a CPU; 0, no limit, on a GPU)")
+    parser.add_argument("--warm-up", type=int, default=1, help="untimed runs (default: %(default)s)")
+    parser.add_argument("--repetitions", type=int, default=5, help="timed runs (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=20, help="start no new measurement after this time")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own)")
+    parser.add_argument("--note", help="remark to store in the report")
+    parser.add_argument("--out", type=Path, help="JSON report to write, with its table next to it")
+    parser.add_argument("--show", type=Path, help="print the table of this report without measuring")
     options = parser.parse_args()
     if options.show:
         show(options.show)

@@ -1,10 +1,10 @@
-"""Measure what storing weights in fewer bits does to a model's predictions.
+"""Measure how storing weights in fewer bits changes a model's predictions.
 
     python -m benchmarks storage [--model default] [--pictures 2] [--out benchmarks/results/storage-cpu.json]
 
-The model draws images in fp32. For each of their tokens, the distribution that it predicts from those before
-(temperature 1, no guidance) is compared with what it predicts when its weights are kept, or it computes, in something
-else: by total variation, half the sum of the differences, and by whether the likeliest token stays the same.
+The model generates images in fp32. For each token, the distribution that it predicts from the previous ones
+(temperature 1, no guidance) is compared with that of the model with other weights or another precision: by total
+variation (half the sum of absolute differences) and by whether the most likely token stays the same.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ CASES = {  # name -> dtype that is computed in, storage of the large matrices
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks storage", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="default", help="bundled name, or a file or folder of a text model")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--model", default="default",
+                        help="name of a bundled model, or a file or folder of a text model")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                        help="device (default: %(default)s)")
     parser.add_argument("--pictures", type=int, default=2, help="images per prompt")
-    parser.add_argument("--threads", type=int, help="CPU threads (torch's default otherwise)")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own)")
+    parser.add_argument("--out", type=Path, help="JSON report to write")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -1,10 +1,10 @@
-"""Measure how many images a machine makes: by batch size, and by processes and threads.
+"""Measure images per second by batch size, and by processes and threads.
 
     python -m benchmarks throughput [--layouts 1x1 2x1 1x2] [--batches 1 2 4 8 16] [--out FILE.json]
 
-2x1 is two processes with one thread each, which hold a model each and draw at the same time (what two ComfyUI servers
-do, or two actors of a Ray cluster). Batches are of one prompt, with the model's own settings. A table is put beside the
-report. All processors should be idle otherwise.
+2x1 is two processes of one thread each, which both hold a model and generate at the same time (like two ComfyUI
+servers, or two actors of a Ray cluster). A batch has one prompt and the model's own settings. A table is written next
+to the report. The machine should be idle otherwise.
 """
 
 from __future__ import annotations
@@ -129,13 +129,18 @@ def table(report: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks throughput", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="default", help="a bundled model, or a folder, with eagle/ and small/ in it")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--layouts", nargs="+", default=["1x1", "2x1", "1x2"], metavar="PROCESSESxTHREADS")
-    parser.add_argument("--methods", nargs="+", default=METHODS)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--pictures", type=int, default=4, help="that each process draws at least for every number")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--model", default="default",
+                        help="name of a bundled model, or a folder that contains eagle/ and small/")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                        help="device (default: %(default)s)")
+    parser.add_argument("--layouts", nargs="+", default=["1x1", "2x1", "1x2"], metavar="PROCESSESxTHREADS",
+                        help="processes and threads of each (default: 1x1 2x1 1x2)")
+    parser.add_argument("--methods", nargs="+", default=METHODS, help="names from runs.py (default: %(default)s)")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16],
+                        help="batch sizes (default: 1 2 4 8 16)")
+    parser.add_argument("--pictures", type=int, default=4,
+                        help="images that each process generates at least per measurement")
+    parser.add_argument("--out", type=Path, help="JSON report to write")
     options = parser.parse_args()
 
     device = torch.device(options.device)

@@ -24,11 +24,13 @@ RESULTS = ROOT / "benchmarks/results"
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=about,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10, help="that all stages have together (3, 10, 25)")
-    parser.add_argument("--only", nargs="+", choices=[stage.name for stage in STAGES], help="these stages alone")
-    parser.add_argument("--dry", action="store_true", help="on the CPU, with tiny models: always where there is no GPU")
-    parser.add_argument("--generate", action="store_true", help="beside generate of transformers, which it compiles")
-    parser.add_argument("--out", type=Path, help="JSON; the page is written beside it (default: benchmarks/results/)")
+    parser.add_argument("--minutes", type=float, default=10, help="time for all stages together (3, 10 or 25)")
+    parser.add_argument("--only", nargs="+", choices=[stage.name for stage in STAGES], help="run only these stages")
+    parser.add_argument("--dry", action="store_true",
+                        help="run on the CPU with tiny models (always if there is no GPU)")
+    parser.add_argument("--generate", action="store_true",
+                        help="also measure generate of transformers, which is compiled")
+    parser.add_argument("--out", type=Path, help="JSON report, with its page next to it (default: benchmarks/results/)")
     for name, kind in (("--stage", str), ("--into", Path), ("--seconds", float)):  # of the processes of the stages
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     options = parser.parse_args()
