@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--pictures", type=int, default=4, help="images per method, with consecutive seeds")
     parser.add_argument("--only", nargs="+", help="run only these methods")
     parser.add_argument("--out", type=Path, help="JSON report to write")
-    for name, kind in (("--into", Path), ("--threads", int), ("--device", str)):  # of the processes that draw
+    for name, kind in (("--into", Path), ("--threads", int), ("--device", str)):  # of the processes that generate
         parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     parser.add_argument("--batch", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--twice", action="store_true", help=argparse.SUPPRESS)
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def drawn(into: Path, arguments: list[str]) -> dict[str, torch.Tensor]:
-    """What another process draws."""
+    """What another process generates."""
     command = [sys.executable, "-m", "benchmarks", "determinism", "--into", str(into), *arguments]
     subprocess.run(command, check=True, cwd=Path(__file__).resolve().parents[1])
     return load_file(into)

@@ -139,7 +139,7 @@ async def queue(url: str, fault: Fault, seen: Seen) -> None:
     begun = set()
 
     async def follow(run: Run, event: str, data: dict) -> None:
-        """Most prompts whose spoiled node was content need not be drawn to the end."""
+        """Most prompts whose spoiled node was content need not be generated to the end."""
         begun.update(data["nodes"] if event == "execution_cached" else [data.get("node")])
         if event == "progress_state" and fault.key in begun and hash(run.prompt_id) % 4:
             if any(ENOUGH <= state["value"] < state["max"] for state in data["nodes"].values()):

@@ -1,8 +1,8 @@
 """What users run today: ``generate`` of transformers on a model of the same shapes, with our weights.
 
 A counterpart is transformers' own class for the family: Llama (LlamaGen; Janus' language model is one), Chameleon,
-Emu3. It shares our embedding and head, so it draws from the image tokens alone, though the released classes compute the
-logits of all words. Rotation and prompt of LlamaGen differ, the work per token does not. Two rows stand for the two
+Emu3. It shares our embedding and head, so it samples from the image tokens alone, though the released classes compute
+the logits of all words. Rotation and prompt of LlamaGen differ, the work per token does not. Two rows stand for the two
 branches of guidance, which ``generate`` does not mix: it does less than our samplers.
 """
 
@@ -74,7 +74,7 @@ def counterpart(model):
 
 
 class Stamps:
-    """The moments when tokens were drawn; a stopping criterion of ``generate`` that never stops."""
+    """The moments when tokens were generated; a stopping criterion of ``generate`` that never stops."""
 
     def __init__(self) -> None:
         self.at: list[float] = []

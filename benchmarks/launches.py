@@ -153,7 +153,7 @@ def built(name: str) -> DiscreteModel:
 
 
 class Case:
-    """A run of a model after its prompt, guided as its authors draw, for one image."""
+    """A run of a model after its prompt, guided as its authors generate, for one image."""
 
     def __init__(self, name: str, counts: Launches):
         self.model = model = built(name)

@@ -28,7 +28,7 @@ CHUNK = 1 << 28  # bytes of the largest buffer copied to measure bandwidth
 
 @dataclass(frozen=True)
 class Stretch:
-    """The part of an image of ``layout`` that a run draws: ``tokens`` of it after ``behind`` others (zeros)."""
+    """The part of an image of ``layout`` that a run generates: ``tokens`` of it after ``behind`` others (zeros)."""
 
     layout: TokenLayout
     behind: int = 0
@@ -223,8 +223,8 @@ def sampler(name: str, method: Callable[[Span], Any], model, conditioning, stret
 
 
 def baselines(model, conditioning, stretch: Stretch, params, tokens: int, plain: bool) -> list[Baseline]:
-    """``generate`` with both caches, in one row per branch of guidance; the plain loop, if it fits the model. They draw
-    ``tokens``, from the beginning of the stretch."""
+    """``generate`` with both caches, in one row per branch of guidance; the plain loop, if it fits the model. They
+    generate ``tokens``, from the beginning of the stretch."""
     made, rows = counterpart(model), 1 + (params.cfg != 1)
     prompt = conditioning[0][0].shape[1] + stretch.behind
     found = [

@@ -63,7 +63,9 @@ def main() -> None:
 
 
 def compared(model: Any, images: int) -> dict[str, dict[str, float]]:
-    """Way of drawing -> images compared, how many are the same, the share of equal tokens, and the time of a pass."""
+    """Way of generating -> images compared, how many are the same, the share of equal tokens, and the time of a
+    pass.
+    """
     reference = [tokens for tokens, _, _ in drawn(model, specar.methods.NextToken(), images, 1)]
     sjd = specar.methods.SJD
     ways = {
@@ -76,7 +78,7 @@ def compared(model: Any, images: int) -> dict[str, dict[str, float]]:
 
 
 def compare(runs: Iterator[tuple[Tensor, float, int]], reference: list[Tensor]) -> dict[str, float]:
-    """What is drawn beside the reference [1, rows, cols] of each image."""
+    """What is generated beside the reference [1, rows, cols] of each image."""
     whole, equal, images, seconds, passes = 0, 0.0, 0, 0.0, 0
     for tokens, duration, count in runs:
         seconds, passes = seconds + duration, passes + count
@@ -89,8 +91,8 @@ def compare(runs: Iterator[tuple[Tensor, float, int]], reference: list[Tensor]) 
 
 
 def drawn(model: Any, method: Any, images: int, batch: int) -> Iterator[tuple[Tensor, float, int]]:
-    """Tokens [batch, rows, cols], seconds and passes of each run; image i is drawn with seed i for the prompt of its
-    batch of four, whatever ``batch`` is."""
+    """Tokens [batch, rows, cols], seconds and passes of each run; image i is generated with seed i for the prompt of
+    its batch of four, whatever ``batch`` is."""
     for seed in range(0, images, batch):
         conditioning = model.encode_prompt(PROMPTS[seed // BATCH % len(PROMPTS)])
         begin = time.perf_counter()

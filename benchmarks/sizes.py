@@ -32,7 +32,7 @@ LOGIT_SPREAD = 3.0  # standard deviation of the logits
 
 @dataclass(frozen=True)
 class Size:
-    """A released model's shapes, and the settings its authors draw with. specials: (end of a row?, others)."""
+    """A released model's shapes, and the settings its authors generate with. specials: (end of a row?, others)."""
 
     family: str
     config: BackboneConfig

@@ -47,7 +47,7 @@ MODELS = {
     "cuda": ["default", "llamagen-xl", "lumina-mgpt-7b", "janus-pro-1b", "llamagen-xl:int8", "llamagen-xl:fp8",
              "lumina-mgpt-7b:int8", "lumina-mgpt-7b:fp8"],
 }
-TOKENS = {"cpu": 64, "cuda": 1024}  # that random weights draw
+TOKENS = {"cpu": 64, "cuda": 1024}  # that random weights generate
 PASSES = {"cpu": 10, "cuda": 0}  # after which they are stopped (a GPU would lose its graphs by it)
 WIDTHS = (1, 5, 9, 17, 33, 58)
 SIDES = (16, 24, 32, 48, 64)

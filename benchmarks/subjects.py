@@ -25,12 +25,12 @@ METHODS = (
 SMALL = ("chain of 5, small model",)  # of the bundled model, which has a small one
 ONLY_BASELINES = ("janus-small", "chameleon-small", "emu3-small")
 STORAGES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # llamagen-b:int8
-BASELINE_TOKENS = 128  # that baselines draw where nothing stops them
+BASELINE_TOKENS = 128  # that baselines generate where nothing stops them
 
 
 @dataclass
 class Subject:
-    """A model under measurement: its prompt, settings, drafters, and the part of an image that is drawn."""
+    """A model under measurement: its prompt, settings, drafters, and the part of an image that is generated."""
 
     name: str
     model: Any
@@ -83,8 +83,8 @@ class Subject:
 
 
 def subject(name: str, cfg: float | None, device: torch.device, dtype: torch.dtype, tokens: int, most: int) -> Subject:
-    """A bundled model by its name, or one of ``sizes.SIZES`` (with its storage after a colon), which draws ``tokens``
-    and is stopped after ``most`` passes (0: never)."""
+    """A bundled model by its name, or one of ``sizes.SIZES`` (with its storage after a colon), which generates
+    ``tokens`` and is stopped after ``most`` passes (0: never)."""
     size, _, storage = name.partition(":")
     if size in sizes.SIZES:
         model = sizes.build(sizes.SIZES[size], dtype, device, STORAGES[storage] if storage else None)

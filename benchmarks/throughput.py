@@ -73,7 +73,7 @@ def rounds(images: int, batch: int) -> int:
 
 def measure(layout: str, model: str, device: str, points: list[tuple[str, int]], images: int
             ) -> Iterator[dict[str, Any]]:
-    """A row for every point (method, batch): what an image takes when all processes of the layout draw."""
+    """A row for every point (method, batch): what an image takes when all processes of the layout generate."""
     processes, threads = (int(number) for number in layout.split("x"))
     context = multiprocessing.get_context("spawn")
     together, answers = context.Barrier(processes), context.Queue()

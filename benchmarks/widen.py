@@ -1,4 +1,4 @@
-"""The bundled model at a larger one's shapes: it draws its own images, and accepts its own guesses, at the larger
+"""The bundled model at a larger one's shapes: it generates its own images, and accepts its own guesses, at the larger
 one's cost.
 
 Channels, heads and columns that are added hold zeros, and added layers write nothing, so in exact arithmetic the logits

@@ -1,9 +1,9 @@
 """Stages ``kernels`` and ``races``: every Triton kernel beside its torch reference, on what the methods call it with.
 
-The methods draw a few tokens in the middle of an image of models of released widths, with one layer: more of them call
-kernels with nothing new. Each call with shapes, dtypes or settings that were not seen before runs the reference and, on
-the same arguments in the same strides, the kernel: what they return and what they write must agree. In a dry run the
-kernels run in Triton's interpreter, which the tests use, on tiny shapes.
+The methods generate a few tokens in the middle of an image of models of released widths, with one layer: more of them
+call kernels with nothing new. Each call with shapes, dtypes or settings that were not seen before runs the reference
+and, on the same arguments in the same strides, the kernel: what they return and what they write must agree. In a dry
+run the kernels run in Triton's interpreter, which the tests use, on tiny shapes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Stage ``prompts``: a real ComfyUI server draws, unloads, draws again, and draws with another model in between."""
+"""Stage ``prompts``: a real ComfyUI server generates, unloads, generates again, and generates with another model in
+between.
+"""
 
 from __future__ import annotations
 

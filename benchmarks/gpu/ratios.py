@@ -1,7 +1,7 @@
 """Stage ``ratios``: how much faster every method is than next-token, on images of a large model that was trained.
 
 The bundled model is too small to tell what a pass costs on a GPU. Widened to a larger model's shapes by channels and
-layers that add nothing, it draws the same images at the larger one's cost.
+layers that add nothing, it generates the same images at the larger one's cost.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from .findings import NotRun
 EMU3_IDS = 184_622  # of Emu3's whole vocabulary; released models keep the head's rows of images alone
 FAMILIES = ("llamagen-xl", "janus-pro-1b", "lumina-mgpt-7b", "emu3-8b")  # one of each kind
 NO_GRAPHS = "steps are not captured as CUDA graphs on this GPU"
-FEW = 40  # tokens that are drawn where not the whole image is needed
-DRY_TOKENS = 18  # that a dry run draws: a window of 16 and a little more
+FEW = 40  # tokens that are generated where not the whole image is needed
+DRY_TOKENS = 18  # that a dry run generates: a window of 16 and a little more
 DRY_METHODS = ("next_token", "sjd coupled w16", "chain of 5", "ADT-Tree")  # with a window, a draft, and without a limit
 
 
@@ -60,7 +60,7 @@ def whole_vocabulary(size: sizes.Size) -> sizes.Size:
 
 def random_subject(name: str, size: sizes.Size, device: torch.device, dtype: torch.dtype, tokens: int,
                    most: int = 0) -> Subject:
-    """A model of a size with random weights that draws ``tokens`` in the middle of an image. A name may say how the
+    """A model of a size with random weights that generates ``tokens`` in the middle of an image. A name may say how the
     matrices are stored (X:int8, X:fp8)."""
     storage = name.partition(":")[2]
     model = sizes.build(size, dtype, device, STORAGES[storage] if storage else None)
@@ -69,7 +69,7 @@ def random_subject(name: str, size: sizes.Size, device: torch.device, dtype: tor
 
 
 def bundled_subject(device: torch.device, dtype: torch.dtype, tokens: int = 0) -> Subject:
-    """The bundled model, which draws a whole image, or ``tokens`` in the middle of one."""
+    """The bundled model, which generates a whole image, or ``tokens`` in the middle of one."""
     packages.need("safetensors", "einops")
     found = subject("default", 3.0, device, dtype, 0, 0)
     return replace(found, stretch=Stretch.middle(found.stretch.layout, tokens)) if tokens else found

@@ -131,7 +131,7 @@ def still(page: Page, look: str, argument: object = None) -> Any:
 
 
 def set_batch(page: Page, batch: int) -> None:
-    """How many images the open workflow draws."""
+    """How many images the open workflow generates."""
     page.evaluate("""batch => {
         app.graph._nodes.find(node => node.type === 'SpecAREmptyLatent').widgets.at(-1).value = batch;
     }""", batch)

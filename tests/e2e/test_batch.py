@@ -1,4 +1,4 @@
-"""A batch on two real servers, one of which is killed while it draws."""
+"""A batch on two real servers, one of which is killed while it generates."""
 
 import json
 import os
@@ -74,7 +74,7 @@ def test_every_job_has_one_image_although_a_server_is_killed(comfy, comfyui, tmp
             assert np.median(border, axis=0).argmax() == COLOURS[job.split("-")[1]], f"look at {image.filename}"
     names = [path.name for path in comfy.output.rglob("*.png")]
     saved = [name for name in names for job, _, _ in JOBS if name.startswith(f"picture_{job}")]
-    assert len(saved) == sum(record["server"] == comfy.url for record in found.values())  # none was drawn twice there
+    assert len(saved) == sum(record["server"] == comfy.url for record in found.values())  # none ran twice there
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""The same seed draws the same image: on another server, after all models were unloaded, and after other prompts."""
+"""The same seed generates the same image: on another server, after all models were unloaded, and after other
+prompts.
+"""
 
 import asyncio
 import io

@@ -84,7 +84,7 @@ def test_a_server_that_is_killed_leaves_whole_files_and_starts_again(comfyui, tm
                 os.killpg(server.process.pid, signal.SIGKILL)
 
         assert comfy.run(prompt).outcome == "success"
-        mortal = comfy.workflow("14_exact_on_the_face", seed=605, batch_size=16)  # long enough to die while it draws
+        mortal = comfy.workflow("14_exact_on_the_face", seed=605, batch_size=16)  # long enough to die during the run
         with pytest.raises(aiohttp.ClientError):
             comfy.run(mortal, kill)
         server.process.wait(PATIENCE)

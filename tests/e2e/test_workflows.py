@@ -117,7 +117,7 @@ def films_of_the_run_are_saved(comfy, run):
 
 
 def what_is_found_is_drawn_with(comfy, run):
-    """Another image with another prompt is drawn without another search."""
+    """Another image with another prompt is generated without another search."""
     prompt = comfy.workflow("04_find_fastest")
     node, sampler = (comfy.node_id(prompt, kind) for kind in ("SpecARFindFastest", "SpecARMethodSampler"))
     [found] = run.outputs[node]["specar"]

@@ -1,10 +1,11 @@
-"""The golden record: what every method draws with fixed seeds, to be the same after a change that changes no behaviour.
+"""The golden record: what every method generates with fixed seeds, to be the same after a change that changes no
+behaviour.
 
-    python -m tests.golden --write                  draw, and note it down in golden.json
-    python -m tests.golden --check [--only TEXT]    draw again, and name the cases that differ
+    python -m tests.golden --write                  generate, and note it down in golden.json
+    python -m tests.golden --check [--only TEXT]    generate again, and name the cases that differ
 
 For one machine: write, change the code, check. Processors round in their own ways, so on another one fractions are
-only compared by closeness, and a near tie may draw another token. --only takes the cases whose names contain TEXT.
+only compared by closeness, and a near tie may give another token. --only takes the cases whose names contain TEXT.
 """
 
 from __future__ import annotations

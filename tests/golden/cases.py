@@ -1,6 +1,6 @@
-"""What the golden record draws: every method x rule x structure x schedule, and some of them under every setting.
+"""What the golden record generates: every method x rule x structure x schedule, and some of them under every setting.
 
-Cases are named "model / method / what is asked", and nothing is loaded until one is drawn.
+Cases are named "model / method / what is asked", and nothing is loaded until one is generated.
 """
 
 from __future__ import annotations

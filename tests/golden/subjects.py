@@ -1,5 +1,5 @@
-"""Models that the golden record draws with: the bundled ones and a tiny one of every family, with drafters, prompts and
-the part of an image that is drawn."""
+"""Models that the golden record generates with: the bundled ones and a tiny one of every family, with drafters, prompts
+and the part of an image that is generated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BUNDLED, TINY = "default", tuple(FAMILIES)
 _VECTORS = declared("TINY", continuous=True)
 BUNDLED_VECTORS, TINY_VECTORS = "continuous", tuple(_VECTORS)
 PROMPT, NEGATIVE = "heart, 3d, on a blue background", "moon, flat"
-ROWS = 3  # that a case draws of the bundled models' 16 or 8: the last ones of a next-token image; the others are kept
+ROWS = 3  # generated per case, of the bundled models' 16 or 8: the last ones of a next-token image; the others are kept
 SEED = 7
 
 

@@ -1,4 +1,4 @@
-"""The golden record draws the same twice, and names what has changed since."""
+"""The golden record generates the same twice, and names what has changed since."""
 
 import copy
 import json

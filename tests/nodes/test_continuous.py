@@ -142,7 +142,7 @@ def test_mask_keeps_the_tokens_outside_it(method, draw_vectors):
 
 
 def test_what_is_kept_below_is_seen_above(draw_vectors):
-    """Real inpainting: what is drawn depends on all that is kept."""
+    """Real inpainting: what is generated depends on all that is kept."""
     first, _ = draw_vectors("NextToken")
     changed = first["samples"].clone()
     changed[..., 3, 3] += 1

@@ -101,7 +101,7 @@ def test_overlay_blends_and_adds_the_legend():
 
 
 def vector_trace(**grids) -> Trace:
-    """A 2 x 2 trace of a continuous model: accepted, replaced / drawn alone, kept."""
+    """A 2 x 2 trace of a continuous model: accepted, replaced / generated alone, kept."""
     default = {
         "source": [Source.RELAXED, Source.RESIDUAL, Source.PREFILL, Source.FORCED], "finalised_at": [2, 2, 1, 0],
         "depth": [1, 2, 0, 0], "log_ratio": [1.0, -1.0, 0.0, 0.0], "distance": [0.5, 1.0, 0.0, 0.0],

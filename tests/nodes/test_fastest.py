@@ -30,7 +30,7 @@ def small_trees(monkeypatch):
 
 
 class Clock:
-    """Tells how many rounds were drawn, so that every machine measures the same."""
+    """Tells how many rounds were run, so that every machine measures the same."""
 
     now = 0.0
 

@@ -28,7 +28,7 @@ VECTORS = {"": {"head_steps": 2}, "NextToken": {"head_steps": 2}}
 
 @pytest.fixture
 def draw(sample, draw_vectors):
-    """draw(name) -> what is drawn; "vectors ..." with a continuous sampler."""
+    """draw(name) -> what is generated; "vectors ..." with a continuous sampler."""
 
     def draw(name: str, batch: int = 2) -> torch.Tensor:
         if name.startswith("vectors"):

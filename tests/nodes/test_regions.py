@@ -12,7 +12,7 @@ SIZE = GRID * FACTOR
 
 @pytest.fixture(scope="module")
 def image(tiny):
-    """[1, 40, 64, 3]: wider than the model draws, with a margin above and below."""
+    """[1, 40, 64, 3]: wider than the model generates, with a margin above and below."""
     generator = torch.Generator().manual_seed(3)
     return torch.rand(1, 40, 64, 3, generator=generator)
 

@@ -4,8 +4,8 @@ widths, given the same numbers.
 cspd.json holds what https://github.com/MarkXCloud/CSpD gave at commit d91f721 on a CPU (torch 2.13). ``distributions``
 below gives 12 pairs of Gaussians of 16 dimensions each: as a released model ends ("released": width 0.0063, means 0.25
 apart in every dimension), overlapping ones of that width ("close"), and wide ones that overlap ("wide").
-  log_accept_*      log of DistributionProcessor.judge_accept at the draft's mean ("wide": at a draw), in fp64;
-                    *_unwidened: with inner temperature 1, at the target's mean ("wide": at the same draw)
+  log_accept_*      log of DistributionProcessor.judge_accept at the draft's mean ("wide": at a sample), in fp64;
+                    *_unwidened: with inner temperature 1, at the target's mean ("wide": at the same sample)
   residual_*        subtracted_distribution_unormalize, the probability that a proposal is taken
   image_*, accepted_*   SpecDecodeRunner(ratio=0).run, for classes 3 and 8, of the target of mar.json and a drafter
                     with 0.2 % of other weights mixed in: one token per step, blocks and settings as in IMAGES, the
@@ -41,7 +41,7 @@ def numbers(name, *shape):
 
 
 def distributions(kind):
-    """Target and draft distribution, a draw of the draft's, proposals for the residual."""
+    """Target and draft distribution, a sample of the draft's, proposals for the residual."""
     width, distance, sums = KINDS[kind]
     mean = numbers(f"{kind} draft mean", 12, 16)
     widths = {who: math.log(width) + 0.05 * numbers(f"{kind} {who} width", 12, 16) for who in ("draft", "target")}

@@ -1,14 +1,14 @@
 """Our Janus-Pro beside transformers' JanusForConditionalGeneration and the official code, on the same random weights,
 in fp32.
 
-transformers runs live: its language model through its image head, its own closed drawing loop, and the decoder of its
-image tokenizer. (It looks codes up without normalising them, which the official encoder does.)
+transformers runs live: its language model through its image head, its own closed generation loop, and the decoder of
+its image tokenizer. (It looks codes up without normalising them, which the official encoder does.)
 
 janus.json holds what https://github.com/deepseek-ai/Janus gave at commit 1daa72f on a CPU (torch 2.13), its modules
 filled with the weights of tests/support/tiny_janus.py:
   prompts, ids    the conversation template "deepseek" around three prompts; ids of the first
-  logits          of positions 0, 7 and 15 while drawing it greedily with guidance 5: [3, conditional and not, 32]
-  greedy_cfg_5    the 16 tokens drawn
+  logits          of positions 0, 7 and 15 while generating it greedily with guidance 5: [3, conditional and not, 32]
+  greedy_cfg_5    the 16 tokens generated
   decode, encode  decode_code of these tokens; the codes that encode() picks for an image
   released        tensors, numbers, and a SHA-256 of all names and shapes of a MultiModalityCausalLM of 1B and of 7B,
                   the vision tower left out

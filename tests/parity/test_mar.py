@@ -156,7 +156,7 @@ SAMPLES = {  # iterations, guidance, its schedule, temperature, denoising steps,
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_whole_images(model, monkeypatch, name):
-    """The baseline sampler, given the official order and noises, draws the official images of classes 3 and 8."""
+    """The baseline sampler, given the official order and noises, generates the official images of classes 3 and 8."""
     iterations, cfg, guidance, temperature, steps, last = SAMPLES[name]
     steps = schedule(steps, last)
     noise0 = numbers("first noise of the picture", 2, 16, 16)

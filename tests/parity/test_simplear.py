@@ -1,8 +1,9 @@
-"""SimpleAR against transformers' Qwen2, live, on the same random weights: it is that model, and a way to draw with it.
+"""SimpleAR against transformers' Qwen2, live, on the same random weights: it is that model, and a way to generate with
+it.
 
-The official drawing loop (generate_visual at https://github.com/wdrink/SimpleAR, commit d56b6e5) is written down here
-in its own terms: two sequences with their own caches and positions, and guidance between logarithms of probabilities
-over all words, of which we look at the image codes alone.
+The official generation loop (generate_visual at https://github.com/wdrink/SimpleAR, commit d56b6e5) is written down
+here in its own terms: two sequences with their own caches and positions, and guidance between logarithms of
+probabilities over all words, of which we look at the image codes alone.
 """
 
 import pytest

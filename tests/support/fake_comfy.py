@@ -1,4 +1,4 @@
-"""A ComfyUI server without images: queue, history and files as a batch sees them, and what it was asked to draw."""
+"""A ComfyUI server without images: queue, history and files as a batch sees them, and what it was asked to generate."""
 
 import asyncio
 import socket

@@ -1,5 +1,5 @@
 """What the families' workflows ask for, tiny and with random weights: in the released layouts, under the names that the
-workflows use. They draw 4 x 4 tokens of 32 codes, so a workflow's image size, top-k and window do not fit them."""
+workflows use. They generate 4 x 4 tokens of 32 codes, so a workflow's image size, top-k and window do not fit them."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ HUNGRY = ("allocate memory", "MemoryError", "not enough memory")
 
 
 class EnoughError(Exception):
-    """An image has been drawn for long enough."""
+    """An image has been generated for long enough."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def draw(model, prompt: str, method=None) -> None:
 
     rows, cols = model.grid
     if rows * cols > DRAWN:
-        return  # an image so large is what the file asks for: it would be drawn, and can be cancelled
+        return  # an image so large is what the file asks for: it would be generated, and can be cancelled
     try:
         api.sample(model, model.encode_prompt(prompt), method=method, callback=enough)
     except EnoughError:

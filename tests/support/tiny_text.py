@@ -1,4 +1,4 @@
-"""A language model that draws, of no family: every switch of the backbone, forced tokens after rows and image."""
+"""A language model that generates, of no family: every switch of the backbone, forced tokens after rows and image."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class ToySchedule:
 
 
 class Toy:
-    """What the toys share: the context a token is drawn in, a + sum of w x over the known tokens, plus guidance.
+    """What the toys share: the context a token is sampled in, a + sum of w x over the known tokens, plus guidance.
 
     Strict about the protocol: what is asked for must be unknown, distinct and no more than ``seen``.
     """
@@ -191,7 +191,7 @@ def uniforms(
     """[B, S, C]: every number of the images through the distribution of the model itself, given those before it
     (Rosenblatt).
 
-    Independent and uniform if the images [B, S, C] were drawn by the model in their order [B, S] (place -> position),
+    Independent and uniform if the images [B, S, C] were sampled by the model in their order [B, S] (place -> position),
     with linear guidance; ``last``: with the noise of the last step. Entry i belongs to position i.
     """
     batch, length, channels = tokens.shape
@@ -221,7 +221,7 @@ def _mixture_uniforms(distribution: Mixture, x: Tensor) -> Tensor:
 
 
 def drawing_order(decoded) -> Tensor:
-    """[B, S]: the position drawn k-th."""
+    """[B, S]: the position sampled k-th."""
     return decoded.trace.positions["order"].long().argsort(dim=1)
 
 

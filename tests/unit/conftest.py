@@ -26,7 +26,7 @@ settings.load_profile("specar")
 
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
-    """For what draws from torch's own generator."""
+    """For what samples from torch's own generator."""
     torch.manual_seed(0)
 
 

@@ -28,7 +28,7 @@ def close(found, wanted, atol=1e-6):
     (4, (1, 1, 1, 0.666667), 0.9, (0.75, 0.25, 0, 0), 0.3),
 ])
 def test_golden_numbers_of_a_scaled_ratio(omega, f, accepted, rest, drift):
-    """P and Q are 0.4 apart. The exact rule keeps 0.6 of the drafts and redraws the others from (.75, .25, 0, 0)."""
+    """P and Q are 0.4 apart. The exact rule keeps 0.6 of the drafts and resamples the others from (.75, .25, 0, 0)."""
     rules = [UniformRSD(omega), CoolSD(omega, decay=0, floor=False)] + [Exact()] * (omega == 1)
     for rule in rules:
         given = P.expand(4, -1), Q.expand(4, -1), torch.arange(4), DEPTH, ONE
@@ -151,7 +151,7 @@ def test_strength_is_checked():
 
 
 def run(p, q, exists=True, draws=100_000):
-    """Frequencies of (token, accepted) over a grid of drafts drawn from q and independent u, v."""
+    """Frequencies of (token, accepted) over a grid of drafts sampled from q and independent u, v."""
     generator = torch.Generator().manual_seed(0)
     token = torch.multinomial(q if exists else p, draws, replacement=True, generator=generator)[:, None]
     u, v = torch.rand((2, draws, 1), generator=generator)
@@ -163,7 +163,7 @@ def run(p, q, exists=True, draws=100_000):
 
 
 def assert_shares(drawn, wanted):
-    """Shares of many draws, each within 4.5 standard deviations: one in 150 000 of the distribution itself would not
+    """Shares of many samples, each within 4.5 standard deviations: one in 150 000 of the distribution itself would not
     be.
     """
     deviation = (wanted * (1 - wanted) / len(drawn)) ** 0.5

@@ -104,7 +104,7 @@ def test_a_result_has_files_seconds_and_each_trace_once(tmp_path):
 
 
 def test_the_least_busy_server_gets_the_job_and_none_gets_more_than_it_may(tmp_path):
-    """All three are filled; then the middle one draws one image, the fast one all that are left for it."""
+    """All three are filled; then the middle one generates one image, the fast one all that are left for it."""
     async def check():
         async with FakeComfy() as fast, FakeComfy() as middle, FakeComfy() as slow:
             servers, jobs = [slow, middle, fast], jobs_of(16)
@@ -177,7 +177,7 @@ def test_a_job_that_cannot_be_made_fails_once_and_stops_nobody(tmp_path, text, e
 
 
 def test_jobs_of_a_dying_server_go_to_the_other(tmp_path, clock):
-    """It dies while it draws its second image."""
+    """It dies while it generates its second image."""
     async def check():
         async with FakeComfy() as mortal, FakeComfy() as other:
             mortal.ends = lambda: not mortal.drawn
@@ -193,7 +193,7 @@ def test_jobs_of_a_dying_server_go_to_the_other(tmp_path, clock):
             assert len(lines(tmp_path / "r.jsonl")) == 10
             recorded = Counter(record["files"][0]["filename"] for record in lines(tmp_path / "r.jsonl"))
             assert max(recorded.values()) == 1
-            # Only an image that was finished, but not yet fetched, when the server died may have been drawn again.
+            # Only an image that was finished, but not yet fetched, when the server died may have been generated again.
             assert set(jobs_drawn(mortal, other)) == {job.id for job in jobs}
             assert max(jobs_drawn(other).values()) == 1 and jobs_drawn(mortal, other).total() <= 11
 

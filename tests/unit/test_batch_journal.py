@@ -169,7 +169,7 @@ def test_kill_9_again_and_again_loses_and_repeats_nothing(table):
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signal for one process")
 def test_control_c_takes_the_jobs_from_the_server_and_the_same_command_goes_on(table):
-    """While the server draws the second image."""
+    """While the server generates the second image."""
     async def check():
         async with FakeComfy() as one:
             one.ends = lambda: not one.drawn

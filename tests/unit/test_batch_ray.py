@@ -107,7 +107,7 @@ def test_it_asks_for_a_folder_and_for_ray(table, monkeypatch, capsys):
 
 @pytest.mark.parametrize("method", RECIPES)
 def test_every_method_generates_with_its_settings(method, monkeypatch):
-    """Each by its name, with all of its settings given as their defaults; what it draws is shown elsewhere."""
+    """Each by its name, with all of its settings given as their defaults; what it generates is shown elsewhere."""
     drawn = []
     monkeypatch.setattr("comfyui_specar.batch.studio.api.sample", lambda *given, **named: drawn.append((given, named)))
     continuous = method.startswith("continuous")
@@ -117,7 +117,7 @@ def test_every_method_generates_with_its_settings(method, monkeypatch):
     made = RECIPES[method].settings
     defaults = {name: getattr(made, name) for name in columns if getattr(made, name) is not None}
     settings = studio.settings([Job("a", {"prompt": "cat", "negative": "dog", "cfg": "2", **defaults}, 1)])["a"]
-    with pytest.raises(AttributeError):  # nothing is drawn
+    with pytest.raises(AttributeError):  # nothing is generated
         Painter(studio).generate(settings)
     [((_, prompt, built), named)] = drawn
     assert named["cfg"] == 2 and named["negative"] is not None and prompt is not None and "seed" not in named

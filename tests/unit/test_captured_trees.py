@@ -1,4 +1,4 @@
-"""Rounds of drafting without the host: compiled whole, and replayed as a CUDA graph would, they draw the same."""
+"""Rounds of drafting without the host: compiled whole, and replayed as a CUDA graph would, they generate the same."""
 
 from dataclasses import replace
 

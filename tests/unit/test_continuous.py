@@ -37,7 +37,7 @@ def ragged_kept(batch):
 
 
 def assert_whole(decoded, batch):
-    """Every token is drawn, and recorded once, in an order that is a permutation."""
+    """Every token is sampled, and recorded once, in an order that is a permutation."""
     trace, tokens = decoded.trace, decoded.tokens
     assert tokens.shape == (batch, LENGTH, 2) and tokens.dtype == torch.get_default_dtype()
     assert tokens.isfinite().all() and (tokens != 0).all()
@@ -112,7 +112,7 @@ def test_mixtures_go_through_every_mode(mode):
 
 
 def test_kept_tokens_are_seen():
-    """A kept token changes what is drawn around it."""
+    """A kept token changes what is sampled around it."""
     kept = torch.zeros(1, LENGTH, dtype=torch.bool)
     kept[:, 4] = True
     images = [method().sample(request(TARGET, 1, kept=kept, tokens=torch.full((1, LENGTH, 2), value))).tokens
@@ -341,7 +341,7 @@ def test_iterations_come_from_the_sampler_then_the_model_then_the_tokens():
 
 
 class Cells(ToyHead):
-    """A model that draws cells of three tokens, row by row."""
+    """A model that samples cells of three tokens, row by row."""
 
     group, order = 3, torch.arange(LENGTH)
 

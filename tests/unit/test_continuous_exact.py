@@ -1,4 +1,4 @@
-"""Does speculative decoding of vectors draw from the target's distribution?
+"""Does speculative decoding of vectors sample from the target's distribution?
 
 The toys' distributions are known in closed form whatever the order: every number of an image, put through its
 distribution function given those before it, must be uniform and independent of the others (Rosenblatt, 1952). Rows of a
@@ -142,7 +142,7 @@ def test_judging_without_seeing_the_drafts_is_biased(pair, monkeypatch):
 @pytest.mark.parametrize("tolerance", [0.1, 0.26])
 @pytest.mark.parametrize("condition", ["prefix", "drafts"])
 def test_block_mode_is_not_exact_at_any_tolerance(tolerance, condition):
-    """Compared with what the target draws alone, in the same convention: no noise in the last step."""
+    """Compared with what the target samples alone, in the same convention: no noise in the last step."""
     assert_biased(judge(("head", 1), batch=4 * RUNS, last=False, mode="block", tolerance=tolerance,
                         condition=condition))
 
@@ -190,7 +190,7 @@ def test_shared_noise_lets_more_drafts_pass():
 
 @pytest.mark.parametrize(("patience", "exact"), [(100, True), (1, False)])
 def test_exactness_takes_patience(patience, exact, monkeypatch):
-    """A token that is redrawn is looked for until it is found, set after set of proposals."""
+    """A token that is resampled is looked for until it is found, set after set of proposals."""
     monkeypatch.setattr(continuous, "TRIES", 2)
     monkeypatch.setattr(continuous, "PATIENCE", patience)
     target, drafter = ToyMixture(1), ToyMixture(1, noise=0.3)
@@ -234,7 +234,7 @@ def test_even_patience_ends(monkeypatch):
 
 
 def test_no_proposals_are_made_for_images_that_are_complete(monkeypatch):
-    """Where drafter and target agree nothing is ever redrawn, and no patience spent on rows without a token left."""
+    """Where drafter and target agree nothing is ever resampled, and no patience spent on rows without a token left."""
     calls = []
     real = continuous.residual
     monkeypatch.setattr(continuous, "PATIENCE", 100)

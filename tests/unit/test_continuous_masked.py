@@ -105,7 +105,7 @@ def test_nothing_known_needs_no_slots(models):
 
 
 def test_linear_guidance_rises_with_the_share_of_the_image():
-    """1 + (cfg - 1) known/S, the token itself counted, but never all: the last two draw at (S - 1)/S."""
+    """1 + (cfg - 1) known/S, the token itself counted, but never all: the last two sample at (S - 1)/S."""
     before = torch.arange(256)
     scale = masked_guidance(ContinuousParams(cfg=3.0), before, before + 1, 256)
     wanted = [1 + 2 * min(i + 1, 255) / 256 for i in range(256)]

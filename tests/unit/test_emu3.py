@@ -81,7 +81,7 @@ def test_prompts_name_the_size_and_are_framed(model):
     assert model.encode_prompt("a red cup")[0][0][0, :, 0].int().tolist() == wanted
     assert read("a red cup", (4, 4)) == wanted
     assert read("a red cup", (2, 8))[-4:] == [ids["2"], ids["*"], ids["8"], frame[2]]
-    # What not to draw is written without the words of praise.
+    # What not to generate is written without the words of praise.
     assert read("bad cup", (4, 5), "negative") == [
         frame[0], ids["bad"], ids["cup"], frame[1], ids["4"], ids["*"], ids["5"], frame[2]
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Do the samplers draw from the model's distribution? Every image of a toy model is enumerated and counted.
+"""Do the samplers sample from the model's distribution? Every image of a toy model is enumerated and counted.
 
 Rows of a batch are independent runs (tested bit for bit below), so one large batch is many single runs, and each of
 its rows commits at its own pace: it is a ragged batch as well. Variants that are known to be biased must fail the same
@@ -82,7 +82,7 @@ def test_guidance_temperature_and_filters_are_part_of_the_distribution(method):
 
 
 def sticky_refine(run, state, verified):
-    """A kept guess keeps the distribution it was drawn from, as if having been kept said nothing about it."""
+    """A kept guess keeps the distribution it was sampled from, as if having been kept said nothing about it."""
     p, draft = verified.p, jacobi.window_draft(run, state, verified.position, verified.exists)
     confident = jacobi.at(p, draft.token) > run.method.threshold * jacobi.at(draft.q, draft.token)
     keep = draft.exists & confident
@@ -181,7 +181,7 @@ def test_passes_never_exceed_the_tokens(reuse, initial):
 
 @pytest.mark.parametrize("reuse", ["coupled", "gumbel", "resample"])
 def test_where_the_prefix_does_not_matter_one_refinement_is_enough(reuse):
-    """From its second pass on, a guess was drawn from the very distribution it is tested against: p = q."""
+    """From its second pass on, a guess was sampled from the very distribution it is tested against: p = q."""
     layout = plain(2, 3)
     model = ToyModel(layout, memory=0)
     trace = SJD(window=6, reuse=reuse).sample(request(model, layout, batch=2000)).trace

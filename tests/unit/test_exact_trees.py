@@ -85,7 +85,7 @@ def test_rows_of_a_batch_are_single_runs(structure, skipping):
 
 
 class SortedSiblings(Static):
-    """Tests siblings in the order of their probability instead of the order they were drawn: biased."""
+    """Tests siblings in the order of their probability instead of the order they were sampled: biased."""
 
     def grow(self, work, root, plan, extent, round_index):
         tree = super().grow(work, root, plan, extent, round_index)
@@ -95,7 +95,7 @@ class SortedSiblings(Static):
 
 
 class LikeliestAsDrawn(Dynamic):
-    """Treats the likeliest tokens as draws from q: biased."""
+    """Treats the likeliest tokens as samples from q: biased."""
 
     def grow(self, work, root, plan, extent, round_index):
         tree = super().grow(work, root, plan, extent, round_index)

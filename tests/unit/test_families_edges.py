@@ -1,4 +1,4 @@
-"""What files, folders and other nodes can do to a language model that draws: answered in words, or harmless."""
+"""What files, folders and other nodes can do to a language model that generates: answered in words, or harmless."""
 
 import json
 import shutil

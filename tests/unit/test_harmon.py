@@ -309,7 +309,7 @@ def test_one_with_another_vocabulary_does_not(tmp_path, model):
 
 
 def test_a_smaller_one_drafts_for_it(tmp_path, model):
-    """It is loaded without search folders and with a grid of its own, yet draws what the target draws."""
+    """It is loaded without search folders and with a grid of its own, yet generates what the target generates."""
     small = load_drafter(write_harmon(tmp_path / "small.safetensors", grid=(8, 8)), model)
     assert small.family == "harmon" and small.prompt_encoder is model.prompt_encoder
     request = ContinuousRequest(model, model.encode_prompt("a dog"), GRID, model.defaults, seed=3)

@@ -185,7 +185,7 @@ def test_kept_tokens_stay_and_the_rest_is_generated_around_them(models, method):
     st.integers(2, 6), st.sampled_from(REUSE), st.sampled_from(INITIAL), st.integers(0, 1000),
 )
 def test_forced_ids_are_in_place_for_any_pattern(forced, window, reuse, initial, seed):
-    """Two images, each with its own pattern; specials are drawn nowhere else."""
+    """Two images, each with its own pattern; specials are sampled nowhere else."""
     layout = TokenLayout(2, 3, 3, torch.tensor(forced).view(2, 6))
     decoded = SJD(window, reuse, initial).sample(request(TOY, layout, seed=seed, batch=2))
     bound = layout.forced >= 0

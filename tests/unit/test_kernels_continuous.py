@@ -1,4 +1,4 @@
-"""Gaussians: the Triton kernels compute the ratios and draws of the torch references, and compile."""
+"""Gaussians: the Triton kernels compute the ratios and samples of the torch references, and compile."""
 
 import pytest
 import torch

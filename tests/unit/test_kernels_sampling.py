@@ -1,4 +1,4 @@
-"""Draws from rows: the Triton kernels draw what the torch references draw, and compile."""
+"""Sampling from rows: the Triton kernels sample what the torch references sample, and compile."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Weights in one byte per number: what rounding does, and that every family loads and draws with them."""
+"""Weights in one byte per number: what rounding does, and that every family loads and generates with them."""
 
 import pytest
 import torch
@@ -102,7 +102,7 @@ def test_every_family_computes_with_the_rounded_weights(name, storage, tmp_path)
 
 @pytest.mark.parametrize("name", SELF_CONTAINED)
 def test_every_family_generates_in_int8(name, tmp_path):
-    """With Gumbel noise, SJD draws what the next-token sampler draws: how wide a pass is does not matter."""
+    """With Gumbel noise, SJD generates what the next-token sampler generates: how wide a pass is does not matter."""
     _, model = open_both(name, tmp_path, INT8)
     prompt, methods = model.encode_prompt("3"), (NextToken(), SJD(window=5, reuse="gumbel"))
     wanted, found = (api.sample(model, prompt, method, cfg=2.0, top_k=16, seed=1).tokens for method in methods)

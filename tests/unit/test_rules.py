@@ -1,4 +1,4 @@
-"""Every acceptance rule, enumerated: what a test of one draft, or of a group of siblings, really draws.
+"""Every acceptance rule, enumerated: what a test of one draft, or of a group of siblings, really samples.
 
 One position under a rule follows K(y) = q(y) f(y) + sum over x of q(x) (1 - f(x)) G_x(y), which is written down here
 for all x and compared with p. In double precision, so that equal means equal.
@@ -69,7 +69,7 @@ def every(p, q, depth=1, strength=1.0):
 
 
 def enumerated(rule, p, q, depth=1, strength=1.0):
-    """f [V] of every draft, the distributions [V, V] drawn from after its rejection, and the kernel [V]."""
+    """f [V] of every draft, the distributions [V, V] sampled from after its rejection, and the kernel [V]."""
     given = every(p, q, depth, strength)
     f, rest = rule.accept_probability(*given), rule.residual(*given)
     assert ((f >= 0) & (f <= 1 + 1e-12)).all() and (rest >= 0).all() and (rest.sum(-1) > 0).all()
@@ -227,7 +227,7 @@ def test_special_tokens_resemble_nothing(rule):
 
 
 def sampled_group(rule, p, q, children, forget=False, vanilla=False):
-    """The distribution of ``children`` siblings drawn from q without replacement, tested in turn, and the expected
+    """The distribution of ``children`` siblings sampled from q without replacement, tested in turn, and the expected
     TV bound.
 
     forget: the residual uses q as it was at first (wrong). vanilla: the residual is [p - q]+ whatever f (wrong).

@@ -42,7 +42,7 @@ def draw(rule, name="plain", strength=None, seed=0, batch=RUNS, params=None, **o
 
 @cache
 def many(rule, name="plain"):
-    """RUNS images under the rule, drawn once for all tests."""
+    """RUNS images under the rule, sampled once for all tests."""
     return draw(rule, name)
 
 
@@ -130,7 +130,7 @@ def test_without_a_draft_nothing_drifts(rule):
 
 @pytest.mark.parametrize("reuse", [r for r in REUSE if r != "gumbel"])
 def test_refinement_stays_exact(reuse):
-    """After the committed run, guesses are redrawn as if the rule were exact: their distribution is what q says it
+    """After the committed run, guesses are resampled as if the rule were exact: their distribution is what q says it
     is.
     """
     generator, width = torch.Generator().manual_seed(0), 4

@@ -54,7 +54,7 @@ def test_layout(model):
 
 
 def test_sizes(tmp_path):
-    """The released models draw 1024 and 512 pixels, and say so when asked for others."""
+    """The released models generate 1024 and 512 pixels, and say so when asked for others."""
     path = write(tmp_path / "model", grid=(64, 64), decoder=False)
     settings = json.loads((path / "config.json").read_text(encoding="utf-8"))
     del settings["specar"]["grid"]
@@ -148,7 +148,7 @@ def test_the_older_tokenizer_files(folder, model, tmp_path):
 
 
 def test_without_a_tokenizer(model, tmp_path):
-    """Ids can be drawn from; prompts, and the built-in negative one, say which file they need."""
+    """Ids can be sampled from; prompts, and the built-in negative one, say which file they need."""
     path = write(tmp_path / "SimpleAR-1.5B-RL", decoder=False)
     (path / "tokenizer.json").unlink()
     other = load_model(path)

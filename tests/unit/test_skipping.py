@@ -25,7 +25,7 @@ from ..support.random_trees import leaf_paths, random_tree, row, tree_of_paths
 from ..support.toy import ToyDrafter, ToyModel, request, with_line_ends
 
 seeds = st.integers(0, 10**6)
-VOCAB = 5  # random trees draw ids 0 .. 5: the last is a special token without a code vector
+VOCAB = 5  # random trees sample ids 0 .. 5: the last is a special token without a code vector
 
 
 def codes(seed: int, size: int = VOCAB) -> torch.Tensor:

@@ -195,7 +195,7 @@ def test_caches_hold_whatever_is_fed(text_model, text_drafters, skips, monkeypat
 
 
 def test_siblings_of_a_certain_draft_are_judged_by_their_own_distribution():
-    """The drafter all but rules out what it draws second: exp(-80) is far above zero in fp32, and what it is."""
+    """The drafter all but rules out what it samples second: exp(-80) is far above zero in fp32, and what it is."""
     layout = plain(1, 2)
     toy = ToyModel(layout)
     drafter = ToyDrafter(toy)
@@ -228,7 +228,7 @@ def test_rules_stand_the_smallest_probabilities(rule):
 
 
 def test_the_drift_of_skipping_is_not_understated():
-    """A perfect drafter, but not the first-drawn child is taken: the drift is not zero, nor may its bound be."""
+    """A perfect drafter, but not the first sampled child is taken: the drift is not zero, nor may its bound be."""
     layout = plain(2, 3)
     toy = ToyModel(layout)
     probs = toy.distribution(layout, SamplingParams())
@@ -260,7 +260,7 @@ def test_rounds_count_accepted_drafts_without_forced_tokens():
 
 
 def test_a_refused_likely_child_keeps_its_own_ratio():
-    """The ratio at a redrawn token is that of the draft tested there, not of the token drawn in its place."""
+    """The ratio at a resampled token is that of the draft tested there, not of the token sampled in its place."""
     layout = TokenLayout.plain(1, 4)
     toy = ToyModel(layout)
     trace = DraftTree(ToyDrafter(toy), Dynamic(1, 1, 1)).sample(request(toy, layout, batch=200)).trace

@@ -1,4 +1,6 @@
-"""Drafters of language models that draw: words of the prompt, ragged branches, shared key heads, training, export."""
+"""Drafters of language models that generate: words of the prompt, ragged branches, shared key heads, training,
+export.
+"""
 
 import json
 import random

@@ -1,4 +1,6 @@
-"""Samplers on a language model that draws: forced row ends and endings, prompts of unequal length, shared key heads."""
+"""Samplers on a language model that generates: forced row ends and endings, prompts of unequal length, shared key
+heads.
+"""
 
 import itertools
 
@@ -284,7 +286,7 @@ def test_another_distribution_is_noticed(distribution):
 
 
 def test_prompts_name_the_size_of_the_image(model):
-    """A prompt that was encoded once draws every size, and tells the model which."""
+    """A prompt that was encoded once generates every size, and tells the model which."""
     conditioning = model.encode_prompt("fox")
     for grid in GRIDS:
         assert model.read(conditioning, 1, "p", grid).features.flatten().tolist()[-3:] == [*map(float, grid), BEGIN]

@@ -1,4 +1,4 @@
-"""The throughput benchmark: what it counts, and that its processes draw at the same time and end with an error."""
+"""The throughput benchmark: what it counts, and that its processes generate at the same time and end with an error."""
 
 import json
 import queue

@@ -89,7 +89,7 @@ def test_bound_is_zero_for_the_true_noise_and_width():
 
         def forward(self, noised, time, condition):
             generator = torch.Generator().manual_seed(7)
-            torch.randint(1000, (500,), generator=generator)  # the loss draws the steps first
+            torch.randint(1000, (500,), generator=generator)  # the loss samples the steps first
             return torch.cat((torch.randn(500, 4, generator=generator), -torch.ones(500, 4)), dim=-1)
 
     head.net = Oracle()
