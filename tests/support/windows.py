@@ -14,7 +14,7 @@ SIZE = 4  # of the window
 
 
 def begun(method, model, params, prompt, strength=None, layout=None):
-    """Run and carry of a batch of two after the prompt's own prediction, on the model's device."""
+    """Run and state of a batch of two after the prompt's own prediction, on the model's device."""
     layout, forcing = (layout or model.layout()).to(model.device), (layout or model.layout()).forces
     method = replace(method, rule=method.rule.bind(model))
     state = model.start(prompt, None, 2, layout, slack=SIZE, guided=params.cfg != 1)

@@ -17,7 +17,7 @@ from ..support.tape import Tape, TapeGraphs
 
 
 @dataclass(frozen=True)
-class Carry:
+class State:
     x: torch.Tensor
     parts: tuple[torch.Tensor, ...]
     name: str = "n"
@@ -27,16 +27,16 @@ def test_a_replayed_step_computes_what_a_called_one_does():
     memory, plain = torch.zeros(4), torch.zeros(4)
 
     def step_over(memory):
-        def step(carry: Carry) -> Carry:
-            memory.add_(carry.x)
+        def step(state: State) -> State:
+            memory.add_(state.x)
             memory[1:2] += 1
-            y = carry.x.view(2, 2).t().reshape(-1) + memory
-            return Carry(y, (y[:2].cumsum(0), carry.parts[0] * 2), carry.name)
+            y = state.x.view(2, 2).t().reshape(-1) + memory
+            return State(y, (y[:2].cumsum(0), state.parts[0] * 2), state.name)
 
         return step
 
     tape = TapeGraphs(torch.device("cpu"))
-    one = two = Carry(torch.arange(4.0), (torch.ones(2), torch.ones(3)))
+    one = two = State(torch.arange(4.0), (torch.ones(2), torch.ones(3)))
     for _ in range(6):
         one = tape("k", step_over(memory), one)
         two = step_over(plain)(two)
@@ -61,28 +61,28 @@ def test_what_a_step_hands_on_is_copied_once():
     tape, copies = TapeGraphs(torch.device("cpu")), []
     fixed, x = torch.tensor([3.0]), torch.ones(1)
 
-    def step(carry):
-        return carry[0], carry[1] * carry[0]
+    def step(state):
+        return state[0], state[1] * state[0]
 
-    def other(carry):
-        return carry[0] + 1, carry[1]
+    def other(state):
+        return state[0] + 1, state[1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(graphs, "copy_together", lambda pairs: copies.append(
             len([there.copy_(new) for there, new in pairs])))
-        carry = fixed, x
+        state = fixed, x
         for _ in range(5):
-            carry = tape("k", step, carry)
-            assert carry[0] is fixed
-        assert carry[1].tolist() == [3**5] and copies == [2, 1, 1, 1]
-        carry = tape("k", step, (fixed + 2, x))
-        assert carry[1].tolist() == [5] and copies[-1] == 2
+            state = tape("k", step, state)
+            assert state[0] is fixed
+        assert state[1].tolist() == [3**5] and copies == [2, 1, 1, 1]
+        state = tape("k", step, (fixed + 2, x))
+        assert state[1].tolist() == [5] and copies[-1] == 2
         for _ in range(3):
-            carry = tape("j", other, carry)
-        assert carry[0].tolist() == [8] and carry[1].tolist() == [5]
+            state = tape("j", other, state)
+        assert state[0].tolist() == [8] and state[1].tolist() == [5]
         for number in range(9, 12):
-            carry = tape("j", other, tape("k", step, (carry[0], x)))
-            assert carry[0].tolist() == [number] and carry[1].tolist() == [number - 1]
+            state = tape("j", other, tape("k", step, (state[0], x)))
+            assert state[0].tolist() == [number] and state[1].tolist() == [number - 1]
 
 
 def test_of_many_shapes_only_those_are_captured_that_repeat():
