@@ -134,7 +134,7 @@ def test_template_runs_and_shows_images_and_map(page, renderer, name):
     complete = f"""type => {{
         const shown = ({IMAGES})(type);
         return shown.length && shown.every(images => images.length
-            && pictures.every(picture => picture.complete && picture.naturalWidth > 0));
+            && images.every(picture => picture.complete && picture.naturalWidth > 0));
     }}"""
     for kind in ("SaveImage", "SpecARAcceptanceMap"):
         page.wait_for_function(complete, arg=kind)
