@@ -7,7 +7,7 @@ It joins a transformer, a diffusion head and a prompt encoder; families differ i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,10 @@ class ContinuousBase(Prompted, Placed):
         self.defaults, self.prompt_encoder = defaults, prompt_encoder
         self.pixels_per_token = bounded_int("pixels_per_token", pixels_per_token, 1, 1024)
         self.dtype = torch.float32
+        self.sessions: dict[Hashable, Any] = {}  # its methods keep none
+
+    def offload_embedding(self) -> None:
+        """It has no table of words."""
 
     def check_defaults(self) -> None:
         """Raise ValueError if the model's own sampling parameters are illegal: its files may name them."""

@@ -42,15 +42,10 @@ def exact_methods(model: LoadedModel, drafter: LoadedDrafter | None, length: int
 def relaxed_methods(bases: Iterable[ChosenMethod], budget: float, codes: int) -> list[ChosenMethod]:
     """``bases`` with approximate rules that have a drift bound. budget: limit of the drift bound per token; codes: size
     of the codebook (0: none)."""
-    rules: list[tuple[AcceptanceRule, str, str]] = [
-        (TVMetered(budget), f"TV budget (epsilon {budget:g})", f"TV Budget Rule: epsilon {budget:g}"),
-        (CoolSD(1.1), "Cool-SD (delta 1.1)", "Cool-SD Rule: delta 1.1"),
-        (CoolSD(2.0), "Cool-SD (delta 2)", "Cool-SD Rule: delta 2"),
-    ]
+    rules: list[AcceptanceRule] = [TVMetered(budget), CoolSD(1.1), CoolSD(2.0)]
     if NEIGHBOURS < codes <= MOST_CODES:
-        rules.append((LanternPP(NEIGHBOURS, 2.0), f"LANTERN++ (neighbours {NEIGHBOURS}, ratio 2)",
-                      f"LANTERN++ Rule: neighbours {NEIGHBOURS}, ratio 2"))
-    return [relaxed(base, *rule) for base in bases for rule in rules]
+        rules.append(LanternPP(NEIGHBOURS, 2.0))
+    return [relaxed(base, rule) for base in bases for rule in rules]
 
 
 def sjd(model: LoadedModel, window: int) -> ChosenMethod:
@@ -70,7 +65,8 @@ def tree(model: LoadedModel, drafter: LoadedDrafter, name: str, structure: Struc
     return ChosenMethod(model, method, drafter, name, "exact", f"{by_hand}; drafter {drafter.name}")
 
 
-def relaxed(base: ChosenMethod, rule: AcceptanceRule, judges: str, by_hand: str) -> ChosenMethod:
+def relaxed(base: ChosenMethod, rule: AcceptanceRule) -> ChosenMethod:
     """The method with another rule."""
-    by_hand = f"{base.by_hand}; rule {by_hand}"
-    return replace(base, method=replace(base.method, rule=rule), judges=judges, by_hand=by_hand)
+    acceptance = rule.in_words(rule.describe())
+    by_hand = f"{base.by_hand}; rule {acceptance}"
+    return replace(base, method=replace(base.method, rule=rule), acceptance=acceptance, by_hand=by_hand)

@@ -18,7 +18,7 @@ from .widgets import common_inputs, negative_input, sampler_outputs
 class ChosenMethod:
     """A method with its settings, model and drafter.
 
-    name: how it drafts ("SJD++, window 16"); judges: its acceptance rule ("exact"); by_hand: the node and widgets with
+    name: how it drafts ("SJD++, window 16"); acceptance: its rule ("exact"); by_hand: the node and widgets with
     the same settings.
     """
 
@@ -26,13 +26,13 @@ class ChosenMethod:
     method: Method
     drafter: LoadedDrafter | None
     name: str
-    judges: str
+    acceptance: str
     by_hand: str
 
     @property
     def exact(self) -> bool:
         """Whether it samples the model's distribution exactly."""
-        return self.judges == "exact"
+        return self.acceptance == "exact"
 
     def follow(self, model: LoadedModel) -> Method:
         """The method for ``model``, which is the one it was chosen for, or the same files loaded again (see

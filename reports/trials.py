@@ -22,7 +22,7 @@ class Method(Protocol):
     """What is to be known of a method here (see method.ChosenMethod)."""
 
     name: str
-    judges: str
+    acceptance: str
     by_hand: str
     exact: bool
 
@@ -123,7 +123,7 @@ def report(trials: list[Trial], verdict: Verdict) -> dict[str, Any]:
         "chosen": trials.index(verdict.chosen),
         "faster": verdict.faster,
         "trials": [
-            {"method": t.method.name, "acceptance": t.method.judges, "exact": t.method.exact,
+            {"method": t.method.name, "acceptance": t.method.acceptance, "exact": t.method.exact,
              "by_hand": t.method.by_hand, "seconds_per_token": t.seconds, "tokens": t.tokens, "passes": t.passes,
              "tv_bound": t.tv_bound, "note": t.note}
             for t in trials
@@ -132,7 +132,7 @@ def report(trials: list[Trial], verdict: Verdict) -> dict[str, Any]:
 
 
 def title(trial: Trial) -> str:
-    return trial.method.name + ("" if trial.method.exact else f", {trial.method.judges}")
+    return trial.method.name + ("" if trial.method.exact else f", {trial.method.acceptance}")
 
 
 def columns(trials: list[Trial]) -> list[Column]:
@@ -158,7 +158,7 @@ def table(trials: list[Trial], verdict: Verdict) -> str:
     measures = columns(trials)
     head = ["method", "acceptance", *(f"{c.name} ({c.unit})" for c in measures), "runs"]
     rows = [
-        [trial.method.name + (" (chosen)" if trial is verdict.chosen else ""), trial.method.judges,
+        [trial.method.name + (" (chosen)" if trial is verdict.chosen else ""), trial.method.acceptance,
          *(c.ranged(i) for c in measures), str(len(trial.seconds))]
         for i, trial in enumerate(trials)
     ]
@@ -167,7 +167,7 @@ def table(trials: list[Trial], verdict: Verdict) -> str:
 
 def chart(trials: list[Trial], verdict: Verdict, setting: str) -> np.ndarray:
     """The same as an image [H, 1024, 3] (uint8); thin lines show the range of single runs."""
-    names = [(t.method.name, f"{t.method.judges}; {t.note}" if t.note and t.seconds else t.method.judges)
+    names = [(t.method.name, f"{t.method.acceptance}; {t.note}" if t.note and t.seconds else t.method.acceptance)
              for t in trials]
     return bars(names, [trial.method.exact for trial in trials], columns(trials), setting,
                 notes=[trial.note for trial in trials], chosen=trials.index(verdict.chosen))

@@ -101,8 +101,7 @@ def open_model(choice: str, dtype: str, grid: tuple[int, int] | None) -> LoadedM
         path, dtype=DTYPES[dtype] or auto_dtype(device), grid=grid, search_folders=search_folders(),
         operations=Operations, storage=storage,
     )
-    if isinstance(model, DiscreteModel):
-        model.offload_embedding()
+    model.offload_embedding()
     if isinstance(getattr(model, "prompt_encoder", None), T5Encoder):
         manage_text_encoder(model.prompt_encoder)
     source = choice, dtype, grid, fingerprint(choice, MODELS)
@@ -111,9 +110,9 @@ def open_model(choice: str, dtype: str, grid: tuple[int, int] | None) -> LoadedM
 
 def decoder_of(model: DiscreteModel | ContinuousBase, path: Path) -> LoadedDecoder | None:
     """The image decoder of a model: the one in its files, or else one from the search folders."""
-    if isinstance(model, DiscreteModel):
-        return model.image_decoder and managed(model.image_decoder)
-    found = find_image_decoder(path, model.family, search_folders())
+    if model.image_decoder is not None:
+        return managed(model.image_decoder)
+    found = find_image_decoder(path, model.family, search_folders()) if model.continuous else None
     return found and open_decoder(found)
 
 
@@ -168,8 +167,7 @@ def open_drafter(choice: str, target: LoadedModel) -> LoadedDrafter:
 
 def patcher_of(module: torch.nn.Module, model: DiscreteModel | ContinuousBase) -> Patcher:
     """Memory management of a model's weights, or of those of its drafter."""
-    sessions = model.sessions if isinstance(model, DiscreteModel) else None
-    return Patcher(module, mm.get_torch_device(), mm.unet_offload_device(), sessions=sessions)
+    return Patcher(module, mm.get_torch_device(), mm.unet_offload_device(), sessions=model.sessions)
 
 
 def open_decoder(path: Path) -> LoadedDecoder:

@@ -356,4 +356,4 @@ def test_windows_and_tables_are_those_that_fit(tiny, drafter):
     assert [m.name for m in candidates.exact_methods(tiny[0], None, 40)] == ["SJD++, window 16", "SJD++, window 8"]
     base = candidates.exact_methods(tiny[0], drafter, 16)[:1]
     few, many = (candidates.relaxed_methods(base, 0.1, codes) for codes in (10, 64000))
-    assert len(few) == len(many) == 3 and not any("LANTERN" in m.judges for m in few + many)
+    assert len(few) == len(many) == 3 and not any("LANTERN" in m.acceptance for m in few + many)

@@ -11,12 +11,12 @@ from comfyui_specar.reports.trials import Trial, judge
 @dataclass(frozen=True)
 class Method:
     name: str
-    judges: str = "exact"
+    acceptance: str = "exact"
     by_hand: str = "a node"
 
     @property
     def exact(self) -> bool:
-        return self.judges == "exact"
+        return self.acceptance == "exact"
 
 
 def trial(name: str, *milliseconds: float, tv_bound: float | None = None, note: str = "") -> Trial:
