@@ -96,8 +96,8 @@ def test_without_a_drafter_there_are_windows_only(find):
 def test_a_budget_brings_relaxed_methods_and_bounds_the_choice(find):
     out = find(leak_budget=1e-4, drafter=None, batch=2)
     assert [t["acceptance"] for t in trials(out)] == [
-        "exact", "exact", "TV budget (epsilon 0.0001)", "Cool-SD (delta 1.1)", "Cool-SD (delta 2)",
-        "LANTERN++ (neighbours 10, ratio 2)"]
+        "exact", "exact", "TV budget (epsilon 0.0001)", "Cool-SD (delta 1.1, decay 0.2)",
+        "Cool-SD (delta 2, decay 0.2)", "LANTERN++ (neighbours 10, ratio 2)"]
     for t in trials(out)[2:]:
         assert t["tokens"] % 32 == 0 and t["tv_bound"] > 0
         over = t["tv_bound"] / t["tokens"] > 1e-4 * (1 + 1e-5)
