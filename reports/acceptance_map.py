@@ -19,10 +19,10 @@ GREY = (150, 150, 150)
 AMOUNT = ((0, 32, 77), (58, 72, 107), (109, 110, 114), (163, 151, 116), (213, 194, 95), (255, 234, 70))
 RATIO = ((230, 97, 1), (253, 184, 99), (247, 247, 247), (146, 197, 222), (5, 90, 170))
 SOURCES = {  # Source -> (name in the legend, colour)
-    Source.ACCEPTED: ("accepted guess", (86, 180, 233)),
+    Source.ACCEPTED: ("accepted draft", (86, 180, 233)),
     Source.RELAXED: ("accepted by a relaxed rule", (204, 121, 167)),
     Source.RESIDUAL: ("resampled after rejection", (213, 94, 0)),
-    Source.BONUS: ("sampled without a guess", (240, 228, 66)),
+    Source.BONUS: ("sampled without a draft", (240, 228, 66)),
     Source.PREFILL: ("from the prompt's pass", (0, 0, 0)),
     Source.SKIPPED: ("taken unverified", (0, 158, 115)),
     Source.FORCED: ("kept or fixed", GREY),
@@ -46,7 +46,7 @@ METRICS = (
     *CONTINUOUS,
 )
 LOG_RATIOS = 10  # the log ratio's colours reach from minus this to this
-NOT_JUDGED = "no guess was verified"
+NOT_JUDGED = "no draft was verified"
 MARGIN, LINE = 10, 22  # pixels of the legend
 TOKEN_PIXELS = 16  # side of a token in maps without an image
 
@@ -183,7 +183,7 @@ def _continuous(metric: str, grids: dict[str, np.ndarray], free: np.ndarray) -> 
         return _amount(grids["order"], max(last, 1), free, "Place in the order of sampling", "0, first", str(last))
     if metric == "block":
         last = max(int(grids["block"].max()), 1)
-        return _amount(grids["block"], last, free & (grids["block"] > 0), "Round that guessed the token", "0",
+        return _amount(grids["block"], last, free & (grids["block"] > 0), "Round that drafted the token", "0",
                        str(last), NOT_JUDGED)
     tries, resampled = np.abs(grids["tries"]), grids["tries"] != 0
     most, failed = max(int(tries.max()), 1), int((grids["tries"] < 0).sum())
@@ -223,7 +223,7 @@ def _ratio(ratio: np.ndarray, verified: np.ndarray) -> TokenMap:
     colours = np.where(verified[..., None], gradient(position, RATIO), GREY).astype(np.uint8)
     strength = np.where(verified, np.minimum(ratio, 1), 0).astype(np.float32)
     legend = (Scale(RATIO, "1/8, rejected", "8, accepted"), *_grey(~verified, NOT_JUDGED))
-    return TokenMap(colours, strength, "Ratio p/q of the verified guess", legend)
+    return TokenMap(colours, strength, "Ratio p/q of the verified draft", legend)
 
 
 def _log_ratio(ratio: np.ndarray, judged: np.ndarray) -> TokenMap:

@@ -51,7 +51,7 @@ def columns(traces: list[Trace]) -> list[Column]:
         Column("model passes", "per image", [sum(t["passes_per_image"]) / t["images"] for t in totals], _count),
         Column("draft passes", "per run", [t["draft_passes"] for t in totals], _count),
         Column("tokens", "per model pass", [t["accepted_length"] for t in totals], "{:.2f}".format),
-        Column("acceptance", "of guesses", [_acceptance(t) for t in totals], "{:.0%}".format),
+        Column("acceptance", "of drafts", [_acceptance(t) for t in totals], "{:.0%}".format),
     ]
     if not all(t.continuous for t in traces):
         bounds = [t["tv_bound"] / t["images"] if "tv_bound" in t else None for t in totals]

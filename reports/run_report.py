@@ -11,8 +11,8 @@ SHOWN_ELSEWHERE = ("method", "model", "prompt", "server", "lossless")
 SIGMA = {"off": "", "paper": ", Sigma as in the paper", "official": ", Sigma as in the official code"}
 
 
-def guesses(settings: dict[str, Any]) -> str:
-    """How a run guessed: "next token", "SJD, coupled", "EAGLE, chain of 5", "small model, blocks of 8"."""
+def drafting(settings: dict[str, Any]) -> str:
+    """How a run drafted: "next token", "SJD, coupled", "EAGLE, chain of 5", "small model, blocks of 8"."""
     method = method_of(settings).in_words(settings)
     if "structure" in settings:
         return f"{method}, {structure_of(settings['structure']).in_words(settings['structure'])}"
@@ -20,8 +20,8 @@ def guesses(settings: dict[str, Any]) -> str:
 
 
 def judgement(settings: dict[str, Any]) -> str:
-    """How a run judged its guesses: "exact", "LANTERN++ (neighbours 10, ratio 2)", "approximate within 0.26"; with what
-    it left unverified."""
+    """How a run verified its drafts: "exact", "LANTERN++ (neighbours 10, ratio 2)", "approximate within 0.26"; with
+    what it left unverified."""
     if settings["method"] == "continuous_next_token":
         return "the model alone" + (", several tokens at once" if settings["iterations"] else "")
     if settings["method"] == "continuous_speculative":
@@ -69,7 +69,7 @@ def describe(trace: Trace) -> str:
     report = trace.report()
     settings, totals = report["settings"], report["totals"]
     passes = totals["passes_per_image"]
-    method = guesses(settings)
+    method = drafting(settings)
     if "window" in settings:
         method += f", window {settings['window']}, initial {settings['initial']}"
     length = trace.positions["source"].shape[1]
@@ -85,7 +85,8 @@ def describe(trace: Trace) -> str:
     if kept := length - totals["tokens"] // totals["images"]:
         lines.append(f"{kept} of the tokens were kept")
     if totals["acceptance_rate"] or totals["draft_passes"]:
-        lines.append(f"accepted guesses: {totals['accepted_drafts']} ({totals['acceptance_rate']:.0%} of those judged)")
+        rate = f"{totals['acceptance_rate']:.0%} of those verified"
+        lines.append(f"accepted drafts: {totals['accepted_drafts']} ({rate})")
     if skipped := totals["sources"].get("skipped"):
         lines.append(f"taken unverified: {skipped}")
     if failed := totals.get("failed_resamples"):
@@ -117,7 +118,7 @@ def drawing(settings: dict[str, Any]) -> str:
 
 def labels(traces: list[Trace]) -> list[tuple[str, str]]:
     """Two short lines per run; runs that would read alike get what differs between them, or else their number."""
-    plain = [(guesses(t.settings), judgement(t.settings)) for t in traces]
+    plain = [(drafting(t.settings), judgement(t.settings)) for t in traces]
     extended = [(first, f"{second}; {_difference(i, plain, traces)}") if plain.count((first, second)) > 1
                 else (first, second) for i, (first, second) in enumerate(plain)]
     return [(first, f"{second}; run {i}") if extended.count((first, second)) > 1 else (first, second)

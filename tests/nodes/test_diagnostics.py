@@ -44,7 +44,7 @@ def test_sources_have_their_colours_and_a_counted_legend():
     drawn = token_map(made_trace(), "source", 0)
     for cell, kind in zip([(0, 0), (0, 1), (1, 0), (1, 1)], made_trace().positions["source"][0].tolist(), strict=True):
         assert tuple(drawn.colours[cell]) == SOURCES[kind][1]
-    assert [s.text for s in drawn.legend if "accepted" in s.text] == ["accepted guess: 1 (25%)"]
+    assert [s.text for s in drawn.legend if "accepted" in s.text] == ["accepted draft: 1 (25%)"]
     assert drawn.strength.tolist() == [[1, 0], [0, 0]]
 
 
@@ -117,10 +117,10 @@ def vector_trace(**grids) -> Trace:
         ("source", [[1, 0], [0, 0]], "kept or fixed: 1 (25%)"),
         ("pass", [[1, 1], [0.5, 0]], "kept or fixed: 1"),
         ("accepted by relaxation", [[1, 0], [0, 0]], "kept or fixed: 1"),
-        ("distance", [[0.5, 1], [0, 0]], "no guess was verified: 2"),
-        ("log ratio", [[1, np.exp(-1, dtype=np.float32)], [0, 0]], "no guess was verified: 2"),
+        ("distance", [[0.5, 1], [0, 0]], "no draft was verified: 2"),
+        ("log ratio", [[1, np.exp(-1, dtype=np.float32)], [0, 0]], "no draft was verified: 2"),
         ("order", [[2 / 3, 1], [1 / 3, 0]], "kept or fixed: 1"),
-        ("block", [[1, 0.5], [0, 0]], "no guess was verified: 2"),
+        ("block", [[1, 0.5], [0, 0]], "no draft was verified: 2"),
         ("tries", [[0, 1], [0, 0]], "not resampled by tries: 3"),
     ],
 )

@@ -35,7 +35,7 @@ def judged(trace):
 def test_the_number_of_passes_is_recorded(models):
     trace = api.sample(models[0], prompt(models[0], 3), ContinuousNextToken(4)).trace
     assert trace.totals["target_passes"] == 4 and trace.settings["iterations"] == 4
-    assert "4 iterations" in run_report.guesses(trace.settings)
+    assert "4 iterations" in run_report.drafting(trace.settings)
 
 
 def test_tokens_sampled_without_seeing_each_other_are_not_called_exact(models):
