@@ -160,7 +160,7 @@ class ContinuousRequest:
         return Output(tokens, self.model.to_latent(result.tokens, self.grid), result.trace)
 
     def sketch(self, progress: ContinuousProgress) -> Sketch:
-        """The first image as far as it is decided. It has no drafts, since every round drafts anew."""
+        """The first image as far as it is decided. It has no drafts, since every round drafts again."""
         known = progress.known[0]
         latent = self.model.to_latent(torch.where(known[:, None], progress.tokens[0], 0)[None], self.grid)
         known = known.unflatten(0, self.grid).cpu()

@@ -13,7 +13,7 @@ p_k of the pass before (or, for a new position, the probabilities of a neighbour
 decoding whose drafter is the last Jacobi iteration:
 
 1. verify        accept the first guesses while u_k < p_k(x_k) / q_k(x_k), and sample the token after them
-2. refine        choose the guesses past these tokens anew, by p_k of this pass
+2. refine        choose new guesses past these tokens, by p_k of this pass
 3. next_window   move the window past the committed tokens, and sample first guesses at its end
 
 The lossless modes rest on one invariant: given the guesses before it, guess k is distributed as q_k.
