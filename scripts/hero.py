@@ -1,5 +1,5 @@
-"""The README's first image, a film: one prompt and seed, sampled token by token and by speculative Jacobi decoding side
-by side, as fast as the runs really were, and the map of which guesses were accepted."""
+"""The README's first image, an animation: one prompt and seed, sampled token by token and by speculative Jacobi decoding
+side by side, at the relative speed of the real runs, and the map of accepted draft tokens."""
 
 import time
 from dataclasses import dataclass
@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from comfyui_specar.api import Output
 from comfyui_specar.benchmarks.report import cpu_name
-from comfyui_specar.nodes import frames, maps
+from comfyui_specar.reports import acceptance_map as maps
+from comfyui_specar.reports.timeline_frames import draw_frames
 from comfyui_specar.samplers.trace import Source
 from PIL import Image, ImageDraw, ImageFont
 
@@ -18,7 +19,7 @@ MOST_BYTES = 2_000_000
 PROMPT, SEED = "strawberry, 3d, on a teal background", 7
 METHODS = {"Next token": specar.methods.NextToken(), "SJD++, same seed": specar.methods.SJD(reuse="gumbel")}
 RUNS = 5  # of each method, in turns; the fastest one is shown: the one that other programs disturbed least
-FILM, HOLD, FPS = 8.0, 4.0, 12.5  # seconds of the slowest run and of the finished images after it, frames per second
+LENGTH, HOLD, FPS = 8.0, 4.0, 12.5  # seconds of the slowest run and of the finished images after it, frames per second
 TINT = 0.6
 MARGIN, HEAD, FOOT = 24, 76, 88  # pixels beside, above and below the images
 INK, QUIET, BAR = (25, 25, 25), (95, 95, 95), (225, 225, 225)
@@ -55,10 +56,10 @@ def fastest(model) -> list[Run]:
     return runs
 
 
-def film(run: Run, picture: np.ndarray, clock: np.ndarray, tint: float) -> list[Image.Image]:
+def animation(run: Run, picture: np.ndarray, clock: np.ndarray, tint: float) -> list[Image.Image]:
     """The picture [H, W, 3] (fp32 in 0..1) as far as the run was after these seconds, and once more without tint."""
     after = [run.passes(seconds) - 1 for seconds in clock]  # the trace counts from the prompt's pass, 0
-    drawn = frames.draw_frames(run.out.trace, 0, picture, after, tint)
+    drawn = draw_frames(run.out.trace, 0, picture, after, tint)
     return [Image.fromarray((frame * 255).round().astype(np.uint8)) for frame in (*drawn, picture)]
 
 
@@ -75,24 +76,25 @@ def panel(canvas: Image.Image, number: int, image: Image.Image, title: str, shar
 
 
 def draw(file: Path) -> None:
-    """Raises ValueError where the film would be too large."""
+    """Raises ValueError if the file would be too large."""
     path = specar.bundled("default")
     model, vae = specar.load_model(path), specar.load_image_decoder(path)
     slow, fast = runs = fastest(model)
     picture = vae.decode(fast.out.latent)[0].numpy()
     source = maps.token_map(fast.out.trace, "source", 0)
     colours = maps.enlarge(source.colours, *picture.shape[:2]).astype(np.float32) / 255
-    pace = slow.ends[-1] / FILM
-    clock = pace * np.arange(1, FILM * FPS + 1) / FPS
+    pace = slow.ends[-1] / LENGTH
+    clock = pace * np.arange(1, LENGTH * FPS + 1) / FPS
     clock[-1] = slow.ends[-1]  # whatever rounding made of it
-    films = [film(slow, picture, clock, TINT), film(fast, picture, clock, TINT), film(fast, colours, clock, 0.0)]
+    animations = [animation(*each) for each in (
+        (slow, picture, clock, TINT), (fast, picture, clock, TINT), (fast, colours, clock, 0.0))]
     decided_in, tokens = fast.out.trace.grid("finalised_at")[0].numpy(), source.strength.size
     threads = torch.get_num_threads()
     measured = (f"{cpu_name()}, {threads} thread{'s' * (threads > 1)}, fp32; fastest of {RUNS} runs each, "
                 f"shown at {1 / pace:.2g} times their speed")
 
     sheets = []
-    for seconds, *images in zip([*clock, clock[-1]], *films, strict=True):
+    for seconds, *images in zip([*clock, clock[-1]], *animations, strict=True):
         height, width = picture.shape[:2]
         canvas = Image.new("RGB", (3 * width + 4 * MARGIN, HEAD + height + FOOT), "white")
         write = ImageDraw.Draw(canvas).text
@@ -105,7 +107,7 @@ def draw(file: Path) -> None:
                   f"{min(seconds, run.ends[-1]):.2f} s{same}")
         accepted = int((source.strength > 0)[decided_in < fast.passes(seconds)].sum())
         panel(canvas, 2, images[2], "Acceptance Map", accepted / tokens, f"{accepted} of {tokens} tokens",
-              "blue: accepted, orange: redrawn")
+              "blue: accepted, orange: resampled")
         sheets.append(canvas)
     durations = [round(1000 / FPS)] * len(clock) + [round(1000 * HOLD)]
     sheets[0].save(file, save_all=True, append_images=sheets[1:], duration=durations, loop=0, quality=80, method=4)

@@ -1,6 +1,7 @@
-"""Makes the images of the documentation in a real ComfyUI: one per help page, and a thumbnail per template.
+"""Makes the images of the documentation: the README's animation, the contact sheets of the bundled models' cards, and, in
+a real ComfyUI, one per help page and a thumbnail per template.
 
-Run it again when nodes or workflows have changed (with scripts/pictures.sh), for all of them or those given.
+Run it again when models, nodes or workflows have changed (with scripts/pictures.sh), for all of them or those given.
 """
 
 import argparse
@@ -11,10 +12,13 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+import hero
 import thumbnails
 from comfy_server import PACK, ComfyServer, ServerError
+from comfyui_specar.training import contact_sheet
 from frontend import Frontend, FrontendError
 from PIL import Image
 
@@ -139,6 +143,11 @@ SCENES = {
 for _page in DOCS.glob("SpecARRule*"):
     SCENES.setdefault(_page.name, rule(_page.name))
 
+WITHOUT_COMFYUI: dict[str, tuple[Path, Callable[[Path], object]]] = {"hero": (PACK / "assets/hero.webp", hero.draw)}
+for _model in ("default", "continuous"):
+    _folder = PACK / "assets" / _model
+    WITHOUT_COMFYUI[f"sheet_{_model}"] = (_folder / "contact_sheet.jpg", partial(contact_sheet.draw, _folder))
+
 
 def as_webp(png: bytes) -> bytes:
     """Encoded within MOST_BYTES, as sharp as possible. Raises FrontendError if it would be unreadable."""
@@ -159,7 +168,18 @@ def save(name: str, image: Image.Image | bytes) -> None:
     else:
         file = WORKFLOWS / f"{name}.jpg"
         image.save(file, quality=QUALITY)
+    report(file)
+
+
+def report(file: Path) -> None:
     print(f"{file.relative_to(PACK)}: {Image.open(file).size}, {file.stat().st_size // 1024} KB", flush=True)
+
+
+def draw_without_comfyui(names: list[str]) -> None:
+    for name in names:
+        file, make = WITHOUT_COMFYUI[name]
+        make(file)
+        report(file)
 
 
 def draw(url: str, names: list[str]) -> None:
@@ -178,14 +198,17 @@ def draw(url: str, names: list[str]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="pictures.sh", description=__doc__)
     workflows = sorted(path.stem for path in WORKFLOWS.glob("*.json"))
-    parser.add_argument("names", nargs="*", metavar="NAME", help="a node's id, a workflow's name, or help (all nodes), "
-                        "thumbnails (all workflows); default: both")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a node's id, a workflow's name, "
+                        f"{', '.join(WITHOUT_COMFYUI)}, help (all nodes) or thumbnails (all workflows); default: all")
     parser.add_argument("--comfyui", type=Path, required=True, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     groups = {"help": list(SCENES), "thumbnails": workflows}
-    names = [each for name in arguments.names or groups for each in groups.get(name, [name])]
-    if unknown := set(names) - set(SCENES) - set(workflows):
+    names = [each for name in arguments.names or [*WITHOUT_COMFYUI, *groups] for each in groups.get(name, [name])]
+    if unknown := set(names) - set(SCENES) - set(workflows) - set(WITHOUT_COMFYUI):
         parser.error(f"no node or workflow is called {', '.join(sorted(unknown))}")
+    draw_without_comfyui([name for name in names if name in WITHOUT_COMFYUI])  # first: a server would disturb the measured seconds
+    if not (names := [name for name in names if name not in WITHOUT_COMFYUI]):
+        return 0
     try:
         # Without previews: the last one would stay on a sampler.
         with ComfyServer(arguments.comfyui, LOG, previews="none") as server:

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from .. import api
 from ..model_loaders.continuous_model import ContinuousBase
-from .settings import BACKGROUNDS, COMMON_CONCEPTS, STYLES
+from .settings import BACKGROUNDS, COMMON_CONCEPTS, IMAGE_SIZE, STYLES
 
 log = logging.getLogger(__name__)
 
 COLUMNS, COUNT = 8, 64
+BORDER = IMAGE_SIZE // 21
 
 
 def prompts() -> list[tuple[str, str]]:
@@ -30,9 +31,9 @@ def prompts() -> list[tuple[str, str]]:
 
 
 def border_colour(pixels: Tensor) -> str:
-    """Name of the background colour nearest to the median of the outer 6 pixels; pixels [H, W, 3] in 0..1."""
+    """Name of the background colour nearest to the median of the outer BORDER pixels; pixels [H, W, 3] in 0..1."""
     inner = torch.zeros(pixels.shape[:2], dtype=torch.bool)
-    inner[6:-6, 6:-6] = True
+    inner[BORDER:-BORDER, BORDER:-BORDER] = True
     median = (pixels[~inner] * 255.0).median(dim=0).values
     palette = torch.tensor(list(BACKGROUNDS.values()), dtype=torch.float32)
     return list(BACKGROUNDS)[int((palette - median).norm(dim=1).argmin())]
@@ -56,6 +57,6 @@ def draw(folder: Path, file: Path, method=None, **sampling) -> float:
             right += border_colour(pixels) == colour
             tiles.append((pixels * 255.0).round().byte().numpy())
     rows = [np.concatenate(tiles[i : i + COLUMNS], axis=1) for i in range(0, COUNT, COLUMNS)]
-    Image.fromarray(np.concatenate(rows)).save(file, quality=92)
+    Image.fromarray(np.concatenate(rows)).save(file, quality=82)
     log.info("%s: background matches the prompt in %d of %d images", file, right, COUNT)
     return right / COUNT

@@ -1,11 +1,11 @@
-"""The README's film shows a run as it was: at every moment what was decided by then."""
+"""The README's animation shows a run as it was: at every moment what was decided by then."""
 
 import numpy as np
 from comfyui_specar import api
 
 from scripts import hero
 
-from .tiny import llamagen
+from ..support.tiny import llamagen
 
 
 def test_a_frame_shows_what_the_passes_had_decided_by_then(tmp_path):
@@ -15,7 +15,7 @@ def test_a_frame_shows_what_the_passes_had_decided_by_then(tmp_path):
     run = hero.Run("sjd", out, [float(number) for number in range(1, passes + 1)])
     picture = np.random.default_rng(0).random((8, 8, 3), dtype=np.float32)  # 2 x 2 pixels a token
     clock = np.array([0.5, 1.0, 2.5, passes])
-    *drawn, finished = map(np.asarray, hero.film(run, picture, clock, tint=0.0))
+    *drawn, finished = map(np.asarray, hero.animation(run, picture, clock, tint=0.0))
     exact = (picture * 255).round()
     decided_in = out.trace.grid("finalised_at")[0].numpy().repeat(2, 0).repeat(2, 1)
     for frame, done in zip(drawn, (0, 1, 2, passes), strict=True):
