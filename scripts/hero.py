@@ -1,5 +1,5 @@
-"""The README's first image, an animation: one prompt and seed, sampled token by token and by speculative Jacobi decoding
-side by side, at the relative speed of the real runs, and the map of accepted draft tokens."""
+"""The README's first image, an animation: one prompt and seed, sampled token by token and by speculative Jacobi
+decoding side by side, at the relative speed of the real runs, and the map of accepted draft tokens."""
 
 import time
 from dataclasses import dataclass

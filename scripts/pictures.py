@@ -1,5 +1,5 @@
-"""Makes the images of the documentation: the README's animation, the contact sheets of the bundled models' cards, and, in
-a real ComfyUI, one per help page and a thumbnail per template.
+"""Makes the images of the documentation: the README's animation, the contact sheets of the bundled models' cards, and,
+in a real ComfyUI, one per help page and a thumbnail per template.
 
 Run it again when models, nodes or workflows have changed (with scripts/pictures.sh), for all of them or those given.
 """
@@ -206,7 +206,8 @@ def main() -> int:
     names = [each for name in arguments.names or [*WITHOUT_COMFYUI, *groups] for each in groups.get(name, [name])]
     if unknown := set(names) - set(SCENES) - set(workflows) - set(WITHOUT_COMFYUI):
         parser.error(f"no node or workflow is called {', '.join(sorted(unknown))}")
-    draw_without_comfyui([name for name in names if name in WITHOUT_COMFYUI])  # first: a server would disturb the measured seconds
+    # First: a server would disturb the seconds that the animation shows.
+    draw_without_comfyui([name for name in names if name in WITHOUT_COMFYUI])
     if not (names := [name for name in names if name not in WITHOUT_COMFYUI]):
         return 0
     try:
