@@ -154,10 +154,10 @@ class EmptyLatent(io.ComfyNode):
             inputs=[
                 ARModel.Input("model", tooltip="The model that generates the images; it determines the possible "
                                                "sizes."),
-                io.Int.Input("width", default=128, min=0, max=4096, step=8,
+                io.Int.Input("width", default=0, min=0, max=4096, step=8,
                              tooltip="Width in pixels. 0: the model's default, the only size of the bundled models. AR "
                              "Model Info lists the sizes of a model."),
-                io.Int.Input("height", default=128, min=0, max=4096, step=8,
+                io.Int.Input("height", default=0, min=0, max=4096, step=8,
                              tooltip="Height in pixels. 0: the model's default."),
                 io.Int.Input("batch_size", default=1, min=1, max=64,
                              tooltip="Images per run. Image i uses seed + i, whatever the batch size."),

@@ -116,7 +116,7 @@ def test_maps_lie_beside_the_images_of_a_workflow_that_has_none(comfy, tmp_path)
     assert trace["images"] == 2
     for image, drawn in (("one", "one_map"), ("one.2", "one.2_map")):
         with Image.open(tmp_path / f"out/{image}.png") as opened, Image.open(tmp_path / f"out/{drawn}.png") as overlay:
-            assert opened.size == (128, 128) and overlay.width == 512 and overlay.height > 512
+            assert opened.size == (256, 256) and overlay.width == 512 and overlay.height > 512
             grey = np.asarray(opened.resize((512, 512), Image.Resampling.NEAREST)) @ [0.299, 0.587, 0.114]
             colour = np.asarray(overlay)[:512] - grey[..., None] / 2
             tokens = colour.reshape(16, 32, 16, 32, 3).transpose(0, 2, 4, 1, 3).reshape(16, 16, 3, -1)
