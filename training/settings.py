@@ -82,7 +82,6 @@ class TokenizerSetting(AutoencoderSetting):
 
 @dataclass(frozen=True)
 class KLSetting(AutoencoderSetting):
-    margin: int = 0
     kl_weight: float = 6e-3  # weight of the mean divergence per latent channel, relative to the mean loss per pixel
     start_from_vq: bool = False  # start from the layers shared with the trained VQ tokenizer
 
