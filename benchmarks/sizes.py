@@ -67,7 +67,9 @@ def _emu3(dim: int, layers: int, heads: int, kv_heads: int, ffn: int, side: int)
 
 SIZES = {
     "llamagen-b": _llamagen(768, 12, 12, 2048, 16),
+    "llamagen-l": _llamagen(1024, 24, 16, 2816, 16),
     "llamagen-xl": _llamagen(1280, 36, 20, 3584, 32),
+    "llamagen-xxl": _llamagen(1536, 48, 24, 4096, 24),
     "janus-pro-1b": _janus(2048, 24, 16, 5632),
     "lumina-mgpt-7b": _lumina(4096, 32, 32, 11008, 48),
     "emu3-8b": _emu3(4096, 32, 32, 8, 14336, 90),
@@ -117,11 +119,11 @@ def build(
         sample = backbone.logits(backbone.norm(torch.randn(1, 64, config.dim, dtype=dtype, device=device)))
         head.weight.mul_(LOGIT_SPREAD / sample.std())
     if storage:
-        _narrow(model, storage)
+        narrow(model, storage)
     return model.eval().requires_grad_(False)
 
 
-def _narrow(model: DiscreteModel, storage: torch.dtype) -> None:
+def narrow(model: DiscreteModel, storage: torch.dtype) -> None:
     """Keep the large matrices in int8 or fp8."""
     for name in narrow_names(model, storage):
         weight = model.get_submodule(name).weight.detach()

@@ -5,9 +5,10 @@
     python -m benchmarks speed --show FILE.json   # print (and write beside it) the table of an earlier run
 
 All methods run on the same weights, prompt and filters in one process and take turns (A B C A B C ...), after a
-warm-up. ``default`` is the bundled model, which generates whole images. The others have released shapes and random
-weights: they generate ``--tokens`` tokens in the middle of an image (on a CPU only the first ``--passes`` passes of
-them), and only the cost of a pass is measured on them. The number of passes that a method needs is taken from the
+warm-up. ``default`` is the bundled model, and ``default@llamagen-b`` the same widened to LlamaGen-B's shapes (see
+widen.py): they generate whole images, the second at the cost of the larger model. The others have released shapes and
+random weights: they generate ``--tokens`` tokens in the middle of an image (on a CPU only the first ``--passes`` passes
+of them), and only the cost of a pass is measured on them. The number of passes that a method needs is taken from the
 bundled model.
 
 Parts of a report (--parts): methods (every method compared with the baselines), widths (a pass by its number of
@@ -247,7 +248,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--dtype", help="precision (default: float32 on a CPU, bfloat16 on a GPU)")
     parser.add_argument("--models", nargs="+",
-                        help=f"bundled models or sizes ({', '.join(SIZES)}); append :int8 or :fp8")
+                        help=f"default, a size ({', '.join(SIZES)}), or default@size; append :int8 or :fp8")
     parser.add_argument("--methods", nargs="+", help="names from runs.py (default: one of each kind)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS),
                         help="parts of the report (default: all)")

@@ -14,6 +14,7 @@ from . import sizes
 from .passes import Baseline, Sampler, Span, StagedDrafter, Stretch, baselines, sampler
 from .report import find
 from .runs import Case, cases, drafter_cases
+from .widen import widen, widen_eagle, widen_small
 
 PROMPT = "heart, 3d, on a blue background"
 BASE = "next_token"
@@ -83,16 +84,26 @@ class Subject:
 
 
 def subject(name: str, cfg: float | None, device: torch.device, dtype: torch.dtype, tokens: int, most: int) -> Subject:
-    """A bundled model by its name, or one of ``sizes.SIZES`` (with its storage after a colon), which generates
-    ``tokens`` and is stopped after ``most`` passes (0: never)."""
-    size, _, storage = name.partition(":")
-    if size in sizes.SIZES:
-        model = sizes.build(sizes.SIZES[size], dtype, device, STORAGES[storage] if storage else None)
+    """A model under measurement by its name, with its storage after a colon if it is not its dtype.
+
+    A bundled model (``default``) and the same widened to one of ``sizes.SIZES`` (``default@llamagen-b``) generate whole
+    images. One of these sizes with random weights (``llamagen-b``) generates ``tokens`` and is stopped after ``most``
+    passes (0: never).
+    """
+    name_of_model, _, storage = name.partition(":")
+    if name_of_model in sizes.SIZES:
+        model = sizes.build(sizes.SIZES[name_of_model], dtype, device, STORAGES[storage] if storage else None)
         params = model.defaults if cfg is None else replace(model.defaults, cfg=cfg)
         return Subject(name, model, sizes.prompt(model), params, Stretch.middle(model.layout(), tokens),
                        sizes.eagle(model), most=most)
-    model = specar.load_model(find(name), device=device, dtype=dtype)
-    eagle, small = (specar.load_drafter(find(f"{name}/{drafter}"), model) for drafter in ("eagle", "small"))
+    bundled, _, size = name_of_model.partition("@")
+    model = specar.load_model(find(bundled), device=device, dtype=dtype)
+    eagle, small = (specar.load_drafter(find(f"{bundled}/{drafter}"), model) for drafter in ("eagle", "small"))
+    if size:
+        own, model = model.backbone.config, widen(model, sizes.SIZES[size].config)
+        eagle, small = widen_eagle(eagle, model), widen_small(small, own, model)
+    if storage:
+        sizes.narrow(model, STORAGES[storage])
     layout = model.layout()
     stretch = Stretch(layout, 0, layout.length)
     return Subject(name, model, model.encode_prompt(PROMPT), SamplingParams(cfg=cfg or 1.0), stretch, eagle, small)

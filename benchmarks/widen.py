@@ -1,8 +1,8 @@
-"""The bundled model at a larger one's shapes: it generates its own images, and accepts its own guesses, at the larger
-one's cost.
+"""The bundled model at a larger one's shapes: its own images and its own acceptance, at the larger one's cost.
 
-Channels, heads and columns that are added hold zeros, and added layers write nothing, so in exact arithmetic the logits
-stay what they are. What is added is multiplied all the same.
+Channels, heads and columns that are added are zero, and added layers compute with random weights and write nothing. An
+RMSNorm takes its mean square over all channels, so its weights are divided by sqrt(D / d), and its epsilon by D / d. In
+exact arithmetic the logits stay what they are, and everything that is added is multiplied all the same.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from math import sqrt
 
 import torch
 from comfyui_specar.model_loaders.ar_model import DiscreteModel
+from comfyui_specar.model_loaders.drafters import ModelDrafter
 from comfyui_specar.model_loaders.families.eagle import EagleDrafter
 from comfyui_specar.models.backbone import Backbone, BackboneConfig
 from comfyui_specar.models.eagle import Eagle
@@ -24,24 +25,28 @@ JOINED = {"wqkv": (3, 0), "w1_w3": (2, 0), "fc": (2, 1)}  # matrices of several 
 SPREAD = 0.02  # standard deviation of the weights of added layers
 
 
-def config_of(shapes: BackboneConfig, model: DiscreteModel) -> BackboneConfig:
-    """The configuration of a model of LlamaGen's layout at the width, heads, layers and columns of ``shapes``."""
-    own = model.backbone.config
-    if shapes.head_dim != own.head_dim or shapes.dim < own.dim or shapes.layers < own.layers:
+def config_of(shapes: BackboneConfig, own: BackboneConfig) -> BackboneConfig:
+    """``own`` at the width, layers and columns of ``shapes``, with as many heads of its own width as fit.
+
+    Raises ValueError if these are smaller, or if the width is no multiple of a head's.
+    """
+    if shapes.dim < own.dim or shapes.layers < own.layers or shapes.ffn_dim < own.ffn_dim or shapes.dim % own.head_dim:
         raise ValueError(
-            f"The model has {own.layers} layers, a width of {own.dim} and heads of {own.head_dim}; it can be widened "
-            f"to at least as much, with heads of the same width, but not to {shapes}."
+            f"The model has {own.layers} layers, a width of {own.dim} with heads of {own.head_dim}, and {own.ffn_dim} "
+            f"columns; it can be widened to at least as much, in whole heads, but not to {shapes}."
         )
-    sizes = {name: getattr(shapes, name) for name in ("dim", "layers", "heads", "ffn_dim")}
-    return replace(own, **sizes, norm_eps=own.norm_eps * own.dim / shapes.dim)
+    return replace(
+        own, dim=shapes.dim, layers=shapes.layers, heads=shapes.dim // own.head_dim, ffn_dim=shapes.ffn_dim,
+        norm_eps=own.norm_eps * own.dim / shapes.dim,
+    )
 
 
 def widen(model: DiscreteModel, shapes: BackboneConfig) -> DiscreteModel:
     """A text-conditional model of LlamaGen's layout, on its device and in its dtype, at the sizes of ``shapes``.
 
-    Raises ValueError if these are smaller, or have heads of another width.
+    Raises ValueError if these are smaller, or do not fit its heads.
     """
-    config = config_of(shapes, model)
+    config = config_of(shapes, model.backbone.config)
     with built_as(model.dtype, model.device):
         prefix = CaptionPrefix(model.prefix.uncond_embedding.shape[1], model.prefix.slots, config.dim)
         large = DiscreteModel(
@@ -66,6 +71,18 @@ def widen_eagle(drafter: EagleDrafter, model: DiscreteModel) -> EagleDrafter:
         module = Eagle(config, bias=drafter.module.fc.bias is not None)
     module.device = drafter.device
     return EagleDrafter(_filled(module, drafter.module, config.dim / own.dim), model, drafter.dtype, drafter.padded)
+
+
+def widen_small(drafter: ModelDrafter, small: BackboneConfig, model: DiscreteModel) -> ModelDrafter:
+    """A small model as the drafter of the widened ``model``, wider by the same factor.
+
+    small: of the model before it was widened. Raises ValueError if the factor is no whole number.
+    """
+    own, (factor, rest) = drafter.module.backbone.config, divmod(model.backbone.config.dim, small.dim)
+    if rest:
+        raise ValueError(f"A small model can be widened by whole numbers, but not from {small.dim} to "
+                         f"{model.backbone.config.dim} channels.")
+    return ModelDrafter(widen(drafter.module, replace(own, dim=factor * own.dim, ffn_dim=factor * own.ffn_dim)))
 
 
 @torch.no_grad()
