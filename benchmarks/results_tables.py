@@ -1,0 +1,163 @@
+"""What benchmarks/results say, as tables in Markdown; tables.py puts them into the documents."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .published import PUBLISHED
+
+RESULTS = Path(__file__).parent / "results"
+REUSE = {"coupled": "SJD, coupled", "gumbel": "SJD, same seed", "resample": "SJD, resampling",
+         "threshold_exact": "SJD++ reuse (exact)", "threshold_paper": "SJD++ reuse (paper)"}
+
+
+@cache
+def results(name: str) -> dict[str, Any]:
+    """A report of benchmarks/results."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def cases(report: str, guidance: float) -> dict[str, dict[str, Any]]:
+    """The methods that ``python -m benchmarks methods`` measured at a guidance, by name; the first is next token."""
+    run = next(run for run in results(report)["runs"] if run["cfg"] == guidance)
+    return {row["name"]: row for row in run["methods"]}
+
+
+def drift(row: dict[str, Any]) -> float | None:
+    """The drift bound of an image (None: not known); reports of before it had that name call it tv_leak."""
+    return None if "threshold_paper" in row["name"] else row.get("tv_bound", row.get("tv_leak"))
+
+
+def said(name: str) -> str:
+    """A measured case in words."""
+    jacobi = re.match(r"(?:sjd|SJD) (\w+),? ?w?(\d+)?", name)
+    if not name.startswith("sjd ") or not jacobi:
+        return name.replace("next_token", "next token").replace("TV-metered", "TV budget").replace("w32", "window 32")
+    return name.replace(jacobi[0], f"{REUSE[jacobi[1]]}, window {jacobi[2]}").replace(" init ", ", first guess ")
+
+
+def grid(head: tuple[str, ...], rows: Sequence[tuple[Any, ...]]) -> str:
+    """A table in Markdown, without the columns that have no entries."""
+    filled = [i for i in range(len(head)) if any(row[i] not in ("", None) for row in rows)]
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(line[i]) for i in filled) + " |" for line in lines)
+
+
+def passes(guidance: float) -> str:
+    """Everything that was measured of all methods at a guidance."""
+    measured, rows = cases("default-cpu", guidance), []
+    for row in measured.values():
+        bound = drift(row)
+        rows.append((said(row["name"]), "yes" if bound == 0 else "no",
+                     f"{row['passes']:.0f} ± {row['passes_std_error']:.0f}", round(row["draft_passes"]) or "",
+                     "?" if bound is None else f"{bound:.0f}" if bound else "",
+                     f"{row['seconds'] / measured['next_token']['seconds']:.2f}"))
+    return grid(("method", "exact", "passes", "draft passes", "drift bound", "time"), rows)
+
+
+def paired(guidance: float) -> str:
+    """Differences of passes, image by image, from the EAGLE-1 tree."""
+    measured = cases("default-cpu-18-pictures", guidance)
+    base, rows = measured["EAGLE-1, 57 drafts"]["passes_each"], []
+    for name, row in list(measured.items())[1:]:
+        apart = [own - other for own, other in zip(row["passes_each"], base, strict=True)]
+        error = statistics.stdev(apart) / len(apart) ** 0.5
+        rows.append((name, f"{row['passes']:.0f}", f"{statistics.fmean(apart):+.1f} ± {error:.1f}" if error else ""))
+    return grid(("method", "passes", "difference"), rows)
+
+
+def speed(name: str, guidance: float) -> str:
+    """A pass's milliseconds and cost, and how much faster a method is (predicted, for random weights)."""
+    [model] = [m for m in results("speed-cpu")["models"] if (m["name"], m["settings"]["cfg"]) == (name, guidance)]
+    rows = []
+    for row in model["rows"]:
+        cost, fewer = 1 / row["ms_over"]["next_token"], 256 / row["pictures_passes"]
+        faster = fewer / cost if model["random_weights"] else row["seconds_over"]["next_token"]
+        rows.append((said(row["name"]), f"{row['pass_ms']['median']:.3g}", f"{cost:.2f}", f"{faster:.2f}"))
+    return grid(("method", "ms per pass", "cost of a pass", "times faster"), rows)
+
+
+def batches() -> str:
+    """Seconds per image of the bundled model, by the number generated together."""
+    [model] = [m for m in results("speed-cpu")["models"] if m["name"] == "default" and m.get("batches")]
+    names = list(model["batches"][0]["seconds"])
+    rows = [(batch["pictures"], *(f"{batch['seconds'][name]['median'] / batch['pictures']:.2f}" for name in names))
+            for batch in model["batches"]]
+    return grid(("images together", *map(said, names)), rows)
+
+
+def throughput(layout: str) -> str:
+    """Machine seconds per image, from prompt to pixels, by batch size."""
+    rows = [row for row in results("throughput-cpu")["rows"] if row["layout"] == layout]
+    names, sizes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("method", "batch"))
+    found = {(row["method"], row["batch"]): f"{row['seconds_per_picture']:.2f}" for row in rows}
+    return grid(("batch size", *map(said, names)), [(n, *(found.get((name, n), "") for name in names)) for n in sizes])
+
+
+def continuous() -> str:
+    """All cases of the continuous pair."""
+    rows = []
+    for case in results("continuous-cpu")["cases"]:
+        drafts = case["draft_passes"]
+        rows.append((case["name"], f"{case['target_passes']:.0f}", f"{drafts:.0f}" if drafts else "",
+                     f"{case['acceptance_rate']:.0%}" if drafts else "", f"{case['wall_ratio_alone']:.1f}x",
+                     f"{case['wall_ratio_of_8']:.1f}x", f"{case['psnr_to_target']:.0f}"))
+    return grid(("case", "passes", "draft passes", "accepted", "1 image", "8 images", "dB"), rows)
+
+
+def continuous_paper() -> str:
+    """Blocks of the continuous pair beside the paper's."""
+    report, again = (
+        {case["name"]: case for case in results(name)["cases"]} for name in ("continuous-cpu", "continuous-cpu-again"))
+    paper, rows = results("continuous-cpu")["paper"], []
+    for length in paper["acceptance"]:
+        own, second = report[f"block of {length}"], again[f"block of {length}"]
+        rows.append((length, f"{own['acceptance_rate']:.0%} ({paper['acceptance'][length]:.0%})",
+                     f"{own['mean_square_distance']:.2f} ({paper['distance_aligned'][length]:.2f})",
+                     *(f"{own[key]:.1f}x, {second[key]:.1f}x ({paper[f'speed_at_batch_{n}'][length]:.2f}x)"
+                       for n, key in ((1, "wall_ratio_alone"), (8, "wall_ratio_of_8")))))
+    return grid(("draft length", "accepted", "squared distance", "1 image", "8 images"), rows)
+
+
+def determinism() -> str:
+    ways = results("determinism-cpu")["ways"].items()
+    return grid(("repeated", "images", "equal"), [(way, found["pictures"], found["same"]) for way, found in ways])
+
+
+def same_seed() -> str:
+    rows = [(dtype, said(case), found["images"], found["same images"])
+            for dtype, cases_ in results("same-seed-cpu")["dtypes"].items() for case, found in cases_.items()]
+    return grid(("dtype", "method", "images", "equal"), rows)
+
+
+def storage() -> str:
+    rows = [(case, f"{found['mean']:.4f}", f"{found['99 %']:.3f}", f"{found['top 1']:.1%}")
+            for case, found in results("storage-cpu")["cases"].items()]
+    return grid(("weights", "change, mean", "99 % of tokens", "same most likely token"), rows)
+
+
+def faults() -> str:
+    """Damaged files, invalid prompts and a long run."""
+    fuzz, prompts, soak = results("fuzz"), results("faults"), results("soak")
+    rss = soak["memory_mib"]["rss"]
+    rows = (
+        ("damaged and hostile files", fuzz["cases"], f"{fuzz['outcomes']['loaded']} could be loaded, the others gave "
+         f"an error; {fuzz['executed']} ran code, {fuzz['deaths']} ended the process"),
+        ("prompts with an invalid input", prompts["spoiled_prompts"], f"{len(prompts['defects'])} defects; the server "
+         + ("stayed up" if prompts["server_alive_at_the_end"] else "went down")),
+        (f"prompts over {soak['workflows']} workflows", soak["prompts"], f"{soak['outcomes']['success']} completed; "
+         f"server memory from {rss['first']:.0f} to {rss['last']:.0f} MiB, at most {rss['largest']:.0f}"),
+    )  # fmt: skip
+    return grid(("what", "how many", "result"), rows)
+
+
+def published(method: str) -> str:
+    """The papers' numbers on a method's page."""
+    rows = [(row.what, row.model, row.fewer, row.faster, row.source) for row in PUBLISHED if row.method == method]
+    return grid(("what", "model", "fewer passes", "faster", "source"), rows)
