@@ -1,4 +1,4 @@
-"""Reports from Python, without ComfyUI: the README's example, and what becomes of real and of wrong images."""
+"""Reports from Python, without ComfyUI: the example of docs/api.md, and what becomes of real and of wrong images."""
 
 import re
 from pathlib import Path
@@ -13,25 +13,25 @@ from comfyui_specar.reports.timeline_frames import UNDRAWN
 from comfyui_specar.samplers.trace import Source
 from PIL import Image
 
-README = Path(specar.__file__).resolve().parent / "README.md"
+DOCUMENT = Path(specar.__file__).resolve().parent / "docs/api.md"
 SHORTEST = 512  # pixels of a map's shorter side
 KINDS = {"discrete": "overlay", "continuous": "mar"}  # -> a name that the paragraph of the example assigns
 
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory) -> dict[str, dict]:
-    """The README's Python example after it has run in a folder of its own: kind of model -> the names at its end."""
-    code = re.search(r"## Python\n+```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL).group(1)
-    names, found = {"folder": tmp_path_factory.mktemp("readme")}, {}
+    """The document's example after it has run in a folder of its own: kind of model -> the names at its end."""
+    code = re.search(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL).group(1)
+    names, found = {"folder": tmp_path_factory.mktemp("api")}, {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(names["folder"])
         for paragraph in code.split("\n\n"):
-            exec(compile(paragraph, "README.md", "exec"), names)  # noqa: S102 (the README is our own)
+            exec(compile(paragraph, DOCUMENT.name, "exec"), names)  # noqa: S102 (the document is our own)
             found |= {kind: dict(names) for kind, name in KINDS.items() if f"{name} = " in paragraph}
     return found
 
 
-def test_the_readmes_example_saves_a_map_as_large_as_it_says(example):
+def test_the_documents_example_saves_a_map_as_large_as_it_says(example):
     overlay = example["discrete"]["overlay"]
     assert overlay.dtype == np.uint8 and overlay.shape[0] == 1 and overlay.shape[2:] == (SHORTEST, 3)
     assert overlay.shape[1] > SHORTEST, "the legend is below"

@@ -1,0 +1,119 @@
+"""Documents tell the truth: links and anchors lead somewhere, tables are those of the results, commands exist."""
+
+import re
+import shlex
+import sys
+import unicodedata
+from collections import Counter
+from importlib import import_module
+from pathlib import Path
+
+import comfyui_specar
+import pytest
+from comfyui_specar.benchmarks import tables
+
+ROOT = Path(comfyui_specar.__file__).resolve().parent
+HELP = ROOT / "web/docs"  # ComfyUI's front end resolves paths in help pages from this folder
+DOCUMENTS = [*tables.documents(), *ROOT.glob("assets/*/*.md"), *ROOT.glob("benchmarks/results/*.md")]
+CODE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[(?:[^][]|\[[^][]*\])*\]\(([^)\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\"")
+OPTION = re.compile(r"--[a-z][a-z-]*")
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def links(file: Path) -> list[str]:
+    prose = CODE.sub("", file.read_text(encoding="utf-8"))
+    prose = re.sub(r"`[^`\n]*`", "", prose)
+    return [found for pair in LINK.findall(prose) for found in pair if found]
+
+
+def anchors(file: Path) -> set[str]:
+    """The anchors that GitHub gives to a document's headings."""
+    seen, found = Counter(), set()
+    for heading in re.findall(r"^#{1,6} (.+)$", CODE.sub("", file.read_text(encoding="utf-8")), re.MULTILINE):
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
+        kept = (c for c in text if c in " -_" or unicodedata.category(c)[0] in "LN")
+        slug = "".join(kept).replace(" ", "-")
+        found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+        seen[slug] += 1
+    return found
+
+
+@pytest.mark.parametrize("file", [*DOCUMENTS, *HELP.glob("*/*.md")], ids=name)
+def test_every_link_and_anchor_leads_somewhere(file):
+    missing = []
+    for link in links(file):
+        path, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", link):
+            continue
+        base = HELP if file.is_relative_to(HELP) else file.parent
+        target = base / path if path else file
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            missing.append(link)
+    assert not missing
+
+
+@pytest.mark.parametrize("file", tables.documents(), ids=name)
+def test_tables_and_numbers_are_those_of_the_results(file):
+    text = file.read_text(encoding="utf-8")
+    assert tables.written(text) == text, "run: python -m benchmarks tables"
+
+
+def test_every_table_is_in_a_document_and_the_chart_is_that_of_the_results():
+    texts = "".join(file.read_text(encoding="utf-8") for file in tables.documents())
+    assert {found[1] for found in tables.TABLE.findall(texts)} == tables.TABLES.keys()
+    assert tables.CHART.read_text(encoding="utf-8") == tables.chart(), "run: python -m benchmarks tables"
+
+
+def test_a_wrong_number_is_noticed():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    spoiled = re.sub(r"(next token\) \| yes \| )\d+", r"\g<1>7", text)
+    assert spoiled != text and tables.written(spoiled) == text
+
+
+def commands() -> list[tuple[str, str]]:
+    """(module or script, command) of every command of ours in the documents, without comments."""
+    found = set()
+    for file in tables.documents():
+        for language, block in CODE.findall(file.read_text(encoding="utf-8")):
+            if language not in ("", "bash"):
+                continue
+            for line in re.sub(r"\\\n", " ", block).splitlines():
+                command = re.sub(r"\s+#.*", "", line).strip()
+                ours = re.search(r"python\S* (?:-m (comfyui_specar\.batch|benchmarks \w+|training[\w.]*)"
+                                 r"|\S*(ComfyUI-SpecAR[/\\]batch))(?= |$)|(scripts/\w+\.sh)", command)
+                if ours:
+                    found.add((next(filter(None, ours.groups())), command))
+    return sorted(found)
+
+
+def options_of(what: str, capsys, monkeypatch) -> set[str]:
+    """The options that a command's --help names."""
+    if "batch" in what:
+        from comfyui_specar.batch import cli as module
+    elif what.startswith("benchmarks "):
+        module = import_module(f"comfyui_specar.{what.replace(' ', '.')}")
+    else:
+        module = import_module(f"comfyui_specar.{what}" + (".__main__" if what == "training" else ""))
+    monkeypatch.setattr(sys, "argv", [what, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    assert not ended.value.code
+    return set(OPTION.findall(capsys.readouterr().out))
+
+
+@pytest.mark.parametrize(("what", "command"), commands())
+def test_commands_have_the_options_that_documents_use(what, command, capsys, monkeypatch):
+    words = shlex.split(command.replace("\\", "/"))
+    used = {word for word in words if OPTION.fullmatch(word)}
+    if what == "scripts/demo.sh":
+        known = set(OPTION.findall((ROOT / "scripts/demo.py").read_text(encoding="utf-8")))
+    elif what.startswith("scripts/"):
+        assert (ROOT / what).is_file()
+        known = used & {"--write-contract"}
+    else:
+        known = options_of(what, capsys, monkeypatch) | {"--help"}
+    assert used <= known
