@@ -44,8 +44,8 @@ SETTINGS = ("Bundled model, {tokens} tokens per image, guidance {guidance:g}, te
             "{images} images. Time: of next token's, {threads} threads of one {processor}.")
 CHINESE = {
     "method": "方法", "node": "节点", "exact": "精确", "forward passes": "前向次数", "time": "时间", "yes": "是",
-    "next token": "逐token", "SJD, same seed": "SJD，相同种子", "no, drift bound unknown": "否，偏移上界未知", "no, drift bound {}": "否，偏移上界{}",
-    "time, LlamaGen-B": "时间，LlamaGen-B",
+    "time, LlamaGen-B": "时间，LlamaGen-B", "next token": "逐token", "SJD, same seed": "SJD，相同种子",
+    "no, drift bound unknown": "否，偏移上界未知", "no, drift bound {}": "否，偏移上界{}",
     SETTINGS:
         "自带模型，每张图像{tokens}个token，引导{guidance:g}，温度{temperature:g}；{images}张图像的平均值。"
         "时间：相对于逐token采样，{processor}的{threads}个线程。",
@@ -62,8 +62,8 @@ def methods(language: str) -> str:
         row, bound = measured[case], drift(measured[case])
         exact = word("no, drift bound unknown") if bound is None else \
             word("no, drift bound {}").format(f"{bound:.0f}") if bound else word("yes")
-        rows.append((f"[{word(label)}](docs/methods/{page}.md)", nodes[node]["display_name"], exact, f"{row['passes']:.0f}",
-                     f"{row['seconds'] / base['seconds']:.2f}", large.get(case, "")))
+        rows.append((f"[{word(label)}](docs/methods/{page}.md)", nodes[node]["display_name"], exact,
+                     f"{row['passes']:.0f}", f"{row['seconds'] / base['seconds']:.2f}", large.get(case, "")))
     settings = word(SETTINGS).format(
         tokens=round(base["passes"]), guidance=GUIDANCE, temperature=report["settings"]["temperature"],
         images=report["pictures_per_method"], threads=report["machine"]["threads"],
