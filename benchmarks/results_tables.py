@@ -13,7 +13,7 @@ from typing import Any
 from .published import PUBLISHED
 
 RESULTS = Path(__file__).parent / "results"
-REUSE = {"coupled": "SJD, coupled", "gumbel": "SJD, same seed", "resample": "SJD, resampling",
+REUSE = {"coupled": "SJD, coupled", "gumbel": "SJD, same seed", "resample": "SJD, redraw",
          "threshold_exact": "SJD++ reuse (exact)", "threshold_paper": "SJD++ reuse (paper)"}
 
 
@@ -54,11 +54,11 @@ def passes(guidance: float) -> str:
     measured, rows = cases("default-cpu", guidance), []
     for row in measured.values():
         bound = drift(row)
-        rows.append((said(row["name"]), "yes" if bound == 0 else "no",
+        rows.append((said(row["name"]), "unknown" if bound is None else f"{bound:.0f}" if bound else "exact",
                      f"{row['passes']:.0f} ± {row['passes_std_error']:.0f}", round(row["draft_passes"]) or "",
-                     "?" if bound is None else f"{bound:.0f}" if bound else "",
+                     f"{row['acceptance_rate']:.0%}" if row["acceptance_rate"] else "",
                      f"{row['seconds'] / measured['next_token']['seconds']:.2f}"))
-    return grid(("method", "exact", "passes", "draft passes", "drift bound", "time"), rows)
+    return grid(("method", "drift bound", "passes", "draft passes", "accepted", "time"), rows)
 
 
 def paired(guidance: float) -> str:
