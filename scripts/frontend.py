@@ -86,10 +86,10 @@ class Frontend:
         self._browser.close()
         self._playwright.stop()
 
-    def load(self, graph: dict) -> None:
-        """Opens a workflow; seeds stay fixed after a run, so that the shown ones are those of the run."""
-        self.page.evaluate("graph => app.loadGraphData(graph, true, true, 'pictures', {showMissingModelsDialog: false, "
-                           "showMissingNodesDialog: false, silentAssetErrors: true})", graph)
+    def load(self, graph: dict, name: str = "pictures") -> None:
+        """Opens a workflow under a name; seeds stay fixed after a run, so that the shown ones are those of the run."""
+        self.page.evaluate("([graph, name]) => app.loadGraphData(graph, true, true, name, {showMissingModelsDialog: "
+                           "false, showMissingNodesDialog: false, silentAssetErrors: true})", [graph, name])
         self.page.evaluate("() => app.graph._nodes.forEach(node => node.widgets?.forEach(widget => "
                            "{ if (widget.name === 'control_after_generate') widget.value = 'fixed'; }))")
 

@@ -1,5 +1,6 @@
 """Documents tell the truth: links and anchors lead somewhere, tables are those of the results, commands exist."""
 
+import json
 import re
 import shlex
 import sys
@@ -74,6 +75,18 @@ def test_a_wrong_number_is_noticed():
     assert spoiled != text and tables.written(spoiled) == text
 
 
+def test_every_node_is_listed():
+    text = (ROOT / "docs/nodes.md").read_text(encoding="utf-8")
+    nodes = json.loads((ROOT / "locales/en/nodeDefs.json").read_text(encoding="utf-8"))
+    assert [node["display_name"] for node in nodes.values() if node["display_name"] not in text] == []
+
+
+def test_every_picture_is_shown():
+    shown = "".join(file.read_text(encoding="utf-8") for file in tables.documents())
+    pictures = [file for file in (ROOT / "docs/pictures").glob("**/*") if file.is_file()]
+    assert [name(file) for file in pictures if file.name not in shown] == []
+
+
 def commands() -> list[tuple[str, str]]:
     """(module or script, command) of every command of ours in the documents, without comments."""
     found = set()
@@ -117,3 +130,19 @@ def test_commands_have_the_options_that_documents_use(what, command, capsys, mon
     else:
         known = options_of(what, capsys, monkeypatch) | {"--help"}
     assert used <= known
+
+
+def test_the_table_of_jobs_is_one_that_the_batch_command_accepts(capsys):
+    from comfyui_specar.batch import cli
+
+    assert cli.main([str(ROOT / "docs/jobs.csv"), "--dry-run"]) == 0
+    assert "20 jobs" in capsys.readouterr().err, "as many as docs/batches.md says"
+
+
+def test_the_table_of_a_speed_report_is_printed_again(capsys, monkeypatch):
+    from comfyui_specar.benchmarks import speed
+
+    report = ROOT / "benchmarks/results/speed-cpu.json"
+    monkeypatch.setattr(sys, "argv", ["speed", "--show", str(report)])
+    speed.main()
+    assert capsys.readouterr().out.strip() == report.with_suffix(".md").read_text(encoding="utf-8").strip()

@@ -1,0 +1,84 @@
+"""Makes the screenshots of docs/getting-started.md in a real ComfyUI: its page as a person sees it.
+
+Run it again (with scripts/screenshots.sh) when the front end, the nodes or the templates have changed.
+"""
+
+import argparse
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from comfy_server import PACK, PACK_FOLDER, ComfyServer, ServerError
+from frontend import Frontend, FrontendError
+from PIL import Image
+
+SCREENSHOTS = PACK / "docs/pictures/screenshots"
+WORKFLOWS = PACK / "workflows"
+LOG = PACK / "output/screenshots.log"
+VIEW = {"width": 1400, "height": 860}
+QUALITY = 82
+FIRST = min(path.stem for path in WORKFLOWS.glob("*.json"))
+NO_NEWS = "div:has(> div > i[class*=rocket]) { display: none }"  # a banner of the front end's own
+PLAIN = {"Comfy.Minimap.Visible": False, "Comfy.Graph.CanvasInfo": False}  # nothing over the graph
+
+
+def browse(page: Frontend) -> None:
+    """The dialog of templates, at this pack's."""
+    page.page.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates'); }")
+    dialog = page.page.get_by_role("dialog")
+    dialog.get_by_text(PACK_FOLDER).first.click()
+    dialog.get_by_text(FIRST, exact=True).first.wait_for()
+    page.page.wait_for_timeout(3000)  # for thumbnails
+
+
+def after_run(workflow: str) -> Callable[[Frontend], None]:
+    """A template as it opens, after one run."""
+
+    def draw(page: Frontend) -> None:
+        page.load(json.loads((WORKFLOWS / f"{workflow}.json").read_text(encoding="utf-8")), workflow)
+        page.run()
+        page.page.evaluate("() => app.extensionManager.command.execute('Comfy.Canvas.FitView')")
+        page.page.wait_for_timeout(1000)
+
+    return draw
+
+
+SHOTS: dict[str, Callable[[Frontend], None]] = {
+    "first-image": after_run("01_start_here_text_to_image"),
+    "same-image": after_run("02_same_seed_two_samplers"),
+    "acceptance-map": after_run("03_sjd_acceptance_map"),
+    "templates": browse,  # last: its dialog stays open
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="screenshots.sh", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(SHOTS)}")
+    parser.add_argument("--comfyui", type=Path, required=True, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(SHOTS):
+        parser.error(f"no screenshot is called {', '.join(sorted(unknown))}")
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    try:
+        # Without previews: the last one would stay on a sampler.
+        with ComfyServer(arguments.comfyui, LOG, previews="none") as server, Frontend(server.url) as page:
+            page.page.set_viewport_size(VIEW)
+            for setting, value in PLAIN.items():
+                page.page.evaluate("setting => app.extensionManager.setting.set(...setting)", [setting, value])
+            page.page.add_style_tag(content=NO_NEWS)
+            for name in [name for name in SHOTS if name in (arguments.names or SHOTS)]:
+                SHOTS[name](page)
+                file = SCREENSHOTS / f"{name}.webp"
+                image = Image.open(io.BytesIO(page.page.screenshot())).convert("RGB")
+                image.resize((VIEW["width"], VIEW["height"])).save(file, quality=QUALITY, method=6)
+                print(f"{file.relative_to(PACK)}: {file.stat().st_size // 1024} KB", flush=True)
+    except (ServerError, FrontendError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
