@@ -41,14 +41,15 @@ METHODS = (
     ("VVS", "vvs", "SpecARVVSSampler", "VVS every 4th, EAGLE-1"),
 )
 SETTINGS = ("Bundled model, {tokens} tokens per image, guidance {guidance:g}, temperature {temperature:g}; mean of "
-            "{images} images. Time: of next token's, {threads} threads of one {processor}.")
+            "{images} images. Time on {threads} threads of one {processor}.")
 CHINESE = {
-    "method": "方法", "node": "节点", "exact": "精确", "forward passes": "前向次数", "time": "时间", "yes": "是",
+    "method": "方法", "node": "节点", "exact": "精确", "yes": "是", "forward passes": "前向次数",
+    "time (next token = 1)": "时间（逐token = 1）",
     "time, LlamaGen-B": "时间，LlamaGen-B", "next token": "逐token", "SJD, same seed": "SJD，相同种子",
     "no, drift bound unknown": "否，偏移上界未知", "no, drift bound {}": "否，偏移上界{}",
     SETTINGS:
         "自带模型，每张图像{tokens}个token，引导{guidance:g}，温度{temperature:g}；{images}张图像的平均值。"
-        "时间：相对于逐token采样，{processor}的{threads}个线程。",
+        "时间在{processor}的{threads}个线程上测得。",
 }  # fmt: skip
 
 
@@ -69,7 +70,7 @@ def methods(language: str) -> str:
         images=report["pictures_per_method"], threads=report["machine"]["threads"],
         processor=report["machine"]["processor"],
     )  # fmt: skip
-    head = tuple(map(word, ("method", "node", "exact", "forward passes", "time", "time, LlamaGen-B")))
+    head = tuple(map(word, ("method", "node", "exact", "forward passes", "time (next token = 1)", "time, LlamaGen-B")))
     return grid(head, rows) + f"\n\n{settings}"
 
 
