@@ -16,7 +16,7 @@
     same_seed   how often the same-seed mode and batches give the image of next-token sampling
     throughput  images per second, by batch size, processes and threads
     previews    share of a run that progress and previews take in ComfyUI (its folder is read from COMFYUI_PATH)
-    tables      writes the tables of the documents from the published reports
+    documents   writes the tables of the documents from the published reports
 
 python -m benchmarks WHAT --help explains the options. Reports are JSON; published ones are in benchmarks/results/.
 """
@@ -27,7 +27,7 @@ import sys
 from importlib import import_module
 
 WHAT = ("speed", "gpu", "launches", "methods", "continuous", "loading", "storage", "throughput", "previews", "soak",
-        "determinism", "same_seed", "fuzz", "faults", "tables")
+        "determinism", "same_seed", "fuzz", "faults", "documents")
 
 
 def main(arguments: list[str]) -> None:

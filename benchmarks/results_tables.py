@@ -1,4 +1,4 @@
-"""What benchmarks/results say, as tables in Markdown; tables.py puts them into the documents."""
+"""What benchmarks/results say, as tables in Markdown; documents.py puts them into README and docs."""
 
 from __future__ import annotations
 

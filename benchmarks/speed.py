@@ -38,8 +38,8 @@ from . import profiles
 from .passes import Run, Stretch, bandwidth, bytes_of_a_pass, chain, timed, weights_read, with_memory
 from .report import commit, machine, spread, versions, write
 from .sizes import SIZES
-from .speed_tables import row_of, table
 from .subjects import BASE, CURVES, METHODS, ONLY_BASELINES, SMALL, Subject, subject
+from .tables import row_of, table
 
 SCHEMA = "specar.speed/1"
 PARTS = ("methods", "widths", "sizes", "batches", "kernels", "trace")

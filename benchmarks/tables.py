@@ -1,143 +1,149 @@
-"""Write the tables of numbers into the documents, from benchmarks/results and published.py.
-
-    python -m benchmarks tables
-
-In a document, what stands between ``<!-- table: NAME -->`` and ``<!-- end -->`` is such a table, and what stands
-between ``<!-- n: NAME -->`` and ``<!-- /n -->`` such a number. A test checks that all of them are those of the results.
-"""
+"""Rows of a speed report, and the report as text."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
+import statistics
+from collections.abc import Sequence
+from typing import Any
 
-from . import results_tables as found
-from .chart import passes_chart
-from .published import PUBLISHED
-from .results_tables import cases, drift, grid, results
+from .passes import Run
+from .report import spread
 
-ROOT = Path(__file__).resolve().parents[1]
-CHART = ROOT / "docs/pictures/passes.svg"
-TABLE = re.compile(r"(<!-- table: ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-NUMBER = re.compile(r"(<!-- n: ([^>]+) -->).*?(<!-- /n -->)")
-GUIDANCE = 3.0  # of all numbers in the README
-
-# Methods in the README: name, page in docs/methods, node, and the name of the measured case.
-METHODS = (
-    ("next token", "next-token", "SpecARNextTokenSampler", "next_token"),
-    ("SJD", "sjd", "SpecARSJDSampler", "sjd coupled w32"),
-    ("SJD, same seed", "sjd-plus-plus", "SpecARSJDSampler", "sjd gumbel w32"),
-    ("SJD++", "sjd-plus-plus", "SpecARSJDSampler", "sjd threshold_paper w32"),
-    ("EAGLE-1", "draft-trees", "SpecARDraftTreeSampler", "EAGLE-1, 57 drafts"),
-    ("EAGLE-2", "draft-trees", "SpecARDraftTreeSampler", "EAGLE-2"),
-    ("ADT-Tree", "adt-tree", "SpecARADTTreeSampler", "ADT-Tree"),
-    ("LANTERN", "lantern", "SpecARLanternSampler", "LANTERN delta 0.3"),
-    ("LANTERN++", "lantern", "SpecARLanternSampler", "LANTERN++ k 10, lambda 2"),
-    ("Cool-SD", "cool-sd", "SpecARCoolSDSampler", "Cool-SD delta 2"),
-    ("VVS", "vvs", "SpecARVVSSampler", "VVS every 4th, EAGLE-1"),
-)
-SETTINGS = ("Bundled model, {tokens} tokens per image, guidance {guidance:g}, temperature {temperature:g}; mean of "
-            "{images} images. Time on {threads} threads of one {processor}.")
-CHINESE = {
-    "method": "方法", "node": "节点", "exact": "精确", "yes": "是", "forward passes": "前向次数",
-    "time (next token = 1)": "时间（逐token = 1）",
-    "time, LlamaGen-B": "时间，LlamaGen-B", "next token": "逐token", "SJD, same seed": "SJD，相同种子",
-    "no, drift bound unknown": "否，偏移上界未知", "no, drift bound {}": "否，偏移上界{}",
-    SETTINGS:
-        "自带模型，每张图像{tokens}个token，引导{guidance:g}，温度{temperature:g}；{images}张图像的平均值。"
-        "时间在{processor}的{threads}个线程上测得。",
-}  # fmt: skip
+OTHERS = ("generate, static cache", "generate, dynamic cache", "plain loop")
+LEGEND = "\n".join((
+    "* **ms per pass**: median, and in brackets least and quartiles; a round of a drafter's method counts as one pass. "
+    "The prompt's pass is left out.",
+    "* **model, drafter, sampling, host**: shares of a pass: the model's and the drafter's passes, the sampler's "
+    "arithmetic, and Python between torch's operations (on a GPU: the time in which the device has nothing to do).",
+    "* **floor**: weights and cache that a pass must read (with those of the drafter's passes), over the bandwidth of "
+    "copying on this machine; wide passes also have to compute, which on a CPU takes longer than reading.",
+    "* **cost**: a pass over a pass of next-token, the median of neighbouring runs; **fewer passes**: of next-token "
+    "over those of the method, which with random weights are those of the bundled model (at the highest guidance "
+    "measured); **faster** is one over the other, measured for whole images of the bundled model and predicted "
+    "elsewhere. **quotient**: *faster* over *fewer passes*, the share of the saved passes that is saved time.",
+    "* **x static, x dynamic, x loop**: milliseconds per pass of `generate` of transformers with static and dynamic "
+    "cache, and of a plain loop like the published ones, over ours.",
+))
 
 
-def methods(language: str) -> str:
-    """The README's table, and the settings that it was measured with."""
-    word = (lambda text: CHINESE.get(text, text)) if language == "zh" else str
-    nodes = json.loads((ROOT / f"locales/{language}/nodeDefs.json").read_text(encoding="utf-8"))
-    measured, large, report = cases("default-cpu", GUIDANCE), times("llamagen-b"), results("default-cpu")
-    base, rows = measured["next_token"], []
-    for label, page, node, case in METHODS:
-        row, bound = measured[case], drift(measured[case])
-        exact = word("no, drift bound unknown") if bound is None else \
-            word("no, drift bound {}").format(f"{bound:.0f}") if bound else word("yes")
-        rows.append((f"[{word(label)}](docs/methods/{page}.md)", nodes[node]["display_name"], exact,
-                     f"{row['passes']:.0f}", f"{row['seconds'] / base['seconds']:.2f}", large.get(case, "")))
-    settings = word(SETTINGS).format(
-        tokens=round(base["passes"]), guidance=GUIDANCE, temperature=report["settings"]["temperature"],
-        images=report["pictures_per_method"], threads=report["machine"]["threads"],
-        processor=report["machine"]["processor"],
-    )  # fmt: skip
-    head = tuple(map(word, ("method", "node", "exact", "forward passes", "time (next token = 1)", "time, LlamaGen-B")))
-    return grid(head, rows) + f"\n\n{settings}"
+def row_of(name: str, runs: dict[str, list[Run]], memory: int, base: str) -> dict[str, Any]:
+    """A contestant's row. runs: all contestants' runs, equal indices being neighbours in time; memory: bytes."""
+    own = runs[name]
+    pass_ms = spread([run.pass_ms for run in own])
+    parts = sorted({part for run in own for part in run.parts_ms} - {"prompt"})
+    shares = {part: statistics.median(run.parts_ms.get(part, 0.0) / run.pass_ms for run in own) for part in parts}
+    row: dict[str, Any] = {
+        "name": name,
+        "passes": statistics.fmean(run.passes for run in own),
+        "draft_passes": statistics.fmean(run.draft_passes for run in own),
+        "pass_ms": pass_ms,
+        "passes_per_second": round(1e3 / pass_ms["median"], 2),
+        "seconds": spread([run.seconds for run in own]),
+        "memory": memory,
+        "shares": shares,
+        "ms_over": {other: _paired(runs[other], own, lambda run: run.pass_ms) for other in (base, *OTHERS)
+                    if other in runs},
+        "seconds_over": {other: _paired(runs[other], own, lambda run: run.seconds) for other in (base, *OTHERS)
+                         if other in runs},
+    }  # fmt: skip
+    return row
 
 
-def times(size: str) -> dict[str, str]:
-    """Time of whole images relative to next token's, by case; none as long as a size was measured with random weights,
-    whose passes are not those of a trained model."""
-    models = (model for model in results("speed-cpu")["models"] if model["name"] == size)
-    return {row["name"]: f"{1 / row['seconds_over']['next_token']:.2f}"
-            for model in models if not model["random_weights"] for row in model["rows"]}
+def _paired(others: Sequence[Run], own: Sequence[Run], of) -> float:
+    """Median ratio of another contestant's runs to the own ones beside them."""
+    return float(f"{statistics.median(of(a) / of(b) for a, b in zip(others, own, strict=False)):.4g}")
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    "methods": partial(methods, "en"),
-    "methods, Chinese": partial(methods, "zh"),
-    "passes, guidance 1": partial(found.passes, 1.0),
-    "passes, guidance 3": partial(found.passes, 3.0),
-    "paired, guidance 1": partial(found.paired, 1.0),
-    "paired, guidance 3": partial(found.paired, 3.0),
-    "speed, guidance 1": partial(found.speed, "default", 1.0),
-    "speed, guidance 3": partial(found.speed, "default", 3.0),
-    "speed, LlamaGen-B": partial(found.speed, "llamagen-b", 7.5),
-    "batches": found.batches,
-    "throughput, one process": partial(found.throughput, "1x1"),
-    "throughput, two processes": partial(found.throughput, "2x1"),
-    "continuous": found.continuous,
-    "continuous, paper": found.continuous_paper,
-    "determinism": found.determinism,
-    "same seed": found.same_seed,
-    "storage": found.storage,
-    "faults": found.faults,
-    **{f"published, {row.method}": partial(found.published, row.method) for row in PUBLISHED},
-}
+def table(report: dict[str, Any]) -> str:
+    """The whole report as Markdown."""
+    about = report["machine"]
+    machine = ", ".join(str(part) for part in (
+        about.get("gpu") or about.get("processor"), about.get("threads") and f"{about['threads']} threads",
+        *(f"{name} {found}" for name, found in report["versions"].items()), f"commit {report['commit']}",
+    ) if part)  # fmt: skip
+    turns = f"{report['warm_up']} warm-up, {report['repetitions']} repetitions, in turns."
+    parts = [f"# Speed, {report['device']}", f"{machine}. {turns} {report.get('note') or ''}".strip(), LEGEND]
+    for model in report["models"]:
+        parts += _model(model)
+    if report["not_run"]:
+        parts += ["## Not run", "\n".join(f"* {what}: not run ({why})" for what, why in report["not_run"].items())]
+    return "\n\n".join(parts) + "\n"
 
 
-def fewer() -> str:
-    """How many times fewer passes exact SJD needs, as the README says."""
-    measured = cases("default-cpu", GUIDANCE)
-    return f"{measured['next_token']['passes'] / measured['sjd coupled w32']['passes']:.1f}"
+def _model(model: dict[str, Any]) -> list[str]:
+    drawn, whole = model["drawn"], model["drawn"]["tokens"] == model["picture_tokens"]
+    what = "whole images" if whole else f"{drawn['tokens']} tokens in the middle"
+    widened = " widened to these shapes" if "@" in model["name"] else ""
+    kind = "random weights" if model["random_weights"] else f"the bundled model{widened}"
+    settings = ", ".join(f"{key} {value}" for key, value in model["settings"].items() if key != "order")
+    found = [
+        f"## {model['name']}, guidance {model['settings']['cfg']:g}",
+        f"{kind}, {model['parameters'] / 1e6:.1f} M parameters in {model['dtype']}, {model['picture_tokens']} tokens: "
+        f"{what}; {settings}. A pass reads {model['weights_read'] / 1e6:.0f} MB of weights; copying a buffer as large "
+        f"moves {model['copy_bytes_per_second'] / 1e9:.1f} GB/s.",
+    ]
+    if model.get("rows"):
+        found.append(_methods(model))
+    if model.get("widths"):
+        found += ["A pass of the model alone, by its tokens:", grid(
+            ("tokens", *(str(w["tokens"]) for w in model["widths"])),
+            [("ms", *(w["ms"]["median"] for w in model["widths"])), ("ratio", *(w["ratio"] for w in model["widths"]))],
+        )]  # fmt: skip
+    for part, keys, title in (
+        ("sizes", ("tokens", "place"), "Milliseconds of a pass, by the image's tokens:"),
+        ("batches", ("pictures",), "Milliseconds of a pass for each of the images generated together:"),
+    ):
+        if model.get(part):
+            names = list(model[part][0]["ms"])
+            rows = [(*(point[key] for key in keys),
+                     *(f"{point['ms'][name]['median'] / point.get('pictures', 1):.4g}" for name in names))
+                    for point in model[part]]
+            found += [title, grid((*keys, *names), rows)]
+    if model.get("batches") and model["batches"][0]["whole"]:
+        names = list(model["batches"][0]["seconds"])
+        rows = [(point["pictures"], *(round(point["seconds"][name]["median"] / point["pictures"], 3) for name in names))
+                for point in model["batches"]]
+        found += ["Seconds per image:", grid(("pictures", *names), rows)]
+    if model.get("trace"):
+        rows = [(t["name"], t["passes"], t["polls"], t["between"] or "none") for t in model["trace"]]
+        found += ["Synchronisations between the first poll and the last:",
+                  grid(("method", "passes", "polls", "others between"), rows)]
+    if model.get("kernels"):
+        rows = [(k["kernel"], ", ".join(k["inputs"]), k["reference_ms"], k.get("triton_ms", ""),
+                 k.get("failed") or k["agree"]) for k in model["kernels"]]
+        found += ["Triton kernels beside their torch references, on what the methods first called them with:",
+                  grid(("kernel", "inputs", "torch, ms", "Triton, ms", "agree"), rows)]
+    return found
 
 
-NUMBERS = {"fewer passes": fewer}
+def _methods(model: dict[str, Any]) -> str:
+    """The table of methods and baselines."""
+    rows = []
+    base = model["rows"][0]
+    for row in model["rows"]:
+        ms, over = row["pass_ms"], row["ms_over"]
+        cost = 1 / over[base["name"]]
+        baseline = row["name"] in OTHERS
+        fewer = None if baseline or not row["pictures_passes"] else base["pictures_passes"] / row["pictures_passes"]
+        faster = row["seconds_over"][base["name"]] if not model["random_weights"] else fewer and fewer / cost
+        shares = row["shares"]
+        rows.append((
+            row["name"], f"{row['pictures_passes']:.0f}" if fewer else "",
+            f"{ms['median']:g} ({ms['min']:g}; {ms['quartile_1']:g} to {ms['quartile_3']:g})",
+            row["passes_per_second"],
+            *(f"{shares[part]:.0%}" if part in shares else "" for part in ("forward", "drafter", "sampling", "host")),
+            f"{row['floor_ms']:.3g} ({row['of_floor']:.0%})", f"{row['memory'] / 1e6:.0f}",
+            f"{row['seconds']['median']:.3g}" if not model["random_weights"] else "",
+            f"{cost:.2f}", f"{fewer:.2f}" if fewer else "", f"{faster:.2f}" if faster else "",
+            f"{faster / fewer:.2f}" if faster and fewer else "",
+            *("" if baseline or other not in over else f"{over[other]:.2f}" for other in OTHERS),
+        ))  # fmt: skip
+    return grid(("method", "passes", "ms per pass", "passes/s", "model", "drafter", "sampling", "host",
+                  "floor, ms (share)", "peak MB", "seconds", "cost", "fewer passes", "faster", "quotient",
+                  "x static", "x dynamic", "x loop"), rows)  # fmt: skip
 
 
-def written(text: str) -> str:
-    """A document with its tables and numbers of today. Raises KeyError for a name that there is none of."""
-    text = TABLE.sub(lambda block: f"{block[1]}\n{TABLES[block[2]]()}\n\n{block[3]}", text)
-    return NUMBER.sub(lambda block: f"{block[1]}{NUMBERS[block[2]]()}{block[3]}", text)
-
-
-def chart() -> str:
-    """docs/pictures/passes.svg."""
-    measured = cases("default-cpu", GUIDANCE)
-    rows = [(label, measured[case]) for label, _, _, case in METHODS]
-    return passes_chart([(label, row["passes"], drift(row) == 0) for label, row in rows])
-
-
-def documents() -> list[Path]:
-    return sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-
-
-def main() -> None:
-    argparse.ArgumentParser(prog="python -m benchmarks tables", description=__doc__,
-                            formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    for file in documents():
-        file.write_text(written(file.read_text(encoding="utf-8")), encoding="utf-8")
-    CHART.write_text(chart(), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+def grid(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..speed_tables import grid
+from ..tables import grid
 
 DRY = ("**Dry run, without a CUDA device:** tiny models on a CPU, a tape in place of CUDA graphs, Triton's interpreter "
        "in place of its compiler. It shows that the command works, and nothing about a GPU.")

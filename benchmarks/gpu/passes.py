@@ -9,8 +9,8 @@ import torch
 from .. import profiles, sizes
 from ..passes import Run, Sampler, Stretch, bandwidth, weights_read
 from ..speed import beside_the_floor
-from ..speed_tables import row_of
 from ..subjects import BASE, Subject
+from ..tables import row_of
 from . import packages, subjects
 from .captures import METHODS
 from .findings import NEEDS_DEVICE, Findings
