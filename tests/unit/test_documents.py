@@ -20,6 +20,9 @@ DOCUMENTS = [*documents.files(), *ROOT.glob("assets/*/*.md"), *ROOT.glob("benchm
 CODE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[(?:[^][]|\[[^][]*\])*\]\(([^)\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\"")
 OPTION = re.compile(r"--[a-z][a-z-]*")
+OURS = re.compile(r"python\S* (?:-m (comfyui_specar\.batch|benchmarks \w+|training[\w.]*)"
+                  r"|\S*(ComfyUI-SpecAR[/\\]batch))(?= |$)|bash (scripts/\w+\.sh)")
+OUR_FILE = re.compile(r"(workflows|docs|tests|scripts)/[\w./]+")
 
 
 def name(path: Path) -> str:
@@ -88,19 +91,17 @@ def test_every_picture_is_shown():
     assert [name(file) for file in pictures if file.name not in shown] == []
 
 
+def snippets(text: str) -> list[str]:
+    """Lines of code blocks without comments, and code in sentences."""
+    blocks = (block for language, block in CODE.findall(text) if language in ("", "bash"))
+    lines = [re.sub(r"\s+#.*", "", line).strip() for block in blocks for line in block.splitlines()]
+    return lines + [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", CODE.sub("", text))]
+
+
 def commands() -> list[tuple[str, str]]:
-    """(module or script, command) of every command of ours in the documents, without comments."""
-    found = set()
-    for file in documents.files():
-        for language, block in CODE.findall(file.read_text(encoding="utf-8")):
-            if language not in ("", "bash"):
-                continue
-            for line in re.sub(r"\\\n", " ", block).splitlines():
-                command = re.sub(r"\s+#.*", "", line).strip()
-                ours = re.search(r"python\S* (?:-m (comfyui_specar\.batch|benchmarks \w+|training[\w.]*)"
-                                 r"|\S*(ComfyUI-SpecAR[/\\]batch))(?= |$)|(scripts/\w+\.sh)", command)
-                if ours:
-                    found.add((next(filter(None, ours.groups())), command))
+    """(module or script, command) of every command of ours in the documents."""
+    found = {(next(filter(None, ours.groups())), snippet) for file in documents.files()
+             for snippet in snippets(file.read_text(encoding="utf-8")) if (ours := OURS.search(snippet))}
     return sorted(found)
 
 
@@ -120,14 +121,14 @@ def options_of(what: str, capsys, monkeypatch) -> set[str]:
 
 
 @pytest.mark.parametrize(("what", "command"), commands())
-def test_commands_have_the_options_that_documents_use(what, command, capsys, monkeypatch):
+def test_commands_have_the_options_and_files_that_documents_use(what, command, capsys, monkeypatch):
     words = shlex.split(command.replace("\\", "/"))
+    assert [word for word in words if OUR_FILE.fullmatch(word) and not (ROOT / word).exists()] == []
     used = {word for word in words if OPTION.fullmatch(word)}
     if what == "scripts/demo.sh":
         known = set(OPTION.findall((ROOT / "scripts/demo.py").read_text(encoding="utf-8")))
-    elif what.startswith("scripts/"):
-        assert (ROOT / what).is_file()
-        known = used & {"--write-contract"}
+    elif what.startswith("scripts/"):  # test.sh hands its options to pytest
+        known = {"--write-contract"}
     else:
         known = options_of(what, capsys, monkeypatch) | {"--help"}
     assert used <= known
