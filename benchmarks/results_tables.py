@@ -39,7 +39,7 @@ def said(name: str) -> str:
     jacobi = re.match(r"(?:sjd|SJD) (\w+),? ?w?(\d+)?", name)
     if not name.startswith("sjd ") or not jacobi:
         return name.replace("next_token", "next token").replace("TV-metered", "TV budget").replace("w32", "window 32")
-    return name.replace(jacobi[0], f"{REUSE[jacobi[1]]}, window {jacobi[2]}").replace(" init ", ", first guess ")
+    return name.replace(jacobi[0], f"{REUSE[jacobi[1]]}, window {jacobi[2]}").replace(" init ", ", first draft token ")
 
 
 def grid(head: tuple[str, ...], rows: Sequence[tuple[Any, ...]]) -> str:
