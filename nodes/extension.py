@@ -14,6 +14,7 @@ from . import (
     regions,
     rules,
     samplers,
+    simple_sampler,
     timeline,
     tree_samplers,
 )
@@ -33,6 +34,7 @@ def node_classes() -> list[type[io.ComfyNode]]:
         loaders.EmptyLatent,
         regions.ContinueImage,
         model_info.ModelInfo,
+        simple_sampler.SimpleSampler,
         samplers.NextTokenSampler,
         samplers.SJDSampler,
         tree_samplers.DraftTreeSampler,

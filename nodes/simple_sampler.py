@@ -1,0 +1,57 @@
+"""The sampler with one choice instead of a method's settings, first among the samplers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..samplers.methods.continuous_next_token import ContinuousNextToken
+from ..samplers.methods.jacobi import SJD
+from ..samplers.methods.next_token import NextToken
+from ..samplers.rules.tv_budget import TVMetered
+from .samplers import Inputs, sample
+from .widgets import choose, common_inputs, negative_input, sampler_outputs
+
+NEXT_TOKEN = "next token"
+METHODS = {  # option -> method for models of token ids
+    "fast, exact": SJD(),
+    "same image as next token": SJD(reuse="gumbel"),
+    "fastest, may drift": SJD(rule=TVMetered(0.1)),
+    NEXT_TOKEN: NextToken(),
+}
+
+
+class SimpleSampler(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="SpecARSampler",
+            display_name="AR Sampler",
+            category="SpecAR/sampling",
+            description="Generates images with an autoregressive model; method says how fast. Needs no drafter. Every "
+            "setting of the methods is on their own nodes: SJD++ Sampler, Draft-Tree Sampler (EAGLE) and the others.",
+            inputs=[
+                *common_inputs(),
+                io.Combo.Input("method", options=list(METHODS), default=next(iter(METHODS)),
+                               tooltip="fast, exact: several tokens per forward pass, same quality, another image than "
+                               "next token with the same seed. same image as next token: about as fast, and the same "
+                               "seed gives the same image. fastest, may drift: fewer passes, slightly different "
+                               "statistics; the report bounds the drift. next token: one token per pass, the baseline; "
+                               "the only one for continuous models."),
+                negative_input(),
+            ],
+            outputs=sampler_outputs(),
+        )
+
+    @classmethod
+    def execute(cls, method: str, **inputs: Any) -> io.NodeOutput:
+        chosen, common = choose("method", method, METHODS), Inputs(**inputs)
+        if not common.model.model.continuous:
+            return sample(chosen, common)
+        if method != NEXT_TOKEN:
+            raise ValueError(
+                f"{common.model.name} is a continuous model, for which {method!r} needs a drafter. Use Continuous "
+                f"Speculative Sampler with Load AR Drafter, or choose {NEXT_TOKEN!r}."
+            )
+        return sample(ContinuousNextToken(), common)

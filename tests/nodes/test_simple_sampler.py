@@ -1,0 +1,71 @@
+"""AR Sampler: its choices are methods of the other nodes, with the same images."""
+
+import pytest
+import torch
+
+from .conftest import GRID, MASKED, defaults
+
+BY_HAND = {  # option -> the sampler that makes the same images, its widgets, and the budget of its rule
+    "fast, exact": ("SJD", {"window": 0}, None),
+    "same image as next token": ("SJD", {"window": 0, "refinement": "same seed, same picture (Gumbel, exact)"}, None),
+    "fastest, may drift": ("SJD", {"window": 0}, 0.1),
+    "next token": ("NextToken", {}, None),
+}
+
+
+@pytest.fixture
+def simple(tiny, positive, nodes, run):
+    """simple(**inputs) -> (latent, trace) of AR Sampler."""
+
+    def simple(**inputs):
+        node, latent = nodes["SpecARSampler"], {"samples": torch.zeros(2, 8, GRID, GRID)}
+        common = {"model": tiny[0], "positive": positive, "latent_image": latent, "seed": 7}
+        return run(node, **defaults(node) | common | inputs).result
+
+    return simple
+
+
+def test_choices_are_these_in_this_order(nodes):
+    [method] = [i for i in nodes["SpecARSampler"].GET_SCHEMA().inputs if i.id == "method"]
+    assert method.options == list(BY_HAND) and method.default == "fast, exact"
+
+
+@pytest.mark.parametrize("option", BY_HAND)
+def test_each_choice_is_a_method_of_another_node(option, simple, sample, rule):
+    name, widgets, budget = BY_HAND[option]
+    if budget is not None:
+        widgets = widgets | {"rule": rule("TVMetered", epsilon=budget)}
+    latent, trace = simple(method=option)
+    same, by_hand = sample(name, batch=2, **widgets)
+    assert torch.equal(latent["ar_tokens"], same["ar_tokens"])
+    assert trace.settings == by_hand.settings
+
+
+def test_what_the_choices_promise(simple):
+    runs = {option: simple(method=option) for option in BY_HAND}
+    assert [trace.settings["lossless"] for _, trace in runs.values()] == [True, True, False, True]
+    assert runs["fastest, may drift"][1].totals["tv_bound"] > 0
+    same, plain = (runs[option][0]["ar_tokens"] for option in ("same image as next token", "next token"))
+    assert torch.equal(same, plain)
+
+
+def test_a_negative_prompt_counts(simple, tiny):
+    against = tiny[1].encode_from_tokens_scheduled("apple")
+    assert not torch.equal(simple()[0]["ar_tokens"], simple(negative=against)[0]["ar_tokens"])
+
+
+def test_an_unknown_method_is_refused(simple):
+    with pytest.raises(ValueError, match="method.*'magic'.*fast, exact"):
+        simple(method="magic")
+
+
+def test_a_continuous_model_generates_token_by_token_and_is_sent_to_its_drafter_for_more(
+    simple, continuous, draw_vectors
+):
+    inputs = {"model": continuous[0], "positive": continuous[1].encode_from_tokens_scheduled("red apple"),
+              "latent_image": {"samples": torch.zeros(1, MASKED.channels, GRID, GRID)}}
+    latent, _ = simple(method="next token", **inputs)
+    assert torch.equal(latent["samples"], draw_vectors("NextToken")[0]["samples"])
+    for option in BY_HAND.keys() - {"next token"}:
+        with pytest.raises(ValueError, match="continuous.*Continuous Speculative Sampler.*Load AR Drafter"):
+            simple(method=option, **inputs)
