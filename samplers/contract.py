@@ -275,6 +275,11 @@ class Request:
         latent = None if self.model.codebook is None else self.model.dequantize(tokens)
         return Output(tokens, latent, result.trace)
 
+    def sampled(self, committed: Tensor) -> float:
+        """How many of the first ``committed`` [B] (int64, on the CPU) tokens are not forced, on average over images."""
+        counts = torch.nn.functional.pad((self.layout.forced < 0).cumsum(1), (1, 0)).cpu()
+        return float(counts.expand(self.batch, -1).gather(1, committed[:, None]).float().mean())
+
     def sketch(self, progress: Progress) -> Sketch:
         """The first image as far as it is decided, and the drafts after that. Kept tokens are known from the start."""
         layout = self.layout

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 SECONDS = 0.25  # minimum interval between two previews ...
 SHARE = 0.02  # ... and maximum fraction of the run's time for them and the progress bar
+LAST = 0.1  # the same for decoding the last preview, which stays on the node
 DIMMED = 0.4  # opacity of guesses over the grey
 COARSE = 4  # pixels per token side of colour-only previews; ComfyUI enlarges them
 PATCH = 3  # tokens per side of an area of one latent, whose colour is measured
@@ -88,8 +89,10 @@ class Previews:
     run's time.
 
     If time allows it is decoded, with guesses; tokens sampled or guessed since then are added as colours. decoder: None
-    for colours alone. size: longest side in pixels. The time budget is exceeded by one preview at most. spent: seconds
-    so far, to which the callback adds the time of sending previews.
+    for colours alone. size: longest side in pixels. The time budget is exceeded by one preview at most, and by the one
+    of the finished image. spent: seconds so far, to which the callback adds the time of sending previews. unfinished:
+    has something been shown that is less than the finished image. longest: longer side in pixels of what was shown, to
+    be enlarged to: that of the finished image, or ``size`` if that is smaller.
     """
 
     def __init__(self, sketch: Sketcher, palette: Palette, decoder: Autoencoder | None, factor: int, size: int):
@@ -98,6 +101,7 @@ class Previews:
         self.seen: Tensor | None = None  # ... and which decided tokens [h, w] (bool) it shows
         self.began = self.last = time.perf_counter()
         self.spent, self.cost = 0.0, 0.0  # cost: seconds of the last colour preview
+        self.unfinished, self.longest = False, size
 
     def __call__(self, progress: Any) -> Image.Image | None:
         """The preview, if one is due."""
@@ -107,15 +111,26 @@ class Previews:
         if now - self.last < SECONDS or not (whole or left >= self.cost):
             return None
         self.last = now
-        sketch = self.sketch(progress)
-        if whole:
-            self._decode(sketch)
-        image = self._rendered(sketch, whole)
+        image = self._show(progress, whole)
         cost = time.perf_counter() - now
         self.spent += cost
         if not whole:
             self.cost = cost
         return image
+
+    def finished(self, progress: Any) -> Image.Image:
+        """The preview of the complete image, whatever was spent: ComfyUI leaves the last one on the node."""
+        seconds = LAST * (time.perf_counter() - self.began)
+        return self._show(progress, self.decoder is not None and seconds >= self.palette.pace * progress.length)
+
+    def _show(self, progress: Any, decode: bool) -> Image.Image:
+        sketch = self.sketch(progress)
+        decoded = decode or self.decoder is None
+        self.unfinished = not (decoded and bool(sketch.known.all()))
+        self.longest = min(self.size, self.factor * max(sketch.known.shape))
+        if decode:
+            self._decode(sketch)
+        return self._rendered(sketch, decode)
 
     def _size(self, known: Tensor) -> tuple[int, int]:
         """Width and height of the preview."""

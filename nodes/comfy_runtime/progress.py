@@ -1,4 +1,4 @@
-"""The callback of a sampler after every pass: interruption, progress bar, previews."""
+"""The callback of a sampler after every pass: interruption, progress bar, previews, and a text on the node."""
 
 from __future__ import annotations
 
@@ -8,56 +8,69 @@ from typing import Any
 
 import comfy.model_management as mm
 import comfy.utils
-from comfy.cli_args import args
 from PIL import Image
 
 from .memory import out_of_memory
+from .messages import show_text
 from .previews import Previews
+from .status import Status
 
 log = logging.getLogger(__name__)
 SHARE = 0.01  # maximum fraction of a run's time for the bar: each update is a message to every client ...
 SECONDS = (0.05, 0.5)  # ... while the interval between updates stays within these bounds
+READING = 0.5  # seconds between two texts, so that they can be read
 
 
 class Report:
-    """The sampler's callback. Most calls only check for an interruption and the time."""
+    """The sampler's callback. Most calls only check for an interruption and the time.
 
-    def __init__(self, length: int, previews: Previews | None):
-        self.previews, self.length = previews, length
+    length: what the bar counts; previews, status: None for none.
+    """
+
+    def __init__(self, length: int, previews: Previews | None, status: Status | None = None):
+        self.previews, self.status, self.length = previews, status, length
         self.bar = comfy.utils.ProgressBar(length)
         self.last: Any = None
-        self.due = time.perf_counter() + SECONDS[0]
+        self.due = self.text_due = time.perf_counter() + SECONDS[0]
 
     def __call__(self, progress: Any) -> None:
         """Report progress. Raises InterruptProcessingException if the user interrupts."""
         mm.throw_exception_if_processing_interrupted()
         self.last = progress
         if time.perf_counter() >= self.due:
-            self._tell(int(progress.committed.float().mean()))
+            self._tell(int(progress.committed.float().mean()), self._preview(progress))
 
     def finish(self) -> None:
-        """The run is complete."""
-        if self.bar.current < self.length:
-            self._tell(self.length)
+        """The run is complete: so are the bar and, if any was shown, the preview."""
+        preview = self._preview(self.last, finished=True)
+        if preview or self.bar.current < self.length:
+            self._tell(self.length, preview)
+        if self.status:
+            show_text(self.status.finished(self.last))
 
-    def _tell(self, done: int) -> None:
-        preview, began = self._preview(), time.perf_counter()
+    def _tell(self, done: int, preview: tuple[str, Image.Image, int] | None) -> None:
+        began = time.perf_counter()
         self.bar.update_absolute(done, self.length, preview)
+        if self.status and began >= self.text_due:
+            show_text(self.status(self.last))
+            self.text_due = began + READING
         now = time.perf_counter()
         shortest, longest = SECONDS
         self.due = now + min(longest, max(shortest, (now - began) / SHARE))
         if self.previews:
             self.previews.spent += now - began
 
-    def _preview(self) -> tuple[str, Image.Image, int] | None:
-        if self.previews is None or self.last is None:
+    def _preview(self, progress: Any, finished: bool = False) -> tuple[str, Image.Image, int] | None:
+        """The preview if one is due, or the last one of a finished run."""
+        previews = self.previews
+        if previews is None or (finished and not previews.unfinished):
             return None
         try:
-            preview = self.previews(self.last)
+            preview = previews.finished(progress) if finished else previews(progress)
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
             log.warning("Not enough memory to decode previews: this run continues without them.")
             self.previews = None
             return None
-        return preview and ("JPEG", preview, args.preview_size)
+        return preview and ("JPEG", preview, previews.longest)

@@ -17,6 +17,7 @@ from .memory import cast_room, fits, out_of_memory, total_memory
 from .models import LoadedDecoder, LoadedDrafter, LoadedModel
 from .previews import Previews, Sketcher, measure_palette, measured_tokens
 from .progress import Report
+from .status import Status
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,8 @@ def sampling(
     with placed(loaded, drafter, method, request):
         key = method.session_key(request)
         memory = missing(loaded, method.run_bytes(request) + cast_room(loaded.model), key)
-        report = Report(request.length, previews_of(loaded, memory, request.length, request.sketch))
+        previews = previews_of(loaded, memory, request.length, request.sketch)
+        report = Report(request.length, previews, Status(request))
         yield report
         report.finish()
 

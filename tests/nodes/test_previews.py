@@ -113,6 +113,28 @@ def test_colours_then_decoded_then_both(clock):
     assert (third[:8] == (0, 255, 0)).all() and (third[8:] == (255, 0, 0)).all() and shown.decoder.decoded == 1
 
 
+@pytest.mark.parametrize(("seconds", "decoded"), [(1.0, False), (3.0, True)])
+def test_the_last_preview_shows_the_finished_image(seconds, decoded, clock, progress):
+    """It stays on the node. Decoding (0.2 s) may take a tenth of the run, colours are always shown."""
+    shown = red_and_more(TOP, 0.0, clock, Decoder(clock), pace=0.05)
+    report = Report(4, shown)
+    clock.now += seconds
+    report(Step())
+    assert (np.array(progress[-1][2][1])[-1] == 128).all(), "a part is not decided yet"
+    shown.sketch = clock.passing(0.0, sketch_of(WHOLE))
+    report.finish()
+    value, total, (_, image, longest) = progress[-1]
+    assert (value, total) == (4, 4) and longest == 16, "the image is not shown larger than it is"
+    assert near(np.array(image), GREEN if decoded else (255, 0, 0))
+
+
+def test_a_run_without_a_preview_ends_without_one(clock, progress):
+    report = Report(4, red_and_more(WHOLE, 0.0, clock, None))
+    report(Step())
+    report.finish()
+    assert [event[2] for event in progress] == [None]
+
+
 def near(pixels, colour):
     return (np.abs(pixels.astype(int) - colour) <= 1).all()
 

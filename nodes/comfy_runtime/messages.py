@@ -1,0 +1,33 @@
+"""Messages to the page of the user whose prompt is running."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from comfy_execution.utils import get_executing_context
+
+
+def show_text(text: str) -> None:
+    """Show a text on the node that is executing. ComfyUI draws it and decides how long it stays."""
+    if found := _page():
+        server, node_id = found
+        server.send_progress_text(text, node_id, server.client_id)
+
+
+def send(event: str, **data: Any) -> None:
+    """Send an event to our own JavaScript, with the id of the executing node as ``node``."""
+    if found := _page():
+        server, node_id = found
+        server.send_sync(event, {"node": node_id, **data}, server.client_id)
+
+
+def _page() -> tuple[Any, str] | None:
+    """The server and the id of the executing node; None if no page follows this run: without a server, or for a prompt
+    that names no client."""
+    module = sys.modules.get("server")  # importing it without a server would import all of ComfyUI's nodes
+    server = getattr(getattr(module, "PromptServer", None), "instance", None)
+    context = get_executing_context()
+    if context is None or getattr(server, "client_id", None) is None:
+        return None
+    return server, context.node_id

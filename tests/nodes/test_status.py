@@ -1,0 +1,151 @@
+"""What a node says of its run while it runs: the words, when they are sent, and to whom."""
+
+import sys
+import types
+
+import pytest
+import torch
+from comfy_execution.utils import CurrentNodeContext
+from comfyui_specar.nodes.comfy_runtime import progress as nodes_progress
+from comfyui_specar.nodes.comfy_runtime import status as nodes_status
+from comfyui_specar.nodes.comfy_runtime.progress import Report
+from comfyui_specar.nodes.comfy_runtime.status import Status, duration
+from comfyui_specar.samplers.contract import Progress, Request
+from comfyui_specar.samplers.layout import TokenLayout
+
+
+class Server:
+    """Collects what is sent to a page."""
+
+    def __init__(self, client_id):
+        self.client_id, self.texts, self.events = client_id, [], []
+
+    def send_progress_text(self, text, node_id, sid=None):
+        self.texts.append((node_id, sid, text))
+
+    def send_sync(self, event, data, sid=None):
+        self.events.append((event, data, sid))
+
+
+@pytest.fixture
+def page(monkeypatch):
+    """page(client_id) -> a running server; node "7" is executing."""
+
+    def page(client_id: str | None = "a page"):
+        server = Server(client_id)
+        module = types.SimpleNamespace(PromptServer=types.SimpleNamespace(instance=server))
+        monkeypatch.setitem(sys.modules, "server", module)
+        return server
+
+    with CurrentNodeContext("prompt", "7"):
+        yield page
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time in seconds, as a list of one number."""
+    now = [100.0]
+    for module in (nodes_progress, nodes_status):
+        monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def request(layout=None, batch=1):
+    layout = layout or TokenLayout.plain(4, 4)
+    return Request(None, None, layout, None, batch=batch)
+
+
+def after(passes, *committed, length=16):
+    return Progress(torch.zeros(len(committed), length, dtype=torch.int64), torch.tensor(committed), length, passes)
+
+
+def test_passes_tokens_and_the_time_left(clock):
+    status = Status(request())
+    assert status(after(1, 1)) == "Forward passes: 1, tokens per pass: 1.0"
+    clock[0] += 2
+    assert status(after(3, 9)).splitlines() == [
+        "Forward passes: 3, tokens per pass: 3.0",
+        "3.0 times fewer passes than one token at a time; about 1.8 s left"]  # 8 tokens took 2 s, 7 are left
+    clock[0] += 1
+    assert status.finished(after(5, 16)).splitlines() == [
+        "Forward passes: 5, tokens per pass: 3.2", "3.2 times fewer passes than one token at a time; 3.0 s in all"]
+
+
+def test_one_token_per_pass_saves_nothing(clock):
+    status = Status(request())
+    clock[0] += 20
+    assert status.finished(after(16, 16)) == "Forward passes: 16, tokens per pass: 1.0\n20 s in all"
+
+
+def test_tokens_are_those_of_an_image_that_the_model_samples(clock):
+    ruled = TokenLayout.ruled(4, 4, (64,), (65,))  # 21 positions, 16 of which are sampled
+    assert "tokens per pass: 2.0" in Status(request(ruled)).finished(after(8, 21, length=21))
+    assert "tokens per pass: 2.0" in Status(request(ruled))(after(4, 10, length=21)), "two rows"
+    assert "tokens per pass: 3.0" in Status(request(batch=2))(after(2, 4, 8)), "the mean over a batch"
+
+
+def test_kept_tokens_do_not_count(clock):
+    keep = torch.zeros(1, 4, 4, dtype=torch.bool)
+    keep[0, :2] = True
+    status = Status(request(TokenLayout.plain(4, 4).keeping(torch.zeros(1, 4, 4, dtype=torch.int64), keep)))
+    assert "kept" in status(after(0, 8)), "no pass counts yet"
+    assert "tokens per pass: 1.0" in status(after(4, 12))
+    assert "tokens per pass: 2.0" in status.finished(after(4, 16))
+
+
+def test_kept_vectors_do_not_count(clock, continuous):
+    model = continuous[0].model
+    keep = torch.zeros(1, 4, 4, dtype=torch.bool)
+    keep[0, :2] = True
+    wanted = model.request(
+        continuous[1].encode_from_tokens_scheduled("red apple"), tokens=torch.zeros(1, 4, 4, model.channels), kept=keep)
+    assert "tokens per pass: 2.0" in Status(wanted)(after(2, 12))
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(0.04, "0.0 s"), (9.94, "9.9 s"), (9.96, "10 s"), (99, "99 s"),
+                                                (170, "3 min"), (7200, "120 min")])
+def test_durations(seconds, words):
+    assert duration(seconds) == words
+
+
+def test_texts_go_to_the_node_and_the_page_of_the_run_twice_a_second(page, clock, progress):
+    server, report = page(), Report(16, None, Status(request()))
+    for passes in range(1, 1001):  # 10 s
+        clock[0] += 0.01
+        report(after(passes, min(15, passes)))
+    assert 18 <= len(server.texts) <= 21
+    report.finish()
+    assert {text[:2] for text in server.texts} == {("7", "a page")}
+    assert server.texts[-1][2].endswith("10 s in all")
+
+
+@pytest.mark.parametrize("method", ["NextToken", "SJD", "DraftTree"])
+def test_a_sampler_ends_with_its_passes(method, page, sample):
+    server = page()
+    _, trace = sample(method, batch=2)
+    totals = trace.totals
+    each = totals["tokens"] / 2 / totals["target_passes"]
+    assert server.texts[-1][2].startswith(
+        f"Forward passes: {totals['target_passes']}, tokens per pass: {each:.1f}")
+
+
+def test_a_continuous_sampler_does_too(page, draw_vectors):
+    server = page()
+    _, trace = draw_vectors("")
+    assert server.texts[-1][2].startswith(f"Forward passes: {trace.totals['target_passes']},")
+
+
+def test_nobody_is_told_without_a_page(page, sample, monkeypatch):
+    server = page(None)
+    sample("SJD")
+    assert not server.texts
+    monkeypatch.delitem(sys.modules, "server")
+    sample("SJD")
+
+
+def test_find_fastest_shows_no_passes_of_its_trials(page, nodes, run, tiny, positive):
+    server = page()
+    latent = {"samples": torch.zeros(1, 8, 4, 4)}
+    run(nodes["SpecARFindFastest"], model=tiny[0], positive=positive, latent_image=latent, trial_seed=1, cfg=-1.0,
+        temperature=-1.0, top_k=-1, top_p=-1.0, leak_budget=0.0, tokens=16, seconds=1)
+    assert not server.texts
