@@ -9,14 +9,12 @@ import torch
 
 from ...samplers.generate import AnyRequest
 
-NOTICEABLE = 1.05  # times fewer passes: below, nothing is said of it
-
 
 class Status:
     """Says of a run's progress how many forward passes of the model it took and how many tokens each decided.
 
-    Passes are compared with one token per pass, which next-token sampling needs. Seconds are not: a pass of another
-    method may take longer.
+    Its passes are compared with those of next-token sampling, which decides one token in each. Seconds are not: a pass
+    of another method may take longer.
     """
 
     def __init__(self, request: AnyRequest):
@@ -40,10 +38,9 @@ class Status:
     def _lines(self, passes: int, done: float, seconds: str | None) -> str:
         if not passes:
             return "Reading the kept part of the image"
-        each = done / passes
-        saved = f"{each:.1f} times fewer passes than one token at a time" if each > NOTICEABLE else None
-        lines = [f"Forward passes: {passes}, tokens per pass: {each:.1f}", "; ".join(filter(None, (saved, seconds)))]
-        return "\n".join(filter(None, lines))
+        count = f"{passes} forward pass{'es' if passes > 1 else ''}"
+        first = count if round(done) <= passes else f"{count} instead of {done:.0f}"
+        return f"{first}\n{done / passes:.1f} tokens per pass" + (f", {seconds}" if seconds else "")
 
 
 def duration(seconds: float) -> str:

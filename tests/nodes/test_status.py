@@ -61,27 +61,26 @@ def after(passes, *committed, length=16):
 
 def test_passes_tokens_and_the_time_left(clock):
     status = Status(request())
-    assert status(after(1, 1)) == "Forward passes: 1, tokens per pass: 1.0"
+    assert status(after(1, 1)) == "1 forward pass\n1.0 tokens per pass"
     clock[0] += 2
     assert status(after(3, 9)).splitlines() == [
-        "Forward passes: 3, tokens per pass: 3.0",
-        "3.0 times fewer passes than one token at a time; about 1.8 s left"]  # 8 tokens took 2 s, 7 are left
+        "3 forward passes instead of 9", "3.0 tokens per pass, about 1.8 s left"]  # 8 tokens took 2 s, 7 are left
     clock[0] += 1
     assert status.finished(after(5, 16)).splitlines() == [
-        "Forward passes: 5, tokens per pass: 3.2", "3.2 times fewer passes than one token at a time; 3.0 s in all"]
+        "5 forward passes instead of 16", "3.2 tokens per pass, 3.0 s in all"]
 
 
 def test_one_token_per_pass_saves_nothing(clock):
     status = Status(request())
     clock[0] += 20
-    assert status.finished(after(16, 16)) == "Forward passes: 16, tokens per pass: 1.0\n20 s in all"
+    assert status.finished(after(16, 16)) == "16 forward passes\n1.0 tokens per pass, 20 s in all"
 
 
 def test_tokens_are_those_of_an_image_that_the_model_samples(clock):
     ruled = TokenLayout.ruled(4, 4, (64,), (65,))  # 21 positions, 16 of which are sampled
-    assert "tokens per pass: 2.0" in Status(request(ruled)).finished(after(8, 21, length=21))
-    assert "tokens per pass: 2.0" in Status(request(ruled))(after(4, 10, length=21)), "two rows"
-    assert "tokens per pass: 3.0" in Status(request(batch=2))(after(2, 4, 8)), "the mean over a batch"
+    assert "2.0 tokens per pass" in Status(request(ruled)).finished(after(8, 21, length=21))
+    assert "2.0 tokens per pass" in Status(request(ruled))(after(4, 10, length=21)), "two rows"
+    assert "3.0 tokens per pass" in Status(request(batch=2))(after(2, 4, 8)), "the mean over a batch"
 
 
 def test_kept_tokens_do_not_count(clock):
@@ -89,8 +88,8 @@ def test_kept_tokens_do_not_count(clock):
     keep[0, :2] = True
     status = Status(request(TokenLayout.plain(4, 4).keeping(torch.zeros(1, 4, 4, dtype=torch.int64), keep)))
     assert "kept" in status(after(0, 8)), "no pass counts yet"
-    assert "tokens per pass: 1.0" in status(after(4, 12))
-    assert "tokens per pass: 2.0" in status.finished(after(4, 16))
+    assert "1.0 tokens per pass" in status(after(4, 12))
+    assert "2.0 tokens per pass" in status.finished(after(4, 16))
 
 
 def test_kept_vectors_do_not_count(clock, continuous):
@@ -99,7 +98,7 @@ def test_kept_vectors_do_not_count(clock, continuous):
     keep[0, :2] = True
     wanted = model.request(
         continuous[1].encode_from_tokens_scheduled("red apple"), tokens=torch.zeros(1, 4, 4, model.channels), kept=keep)
-    assert "tokens per pass: 2.0" in Status(wanted)(after(2, 12))
+    assert "2.0 tokens per pass" in Status(wanted)(after(2, 12))
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(0.04, "0.0 s"), (9.94, "9.9 s"), (9.96, "10 s"), (99, "99 s"),
@@ -125,14 +124,14 @@ def test_a_sampler_ends_with_its_passes(method, page, sample):
     _, trace = sample(method, batch=2)
     totals = trace.totals
     each = totals["tokens"] / 2 / totals["target_passes"]
-    assert server.texts[-1][2].startswith(
-        f"Forward passes: {totals['target_passes']}, tokens per pass: {each:.1f}")
+    text = server.texts[-1][2]
+    assert text.startswith(f"{totals['target_passes']} forward passes") and f"{each:.1f} tokens per pass" in text
 
 
 def test_a_continuous_sampler_does_too(page, draw_vectors):
     server = page()
     _, trace = draw_vectors("")
-    assert server.texts[-1][2].startswith(f"Forward passes: {trace.totals['target_passes']},")
+    assert server.texts[-1][2].startswith(f"{trace.totals['target_passes']} forward passes")
 
 
 def test_nobody_is_told_without_a_page(page, sample, monkeypatch):
