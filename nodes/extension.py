@@ -26,15 +26,16 @@ folders.set_mmap()
 
 
 def node_classes() -> list[type[io.ComfyNode]]:
-    """Every node of the pack, in the order of the menu."""
+    """Every node of the pack, in the order of the menu. When a link is released on the canvas, ComfyUI suggests only
+    the first four that take it, so what a model is connected to first stands at the beginning."""
     classes = [
         loaders.LoadCheckpoint,
-        loaders.LoadDrafter,
-        loaders.LoadImageDecoder,
-        loaders.EmptyLatent,
-        regions.ContinueImage,
-        model_info.ModelInfo,
         simple_sampler.SimpleSampler,
+        loaders.EmptyLatent,
+        loaders.LoadDrafter,
+        model_info.ModelInfo,
+        loaders.LoadImageDecoder,
+        regions.ContinueImage,
         samplers.NextTokenSampler,
         samplers.SJDSampler,
         tree_samplers.DraftTreeSampler,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from ..files.checkpoint import CheckpointError, open_checkpoint
+
+log = logging.getLogger(__name__)
 
 
 class PromptEncoder(Protocol):
@@ -77,9 +80,7 @@ class WordEncoder:
                 f"vocabulary; words it knows include: {some}. The model card lists all of them."
             )
         if unknown:
-            import logging
-
-            logging.getLogger(__name__).warning("The bundled model does not know: %s (ignored).", ", ".join(unknown))
+            log.warning("The bundled model does not know: %s (ignored).", ", ".join(unknown))
         return self.table[[self.index[word] for word in known[: self.slots]]][None]
 
 

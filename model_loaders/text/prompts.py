@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .prompt_encoders import PromptEncoder, TextEncoder, features_of
+from .prompt_encoders import PromptEncoder, TextEncoder, WordEncoder, features_of
 
 Conditioning = list  # ComfyUI's CONDITIONING: [[features [1 or B, n, F], {"ar": {"family": ..., "text": ...}}]]
 
@@ -38,6 +38,10 @@ class Prompted:
     def encode_prompt(self, text: str) -> Conditioning:
         """CONDITIONING of a prompt (or of a class name or number). Raises ValueError with a remedy."""
         return self.encode_features(self.prompt_encoder.encode(text), text=text)
+
+    def unknown_words(self, text: str) -> list[str]:
+        """Words of a prompt that the model ignores, because it was not trained with them."""
+        return self.prompt_encoder.parse(text)[1] if isinstance(self.prompt_encoder, WordEncoder) else []
 
     def encode_class(self, number: int) -> Conditioning:
         """CONDITIONING of a class number, for class-conditional models."""

@@ -8,6 +8,7 @@ import torch
 
 from ...model_loaders.ar_model import Conditioning, DiscreteModel
 from ...model_loaders.continuous_model import ContinuousBase
+from .messages import send
 
 
 class ARClip:
@@ -21,6 +22,7 @@ class ARClip:
 
     def encode_from_tokens_scheduled(self, tokens: str, **_options: Any) -> Conditioning:
         """CONDITIONING of a prompt. Raises ValueError or FileNotFoundError with a remedy."""
+        send("specar.unknown_words", words=self._model.unknown_words(tokens))  # none: takes away what was shown before
         if not tokens.strip():
             return [[torch.zeros(1, 0, 1), {"ar": {"family": self._model.family, "text": ""}}]]
         return self._model.encode_prompt(tokens)

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import tempfile
+import types
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ args.base_directory = tempfile.mkdtemp(prefix="specar-nodes-")
 
 import comfy.utils  # noqa: E402
 import folder_paths  # noqa: E402
+from comfy_execution.utils import CurrentNodeContext  # noqa: E402
 from comfyui_specar.models.backbone import Backbone, BackboneConfig, split_gates  # noqa: E402
 from comfyui_specar.models.diffusion_head import DiffusionHead  # noqa: E402
 from comfyui_specar.models.kl_vae import KLConfig, KLModel  # noqa: E402
@@ -258,6 +260,33 @@ def hurried(monkeypatch):
     monkeypatch.setattr(nodes_progress, "SECONDS", (0.0, 0.0))
     monkeypatch.setattr(previews, "SECONDS", 0.0)
     monkeypatch.setattr(previews, "SHARE", 1e9)
+
+
+class Page:
+    """A server that collects what is sent to the page of a run: (node id, client, text) and (event, data, client)."""
+
+    def __init__(self, client_id):
+        self.client_id, self.texts, self.events = client_id, [], []
+
+    def send_progress_text(self, text, node_id, sid=None):
+        self.texts.append((node_id, sid, text))
+
+    def send_sync(self, event, data, sid=None):
+        self.events.append((event, data, sid))
+
+
+@pytest.fixture
+def page(monkeypatch):
+    """page(client_id) -> a running server; node "7" is executing."""
+
+    def page(client_id: str | None = "a page"):
+        server = Page(client_id)
+        module = types.SimpleNamespace(PromptServer=types.SimpleNamespace(instance=server))
+        monkeypatch.setitem(sys.modules, "server", module)
+        return server
+
+    with CurrentNodeContext("prompt", "7"):
+        yield page
 
 
 @pytest.fixture(scope="session")

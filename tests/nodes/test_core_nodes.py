@@ -16,6 +16,15 @@ def test_clip_text_encode(tiny):
     assert conditioning[0][1] == {"ar": {"family": "llamagen-t2i", "text": "a red apple"}}
 
 
+@pytest.mark.parametrize(("prompt", "words"), [
+    ("a red aple, 3d", ["aple", "3d"]), ("a red apple", []), (" ", []),
+])
+def test_the_page_learns_which_words_a_model_ignores(prompt, words, page, tiny):
+    server = page()
+    core.CLIPTextEncode().encode(tiny[1], prompt)
+    assert server.events == [("specar.unknown_words", {"node": "7", "words": words}, "a page")]
+
+
 def test_other_uses_of_the_clip_are_explained(tiny):
     with pytest.raises(AttributeError, match="AR image model"):
         core.CLIPSetLastLayer().set_last_layer(tiny[1], -1)

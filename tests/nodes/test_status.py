@@ -1,44 +1,15 @@
 """What a node says of its run while it runs: the words, when they are sent, and to whom."""
 
 import sys
-import types
 
 import pytest
 import torch
-from comfy_execution.utils import CurrentNodeContext
 from comfyui_specar.nodes.comfy_runtime import progress as nodes_progress
 from comfyui_specar.nodes.comfy_runtime import status as nodes_status
 from comfyui_specar.nodes.comfy_runtime.progress import Report
 from comfyui_specar.nodes.comfy_runtime.status import Status, duration
 from comfyui_specar.samplers.contract import Progress, Request
 from comfyui_specar.samplers.layout import TokenLayout
-
-
-class Server:
-    """Collects what is sent to a page."""
-
-    def __init__(self, client_id):
-        self.client_id, self.texts, self.events = client_id, [], []
-
-    def send_progress_text(self, text, node_id, sid=None):
-        self.texts.append((node_id, sid, text))
-
-    def send_sync(self, event, data, sid=None):
-        self.events.append((event, data, sid))
-
-
-@pytest.fixture
-def page(monkeypatch):
-    """page(client_id) -> a running server; node "7" is executing."""
-
-    def page(client_id: str | None = "a page"):
-        server = Server(client_id)
-        module = types.SimpleNamespace(PromptServer=types.SimpleNamespace(instance=server))
-        monkeypatch.setitem(sys.modules, "server", module)
-        return server
-
-    with CurrentNodeContext("prompt", "7"):
-        yield page
 
 
 @pytest.fixture

@@ -1,31 +1,18 @@
 // What SpecAR's output nodes show: the text of the report ("text" in their UI output) in a read-only field, and, on
 // Acceptance Map, the map itself with the numbers of every token. Without this file ComfyUI shows the map's picture.
-// And the order of the pack's templates.
+// On CLIP Text Encode, the words that the model does not know. And the order of the pack's templates.
 import { app } from "/scripts/app.js";
 import { MapView } from "./map.js";
+import { showReport, widgetOf } from "./report.js";
 
 const MAP_NODE = "SpecARAcceptanceMap";
-const FIELD = "report_text";
 const MAP = "specar_map";
 const MAP_WIDTH = 400; // at least, when it first appears
 const MAP_HEIGHT = 460;
 
 document.head.append(Object.assign(document.createElement("link"), {
-  rel: "stylesheet", href: new URL("./map.css", import.meta.url).href,
+  rel: "stylesheet", href: new URL("./specar.css", import.meta.url).href,
 }));
-
-function widgetOf(node, name, make) {
-  return node.widgets?.find((widget) => widget.name === name) ?? make(node);
-}
-
-function reportField(node) {
-  const { widget } = app.widgets.STRING(node, FIELD, ["STRING", { multiline: true }], app);
-  widget.serialize = false; // neither in the workflow ...
-  widget.options = { ...widget.options, serialize: false, read_only: true }; // ... nor in the prompt
-  const field = widget.element ?? widget.inputEl;
-  if (field) field.readOnly = true;
-  return widget;
-}
 
 const view = (file) => `/view?${new URLSearchParams(file)}`;
 
@@ -62,10 +49,10 @@ function show(node, output) {
     const { map } = widgetOf(node, MAP, mapWidget);
     map.show({ pictures: output.images ?? [], numbers: output.specar_tokens ?? [], report });
     Object.assign(node, { images: output.images, imgs: [map.image], imageIndex: null, overIndex: 0 }); // for its menu
+    node.setDirtyCanvas?.(true, true);
   } else {
-    widgetOf(node, FIELD, reportField).value = report;
+    showReport(node, report);
   }
-  node.setDirtyCanvas?.(true, true);
 }
 
 /** The node that outputs belong to: "12", or "<id of a subgraph>:12". */
@@ -73,6 +60,20 @@ function nodeAt(locator) {
   const [id, subgraph] = locator.split(":").reverse();
   const root = app.rootGraph ?? app.graph;
   return (subgraph ? root.subgraphs?.get(subgraph) : root)?.getNodeById(id);
+}
+
+/** The node that is executing: "12", or the ids of subgraph nodes before it ("7:12"). */
+function executingNode(id) {
+  const inside = String(id).split(":"), last = inside.pop();
+  const graph = inside.reduce((outer, each) => outer?.getNodeById(each)?.subgraph, app.rootGraph ?? app.graph);
+  return graph?.getNodeById(last);
+}
+
+/** Which words of a prompt the model ignores, on the node that encodes it (see nodes/comfy_runtime/clip.py). */
+function showUnknownWords({ detail: { node, words } }) {
+  const encoder = executingNode(node);
+  const text = words.length ? `Not in this model's vocabulary, ignored: ${words.join(", ")}` : "";
+  if (encoder) showReport(encoder, text);
 }
 
 /** Lists this pack's templates by name: ComfyUI lists them as the file system does, which is in no order on Linux. */
@@ -91,6 +92,7 @@ function sortTemplates() {
 app.registerExtension({
   name: "specar.report",
   init: sortTemplates,
+  setup: () => app.api.addEventListener("specar.unknown_words", showUnknownWords),
   async beforeRegisterNodeDef(nodeType, nodeData) {
     if (!nodeData.name.startsWith("SpecAR") || !nodeData.output_node) return;
     const { onExecuted, onDrawBackground, onNodeCreated } = nodeType.prototype;

@@ -1,0 +1,79 @@
+"""What our nodes say, offer and look like in the real front end."""
+
+import re
+
+import pytest
+from playwright.sync_api import Page
+
+from .pages import ROOT, load, run
+
+pytestmark = pytest.mark.browser
+
+START, SJD = "01_start_here_text_to_image", "03_sjd_acceptance_map"
+REPORTS = """type => app.graph._nodes.filter(node => node.type === type).map(node =>
+    node.widgets.find(widget => widget.name === 'report_text')?.value ?? null)"""
+
+
+def open_template(page: Page, name: str) -> None:
+    load(page, ROOT / "workflows" / f"{name}.json")
+
+
+def set_prompts(page: Page, text: str) -> None:
+    page.evaluate("""text => app.graph._nodes.filter(node => node.type === 'CLIPTextEncode')
+        .forEach(node => { node.widgets[0].value = text; })""", text)
+
+
+def test_words_that_the_model_ignores_stand_on_the_prompt(page):
+    open_template(page, START)
+    set_prompts(page, "an aple, appel, apple")
+    run(page)
+    [shown] = page.evaluate(REPORTS, "CLIPTextEncode")
+    assert shown.endswith("ignored: aple, appel")
+    saved = page.evaluate("() => app.graph.serialize().nodes.find(node => node.type === 'CLIPTextEncode')")
+    assert saved["widgets_values"] == ["an aple, appel, apple"], "they are not part of the workflow"
+    set_prompts(page, "an apple")
+    run(page)
+    assert page.evaluate(REPORTS, "CLIPTextEncode") == [None]
+
+
+def test_a_sampler_says_how_many_passes_it_took(page):
+    open_template(page, SJD)
+    page.evaluate("""() => {
+        window.texts = [];
+        app.api.addEventListener('progress_text', event => window.texts.push(event.detail));
+    }""")
+    sampler = page.evaluate("() => app.graph._nodes.find(node => node.type === 'SpecARSJDSampler').id")
+    run(page)
+    texts = page.evaluate("() => window.texts")
+    assert {int(text["nodeId"]) for text in texts} == {int(sampler)}
+    assert re.match(r"\d+ forward passes instead of 256\n\d\.\d tokens per pass, .+ in all$", texts[-1]["text"])
+
+
+def test_a_model_dropped_on_the_canvas_is_offered_the_sampler(page):
+    suggested = page.evaluate("() => LiteGraph.slot_types_default_out.AR_MODEL")
+    assert suggested[1:4] == ["SpecARSampler", "SpecAREmptyLatent", "SpecARLoadDrafter"]
+
+
+@pytest.mark.parametrize("renderer", ["vue"], indirect=True)
+def test_sockets_and_reports_stand_out(page, renderer):
+    """The colours of the new renderer: of a socket of ours, and of the text of a report on its ground."""
+    open_template(page, SJD)
+    run(page)
+    find = """type => document.querySelector(
+        `[data-node-id="${app.graph._nodes.find(node => node.type === type).id}"]`)"""
+    page.wait_for_function(f"() => ({find})('SpecARSaveTrace')?.querySelector('textarea')")
+    model, image, text, ground = page.evaluate(f"""() => {{
+        const find = {find};
+        const dots = type => [...find(type).querySelectorAll('*')].filter(each => each.style.backgroundColor
+            .includes('color-datatype')).map(each => getComputedStyle(each).backgroundColor);
+        const {{ color, backgroundColor }} = getComputedStyle(find('SpecARSaveTrace').querySelector('textarea'));
+        return [dots('SpecARLoadCheckpoint')[0], dots('VAEDecode')[0], color, backgroundColor];
+    }}""")
+    assert brightness(model) > 0.4 and brightness(image) > 0.4
+    assert abs(brightness(text) - brightness(ground)) > 0.5
+
+
+def brightness(colour: str) -> float:
+    """Of a colour in CSS, "rgb(153, 170, 153)": 0 to 1."""
+    red, green, blue, *opacity = map(float, re.findall(r"[\d.]+", colour))
+    return (red + green + blue) / 765 * (opacity or [1])[0]

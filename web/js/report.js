@@ -1,0 +1,28 @@
+// A read-only text on a node.
+import { app } from "/scripts/app.js";
+
+const FIELD = "report_text";
+
+export function widgetOf(node, name, make) {
+  return node.widgets?.find((widget) => widget.name === name) ?? make(node);
+}
+
+function reportField(node) {
+  const { widget } = app.widgets.STRING(node, FIELD, ["STRING", { multiline: true }], app);
+  widget.label = "report";
+  widget.serialize = false; // neither in the workflow ...
+  widget.options = { ...widget.options, serialize: false, read_only: true }; // ... nor in the prompt
+  const field = widget.element ?? widget.inputEl;
+  if (field) field.readOnly = true;
+  return widget;
+}
+
+/** Shows a text on a node; none: takes it away. */
+export function showReport(node, text) {
+  if (text) widgetOf(node, FIELD, reportField).value = text;
+  else {
+    const shown = node.widgets?.find((widget) => widget.name === FIELD);
+    if (shown) node.removeWidget(shown);
+  }
+  node.setDirtyCanvas?.(true, true);
+}
