@@ -10,6 +10,7 @@ from comfy_api.latest import io
 from torch import Tensor
 
 from ..model_loaders.text.prompts import Conditioning
+from ..reports.run_report import FIRST_DRAFTS
 from ..samplers.contract import Method
 from ..samplers.generate import AnyRequest, generate
 from ..samplers.methods.jacobi import SJD
@@ -27,13 +28,7 @@ REFINEMENTS = {  # option -> SJD.reuse
     "redraw (SJD, exact)": "resample",
     "same seed, same picture (Gumbel, exact)": "gumbel",
 }
-INITIAL = {  # option -> SJD.initial
-    "left and upper neighbour": "mixed",
-    "left neighbour": "left",
-    "upper neighbour": "upper",
-    "uniform": "uniform",
-    "repeat the last token": "repeat",
-}
+INITIAL = {words: initial for initial, words in FIRST_DRAFTS.items()}  # option -> SJD.initial
 
 
 @dataclass(frozen=True, kw_only=True)

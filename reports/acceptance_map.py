@@ -47,7 +47,8 @@ METRICS = (
 )
 LOG_RATIOS = 10  # the log ratio's colours reach from minus this to this
 NOT_JUDGED = "no draft was verified"
-MARGIN, LINE = 10, 22  # pixels of the legend
+MARGIN, LINE, SWATCH = 10, 27, 18  # pixels of the legend, which shrinks with the map on its node
+TITLE, TEXT = 19, 18  # its font sizes
 TOKEN_PIXELS = 16  # side of a token in maps without an image
 
 
@@ -98,8 +99,8 @@ def acceptance_map(
     image: all images of the run, [B, H, W, 3] (floating point in 0..1 as an image decoder returns, or uint8; Tensor or
     numpy; a run of one image also takes [H, W, 3]); None draws the map alone. metric: one of METRICS. opacity: from 0
     (the image in grey) to 1 (the map). The shorter side has at least 512 pixels (W' and what is above the legend are
-    the same multiple of W and H); the legend is below. Raises ValueError where the images are not of this run, and for
-    a metric that it has no record of.
+    the same multiple of W and H); the legend is below. A metric that the run has no numbers of gives a grey map that
+    says so. Raises ValueError where the images are not of this run, and for an unknown metric.
     """
     return draw_maps(trace, image, metric, opacity).overlay
 
@@ -123,9 +124,13 @@ def draw_maps(trace: Trace, image: Images | None, metric: str, opacity: float) -
 
 
 def token_map(trace: Trace, metric: str, image: int) -> TokenMap:
-    """The map of one of METRICS for image number ``image``. Raises ValueError for another metric, and for one that
-    this run has no record of."""
-    check(trace, metric)
+    """The map of one of METRICS for image number ``image``: grey, with the reason, if this run has no such numbers.
+    Raises ValueError for another metric."""
+    if metric not in METRICS:
+        there = ", ".join(name for name in METRICS if not lacking(trace, name))
+        raise ValueError(f"metric is {metric!r}; choose one of: {there}.")
+    if reason := lacking(trace, metric):
+        return _blank(metric, reason, (trace.rows, trace.cols))
     grids = {name: trace.grid(name)[image].numpy() for name in trace.positions}
     source = grids["source"]
     free = source != Source.FORCED
@@ -158,15 +163,20 @@ def token_map(trace: Trace, metric: str, image: int) -> TokenMap:
     return _continuous(metric, grids, free)
 
 
-def check(trace: Trace, metric: str) -> None:
-    """Raise ValueError, naming the metrics there are, unless ``metric`` is one of this run's."""
-    others = DISCRETE if trace.continuous else CONTINUOUS
-    there = ", ".join(name for name in METRICS if name not in others)
-    if metric not in METRICS:
-        raise ValueError(f"metric is {metric!r}; choose one of: {there}.")
-    if metric in others:
-        kind = "vectors" if trace.continuous else "token ids"
-        raise ValueError(f"metric is {metric!r}, but this run sampled {kind}, which have none. Choose one of: {there}.")
+def lacking(trace: Trace, metric: str) -> str:
+    """Why this run has no such numbers; empty if it has them."""
+    if metric in (DISCRETE if trace.continuous else CONTINUOUS):
+        return f"it sampled {'vectors' if trace.continuous else 'token ids'}"
+    if metric in TREE and not trace.positions[TREE[metric][0]].any():
+        return "it drafted no trees"
+    return ""
+
+
+def _blank(metric: str, reason: str, shape: tuple[int, int]) -> TokenMap:
+    """A grey map that says why there is nothing to see."""
+    colours = np.full((*shape, 3), GREY, np.uint8)
+    legend = (Swatch(GREY, f"{reason}; choose another metric"),)
+    return TokenMap(colours, np.zeros(shape, np.float32), f"This run has no {metric}", legend)
 
 
 def _continuous(metric: str, grids: dict[str, np.ndarray], free: np.ndarray) -> TokenMap:
@@ -237,11 +247,7 @@ def _log_ratio(ratio: np.ndarray, judged: np.ndarray) -> TokenMap:
 
 
 def _tree(metric: str, values: np.ndarray, free: np.ndarray) -> TokenMap:
-    """Raises ValueError for a run that drafted no trees."""
     most = int(values.max())
-    if not most:
-        raise ValueError(f"This run drafted no trees, so there is no {metric} to show. Choose another metric, or "
-                         "connect the trace of a sampler with a drafter.")
     return _amount(values, most, free & (values > 0), TREE[metric][1], "0", str(most), "not from a tree")
 
 
@@ -294,18 +300,18 @@ def legend_height(token_map: TokenMap) -> int:
 def draw_legend(token_map: TokenMap, width: int) -> np.ndarray:
     """A white strip [n, width, 3] (uint8): title, then one line per swatch, or a colour bar with its ends."""
     strip = Image.new("RGB", (width, legend_height(token_map)), "white")
-    draw, bold, font = ImageDraw.Draw(strip), ImageFont.load_default(16), ImageFont.load_default(14)
+    draw, bold, font = ImageDraw.Draw(strip), ImageFont.load_default(TITLE), ImageFont.load_default(TEXT)
     draw.text((MARGIN, MARGIN), token_map.title, "black", bold)
     for i, item in enumerate(token_map.legend):
         top = MARGIN + (i + 1) * LINE + 2
         if isinstance(item, Swatch):
-            draw.rectangle((MARGIN, top, MARGIN + 24, top + 14), item.colour, "black")
+            draw.rectangle((MARGIN, top, MARGIN + 24, top + SWATCH), item.colour, "black")
             draw.text((MARGIN + 34, top - 1), item.text, "black", font)
         else:
             end = width - MARGIN - int(draw.textlength(item.high, font)) - 8
             begin = MARGIN + int(draw.textlength(item.low, font)) + 8
             draw.text((MARGIN, top - 1), item.low, "black", font)
             draw.text((end + 8, top - 1), item.high, "black", font)
-            bar = gradient(np.linspace(0, 1, end - begin)[None].repeat(15, 0), item.colours)
+            bar = gradient(np.linspace(0, 1, end - begin)[None].repeat(SWATCH + 1, 0), item.colours)
             strip.paste(Image.fromarray(bar.round().astype(np.uint8)), (begin, top))
     return np.asarray(strip)

@@ -23,11 +23,12 @@ WIDTH, LABELS, ROW, HEAD, MARGIN, BAR = 1024, 315, 58, 78, 16, 16  # pixels
 
 @dataclass(frozen=True)
 class Column:
-    """One measure: its heading, its unit, a number per run (None: not known), how it is written, and, where a number
-    stands for several, the least and the greatest of them."""
+    """One measure: its heading, its unit, which values are better ("lower" or "higher"), a number per run (None: not
+    known), how it is written, and, where a number stands for several, the least and the greatest of them."""
 
     name: str
     unit: str
+    better: str
     values: list[float | None]
     form: Callable[[float], str]
     spans: list[tuple[float, float] | None] | None = None
@@ -48,18 +49,19 @@ def columns(traces: list[Trace]) -> list[Column]:
     """The measures, per image. Wall times only of runs that may be compared (see :func:`times_compare`)."""
     totals = [t.summary() for t in traces]
     chosen = [
-        Column("model passes", "per image", [sum(t["passes_per_image"]) / t["images"] for t in totals], _count),
-        Column("draft passes", "per run", [t["draft_passes"] for t in totals], _count),
-        Column("tokens", "per model pass", [t["accepted_length"] for t in totals], "{:.2f}".format),
-        Column("acceptance", "of drafts", [_acceptance(t) for t in totals], "{:.0%}".format),
+        Column("model passes", "per image", "lower", [sum(t["passes_per_image"]) / t["images"] for t in totals],
+               _count),
+        Column("draft passes", "per run", "lower", [t["draft_passes"] for t in totals], _count),
+        Column("tokens", "per model pass", "higher", [t["accepted_length"] for t in totals], "{:.2f}".format),
+        Column("acceptance", "of drafts", "higher", [_acceptance(t) for t in totals], "{:.0%}".format),
     ]
     if not all(t.continuous for t in traces):
         bounds = [t["tv_bound"] / t["images"] if "tv_bound" in t else None for t in totals]
-        chosen.append(Column("drift bound", "per image", bounds, "{:.2f}".format))
+        chosen.append(Column("drift bound", "per image", "lower", bounds, "{:.2f}".format))
     if any(t.continuous for t in traces):
-        chosen.append(Column("distance", "mean square", [_distance(t) for t in totals], "{:.3g}".format))
+        chosen.append(Column("distance", "mean square", "lower", [_distance(t) for t in totals], "{:.3g}".format))
     if not times_compare(traces):
-        chosen.append(Column("wall time", "seconds per run", [t["seconds"] for t in totals], "{:.2f}".format))
+        chosen.append(Column("wall time", "seconds per run", "lower", [t["seconds"] for t in totals], "{:.2f}".format))
     return chosen
 
 
@@ -122,7 +124,8 @@ def bars(
     for number, column in enumerate(measures):
         left = LABELS + number * step
         draw.text((left, MARGIN), column.name, INK, bold)
-        draw.text((left, MARGIN + 24), column.unit, INK, small)
+        draw.text((left, MARGIN + 22), column.unit, INK, small)
+        draw.text((left, MARGIN + 38), f"{column.better} is better", INK, small)
     for run, (first, second) in enumerate(names):
         top = HEAD + run * ROW
         if run == chosen:

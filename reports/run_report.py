@@ -8,6 +8,10 @@ from ..samplers.registry import RULES, method_of, structure_of
 from ..samplers.trace import Trace
 
 SHOWN_ELSEWHERE = ("method", "model", "prompt", "server", "lossless")
+FIRST_DRAFTS = {  # SJD.initial -> in words
+    "mixed": "left and upper neighbour", "left": "left neighbour", "upper": "upper neighbour", "uniform": "uniform",
+    "repeat": "repeat the last token",
+}
 SIGMA = {"off": "", "paper": ", Sigma as in the paper", "official": ", Sigma as in the official code"}
 
 
@@ -31,8 +35,8 @@ def judgement(settings: dict[str, Any]) -> str:
     text = known.in_words(rule) if known else rule["rule"]
     if skipping := settings.get("skipping"):
         uniform = skipping["schedule"] == "uniform"
-        which = f"one in {skipping['interval']}" if uniform else f"similar ones (from {skipping['threshold']:g})"
-        text += f", drafts unverified: {which}"
+        which = f"one draft in {skipping['interval']}" if uniform else f"drafts alike from {skipping['threshold']:g}"
+        return f"VVS: {which} unverified, the others {text}"
     return text
 
 
@@ -71,19 +75,20 @@ def describe(trace: Trace) -> str:
     passes = totals["passes_per_image"]
     method = drafting(settings)
     if "window" in settings:
-        method += f", window {settings['window']}, initial {settings['initial']}"
-    length = trace.positions["source"].shape[1]
-    sampled = length - totals["prefix_tokens"] // totals["images"]
-    lines = [
-        method,
-        f"acceptance: {judgement(settings)}; {fidelity(trace)}",
-        f"{', '.join(map(str, passes))} passes for {sampled} tokens: {totals['step_compression']:.2f} tokens per pass "
-        f"({'one token a pass' if trace.continuous else 'next token'}: {sampled} passes)",
-    ]
+        first = FIRST_DRAFTS.get(settings["initial"], settings["initial"])
+        method += f", window {settings['window']}, first drafts: {first}"
+    images, length = totals["images"], trace.positions["source"].shape[1]
+    sampled, plain = totals["tokens"] // images, length - totals["prefix_tokens"] // images
+    count = f"{', '.join(map(str, passes))} passes for {sampled} tokens"
+    baseline = f"{'one token a pass' if trace.continuous else 'next token'}: {plain} passes"
+    if sampled == length:
+        count += f": {totals['step_compression']:.2f} tokens per pass ({baseline})"
+    else:
+        more = f"{totals['step_compression']:.2f} times as many"
+        count += f" of {length}; the others were kept or fixed ({baseline}, {more})"
+    lines = [method, f"acceptance: {judgement(settings)}; {fidelity(trace)}", count]
     if totals["draft_passes"]:
         lines.append(f"{totals['draft_passes']} passes of the drafter")
-    if kept := length - totals["tokens"] // totals["images"]:
-        lines.append(f"{kept} of the tokens were kept")
     if totals["acceptance_rate"] or totals["draft_passes"]:
         rate = f"{totals['acceptance_rate']:.0%} of those verified"
         lines.append(f"accepted drafts: {totals['accepted_drafts']} ({rate})")

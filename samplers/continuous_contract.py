@@ -164,6 +164,10 @@ class ContinuousRequest:
         kept = 0 if self.kept is None else self.kept.sum(1).cpu()
         return float((committed - kept).float().mean())
 
+    def next_token_passes(self, committed: Tensor) -> float:
+        """Forward passes that next-token sampling takes for these tokens, one for each cell of the model."""
+        return self.sampled(committed) / self.model.group
+
     def sketch(self, progress: ContinuousProgress) -> Sketch:
         """The first image as far as it is decided. It has no drafts, since every round drafts again."""
         known = progress.known[0]

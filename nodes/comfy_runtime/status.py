@@ -13,34 +13,35 @@ from ...samplers.generate import AnyRequest
 class Status:
     """Says of a run's progress how many forward passes of the model it took and how many tokens each decided.
 
-    Its passes are compared with those of next-token sampling, which decides one token in each. Seconds are not: a pass
-    of another method may take longer.
+    Its passes are compared with those of next-token sampling. Seconds are not, as passes of other methods take longer.
     """
 
     def __init__(self, request: AnyRequest):
-        self.sampled = request.sampled
-        self.total = request.sampled(torch.full((request.batch,), request.length))
+        self.request, self.whole = request, torch.full((request.batch,), request.length)
         self.began = time.perf_counter()
         self.first: tuple[float, float] | None = None  # time and tokens when first asked, after the prompt was read
 
     def __call__(self, progress: Any) -> str:
         """The text after a pass."""
-        now, done = time.perf_counter(), self.sampled(progress.committed)
+        now, done = time.perf_counter(), self.request.sampled(progress.committed)
         self.first = self.first or (now, done)
         began, before = self.first
-        left = (now - began) * (self.total - done) / (done - before) if done > before else None
-        return self._lines(progress.passes, done, None if left is None else f"about {duration(left)} left")
+        if done == before:
+            return self._text(progress.passes, progress.committed)
+        left = (now - began) * (self.request.sampled(self.whole) - done) / (done - before)
+        return self._text(progress.passes, progress.committed, f", about {duration(left)} left")
 
     def finished(self, progress: Any) -> str:
         """The text of a complete run."""
-        return self._lines(progress.passes, self.total, f"{duration(time.perf_counter() - self.began)} in all")
+        return self._text(progress.passes, self.whole, f", {duration(time.perf_counter() - self.began)} in all")
 
-    def _lines(self, passes: int, done: float, seconds: str | None) -> str:
+    def _text(self, passes: int, committed: torch.Tensor, seconds: str = "") -> str:
         if not passes:
             return "Reading the kept part of the image"
+        plain, each = self.request.next_token_passes(committed), self.request.sampled(committed) / passes
         count = f"{passes} forward pass{'es' if passes > 1 else ''}"
-        first = count if round(done) <= passes else f"{count} instead of {done:.0f}"
-        return f"{first}\n{done / passes:.1f} tokens per pass" + (f", {seconds}" if seconds else "")
+        fewer = f" instead of {plain:.0f}" if round(plain) > passes else ""
+        return f"{count}{fewer}\n{each:.1f} tokens per pass{seconds}"
 
 
 def duration(seconds: float) -> str:

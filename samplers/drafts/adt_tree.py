@@ -115,7 +115,7 @@ class ADTTree(Structure):
 
     @staticmethod
     def in_words(settings: dict[str, Any]) -> str:
-        return f"adaptive tree, {settings['initial']}"
+        return f"ADT-Tree, {settings['initial']}"
 
     def size(self) -> tuple[int, int]:
         """The most drafts and the most levels of a tree. Sampled trees of a batch share slots, level by level."""

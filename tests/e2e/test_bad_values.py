@@ -45,7 +45,6 @@ CASES = {
         ("head_steps", -1),
         ("cfg", 0.5),
         ("temperature", 0.0),
-        ("metric", "entropy"),
         ("text", ""),
     ],
     "33_continuous_side_by_side": [("iterations", -1), ("iterations", 10**6)],

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from comfyui_specar.reports import comparison
 from comfyui_specar.reports.run_report import describe, labels
 from comfyui_specar.samplers.trace import Trace
@@ -80,15 +81,32 @@ def test_long_labels_are_cut(runs):
 def test_descriptions_say_what_matters(runs, sample, rule):
     plain, sjd, tree, relaxed = map(describe, runs)
     assert plain.startswith("next token\n") and "the model's own distribution" in plain
-    assert sjd.startswith("SJD, coupled, window 4, initial mixed\n")
+    assert sjd.startswith("SJD, coupled, window 4, first drafts: left and upper neighbour\n")
     assert tree.startswith("EAGLE, static tree of 25\n") and "passes of the drafter" in tree
     assert "UniformRSD (delta 50)" in relaxed and "approximate, drift bound " in relaxed
     biased = describe(sample("SJD", refinement="SJD++ reuse (paper)")[1])
     assert "approximate" in biased and "bound" not in biased
     assert "LANTERN++ (neighbours 5, ratio 3)" in describe(sample("Lantern", neighbours=5, ratio=3.0)[1])
     skipping = describe(sample("VVS", interval=2, structure="chain")[1])
-    assert "drafts unverified: one in 2" in skipping and "taken unverified: " in skipping
-    assert "adaptive tree, horizontal" in describe(sample("ADTTree")[1])
+    assert "VVS: one draft in 2 unverified, the others exact" in skipping and "taken unverified: " in skipping
+    assert "ADT-Tree, horizontal" in describe(sample("ADTTree")[1])
+
+
+def test_kept_tokens_are_told_apart_from_sampled_ones(sample):
+    """Two of four rows are kept, and half of the last: next-token sampling spends a pass on each of the latter."""
+    first, _ = sample("NextToken")
+    mask = torch.ones(1, 4, 4)
+    mask[:, :2] = mask[:, 3, :2] = 0
+    _, trace = sample("SJD", latent_image={**first, "noise_mask": mask})
+    [passes] = trace.totals["passes_per_image"]
+    wanted = f"\n{passes} passes for 6 tokens of 16; the others were kept or fixed (next token: 8 passes, "
+    assert wanted in describe(trace)
+
+
+def test_the_chart_says_which_way_is_better(runs):
+    assert {column.name: column.better for column in comparison.columns(runs)} == {
+        "model passes": "lower", "draft passes": "lower", "tokens": "higher", "acceptance": "higher",
+        "drift bound": "lower", "wall time": "lower"}
 
 
 def test_continuous_runs_report_their_tolerance_and_their_distance(run, nodes, draw_vectors, runs):

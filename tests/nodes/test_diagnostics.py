@@ -7,7 +7,7 @@ import folder_paths
 import numpy as np
 import pytest
 import torch
-from comfyui_specar.reports import token_records
+from comfyui_specar.reports import acceptance_map, token_records
 from comfyui_specar.reports.acceptance_map import (
     AMOUNT,
     CONTINUOUS,
@@ -22,6 +22,7 @@ from comfyui_specar.reports.acceptance_map import (
     token_map,
 )
 from comfyui_specar.samplers.trace import POSITION_FIELDS, Source, Trace
+from PIL import Image, ImageDraw, ImageFont
 
 
 def as_json(trace: Trace) -> dict:
@@ -140,12 +141,15 @@ def test_continuous_words_in_legends():
 
 @pytest.mark.parametrize(("trace", "others", "kind"), [(vector_trace(), DISCRETE, "vectors"),
                                                        (made_trace(), CONTINUOUS, "token ids")])
-def test_metrics_of_the_other_kind_are_refused_with_those_there_are(trace, others, kind):
+def test_metrics_of_the_other_kind_are_grey_and_say_why(trace, others, kind):
     for metric in others:
-        with pytest.raises(ValueError, match=f"metric.*'{metric}'.*{kind}") as error:
-            token_map(trace, metric, 0)
-        offered = str(error.value).split("one of: ")[1].rstrip(".").split(", ")
-        assert not set(offered) & set(others) and set(offered) | set(others) == set(METRICS)
+        drawn = token_map(trace, metric, 0)
+        assert metric in drawn.title and kind in drawn.legend[0].text and "another metric" in drawn.legend[0].text
+        assert (drawn.colours == GREY).all() and not drawn.strength.any()
+    with pytest.raises(ValueError, match="metric.*'magic'") as error:
+        token_map(trace, "magic", 0)
+    offered = str(error.value).split("one of: ")[1].rstrip(".").split(", ")
+    assert set(offered) == set(METRICS) - set(others)
 
 
 @pytest.mark.parametrize("metric", [m for m in METRICS if m not in DISCRETE])
@@ -267,6 +271,29 @@ def test_numbers_of_large_images_stay_small():
     assert len(text) < 80 * tokens  # 330 kB at worst
 
 
+@pytest.mark.parametrize("method", ["NextToken", "SJD", "DraftTree"])
+def test_every_choice_of_the_node_shows_something(method, run, nodes, sample):
+    """Those that the run lacks, too, so that nobody has to try which ones it has."""
+    _, trace = sample(method)
+    [choice] = [i for i in nodes["SpecARAcceptanceMap"].GET_SCHEMA().inputs if i.id == "metric"]
+    for metric in choice.options:
+        out = run(nodes["SpecARAcceptanceMap"], trace=trace, metric=metric, opacity=0.5)
+        assert out.result[0].isfinite().all() and out.ui["images"], metric
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_legends_fit_the_narrowest_map(metric, sample, draw_vectors):
+    """512 pixels."""
+    draw = ImageDraw.Draw(Image.new("RGB", (1, 1)))
+    title, text = ImageFont.load_default(acceptance_map.TITLE), ImageFont.load_default(acceptance_map.TEXT)
+    for trace in (sample("NextToken")[1], sample("DraftTree")[1], draw_vectors("")[1]):
+        drawn = token_map(trace, metric, 0)
+        assert draw.textlength(drawn.title, title) <= 512 - 2 * acceptance_map.MARGIN
+        for item in drawn.legend:
+            wide = item.text if hasattr(item, "text") else f"{item.low}{item.high}" + 12 * "_"  # and a bar
+            assert draw.textlength(wide, text) <= 512 - 2 * acceptance_map.MARGIN - 34, wide
+
+
 def test_acceptance_map_without_image(run, nodes, sample):
     _, trace = sample("NextToken")
     out = run(nodes["SpecARAcceptanceMap"], trace=trace, metric="source", opacity=0.5)
@@ -277,8 +304,6 @@ def test_acceptance_map_errors(run, nodes, sample):
     _, trace = sample("NextToken")
     with pytest.raises(ValueError, match="metric.*'magic'"):
         run(nodes["SpecARAcceptanceMap"], trace=trace, metric="magic", opacity=0.5)
-    with pytest.raises(ValueError, match="trees.*tree depth"):
-        run(nodes["SpecARAcceptanceMap"], trace=trace, metric="tree depth", opacity=0.5)
     with pytest.raises(ValueError, match=r"\b1\b.*\b2\b"):
         run(nodes["SpecARAcceptanceMap"], trace=trace, metric="source", opacity=0.5, image=torch.rand(2, 32, 32, 3))
 

@@ -49,7 +49,8 @@ def test_one_token_per_pass_saves_nothing(clock):
 
 def test_tokens_are_those_of_an_image_that_the_model_samples(clock):
     ruled = TokenLayout.ruled(4, 4, (64,), (65,))  # 21 positions, 16 of which are sampled
-    assert "2.0 tokens per pass" in Status(request(ruled)).finished(after(8, 21, length=21))
+    assert Status(request(ruled)).finished(after(8, 21, length=21)).startswith(
+        "8 forward passes instead of 21\n2.0 tokens per pass"), "next-token sampling spends passes on the others, too"
     assert "2.0 tokens per pass" in Status(request(ruled))(after(4, 10, length=21)), "two rows"
     assert "3.0 tokens per pass" in Status(request(batch=2))(after(2, 4, 8)), "the mean over a batch"
 
@@ -60,7 +61,10 @@ def test_kept_tokens_do_not_count(clock):
     status = Status(request(TokenLayout.plain(4, 4).keeping(torch.zeros(1, 4, 4, dtype=torch.int64), keep)))
     assert "kept" in status(after(0, 8)), "no pass counts yet"
     assert "1.0 tokens per pass" in status(after(4, 12))
-    assert "2.0 tokens per pass" in status.finished(after(4, 16))
+    assert status.finished(after(4, 16)).startswith("4 forward passes instead of 8\n2.0 tokens per pass")
+    keep[0, 3, :2] = True  # and two tokens on the way, on which next-token sampling spends a pass each
+    status = Status(request(TokenLayout.plain(4, 4).keeping(torch.zeros(1, 4, 4, dtype=torch.int64), keep)))
+    assert status.finished(after(4, 16)).startswith("4 forward passes instead of 8\n1.5 tokens per pass")
 
 
 def test_kept_vectors_do_not_count(clock, continuous):

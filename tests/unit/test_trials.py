@@ -70,9 +70,10 @@ def test_what_is_said_is_what_was_measured():
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
     assert rows[0] == ["method", "acceptance", "time (ms per token)", "speed (times next token)",
                        "model passes (per token)", "runs"]
-    assert rows[2] == ["next token", "exact", "11 (10 to 12)", "1.00", "0.50", "3"]
-    assert rows[3] == ["a (chosen)", "exact", "5 (4 to 6)", "2.20 (1.67 to 3.00)", "0.50", "3"]
-    assert rows[4][2] == "5" and rows[5] == ["c", "exact", "-", "-", "-", "0"]
+    assert rows[2] == ["a (chosen)", "exact", "5 (4 to 6)", "2.20 (1.67 to 3.00)", "0.50", "3"]
+    assert rows[3][2] == "5", "the fastest first"
+    assert rows[4] == ["next token", "exact", "11 (10 to 12)", "1.00", "0.50", "3"]
+    assert rows[5] == ["c", "exact", "-", "-", "-", "0"]
     report = trials.report(tried, verdict)
     assert report["chosen"] == 1 and report["faster"] and report["schema"] == "specar.trials/2"
     assert report["trials"][2]["seconds_per_token"] == [0.005, 0.005]
@@ -82,9 +83,18 @@ def test_what_is_said_is_what_was_measured():
 def test_no_speed_up_is_claimed_that_was_not_measured(budget):
     tried = [PLAIN, trial("a", 9, 11), trial("b", 2), trial("c", 1, 1, tv_bound=0.5)]
     text = trials.in_words(tried, judge(tried, budget), "", budget)
-    first = text.splitlines()[0]
-    assert first.startswith("Chosen: next token. No other method") and "as far as these trials can tell" in first
+    first, second = text.splitlines()[:2]
+    assert first.startswith("Chosen: next token. No other method") and "in every run" in first
     assert ("leak_budget" in first) == bool(budget) and "times as fast" not in text.split("\n\n")[0]
+    assert second.startswith("Perhaps faster: b, 5.50 times") and "only once" in second and "seconds" in second
+
+
+def test_what_the_medians_say_is_told_with_its_doubt():
+    tried = [trial("next token", 6, 7, 9), trial("a", 8, 8), trial("b", 3, 4, 8), trial("c", 1, 1, tv_bound=0.5)]
+    second = trials.summary(tried, judge(tried, 0), "", 0).splitlines()[1]
+    assert "b, 1.75 times" in second and "0.75 to 3.00" in second
+    slower = [trial("next token", 6, 7), trial("a", 8, 8)]
+    assert "Perhaps" not in trials.summary(slower, judge(slower, 0), "", 0)
 
 
 def test_next_token_for_want_of_time_is_no_verdict_on_the_others():
@@ -96,7 +106,7 @@ def test_next_token_for_want_of_time_is_no_verdict_on_the_others():
 
 def test_drift_bounds_are_shown_where_a_relaxed_method_was_tried():
     tried = [PLAIN, trial("a", 5, 6, tv_bound=0.03)]
-    row = trials.table(tried, judge(tried, 0.1)).splitlines()[-1]
+    row = trials.table(tried, judge(tried, 0.1)).splitlines()[2]
     assert "a (chosen)" in row and "| 0.030 " in row and "relaxed" in row
     assert trials.title(tried[1]) == "a, relaxed"
 
@@ -106,7 +116,7 @@ def test_the_chart_marks_what_was_chosen_and_says_what_was_not_tried():
     image = trials.chart(tried, judge(tried, 0), "The setting.")
     rows = [image[HEAD + i * ROW : HEAD + (i + 1) * ROW - 8] for i in range(3)]
     marked = [bool((row == CHOSEN).all(-1).any()) for row in rows]
-    assert marked == [False, True, False] and image.shape[1] == WIDTH
+    assert marked == [True, False, False] and image.shape[1] == WIDTH
     blue = [int((row == EXACT).all(-1).sum()) for row in rows]
     assert blue[0] > 0 and blue[1] > 0 and blue[2] == 0
     assert (rows[2][:, LABELS :] < 128).any(), "a sentence stands there"
@@ -116,8 +126,8 @@ def test_lines_under_the_bars_reach_from_the_least_to_the_greatest():
     tried = [trial("next token", 10, 20), trial("a", 5, 5)]
     image = trials.chart(tried, judge(tried, 0), "")
     width = (WIDTH - LABELS - MARGIN) / 3 - MARGIN
-    line = image[HEAD + 24 + BAR + 4, LABELS : LABELS + int(width) + 5]
+    line = image[HEAD + ROW + 24 + BAR + 4, LABELS : LABELS + int(width) + 5]
     dark = (line < 60).all(-1).nonzero()[0]
     assert dark.min() == pytest.approx(width / 2, abs=2) and dark.max() == pytest.approx(width, abs=2)
-    other = image[HEAD + ROW + 24 + BAR + 4, LABELS : LABELS + int(width)]
+    other = image[HEAD + 24 + BAR + 4, LABELS : LABELS + int(width)]
     assert not (other < 60).all(-1).any(), "two equal runs span nothing"
