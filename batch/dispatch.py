@@ -165,7 +165,7 @@ class Batch:
                 if silent > self.options.grace * (GONE if error.gone else 1):
                     self._give_back(lane)
                 if self._abandoned(begun):
-                    logger.error("no server answers")
+                    logger.error("No server answers: given up. Start one, or name its address with --server.")
                     self.stopping = True
                     self._wake()
                     return

@@ -100,8 +100,10 @@ class Server:
     def _away(self, error: Exception) -> ServerAwayError:
         if isinstance(error, ServerAwayError):
             return error
-        return ServerAwayError(f"{self.url}: {str(error) or type(error).__name__}",
-                               gone=isinstance(getattr(error, "os_error", None), ConnectionRefusedError))
+        if isinstance(getattr(error, "os_error", None), ConnectionRefusedError):
+            return ServerAwayError(f"{self.url}: no ComfyUI answers there yet. Start it (python main.py in its "
+                                   "folder), or name another address with --server.", gone=True)
+        return ServerAwayError(f"{self.url}: {str(error) or type(error).__name__}")
 
 
 def refusal(status: int, answer: Any) -> str:

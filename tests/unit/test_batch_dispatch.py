@@ -103,6 +103,21 @@ def test_a_result_has_files_seconds_and_each_trace_once(tmp_path):
     asyncio.run(check())
 
 
+def test_where_no_server_is_the_first_line_says_at_once_how_to_get_one(tmp_path, caplog):
+    async def check():
+        nobody, said = FakeComfy(), []
+
+        async def during(batch):
+            await until(lambda: caplog.messages)
+            said.extend(caplog.messages)  # before any time has passed
+            batch.stop()
+
+        await run(tmp_path / "r.jsonl", [nobody], jobs_of(1), during=during)
+        assert len(said) == 1 and nobody.url in said[0] and "main.py" in said[0] and "--server" in said[0]
+
+    asyncio.run(check())
+
+
 def test_the_least_busy_server_gets_the_job_and_none_gets_more_than_it_may(tmp_path):
     """All three are filled; then the middle one generates one image, the fast one all that are left for it."""
     async def check():
