@@ -12,7 +12,8 @@ from ..samplers.methods.continuous import ContinuousSpeculative
 from ..samplers.methods.continuous_next_token import ContinuousNextToken
 from .comfy_runtime import models
 from .samplers import CommonInputs, sample
-from .widgets import choose, drafter_input, negative_input, prompt_inputs, sampler_outputs, temperature_input
+from .search import CONTINUOUS, SAMPLER, WITH_DRAFTER, found_by
+from .widgets import choose, drafter_input, folded, negative_input, prompt_inputs, sampler_outputs, temperature_input
 
 MODELS_OWN = "model's own"
 GUIDANCE = {MODELS_OWN: None, "linear": "linear", "constant": "constant"}
@@ -48,7 +49,7 @@ class Inputs(CommonInputs):
 
 def continuous_inputs() -> list[io.Input]:
     """Sockets and widgets of every sampler of continuous models, first on the node."""
-    return [
+    return folded([
         *prompt_inputs(),
         temperature_input("it scales the noise in every denoising step of the head"),
         io.Combo.Input("guidance", options=list(GUIDANCE), default=MODELS_OWN,
@@ -60,7 +61,7 @@ def continuous_inputs() -> list[io.Input]:
         io.Int.Input("head_steps", default=0, min=0, max=1000,
                      tooltip="Denoising steps of the diffusion head per token. Fewer are faster and coarser. 0: the "
                      "model's default."),
-    ]
+    ], "guidance", "head_sampler")
 
 
 class ContinuousNextTokenSampler(io.ComfyNode):
@@ -70,6 +71,7 @@ class ContinuousNextTokenSampler(io.ComfyNode):
             node_id="SpecARContinuousNextTokenSampler",
             display_name="AR Sampler (continuous)",
             category="SpecAR/sampling",
+            **found_by(*SAMPLER, *CONTINUOUS, "next token", "baseline"),
             description=f"For models whose tokens are vectors ({CONTINUOUS_NAMES}). Samples one token per forward "
             "pass of the model, or as many as the model's authors do. The baseline for the speculative sampler.",
             inputs=[
@@ -94,11 +96,12 @@ class ContinuousSampler(io.ComfyNode):
             node_id="SpecARContinuousSampler",
             display_name="Continuous Speculative Sampler",
             category="SpecAR/sampling",
+            **found_by(*WITH_DRAFTER, *CONTINUOUS),
             description=f"For models whose tokens are vectors ({CONTINUOUS_NAMES}): a small model drafts tokens, and "
             "the model verifies several of them in one forward pass. NOT lossless: a draft token is accepted if it is "
             "within a tolerance of what the model itself would sample. Only mode exact follows a distribution exactly, "
             "that of the model with noise in its last denoising step, and it saves almost nothing.",
-            inputs=[
+            inputs=folded([
                 *continuous_inputs(),
                 drafter_input(),
                 io.Int.Input("draft_length", default=8, min=1, max=256,
@@ -133,7 +136,7 @@ class ContinuousSampler(io.ComfyNode):
                                  tooltip="Both models denoise from the same noise, so that their samples are close. "
                                  "Off: almost every draft token is rejected."),
                 negative_input(),
-            ],
+            ], "prefill", "target_sees", "sigma", "alignment"),
             outputs=sampler_outputs(),
         )
 

@@ -18,6 +18,7 @@ from ..reports.token_records import token_numbers
 from ..samplers.trace import Trace
 from .checks import available
 from .comfy_runtime import folders
+from .search import REPORT, found_by
 from .sockets import ARTrace
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class AcceptanceMap(io.ComfyNode):
             node_id="SpecARAcceptanceMap",
             display_name="Acceptance Map",
             category="SpecAR/diagnostics",
+            **found_by(*REPORT, "heat map", "visualize tokens", "entropy", "accepted drafts"),
             description="Shows for every token whether its draft was accepted, in which forward pass, and how certain "
                         "the model was.",
             inputs=[
@@ -104,6 +106,7 @@ class CompareTraces(io.ComfyNode):
             node_id="SpecARCompareTraces",
             display_name="Compare Runs",
             category="SpecAR/diagnostics",
+            **found_by(*REPORT, "benchmark", "chart", "speed-up", "passes"),
             description="Compares runs: forward passes of model and drafter, tokens per pass, drift, and, for runs of "
             "the same server, wall time.",
             inputs=[
@@ -133,6 +136,7 @@ class SaveTrace(io.ComfyNode):
             node_id="SpecARSaveTrace",
             display_name="Save Trace",
             category="SpecAR/diagnostics",
+            **found_by(*REPORT, "export", "json"),
             description="Saves a run's report (.json) and its record of every token (.safetensors) to the output "
                         "folder.",
             inputs=[
@@ -171,6 +175,7 @@ class LoadTrace(io.ComfyNode):
             node_id="SpecARLoadTrace",
             display_name="Load Trace",
             category="SpecAR/diagnostics",
+            **found_by(*REPORT, "import", "json"),
             description="Loads a trace saved by Save Trace, from the output or the input folder.",
             inputs=[
                 io.Combo.Input("trace_name", options=folders.trace_choices(),

@@ -28,6 +28,7 @@ from .comfy_runtime.runs import LoadedDrafter, LoadedModel
 from .diagnostics import as_images, preview
 from .method import ChosenMethod
 from .samplers import Inputs, request_of
+from .search import REPORT, found_by
 from .sockets import ARDrafter, ARMethod
 from .widgets import common_inputs, negative_input
 
@@ -227,6 +228,7 @@ class FindFastest(io.ComfyNode):
             node_id="SpecARFindFastest",
             display_name="Find Fastest",
             category="SpecAR/diagnostics",
+            **found_by(*REPORT, "benchmark", "fast", "speed", "auto tune"),
             description="Tries several methods on this model and device, shows how long each takes, and outputs the "
             "fastest one. A method counts as faster only if all its runs were faster.",
             inputs=[

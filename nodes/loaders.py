@@ -13,7 +13,9 @@ from .comfy_runtime import folders, models
 from .comfy_runtime.clip import ARClip
 from .comfy_runtime.vae import ARVae
 from .latents import empty_latent
+from .search import FAMILIES, found_by
 from .sockets import ARDrafter, ARModel
+from .widgets import folded
 
 GRIDS = ("auto", "16", "24", "32", "48", "64", "90")
 
@@ -25,9 +27,10 @@ class LoadCheckpoint(io.ComfyNode):
             node_id="SpecARLoadCheckpoint",
             display_name="Load AR Checkpoint",
             category="SpecAR/loaders",
+            **found_by("autoregressive", "speculative decoding", "load model", "checkpoint loader", *FAMILIES),
             description="Loads an autoregressive image model with its text encoder and image decoder. Put your own "
             "models into models/ar_models.",
-            inputs=[
+            inputs=folded([
                 io.Combo.Input(
                     "model_name", options=folders.model_choices(), default=folders.BUNDLED,
                     tooltip="A model that ships with this pack (default: token ids; continuous: vectors), or a file or "
@@ -47,7 +50,7 @@ class LoadCheckpoint(io.ComfyNode):
                     "files whose name does not tell it: 16 for 256, 24 for 384, 32 for 512 pixels. Other models accept "
                     "only their own values (Lumina-mGPT 768: 48; SimpleAR 1024: 64; Emu3 720: 90).",
                 ),
-            ],
+            ], "grid"),
             outputs=[
                 ARModel.Output("ar_model", display_name="AR_MODEL", tooltip="The model, for an AR sampler. Continuous "
                                f"models ({CONTINUOUS_NAMES}) need a continuous sampler."),
@@ -83,6 +86,7 @@ class LoadDrafter(io.ComfyNode):
             node_id="SpecARLoadDrafter",
             display_name="Load AR Drafter",
             category="SpecAR/loaders",
+            **found_by("autoregressive", "speculative decoding", "draft model", "eagle", "assistant model"),
             description="Loads a small model that drafts tokens for a larger one. Put your own drafters into "
             "models/ar_drafters.",
             inputs=[
@@ -118,6 +122,7 @@ class LoadImageDecoder(io.ComfyNode):
             node_id="SpecARLoadImageDecoder",
             display_name="Load AR Image Decoder",
             category="SpecAR/loaders",
+            **found_by("autoregressive", "load vae", "tokenizer", "vqgan", "vq-vae"),
             description="Loads the image tokenizer or autoencoder that converts a model's tokens to pixels and back. "
             "Needed only if Load AR Checkpoint did not find it.",
             inputs=[
@@ -150,6 +155,7 @@ class EmptyLatent(io.ComfyNode):
             node_id="SpecAREmptyLatent",
             display_name="Empty AR Latent",
             category="SpecAR/latent",
+            **found_by("autoregressive", "image size", "width height", "batch", "resolution"),
             description="Sets the size and number of images. A model generates only the sizes it was trained on.",
             inputs=[
                 ARModel.Input("model", tooltip="The model that generates the images; it determines the possible "

@@ -10,6 +10,7 @@ from comfy_api.latest import io
 from ..samplers.contract import Method
 from .comfy_runtime.runs import LoadedDrafter, LoadedModel
 from .samplers import Inputs, sample
+from .search import SAMPLER, found_by
 from .sockets import ARMethod
 from .widgets import common_inputs, negative_input, sampler_outputs
 
@@ -56,6 +57,7 @@ class MethodSampler(io.ComfyNode):
             node_id="SpecARMethodSampler",
             display_name="AR Sampler (auto)",
             category="SpecAR/sampling",
+            **found_by(*SAMPLER, "find fastest"),
             description="Samples with the method that Find Fastest chose. The images equal those of that method's own "
             "sampler node.",
             inputs=[

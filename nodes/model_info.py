@@ -18,6 +18,7 @@ from ..model_loaders.families import eagle
 from ..model_loaders.files.checkpoint import CheckpointError, outline, weight_file
 from ..model_loaders.registry import Family
 from .comfy_runtime import folders, models
+from .search import FAMILIES, found_by
 from .sockets import ARModel
 
 PROMPT_TOKENS = 128  # assumed for the size of caches if prompts may have any length
@@ -158,6 +159,7 @@ class ModelInfo(io.ComfyNode):
             node_id="SpecARModelInfo",
             display_name="AR Model Info",
             category="SpecAR/loaders",
+            **found_by("autoregressive", "model information", "sizes", "parameters", *FAMILIES),
             description="Describes a loaded model: family and size, memory use, image sizes, default settings, image "
             "decoder, and compatible drafters.",
             inputs=[ARModel.Input("model", tooltip="The model, from Load AR Checkpoint.")],

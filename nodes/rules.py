@@ -13,8 +13,9 @@ from ..samplers.rules.entropy import Entropy
 from ..samplers.rules.grouped import Grouped
 from ..samplers.rules.lantern import Lantern, LanternPP
 from ..samplers.rules.tv_budget import TVMetered
+from .search import RELAXED, RULE, found_by
 from .sockets import ARRule
-from .widgets import choose
+from .widgets import choose, folded
 
 REDRAW = {  # option -> Lantern.redraw
     "optimal (recommended)": "optimal",
@@ -70,6 +71,7 @@ class ExactRule(io.ComfyNode):
             node_id="SpecARRuleExact",
             display_name="Exact Rule",
             category="SpecAR/rules",
+            **found_by(*RULE, "lossless"),
             description="Accepts draft tokens so that images follow the model's own distribution. The same as no rule.",
             inputs=[],
             outputs=outputs(),
@@ -87,8 +89,9 @@ class LanternRule(io.ComfyNode):
             node_id="SpecARRuleLantern",
             display_name="LANTERN Rule",
             category="SpecAR/rules",
+            **found_by(*RELAXED, "similar tokens"),
             description="Adds the probability of similar tokens to a draft token's own, up to a fixed amount.",
-            inputs=[
+            inputs=folded([
                 io.Int.Input("neighbours", default=1000, min=1, max=16384,
                              tooltip="Number of most similar tokens whose probability is added. LANTERN uses 1000 of "
                              "16384; a smaller codebook needs fewer."),
@@ -97,7 +100,7 @@ class LanternRule(io.ComfyNode):
                                "further; 0 is exact. The paper uses 0.1 to 0.6."),
                 redraw_input(),
                 where_input(),
-            ],
+            ], "redraw"),
             outputs=outputs(),
         )
 
@@ -113,8 +116,9 @@ class LanternPPRule(io.ComfyNode):
             node_id="SpecARRuleLanternPP",
             display_name="LANTERN++ Rule",
             category="SpecAR/rules",
+            **found_by(*RELAXED, "similar tokens"),
             description="As LANTERN, but the added probability is limited to a multiple of the draft token's own.",
-            inputs=[
+            inputs=folded([
                 io.Int.Input("neighbours", default=10, min=1, max=16384,
                              tooltip="Number of most similar tokens whose probability is added. LANTERN++ uses 5 or "
                              "10."),
@@ -123,7 +127,7 @@ class LanternPPRule(io.ComfyNode):
                                "grow. Higher is faster and drifts further; 1 is exact. The paper uses 2 to 20."),
                 redraw_input(),
                 where_input(),
-            ],
+            ], "redraw"),
             outputs=outputs(),
         )
 
@@ -139,6 +143,7 @@ class UniformRSDRule(io.ComfyNode):
             node_id="SpecARRuleUniformRSD",
             display_name="Uniform Relaxation Rule",
             category="SpecAR/rules",
+            **found_by(*RELAXED, "cool-sd", "uniformrsd"),
             description="Accepts draft tokens more often, by the same factor for all (UniformRSD of the Cool-SD "
                         "paper).",
             inputs=[
@@ -157,7 +162,7 @@ class UniformRSDRule(io.ComfyNode):
 
 def cool_sd_inputs() -> list[io.Input]:
     """The widgets of Cool-SD, for its rule and its sampler."""
-    return [
+    return folded([
         io.Float.Input("delta", default=1.1, min=1, max=1000, step=0.05, round=0.01,
                        tooltip="Mean factor on the acceptance probability over a draft. 1.1 hardly differs from exact, "
                        "2 is faster and drifts further."),
@@ -172,7 +177,7 @@ def cool_sd_inputs() -> list[io.Input]:
         io.Boolean.Input("floor", default=True,
                          tooltip="Never stricter than exact. Off: as printed in the paper, where a small delta makes "
                          "the end of a draft stricter than necessary."),
-    ]
+    ], "decay", "steps", "schedule", "floor")
 
 
 class CoolSDRule(io.ComfyNode):
@@ -182,6 +187,7 @@ class CoolSDRule(io.ComfyNode):
             node_id="SpecARRuleCoolSD",
             display_name="Cool-SD Rule",
             category="SpecAR/rules",
+            **found_by(*RELAXED, "annealed"),
             description="Accepts draft tokens more often, most at the beginning of a draft, where this saves most.",
             inputs=[*cool_sd_inputs(), where_input()],
             outputs=outputs(),
@@ -201,6 +207,7 @@ class GroupedRule(io.ComfyNode):
             node_id="SpecARRuleGrouped",
             display_name="Grouped Rule",
             category="SpecAR/rules",
+            **found_by(*RELAXED, "gsd", "similar tokens"),
             description="Verifies groups of similar, about equally likely tokens instead of single tokens (GSD).",
             inputs=[
                 io.Int.Input("window", default=14, min=1, max=64,
@@ -228,6 +235,7 @@ class TVMeteredRule(io.ComfyNode):
             node_id="SpecARRuleTVMetered",
             display_name="TV Budget Rule",
             category="SpecAR/rules",
+            **found_by(*RELAXED, "total variation", "drift", "metered"),
             description="Accepts as many draft tokens as a given drift per token (total variation) allows.",
             inputs=[
                 io.Float.Input("epsilon", default=0.05, min=0, max=1, step=0.01, round=0.001,
@@ -250,6 +258,7 @@ class EntropyRule(io.ComfyNode):
             node_id="SpecARRuleEntropy",
             display_name="Entropy Rule",
             category="SpecAR/rules",
+            **found_by(*RELAXED, "uncertainty"),
             description="Accepts draft tokens more often the more certain the model is. Never exact.",
             inputs=[
                 io.Float.Input("scale", default=8.0, min=1, max=64, step=0.5, round=0.01,

@@ -19,7 +19,8 @@ from .comfy_runtime import models, runs
 from .comfy_runtime.clip import prompts_of, text_of
 from .latents import Latent, first_image, kept, skippable, strength, tokens_of, with_output
 from .rules import EXACT, ChosenRule
-from .widgets import choose, common_inputs, given, negative_input, rule_input, sampler_outputs
+from .search import FAMILIES, SAMPLER, found_by
+from .widgets import choose, common_inputs, folded, given, negative_input, rule_input, sampler_outputs
 
 REFINEMENTS = {  # option -> SJD.reuse
     "coupled (exact)": "coupled",
@@ -107,6 +108,7 @@ class NextTokenSampler(io.ComfyNode):
             node_id="SpecARNextTokenSampler",
             display_name="AR Sampler (next token)",
             category="SpecAR/sampling",
+            **found_by(*SAMPLER, "baseline", "sequential", *FAMILIES),
             description="Samples one token per forward pass of the model: the standard method, and the baseline for "
                         "all others.",
             inputs=[*common_inputs(), negative_input()],
@@ -125,9 +127,10 @@ class SJDSampler(io.ComfyNode):
             node_id="SpecARSJDSampler",
             display_name="SJD++ Sampler",
             category="SpecAR/sampling",
+            **found_by(*SAMPLER, "jacobi", "parallel decoding", *FAMILIES),
             description="Speculative Jacobi decoding: drafts a window of tokens and verifies them in one forward pass "
             "of the model. Needs several times fewer passes than tokens, and no second model.",
-            inputs=[
+            inputs=folded([
                 *common_inputs(),
                 io.Int.Input("window", default=0, min=0, max=4096,
                              tooltip="Tokens drafted and verified per forward pass. A wider window saves passes, but "
@@ -144,7 +147,7 @@ class SJDSampler(io.ComfyNode):
                                "predictions save passes; uniform is the simplest choice."),
                 negative_input(),
                 rule_input(),
-            ],
+            ], "threshold", "initialisation"),
             outputs=sampler_outputs(),
         )
 

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from ..reports.timeline_frames import MOST, check_number, draw_frames, frame_rate, passes_of
 from ..samplers.trace import Trace
+from .search import REPORT, found_by
 from .sockets import ARTrace
+from .widgets import folded
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +63,10 @@ class Timeline(io.ComfyNode):
             node_id="SpecARTimeline",
             display_name="Decoding Timeline",
             category="SpecAR/diagnostics",
+            **found_by(*REPORT, "animation", "video", "frames"),
             description="Shows how an image was generated, one frame per forward pass of the model. Newly decided "
             "tokens are tinted.",
-            inputs=[
+            inputs=folded([
                 ARTrace.Input("trace", tooltip="The trace of an AR sampler, or of Load Trace."),
                 io.Image.Input("image", tooltip="The decoded images of this run."),
                 io.Int.Input("frames", default=0, min=0, max=1000,
@@ -76,7 +79,7 @@ class Timeline(io.ComfyNode):
                              tooltip="How many times the finished image, without tint, is repeated at the end."),
                 io.Int.Input("picture", default=0, min=0, max=4095,
                              tooltip="Which image of the batch; 0 is the first."),
-            ],
+            ], "tint", "hold"),
             outputs=[
                 io.Image.Output("film", display_name="frames", tooltip="For Save Animated WEBP or Create Video."),
                 io.Float.Output("fps", display_name="fps", tooltip="Frames per second at which the run plays in about "

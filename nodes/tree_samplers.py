@@ -17,7 +17,8 @@ from ..samplers.methods.speculative import DraftTree
 from .comfy_runtime.runs import LoadedDrafter
 from .rules import EXACT, REDRAW, ChosenRule, cool_sd_inputs, redraw_input, where_input
 from .samplers import Inputs, sample
-from .widgets import choose, common_inputs, drafter_input, negative_input, rule_input, sampler_outputs
+from .search import WITH_DRAFTER, found_by
+from .widgets import choose, common_inputs, drafter_input, folded, negative_input, rule_input, sampler_outputs
 
 STATIC = "static tree, 25 drafts (EAGLE)"
 DYNAMIC = "dynamic tree (EAGLE-2)"
@@ -85,9 +86,10 @@ class DraftTreeSampler(io.ComfyNode):
             node_id="SpecARDraftTreeSampler",
             display_name="Draft-Tree Sampler (EAGLE)",
             category="SpecAR/sampling",
+            **found_by(*WITH_DRAFTER, "chain", "eagle-2"),
             description="A drafter proposes a tree of tokens, the model verifies all of them in one forward pass, and "
             "the accepted path is kept. Exact unless a relaxed rule is connected.",
-            inputs=[
+            inputs=folded([
                 *common_inputs(),
                 drafter_input(),
                 structure_input(STATIC, (OWN,)),
@@ -97,7 +99,7 @@ class DraftTreeSampler(io.ComfyNode):
                                 "and earlier siblings must be in the list."),
                 negative_input(),
                 rule_input(),
-            ],
+            ], "width", "nodes", "tree_paths"),
             outputs=sampler_outputs(),
         )
 
@@ -120,9 +122,10 @@ class LanternSampler(io.ComfyNode):
             node_id="SpecARLanternSampler",
             display_name="LANTERN Sampler",
             category="SpecAR/sampling",
+            **found_by(*WITH_DRAFTER, "relaxed", "lossy"),
             description="Draft trees with a relaxed rule: the probability of similar tokens is added to a draft "
             "token's own. Fewer forward passes; images drift from the model's own distribution.",
-            inputs=[
+            inputs=folded([
                 *common_inputs(),
                 drafter_input(),
                 io.Combo.Input("variant", options=[LANTERN, LANTERN_PP], default=LANTERN_PP,
@@ -140,7 +143,7 @@ class LanternSampler(io.ComfyNode):
                 redraw_input(),
                 negative_input(),
                 where_input(),
-            ],
+            ], "neighbours", "redraw"),
             outputs=sampler_outputs(),
         )
 
@@ -164,6 +167,7 @@ class CoolSDSampler(io.ComfyNode):
             node_id="SpecARCoolSDSampler",
             display_name="Cool-SD Sampler",
             category="SpecAR/sampling",
+            **found_by(*WITH_DRAFTER, "relaxed", "lossy", "annealed"),
             description="Draft trees with a rule that accepts draft tokens more often than exact, most at the "
             "beginning of a draft. Fewer forward passes; images drift from the model's own distribution.",
             inputs=[
@@ -196,9 +200,10 @@ class ADTTreeSampler(io.ComfyNode):
             node_id="SpecARADTTreeSampler",
             display_name="ADT-Tree Sampler",
             category="SpecAR/sampling",
+            **found_by(*WITH_DRAFTER, "adaptive tree"),
             description="A draft tree that adapts: deeper and narrower where draft tokens were accepted nearby, "
             "shallower and wider where they were rejected. Exact unless a relaxed rule is connected.",
-            inputs=[
+            inputs=folded([
                 *common_inputs(),
                 drafter_input(),
                 io.Combo.Input("preset", options=[*PRESETS, OWN_VALUES], default="LlamaGen",
@@ -226,7 +231,7 @@ class ADTTreeSampler(io.ComfyNode):
                                                                            "per forward pass."),
                 negative_input(),
                 rule_input(),
-            ],
+            ], "beta", "depth_step", "width_step", "depth_min", "depth_max", "width_min", "width_max", "nodes"),
             outputs=sampler_outputs(),
         )
 
@@ -254,9 +259,10 @@ class VVSSampler(io.ComfyNode):
             node_id="SpecARVVSSampler",
             display_name="VVS Sampler",
             category="SpecAR/sampling",
+            **found_by(*WITH_DRAFTER, "skip verification", "lossy"),
             description="Accepts some drafts without verifying them, which saves whole forward passes of the model. "
             "Approximate: images drift from the model's own distribution, and nothing limits how far.",
-            inputs=[
+            inputs=folded([
                 *common_inputs(),
                 drafter_input(),
                 structure_input(DYNAMIC),
@@ -281,7 +287,7 @@ class VVSSampler(io.ComfyNode):
                 io.Mask.Input("where", optional=True,
                               tooltip="Where drafts may be accepted unverified: white yes, black never. Any size; a "
                               "token that is partly black is always verified. Not connected: everywhere."),
-            ],
+            ], "path", "truncate", "refresh"),
             outputs=sampler_outputs(),
         )
 

@@ -12,6 +12,14 @@ MODELS_OWN = -1  # value of cfg, temperature, top_k, top_p for the model's defau
 OWN = "-1: the model's default."
 
 
+def folded(inputs: list[io.Input], *names: str) -> list[io.Input]:
+    """The inputs, those of these names marked as advanced: ComfyUI's new renderer folds them away until asked."""
+    for field in inputs:
+        if field.id in names:
+            field.extra_dict["advanced"] = True
+    return inputs
+
+
 def prompt_inputs() -> list[io.Input]:
     """Sockets and widgets of every sampler, first on the node."""
     return [
@@ -35,7 +43,7 @@ def temperature_input(zero: str) -> io.Input:
 
 def common_inputs() -> list[io.Input]:
     """Sockets and widgets of every sampler of token ids, first on the node."""
-    return [
+    return folded([
         *prompt_inputs(),
         temperature_input("0: always the most likely token"),
         io.Int.Input("top_k", default=MODELS_OWN, min=-1, max=65536,
@@ -43,7 +51,7 @@ def common_inputs() -> list[io.Input]:
         io.Float.Input("top_p", default=MODELS_OWN, min=-1, max=1, step=0.01, round=0.001,
                        tooltip="Sample only from the most likely tokens whose probabilities add up to this value. "
                        f"1 is off. {OWN}"),
-    ]
+    ], "top_k", "top_p")
 
 
 def given(inputs: Any, *names: str) -> dict[str, Any]:

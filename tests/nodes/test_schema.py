@@ -2,11 +2,13 @@
 
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import comfyui_specar.nodes
 import pytest
 from comfy.cli_args import args
+from comfy_api.latest import io
 from comfyui_specar.nodes import extension
 from comfyui_specar.samplers.registry import RULES
 from comfyui_specar.samplers.settings import settings_of
@@ -121,3 +123,29 @@ def test_folders_are_registered_once_with_their_extensions():
 def test_every_module_can_be_imported_without_posix():
     flags = f"from comfy.cli_args import args\nargs.cpu, args.base_directory = True, {args.base_directory!r}"
     assert other_systems.imported(["nodes"], flags) > 25
+
+
+SEARCHED = ("speculative", "autoregressive", "janus", "lumina", "llamagen", "emu3", "anole", "simplear", "mar", "fast",
+            "sampler")
+
+
+def test_words_that_people_type_find_the_sampler(nodes):
+    """In versions of ComfyUI that search in more than names; the others must not be given what they do not know."""
+    knows = "search_aliases" in {field.name for field in fields(io.Schema)}
+    for name, node in nodes.items():
+        assert bool(node.GET_NODE_INFO_V1().get("search_aliases")) == knows, name
+    if knows:
+        aliases = nodes["SpecARSampler"].GET_SCHEMA().search_aliases
+        for word in SEARCHED:
+            assert any(word in alias.lower() for alias in aliases), word
+
+
+def test_advanced_inputs_are_told_to_the_front_end(nodes):
+    """Never a socket, and never so many that a sampler shows nothing but its seed."""
+    for name, node in nodes.items():
+        inputs = {key: spec for kind in node.GET_NODE_INFO_V1()["input"].values() for key, spec in kind.items()}
+        folded = {key for key, (_, *options) in inputs.items() if options and options[0].get("advanced")}
+        assert folded <= {i.id for i in node.GET_SCHEMA().inputs if hasattr(i, "default")}, name
+        if name.endswith("Sampler"):
+            assert {"cfg", "temperature"} <= inputs.keys() - folded
+            assert ({"guidance", "head_sampler"} if "Continuous" in name else {"top_k", "top_p"}) <= folded

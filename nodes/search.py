@@ -1,0 +1,22 @@
+"""Words by which ComfyUI's search finds a node, besides its name."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from comfy_api.latest import io
+
+from ..model_loaders.families import CONTINUOUS_NAMES, NAMES
+
+FAMILIES, CONTINUOUS = NAMES.split(", "), CONTINUOUS_NAMES.split(", ")
+SAMPLER = ("autoregressive", "speculative decoding", "ksampler", "generate image", "fast sampler")
+WITH_DRAFTER = (*SAMPLER, "drafter", "draft model", "eagle")
+RULE = ("autoregressive", "speculative decoding", "acceptance rule")
+RELAXED = (*RULE, "relaxed", "lossy", "approximate")
+REPORT = ("autoregressive", "speculative decoding", "statistics", "diagnostics", "trace")
+
+
+def found_by(*words: str) -> dict[str, list[str]]:
+    """The argument of io.Schema for these words; none for versions of ComfyUI that search in names alone."""
+    known = any(field.name == "search_aliases" for field in fields(io.Schema))
+    return {"search_aliases": list(words)} if known else {}
