@@ -19,7 +19,7 @@ from .journal import Journal, JournalError
 from .maps import check_ids, with_maps
 from .overrides import OverrideError, Workflow, fingerprint, prompts_of, read_workflow
 
-WORKFLOW = Path(__file__).resolve().parent.parent / "workflows/api/03_sjd_acceptance_map.json"
+WORKFLOW = Path(__file__).resolve().parent.parent / "workflows/api/05 Acceptance map.json"
 SERVER = "http://127.0.0.1:8188"
 DONE, FAILED, BAD_INPUT, CANCELLED = 0, 1, 2, 130
 EPILOG = """A column of the jobs file sets the input of that name in all nodes of the workflow (seed, cfg, window, ...),

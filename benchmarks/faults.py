@@ -184,7 +184,7 @@ async def sound(url: str, prompt: dict, seed: int, seen: Seen) -> None:
 
 async def measure(server: ComfyServer, minutes: float, seed: int) -> Seen:
     seen, prompts = Seen(), bundled()
-    good, until = prompts["01_start_here_text_to_image"], time.monotonic() + 60 * minutes
+    good, until = prompts["01 Text to image"], time.monotonic() + 60 * minutes
     for number, fault in enumerate(faults(prompts, seed)):
         if number % CHECKED_EVERY == 0:
             await sound(server.url, good, number // CHECKED_EVERY % 2, seen)
@@ -206,7 +206,7 @@ def bundled() -> dict[str, dict]:
     found = {}
     for name, prompt in workflows().items():
         models = str({node["inputs"].get("model_name") for node in prompt.values()})
-        if "(bundled)" in models and name not in ("27_all_methods_side_by_side", "04_find_fastest"):
+        if "(bundled)" in models and name not in ("03 Compare all methods", "07 Find the fastest method"):
             found[name] = prompt
     return found
 

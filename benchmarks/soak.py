@@ -42,7 +42,7 @@ SEEDS = (11, 12, 13)
 SETTLED = 0.2  # share of the run after which memory is expected to have stopped growing
 IMAGES = (".png", ".webp")
 TIMED = {"SpecARCompareTraces", "SpecARFindFastest"}  # their charts tell seconds
-VARYING = ("04_find_fastest",)  # what these generate depends on the clock
+VARYING = ("07 Find the fastest method",)  # what these generate depends on the clock
 FILES = ("images", "files", "specar_tokens")  # what nodes say of the files that they have written
 
 

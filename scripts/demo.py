@@ -12,7 +12,7 @@ from comfyui_specar.batch.client import Run, run_prompt
 from comfyui_specar.batch.overrides import OverrideError, read_workflow, with_overrides
 from comfyui_specar.batch.server import refusal
 
-DEFAULT_WORKFLOW = PACK / "workflows/api/02_same_seed_two_samplers.json"
+DEFAULT_WORKFLOW = PACK / "workflows/api/02 Same image, fewer passes.json"
 OUTPUT = PACK / "output"
 SERVER_LOG = OUTPUT / "server.log"
 BAR_WIDTH = 30

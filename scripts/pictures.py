@@ -70,7 +70,7 @@ def sampler(workflow: str, kind: str) -> Scene:
     return Scene(workflow, {kind: (0, 0, 330), SAVE: (0, None, 330, 240), MAP: (COLUMN, 0, 330, 700)})
 
 
-def rule(kind: str, metric: str = "accepted by relaxation", workflow: str = "21_draft_tree_eagle", target: str = TREE,
+def rule(kind: str, metric: str = "accepted by relaxation", workflow: str = "21 Draft tree (EAGLE)", target: str = TREE,
          **values: object) -> Scene:
     """A rule beside the map of tokens that it accepted by relaxation."""
     shown = {kind: (0, 0, 300), target: (0, None, 0), SAVE: (0, 350, 300, 240), MAP: (COLUMN, 0, 330, 680)}
@@ -91,53 +91,55 @@ def read_saved_trace(page: Frontend) -> None:
 
 SCENES = {
     CHECKPOINT: Scene(
-        "03_sjd_acceptance_map", {CHECKPOINT: (0, 0, 320), TEXT: (370, 0, 300, 110), LATENT: (370, 160, 300),
+        "05 Acceptance map", {CHECKPOINT: (0, 0, 320), TEXT: (370, 0, 300, 110), LATENT: (370, 160, 300),
                                   SJD: (720, 0, 0), DECODE: (720, 160, 0)}, run=False),
     DRAFTER: Scene(
-        "21_draft_tree_eagle", {CHECKPOINT: (0, 0, 300), DRAFTER: (0, 210, 300), TREE: (360, 40, 0)}, run=False),
+        "21 Draft tree (EAGLE)", {CHECKPOINT: (0, 0, 300), DRAFTER: (0, 210, 300), TREE: (360, 40, 0)}, run=False),
     "SpecARLoadImageDecoder": Scene(
-        "01_start_here_text_to_image", {"SpecARLoadImageDecoder": (0, 0, 300), "SpecARNextTokenSampler": (0, 110, 0),
+        "01 Text to image", {"SpecARLoadImageDecoder": (0, 0, 300), "SpecARNextTokenSampler": (0, 110, 0),
                                         DECODE: (350, 0, 200), SAVE: (600, 0, 270, 235)},
         added={"SpecARLoadImageDecoder": {"decoder_name": DECODER}},
         wires=(("SpecARLoadImageDecoder", "VAE", DECODE, "vae"),)),
-    LATENT: Scene("05_batch_of_four", {CHECKPOINT: (0, 0, 0), LATENT: (240, 0, 260), SJD: (240, 180, 0),
+    LATENT: Scene("04 Four images at once", {CHECKPOINT: (0, 0, 0), LATENT: (240, 0, 260), SJD: (240, 180, 0),
                                        SAVE: (550, 0, 330, 340)}),
     "SpecARContinuePicture": Scene(
-        "13_continue_image", {PREVIEW: (0, 0, 300, 240), "SpecARContinuePicture": (0, None, 300),
+        "13 Continue an image", {PREVIEW: (0, 0, 300, 240), "SpecARContinuePicture": (0, None, 300),
                               "RepeatLatentBatch": (0, None, 0), SAVE: (COLUMN, 0, 360, 400)}),
     "SpecARModelInfo": Scene(
-        "03_sjd_acceptance_map", {CHECKPOINT: (0, 0, 300), "SpecARModelInfo": (370, 0, 460, 300)},
+        "05 Acceptance map", {CHECKPOINT: (0, 0, 300), "SpecARModelInfo": (370, 0, 460, 300)},
         added={"SpecARModelInfo": {}}, wires=((CHECKPOINT, "AR_MODEL", "SpecARModelInfo", "model"),)),
     "SpecARNextTokenSampler": Scene(
-        "01_start_here_text_to_image", {"SpecARNextTokenSampler": (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)}),
-    SJD: sampler("03_sjd_acceptance_map", SJD),
-    TREE: sampler("21_draft_tree_eagle", TREE),
-    "SpecARLanternSampler": sampler("23_lantern", "SpecARLanternSampler"),
-    "SpecARCoolSDSampler": sampler("24_cool_sd", "SpecARCoolSDSampler"),
-    "SpecARADTTreeSampler": sampler("25_adt_tree", "SpecARADTTreeSampler"),
-    "SpecARVVSSampler": sampler("26_vvs", "SpecARVVSSampler"),
+        "01 Text to image", {"SpecARNextTokenSampler": (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)}),
+    SJD: sampler("05 Acceptance map", SJD),
+    TREE: sampler("21 Draft tree (EAGLE)", TREE),
+    "SpecARLanternSampler": sampler("23 LANTERN", "SpecARLanternSampler"),
+    "SpecARCoolSDSampler": sampler("24 Cool-SD", "SpecARCoolSDSampler"),
+    "SpecARADTTreeSampler": sampler("25 ADT-Tree", "SpecARADTTreeSampler"),
+    "SpecARVVSSampler": sampler("26 VVS", "SpecARVVSSampler"),
     "SpecARContinuousNextTokenSampler": Scene(
-        "33_continuous_side_by_side", {"SpecARContinuousNextTokenSampler": (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)}),
-    "SpecARContinuousSampler": sampler("31_continuous_speculative", "SpecARContinuousSampler"),
+        "33 Continuous tokens, compare methods",
+        {"SpecARContinuousNextTokenSampler": (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)}),
+    "SpecARContinuousSampler": sampler("31 Continuous tokens", "SpecARContinuousSampler"),
     "SpecARMethodSampler": Scene(
-        "04_find_fastest", {"SpecARFindFastest": (0, 0, 0), "SpecARMethodSampler": (0, 60, 330),
+        "07 Find the fastest method", {"SpecARFindFastest": (0, 0, 0), "SpecARMethodSampler": (0, 60, 330),
                          SAVE: (COLUMN, 0, 270, 240)}),
     "SpecARRuleExact": rule("SpecARRuleExact", "source"),
     "SpecARRuleLantern": rule("SpecARRuleLantern", neighbours=30, delta=0.3),
     "SpecARRuleUniformRSD": rule("SpecARRuleUniformRSD", delta=2),
     "SpecARRuleCoolSD": Scene(
-        "14_exact_on_the_face", {"MaskPreview": (0, 0, 300, 220), "SpecARRuleCoolSD": (0, None, 300),
+        "15 Exact inside a mask", {"MaskPreview": (0, 0, 300, 220), "SpecARRuleCoolSD": (0, None, 300),
                                  TREE: (0, None, 0), SAVE: (0, 580, 300, 240), MAP: (COLUMN, 0, 330, 700)}),
-    MAP: Scene("03_sjd_acceptance_map", {SAVE: (0, 0, 240, 220), MAP: (300, 0, 420, 640)}),
+    MAP: Scene("05 Acceptance map", {SAVE: (0, 0, 240, 220), MAP: (300, 0, 420, 640)}),
     "SpecARTimeline": Scene(
-        "06_decoding_timeline", {"SpecARTimeline": (0, 0, 330, 480), PREVIEW: (COLUMN, 0, 420, 480)},
+        "06 Watch an image being decoded", {"SpecARTimeline": (0, 0, 330, 480), PREVIEW: (COLUMN, 0, 420, 480)},
         added={PREVIEW: {}}, values={"SpecARTimeline": {"frames": 12, "hold": 0}},
         wires=(("SpecARTimeline", "frames", PREVIEW, "images"),)),
     "SpecARFindFastest": Scene(
-        "04_find_fastest", {"SpecARFindFastest": (0, 0, 480, 900)}, values={"SpecARFindFastest": {"seconds": 180}}),
-    "SpecARCompareTraces": Scene("27_all_methods_side_by_side", {"SpecARCompareTraces": (0, 0, 760, 700)}),
-    "SpecARSaveTrace": Scene("03_sjd_acceptance_map", {SJD: (0, 0, 0), "SpecARSaveTrace": (300, 0, 340, 240)}),
-    "SpecARLoadTrace": Scene("03_sjd_acceptance_map", {"SpecARLoadTrace": (0, 0, 340), MAP: (400, 0, 340, 620)},
+        "07 Find the fastest method", {"SpecARFindFastest": (0, 0, 480, 900)},
+        values={"SpecARFindFastest": {"seconds": 180}}),
+    "SpecARCompareTraces": Scene("03 Compare all methods", {"SpecARCompareTraces": (0, 0, 760, 700)}),
+    "SpecARSaveTrace": Scene("05 Acceptance map", {SJD: (0, 0, 0), "SpecARSaveTrace": (300, 0, 340, 240)}),
+    "SpecARLoadTrace": Scene("05 Acceptance map", {"SpecARLoadTrace": (0, 0, 340), MAP: (400, 0, 340, 620)},
                              prepare=read_saved_trace),
 }
 for _page in DOCS.glob("SpecARRule*"):

@@ -13,7 +13,7 @@ from .pages import BY_CHOICE, RENDERERS, ROOT, load, missing_models, open_page, 
 pytestmark = pytest.mark.browser
 
 TEMPLATES = sorted((ROOT / "workflows").glob("*.json"))
-DEFAULT = "02_same_seed_two_samplers"
+DEFAULT = "02 Same image, fewer passes"
 
 # The images that a node shows, with either renderer.
 IMAGES = """type => app.graph._nodes.filter(node => node.type === type).map(node => [
@@ -79,7 +79,7 @@ def test_nodes_of_a_template_do_not_overlap(page, renderer):
     assert not overlapping
 
 
-@pytest.mark.parametrize("template", [each for each in TEMPLATES if each.stem.endswith("_needs_download")],
+@pytest.mark.parametrize("template", [each for each in TEMPLATES if each.stem.endswith(" (download)")],
                          ids=lambda path: path.stem)
 def test_template_names_the_models_that_are_missing(page, template):
     load(page, template, missing_models=True)
@@ -88,7 +88,7 @@ def test_template_names_the_models_that_are_missing(page, template):
 
 
 def test_a_model_that_is_there_is_not_called_missing(page, comfy):
-    template = ROOT / "workflows/41_llamagen_class_needs_download.json"
+    template = ROOT / "workflows/45 LlamaGen, classes (download).json"
     [missing, there] = json.loads(template.read_text("utf-8"))["models"]
     file = comfy.base / "models" / there["directory"] / there["name"]
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -115,14 +115,14 @@ def test_template_dialog_offers_the_templates_in_order_and_opens_the_one_clicked
     page.evaluate("() => app.graph.clear()")
     page.evaluate("() => app.extensionManager.command.execute('Comfy.BrowseTemplates')")
     page.get_by_text(DEFAULT, exact=True).first.wait_for()
-    shown = page.get_by_role("dialog").get_by_text(re.compile(r"^\d\d_\w+$")).all_inner_texts()
+    shown = page.get_by_role("dialog").get_by_text(re.compile(r"^\d\d [^\n]+$")).all_inner_texts()
     assert shown[0] == TEMPLATES[0].stem and shown == sorted(shown), shown
     page.get_by_text(DEFAULT, exact=True).first.click()
     page.wait_for_function("() => app.graph._nodes.some(node => node.type === 'SpecARSJDSampler')")
 
 
 @pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
-@pytest.mark.parametrize("name", [DEFAULT, "31_continuous_speculative"])
+@pytest.mark.parametrize("name", [DEFAULT, "31 Continuous tokens"])
 def test_template_runs_and_shows_images_and_map(page, renderer, name):
     load(page, ROOT / "workflows" / f"{name}.json")
     for batch in (1, 8, 64):  # a run shows previews if it takes more than a moment
@@ -172,7 +172,7 @@ def test_without_its_javascript_and_in_chinese(browser, comfy):
 
     assert problems and all("/js/" in text for text in problems), problems
     problems.clear()
-    load(page, ROOT / "workflows/03_sjd_acceptance_map.json")
+    load(page, ROOT / "workflows/05 Acceptance map.json")
     run(page)
     page.wait_for_function("""() => {
         const node = app.graph._nodes.find(node => node.type === 'SpecARAcceptanceMap');

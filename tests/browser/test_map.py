@@ -11,7 +11,7 @@ from .pages import RENDERERS, ROOT, SCREENSHOTS, load, run, screenshot, set_batc
 
 pytestmark = pytest.mark.browser
 
-MAP, SJD, CONTINUOUS = "SpecARAcceptanceMap", "03_sjd_acceptance_map", "31_continuous_speculative"
+MAP, SJD, CONTINUOUS = "SpecARAcceptanceMap", "05 Acceptance map", "31 Continuous tokens"
 NAMES = {  # record of the trace -> what the map calls it
     "finalised_at": "decided in pass", "depth": "position in the draft", "p": "p of the token",
     "q": "q of the draft token", "ratio": "p/q of the draft token", "refinements": "passes as a draft token",
@@ -149,7 +149,7 @@ def test_the_map_comes_back_with_its_workflow_unless_the_server_has_lost_it(page
         page.wait_for_function("maps => document.querySelectorAll('.specar-map').length === maps", arg=maps)
         come_near(page)
 
-    load(page, ROOT / "workflows/41_llamagen_class_needs_download.json", name="other")
+    load(page, ROOT / "workflows/45 LlamaGen, classes (download).json", name="other")
     switch("Previous", maps=1)
     page.wait_for_function(IS_SHOWN)
     assert text(page) == report

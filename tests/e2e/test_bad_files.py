@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 BUNDLED = Path(__file__).resolve().parents[2] / "assets/default"
 CONTINUOUS = BUNDLED.with_name("continuous")
-WORKFLOW = "03_sjd_acceptance_map"
+WORKFLOW = "05 Acceptance map"
 
 
 class Hostile:

@@ -3,7 +3,7 @@
 import pytest
 
 CASES = {
-    "03_sjd_acceptance_map": [
+    "05 Acceptance map": [
         ("top_k", 60000),
         ("top_k", -2),
         ("window", 5000),
@@ -21,16 +21,16 @@ CASES = {
         ("dtype", "fp4"),
         ("model_name", "not_there.safetensors"),
     ],
-    "21_draft_tree_eagle": [
+    "21 Draft tree (EAGLE)": [
         ("structure", "nonsense"),
         ("depth", 0),
         ("nodes", 100_000),
         ("drafter_name", "not_there.safetensors"),
     ],
-    "23_lantern": [("neighbours", 5000), ("ratio", 0.0), ("variant", "nonsense"), ("redraw", "nonsense")],
-    "26_vvs": [("interval", 1), ("schedule", "nonsense"), ("path", "nonsense")],
-    "14_exact_on_the_face": [("delta", -1.0), ("delta", float("nan")), ("steps", 0), ("schedule", "nonsense")],
-    "31_continuous_speculative": [
+    "23 LANTERN": [("neighbours", 5000), ("ratio", 0.0), ("variant", "nonsense"), ("redraw", "nonsense")],
+    "26 VVS": [("interval", 1), ("schedule", "nonsense"), ("path", "nonsense")],
+    "15 Exact inside a mask": [("delta", -1.0), ("delta", float("nan")), ("steps", 0), ("schedule", "nonsense")],
+    "31 Continuous tokens": [
         ("draft_length", 0),
         ("draft_length", 100_000),
         ("prefill", 2.0),
@@ -47,8 +47,8 @@ CASES = {
         ("temperature", 0.0),
         ("text", ""),
     ],
-    "33_continuous_side_by_side": [("iterations", -1), ("iterations", 10**6)],
-    "01_start_here_text_to_image": [("top_k", 60000), ("cfg", 0.5), ("width", 7), ("batch_size", 0)],
+    "33 Continuous tokens, compare methods": [("iterations", -1), ("iterations", 10**6)],
+    "01 Text to image": [("top_k", 60000), ("cfg", 0.5), ("width", 7), ("batch_size", 0)],
 }
 
 
@@ -64,4 +64,4 @@ def test_bad_value_is_refused_by_name(comfy, name, widget, value):
 
 
 def test_the_server_works_after_all_that(comfy):
-    assert comfy.run(comfy.workflow("03_sjd_acceptance_map", seed=401)).outcome == "success"
+    assert comfy.run(comfy.workflow("05 Acceptance map", seed=401)).outcome == "success"

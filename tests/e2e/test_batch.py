@@ -104,7 +104,7 @@ def test_equal_jobs_have_an_image_each_and_a_refused_one_says_why(comfy, equal_j
 def test_maps_lie_beside_the_images_of_a_workflow_that_has_none(comfy, tmp_path):
     """Two images of one run: the text-to-image workflow shows no trace, and saves what it decodes."""
     (tmp_path / "jobs.csv").write_text("id,batch_size,seed\none,2,3\n", encoding="utf-8")
-    arguments = ["--maps", "--workflow", str(PACK / "workflows/api/01_start_here_text_to_image.json")]
+    arguments = ["--maps", "--workflow", str(PACK / "workflows/api/01 Text to image.json")]
     batch = start(tmp_path, "--server", comfy.url, *arguments)
     _, said = batch.communicate(timeout=PATIENCE)
     assert batch.returncode == 0, said

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-WORKFLOWS = ("01_start_here_text_to_image", "03_sjd_acceptance_map", "21_draft_tree_eagle", "26_vvs",
-             "31_continuous_speculative")
+WORKFLOWS = ("01 Text to image", "05 Acceptance map", "21 Draft tree (EAGLE)", "26 VVS",
+             "31 Continuous tokens")
 
 
 def drawn(comfy, name: str) -> list[np.ndarray]:

@@ -8,7 +8,7 @@ from comfyui_specar.batch.client import interrupt
 from safetensors.torch import load_file, save_file
 
 DRAFTER = Path(__file__).resolve().parents[2] / "assets/default/eagle"
-WORKFLOW = "21_draft_tree_eagle"
+WORKFLOW = "21 Draft tree (EAGLE)"
 
 
 @pytest.fixture
@@ -60,10 +60,10 @@ def test_a_drafter_loaded_for_another_model_is_refused(comfy):
 
 
 PAIRS = [  # workflow, what is loaded instead, what is said about it
-    ("31_continuous_speculative", {"drafter_name": "EAGLE drafter (bundled)"}, "token ids"),
-    ("31_continuous_speculative", {"drafter_name": "small model (bundled)"}, "generates token ids"),
-    ("21_draft_tree_eagle", {"drafter_name": "small continuous MAR (bundled)"}, "generates vectors"),
-    ("03_sjd_acceptance_map", {"model_name": "continuous MAR (bundled)"}, "Continuous Speculative Sampler"),
+    ("31 Continuous tokens", {"drafter_name": "EAGLE drafter (bundled)"}, "token ids"),
+    ("31 Continuous tokens", {"drafter_name": "small model (bundled)"}, "generates token ids"),
+    ("21 Draft tree (EAGLE)", {"drafter_name": "small continuous MAR (bundled)"}, "generates vectors"),
+    ("05 Acceptance map", {"model_name": "continuous MAR (bundled)"}, "Continuous Speculative Sampler"),
 ]
 
 
@@ -75,7 +75,7 @@ def test_token_ids_and_vectors_do_not_mix(comfy, workflow, other, says):
 
 def test_interrupt_in_the_middle_of_a_tree_and_the_next_prompt_works(comfy):
     """After all the errors above."""
-    prompt = comfy.workflow("27_all_methods_side_by_side", value=602)
+    prompt = comfy.workflow("03 Compare all methods", value=602)
     tree = next(key for key, node in prompt.items() if node["class_type"] == "SpecARADTTreeSampler")
     keep = {tree: prompt[tree]}  # only what the tree sampler needs, and a node that shows its trace
     while missing := {link[0] for node in keep.values() for link in node["inputs"].values()
@@ -100,7 +100,7 @@ def test_interrupt_in_the_middle_of_a_tree_and_the_next_prompt_works(comfy):
 
 
 def test_comparison_shows_passes_and_times_of_one_server(comfy):
-    prompt = comfy.workflow("21_draft_tree_eagle", seed=604)
+    prompt = comfy.workflow("21 Draft tree (EAGLE)", seed=604)
     tree = comfy.node_id(prompt, "SpecARDraftTreeSampler")
     inputs = {k: v for k, v in prompt[tree]["inputs"].items()
               if k in ("model", "positive", "latent_image", "seed", "cfg", "temperature", "top_k", "top_p")}

@@ -13,8 +13,8 @@ from scripts.comfy_server import PACK
 from ..support.families import CHANGES, FAMILIES, SMALL, Placed
 
 WORKFLOWS = PACK / "workflows"
-JANUS, ANOLE = "44_janus_pro_needs_download", "46_anole_needs_download"
-LLAMAGEN, LUMINA = "42_llamagen_text_needs_download", "45_lumina_mgpt_needs_download"
+JANUS, ANOLE = "41 Janus-Pro (download)", "47 Anole (download)"
+LLAMAGEN, LUMINA = "44 LlamaGen, text (download)", "46 Lumina-mGPT (download)"
 
 
 @pytest.fixture(scope="module")

@@ -38,20 +38,20 @@ SPOILED = [  # node, input, value, and what the answer says
 
 @pytest.mark.parametrize(("node", "name", "value", "says"), SPOILED)
 def test_a_spoiled_input_is_named_and_no_traceback_is_needed(comfy, node, name, value, says):
-    prompt = comfy.workflow("03_sjd_acceptance_map", seed=600)
+    prompt = comfy.workflow("05 Acceptance map", seed=600)
     prompt[comfy.node_id(prompt, node)]["inputs"][name] = value
     run = comfy.run(prompt)
     assert run.outcome in ("rejected", "error") or run.node_errors
     assert says in run.message()
-    assert problem_of(Fault("03_sjd_acceptance_map", node, name, "", repr(value), prompt), run) is None
+    assert problem_of(Fault("05 Acceptance map", node, name, "", repr(value), prompt), run) is None
 
 
 def test_the_server_generates_after_all_that(comfy):
-    assert comfy.run(comfy.workflow("03_sjd_acceptance_map", seed=601)).outcome == "success"
+    assert comfy.run(comfy.workflow("05 Acceptance map", seed=601)).outcome == "success"
 
 
 def test_a_trace_that_cannot_be_written_does_not_cost_the_image(comfy):
-    prompt = comfy.workflow("14_exact_on_the_face", seed=602)
+    prompt = comfy.workflow("15 Exact inside a mask", seed=602)
     saver = comfy.node_id(prompt, "SpecARSaveTrace")
     (comfy.output / "in_the_way").write_text("", encoding="utf-8")
     prompt[saver]["inputs"]["filename_prefix"] = "in_the_way/trace"
@@ -65,7 +65,7 @@ def test_a_trace_that_cannot_be_written_does_not_cost_the_image(comfy):
 
 
 def test_names_outside_the_output_folder_are_refused_before_anything_is_generated(comfy):
-    prompt = comfy.workflow("14_exact_on_the_face", seed=603)
+    prompt = comfy.workflow("15 Exact inside a mask", seed=603)
     prompt[comfy.node_id(prompt, "SpecARSaveTrace")]["inputs"]["filename_prefix"] = "../../trace"
     others = ("SaveImage", "SpecARAcceptanceMap", "MaskPreview")
     run = comfy.run({key: node for key, node in prompt.items() if node["class_type"] not in others})
@@ -75,7 +75,7 @@ def test_names_outside_the_output_folder_are_refused_before_anything_is_generate
 def test_a_server_that_is_killed_leaves_whole_files_and_starts_again(comfyui, tmp_path):
     with ComfyServer(comfyui, tmp_path / "server.log") as server:
         comfy = Comfy(server)
-        prompt = comfy.workflow("14_exact_on_the_face", seed=604)
+        prompt = comfy.workflow("15 Exact inside a mask", seed=604)
         sampler = comfy.node_id(prompt, "SpecARDraftTreeSampler")
 
         async def kill(run, event, data):
@@ -84,7 +84,7 @@ def test_a_server_that_is_killed_leaves_whole_files_and_starts_again(comfyui, tm
                 os.killpg(server.process.pid, signal.SIGKILL)
 
         assert comfy.run(prompt).outcome == "success"
-        mortal = comfy.workflow("14_exact_on_the_face", seed=605, batch_size=16)  # long enough to die during the run
+        mortal = comfy.workflow("15 Exact inside a mask", seed=605, batch_size=16)  # long enough to die during the run
         with pytest.raises(aiohttp.ClientError):
             comfy.run(mortal, kill)
         server.process.wait(PATIENCE)
@@ -93,7 +93,7 @@ def test_a_server_that_is_killed_leaves_whole_files_and_starts_again(comfyui, tm
         comfy = Comfy(server)
         options = comfy.get("/object_info/SpecARLoadTrace")["SpecARLoadTrace"]["input"]["required"]["trace_name"]
         assert whole["traces"] == 1 and "face_trace_00001_" in str(options)
-        run = comfy.run(comfy.workflow("14_exact_on_the_face", seed=605))
+        run = comfy.run(comfy.workflow("15 Exact inside a mask", seed=605))
         assert run.outcome == "success", run.message()
         assert files_are_whole(comfy.output) == {"traces": 2, "images": whole["images"] + 1}
 

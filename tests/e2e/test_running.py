@@ -7,8 +7,8 @@ import pytest
 from comfyui_specar.batch.client import interrupt
 from PIL import Image
 
-SAMPLERS = {"01_start_here_text_to_image": "SpecARNextTokenSampler", "03_sjd_acceptance_map": "SpecARSJDSampler",
-            "21_draft_tree_eagle": "SpecARDraftTreeSampler", "31_continuous_speculative": "SpecARContinuousSampler"}
+SAMPLERS = {"01 Text to image": "SpecARNextTokenSampler", "05 Acceptance map": "SpecARSJDSampler",
+            "21 Draft tree (EAGLE)": "SpecARDraftTreeSampler", "31 Continuous tokens": "SpecARContinuousSampler"}
 
 
 def progress_of(run, node: str) -> list[tuple[float, float]]:
@@ -66,7 +66,7 @@ def test_a_run_shows_progress_and_previews(comfy, name):
 
 
 def test_cached_rerun_shows_the_map_again(comfy):
-    prompt = comfy.workflow("03_sjd_acceptance_map", seed=104)
+    prompt = comfy.workflow("05 Acceptance map", seed=104)
     acceptance_map = comfy.node_id(prompt, "SpecARAcceptanceMap")
     first, second = comfy.run(prompt), comfy.run(prompt)
     cached = [node for event, data in second.events if event == "execution_cached" for node in data["nodes"]]
@@ -76,9 +76,9 @@ def test_cached_rerun_shows_the_map_again(comfy):
 
 
 def test_image_i_of_a_batch_is_the_single_image_of_seed_plus_i(comfy):
-    batch = drawn(comfy, comfy.workflow("03_sjd_acceptance_map", seed=200, batch_size=3))
+    batch = drawn(comfy, comfy.workflow("05 Acceptance map", seed=200, batch_size=3))
     assert len(batch) == 3
-    [single] = drawn(comfy, comfy.workflow("03_sjd_acceptance_map", seed=202, batch_size=1))
+    [single] = drawn(comfy, comfy.workflow("05 Acceptance map", seed=202, batch_size=1))
     # One level of difference is the rounding of the decoder, which sums in another order for a batch.
     assert np.abs(single - batch[2]).max() <= 1
     assert np.abs(batch[0] - batch[2]).max() > 1
@@ -87,7 +87,7 @@ def test_image_i_of_a_batch_is_the_single_image_of_seed_plus_i(comfy):
 def test_same_seed_repeats_and_another_seed_differs(comfy):
     images = {}
     for seed in (301, 302, 301):  # ComfyUI keeps only the last prompt's results, so the third run is a new one
-        [made] = drawn(comfy, comfy.workflow("03_sjd_acceptance_map", seed=seed))
+        [made] = drawn(comfy, comfy.workflow("05 Acceptance map", seed=seed))
         if seed in images:
             assert np.array_equal(made, images[seed])
         images[seed] = made

@@ -5,7 +5,7 @@ import itertools
 
 from benchmarks import soak
 
-QUICK = ["01_start_here_text_to_image", "03_sjd_acceptance_map", "31_continuous_speculative"]
+QUICK = ["01 Text to image", "05 Acceptance map", "31 Continuous tokens"]
 GROWTH = 64  # MiB that 16 prompts may add once every workflow has run twice; a kept model or image is 20 or more
 
 

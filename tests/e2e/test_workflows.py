@@ -34,9 +34,9 @@ def test_every_workflow_is_run_somewhere():
 def test_a_template_is_three_files_whose_name_gives_its_place_and_whether_it_needs_a_download():
     files = {kind: {path.stem for path in WORKFLOWS.glob(f"*{kind}")} for kind in (".json", ".jpg")}
     assert files[".json"] == files[".jpg"] == set(SHIPPED)
-    assert all(re.fullmatch(r"\d\d_[a-z0-9_]+", name) for name in SHIPPED), "shown, and part of an address"
+    assert all(re.fullmatch(r"\d\d [A-Z][\w ,()-]+", name) for name in SHIPPED), "shown as they are; part of a URL"
     assert len({name[:2] for name in SHIPPED}) == len(SHIPPED)
-    assert {name for name in SHIPPED if name.endswith("_needs_download")} == set(FAMILIES)
+    assert {name for name in SHIPPED if name.endswith(" (download)")} == set(FAMILIES)
 
 
 def film(data: bytes, video: bool) -> list[np.ndarray]:
@@ -57,7 +57,7 @@ def statistics_are_in_the_history(comfy, run):
     reports = run.collect("specar")
     assert {report["schema"] for report in reports} == {"specar.trace/2"}
     [seed] = {report["totals"]["seed"] for report in reports}
-    prompt = comfy.workflow("02_same_seed_two_samplers")
+    prompt = comfy.workflow("02 Same image, fewer passes")
     assert seed == prompt[comfy.node_id(prompt, "PrimitiveInt")]["inputs"]["value"]
     passes = {report["settings"]["method"]: report["totals"]["target_passes"] for report in reports}
     [tokens] = {report["totals"]["tokens"] for report in reports}
@@ -102,7 +102,7 @@ def the_face_is_exact(comfy, run):
 
 def films_of_the_run_are_saved(comfy, run):
     """The run's frames at its speed, then the finished image: not to the last level in the video, which is lossy."""
-    prompt = comfy.workflow("06_decoding_timeline")
+    prompt = comfy.workflow("06 Watch an image being decoded")
     [webp] = run.outputs[comfy.node_id(prompt, "SaveAnimatedWEBP")]["images"]
     [mp4] = run.outputs[comfy.node_id(prompt, "SaveVideo")]["images"]
     frames, video = saved_film(comfy, webp), saved_film(comfy, mp4)
@@ -118,7 +118,7 @@ def films_of_the_run_are_saved(comfy, run):
 
 def what_is_found_is_drawn_with(comfy, run):
     """Another image with another prompt is generated without another search."""
-    prompt = comfy.workflow("04_find_fastest")
+    prompt = comfy.workflow("07 Find the fastest method")
     node, sampler = (comfy.node_id(prompt, kind) for kind in ("SpecARFindFastest", "SpecARMethodSampler"))
     [found] = run.outputs[node]["specar"]
     [drawn] = [report for report in run.collect("specar") if report["schema"] == "specar.trace/2"]
@@ -135,10 +135,11 @@ def what_is_found_is_drawn_with(comfy, run):
 
 
 MORE = {  # what else is to be seen of a workflow's run
-    "02_same_seed_two_samplers": statistics_are_in_the_history, "32_continuous_inpaint": only_what_is_masked_is_drawn,
-    "14_exact_on_the_face": the_face_is_exact, "15_skip_only_the_background": the_face_is_judged,
-    "13_continue_image": the_upper_half_is_given, "12_outpaint": the_middle_is_kept,
-    "06_decoding_timeline": films_of_the_run_are_saved,
+    "02 Same image, fewer passes": statistics_are_in_the_history,
+    "32 Continuous tokens, inpaint": only_what_is_masked_is_drawn,
+    "15 Exact inside a mask": the_face_is_exact, "16 Skip verification outside a mask": the_face_is_judged,
+    "13 Continue an image": the_upper_half_is_given, "12 Outpaint": the_middle_is_kept,
+    "06 Watch an image being decoded": films_of_the_run_are_saved,
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 from comfyui_specar.nodes.comfy_runtime import folders
 from comfyui_specar.nodes.downloads import where_to_get
 
-TEMPLATES = sorted((Path(__file__).parents[2] / "workflows").glob("*_needs_download.json"))
+TEMPLATES = sorted((Path(__file__).parents[2] / "workflows").glob("* (download).json"))
 REPOSITORY = re.compile(r"https://huggingface\.co/([\w.-]+/[\w.-]+)")
 PLACE = re.compile(r"into (models/[\w./-]*\w)")
 

@@ -170,6 +170,6 @@ FILES = {
     "Anole": Files(partial(write, kind="anole", shards=3), "Anole-tiny-hf"),
 }
 WORKFLOWS = {
-    "45_lumina_mgpt_needs_download": Workflow("Lumina-mGPT 7B", install_lumina),
-    "46_anole_needs_download": Workflow("Anole 7B with a drafter", install_anole),
+    "46 Lumina-mGPT (download)": Workflow("Lumina-mGPT 7B", install_lumina),
+    "47 Anole (download)": Workflow("Anole 7B with a drafter", install_anole),
 }

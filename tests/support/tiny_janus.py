@@ -143,6 +143,6 @@ FILES = {
     "Janus-Pro as released": Files(partial(write, original=True, pickled=True)),
     "Janus-Pro in int8": Files(write, storage=torch.int8),
 }
-WORKFLOWS = {"44_janus_pro_needs_download": Workflow(
+WORKFLOWS = {"41 Janus-Pro (download)": Workflow(
     "Janus-Pro 1B, 7B", lambda models: write(models / "ar_models/Janus-Pro-1B")
 )}

@@ -181,4 +181,4 @@ def install(models: Path) -> None:
 
 TINY = {"simplear": Tiny(write)}
 FILES = {"SimpleAR": Files(write_files)}
-WORKFLOWS = {"43_simplear_needs_download": Workflow("SimpleAR 0.5B, 1.5B", install)}
+WORKFLOWS = {"43 SimpleAR (download)": Workflow("SimpleAR 0.5B, 1.5B", install)}
