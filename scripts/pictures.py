@@ -117,7 +117,7 @@ SCENES = {
     "SpecARADTTreeSampler": sampler("25 ADT-Tree", "SpecARADTTreeSampler"),
     "SpecARVVSSampler": sampler("26 VVS", "SpecARVVSSampler"),
     "SpecARContinuousNextTokenSampler": Scene(
-        "33 Continuous tokens, compare methods",
+        "33 Continuous, all methods",
         {"SpecARContinuousNextTokenSampler": (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)}),
     "SpecARContinuousSampler": sampler("31 Continuous tokens", "SpecARContinuousSampler"),
     "SpecARMethodSampler": Scene(
@@ -131,7 +131,7 @@ SCENES = {
                                  TREE: (0, None, 0), SAVE: (0, 580, 300, 240), MAP: (COLUMN, 0, 330, 700)}),
     MAP: Scene("05 Acceptance map", {SAVE: (0, 0, 240, 220), MAP: (300, 0, 420, 640)}),
     "SpecARTimeline": Scene(
-        "06 Watch an image being decoded", {"SpecARTimeline": (0, 0, 330, 480), PREVIEW: (COLUMN, 0, 420, 480)},
+        "06 Watch it being decoded", {"SpecARTimeline": (0, 0, 330, 480), PREVIEW: (COLUMN, 0, 420, 480)},
         added={PREVIEW: {}}, values={"SpecARTimeline": {"frames": 12, "hold": 0}},
         wires=(("SpecARTimeline", "frames", PREVIEW, "images"),)),
     "SpecARFindFastest": Scene(

@@ -47,7 +47,7 @@ CASES = {
         ("temperature", 0.0),
         ("text", ""),
     ],
-    "33 Continuous tokens, compare methods": [("iterations", -1), ("iterations", 10**6)],
+    "33 Continuous, all methods": [("iterations", -1), ("iterations", 10**6)],
     "01 Text to image": [("top_k", 60000), ("cfg", 0.5), ("width", 7), ("batch_size", 0)],
 }
 

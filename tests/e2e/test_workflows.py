@@ -102,7 +102,7 @@ def the_face_is_exact(comfy, run):
 
 def films_of_the_run_are_saved(comfy, run):
     """The run's frames at its speed, then the finished image: not to the last level in the video, which is lossy."""
-    prompt = comfy.workflow("06 Watch an image being decoded")
+    prompt = comfy.workflow("06 Watch it being decoded")
     [webp] = run.outputs[comfy.node_id(prompt, "SaveAnimatedWEBP")]["images"]
     [mp4] = run.outputs[comfy.node_id(prompt, "SaveVideo")]["images"]
     frames, video = saved_film(comfy, webp), saved_film(comfy, mp4)
@@ -136,10 +136,10 @@ def what_is_found_is_drawn_with(comfy, run):
 
 MORE = {  # what else is to be seen of a workflow's run
     "02 Same image, fewer passes": statistics_are_in_the_history,
-    "32 Continuous tokens, inpaint": only_what_is_masked_is_drawn,
-    "15 Exact inside a mask": the_face_is_exact, "16 Skip verification outside a mask": the_face_is_judged,
+    "32 Continuous, inpaint": only_what_is_masked_is_drawn,
+    "15 Exact inside a mask": the_face_is_exact, "16 Unverified outside a mask": the_face_is_judged,
     "13 Continue an image": the_upper_half_is_given, "12 Outpaint": the_middle_is_kept,
-    "06 Watch an image being decoded": films_of_the_run_are_saved,
+    "06 Watch it being decoded": films_of_the_run_are_saved,
 }
 
 
