@@ -206,7 +206,7 @@ def bundled() -> dict[str, dict]:
     found = {}
     for name, prompt in workflows().items():
         models = str({node["inputs"].get("model_name") for node in prompt.values()})
-        if "(bundled)" in models and name not in ("03 Compare all methods", "07 Find the fastest method"):
+        if "(bundled)" in models and name not in ("27 Compare all methods", "07 Find the fastest method"):
             found[name] = prompt
     return found
 

@@ -30,7 +30,8 @@ QUALITY = 88  # of thumbnails
 DECODER = "vq_default.safetensors"  # the bundled model's decoder under another name, for Load AR Image Decoder
 
 CHECKPOINT, DRAFTER, LATENT = "SpecARLoadCheckpoint", "SpecARLoadDrafter", "SpecAREmptyLatent"
-MAP, TREE, SJD = "SpecARAcceptanceMap", "SpecARDraftTreeSampler", "SpecARSJDSampler"
+MAP, SAMPLER = "SpecARAcceptanceMap", "SpecARSampler"
+TREE, SJD = "SpecARDraftTreeSampler", "SpecARSJDSampler"
 TEXT, DECODE, SAVE, PREVIEW = "CLIPTextEncode", "VAEDecode", "SaveImage", "PreviewImage"
 COLUMN = 350  # distance between columns of nodes
 
@@ -96,11 +97,11 @@ SCENES = {
     DRAFTER: Scene(
         "21 Draft tree (EAGLE)", {CHECKPOINT: (0, 0, 300), DRAFTER: (0, 210, 300), TREE: (360, 40, 0)}, run=False),
     "SpecARLoadImageDecoder": Scene(
-        "01 Text to image", {"SpecARLoadImageDecoder": (0, 0, 300), "SpecARNextTokenSampler": (0, 110, 0),
-                                        DECODE: (350, 0, 200), SAVE: (600, 0, 270, 235)},
+        "01 Text to image", {"SpecARLoadImageDecoder": (0, 0, 300), SAMPLER: (0, 110, 0),
+                             DECODE: (350, 0, 200), SAVE: (600, 0, 270, 235)},
         added={"SpecARLoadImageDecoder": {"decoder_name": DECODER}},
         wires=(("SpecARLoadImageDecoder", "VAE", DECODE, "vae"),)),
-    LATENT: Scene("04 Four images at once", {CHECKPOINT: (0, 0, 0), LATENT: (240, 0, 260), SJD: (240, 180, 0),
+    LATENT: Scene("04 Four images at once", {CHECKPOINT: (0, 0, 0), LATENT: (240, 0, 260), SAMPLER: (240, 180, 0),
                                        SAVE: (550, 0, 330, 340)}),
     "SpecARContinuePicture": Scene(
         "13 Continue an image", {PREVIEW: (0, 0, 300, 240), "SpecARContinuePicture": (0, None, 300),
@@ -108,8 +109,9 @@ SCENES = {
     "SpecARModelInfo": Scene(
         "05 Acceptance map", {CHECKPOINT: (0, 0, 300), "SpecARModelInfo": (370, 0, 460, 300)},
         added={"SpecARModelInfo": {}}, wires=((CHECKPOINT, "AR_MODEL", "SpecARModelInfo", "model"),)),
+    SAMPLER: Scene("01 Text to image", {SAMPLER: (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)}),
     "SpecARNextTokenSampler": Scene(
-        "01 Text to image", {"SpecARNextTokenSampler": (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)}),
+        "27 Compare all methods", {"SpecARNextTokenSampler": (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)}),
     SJD: sampler("05 Acceptance map", SJD),
     TREE: sampler("21 Draft tree (EAGLE)", TREE),
     "SpecARLanternSampler": sampler("23 LANTERN", "SpecARLanternSampler"),
@@ -137,7 +139,7 @@ SCENES = {
     "SpecARFindFastest": Scene(
         "07 Find the fastest method", {"SpecARFindFastest": (0, 0, 480, 900)},
         values={"SpecARFindFastest": {"seconds": 180}}),
-    "SpecARCompareTraces": Scene("03 Compare all methods", {"SpecARCompareTraces": (0, 0, 760, 700)}),
+    "SpecARCompareTraces": Scene("27 Compare all methods", {"SpecARCompareTraces": (0, 0, 760, 700)}),
     "SpecARSaveTrace": Scene("05 Acceptance map", {SJD: (0, 0, 0), "SpecARSaveTrace": (300, 0, 340, 240)}),
     "SpecARLoadTrace": Scene("05 Acceptance map", {"SpecARLoadTrace": (0, 0, 340), MAP: (400, 0, 340, 620)},
                              prepare=read_saved_trace),

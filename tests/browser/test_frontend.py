@@ -119,7 +119,7 @@ def test_template_dialog_offers_the_templates_in_order_and_opens_the_one_clicked
     names = [template.stem for template in TEMPLATES]
     assert shown and shown == names[:len(shown)], shown
     page.get_by_text(DEFAULT, exact=True).first.click()
-    page.wait_for_function("() => app.graph._nodes.some(node => node.type === 'SpecARSJDSampler')")
+    page.wait_for_function("() => app.graph._nodes.some(node => node.type === 'SpecARCompareTraces')")
 
 
 @pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
@@ -143,7 +143,7 @@ def test_template_runs_and_shows_images_and_map(page, renderer, name):
 
 
 def test_help_page_of_a_node_opens_with_its_image(page):
-    load(page, ROOT / "workflows" / f"{DEFAULT}.json")
+    load(page, ROOT / "workflows/05 Acceptance map.json")
     page.evaluate("""() => {
         const node = app.graph._nodes.find(node => node.type === 'SpecARSJDSampler');
         app.canvas.selectNode(node);

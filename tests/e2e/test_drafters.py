@@ -75,7 +75,7 @@ def test_token_ids_and_vectors_do_not_mix(comfy, workflow, other, says):
 
 def test_interrupt_in_the_middle_of_a_tree_and_the_next_prompt_works(comfy):
     """After all the errors above."""
-    prompt = comfy.workflow("03 Compare all methods", value=602)
+    prompt = comfy.workflow("27 Compare all methods", value=602)
     tree = next(key for key, node in prompt.items() if node["class_type"] == "SpecARADTTreeSampler")
     keep = {tree: prompt[tree]}  # only what the tree sampler needs, and a node that shows its trace
     while missing := {link[0] for node in keep.values() for link in node["inputs"].values()

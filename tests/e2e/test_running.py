@@ -7,7 +7,7 @@ import pytest
 from comfyui_specar.batch.client import interrupt
 from PIL import Image
 
-SAMPLERS = {"01 Text to image": "SpecARNextTokenSampler", "05 Acceptance map": "SpecARSJDSampler",
+SAMPLERS = {"01 Text to image": "SpecARSampler", "05 Acceptance map": "SpecARSJDSampler",
             "21 Draft tree (EAGLE)": "SpecARDraftTreeSampler", "31 Continuous tokens": "SpecARContinuousSampler"}
 
 

@@ -1,0 +1,98 @@
+"""How templates lie on the canvas, read from their files: what tests/browser measures in the page, and more than it."""
+
+import itertools
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+LOADER = "SpecARLoadCheckpoint"
+WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
+TEMPLATES = sorted(WORKFLOWS.glob("*.json"))
+TITLE = 30  # height of a node's title bar, which is above its position
+SIDEBAR, BARS = 70, 110  # ComfyUI's own, on the left and at the top, in pixels of the page
+LETTER = 14  # width of a letter of a group's title at its font size of 24
+SLOT = 20  # distance of sockets
+READABLE = 0.6  # at smaller scales, the canvas leaves out widgets and text
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom
+
+
+@pytest.fixture(params=TEMPLATES, ids=lambda path: path.stem)
+def graph(request) -> dict:
+    return json.loads(request.param.read_text(encoding="utf-8"))
+
+
+def box(node: dict) -> Box:
+    (x, y), (width, height) = node["pos"], node["size"]
+    return x, y - TITLE, x + width, y + height
+
+
+def frame(group: dict) -> Box:
+    x, y, width, height = group["bounding"]
+    return x, y, x + width, y + height
+
+
+def overlap(a: Box, b: Box) -> bool:
+    return min(a[2], b[2]) > max(a[0], b[0]) and min(a[3], b[3]) > max(a[1], b[1])
+
+
+def contains(outer: Box, inner: Box) -> bool:
+    return outer[0] <= inner[0] and outer[1] <= inner[1] and outer[2] >= inner[2] and outer[3] >= inner[3]
+
+
+def wires(graph: dict) -> list[tuple[dict, int, dict, int]]:
+    """Source, output, target and input of every wire."""
+    nodes = {node["id"]: node for node in graph["nodes"]}
+    return [(nodes[source], output, nodes[target], slot) for _, source, output, target, slot, _ in graph["links"]]
+
+
+def test_nodes_and_groups_do_not_overlap(graph):
+    for boxes in ([box(node) for node in graph["nodes"]], [frame(group) for group in graph["groups"]]):
+        assert not [pair for pair in itertools.combinations(boxes, 2) if overlap(*pair)]
+
+
+def test_every_node_but_the_note_is_inside_of_a_group(graph):
+    frames = [frame(group) for group in graph["groups"]]
+    notes = [node for node in graph["nodes"] if node["type"] == "MarkdownNote"]
+    assert len(notes) == 1 and not any(overlap(box(notes[0]), each) for each in frames)
+    outside = [node["type"] for node in graph["nodes"] if not any(contains(each, box(node)) for each in frames)]
+    assert outside == ["MarkdownNote"]
+
+
+def test_groups_have_colours_and_titles_that_fit(graph):
+    for group in graph["groups"]:
+        assert group["color"].startswith("#") and len(group["title"]) * LETTER <= group["bounding"][2], group["title"]
+
+
+def test_wires_lead_to_the_right_or_down_their_column(graph):
+    for source, _, target, _ in wires(graph):
+        right, below = target["pos"][0] >= box(source)[2], box(target)[1] >= box(source)[3]
+        assert right or below and abs(target["pos"][0] - source["pos"][0]) < 100, (source["type"], target["type"])
+
+
+def test_wires_from_one_column_to_another_do_not_cross(graph):
+    """But those of the loader, and of outputs with several wires: three that lead to the same three nodes have to."""
+    drawn = [wire for wire in wires(graph) if wire[0]["type"] != LOADER and wire[2]["pos"][0] >= box(wire[0])[2]]
+    count = Counter((source["id"], output) for source, output, *_ in wires(graph))
+    lines = [((box(source)[2], source["pos"][1] + SLOT * output), (target["pos"][0], target["pos"][1] + SLOT * slot))
+             for source, output, target, slot in drawn if count[source["id"], output] == 1]
+    assert not [pair for pair in itertools.combinations(lines, 2) if cross(*pair)]
+
+
+def cross(first: tuple, second: tuple) -> bool:
+    """Whether two straight lines have a point in common, other than an end."""
+    def side(line: tuple, point: tuple) -> float:
+        (x, y), (u, v) = line
+        return (u - x) * (point[1] - y) - (v - y) * (point[0] - x)
+
+    return all(side(a, b[0]) * side(a, b[1]) < 0 for a, b in ((first, second), (second, first)))
+
+
+def test_the_first_view_is_readable_and_clear_of_the_bars(graph):
+    view = graph["extra"]["ds"]
+    assert view["scale"] >= READABLE
+    for left, top, _, _ in [*map(box, graph["nodes"]), *map(frame, graph["groups"])]:
+        assert (left + view["offset"][0]) * view["scale"] >= SIDEBAR
+        assert (top + view["offset"][1]) * view["scale"] >= BARS
