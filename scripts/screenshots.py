@@ -46,9 +46,9 @@ def after_run(workflow: str) -> Callable[[Frontend], None]:
 
 
 SHOTS: dict[str, Callable[[Frontend], None]] = {
-    "first-image": after_run("01_start_here_text_to_image"),
-    "same-image": after_run("02_same_seed_two_samplers"),
-    "acceptance-map": after_run("03_sjd_acceptance_map"),
+    "first-image": after_run("01 Text to image"),
+    "same-image": after_run("02 Same image, fewer passes"),
+    "acceptance-map": after_run("05 Acceptance map"),
     "templates": browse,  # last: its dialog stays open
 }
 

@@ -9,7 +9,7 @@ from .pages import ROOT, load, run
 
 pytestmark = pytest.mark.browser
 
-START, SJD = "01_start_here_text_to_image", "03_sjd_acceptance_map"
+START, SJD = "01 Text to image", "05 Acceptance map"
 REPORTS = """type => app.graph._nodes.filter(node => node.type === type).map(node =>
     node.widgets.find(widget => widget.name === 'report_text')?.value ?? null)"""
 
