@@ -9,6 +9,7 @@ import unicodedata
 from collections import Counter
 from importlib import import_module
 from pathlib import Path
+from urllib.parse import unquote
 
 import comfyui_specar
 import pytest
@@ -22,7 +23,7 @@ LINK = re.compile(r"\[(?:[^][]|\[[^][]*\])*\]\(([^)\s]+)\)|(?:src|srcset|href)=\
 OPTION = re.compile(r"--[a-z][a-z-]*")
 OURS = re.compile(r"python\S* (?:-m (comfyui_specar\.batch|benchmarks \w+|training[\w.]*)"
                   r"|\S*(ComfyUI-SpecAR[/\\]batch))(?= |$)|bash (scripts/\w+\.sh)")
-OUR_FILE = re.compile(r"(workflows|docs|tests|scripts)/[\w./]+")
+OUR_FILE = re.compile(r"(workflows|docs|tests|scripts)/[\w./ ,()-]+")
 
 
 def name(path: Path) -> str:
@@ -55,7 +56,7 @@ def test_every_link_and_anchor_leads_somewhere(file):
         if re.match(r"[a-z]+:", link):
             continue
         base = HELP if file.is_relative_to(HELP) else file.parent
-        target = base / path if path else file
+        target = base / unquote(path) if path else file
         if not target.exists() or (anchor and anchor not in anchors(target)):
             missing.append(link)
     assert not missing
