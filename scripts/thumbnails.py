@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from comfyui_specar.batch.client import Run, run_prompt, view
-from comfyui_specar.tests.support.families import WORKFLOWS
+from comfyui_specar.tests.support.families import REFINED, WORKFLOWS
 from frontend import Frontend, FrontendError
 from PIL import Image, ImageSequence
 
@@ -25,6 +25,7 @@ p {{ margin: 0; padding: 10px 18px 14px; font-size: 30px; font-weight: bold; bor
 small {{ display: block; color: #bbb; font-size: 20px; font-weight: normal; margin-top: 3px; }}
 </style><body><img src="data:image/png;base64,{graph}"><p>{title}<small>{needs}</small></p></body>"""
 TITLES = {name: workflow.title for name, workflow in WORKFLOWS.items()}  # of workflows whose models do not ship
+TITLES[REFINED] = "Janus-Pro 1B, upscaled and refined"
 
 
 def tiles(images: list[Image.Image], side: int, columns: int) -> Image.Image:

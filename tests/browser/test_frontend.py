@@ -13,6 +13,7 @@ from .pages import BY_CHOICE, RENDERERS, ROOT, load, missing_models, open_page, 
 pytestmark = pytest.mark.browser
 
 TEMPLATES = sorted((ROOT / "workflows").glob("*.json"))
+BLUEPRINTS = sorted((ROOT / "subgraphs").glob("*.json"))
 DEFAULT = "02 Same image, fewer passes"
 
 # The images that a node shows, with either renderer.
@@ -120,6 +121,37 @@ def test_template_dialog_offers_the_templates_in_order_and_opens_the_one_clicked
     assert shown and shown == names[:len(shown)], shown
     page.get_by_text(DEFAULT, exact=True).first.click()
     page.wait_for_function("() => app.graph._nodes.some(node => node.type === 'SpecARCompareTraces')")
+
+
+PREVIEW_EVERY_IMAGE = """() => {
+    const [node] = app.graph._nodes;
+    node.outputs.forEach((output, index) => {
+        if (output.type !== 'IMAGE') return;
+        const preview = LiteGraph.createNode('PreviewImage');
+        preview.pos = [node.pos[0] + 500, node.pos[1] + 300 * index];
+        app.graph.add(preview);
+        node.connect(index, preview, 0);
+    });
+}"""
+
+
+@pytest.mark.parametrize("blueprint", BLUEPRINTS, ids=lambda path: path.stem)
+def test_a_blueprint_is_found_by_its_name_and_its_node_generates(page, blueprint):
+    page.evaluate("() => app.graph.clear()")
+    page.mouse.click(900, 700)  # ends the placing of a node in newer front ends
+    page.mouse.dblclick(900, 400)
+    page.locator("input:focus").wait_for()
+    page.keyboard.type(blueprint.stem)
+    page.locator("[role=option]", has_text=blueprint.stem).first.click()
+    page.wait_for_function("() => app.graph._nodes.length === 1")
+    page.mouse.click(900, 400)  # newer front ends put the node where one clicks
+    page.evaluate(PREVIEW_EVERY_IMAGE)
+    run(page)
+    page.wait_for_function(f"""() => {{
+        const shown = ({IMAGES})('PreviewImage').flat();
+        return shown.length && shown.every(image => image.complete && image.naturalWidth > 0);
+    }}""")
+    screenshot(page, f"blueprint-{blueprint.stem}")
 
 
 @pytest.mark.parametrize("renderer", RENDERERS, indirect=True)

@@ -10,7 +10,7 @@ from PIL import Image
 
 from scripts.comfy_server import PACK
 
-from ..support.families import CHANGES, FAMILIES, SMALL, Placed
+from ..support.families import CHANGES, FAMILIES, REFINED, SMALL, Placed
 
 WORKFLOWS = PACK / "workflows"
 JANUS, ANOLE = "41 Janus-Pro (download)", "47 Anole (download)"
@@ -53,6 +53,28 @@ def test_the_workflow_generates(comfy, models, name):
     assert text.startswith(f"{loader}: {facts['family']}, ") and "4 rows of 4 tokens of 32 codes" in text
     assert (image.shape[1], image.shape[0]) == tuple(facts["sizes"][0]) and facts["decoder"]
     assert ("anole_drafter" in facts["drafters"]) == (name == ANOLE)
+
+
+def test_the_refining_workflow_is_accepted_and_generates_what_it_refines(comfy, models):
+    """Its names and links are those of the core's nodes, which end it because their files are empty here; up to what
+    they load, it runs."""
+    prompt = comfy.workflow(REFINED, seed=5, top_k=SMALL["top_k"])
+    prompt[comfy.node_id(prompt, "SpecAREmptyLatent")]["inputs"] |= {"width": 0, "height": 0}
+    empty = {"CheckpointLoaderSimple": "checkpoints", "UpscaleModelLoader": "upscale_models"}
+    for node, folder in empty.items():
+        [name] = prompt[comfy.node_id(prompt, node)]["inputs"].values()
+        (models / folder).mkdir(exist_ok=True)
+        (models / folder / name).touch()
+    assert comfy.run(prompt).error["node_type"] in empty
+
+    scale = prompt[comfy.node_id(prompt, "ImageScale")]["inputs"]
+    assert prompt[scale["image"][0]]["class_type"] == "ImageUpscaleWithModel"
+    scale["image"] = prompt[scale["image"][0]]["inputs"]["image"]
+    prompt[comfy.node_id(prompt, "SaveImage")]["inputs"]["images"] = [comfy.node_id(prompt, "ImageScale"), 0]
+    run = comfy.run(prompt)
+    assert run.outcome == "success", run.message()
+    [image] = images(comfy, run)
+    assert image.shape == (1024, 1024, 3) and image.std() > 5
 
 
 def test_an_illegal_size_is_an_error_that_names_legal_ones(comfy, models):

@@ -10,6 +10,7 @@ from comfyui_specar.nodes.downloads import where_to_get
 
 TEMPLATES = sorted((Path(__file__).parents[2] / "workflows").glob("* (download).json"))
 REPOSITORY = re.compile(r"https://huggingface\.co/([\w.-]+/[\w.-]+)")
+OF_CORE_NODES = ("checkpoints", "upscale_models")
 PLACE = re.compile(r"into (models/[\w./-]*\w)")
 
 
@@ -21,10 +22,16 @@ def test_a_template_reports_what_its_loaders_report(template):
     [note] = [node["widgets_values"][0] for node in graph["nodes"] if node["type"] == "MarkdownNote"]
     repositories = set(REPOSITORY.findall(instructions))
     assert repositories and repositories <= set(REPOSITORY.findall(note))
-    assert {REPOSITORY.match(model["url"])[1] for model in graph["models"]} <= repositories
+    ours = [model for model in graph["models"] if model["directory"] not in OF_CORE_NODES]
+    assert {REPOSITORY.match(model["url"])[1] for model in ours} <= repositories
     assert all(place in note for place in PLACE.findall(instructions))
-    assert {f"models/{model['directory']}/{model['name']}".rpartition("/")[0] for model in graph["models"]} <= {
-        *PLACE.findall(instructions)}
+    assert {place_of(model) for model in ours} <= {*PLACE.findall(instructions)}
+    assert {REPOSITORY.match(model["url"])[1] for model in graph["models"]} <= {*REPOSITORY.findall(note)}
+    assert all(place_of(model) in note for model in graph["models"])
+
+
+def place_of(model: dict) -> str:
+    return f"models/{model['directory']}/{model['name']}".rpartition("/")[0]
 
 
 @pytest.mark.parametrize(("choice", "words"), [
