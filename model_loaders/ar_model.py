@@ -167,7 +167,8 @@ class DiscreteModel(Prompted, Placed):
 
     def _codes(self) -> Tensor:
         if self.codebook is None:
-            raise ValueError("No image decoder is attached to this model, so its tokens have no code vectors.")
+            raise ValueError("No image decoder is attached to this model, so its tokens have no code vectors. Load "
+                             "the one that was released with it.")
         return self.codebook
 
     def neighbours(self, count: int) -> Tensor:

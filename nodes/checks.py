@@ -47,7 +47,7 @@ def checked_inputs(schema: io.Schema, inputs: Mapping[str, Any]) -> dict[str, An
     known = {i.id: i for i in schema.inputs}
     for name in inputs:
         if name not in known:
-            raise ValueError(f"{schema.display_name} has no input {name!r}; it has {', '.join(known) or 'none'}.")
+            raise ValueError(f"{schema.display_name} has no input {name!r}. Use one of: {', '.join(known) or 'none'}.")
     given = {name: value.item() if isinstance(value, np.generic) else value for name, value in inputs.items()
              if value is not None or not known[name].optional}
     for name, wanted in known.items():
@@ -56,7 +56,7 @@ def checked_inputs(schema: io.Schema, inputs: Mapping[str, Any]) -> dict[str, An
             if problem:
                 raise ValueError(f"{name} {problem}")
         elif not wanted.optional:
-            raise ValueError(f"{name} is missing: {schema.display_name} needs it.")
+            raise ValueError(f"{name} is missing: {schema.display_name} needs it. Connect or set it.")
     return given
 
 

@@ -59,8 +59,8 @@ def continuous_inputs() -> list[io.Input]:
                        tooltip="How the diffusion head samples a token. ddpm: with noise in every step. ddim: without "
                        "noise, which needs fewer steps."),
         io.Int.Input("head_steps", default=0, min=0, max=1000,
-                     tooltip="Denoising steps of the diffusion head per token. Fewer are faster and coarser. 0: the "
-                     "model's default."),
+                     tooltip="Denoising steps of the diffusion head per token. Fewer are faster and coarser; 25 to "
+                     "100 is common. 0: the model's default."),
     ], "guidance", "head_sampler")
 
 
@@ -107,10 +107,11 @@ class ContinuousSampler(io.ComfyNode):
                 io.Int.Input("draft_length", default=8, min=1, max=256,
                              tooltip="Tokens drafted and verified per forward pass of the model. Longer drafts save "
                              "passes; in the first mode, more of the image is then generated without seeing its latest "
-                             "tokens."),
+                             "tokens. 4 to 16 is sensible."),
                 io.Float.Input("prefill", default=0.05, min=0, max=1, step=0.01, round=0.001,
                                tooltip="Fraction of the image that the model generates alone before drafting starts. "
-                               "The paper uses 0.05: the first tokens decide what the image becomes."),
+                               "More is slower and closer to the model. The paper uses 0.05: the first tokens decide "
+                               "what the image becomes."),
                 io.Combo.Input("mode", options=list(MODES), default=next(iter(MODES)),
                                tooltip="each guess alone: a rejected draft token is replaced by the model's own "
                                "sample, and the others stay. stop at a rejection: the paper's algorithm, which drops "

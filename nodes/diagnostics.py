@@ -71,7 +71,8 @@ class AcceptanceMap(io.ComfyNode):
                                "ratio of the test, order of generation, block (the round that drafted it), tries to "
                                "resample."),
                 io.Float.Input("opacity", default=0.5, min=0, max=1, step=0.05, round=0.01,
-                               tooltip="Opacity of the map over the image. 1 hides the image."),
+                               tooltip="Opacity of the map over the image. 0 shows the image alone, in grey, 1 hides "
+                               "it."),
                 io.Image.Input("image", optional=True, tooltip="The decoded images of this run, as the background of "
                                                                "the map."),
             ],

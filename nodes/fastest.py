@@ -237,10 +237,11 @@ class FindFastest(io.ComfyNode):
                                tooltip="Allowed drift from the model's own distribution per token (total variation, 0 "
                                "to 1). 0: only exact methods. 0.05: one token in twenty may differ."),
                 io.Int.Input("tokens", default=256, min=16, max=65536,
-                             tooltip="Maximum number of tokens per image in a trial, from the top. Fewer if time is "
-                             "short."),
+                             tooltip="Maximum number of tokens per image in a trial, from the top; the number of a "
+                             "whole image is surest. Fewer if time is short, but at least 64."),
                 io.Int.Input("seconds", default=60, min=1, max=3600,
-                             tooltip="Approximate time for all trials. The report lists what was not tried."),
+                             tooltip="Approximate time for all trials. More makes the choice more certain; 30 to 120 "
+                             "is sensible. The report lists what was not tried."),
                 ARDrafter.Input("drafter", optional=True,
                                 tooltip="A drafter from Load AR Drafter, to try draft trees as well."),
                 negative_input(),

@@ -166,7 +166,8 @@ class EmptyLatent(io.ComfyNode):
                 io.Int.Input("height", default=0, min=0, max=4096, step=8,
                              tooltip="Height in pixels. 0: the model's default."),
                 io.Int.Input("batch_size", default=1, min=1, max=64,
-                             tooltip="Images per run. Image i uses seed + i, whatever the batch size."),
+                             tooltip="Images per run. More share the forward passes, but need more memory; 1 to 8 is "
+                             "common. Image i uses seed + i, whatever the batch size."),
             ],
             outputs=[io.Latent.Output("latent", display_name="LATENT", tooltip="For latent_image of an AR sampler.")],
         )

@@ -93,8 +93,8 @@ class LanternRule(io.ComfyNode):
             description="Adds the probability of similar tokens to a draft token's own, up to a fixed amount.",
             inputs=folded([
                 io.Int.Input("neighbours", default=1000, min=1, max=16384,
-                             tooltip="Number of most similar tokens whose probability is added. LANTERN uses 1000 of "
-                             "16384; a smaller codebook needs fewer."),
+                             tooltip="Number of most similar tokens whose probability is added. More is faster and "
+                             "drifts further. LANTERN uses 1000 of 16384; a smaller codebook needs fewer."),
                 io.Float.Input("delta", default=0.1, min=0, max=1, step=0.01, round=0.001,
                                tooltip="Maximum probability added to a draft token's own. Higher is faster and drifts "
                                "further; 0 is exact. The paper uses 0.1 to 0.6."),
@@ -120,8 +120,8 @@ class LanternPPRule(io.ComfyNode):
             description="As LANTERN, but the added probability is limited to a multiple of the draft token's own.",
             inputs=folded([
                 io.Int.Input("neighbours", default=10, min=1, max=16384,
-                             tooltip="Number of most similar tokens whose probability is added. LANTERN++ uses 5 or "
-                             "10."),
+                             tooltip="Number of most similar tokens whose probability is added. More is faster and "
+                             "drifts further. LANTERN++ uses 5 or 10."),
                 io.Float.Input("ratio", default=2.0, min=1, max=1000, step=0.1, round=0.01,
                                tooltip="The paper's lambda: maximum factor by which a draft token's probability may "
                                "grow. Higher is faster and drifts further; 1 is exact. The paper uses 2 to 20."),
@@ -167,11 +167,11 @@ def cool_sd_inputs() -> list[io.Input]:
                        tooltip="Mean factor on the acceptance probability over a draft. 1.1 hardly differs from exact, "
                        "2 is faster and drifts further."),
         io.Float.Input("decay", default=0.2, min=0, max=10, step=0.05, round=0.001,
-                       tooltip="How much more relaxed the beginning of a draft is than its end. 0: the same "
-                               "everywhere."),
+                       tooltip="How much more relaxed the beginning of a draft is than its end: there, accepting saves "
+                       "most passes. 0: the same everywhere; 0.1 to 0.5 is sensible."),
         io.Int.Input("steps", default=5, min=1, max=64,
                      tooltip="Number of draft tokens over which the relaxation is spread; after them the rule is "
-                     "exact. A good value is the depth of the draft."),
+                     "exact. A good value is the depth of the draft, 5 in most trees."),
         io.Combo.Input("schedule", options=list(SCHEDULES), default="exponential",
                        tooltip="How the relaxation decreases along a draft. The paper finds exponential best."),
         io.Boolean.Input("floor", default=True,
@@ -211,13 +211,15 @@ class GroupedRule(io.ComfyNode):
             description="Verifies groups of similar, about equally likely tokens instead of single tokens (GSD).",
             inputs=[
                 io.Int.Input("window", default=14, min=1, max=64,
-                             tooltip="Number of about equally likely tokens that a group is chosen from; 1 is exact. "
-                             "GSD's authors use 14."),
+                             tooltip="Number of about equally likely tokens that a group is chosen from. More is "
+                             "faster and drifts further; 1 is exact, and GSD's authors use 14."),
                 io.Float.Input("gap", default=0.15, min=0, max=1, step=0.01, round=0.001,
-                               tooltip="Maximum difference between probabilities in a group; 0 is exact."),
+                               tooltip="Maximum difference between probabilities in a group. Higher is faster and "
+                               "drifts further; 0 is exact, and 0.05 to 0.3 is sensible."),
                 io.Float.Input("radius", default=0.5, min=0, max=1000, step=0.05, round=0.001,
                                tooltip="Maximum visual difference between tokens of a group (squared distance of their "
-                               "code vectors, so it depends on the model); 0 is exact."),
+                               "code vectors, so it depends on the model). Higher is faster and drifts further; 0 is "
+                               "exact, and 0.1 to 1 is a start."),
                 where_input(),
             ],
             outputs=outputs(),
@@ -239,8 +241,9 @@ class TVMeteredRule(io.ComfyNode):
             description="Accepts as many draft tokens as a given drift per token (total variation) allows.",
             inputs=[
                 io.Float.Input("epsilon", default=0.05, min=0, max=1, step=0.01, round=0.001,
-                               tooltip="Allowed drift per token (total variation, 0 to 1). 0 is exact; with 0.05, one "
-                               "token in twenty may differ from what the model would have sampled."),
+                               tooltip="Allowed drift per token (total variation, 0 to 1). Higher is faster. 0 is "
+                               "exact; with 0.05, one token in twenty may differ from what the model would have "
+                               "sampled. 0.01 to 0.2 is sensible."),
                 where_input(),
             ],
             outputs=outputs(),

@@ -141,7 +141,8 @@ class SJDSampler(io.ComfyNode):
                                "seed: the same image as the next-token sampler."),
                 io.Float.Input("threshold", default=0.5, min=0.01, max=10, step=0.01, round=0.001,
                                tooltip="For the two SJD++ refinements: reuse a draft token whose probability ratio is "
-                               "above this (the paper's tau, 0.5). A higher value resamples more."),
+                               "above this. Higher resamples more, which takes more passes; 0.2 to 1 is sensible, and "
+                               "0.5 the paper's tau."),
                 io.Combo.Input("initialisation", options=list(INITIAL), default="left and upper neighbour",
                                tooltip="Where the first draft token at a position comes from. The neighbours' "
                                "predictions save passes; uniform is the simplest choice."),

@@ -76,7 +76,8 @@ class Timeline(io.ComfyNode):
                                tooltip="How strongly a new token is tinted by its source (the colours of Acceptance "
                                "Map, metric source). The tint fades over four frames. 0: no tint."),
                 io.Int.Input("hold", default=12, min=0, max=1000,
-                             tooltip="How many times the finished image, without tint, is repeated at the end."),
+                             tooltip="How many times the finished image, without tint, is repeated at the end. 0: not "
+                             "at all; 12 suits runs of 50 to 200 passes."),
                 io.Int.Input("picture", default=0, min=0, max=4095,
                              tooltip="Which image of the batch; 0 is the first."),
             ], "tint", "hold"),

@@ -70,12 +70,14 @@ def tree_inputs() -> list[io.Input]:
     return [
         io.Int.Input("depth", default=5, min=1, max=32,
                      tooltip="Number of consecutive draft tokens: the length of a chain, or the levels of a dynamic "
-                             "tree."),
+                             "tree. More may be accepted at once, but drafting takes longer; 3 to 8 is sensible."),
         io.Int.Input("width", default=10, min=1, max=64,
-                     tooltip="Dynamic tree: children per draft token, and how many tokens of a level get children."),
+                     tooltip="Dynamic tree: children per draft token, and how many tokens of a level get children. "
+                             "More raise the chance that one is accepted, but drafting takes longer; 4 to 16 is "
+                             "sensible."),
         io.Int.Input("nodes", default=58, min=1, max=1024,
                      tooltip="Dynamic tree: number of draft tokens that the model verifies per forward pass, the most "
-                     "likely ones. More tokens save passes, but each pass costs more."),
+                     "likely ones. More tokens save passes, but each pass costs more; 20 to 60 is sensible."),
     ]
 
 
@@ -132,14 +134,16 @@ class LanternSampler(io.ComfyNode):
                                tooltip="LANTERN: limited by delta, with EAGLE-2's dynamic tree. LANTERN++, its "
                                "successor: limited by ratio, with EAGLE's static tree."),
                 io.Int.Input("neighbours", default=0, min=0, max=16384,
-                             tooltip="Number of most similar tokens whose probability is added. 0: the paper's value, "
-                             "1000 for LANTERN and 10 for LANTERN++. A small codebook needs fewer."),
+                             tooltip="Number of most similar tokens whose probability is added. More is faster and "
+                             "drifts further. 0: the paper's value, 1000 for LANTERN and 10 for LANTERN++; a small "
+                             "codebook needs fewer."),
                 io.Float.Input("delta", default=0.1, min=0, max=1, step=0.01, round=0.001,
                                tooltip="For LANTERN: maximum probability added to a draft token's own. Higher is "
-                               "faster and drifts further; 0 is exact."),
+                               "faster and drifts further; 0 is exact, and the paper uses 0.1 to 0.6."),
                 io.Float.Input("ratio", default=2.0, min=1, max=1000, step=0.1, round=0.01,
                                tooltip="For LANTERN++: the paper's lambda, the maximum factor by which a draft token's "
-                               "probability may grow. Higher is faster and drifts further; 1 is exact."),
+                               "probability may grow. Higher is faster and drifts further; 1 is exact, and the "
+                               "paper uses 2 to 20."),
                 redraw_input(),
                 negative_input(),
                 where_input(),
@@ -217,18 +221,26 @@ class ADTTreeSampler(io.ComfyNode):
                                "more often at temperature 1."),
                 io.Float.Input("beta", default=1.0, min=0, max=1, step=0.05, round=0.001,
                                tooltip="The tree grows deeper if at least this fraction of the last tree's levels was "
-                               "accepted. 1: only after a full path."),
-                io.Int.Input("depth_step", default=1, min=0, max=32, tooltip="Levels added or removed per pass."),
+                               "accepted; lower makes deeper trees. 1, as in the paper: only after a full path."),
+                io.Int.Input("depth_step", default=1, min=0, max=32, tooltip="Levels added or removed per pass: the "
+                             "higher, the faster the tree adapts, and the more it wavers. 1 to 3 is sensible."),
                 io.Int.Input("width_step", default=10, min=0, max=64,
-                             tooltip="Children per draft token removed or added at the same time."),
-                io.Int.Input("depth_min", default=1, min=1, max=32, tooltip="Minimum number of levels."),
-                io.Int.Input("depth_max", default=9, min=1, max=32, tooltip="Maximum number of levels."),
-                io.Int.Input("width_min", default=4, min=1, max=64, tooltip="Minimum number of children per draft "
-                                                                            "token."),
-                io.Int.Input("width_max", default=39, min=1, max=64, tooltip="Maximum number of children per draft "
-                                                                             "token."),
-                io.Int.Input("nodes", default=58, min=1, max=1024, tooltip="Maximum number of draft tokens verified "
-                                                                           "per forward pass."),
+                             tooltip="Children per draft token removed or added at the same time, so that a deeper "
+                             "tree stays affordable. 5 to 20 is sensible."),
+                io.Int.Input("depth_min", default=1, min=1, max=32,
+                             tooltip="Minimum number of levels, for places where drafts are rejected. 1 is cheapest."),
+                io.Int.Input("depth_max", default=9, min=1, max=32,
+                             tooltip="Maximum number of levels, for places where drafts are accepted. More may save "
+                             "passes, but drafting takes longer; 5 to 12 is sensible."),
+                io.Int.Input("width_min", default=4, min=1, max=64,
+                             tooltip="Minimum number of children per draft token, in the deepest trees. 2 to 8 is "
+                             "sensible."),
+                io.Int.Input("width_max", default=39, min=1, max=64,
+                             tooltip="Maximum number of children per draft token, in the shallowest trees. 10 to 40 is "
+                             "sensible."),
+                io.Int.Input("nodes", default=58, min=1, max=1024,
+                             tooltip="Maximum number of draft tokens verified per forward pass. More save passes, but "
+                             "each costs more; 20 to 60 is sensible."),
                 negative_input(),
                 rule_input(),
             ], "beta", "depth_step", "width_step", "depth_min", "depth_max", "width_min", "width_max", "nodes"),

@@ -31,14 +31,16 @@ def prompt_inputs() -> list[io.Input]:
                      tooltip="The same seed gives the same image. Image i of a batch uses seed + i and equals a single "
                      "run with that seed."),
         io.Float.Input("cfg", default=MODELS_OWN, min=-1, max=30, step=0.1, round=0.01,
-                       tooltip=f"Guidance: how strongly the prompt is followed. 1 is off, at half the cost. {OWN}"),
+                       tooltip="Guidance: how strongly the prompt is followed. Higher: closer to the prompt, less "
+                       f"varied; 2 to 8 is common. 1 is off, at half the cost. {OWN}"),
     ]
 
 
 def temperature_input(zero: str) -> io.Input:
     """``zero``: what a temperature of 0 means."""
     return io.Float.Input("temperature", default=MODELS_OWN, min=-1, max=5, step=0.05, round=0.01,
-                          tooltip=f"Below 1: less random, above 1: more random; {zero}. {OWN}")
+                          tooltip=f"Below 1: cleaner, less varied images, above 1: more random ones; {zero}. 0.8 to 1 "
+                          f"is common. {OWN}")
 
 
 def common_inputs() -> list[io.Input]:
@@ -47,10 +49,11 @@ def common_inputs() -> list[io.Input]:
         *prompt_inputs(),
         temperature_input("0: always the most likely token"),
         io.Int.Input("top_k", default=MODELS_OWN, min=-1, max=65536,
-                     tooltip=f"Sample only from this many most likely tokens. 0 is off. {OWN}"),
+                     tooltip="Sample only from this many most likely tokens. Fewer: cleaner, less varied images; 100 "
+                     f"to 4000 is common. 0 is off. {OWN}"),
         io.Float.Input("top_p", default=MODELS_OWN, min=-1, max=1, step=0.01, round=0.001,
                        tooltip="Sample only from the most likely tokens whose probabilities add up to this value. "
-                       f"1 is off. {OWN}"),
+                       f"Lower: cleaner, less varied images; 0.8 to 1 is common. 1 is off. {OWN}"),
     ], "top_k", "top_p")
 
 

@@ -208,7 +208,9 @@ class Canvas:
     def _check_kept(self, request: ContinuousRequest) -> None:
         kept, tokens, model = request.kept, request.tokens, request.model
         if model.group > 1:
-            raise ValueError(f"This model samples {model.group} tokens at once: it cannot keep parts of an image.")
+            raise ValueError(
+                f"This model samples {model.group} tokens at once: it cannot keep parts of an image. Remove the mask."
+            )
         if tokens is None:
             raise ValueError("kept marks tokens that stay, but tokens is missing. Pass the tokens of the image, too.")
         shape = self.length, model.channels

@@ -211,7 +211,7 @@ def chosen_params(defaults: P, chosen: dict[str, Any], kind: str) -> P:
     """
     chosen = {name: value for name, value in chosen.items() if value is not None}
     if unknown := chosen.keys() - {field.name for field in fields(defaults)}:
-        raise ValueError(f"{', '.join(sorted(unknown))}: not supported for {kind}.")
+        raise ValueError(f"{', '.join(sorted(unknown))}: not supported for {kind}. Leave it at its default.")
     return replace(defaults, **chosen)
 
 

@@ -30,7 +30,8 @@ def generate(method: Method, request: AnyRequest, reserve: Reserve = unmanaged) 
     if method.continuous != request.continuous:
         kinds = ["token ids", "vectors (continuous models)"]
         needs, has = kinds[method.continuous], kinds[request.continuous]
-        raise ValueError(f"{type(method).__name__} is for models whose tokens are {needs}, but this model's are {has}.")
+        raise ValueError(f"{type(method).__name__} is for models whose tokens are {needs}, but this model's are {has}. "
+                         "Choose a method for these.")
     method.check(request)
     with torch.inference_mode():
         with reserve(method, request) as callback:

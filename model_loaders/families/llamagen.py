@@ -62,7 +62,7 @@ def backbone_config(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> Backb
     layers = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
     gate = tensors.get("layers.0.feed_forward.w1.weight")
     if gate is None:
-        raise CheckpointError(f"{path.name} has no transformer layers. It is incomplete.")
+        raise CheckpointError(f"{path.name} has no transformer layers. It is incomplete: download it again.")
     heads = checkpoint.metadata.get("heads") or settings.get("num_attention_heads") or _HEADS.get((dim, layers))
     if heads is None or dim % (4 * bounded_int("heads", heads, 1, dim)):  # positions rotate channels in groups of four
         raise CheckpointError(
@@ -107,7 +107,9 @@ def load(
         if text:
             uncond = tensors.get("cls_embedding.uncond_embedding")
             if uncond is None or uncond.ndim != 2:
-                raise CheckpointError(f"{path.name} lacks cls_embedding.uncond_embedding, which guidance needs.")
+                raise CheckpointError(
+                    f"{path.name} lacks cls_embedding.uncond_embedding, which guidance needs. Download it again."
+                )
             prefix = CaptionPrefix(uncond.shape[1], uncond.shape[0], config.dim, operations)
             defaults = SamplingParams(cfg=7.5, top_k=min(1000, vocab))
         elif "cls_embedding.embedding_table.weight" in tensors:
@@ -115,7 +117,9 @@ def load(
             prefix = ClassPrefix(classes, config.dim, operations)
             defaults = SamplingParams(cfg=4.0, top_k=min(2000, vocab))
         else:
-            raise CheckpointError(f"{path.name} has neither caption nor class embeddings. It is incomplete.")
+            raise CheckpointError(
+                f"{path.name} has neither caption nor class embeddings. It is incomplete: download it again."
+            )
         backbone = Backbone(config, operations)
     if "defaults" in meta:
         defaults = SamplingParams(**meta["defaults"])

@@ -129,7 +129,7 @@ def config_of(tensors: dict[str, Tensor], heads: int | None, path: Path) -> XARC
     """Sizes from shapes. Raises CheckpointError if they are unknown."""
     encoder, decoder = (count(tensors, f"{part}_blocks.") for part in ("encoder", "decoder"))
     if not encoder or not decoder:
-        raise CheckpointError(f"{path.name} has no transformer blocks. It is incomplete.")
+        raise CheckpointError(f"{path.name} has no transformer blocks. It is incomplete: download it again.")
     hidden, dim = tensors["encoder_blocks.0.mlp.fc1_g.weight"].shape[:2]
     places = tensors["encoder_pos_embed_learned"].shape[1]
     if places != CELLS * CELL:

@@ -206,7 +206,7 @@ def _open_safetensors(path: Path, read: _Read) -> Checkpoint:
             f"{path.name} ({size} bytes) is damaged or not a safetensors file: {error}. Download or copy it again."
         ) from error
     if not tensors:
-        raise CheckpointError(f"{path.name} contains no tensors.")
+        raise CheckpointError(f"{path.name} contains no tensors. Download it again.")
     return Checkpoint(tensors, metadata if isinstance(metadata, dict) else {}, path)
 
 
@@ -226,7 +226,7 @@ def _open_pickle(path: Path, mapped: bool) -> Checkpoint:
             f"code, which is never run. If you trust it, convert it to .safetensors. {error}"
         ) from error
     if not tensors:
-        raise CheckpointError(f"{path.name} contains no named tensors.")
+        raise CheckpointError(f"{path.name} contains no named tensors. Download it again.")
     return Checkpoint(tensors, {}, path)
 
 
@@ -241,7 +241,7 @@ def _open_torchscript(path: Path) -> Checkpoint:
             f"code is never run): {error}. Download it again from where it was released."
         ) from error
     if not tensors:
-        raise CheckpointError(f"{path.name} contains no tensors.")
+        raise CheckpointError(f"{path.name} contains no tensors. Download it again.")
     return Checkpoint(tensors, {}, path)
 
 

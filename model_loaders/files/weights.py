@@ -58,7 +58,8 @@ def _check_names(wanted: Mapping[str, Tensor], found: Mapping[str, Sequence[Tens
     if missing or unknown:
         raise CheckpointError(
             f"{path.name} does not fit this model: {len(missing)} tensors missing {missing[:3]}, "
-            f"{len(unknown)} unknown {unknown[:3]}. It is incomplete or of another model family."
+            f"{len(unknown)} unknown {unknown[:3]}. It is incomplete or of another model family: download it "
+            "again, or choose another file."
         )
 
 
@@ -89,7 +90,7 @@ def _quantised(tensor: Tensor, dtype: torch.dtype, name: str, path: Path) -> tup
     _refuse_integers(tensor, name, path)
     rounded, scale = quantise(tensor)
     if not torch.isfinite(scale).all():
-        raise CheckpointError(f"{path.name}: {name} contains NaN or infinite values. The file is damaged.")
+        raise CheckpointError(f"{path.name}: {name} contains NaN or infinite values: download it again, it is damaged.")
     if 127 * scale.max() > torch.finfo(dtype).max:
         raise CheckpointError(f"{path.name}: {name} has values that are too large for {dtype}. Load it in bf16.")
     return rounded, scale
@@ -107,7 +108,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype, real: bool, name: str, path: Path)
     if not _finite(cast):
         if _finite(tensor):
             raise CheckpointError(f"{path.name}: {name} has values that are too large for {dtype}. Load it in bf16.")
-        raise CheckpointError(f"{path.name}: {name} contains NaN or infinite values. The file is damaged.")
+        raise CheckpointError(f"{path.name}: {name} contains NaN or infinite values: download it again, it is damaged.")
     return cast
 
 

@@ -198,7 +198,9 @@ class Tokenizer:
         """Id of one token. Raises CheckpointError if the tokenizer does not have it."""
         found = self._open().token_to_id(token)
         if found is None:
-            raise CheckpointError(f"{self.file} has no token {token}: it is the tokenizer of another model.")
+            raise CheckpointError(
+                f"{self.file} has no token {token}: it is the tokenizer of another model. Use the one released with it."
+            )
         return found
 
     def __len__(self) -> int:

@@ -55,7 +55,9 @@ class RankTokenizer:
         """Id of a special token. Raises CheckpointError if the tokenizer does not have it."""
         special = self._open()[1].get(token)
         if special is None:
-            raise CheckpointError(f"{self.file} has no token {token}: it is the tokenizer of another model.")
+            raise CheckpointError(
+                f"{self.file} has no token {token}: it is the tokenizer of another model. Use the one released with it."
+            )
         return special
 
     def __len__(self) -> int:

@@ -129,15 +129,20 @@ class ContinuousSpeculative(Method):
         if not self.tolerance >= 0:
             raise ValueError(f"tolerance is {self.tolerance}, but must be at least 0.")
         if self.mode != "block" and self.condition == "prefix":
-            raise ValueError(f"Mode {self.mode!r} needs a target that sees the earlier drafts. Use condition 'drafts'.")
+            raise ValueError(f"Mode {self.mode!r} needs a target that sees the earlier drafts. Use condition 'drafts' "
+                             "(target_sees: what is decided, and earlier guesses).")
         if self.mode == "exact" and self.path != "off":
-            raise ValueError("Mode 'exact' does not support Sigma, which biases the distribution. Use path 'off'.")
+            raise ValueError("Mode 'exact' does not support Sigma, which biases the distribution. Use path 'off' "
+                             "(sigma).")
         if self.mode == "exact" and request.params.kind == "ddim":
-            raise ValueError("Mode 'exact' needs the noise of the last denoising step, which ddim lacks. Use ddpm.")
+            raise ValueError("Mode 'exact' needs the noise of the last denoising step, which ddim lacks. Use ddpm "
+                             "(head_sampler).")
         if self.mode != "block" and request.model.group > 1:
-            raise ValueError(f"This model samples cells of {request.model.group} tokens. Use mode 'block' with it.")
+            raise ValueError(f"This model samples cells of {request.model.group} tokens. Use mode 'block' with it "
+                             "(each guess alone).")
         if request.params.kind == "ddpm" and not request.params.temperature > 0:
-            raise ValueError("temperature is 0, but must be above 0 with ddpm, since acceptance compares widths.")
+            raise ValueError("temperature is 0, but must be above 0 with ddpm, since acceptance compares widths. "
+                             "Set it to -1 for the model's default.")
         pair = [(model.channels, model.group) for model in (self.drafter, request.model)]
         if pair[0] != pair[1]:
             raise ValueError("The drafter has {} channels and samples {} tokens at once, the model {} and {}. Load a "

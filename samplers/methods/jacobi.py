@@ -368,7 +368,7 @@ class SJD(Method):
         if self.reuse == "gumbel" and not self.rule.lossless:
             raise ValueError(
                 f"reuse='gumbel' accepts a guess if it equals the sampled token, so the rule {self.rule.name!r} has no "
-                "ratio to relax. Use the exact rule, or reuse='coupled'."
+                "ratio to relax. Use the exact rule, or reuse='coupled' (refinement)."
             )
 
     def width(self, request: Request) -> int:

@@ -47,6 +47,14 @@ def test_every_number_has_bounds(nodes):
                 assert field.min <= field.default <= field.max, (name, field.id)
 
 
+def test_the_tooltip_of_every_number_names_values(nodes):
+    """A default, a usual value or a range, so that nobody has to guess which numbers make sense."""
+    for name, node in nodes.items():
+        for field in node.GET_SCHEMA().inputs:
+            if field.io_type in ("INT", "FLOAT") and "seed" not in field.id:
+                assert re.search(r"\d", field.tooltip), (name, field.id)
+
+
 def test_every_node_has_a_help_page():
     assert {p.parent.name for p in ROOT.glob("web/docs/*/en.md")} == IDS
 
