@@ -61,6 +61,11 @@ def test_every_node_but_the_note_is_inside_of_a_group(graph):
     assert outside == ["MarkdownNote"]
 
 
+def test_notes_have_no_inline_code(graph):
+    """The new renderer writes it in blue on dark blue."""
+    assert not [node for node in graph["nodes"] if node["type"] == "MarkdownNote" and "`" in node["widgets_values"][0]]
+
+
 def test_groups_have_colours_and_titles_that_fit(graph):
     for group in graph["groups"]:
         assert group["color"].startswith("#") and len(group["title"]) * LETTER <= group["bounding"][2], group["title"]
