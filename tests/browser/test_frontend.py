@@ -155,7 +155,10 @@ def test_a_blueprint_is_found_by_its_name_and_its_node_generates(page, blueprint
     page.mouse.dblclick(900, 400)
     page.locator("input:focus").wait_for()
     page.keyboard.type(blueprint.stem)
-    page.locator("[role=option]", has_text=blueprint.stem).first.click()
+    option = page.locator("[role=option]", has_text=blueprint.stem).first
+    option.wait_for()
+    still(page, "() => [...document.querySelectorAll('[role=option]')].map(option => option.innerText)")
+    option.click()
     page.wait_for_function("() => app.graph._nodes.length === 1")
     page.mouse.click(900, 400)  # newer front ends put the node where one clicks
     page.evaluate(PREVIEW_EVERY_IMAGE)
