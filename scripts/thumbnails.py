@@ -15,6 +15,7 @@ from PIL import Image, ImageSequence
 GAP = 8  # white, between images
 ALONE, PAIR, QUAD, GRID = 512, 384, 256, 200  # side of an image, larger for fewer images
 CARD = (776, 388)
+WIDEST = 1800  # of a graph on a card; what is to the right of it is not shown
 
 # The upper part of a card is the graph, the lower part lists the files to download.
 CARD_PAGE = """<style>
@@ -89,7 +90,7 @@ def result(url: str, file: Path) -> Image.Image:
 
 
 def card(page: Frontend, file: Path) -> Image.Image:
-    """The workflow's graph, with the names of its model's files under it."""
+    """The workflow's graph, or the left of a wide one, with the names of its model's files under it."""
     graph = json.loads(file.read_text(encoding="utf-8"))
     loaders = {node["type"]: node["widgets_values"][0] for node in graph["nodes"] if "SpecARLoad" in node["type"]}
     size = next(node["widgets_values"] for node in graph["nodes"] if node["type"] == "SpecAREmptyLatent")
@@ -97,8 +98,10 @@ def card(page: Frontend, file: Path) -> Image.Image:
     page.load(graph)
     counted: Counter[str] = Counter()
     shown = {}
+    begins = min(node["pos"][0] for node in graph["nodes"])
     for node in graph["nodes"]:
-        shown[f"{node['type']}#{counted[node['type']]}"] = (*node["pos"], *node["size"])
+        if node["pos"][0] + node["size"][0] - begins <= WIDEST:
+            shown[f"{node['type']}#{counted[node['type']]}"] = (*node["pos"], *node["size"])
         counted[node["type"]] += 1
     photo = base64.b64encode(page.photograph(shown)).decode()
     title = f"{TITLES[file.stem]} · {size[0]} x {size[1]} pixels"
