@@ -17,7 +17,8 @@ RENDERERS = ("canvas", "vue")
 # security policy blocks, and a question when the renderer is changed.
 KNOWN_ERRORS = ("favicon.ico", "user.css", "comfy.templates.json", "/templates/index", "core workflow templates",
                 "/api/userdata?dir=", "reading 'id'", "api.comfy.org", "huggingface.co", "Error fetching file size",
-                "Prefer the legacy design?")
+                "Prefer the legacy design?",
+                "Proxy.onOptionSelect")  # 1.32.9: the node search closes before it has cleared its input
 
 READY = """() => window.app?.graph && window.LiteGraph && app.extensionManager?.workflow?.activeWorkflow
     && 'SpecARSJDSampler' in window.LiteGraph.registered_node_types"""

@@ -73,7 +73,7 @@ def test_every_job_has_one_image_although_a_server_is_killed(comfy, comfyui, tmp
             border = np.asarray(image.convert("RGB")).astype(int)[[0, -1]].reshape(-1, 3)
             assert np.median(border, axis=0).argmax() == COLOURS[job.split("-")[1]], f"look at {image.filename}"
     names = [path.name for path in comfy.output.rglob("*.png")]
-    saved = [name for name in names for job, _, _ in JOBS if name.startswith(f"picture_{job}")]
+    saved = [name for name in names for job, _, _ in JOBS if name.startswith(f"image_{job}")]
     assert len(saved) == sum(record["server"] == comfy.url for record in found.values())  # none ran twice there
 
 
@@ -96,7 +96,7 @@ def test_equal_jobs_have_an_image_each_and_a_refused_one_says_why(comfy, equal_j
     [saved] = comfy.output.rglob("trace_two_*.safetensors")
     trace_of_two = load_trace(saved)
     assert json.dumps(one["traces"]) == json.dumps([{"method": trace_of_two.settings["method"], **trace_of_two.totals}])
-    assert {Path(file["filename"]).stem[:-7] for file in two["files"]} == {"picture_two", "trace_two"}
+    assert {Path(file["filename"]).stem[:-7] for file in two["files"]} == {"image_two", "trace_two"}
     assert (equal_jobs / "out/one.png").exists() and (equal_jobs / "out/two.png").exists()
     assert "ComfyUI" in bad["error"] and "cfg" in bad["error"]
 
