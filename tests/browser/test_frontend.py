@@ -20,6 +20,7 @@ from .pages import (
     run,
     screenshot,
     set_batch,
+    setting,
     still,
 )
 
@@ -152,7 +153,7 @@ PREVIEW_EVERY_IMAGE = """() => {
 def test_a_blueprint_is_found_by_its_name_and_its_node_generates(page, blueprint):
     page.evaluate("() => app.graph.clear()")
     page.mouse.click(900, 700)  # ends the placing of a node in newer front ends
-    page.mouse.dblclick(900, 400)
+    page.evaluate("() => app.extensionManager.command.execute('Workspace.SearchBox.Toggle')")  # as a double click does
     page.locator("input:focus").wait_for()
     page.keyboard.type(blueprint.stem)
     option = page.locator("[role=option]", has_text=blueprint.stem).first
@@ -183,11 +184,10 @@ def test_the_first_templates_are_apps_that_run(page, template):
     assert all(page.evaluate(NAMED_FOR_APP_MODE, shown))
     if not page.evaluate(BY_CHOICE):  # 1.32.9 has no such mode and opens the graph
         return
+    setting(page, "Comfy.OnboardingCoachmarks.Seen", ["appMode", "firstRun"])  # tours, which would cover the page
     page.evaluate(TOGGLE_APP_MODE)
     page.locator("[data-testid=app-mode-widget-item]").first.wait_for()
     assert page.locator("[data-testid=app-mode-widget-item]").count() == len(shown["inputs"])
-    page.wait_for_timeout(1000)  # for the tour that is offered the first time
-    page.keyboard.press("Escape")
     page.evaluate("() => { window.seen.length = 0; }")
     page.locator("[data-testid=linear-run-button] button").last.click()
     page.wait_for_function(FINISHED)
@@ -256,6 +256,6 @@ def test_without_its_javascript_and_in_chinese(browser, comfy):
         return node.imgs?.length === 1 && node.imgs[0].naturalWidth > 0
             && node.widgets.map(widget => widget.name).join() === 'metric,opacity,$$canvas-image-preview';
     }""")
-    assert not problems
+    assert all("Unknown message type specar." in text for text in problems), problems  # no listener: that file is missing
     screenshot(page, "chinese_without_javascript")
     page.close()
