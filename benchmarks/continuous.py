@@ -1,6 +1,7 @@
 """Measure continuous speculative decoding: passes, acceptance, distance between the models, wall time at batch 1 and 8.
 
     python -m benchmarks continuous [--model continuous] [--drafter continuous/small] [--batches 2] [--out FILE]
+    python -m benchmarks continuous --size mar-b    # the pair widened to MAR-B's shapes: see widen_masked.py
 
 All cases use the same prompts and seeds. Order and noise depend on the seed alone, so their images can be compared one
 by one with the target's own.
@@ -22,6 +23,7 @@ import torch
 
 from .report import commit, find, machine, write
 from .runs import PROMPTS, right_background
+from .widen_masked import SIZES, shapes_for, widen
 
 LENGTHS = (4, 8, 16, 32)
 BATCH = 8
@@ -133,6 +135,7 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="continuous", help="name of a bundled model, or a file or folder")
     parser.add_argument("--drafter", default="continuous/small", help="drafter, named in the same way")
+    parser.add_argument("--size", choices=SIZES, help="widen both to the shapes of this model and of its drafter")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
                         help="device (default: %(default)s)")
     parser.add_argument("--batches", type=int, default=4, help=f"number of prompts, each with {BATCH} seeds")
@@ -146,6 +149,8 @@ def main() -> None:
     model = specar.load_model(find(options.model), device=options.device)
     vae = specar.load_image_decoder(find(options.model), device=options.device)
     drafter = specar.load_drafter(find(options.drafter), model)
+    if options.size:
+        model, drafter = map(widen, (model, drafter), shapes_for((model, drafter), options.size))
     listed = cases(drafter)
     if options.only:
         listed = [listed[0], *(case for case in listed[1:] if case.name in options.only)]
@@ -154,7 +159,7 @@ def main() -> None:
     length = model.grid[0] * model.grid[1]
     own = {name: measure(one, vae, listed[0], 1) for name, one in (("target", model), ("drafter", drafter))}
     report = {
-        "model": options.model, "drafter": options.drafter,
+        "model": options.model, "drafter": options.drafter, "size": options.size,
         "parameters": {name: sum(p.numel() for p in m.parameters()) for name, m in
                        (("target", model), ("drafter", drafter))},
         "machine": machine(model.device), "commit": commit(), "prompts": PROMPTS[: options.batches],

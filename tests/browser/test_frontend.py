@@ -256,6 +256,7 @@ def test_without_its_javascript_and_in_chinese(browser, comfy):
         return node.imgs?.length === 1 && node.imgs[0].naturalWidth > 0
             && node.widgets.map(widget => widget.name).join() === 'metric,opacity,$$canvas-image-preview';
     }""")
-    assert all("Unknown message type specar." in text for text in problems), problems  # no listener: that file is missing
+    # What would have listened to our messages is missing.
+    assert all("Unknown message type specar." in text for text in problems), problems
     screenshot(page, "chinese_without_javascript")
     page.close()
