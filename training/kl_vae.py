@@ -134,7 +134,7 @@ def train(
         step += 1
         if step % 50 == 0:
             psnr = float(-10 * ((output.detach() - pixels) / 2).square().mean().log10())
-            numbers = step, budget.spent / 60, float(loss), psnr, float(nats)
+            numbers = step, budget.spent / 60, float(loss.detach()), psnr, float(nats.detach())
             log.info("step %d, %.1f min, loss %.4f, batch psnr %.2f, %.2f nats per channel", *numbers)
         fraction = budget.fraction
         if checkpoint.save(force=fraction >= 1.0, step=step, spent=budget.spent):
