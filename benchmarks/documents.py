@@ -26,30 +26,38 @@ TABLE = re.compile(r"(<!-- table: ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NUMBER = re.compile(r"(<!-- n: ([^>]+) -->).*?(<!-- /n -->)")
 GUIDANCE = 3.0  # of all numbers in the README
 
-# Methods in the README: name, page in docs/methods, node, and the name of the measured case.
+# Methods in the README: name with its settings, page in docs/methods, node, and the name of the measured case.
 METHODS = (
     ("next token", "next-token", "SpecARNextTokenSampler", "next_token"),
-    ("SJD", "sjd", "SpecARSJDSampler", "sjd coupled w32"),
+    ("SJD, coupled (MC-SJD)", "sjd", "SpecARSJDSampler", "sjd coupled w32"),
+    ("SJD, as published", "sjd", "SpecARSJDSampler", "sjd resample w32"),
     ("SJD, same seed", "sjd-plus-plus", "SpecARSJDSampler", "sjd gumbel w32"),
-    ("SJD++", "sjd-plus-plus", "SpecARSJDSampler", "sjd threshold_paper w32"),
-    ("EAGLE-1", "draft-trees", "SpecARDraftTreeSampler", "EAGLE-1, 57 drafts"),
-    ("EAGLE-2", "draft-trees", "SpecARDraftTreeSampler", "EAGLE-2"),
+    ("SJD++, as published", "sjd-plus-plus", "SpecARSJDSampler", "sjd threshold_paper w32"),
+    ("EAGLE-1, 57 drafts", "draft-trees", "SpecARDraftTreeSampler", "EAGLE-1, 57 drafts"),
+    ("EAGLE-2, 58 drafts", "draft-trees", "SpecARDraftTreeSampler", "EAGLE-2"),
     ("ADT-Tree", "adt-tree", "SpecARADTTreeSampler", "ADT-Tree"),
-    ("LANTERN", "lantern", "SpecARLanternSampler", "LANTERN delta 0.3"),
-    ("LANTERN++", "lantern", "SpecARLanternSampler", "LANTERN++ k 10, lambda 2"),
-    ("Cool-SD", "cool-sd", "SpecARCoolSDSampler", "Cool-SD delta 2"),
-    ("VVS", "vvs", "SpecARVVSSampler", "VVS every 4th, EAGLE-1"),
+    ("LANTERN, delta 0.3", "lantern", "SpecARLanternSampler", "LANTERN delta 0.3"),
+    ("LANTERN++, k 10, lambda 2", "lantern", "SpecARLanternSampler", "LANTERN++ k 10, lambda 2"),
+    ("Cool-SD, delta 2", "cool-sd", "SpecARCoolSDSampler", "Cool-SD delta 2"),
+    ("VVS, every 4th, EAGLE-1 tree", "vvs", "SpecARVVSSampler", "VVS every 4th, EAGLE-1"),
 )
-SETTINGS = ("Bundled model, {tokens} tokens per image, guidance {guidance:g}, temperature {temperature:g}; mean of "
-            "{images} images. Time on {threads} threads of one {processor}.")
+SETTINGS = ("Bundled model, {tokens} tokens per image, guidance {guidance:g}, temperature {temperature:g}, SJD with "
+            "window 32; passes: mean of {images} images. Time: next token = 1, median of the ratios of neighbouring "
+            "runs, which alternate, on {threads} threads of one {processor}.")
 CHINESE = {
     "method": "方法", "node": "节点", "exact": "精确", "yes": "是", "forward passes": "前向次数",
-    "time (next token = 1)": "时间（逐token = 1）",
-    "time, LlamaGen-B": "时间，LlamaGen-B", "next token": "逐token", "SJD, same seed": "SJD，相同种子",
-    "no, drift bound unknown": "否，偏移上界未知", "no, drift bound {}": "否，偏移上界{}",
+    "time": "时间", "time, LlamaGen-B size": "时间，LlamaGen-B大小", "next token": "逐token",
+    "SJD, coupled (MC-SJD)": "SJD，耦合（MC-SJD）", "SJD, as published": "SJD，原论文",
+    "SJD, same seed": "SJD，相同种子", "SJD++, as published": "SJD++，原论文",
+    "EAGLE-1, 57 drafts": "EAGLE-1，57个草稿token", "EAGLE-2, 58 drafts": "EAGLE-2，58个草稿token",
+    "LANTERN, delta 0.3": "LANTERN，delta 0.3", "LANTERN++, k 10, lambda 2": "LANTERN++，k 10，lambda 2",
+    "Cool-SD, delta 2": "Cool-SD，delta 2", "VVS, every 4th, EAGLE-1 tree": "VVS，每4轮一次，EAGLE-1树",
+    "no, drift bound unknown": "否，偏移上界未知",
+    "no, drift bound {:.2f} per token": "否，每个token的偏移上界{:.2f}",
     SETTINGS:
-        "自带模型，每张图像{tokens}个token，引导{guidance:g}，温度{temperature:g}；{images}张图像的平均值。"
-        "时间在{processor}的{threads}个线程上测得。",
+        "自带模型，每张图像{tokens}个token，引导{guidance:g}，温度{temperature:g}，SJD的窗口为32；"
+        "前向次数是{images}张图像的平均值。时间以逐token为1，是交替运行中相邻两次之比的中位数，"
+        "在{processor}的{threads}个线程上测得。",
 }  # fmt: skip
 
 
@@ -57,29 +65,21 @@ def methods(language: str) -> str:
     """The README's table, and the settings that it was measured with."""
     word = (lambda text: CHINESE.get(text, text)) if language == "zh" else str
     nodes = json.loads((ROOT / f"locales/{language}/nodeDefs.json").read_text(encoding="utf-8"))
-    measured, large, report = cases("default-cpu", GUIDANCE), times("llamagen-b"), results("default-cpu")
-    base, rows = measured["next_token"], []
+    measured, report, machine = cases("default-cpu", GUIDANCE), results("default-cpu"), results("speed-cpu")["machine"]
+    own, large = found.times("default", GUIDANCE), found.times("default@llamagen-b", GUIDANCE)
+    rows = []
     for label, page, node, case in METHODS:
         row, bound = measured[case], drift(measured[case])
         exact = word("no, drift bound unknown") if bound is None else \
-            word("no, drift bound {}").format(f"{bound:.0f}") if bound else word("yes")
+            word("no, drift bound {:.2f} per token").format(bound) if bound else word("yes")
         rows.append((f"[{word(label)}](docs/methods/{page}.md)", nodes[node]["display_name"], exact,
-                     f"{row['passes']:.0f}", f"{row['seconds'] / base['seconds']:.2f}", large.get(case, "")))
+                     f"{row['passes']:.0f}", own[case], large[case]))
     settings = word(SETTINGS).format(
-        tokens=round(base["passes"]), guidance=GUIDANCE, temperature=report["settings"]["temperature"],
-        images=report["pictures_per_method"], threads=report["machine"]["threads"],
-        processor=report["machine"]["processor"],
+        tokens=found.tokens(measured["next_token"]), guidance=GUIDANCE, temperature=report["settings"]["temperature"],
+        images=report["pictures_per_method"], threads=machine["threads"], processor=machine["processor"],
     )  # fmt: skip
-    head = tuple(map(word, ("method", "node", "exact", "forward passes", "time (next token = 1)", "time, LlamaGen-B")))
+    head = tuple(map(word, ("method", "node", "exact", "forward passes", "time", "time, LlamaGen-B size")))
     return grid(head, rows) + f"\n\n{settings}"
-
-
-def times(size: str) -> dict[str, str]:
-    """Time of whole images at the cost of a larger model's passes, relative to next token's, by case; none if the speed
-    report has none."""
-    models = (model for model in results("speed-cpu")["models"]
-              if model["name"] == f"default@{size}" and model["settings"]["cfg"] == GUIDANCE)
-    return {row["name"]: f"{1 / row['seconds_over']['next_token']:.2f}" for model in models for row in model["rows"]}
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -106,12 +106,16 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def fewer() -> str:
-    """How many times fewer passes exact SJD needs, as the README says."""
+    """How many times fewer passes SJD with coupled refinement needs, as the README says."""
     measured = cases("default-cpu", GUIDANCE)
     return f"{measured['next_token']['passes'] / measured['sjd coupled w32']['passes']:.1f}"
 
 
-NUMBERS = {"fewer passes": fewer}
+def guidance_of_batches() -> str:
+    return f"{found.measured_batches()['settings']['cfg']:g}"
+
+
+NUMBERS = {"fewer passes": fewer, "guidance of batches": guidance_of_batches}
 
 
 def written(text: str) -> str:

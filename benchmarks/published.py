@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 
 class Published(NamedTuple):
-    """A published ratio to next-token sampling at temperature 1. method: the page in docs/methods; fewer: forward
-    passes saved ("" if not given); faster: in time."""
+    """A published ratio to next-token sampling. method: the page in docs/methods; fewer: forward passes saved ("" if
+    not given; VVS calls it TPF, tokens per pass); faster: in time; source: a key of CONDITIONS."""
 
     method: str
     what: str
@@ -17,24 +17,41 @@ class Published(NamedTuple):
     source: str
 
 
-SJD, COOL, ADT, VVS, CONTINUOUS = "SJD++, table 1", "Cool-SD, table 1", "ADT-Tree, table I", "VVS, table 1", "table 1"
+SJD, MC_SJD = "SJD++, table 1", "MC-SJD, abstract"
+COOL, ADT, VVS, CONTINUOUS = "Cool-SD, table 1", "ADT-Tree, table I", "VVS, table 1", "continuous, table 1"
+CONDITIONS = {  # what the papers say of how a source's numbers were measured
+    SJD: "prompts of MS-COCO 2017, guidance 3, top-k 2000, window 96 (Emu3, Lumina-mGPT) or 32, SJD++'s threshold 0.5; "
+         "temperature not stated; one GPU, not named.",
+    MC_SJD: "the best case over its image models; for the conditions see the paper.",
+    COOL: "5000 captions of MS-COCO 2017, EAGLE-1's static tree, LANTERN's set-up, temperature not "
+          "stated; one A100 (40 GB).",
+    ADT: "100 captions of MS-COCO 2017, temperature 1, guidance 3; GPU not named.",
+    VVS: "5000 captions of MS-COCO 2017, stages I (256 pixels) and II (512), temperature 1; one A40.",
+    CONTINUOUS: "ImageNet, 256 pixels, draft length 4 to 32; one A100.",
+}
 PUBLISHED = (
-    Published("sjd-plus-plus", "SJD++", "Emu3", "7.5x", "3.0x", SJD),
-    Published("sjd-plus-plus", "SJD++", "Lumina-mGPT", "6.4x", "3.1x", SJD),
-    Published("sjd-plus-plus", "SJD++", "LlamaGen", "3.3x", "2.3x", SJD),
-    Published("draft-trees", "EAGLE-1", "Lumina-mGPT", "", "2.4x", COOL),
-    Published("draft-trees", "EAGLE-1", "LlamaGen-XL", "", "2.0x", COOL),
+    Published("sjd", "SJD", "Emu3", "2.01x", "1.81x", SJD),
+    Published("sjd", "SJD", "Lumina-mGPT", "2.22x", "2.04x", SJD),
+    Published("sjd", "SJD", "LlamaGen", "2.10x", "1.39x", SJD),
+    Published("sjd", "MC-SJD", "images, best case", "", "4.2x", MC_SJD),
+    Published("sjd-plus-plus", "SJD++", "Emu3", "7.50x", "3.01x", SJD),
+    Published("sjd-plus-plus", "SJD++", "Lumina-mGPT", "6.44x", "3.12x", SJD),
+    Published("sjd-plus-plus", "SJD++", "LlamaGen", "3.26x", "2.32x", SJD),
+    Published("draft-trees", "EAGLE-1", "Lumina-mGPT", "", "2.37x", COOL),
+    Published("draft-trees", "EAGLE-1", "LlamaGen-XL", "", "2.03x", COOL),
     Published("draft-trees", "EAGLE-2", "Anole", "", "0.76x", ADT),
-    Published("draft-trees", "EAGLE-2", "LlamaGen-XL", "", "0.87x", VVS),
+    Published("draft-trees", "EAGLE-2", "LlamaGen-XL, stage I", "1.22x", "0.87x", VVS),
     Published("lantern", "LANTERN", "Anole", "", "1.38x", ADT),
-    Published("lantern", "LANTERN", "LlamaGen-XL", "", "1.45x", VVS),
-    Published("lantern", "LANTERN++", "Lumina-mGPT", "", "2.5x", COOL),
-    Published("lantern", "LANTERN++", "LlamaGen-XL", "", "2.15x", COOL),
-    Published("cool-sd", "Cool-SD, delta 1.1", "Lumina-mGPT", "", "2.7x", COOL),
-    Published("cool-sd", "Cool-SD", "LlamaGen-XL", "", "2.7x", COOL),
+    Published("lantern", "LANTERN, delta 0.3", "LlamaGen-XL, stage I", "2.10x", "1.45x", VVS),
+    Published("lantern", "LANTERN++, k 10, lambda 2", "Lumina-mGPT", "", "2.48x", COOL),
+    Published("lantern", "LANTERN++, k 10, lambda 2", "LlamaGen-XL", "", "2.15x", COOL),
+    Published("cool-sd", "Cool-SD, delta 1.1", "Lumina-mGPT", "", "2.69x", COOL),
+    Published("cool-sd", "Cool-SD, delta 1.1", "LlamaGen-XL", "", "2.27x", COOL),
+    Published("cool-sd", "Cool-SD, delta 2", "LlamaGen-XL", "", "2.72x", COOL),
     Published("adt-tree", "ADT-Tree", "Anole", "", "1.06x", ADT),
     Published("adt-tree", "ADT-Tree with LANTERN", "Anole", "", "1.53x", ADT),
-    Published("vvs", "VVS", "LlamaGen-XL", "2.2x to 2.9x", "1.6x to 1.8x", VVS),
-    Published("continuous", "one image", "MAR-H", "", "1.1x to 1.4x", CONTINUOUS),
-    Published("continuous", "256 images", "MAR-H", "", "up to 2.3x", CONTINUOUS),
+    Published("vvs", "VVS, every 4th, LANTERN delta 0.2", "LlamaGen-XL, stage I", "2.24x", "1.63x", VVS),
+    Published("vvs", "VVS, every 2nd, LANTERN delta 0.1", "LlamaGen-XL, stage II", "2.86x", "1.76x", VVS),
+    Published("continuous", "one image", "MAR-H with MAR-B", "", "1.11x to 1.44x", CONTINUOUS),
+    Published("continuous", "256 images", "MAR-H with MAR-B", "", "1.62x to 2.33x", CONTINUOUS),
 )

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .published import PUBLISHED
+from .published import CONDITIONS, PUBLISHED
 
 RESULTS = Path(__file__).parent / "results"
-REUSE = {"coupled": "SJD, coupled", "gumbel": "SJD, same seed", "resample": "SJD, redraw",
+REUSE = {"coupled": "SJD, coupled", "gumbel": "SJD, same seed", "resample": "SJD, as published",
          "threshold_exact": "SJD++ reuse (exact)", "threshold_paper": "SJD++ reuse (paper)"}
 
 
@@ -30,8 +31,15 @@ def cases(report: str, guidance: float) -> dict[str, dict[str, Any]]:
 
 
 def drift(row: dict[str, Any]) -> float | None:
-    """The drift bound of an image (None: not known); reports of before it had that name call it tv_leak."""
-    return None if "threshold_paper" in row["name"] else row.get("tv_bound", row.get("tv_leak"))
+    """The drift bound per token of an image (None: not known); reports of before it had that name call it tv_leak."""
+    if "threshold_paper" in row["name"]:
+        return None
+    return row.get("tv_bound", row.get("tv_leak")) / tokens(row)
+
+
+def tokens(row: dict[str, Any]) -> int:
+    """The tokens of an image."""
+    return round(row["passes"] * row["step_compression"])
 
 
 def said(name: str) -> str:
@@ -54,11 +62,10 @@ def passes(guidance: float) -> str:
     measured, rows = cases("default-cpu", guidance), []
     for row in measured.values():
         bound = drift(row)
-        rows.append((said(row["name"]), "unknown" if bound is None else f"{bound:.0f}" if bound else "exact",
+        rows.append((said(row["name"]), "unknown" if bound is None else f"{bound:.2f}" if bound else "exact",
                      f"{row['passes']:.0f} ± {row['passes_std_error']:.0f}", round(row["draft_passes"]) or "",
-                     f"{row['acceptance_rate']:.0%}" if row["acceptance_rate"] else "",
-                     f"{row['seconds'] / measured['next_token']['seconds']:.2f}"))
-    return grid(("method", "drift bound", "passes", "draft passes", "accepted", "time"), rows)
+                     f"{row['acceptance_rate']:.0%}" if row["acceptance_rate"] else ""))
+    return grid(("method", "drift per token", "passes", "draft passes", "accepted"), rows)
 
 
 def paired(guidance: float) -> str:
@@ -72,9 +79,25 @@ def paired(guidance: float) -> str:
     return grid(("method", "passes", "difference"), rows)
 
 
+def measured_speed(name: str, guidance: float) -> dict[str, Any] | None:
+    """What the speed report has of a model at a guidance, if anything."""
+    found = (m for m in results("speed-cpu")["models"] if (m["name"], m["settings"]["cfg"]) == (name, guidance))
+    return next(found, None)
+
+
+def times(name: str, guidance: float) -> dict[str, str]:
+    """Time of whole images relative to next token's, by case: one over the median ratio of neighbouring runs. "-" for
+    a case that was not measured; "" for all of a model that was not."""
+    model = measured_speed(name, guidance)
+    if model is None:
+        return defaultdict(str)
+    return defaultdict(lambda: "-", {row["name"]: f"{1 / row['seconds_over']['next_token']:.2f}"
+                                     for row in model["rows"]})
+
+
 def speed(name: str, guidance: float) -> str:
     """A pass's milliseconds and cost, and how much faster a method is (predicted, for random weights)."""
-    [model] = [m for m in results("speed-cpu")["models"] if (m["name"], m["settings"]["cfg"]) == (name, guidance)]
+    model = measured_speed(name, guidance)
     rows = []
     for row in model["rows"]:
         cost, fewer = 1 / row["ms_over"]["next_token"], 256 / row["pictures_passes"]
@@ -83,9 +106,15 @@ def speed(name: str, guidance: float) -> str:
     return grid(("method", "ms per pass", "cost of a pass", "times faster"), rows)
 
 
+def measured_batches() -> dict[str, Any]:
+    """The bundled model's part of the speed report that has numbers of several images together."""
+    [model] = [m for m in results("speed-cpu")["models"] if m["name"] == "default" and m.get("batches")]
+    return model
+
+
 def batches() -> str:
     """Seconds per image of the bundled model, by the number generated together."""
-    [model] = [m for m in results("speed-cpu")["models"] if m["name"] == "default" and m.get("batches")]
+    model = measured_batches()
     names = list(model["batches"][0]["seconds"])
     rows = [(batch["pictures"], *(f"{batch['seconds'][name]['median'] / batch['pictures']:.2f}" for name in names))
             for batch in model["batches"]]
@@ -158,6 +187,8 @@ def faults() -> str:
 
 
 def published(method: str) -> str:
-    """The papers' numbers on a method's page."""
-    rows = [(row.what, row.model, row.fewer, row.faster, row.source) for row in PUBLISHED if row.method == method]
-    return grid(("what", "model", "fewer passes", "faster", "source"), rows)
+    """The papers' numbers on a method's page, and under which conditions they were measured."""
+    own = [row for row in PUBLISHED if row.method == method]
+    rows = [(row.what, row.model, row.fewer, row.faster, row.source) for row in own]
+    sources = [f"* **{source}**: {CONDITIONS[source]}" for source in dict.fromkeys(row.source for row in own)]
+    return "\n".join([grid(("what", "model", "fewer passes", "faster", "source"), rows), "", *sources])

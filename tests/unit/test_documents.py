@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 import comfyui_specar
 import pytest
-from comfyui_specar.benchmarks import documents
+from comfyui_specar.benchmarks import documents, results_tables, subjects
 
 ROOT = Path(comfyui_specar.__file__).resolve().parent
 HELP = ROOT / "web/docs"  # ComfyUI's front end resolves paths in help pages from this folder
@@ -78,6 +78,28 @@ def test_a_wrong_number_is_noticed():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     spoiled = re.sub(r"(next token\) \| yes \| )\d+", r"\g<1>7", text)
     assert spoiled != text and documents.written(spoiled) == text
+
+
+def test_no_relaxed_rule_bounds_the_drift_of_whole_images():
+    """As docs/methods/README.md says: summed over an image, every known drift bound of the tables is above 1."""
+    rows = [row for guidance in (1.0, 3.0) for row in results_tables.cases("default-cpu", guidance).values()]
+    bounds = [bound * results_tables.tokens(row) for row in rows if (bound := results_tables.drift(row))]
+    assert bounds and min(bounds) > 1
+
+
+def test_the_speed_report_is_asked_for_every_row_of_the_readme():
+    assert {case for *_, case in documents.METHODS} <= {*subjects.METHODS}
+    assert len({*subjects.METHODS}) == len(subjects.METHODS)
+
+
+def test_times_that_were_not_measured_are_dashes_and_models_that_were_not_have_none(monkeypatch):
+    row = {"name": "next_token", "seconds_over": {"next_token": 1.0}}
+    half = {"name": "fast", "seconds_over": {"next_token": 2.0}}
+    report = {"models": [{"name": "default", "settings": {"cfg": 3.0}, "rows": [row, half]}]}
+    monkeypatch.setattr(results_tables, "results", lambda name: report)
+    found = results_tables.times("default", 3.0)
+    assert [found[name] for name in ("next_token", "fast", "absent")] == ["1.00", "0.50", "-"]
+    assert results_tables.times("default", 1.0)["next_token"] == results_tables.times("other", 3.0)["fast"] == ""
 
 
 def test_every_node_is_listed():
