@@ -90,7 +90,7 @@ class Search:
     def measure(self, trial: Trial, until: float = math.inf) -> None:
         """One measured run; the n-th run has the same seed for all methods."""
         seconds, trace = self.run(trial.method, self.layout, len(trial.seconds), until)
-        totals = trace.summary()
+        totals = trace.totals
         trial.seconds.append(seconds / totals["tokens"])
         trial.tokens += totals["tokens"]
         trial.passes += sum(totals["passes_per_image"])

@@ -64,8 +64,9 @@ def fidelity(trace: Trace) -> str:
     if trace.continuous:
         apart = trace.summary()["mean_square_distance"]
         return f"the two models' samples are {apart:.3g} apart (mean squared distance)"
-    bound = trace.summary()["tv_bound"] / trace.totals["images"]
-    return f"approximate, drift bound {bound:.2f} per image" if bound else "approximate"
+    if trace.tv_bound is None:
+        return "approximate, by an unknown drift"
+    return f"approximate, drift bound {trace.tv_bound:.2f}, summed over an image" if trace.tv_bound else "approximate"
 
 
 def describe(trace: Trace) -> str:

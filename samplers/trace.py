@@ -93,9 +93,17 @@ class Trace:
         """The tensors that ComfyUI counts when main memory is short and it looks for cached outputs to drop."""
         return [*self.positions.values(), *self.rounds.values()]
 
+    @property
+    def tv_bound(self) -> float | None:
+        """The drift bound of an image: summed over its tokens, the mean of a batch. None where it is not known: of
+        vectors, and of SJD++ as printed, which tests kept drafts with a distribution that is not theirs."""
+        if self.continuous or self.settings.get("reuse") == "threshold_paper":
+            return None
+        return self.totals["tv_bound"] / self.totals["images"]
+
     def summary(self) -> dict[str, Any]:
-        """Numbers of the whole run, as they were computed at its end."""
-        return dict(self.totals)
+        """Numbers of the whole run, as they were computed at its end; but tv_bound per image, None if not known."""
+        return dict(self.totals) if self.continuous else self.totals | {"tv_bound": self.tv_bound}
 
     def report(self) -> dict[str, Any]:
         """The versioned JSON report: schema, settings and summary."""
@@ -112,7 +120,9 @@ def derived_totals(positions: dict[str, Tensor], counted: dict[str, Any]) -> dic
 
     They are computed once, when the run ends, and stored with it. Sums are exact and rounded once, so they depend
     neither on the number of threads nor on how the records lie in memory. prefix_tokens: tokens that stood before the
-    first one was sampled; no pass was spent on them. tv_bound: the sum of the position field over all images.
+    first one was sampled; no pass was spent on them. acceptance_rate: of the positions at which a draft was tested, the
+    fraction decided by an accepted one; of a chain this is the alpha of Leviathan et al. (section 3.1), and siblings of
+    a tree that are tested at a position count once. tv_bound: the sum of the position field over all images.
     """
     source = positions["source"]
     free = source != Source.FORCED
