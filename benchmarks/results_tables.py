@@ -17,6 +17,8 @@ RESULTS = Path(__file__).parent / "results"
 REUSE = {"coupled": "SJD, coupled", "gumbel": "SJD, same seed", "resample": "SJD, as published",
          "threshold_exact": "SJD++ reuse (exact)", "threshold_paper": "SJD++ reuse (paper)"}
 
+NAMES = {"next_token": "next token", "TV-metered": "TV budget", "UniformRSD": "Uniform Relaxation", "w32": "window 32"}
+
 
 @cache
 def results(name: str) -> dict[str, Any]:
@@ -31,10 +33,9 @@ def cases(report: str, guidance: float) -> dict[str, dict[str, Any]]:
 
 
 def drift(row: dict[str, Any]) -> float | None:
-    """The drift bound per token of an image (None: not known); reports of before it had that name call it tv_leak."""
-    if "threshold_paper" in row["name"]:
-        return None
-    return row.get("tv_bound", row.get("tv_leak")) / tokens(row)
+    """The drift bound per token of an image (None: not known). Earlier reports call it tv_leak, and say 0 of SJD++."""
+    bound = row.get("tv_bound", row.get("tv_leak"))
+    return None if bound is None or "threshold_paper" in row["name"] else bound / tokens(row)
 
 
 def tokens(row: dict[str, Any]) -> int:
@@ -46,7 +47,9 @@ def said(name: str) -> str:
     """A measured case in words."""
     jacobi = re.match(r"(?:sjd|SJD) (\w+),? ?w?(\d+)?", name)
     if not name.startswith("sjd ") or not jacobi:
-        return name.replace("next_token", "next token").replace("TV-metered", "TV budget").replace("w32", "window 32")
+        for short, words in NAMES.items():
+            name = name.replace(short, words)
+        return name
     return name.replace(jacobi[0], f"{REUSE[jacobi[1]]}, window {jacobi[2]}").replace(" init ", ", first draft token ")
 
 

@@ -238,12 +238,14 @@ class TVMeteredRule(io.ComfyNode):
             display_name="TV Budget Rule",
             category="SpecAR/rules",
             **found_by(*RELAXED, "total variation", "drift", "metered"),
-            description="Accepts as many draft tokens as a given drift per token (total variation) allows.",
+            description="Accepts as many draft tokens as a given drift per tested draft token (total variation) "
+            "allows.",
             inputs=[
                 io.Float.Input("epsilon", default=0.05, min=0, max=1, step=0.01, round=0.001,
-                               tooltip="Allowed drift per token (total variation, 0 to 1). Higher is faster. 0 is "
-                               "exact; with 0.05, one token in twenty may differ from what the model would have "
-                               "sampled. 0.01 to 0.2 is sensible."),
+                               tooltip="Allowed drift per tested draft token (total variation, 0 to 1). Higher is "
+                               "faster. 0 is exact; with 0.05, one token in twenty may differ from what the model "
+                               "would have sampled, in a tree more: siblings tested at one position add up. 0.01 to "
+                               "0.2 is sensible."),
                 where_input(),
             ],
             outputs=outputs(),

@@ -1,12 +1,14 @@
 """ADT-Tree: depth and width of the next draft tree adapt to the acceptance of trees nearby.
 
-Lei et al., "Fast inference of visual autoregressive model with adjacency-adaptive dynamical draft trees": take the
-shape of a neighbour's tree (section IV-A), then go deeper and narrower if its drafts were accepted, else shallower and
-wider (IV-B, eq. 2). Shapes depend on earlier rounds only, so an exact acceptance rule stays exact.
+Lei et al., "Fast inference of visual autoregressive model with adjacency-adaptive dynamical draft trees", 2025
+(arXiv:2512.21857): take the shape of a neighbour's tree (section IV-A), then go deeper and narrower if its drafts were
+accepted, else shallower and wider (IV-B, eq. 2). Shapes depend on earlier rounds only, so an exact acceptance rule
+stays exact.
 
-Where the paper does not say: a tree's acceptance rate alpha is its accept length (accepted drafts, without the token
-sampled after them) over its levels, so 1 means that every level was used; the first tree is EAGLE-2's; a round that
-decided tokens without verifying a draft teaches nothing, and these tokens get the shape of the last verified tree.
+The authors' repository lacks the method. Where the paper does not say: a tree's acceptance rate alpha is its accept
+length (accepted drafts, without the token sampled after them) over its levels, so 1 means that every level was used;
+the first tree is EAGLE-2's; a round that decided tokens without verifying a draft teaches nothing, and these tokens get
+the shape of the last verified tree.
 """
 
 from __future__ import annotations

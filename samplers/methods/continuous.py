@@ -1,4 +1,5 @@
-"""Continuous speculative decoding (anonymous, "Continuous speculative decoding for autoregressive image generation").
+"""Continuous speculative decoding (Wang et al., "Continuous speculative decoding for autoregressive image generation",
+2024, arXiv:2411.11925).
 
 A small model drafts vectors one by one, and the target verifies them in one forward pass. With shared noise (the
 paper's trajectory alignment) both heads end in Gaussians close to each other: q = N(mu_q, sigma_q) and

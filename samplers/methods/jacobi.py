@@ -2,15 +2,19 @@
 
 Jacobi   Song et al., ICML 2021; Santilli et al., ACL 2023 (greedy: equality test)
 SJD      Teng et al., "Accelerating auto-regressive text-to-image generation with training-free speculative Jacobi
-         decoding", ICLR 2025: probabilistic test, all other guesses resampled              reuse="resample"
-SJD++    Teng et al., 2025: guesses of high confidence are reused (section 3.3); biased      reuse="threshold_paper"
-         two lossless variants of that reuse                                reuse="coupled", reuse="threshold_exact"
-         Gumbel-Jacobi: fixed noise, the test is equality, the image is next-token's         reuse="gumbel"
+         decoding", ICLR 2025 (arXiv:2410.01699): probabilistic test, all other guesses
+         resampled                                                                         reuse="resample"
+MC-SJD   So et al., "MC-SJD: maximal coupling speculative Jacobi decoding for autoregressive visual generation
+         acceleration", 2025 (arXiv:2510.24211): guesses are coupled from pass to pass     reuse="coupled"
+SJD++    Teng et al., 2025 (arXiv:2512.07503): guesses of high confidence are reused
+         (section 3.3); biased                                                             reuse="threshold_paper"
+ours     a lossless variant of that reuse                                                  reuse="threshold_exact"
+         Gumbel-Jacobi: fixed noise, the test is equality, the image is next-token's       reuse="gumbel"
 
 One forward pass feeds the last committed token (the root) and W - 1 guesses. With n tokens committed, column k predicts
-position n + k: p_k(x) = p(x | prompt, committed tokens, guesses 0 .. k-1). Guess k, x_k, was sampled from q_k, which is
-p_k of the pass before (or, for a new position, the probabilities of a neighbour). So a pass is a step of speculative
-decoding whose drafter is the last Jacobi iteration:
+position n + k: p_k(x) = p(x | prompt, committed tokens, guesses 0 .. k-1). Guess k, x_k, was sampled from q_k, the
+prediction for the same position one pass earlier (or, for a new position, the probabilities of a neighbour). So a pass
+is a step of speculative decoding whose drafter is the last Jacobi iteration:
 
 1. verify        accept the first guesses while u_k < p_k(x_k) / q_k(x_k), and sample the token after them
 2. refine        choose new guesses past these tokens, by p_k of this pass
@@ -190,7 +194,8 @@ def window_draft(run: JacobiRun, state: JacobiState, position: Tensor, exists: T
 def refine(run: JacobiRun, state: JacobiState, verified: VerifiedWindow) -> tuple[Tensor, Tensor]:
     """New guesses [B, W] at the positions of the window, and the q [B, W, V+] of the next pass.
 
-    coupled: maximal coupling of q_k and p_k (keep x_k with min(1, p_k/q_k), else sample from the residual); q is p_k.
+    coupled: maximal coupling of q_k and p_k (MC-SJD: keep x_k with min(1, p_k/q_k), else sample from the residual); q
+    is p_k.
     resample: sample from p_k (SJD); q is p_k.
     threshold_*: keep x_k if its confidence C_k = p_k(x_k) / q_k(x_k) > threshold, else sample from p_k. As q,
     threshold_paper states p_k (SJD++, eq. 2; biased), threshold_exact the true distribution of the new guess,

@@ -1,8 +1,9 @@
 """VVS: some drafts are taken without verification.
 
 Dong et al., "VVS: accelerating speculative decoding for visual autoregressive generation via partial verification
-skipping": when to skip (section 4.4), which path to take and how much of it (4.2, eq. 1), and which features a drafter
-gets meanwhile (4.3). Not lossless, and no bound is known.
+skipping", CVPR 2026 (arXiv:2511.13587): when to skip (section 4.4), which path to take and how much of it (4.2, eq. 1),
+and which features a drafter gets meanwhile (4.3). Not lossless: bounded afterwards (the trace's tv_bound), not in
+advance.
 
 The two listings of the paper contradict each other on the flag that forbids skipping twice; here, as in its text, the
 round after a skipped one is always verified. A chain has one path, and a skipped round takes all of it. A single path
@@ -30,7 +31,7 @@ class Skipping:
     """When to take drafts unverified, and which.
 
     schedule: uniform skips every ``interval``-th round; dynamic skips when the similarity of the tree's paths is at
-        least ``threshold`` (eq. 2, where ``decay`` gives later tokens less weight).
+        least ``threshold`` (eq. 2, where ``decay``, the paper's alpha, gives later tokens less weight).
     path: uniform samples a leaf path, confident takes the one of highest draft probability, first that of the first
         children (in a sampled tree these are a sample from the drafter).
     truncate: take at most the mean length of leaf paths.

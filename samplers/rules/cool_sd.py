@@ -64,10 +64,10 @@ class ScaledRatio(AcceptanceRule):
 
 @dataclass(frozen=True)
 class UniformRSD(ScaledRatio):
-    """omega = delta for every draft (eq. 13). delta >= 1 is the relaxation budget; 1 is exact."""
+    """Uniform Relaxation: omega = delta for every draft (eq. 13). delta >= 1 is the relaxation budget; 1 is exact."""
 
     delta: float = _budget()
-    name, label, paper = "uniform_rsd", "UniformRSD", PAPER
+    name, label, paper = "uniform_rsd", "Uniform Relaxation", PAPER
 
     @property
     def lossless(self) -> bool:
@@ -88,9 +88,9 @@ class CoolSD(ScaledRatio):
     delta >= 1: the relaxation budget (1.1 costs almost no quality, 2 a little); decay >= 0: the paper's nu (0 is
     UniformRSD); steps: the paper's L, 1 to 64; schedule: see below; floor: keep every omega at 1 or above.
 
-    The symbols of eqs. (16) and (17) and the value of nu are not legible in the paper's web text, and its code is not
-    published. According to the text around them: exponential, omega_i ~ exp(-nu i) with mean delta; linear,
-    omega_i = delta + nu ((L + 1) / 2 - i).
+    Our text copy of the paper lost eqs. (16) and (17) and the value of nu, and its code is not published. Their form is
+    reconstructed from the text around them: exponential, omega_i ~ exp(-nu i) with mean delta; linear,
+    omega_i = delta + nu ((L + 1) / 2 - i). (Summaries of the paper by others have the same exponential, and nu = 0.7.)
     An omega below 1 rejects drafts without any gain in exactness. With ``floor`` it is 1 instead, and the others are
     scaled down by a common factor so that the mean stays delta.
     """

@@ -1,7 +1,7 @@
 """Entropy-aware acceptance: the surer the model is of a token, the more drafts pass in its place.
 
-"Towards better and faster autoregressive image generation: from the perspective of entropy" (NeurIPS 2025,
-arXiv:2510.09012), section on acceptance. With H the entropy of p (nats) and rho = min(1, p(x) / q(x)), a draft passes
+Ma et al., "Towards better & faster autoregressive image generation: from the perspective of entropy", NeurIPS 2025
+(arXiv:2510.09012), section on acceptance. With H the entropy of p (nats) and rho = min(1, p(x) / q(x)), a draft passes
 if
 
     rho > (H / e) (1/2 + (r - 1/2) (1 - H / lambda)),  r ~ U[0, 1).
@@ -28,15 +28,15 @@ from .acceptance import AcceptanceRule
 
 @dataclass(frozen=True)
 class Entropy(AcceptanceRule):
-    """e (nats): the entropy from which on drafts are tested as strictly as that of a certain token is not; lambda
-    (nats): how fast the random part of the test shrinks with entropy, above the entropy of any token.
+    """e (nats): the entropy below which drafts pass more easily, as the threshold is scaled by H / e; lambda (nats):
+    how fast the random part of the test shrinks as entropy grows, above the entropy of any token.
 
     Strength s mixes: f = (1 - s) min(1, p/q) + s f. No value of e or lambda is exact.
     """
 
     scale: float = setting(8.0, 1, 64, advice="the paper's e, 8")
     decay: float = setting(16.0, 2, 128, advice="the paper's lambda, 16")
-    name, label, paper = "entropy", "entropy", "NeurIPS 2025, arXiv:2510.09012"
+    name, label, paper = "entropy", "entropy", "Ma et al., NeurIPS 2025"
     lossless = False
 
     def bind(self, model: ARModel) -> AcceptanceRule:

@@ -1,8 +1,10 @@
-"""TV budget: the user sets how far a token's distribution may drift, and the rule accepts as much as that allows.
+"""TV budget: the user sets how far the test of a draft may drift, and the rule accepts as much as that allows.
 
 Based on Li et al., "Annealed relaxation of speculative decoding for faster autoregressive image generation", AAAI 2026:
-with acceptance min(1, omega p/q) and the optimal residual, the total variation at a position is exactly
-g(omega) = sum [min(q, omega p) - p]+ (eq. 10). This rule solves g(omega) = epsilon for omega at every position.
+with acceptance min(1, omega p/q) and the optimal residual, the total variation that a test adds is exactly
+g(omega) = sum [min(q, omega p) - p]+ (eq. 10). This rule solves g(omega) = epsilon for omega at every test. Windows and
+chains test one draft per position, so that a token drifts by epsilon at most; in a tree, the siblings tested at a
+position add up.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from .cool_sd import ScaledRatio
 
 @dataclass(frozen=True)
 class TVMetered(ScaledRatio):
-    """epsilon in 0..1: total variation allowed per tested token. Its expected sum bounds that of the whole image.
+    """epsilon in 0..1: total variation allowed per tested draft. Its expected sum over all tests of an image bounds
+    that of the image's distribution (where it is below 1; a total variation is never above).
 
     g rises from 0 at omega = 1 to sum [q - p]+ over tokens with p > 0, where every such draft is accepted; a larger
     epsilon changes nothing. Tokens with p = 0, which the sampling filters exclude, are never accepted.

@@ -83,7 +83,7 @@ def test_descriptions_say_what_matters(runs, sample, rule):
     assert plain.startswith("next token\n") and "the model's own distribution" in plain
     assert sjd.startswith("SJD, coupled, window 4, first drafts: left and upper neighbour\n")
     assert tree.startswith("EAGLE, static tree of 25\n") and "passes of the drafter" in tree
-    assert "UniformRSD (delta 50)" in relaxed and "approximate, drift bound " in relaxed
+    assert "Uniform Relaxation (delta 50)" in relaxed and "approximate, drift bound " in relaxed
     biased = describe(sample("SJD", refinement="SJD++ reuse (paper)")[1])
     assert "approximate" in biased and "bound" not in biased
     assert "LANTERN++ (neighbours 5, ratio 3)" in describe(sample("Lantern", neighbours=5, ratio=3.0)[1])
