@@ -102,6 +102,27 @@ def test_times_that_were_not_measured_are_dashes_and_models_that_were_not_have_n
     assert results_tables.times("default", 1.0)["next_token"] == results_tables.times("other", 3.0)["fast"] == ""
 
 
+@pytest.fixture(scope="module")
+def pairs():
+    """A request to a model and a drafter for it, of token ids and of vectors."""
+    found = {}
+    for kind, drafter in (("default", "eagle"), ("continuous", "small")):
+        model = comfyui_specar.load_model(comfyui_specar.bundled(kind))
+        request = model.request(model.encode_prompt("heart"))
+        found[kind] = request, comfyui_specar.load_drafter(comfyui_specar.bundled(f"{kind}/{drafter}"), model)
+    return found
+
+
+@pytest.mark.parametrize("page", sorted({*(ROOT / "docs/methods").glob("*.md")} - {ROOT / "docs/methods/README.md"}),
+                         ids=name)
+def test_every_method_page_has_lines_of_python_that_make_its_methods(page, pairs):
+    code = [block for language, block in CODE.findall(page.read_text(encoding="utf-8")) if language == "python"]
+    assert code
+    request, drafter = pairs["continuous" if page.stem == "continuous" else "default"]
+    for line in "".join(code).splitlines():
+        eval(line, {"specar": comfyui_specar, "drafter": drafter}).check(request)  # noqa: S307 (our own documents)
+
+
 def test_every_node_is_listed():
     text = (ROOT / "docs/nodes.md").read_text(encoding="utf-8")
     nodes = json.loads((ROOT / "locales/en/nodeDefs.json").read_text(encoding="utf-8"))
