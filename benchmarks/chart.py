@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-WIDTH, ROW, LABEL, TOP = 640, 26, 200, 12  # pixels
+WIDTH, ROW, LABEL, TOP = 640, 26, 210, 12  # pixels
 LONGEST = WIDTH - LABEL - 60
 STYLE = """<style>
 text { font: 14px sans-serif; fill: #24292f }
