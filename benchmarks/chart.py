@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-WIDTH, ROW, LABEL, TOP = 640, 26, 210, 12  # pixels
+WIDTH, ROW, LABEL, TOP = 640, 26, 220, 12  # pixels
 LONGEST = WIDTH - LABEL - 60
 STYLE = """<style>
 text { font: 14px sans-serif; fill: #24292f }
@@ -29,7 +29,7 @@ def passes_chart(rows: Sequence[tuple[str, float, bool]]) -> str:
         ]
     y = height - 20
     for x, kind, text in ((LABEL, "exact", "exact: the model's own distribution"),
-                          (LABEL + 260, "drifts", "may drift from it")):
+                          (LABEL + 270, "drifts", "may drift from it")):
         parts += [f'<rect class="{kind}" x="{x}" y="{y}" width="12" height="12" rx="3"/>',
                   f'<text x="{x + 18}" y="{y + 11}">{text}</text>']  # fmt: skip
     return "\n".join([*parts, "</svg>"]) + "\n"
