@@ -24,8 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 CHART = ROOT / "docs/pictures/passes.svg"
 TABLE = re.compile(r"(<!-- table: ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NUMBER = re.compile(r"(<!-- n: ([^>]+) -->).*?(<!-- /n -->)")
-GUIDANCE = 3.0  # of all numbers in the README
-LARGE = "default@llamagen-b"  # the model of the README's second column of times
+GUIDANCE = 2.0  # of all numbers in the README: the bundled model's own
+LARGE = "default@llamagen-b"  # the model of the README's times
+HALF = "speed-cpu-bf16"  # the speed report in bf16
 
 # Methods in the README: name with its settings, page in docs/methods, node, and the name of the measured case.
 METHODS = (
@@ -43,11 +44,12 @@ METHODS = (
     ("VVS, every 4th, EAGLE-1 tree", "vvs", "SpecARVVSSampler", "VVS every 4th, EAGLE-1"),
 )
 SETTINGS = ("Bundled model, {tokens} tokens per image, guidance {guidance:g}, temperature {temperature:g}, SJD with "
-            "window 32; passes: mean of {images} images. Time: next token = 1, median of the ratios of neighbouring "
-            "runs, which alternate, on {threads} threads of one {processor}.")
+            "window 32; passes: mean of {images} images. Time: of the same images at LlamaGen-B's size (110 M "
+            "parameters), next token = 1, median of the ratios of neighbouring runs, which alternate, on {threads} "
+            "threads of one {processor} with bf16 products.")
 CHINESE = {
     "method": "方法", "node": "节点", "exact": "精确", "yes": "是", "forward passes": "前向次数",
-    "time": "时间", "time, LlamaGen-B size": "时间，LlamaGen-B大小", "next token": "逐token",
+    "time, bf16": "时间，bf16", "time, fp32": "时间，fp32", "next token": "逐token",
     "SJD, coupled (MC-SJD)": "SJD，耦合（MC-SJD）", "SJD, as published": "SJD，原论文",
     "SJD, same seed": "SJD，相同种子", "SJD++, as published": "SJD++，原论文",
     "EAGLE-1, 57 drafts": "EAGLE-1，57个草稿token", "EAGLE-2, 58 drafts": "EAGLE-2，58个草稿token",
@@ -57,8 +59,8 @@ CHINESE = {
     "no, drift bound {:.2f} per token": "否，每个token的偏移上界{:.2f}",
     SETTINGS:
         "自带模型，每张图像{tokens}个token，引导{guidance:g}，温度{temperature:g}，SJD的窗口为32；"
-        "前向次数是{images}张图像的平均值。时间以逐token为1，是交替运行中相邻两次之比的中位数，"
-        "在{processor}的{threads}个线程上测得。",
+        "前向次数是{images}张图像的平均值。时间是同样的图像在LlamaGen-B的大小（1.1亿参数）下的时间，以逐token为1，"
+        "是交替运行中相邻两次之比的中位数，在支持bf16乘法的{processor}的{threads}个线程上测得。",
 }  # fmt: skip
 
 
@@ -67,42 +69,32 @@ def methods(language: str) -> str:
     word = (lambda text: CHINESE.get(text, text)) if language == "zh" else str
     nodes = json.loads((ROOT / f"locales/{language}/nodeDefs.json").read_text(encoding="utf-8"))
     measured, report, machine = cases("default-cpu", GUIDANCE), results("default-cpu"), results("speed-cpu")["machine"]
-    own, large = found.times("default", GUIDANCE), found.times(LARGE, GUIDANCE)
+    half, full = found.times(LARGE, GUIDANCE, HALF), found.times(LARGE, GUIDANCE)
     rows = []
     for label, page, node, case in METHODS:
         row, bound = measured[case], drift(measured[case])
         exact = word("no, drift bound unknown") if bound is None else \
             word("no, drift bound {:.2f} per token").format(bound) if bound else word("yes")
         rows.append((f"[{word(label)}](docs/methods/{page}.md)", nodes[node]["display_name"], exact,
-                     f"{row['passes']:.0f}", own[case], large[case]))
+                     f"{row['passes']:.0f}", half[case], full[case]))
     settings = word(SETTINGS).format(
         tokens=found.tokens(measured["next_token"]), guidance=GUIDANCE, temperature=report["settings"]["temperature"],
         images=report["pictures_per_method"], threads=machine["threads"], processor=machine["processor"],
     )  # fmt: skip
-    head = tuple(map(word, ("method", "node", "exact", "forward passes", "time", "time, LlamaGen-B size")))
+    head = tuple(map(word, ("method", "node", "exact", "forward passes", "time, bf16", "time, fp32")))
     return grid(head, rows) + f"\n\n{settings}"
-
-
-def large() -> str:
-    """Speed at LlamaGen-B's size: of whole images by the widened bundled model or, where the report lacks it, predicted
-    from passes with random weights."""
-    if found.measured_speed(LARGE, GUIDANCE):
-        return (f"The bundled model widened to 110 M parameters, guidance {GUIDANCE:g}, whole images.\n\n"
-                + found.speed(LARGE, GUIDANCE))
-    return ("110 M parameters, random weights, guidance 7.5, top-k 1000. *Times faster* is a **prediction**: it takes "
-            "the number of passes from the bundled model.\n\n" + found.speed("llamagen-b", 7.5))
 
 
 TABLES: dict[str, Callable[[], str]] = {
     "methods": partial(methods, "en"),
     "methods, Chinese": partial(methods, "zh"),
     "passes, guidance 1": partial(found.passes, 1.0),
-    "passes, guidance 3": partial(found.passes, 3.0),
+    "passes, guidance 2": partial(found.passes, 2.0),
     "paired, guidance 1": partial(found.paired, 1.0),
-    "paired, guidance 3": partial(found.paired, 3.0),
-    "speed, guidance 1": partial(found.speed, "default", 1.0),
-    "speed, guidance 3": partial(found.speed, "default", 3.0),
-    "speed, LlamaGen-B": large,
+    "paired, guidance 2": partial(found.paired, 2.0),
+    "speed": partial(found.speed, "default", GUIDANCE),
+    "speed, LlamaGen-B": partial(found.speed, LARGE, GUIDANCE),
+    "speed, LlamaGen-B, bf16": partial(found.speed, LARGE, GUIDANCE, HALF),
     "batches": found.batches,
     "throughput, one process": partial(found.throughput, "1x1"),
     "throughput, two processes": partial(found.throughput, "2x1"),

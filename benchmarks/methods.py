@@ -1,6 +1,6 @@
 """Measure every method on a model: forward passes, step compression, wall time against next-token and ``generate``.
 
-    python -m benchmarks methods [--model default] [--cfg 1 3] [--windows 16 32] [--seeds 2] [--out FILE]
+    python -m benchmarks methods [--model default] [--cfg 1 2] [--windows 16 32] [--seeds 2] [--out FILE]
                                  [--eagle default/eagle --small default/small]
 """
 
@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--model", default="default", help="name of a bundled model, or a file or folder")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
                         help="device (default: %(default)s)")
-    parser.add_argument("--cfg", type=float, nargs="+", default=[1.0, 3.0], help="guidance scales (default: 1 3)")
+    parser.add_argument("--cfg", type=float, nargs="+", default=[1.0, 2.0], help="guidance scales (default: 1 2)")
     parser.add_argument("--windows", type=int, nargs="+", default=[16, 32],
                         help="windows of Jacobi decoding (default: 16 32)")
     parser.add_argument("--eagle", default="default/eagle", help="EAGLE drafter: bundled name, or a file or folder")

@@ -17,6 +17,8 @@ RESULTS = Path(__file__).parent / "results"
 REUSE = {"coupled": "SJD, coupled", "gumbel": "SJD, same seed", "resample": "SJD, as published",
          "threshold_exact": "SJD++ reuse (exact)", "threshold_paper": "SJD++ reuse (paper)"}
 
+PAIRED = ("EAGLE-1, 57 drafts", "EAGLE-2", "LANTERN++ k 10, lambda 2", "Cool-SD delta 1.1", "Cool-SD delta 2",
+          "VVS every 4th, EAGLE-1")  # the first is what the others are compared with
 NAMES = {"next_token": "next token", "TV-metered": "TV budget", "UniformRSD": "Uniform Relaxation", "w32": "window 32"}
 
 
@@ -73,40 +75,42 @@ def passes(guidance: float) -> str:
 
 def paired(guidance: float) -> str:
     """Differences of passes, image by image, from the EAGLE-1 tree."""
-    measured = cases("default-cpu-18-pictures", guidance)
-    base, rows = measured["EAGLE-1, 57 drafts"]["passes_each"], []
-    for name, row in list(measured.items())[1:]:
-        apart = [own - other for own, other in zip(row["passes_each"], base, strict=True)]
+    measured, rows = cases("default-cpu", guidance), []
+    base = measured[PAIRED[0]]["passes_each"]
+    for name in PAIRED:
+        apart = [own - other for own, other in zip(measured[name]["passes_each"], base, strict=True)]
         error = statistics.stdev(apart) / len(apart) ** 0.5
-        rows.append((name, f"{row['passes']:.0f}", f"{statistics.fmean(apart):+.1f} ± {error:.1f}" if error else ""))
+        rows.append((said(name), f"{measured[name]['passes']:.0f}",
+                     f"{statistics.fmean(apart):+.1f} ± {error:.1f}" if error else ""))
     return grid(("method", "passes", "difference"), rows)
 
 
-def measured_speed(name: str, guidance: float) -> dict[str, Any] | None:
-    """What the speed report has of a model at a guidance, if anything."""
-    found = (m for m in results("speed-cpu")["models"] if (m["name"], m["settings"]["cfg"]) == (name, guidance))
+def measured_speed(name: str, guidance: float, report: str = "speed-cpu") -> dict[str, Any] | None:
+    """What a speed report has of a model at a guidance, if anything."""
+    found = (m for m in results(report)["models"] if (m["name"], m["settings"]["cfg"]) == (name, guidance))
     return next(found, None)
 
 
-def times(name: str, guidance: float) -> dict[str, str]:
+def times(name: str, guidance: float, report: str = "speed-cpu") -> dict[str, str]:
     """Time of whole images relative to next token's, by case: one over the median ratio of neighbouring runs. "-" for
     a case that was not measured; "" for all of a model that was not."""
-    model = measured_speed(name, guidance)
+    model = measured_speed(name, guidance, report)
     if model is None:
         return defaultdict(str)
     return defaultdict(lambda: "-", {row["name"]: f"{1 / row['seconds_over']['next_token']:.2f}"
                                      for row in model["rows"]})
 
 
-def speed(name: str, guidance: float) -> str:
-    """A pass's milliseconds and cost, and how much faster a method is (predicted, for random weights)."""
-    model = measured_speed(name, guidance)
+def speed(name: str, guidance: float, report: str = "speed-cpu") -> str:
+    """Seconds, passes, and a pass's milliseconds and cost; how much faster a method is, and how much of the passes that
+    it saves becomes time."""
     rows = []
-    for row in model["rows"]:
-        cost, fewer = 1 / row["ms_over"]["next_token"], 256 / row["pictures_passes"]
-        faster = fewer / cost if model["random_weights"] else row["seconds_over"]["next_token"]
-        rows.append((said(row["name"]), f"{row['pass_ms']['median']:.3g}", f"{cost:.2f}", f"{faster:.2f}"))
-    return grid(("method", "ms per pass", "cost of a pass", "times faster"), rows)
+    for row in measured_speed(name, guidance, report)["rows"]:
+        cost, faster = 1 / row["ms_over"]["next_token"], row["seconds_over"]["next_token"]
+        fewer = 256 / row["pictures_passes"]
+        rows.append((said(row["name"]), f"{row['seconds']['median']:.3g}", round(row["pictures_passes"]),
+                     f"{row['pass_ms']['median']:.3g}", f"{cost:.2f}", f"{faster:.2f}", f"{faster / fewer:.2f}"))
+    return grid(("method", "seconds", "passes", "ms per pass", "cost of a pass", "times faster", "quotient"), rows)
 
 
 def measured_batches() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Measure the cost of a forward pass, and compare it with its lower bound.
 
-    python -m benchmarks speed                    # CPU: the bundled model and LlamaGen-B's shapes
+    python -m benchmarks speed                    # CPU: the bundled model, also at LlamaGen-B's size
     python -m benchmarks speed --device cuda      # LlamaGen-XL, Janus-Pro-1B, Lumina-mGPT-7B in bf16, kernels, a trace
     python -m benchmarks speed --show FILE.json   # print (and write beside it) the table of an earlier run
 
@@ -44,7 +44,7 @@ from .tables import row_of, table
 SCHEMA = "specar.speed/1"
 PARTS = ("methods", "widths", "sizes", "batches", "kernels", "trace")
 MODELS = {
-    "cpu": ["default", "llamagen-b", "llamagen-b:int8", "janus-small", "chameleon-small", "emu3-small"],
+    "cpu": ["default", "default@llamagen-b", "llamagen-b:int8", "janus-small", "chameleon-small", "emu3-small"],
     "cuda": ["default", "llamagen-xl", "lumina-mgpt-7b", "janus-pro-1b", "llamagen-xl:int8", "llamagen-xl:fp8",
              "lumina-mgpt-7b:int8", "lumina-mgpt-7b:fp8"],
 }
@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", help="names from runs.py (default: one of each kind)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS),
                         help="parts of the report (default: all)")
-    parser.add_argument("--cfg", type=float, nargs="+", default=[1.0, 3.0],
+    parser.add_argument("--cfg", type=float, nargs="+", default=[1.0, 2.0],
                         help="guidance scales of the bundled model; all methods run at the last, a few at the others")
     parser.add_argument("--tokens", type=int,
                         help="tokens to generate with random weights (default: 64 on a CPU, 1024 on a GPU)")

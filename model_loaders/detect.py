@@ -252,6 +252,13 @@ def stays_fp8(path: str | Path) -> bool:
     return holds_fp8(file) and not (family and family.continuous)
 
 
+def count_weights(path: str | Path) -> int:
+    """Number of weights in the files of a model of token ids; 0 for another. Only names, shapes and dtypes are read."""
+    checkpoint = outline(weight_file(Path(path)))
+    family = family_of(checkpoint)
+    return 0 if family is None or family.continuous else sum(t.numel() for t in checkpoint.tensors.values())
+
+
 def missing_decoder(model: str, family: str) -> str:
     """Error message for a model without image decoder: which file is needed and where to put it."""
     home = RELEASED_DECODERS[family].home

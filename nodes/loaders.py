@@ -39,10 +39,10 @@ class LoadCheckpoint(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "dtype", options=list(models.DTYPES), default="auto",
-                    tooltip="Precision of the weights. auto: fp32 on CPU, bf16 (or fp16) on GPU. Lower precision "
-                    "halves memory and changes the image of a seed. fp8 and int8 (storage): the large matrices are "
-                    "stored in 8 bits, half the memory of bf16, and computed as in auto. int8 has the smaller rounding "
-                    "error.",
+                    tooltip="Precision of the weights. auto: bf16 (or fp16) on GPU; on CPU fp32, or bf16 for large "
+                    "models if the processor is faster in it. Lower precision halves memory and changes the image of a "
+                    "seed. fp8 and int8 (storage): the large matrices are stored in 8 bits, half the memory of bf16, "
+                    "and computed as in auto. int8 has the smaller rounding error.",
                 ),
                 io.Combo.Input(
                     "grid", options=list(GRIDS), default="auto",

@@ -134,7 +134,7 @@ class SJDSampler(io.ComfyNode):
                 *common_inputs(),
                 io.Int.Input("window", default=0, min=0, max=4096,
                              tooltip="Tokens drafted and verified per forward pass. A wider window saves passes, but "
-                             "each costs more. 0: automatic (32; 16 on CPU). SJD's authors use 16 to 96."),
+                             "each costs more. 0: automatic (32; 16 on CPU in fp32). SJD's authors use 16 to 96."),
                 io.Combo.Input("refinement", options=list(REFINEMENTS), default="coupled (exact)",
                                tooltip="What happens to draft tokens that are not accepted yet. The exact options keep "
                                "the distribution of the next-token sampler; SJD++ as in the paper is biased. same "

@@ -16,10 +16,18 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
 from ...kernels import graphs
+from ...kernels.half import bf16_is_faster
 from ...model_loaders.ar_model import DiscreteModel
 from ...model_loaders.continuous_model import ContinuousBase
 from ...model_loaders.decoders.image_decoder import Autoencoder
-from ...model_loaders.detect import find_image_decoder, load_drafter, load_image_decoder, load_model, stays_fp8
+from ...model_loaders.detect import (
+    count_weights,
+    find_image_decoder,
+    load_drafter,
+    load_image_decoder,
+    load_model,
+    stays_fp8,
+)
 from ...model_loaders.families import CONTINUOUS_NAMES
 from ...model_loaders.text.t5 import T5, T5Encoder
 from .folders import DRAFTERS, MODELS, fingerprint, resolve, search_folders
@@ -30,6 +38,7 @@ from .previews import Palette
 
 SERVER = uuid.uuid4().hex  # wall times are comparable within one
 STORAGE = {"fp8 (storage)": torch.float8_e4m3fn, "int8 (storage)": torch.int8}
+LARGE = 50_000_000  # weights from which a pass on a CPU is mostly products; smaller models stay in fp32
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, **dict.fromkeys(STORAGE)}
 
 
@@ -98,7 +107,7 @@ def open_model(choice: str, dtype: str, grid: tuple[int, int] | None) -> LoadedM
     device = mm.get_torch_device()
     storage = torch.float8_e4m3fn if dtype == "auto" and stays_fp8(path) else STORAGE.get(dtype)
     model = load_model(
-        path, dtype=DTYPES[dtype] or auto_dtype(device), grid=grid, search_folders=search_folders(),
+        path, dtype=DTYPES[dtype] or auto_dtype(device, path), grid=grid, search_folders=search_folders(),
         operations=Operations, storage=storage,
     )
     model.offload_embedding()
@@ -180,8 +189,13 @@ def managed(decoder: Autoencoder) -> LoadedDecoder:
     return LoadedDecoder(decoder, ModelPatcher(decoder.module, mm.vae_device(), mm.vae_offload_device()))
 
 
-def auto_dtype(device: torch.device) -> torch.dtype:
-    """bf16 or fp16 if the device supports them well (and the user's flags allow them), else fp32."""
+def auto_dtype(device: torch.device, path: Path) -> torch.dtype:
+    """bf16 or fp16 if the device supports them well (and the user's flags allow them), else fp32.
+
+    ComfyUI takes fp32 on every CPU; a large model of token ids is computed in bf16 on one that multiplies it faster.
+    """
+    if mm.is_device_cpu(device) and not mm.FORCE_FP32 and count_weights(path) >= LARGE and bf16_is_faster():
+        return torch.bfloat16
     if mm.should_use_bf16(device):
         return torch.bfloat16
     return torch.float16 if mm.should_use_fp16(device) else torch.float32
