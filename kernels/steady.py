@@ -8,7 +8,10 @@ its members. So products are computed in blocks of rows that share one order, an
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +19,19 @@ from torch import Tensor, nn
 HALF = (torch.bfloat16, torch.float16)
 QUERIES = 32  # queries per block of torch's attention on a CPU
 FEWEST = 8  # queries per block; torch multiplies fewer by other routines
-_BLOCKS = (64, 32, 16, 8, 4)  # rows per block, tried in this order; the last is used untested
-_steady: dict[tuple[torch.dtype, int, int | type, int], int] = {}
+_BLOCKS = (128, 64, 32, 16, 8, 4)  # rows per block, tried in this order; the last is used untested
+_TIMED = (2, 34)  # rows of a pass with guidance: of one token, and of a window of 17
+_TRIES = 3
+
+
+class Plan(NamedTuple):
+    """How the products of one shape are computed, and how many rows at a time."""
+
+    product: Callable[[nn.Module, Tensor], Tensor]
+    block: int
+
+
+_plans: dict[tuple[torch.dtype, int, int | type, int, bool], Plan] = {}
 
 
 def applies(x: Tensor) -> bool:
@@ -25,16 +39,50 @@ def applies(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in HALF
 
 
-def linear(layer: nn.Module, x: Tensor) -> Tensor:
-    """layer(x) for x [..., inputs], in blocks of rows where that matters."""
+def linear(layer: nn.Module, x: Tensor, at_hand: bool = False) -> Tensor:
+    """layer(x) for x [..., inputs], in blocks of rows where that matters.
+
+    at_hand: the layer is an nn.Linear whose parameters may be used instead of calling it.
+    """
     if not applies(x):
         return layer(x)
     rows = x.flatten(0, -2)
     outputs = len(layer.weight) if hasattr(layer, "weight") else type(layer)  # a model has one layer of such a class
-    shape = x.dtype, rows.shape[1], outputs, torch.get_num_threads()
-    if shape not in _steady:
-        _steady[shape] = steady_rows(layer, x.dtype, rows.shape[1])
-    return in_blocks(layer, rows, _steady[shape]).unflatten(0, x.shape[:-1])
+    shape = x.dtype, rows.shape[1], outputs, torch.get_num_threads(), at_hand
+    if shape not in _plans:
+        _plans[shape] = plan(layer, x.dtype, rows.shape[1], at_hand)
+    product, block = _plans[shape]
+    return in_blocks(partial(product, layer), rows, block).unflatten(0, x.shape[:-1])
+
+
+def called(layer: nn.Module, rows: Tensor) -> Tensor:
+    return layer(rows)
+
+
+def transposed(layer: nn.Linear, rows: Tensor) -> Tensor:
+    """(W x^T)^T: processors with matrix units read a large W faster as the first factor."""
+    return (layer.weight @ rows.T).T.contiguous()
+
+
+def plan(layer: nn.Module, dtype: torch.dtype, inputs: int, at_hand: bool) -> Plan:
+    """The faster way of two that give the same results. Found by trying: it depends on the processor and on the
+    libraries that torch was built with. The time decides only which of two equal results is computed."""
+    rows = torch.randn(_BLOCKS[0], inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
+    plain = Plan(called, steady_rows(partial(called, layer), rows))
+    if not at_hand or layer.bias is not None:
+        return plain
+    other = Plan(transposed, steady_rows(partial(transposed, layer), rows))
+    runs = [lambda few, way=way: in_blocks(partial(way.product, layer), few, way.block) for way in (plain, other)]
+    if not all(torch.equal(*(run(rows[:count]) for run in runs)) for count in _counts(_BLOCKS[0])):
+        return plain
+    times = [sum(min(_seconds(run, rows[:count]) for _ in range(_TRIES)) for count in _TIMED) for run in runs]
+    return other if times[1] < times[0] else plain
+
+
+def _seconds(run: Callable[[Tensor], Tensor], rows: Tensor) -> float:
+    begun = time.perf_counter()
+    run(rows)
+    return time.perf_counter() - begun
 
 
 def in_blocks(product: Callable[[Tensor], Tensor], rows: Tensor, block: int) -> Tensor:
@@ -46,18 +94,19 @@ def in_blocks(product: Callable[[Tensor], Tensor], rows: Tensor, block: int) -> 
     return torch.cat([product(part) for part in rows.split(block)])
 
 
-def steady_rows(product: Callable[[Tensor], Tensor], dtype: torch.dtype, inputs: int) -> int:
-    """The largest block in which each row has the same result as in smaller blocks of at least 2 rows.
-
-    Found by trying: it depends on the processor and on the libraries that torch was built with.
-    """
-    rows = torch.randn(_BLOCKS[0], inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
+def steady_rows(product: Callable[[Tensor], Tensor], rows: Tensor) -> int:
+    """The largest block in which each of ``rows`` [M, inputs] has the same result as in smaller blocks of at least 2
+    rows; M is the largest that is tried."""
     for block in _BLOCKS[:-1]:
         expected = in_blocks(product, rows, block)
-        counts = {2, 3, 5, block // 4, block // 2, block // 2 + 1, block - 1}
-        if all(torch.equal(product(rows[:count]), expected[:count]) for count in counts):
+        if all(torch.equal(product(rows[:count]), expected[:count]) for count in _counts(block)):
             return block
     return _BLOCKS[-1]
+
+
+def _counts(block: int) -> set[int]:
+    """Numbers of rows, up to a block, that are multiplied by different routines."""
+    return {2, 3, 5, block // 4, block // 2, block // 2 + 1, block - 1}
 
 
 def enough(q: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

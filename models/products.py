@@ -24,7 +24,8 @@ def product(
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         added = None if residual is None else residual.flatten(0, -2)
         return few_rows(x.flatten(0, -2), *operands, weight, eps, gate, added).unflatten(0, x.shape[:-1])
-    y = steady.linear(linear, x if norm is None else norm(x))
+    y = x if norm is None else norm(x)
+    y = steady.linear(linear, y, isinstance(linear, nn.Linear) and _at_hand(linear, y))
     if gate:
         y = gated(y)
     return y if residual is None else residual + y

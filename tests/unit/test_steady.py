@@ -1,5 +1,7 @@
 """Batch invariance on a CPU: what a row gives does not depend on how many others are computed with it."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,19 +12,44 @@ from comfyui_specar.models.cache import CPU_BUCKET, rounded
 from torch import nn
 
 COUNTS = (1, 2, 3, 4, 5, 7, 8, 16, 31, 32, 33, 36, 64, 65)
+MANY = (127, 128, 129)
 SIZES = [(96, 100), (192, 1024), (768, 2304), (2048, 768)]  # inputs, outputs
 
 
 @pytest.mark.parametrize("dtype", steady.HALF)
 @pytest.mark.parametrize("size", SIZES)
-def test_a_row_of_a_product_does_not_depend_on_the_others(dtype, size):
+@pytest.mark.parametrize("at_hand", [False, True])
+def test_a_row_of_a_product_does_not_depend_on_the_others(dtype, size, at_hand):
     torch.manual_seed(0)
-    layer, x = nn.Linear(*size, bias=False).to(dtype).requires_grad_(False), torch.randn(1, 80, size[0]).to(dtype)
-    together = steady.linear(layer, x)
+    layer, x = nn.Linear(*size, bias=False).to(dtype).requires_grad_(False), torch.randn(1, 140, size[0]).to(dtype)
+    together = steady.linear(layer, x, at_hand)
     assert torch.allclose(together.float(), F.linear(x.float(), layer.weight.float()), atol=0.02)
-    for count in COUNTS:
+    for count in (*COUNTS, *MANY):
         for first in (0, 5):
-            assert torch.equal(steady.linear(layer, x[:, first : first + count]), together[:, first : first + count])
+            part = steady.linear(layer, x[:, first : first + count], at_hand)
+            assert torch.equal(part, together[:, first : first + count])
+
+
+@pytest.mark.parametrize("dtype", steady.HALF)
+@pytest.mark.parametrize("size", SIZES)
+def test_two_ways_that_give_the_same_differ_only_in_time(monkeypatch, dtype, size):
+    """Whichever is faster on this machine: an image must not depend on that."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(*size, bias=False).to(dtype).requires_grad_(False), torch.randn(100, size[0]).to(dtype)
+    trials, found = len(steady._TIMED) * steady._TRIES, []
+    for first, second in ((0.0, 1.0), (1.0, 0.0)):  # seconds of layer(x), and of the other way
+        seconds = iter([first] * trials + [second] * trials)
+        monkeypatch.setattr(steady, "_seconds", lambda run, rows, seconds=seconds: next(seconds))
+        chosen = steady.plan(layer, dtype, size[0], at_hand=True)
+        found.append(steady.in_blocks(partial(chosen.product, layer), x, chosen.block))
+    assert torch.equal(*found)
+
+
+def test_a_way_that_rounds_otherwise_is_not_taken(monkeypatch):
+    layer = nn.Linear(96, 100, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    monkeypatch.setattr(steady, "transposed", lambda layer, rows: layer(rows) * 1.01)
+    monkeypatch.setattr(steady, "_seconds", lambda run, rows: pytest.fail("no need to time it"))
+    assert steady.plan(layer, torch.bfloat16, 96, at_hand=True).product is steady.called
 
 
 @pytest.mark.parametrize("shared", [1, 3])
@@ -55,9 +82,9 @@ class Fickle(nn.Module):
         return F.linear(rows.float(), self.weight) + order
 
 
-@pytest.mark.parametrize(("most", "block"), [(64, 64), (63, 32), (20, 16), (5, 4)])
+@pytest.mark.parametrize(("most", "block"), [(128, 128), (64, 64), (63, 32), (20, 16), (5, 4)])
 def test_the_block_is_found_by_trying(most, block):
-    assert steady.steady_rows(Fickle(most), torch.bfloat16, 4) == block
+    assert steady.steady_rows(Fickle(most), torch.randn(128, 4).bfloat16()) == block
 
 
 @pytest.mark.parametrize("count", COUNTS)
