@@ -17,7 +17,7 @@ import aiohttp
 from ..files import FileInUseError, replace
 from .jobs import Job
 from .journal import Journal
-from .maps import map_of, with_maps
+from .maps import MAP, map_of, with_maps
 from .overrides import Workflow, fingerprint, named_after
 from .server import Entry, Server, ServerAwayError
 
@@ -207,7 +207,7 @@ class Batch:
     async def _settle(self, lane: Lane, prompt_id: str) -> None:
         """A prompt that is no longer in the queue: it has ended, or the server has lost it."""
         work = lane.sent[prompt_id]
-        found = await lane.server.history(prompt_id)
+        found = await lane.server.history(prompt_id, self._sent(work))
         interrupted_by_us = found and found.outcome == "interrupted" and not work.tries  # by the run that was stopped
         if not found or interrupted_by_us:
             del lane.sent[prompt_id]
@@ -224,19 +224,21 @@ class Batch:
         self.journal.write_queued(work.job.id, work.fingerprint, work.attempt, lane.server.url)
         lane.sent[prompt_id] = work  # also if the answer is lost: the next visit finds out
         name = work.job.id if work.attempt == 1 else f"{work.job.id}.try{work.attempt}"
-        prompt = with_maps(work.prompt) if self.options.maps else work.prompt  # the fingerprint is that without
-        if refused := await lane.server.submit(named_after(prompt, name), prompt_id, self.client):
+        if refused := await lane.server.submit(named_after(self._sent(work), name), prompt_id, self.client):
             await lane.server.cancel([prompt_id])  # in case it makes a part of it
             del lane.sent[prompt_id]
             self._end(self._line(lane, work, prompt_id, Entry("error", 0.0, refused)))
+
+    def _sent(self, work: Work) -> Workflow:
+        """What a server gets of a job. The fingerprint is that without maps."""
+        return with_maps(work.prompt) if self.options.maps else work.prompt
 
     async def _record(self, lane: Lane, work: Work, prompt_id: str, found: Entry) -> dict[str, Any]:
         record = self._line(lane, work, prompt_id, found)
         if not self.options.download or found.outcome != "success":
             return record
-        copies, paths = [], copies_of(found.files, self.options.download / work.job.id)
-        maps = [(drawn, map_of(paths[found.files.index(image)])) for image, drawn in found.maps]
-        for file, path in [*zip(found.files, paths, strict=True), *maps]:
+        copies = []
+        for file, path in zip(found.files, copies_of(found.files, self.options.download / work.job.id), strict=True):
             content = await lane.server.fetch(file)
             if content is None:
                 record |= {"status": "error", "error": f"{lane.server.url} no longer has {file['filename']}"}
@@ -253,7 +255,7 @@ class Batch:
         return {
             "id": work.job.id, "status": found.outcome, "overrides": work.job.overrides, "server": lane.server.url,
             "prompt_id": prompt_id, "attempt": work.attempt, "seconds": round(found.seconds, 3),
-            "files": found.files + [drawn for _, drawn in found.maps], "traces": found.traces, "error": error,
+            "files": found.files, "traces": found.traces, "error": error,
         }
 
     def _end(self, record: dict[str, Any]) -> None:
@@ -313,8 +315,8 @@ class Batch:
             while lane.sent and time.monotonic() < deadline:
                 here = set().union(*await lane.server.queue())
                 for prompt_id in [prompt_id for prompt_id in lane.sent if prompt_id not in here]:
-                    found = await lane.server.history(prompt_id)
                     work = lane.sent[prompt_id]
+                    found = await lane.server.history(prompt_id, self._sent(work))
                     if found and found.outcome != "interrupted":
                         self._end(await self._record(lane, work, prompt_id, found))
                     del lane.sent[prompt_id]
@@ -324,15 +326,20 @@ class Batch:
 
 
 def copies_of(files: list[dict[str, str]], stem: Path) -> list[Path]:
-    """A path for every file: job.png, job.2.png, job.json, ..."""
+    """A path for every file: job.png, job.2.png, job.json, ...; for a map (see maps.py) that beside its image."""
     paths: list[Path] = []
+    images: dict[str, list[Path]] = {}  # of a node, those whose map has not come yet
     for file in files:
-        suffix, number = Path(file["filename"]).suffix, 1
+        node, suffix, number = file.get("node", ""), Path(file["filename"]).suffix, 1
+        if node.endswith(MAP) and images.get(node.removesuffix(MAP)):
+            paths.append(map_of(images[node.removesuffix(MAP)].pop(0)))
+            continue
         path = stem.with_name(stem.name + suffix)
         while path in paths:
             number += 1
             path = stem.with_name(f"{stem.name}.{number}{suffix}")
         paths.append(path)
+        images.setdefault(node, []).append(path)
     return paths
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import aiohttp
 
-from .maps import MAP
+from .overrides import Workflow
 
 BUSY_GATEWAY = (502, 503, 504)  # what a proxy says whose server is away
 ENDS = {"execution_success": "success", "execution_error": "error", "execution_interrupted": "interrupted"}
@@ -22,15 +22,13 @@ class ServerAwayError(ConnectionError):
 
 @dataclass(frozen=True)
 class Entry:
-    """What the server's history keeps about a prompt that ended. outcome: success, error or interrupted. maps: pairs of
-    one of the files and its acceptance map, which is not among them."""
+    """What the server's history keeps about a prompt that ended. outcome: success, error or interrupted."""
 
     outcome: str
     seconds: float
     error: str = ""
     files: list[dict[str, str]] = field(default_factory=list)
     traces: list[dict[str, Any]] = field(default_factory=list)
-    maps: list[tuple[dict[str, str], dict[str, str]]] = field(default_factory=list)
 
 
 class Server:
@@ -54,10 +52,10 @@ class Server:
             return ""
         return refusal(status, answer)
 
-    async def history(self, prompt_id: str) -> Entry | None:
+    async def history(self, prompt_id: str, prompt: Workflow) -> Entry | None:
         """None: the server knows of no such prompt, or has not finished it."""
         found = (await self._json("GET", f"/history/{prompt_id}")).get(prompt_id)
-        return found and entry(found)
+        return found and entry(found, prompt)
 
     async def cancel(self, prompt_ids: list[str]) -> None:
         """Takes waiting prompts out of the queue, and interrupts the one that runs if it is among these."""
@@ -116,39 +114,35 @@ def refusal(status: int, answer: Any) -> str:
     return "ComfyUI refused the workflow: " + ("; ".join(problems) or message or "no reason given")
 
 
-def entry(found: dict[str, Any]) -> Entry:
+def entry(found: dict[str, Any], prompt: Workflow) -> Entry:
+    """Files and traces in the order of the prompt's nodes: ComfyUI's is that in which they happened to run."""
     status = found.get("status") or {}
     messages = dict(status.get("messages") or [])
     outcome = next((ENDS[event] for event in messages if event in ENDS), status.get("status_str", "error"))
     data = next((data for event, data in messages.items() if event in ENDS), {})
     begun = messages.get("execution_start", data).get("timestamp", 0)
     seconds = (data.get("timestamp", begun) - begun) / 1000
-    outputs = found.get("outputs") or {}
-    own = [output for node, output in outputs.items() if not node.endswith(MAP)]
+    order = {node: place for place, node in enumerate(prompt)}
+    nodes = sorted(found.get("outputs") or {}, key=lambda node: order.get(node, len(order)))  # added by nodes: last
+    outputs = {node: found["outputs"][node] for node in nodes}
     error = ""
     if outcome == "error":
         text = " ".join(str(data.get("exception_message", "no reason given")).split())
         error = f"{data.get('node_type', 'ComfyUI')}: {text}"
-    return Entry(outcome, seconds, error, files_of(own), traces_of(own), maps_of(outputs))
+    return Entry(outcome, seconds, error, files_of(outputs), traces_of(outputs))
 
 
-def files_of(outputs: list[dict]) -> list[dict[str, str]]:
-    """Everything that was saved; of workflows that save nothing, what they show."""
-    listed = [file for output in outputs for value in output.values() if isinstance(value, list) for file in value
-              if isinstance(file, dict) and "filename" in file]
-    files = [{"filename": file["filename"], "subfolder": file.get("subfolder", ""), "type": file.get("type", "output")}
-             for file in listed]
+def files_of(outputs: dict[str, dict]) -> list[dict[str, str]]:
+    """Everything that was saved, with the node that saved it; of workflows that save nothing, what they show."""
+    listed = [(node, file) for node, output in outputs.items() for value in output.values() if isinstance(value, list)
+              for file in value if isinstance(file, dict) and "filename" in file]
+    files = [{"filename": file["filename"], "subfolder": file.get("subfolder", ""),
+              "type": file.get("type", "output"), "node": node} for node, file in listed]
     return [file for file in files if file["type"] == "output"] or files
 
 
-def maps_of(outputs: dict[str, dict]) -> list[tuple[dict[str, str], dict[str, str]]]:
-    """Every saved image that has a map (see maps.with_maps), and its map."""
-    return [pair for node, output in outputs.items() if node + MAP in outputs
-            for pair in zip(files_of([output]), files_of([outputs[node + MAP]]), strict=True)]
-
-
-def traces_of(outputs: list[dict]) -> list[dict[str, Any]]:
+def traces_of(outputs: dict[str, dict]) -> list[dict[str, Any]]:
     """Method and totals of every run of a SpecAR sampler that Acceptance Map, Compare Runs or Save Trace reported."""
-    reports = [report for output in outputs for report in output.get("specar", []) if "totals" in report]
+    reports = [report for output in outputs.values() for report in output.get("specar", []) if "totals" in report]
     found = [{"method": report["settings"].get("method"), **report["totals"]} for report in reports]
     return [trace for number, trace in enumerate(found) if trace not in found[:number]]

@@ -95,7 +95,7 @@ def test_a_result_has_files_seconds_and_each_trace_once(tmp_path):
             assert record == journal_of.results["j0"] == {
                 "id": "j0", "status": "success", "overrides": {"seed": 0}, "server": one.url, "attempt": 1,
                 "prompt_id": journal_of.prompt_id("j0", 1), "seconds": 0.25, "error": "",
-                "files": [{"filename": "p_j0_00001_.png", "subfolder": "", "type": "output"}],
+                "files": [{"filename": "p_j0_00001_.png", "subfolder": "", "type": "output", "node": "9"}],
                 "traces": [{"method": "sjd", "target_passes": 5}],
             }
             assert one.drawn == ["p_j0"]
@@ -374,6 +374,19 @@ def test_copies_are_named_after_the_job(tmp_path):
     names = [{"filename": name} for name in ("a.png", "b.json", "c.png", "d.PNG", "e.png", "f")]
     assert [path.name for path in dispatch.copies_of(names, Path("x/job"))] == [
         "job.png", "job.json", "job.2.png", "job.PNG", "job.3.png", "job"]
+
+
+def test_files_are_numbered_by_the_workflow_whatever_ran_first(tmp_path):
+    """Nodes in the order of the workflow's file, and a preview is no image of a workflow that saves some."""
+    prompt = {node: {"class_type": "SaveImage", "inputs": {}} for node in ("20", "3", "7")} | WORKFLOW
+    image = {"subfolder": "", "type": "output"}
+    outputs = {node: {"images": [{**image, "filename": f"{node}.png"}]} for node in ("5.0.1", "7", "3", "20")}
+    outputs["9"] = {"images": [{"filename": "preview.png", "type": "temp"}]}
+    files = server.entry({"outputs": outputs}, prompt).files
+    assert [(file["node"], file["filename"]) for file in files] == [
+        ("20", "20.png"), ("3", "3.png"), ("7", "7.png"), ("5.0.1", "5.0.1.png")]
+    assert [path.name for path in dispatch.copies_of(files, tmp_path / "a")] == [
+        "a.png", "a.2.png", "a.3.png", "a.4.png"]
 
 
 def test_an_image_that_another_program_holds_open_is_waited_for_and_then_costs_that_job_alone(tmp_path, locked):
