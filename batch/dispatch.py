@@ -19,7 +19,7 @@ from .jobs import Job
 from .journal import Journal
 from .maps import MAP, map_of, with_maps
 from .overrides import Workflow, fingerprint, named_after
-from .server import Entry, Server, ServerAwayError
+from .server import Entry, Refusal, Server, ServerAwayError
 
 logger = logging.getLogger(__name__)
 
@@ -48,19 +48,21 @@ class Options:
 
 @dataclass(eq=False)
 class Work:
-    """A job on its way. attempt: how often it was handed out; tries: how often by this process."""
+    """A job on its way. attempt: how often it was handed out; tries: how often by this process; refused: the servers
+    that lack something it names, and what they said."""
 
     job: Job
     prompt: Workflow
     fingerprint: str
     attempt: int = 0
     tries: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class Lane:
-    """A server and what it has of ours: `given` are still to be sent, `sent` are on it, by prompt id. draining: it is
-    asked only for what an earlier run of the batch left on it."""
+    """A server and what it has of ours: `given` are still to be sent, `sent` are on it, by prompt id. draining: it gets
+    no jobs, and is asked only for what it has of them from before."""
 
     server: Server
     draining: bool = False
@@ -227,7 +229,26 @@ class Batch:
         if refused := await lane.server.submit(named_after(self._sent(work), name), prompt_id, self.client):
             await lane.server.cancel([prompt_id])  # in case it makes a part of it
             del lane.sent[prompt_id]
-            self._end(self._line(lane, work, prompt_id, Entry("error", 0.0, refused)))
+            if refused.missing:
+                self._elsewhere(lane, work, refused)
+            else:
+                self._end(self._line(lane, work, prompt_id, Entry("error", 0.0, refused.reason)))
+
+    def _elsewhere(self, lane: Lane, work: Work, refused: Refusal) -> None:
+        """The server lacks something. Where the row does not name it, it lacks it for all jobs, and being always idle
+        it would get them all: it is set aside."""
+        work.refused[lane.server.url] = refused.reason
+        work.tries -= 1
+        if not {str(value) for value in work.job.overrides.values()}.issuperset(refused.missing):
+            lane.draining = True
+            while lane.given:
+                self.waiting.appendleft(lane.given.pop())
+            logger.warning("%s is set aside in this batch: %s", lane.server.url, refused.reason)
+            if all(lane.draining for lane in self.lanes):
+                logger.error("No server is left that can run this workflow. Add what is missing to one, or name "
+                             "another with --server; then the same command goes on.")
+        self.waiting.appendleft(work)
+        self._wake()
 
     def _sent(self, work: Work) -> Workflow:
         """What a server gets of a job. The fingerprint is that without maps."""
@@ -297,7 +318,10 @@ class Batch:
             lanes = [lane for lane in self.lanes if not lane.draining]
             if any(lane.unknown for lane in lanes):  # which is the least busy one?
                 return
-            ready = [lane for lane in lanes if lane.up]
+            ready = [lane for lane in lanes if lane.up and lane.server.url not in self.waiting[0].refused]
+            if not ready and any(lane.up for lane in lanes):
+                self._nowhere(self.waiting.popleft())
+                continue
             least = min((lane.load for lane in ready), default=0)
             free = [lane for lane in ready if lane.own < self.options.in_flight
                     and lane.load <= max(least, self.options.in_flight - 1)]
@@ -306,6 +330,13 @@ class Batch:
             lane = min(free, key=lambda lane: (lane.load, lane.own))
             lane.given.append(self.waiting.popleft())
             lane.news.set()
+
+    def _nowhere(self, work: Work) -> None:
+        """Every server that answers lacks something that this row names."""
+        lane = next(lane for lane in self.lanes if lane.server.url in work.refused)
+        prompt_id = self.journal.prompt_id(work.job.id, work.attempt)
+        error = "; ".join(f"{url}: {reason}" for url, reason in work.refused.items())
+        self._end(self._line(lane, work, prompt_id, Entry("error", 0.0, error)))
 
     async def _cancel(self, lane: Lane) -> None:
         """Takes our prompts from the server, and keeps the images that were finished all the same."""

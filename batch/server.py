@@ -9,6 +9,8 @@ import aiohttp
 from .overrides import Workflow
 
 BUSY_GATEWAY = (502, 503, 504)  # what a proxy says whose server is away
+NO_SUCH_NODE = ("invalid_prompt", "missing_node_type")  # types of ComfyUI's errors: of old and newer versions
+NO_SUCH_VALUE = ("value_not_in_list", "custom_validation_failed")  # of combos: models, images, options
 ENDS = {"execution_success": "success", "execution_error": "error", "execution_interrupted": "interrupted"}
 
 
@@ -31,6 +33,15 @@ class Entry:
     traces: list[dict[str, Any]] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """Why a server will not make all of a prompt. missing: what it lacks and another server may have, that is nodes and
+    values of combos (models, images); empty where the prompt is wrong everywhere."""
+
+    reason: str
+    missing: list[str]
+
+
 class Server:
     """Every method raises ServerAwayError when the server cannot be reached."""
 
@@ -44,13 +55,13 @@ class Server:
         running, pending = ({item[1] for item in state[f"queue_{name}"]} for name in ("running", "pending"))
         return running, pending
 
-    async def submit(self, prompt: dict, prompt_id: str, client_id: str) -> str:
-        """Queues a prompt; returns why the server will not make all of it (empty: it will)."""
+    async def submit(self, prompt: Workflow, prompt_id: str, client_id: str) -> Refusal | None:
+        """Queues a prompt; returns why the server will not make all of it (None: it will)."""
         body = {"prompt": prompt, "prompt_id": prompt_id, "client_id": client_id}
         status, answer = await self._request("POST", "/prompt", body)
         if status == 200 and not answer.get("node_errors"):
-            return ""
-        return refusal(status, answer)
+            return None
+        return Refusal(refusal(status, answer), missing(answer, prompt))
 
     async def history(self, prompt_id: str, prompt: Workflow) -> Entry | None:
         """None: the server knows of no such prompt, or has not finished it."""
@@ -112,6 +123,18 @@ def refusal(status: int, answer: Any) -> str:
     error = answer.get("error")
     message = error.get("message", "") if isinstance(error, dict) else str(error or "")
     return "ComfyUI refused the workflow: " + ("; ".join(problems) or message or "no reason given")
+
+
+def missing(answer: Any, prompt: Workflow) -> list[str]:
+    """Nodes and values that this answer to a prompt says are not there."""
+    if not isinstance(answer, dict):
+        return []
+    error = answer.get("error")
+    if isinstance(error, dict) and error.get("type") in NO_SUCH_NODE:
+        return [error["message"]]
+    return [str(prompt[node]["inputs"].get(problem["extra_info"]["input_name"]))
+            for node, about in (answer.get("node_errors") or {}).items() for problem in about["errors"]
+            if problem.get("type") in NO_SUCH_VALUE]
 
 
 def entry(found: dict[str, Any], prompt: Workflow) -> Entry:

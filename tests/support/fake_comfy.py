@@ -18,7 +18,8 @@ async def until(condition: Callable[[], Any]) -> None:
 class FakeComfy:
     """`ends`: may the prompt that runs end yet? A test sets it to hold the server until something else has happened.
     `drawn`: the filename prefix of every image that was finished. A prompt whose `text` is "refuse" is refused,
-    "half" accepted in part, "fail" breaks while it runs; "poison" kills the server."""
+    "half" accepted in part, "fail" breaks while it runs; "poison" kills the server. `lacks`: classes of nodes, and
+    texts, that it refuses as ComfyUI refuses nodes and files that it does not have."""
 
     def __init__(self):
         with socket.socket() as probe:
@@ -27,6 +28,7 @@ class FakeComfy:
         self.url = f"http://127.0.0.1:{self.port}"
         self.ends: Callable[[], bool] = lambda: True
         self.drawn: list[str] = []
+        self.lacks: set[str] = set()
         self.most_queued = 0
         self._runner = None
         self._forget_everything()
@@ -114,7 +116,14 @@ class FakeComfy:
         body = await request.json()
         text = body["prompt"]["1"]["inputs"]["text"]
         errors = {"1": {"class_type": "Encoder", "errors": [{"message": "bad value", "details": "text"}]}}
-        if text == "refuse":
+        for node in body["prompt"].values():
+            if node["class_type"] in self.lacks:
+                gone = {"type": "invalid_prompt", "message": f"node {node['class_type']} does not exist"}
+                return web.json_response({"error": gone, "node_errors": []}, status=400)
+        if text in self.lacks:
+            errors["1"]["errors"] = [{"type": "custom_validation_failed", "message": "no such file", "details": text,
+                                      "extra_info": {"input_name": "text"}}]
+        if text == "refuse" or text in self.lacks:
             return web.json_response({"error": {"message": "failed validation"}, "node_errors": errors}, status=400)
         self.pending.append((body["prompt_id"], body["prompt"]))
         self.most_queued = max(self.most_queued, len(self.pending) + bool(self.running))

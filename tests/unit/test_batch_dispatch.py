@@ -191,6 +191,43 @@ def test_a_job_that_cannot_be_made_fails_once_and_stops_nobody(tmp_path, text, e
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("missing", ["Sampler", "cat"])
+def test_a_server_that_lacks_a_node_or_file_of_the_workflow_is_set_aside(tmp_path, caplog, missing):
+    """Where it is the only one, the batch stops, and no job has failed."""
+    async def check():
+        async with FakeComfy() as lacking, FakeComfy() as other:
+            lacking.lacks, jobs = {missing}, jobs_of(6)
+            other.ends = lambda: False  # so that the one that is always idle would get the jobs
+            asyncio.get_running_loop().call_later(0.1, setattr, other, "ends", lambda: True)
+            await run(tmp_path / "r.jsonl", [lacking, other], jobs)
+            assert_each_once(tmp_path / "r.jsonl", jobs, other)
+            [said] = caplog.messages
+            assert lacking.url in said and "set aside" in said and missing in said
+
+            await run(tmp_path / "s.jsonl", [lacking], jobs)
+            assert lines(tmp_path / "s.jsonl") == [] and "--server" in caplog.messages[-1]
+            lacking.lacks = set()
+            await run(tmp_path / "s.jsonl", [lacking], jobs)
+            assert_each_once(tmp_path / "s.jsonl", jobs, lacking)
+
+    asyncio.run(check())
+
+
+def test_a_file_that_a_row_names_is_looked_for_on_every_server(tmp_path):
+    async def check():
+        async with FakeComfy() as one, FakeComfy() as other:
+            one.lacks, other.lacks = {"here", "nowhere"}, {"nowhere"}
+            jobs = [Job("bad", {"prompt": "nowhere"}, 1), Job("good", {"prompt": "here"}, 2), *jobs_of(4)]
+            await run(tmp_path / "r.jsonl", [one, other], jobs)
+            records = {record["id"]: record for record in lines(tmp_path / "r.jsonl")}
+            bad = records.pop("bad")
+            assert bad["status"] == "error" and one.url in bad["error"] and other.url in bad["error"]
+            assert {record["status"] for record in records.values()} == {"success"} and len(records) == 5
+            assert any("good" in name for name in other.drawn)
+
+    asyncio.run(check())
+
+
 def test_jobs_of_a_dying_server_go_to_the_other(tmp_path, clock):
     """It dies while it generates its second image."""
     async def check():
