@@ -24,7 +24,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class ServerError(RuntimeError):
-    """The server did not start, or did not take the pack; the message contains the path of its log."""
+    """The server cannot start, did not start, or did not take the pack; the message says why or names its log."""
 
 
 class ComfyServer:
@@ -47,6 +47,8 @@ class ComfyServer:
         self._custom_nodes = {PACK_FOLDER: PACK, **{folder.name: folder for folder in more_nodes}}
 
     def __enter__(self) -> "ComfyServer":
+        if in_use(self.port):
+            raise ServerError(f"port {self.port} is in use by another program: choose another one")
         self._directory = tempfile.TemporaryDirectory(prefix="specar-comfyui-", ignore_cleanup_errors=True)
         self.base = Path(self._directory.name)
         self.output = Path(self._output or self.base / "output").resolve()
@@ -100,7 +102,9 @@ class ComfyServer:
             if self.process.poll() is not None:
                 raise ServerError(f"ComfyUI ended with code {self.process.returncode} while starting; see {self.log}")
             try:
-                with urllib.request.urlopen(f"{self.url}/system_stats", timeout=5):
+                with urllib.request.urlopen(f"{self.url}/system_stats", timeout=5) as reply:
+                    if json.dumps(str(self.base)) not in reply.read().decode(errors="replace"):  # its --base-directory
+                        raise ServerError(f"another ComfyUI took port {self.port} meanwhile: choose another one")
                     return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.3)
@@ -122,6 +126,12 @@ def prepare_base(base: Path, output: Path, custom_nodes: Mapping[str, Path]) -> 
         (base / "custom_nodes" / name).symlink_to(folder, target_is_directory=True)
     # Without this the tutorial's dialog covers the canvas on the first visit.
     (base / "user/default/comfy.settings.json").write_text(json.dumps({"Comfy.TutorialCompleted": True}), "utf-8")
+
+
+def in_use(port: int) -> bool:
+    """Does anything listen there, on this machine?"""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def free_port() -> int:

@@ -7,14 +7,13 @@ import time
 from pathlib import Path
 
 import aiohttp
-from comfy_server import PACK, PACK_FOLDER, ComfyServer, ServerError
+from comfy_server import PACK, PACK_FOLDER, ComfyServer, ServerError, free_port
 from comfyui_specar.batch.client import Run, run_prompt
 from comfyui_specar.batch.overrides import OverrideError, read_workflow, with_overrides
-from comfyui_specar.batch.server import refusal
+from comfyui_specar.batch.server import files_of, refusal
 
 DEFAULT_WORKFLOW = PACK / "workflows/api/02 Same image, fewer passes.json"
 OUTPUT = PACK / "output"
-SERVER_LOG = OUTPUT / "server.log"
 BAR_WIDTH = 30
 
 
@@ -24,13 +23,15 @@ class DemoError(RuntimeError):
 
 def main() -> int:
     arguments = parse_arguments()
+    port = arguments.port or free_port()
+    log = OUTPUT / f"server-{port}.log"  # servers may run beside each other
     try:
         given = {"prompt": arguments.prompt, "seed": arguments.seed}
         prompt = with_overrides(read_workflow(arguments.workflow),
                                 {name: value for name, value in given.items() if value is not None})
         print("Starting ComfyUI ...", flush=True)
-        with ComfyServer(arguments.comfyui, SERVER_LOG, output=OUTPUT, port=arguments.port) as server:
-            make(server.url, prompt, arguments.workflow)
+        with ComfyServer(arguments.comfyui, log, output=OUTPUT, port=port) as server:
+            make(server, prompt, arguments.workflow)
             if arguments.serve:
                 serve(server)
     except KeyboardInterrupt:
@@ -39,7 +40,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-        print(f"error: lost ComfyUI ({error or 'no answer'}); see {SERVER_LOG}", file=sys.stderr)
+        print(f"error: lost ComfyUI ({error or 'no answer'}); see {log}", file=sys.stderr)
         return 1
     return 0
 
@@ -56,18 +57,18 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make(url: str, prompt: dict, workflow: Path) -> None:
-    """Runs the prompt with a progress bar, then prints the new files and the cost of each method."""
-    before, start = files_in_output(), time.monotonic()
+def make(server: ComfyServer, prompt: dict, workflow: Path) -> None:
+    """Runs the prompt with a progress bar, then prints its files and the cost of each method."""
+    start = time.monotonic()
     print(f"Running {workflow.name}", flush=True)
     bar = ProgressBar(prompt)
-    run = asyncio.run(run_prompt(url, prompt, follow=bar.follow))
+    run = asyncio.run(run_prompt(server.url, prompt, follow=bar.follow))
     bar.close()
     if run.outcome != "success":
-        raise DemoError(f"{failure(run)}; see {SERVER_LOG}")
+        raise DemoError(f"{failure(run)}; see {server.log}")
     print(f"Done in {time.monotonic() - start:.0f} s. In {OUTPUT}:")
-    for file in sorted(files_in_output() - before):
-        print(f"  {file.relative_to(OUTPUT)}")
+    for file in sorted(Path(file["subfolder"], file["filename"]) for file in files_of(run.outputs)):
+        print(f"  {file}")
     for method, totals in sorted(costs(run).items()):
         print(f"  {method}: {totals['target_passes']} forward passes of the model for {totals['tokens']} tokens, "
               f"{totals['seconds']:.1f} s")
@@ -77,10 +78,6 @@ def costs(run: Run) -> dict[str, dict]:
     """Totals by method, from the reports that Acceptance Map and Save Trace put into the history."""
     reports = [report for report in run.collect("specar") if "totals" in report]  # that of AR Model Info has none
     return {report["settings"]["method"].replace("_", " "): report["totals"] for report in reports}
-
-
-def files_in_output() -> set[Path]:
-    return {path for path in OUTPUT.rglob("*") if path.is_file()}
 
 
 def failure(run: Run) -> str:

@@ -31,6 +31,7 @@ class Comfy:
 
     def __init__(self, server: ComfyServer):
         self.url, self.base, self.output, self.pid = server.url, server.base, server.output, server.process.pid
+        self.log, self.port = server.log, server.port
 
     def run(self, prompt: dict, follow: comfy_client.Follower | None = None) -> comfy_client.Run:
         return asyncio.run(comfy_client.run_prompt(self.url, prompt, follow=follow, timeout=PATIENCE))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import comfy_server
 from tests.support.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +35,25 @@ def test_demo_leaves_images_map_and_traces_and_prints_the_passes(comfyui):
     assert int(passes["sjd"]) < int(passes["next token"]) == 256
 
 
+def test_a_port_that_is_in_use_is_named_before_anything_starts(comfy, comfyui):
+    done = demo(comfyui, "--serve", "--port", str(comfy.port))
+    assert done.returncode == 1 and re.fullmatch(f"error: port {comfy.port} is in use.*\n", done.stderr)
+    assert not (ROOT / f"output/server-{comfy.port}.log").exists()
+    assert comfy.get("/queue")["queue_running"] == []
+
+
+def test_a_server_of_others_is_not_taken_for_ones_own(comfy, tmp_path, monkeypatch):
+    """One that took the port after it was found free, while ours still starts."""
+    monkeypatch.setattr(comfy_server, "in_use", lambda _port: False)
+    (tmp_path / "comfy").mkdir()
+    (tmp_path / "comfy/cli_args.py").write_text("", encoding="utf-8")
+    (tmp_path / "main.py").write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
+    server = comfy_server.ComfyServer(tmp_path, tmp_path / "server.log", port=comfy.port)
+    with pytest.raises(comfy_server.ServerError, match=f"port {comfy.port}"), server:
+        pass
+    assert server.process.poll() is not None and comfy.get("/queue")["queue_running"] == []
+
+
 @pytest.fixture
 def fail(comfy, monkeypatch, capsys):
     """fail(*arguments) runs a demo that is to fail, and returns what it says about that."""
@@ -52,7 +72,7 @@ def fail(comfy, monkeypatch, capsys):
 
 def test_demo_fails_with_one_line_that_names_the_log(fail):
     [line] = fail("--prompt", "xyzzy plugh").splitlines()
-    assert line.startswith("error: ") and "xyzzy plugh" in line and line.endswith("output/server.log")
+    assert line.startswith("error: ") and "xyzzy plugh" in line and line.endswith("server.log")
 
 
 def test_demo_refuses_a_file_that_is_no_workflow(fail, tmp_path):
