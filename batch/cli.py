@@ -141,7 +141,7 @@ def results_of(options: argparse.Namespace) -> Path:
 def left(journal: Journal, jobs: list[Job], prints: dict[str, str], options: argparse.Namespace) -> list[Job]:
     """The jobs that are still to be made. Raises JournalError where this would touch what others made."""
     journal.check(prints)
-    found = [job for job in jobs if not journal.ended(job.id, options.retry_failed)]
+    found = [job for job in jobs if not journal.ended(job.id, prints[job.id], options.retry_failed)]
     if options.out and options.out.is_dir():
         there = {path.name.split(".")[0].casefold() for path in options.out.iterdir()}  # as case-blind systems compare
         if strangers := [job.id for job in found if job.id.casefold() in there and job.id not in journal.queued]:

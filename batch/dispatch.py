@@ -69,6 +69,7 @@ class Lane:
     given: deque[Work] = field(default_factory=deque)
     sent: dict[str, Work] = field(default_factory=dict)
     strays: dict[str, Work] = field(default_factory=dict)  # taken back while it was silent
+    outdated: list[str] = field(default_factory=list)  # prompts of an earlier run, whose jobs were changed since
     foreign: int = 0
     answered: float | None = None  # when it last did
     failures: int = 0
@@ -145,9 +146,14 @@ class Batch:
             if not earlier or (known and known["prompt_id"] == earlier[-1]["prompt_id"]):
                 self.waiting.append(work)
                 continue
-            url = earlier[-1]["server"]
+            url, prompt_id = earlier[-1]["server"], earlier[-1]["prompt_id"]
+            if self.journal.changed(job.id, work.fingerprint):
+                self.waiting.append(work)
+                if url in lanes:
+                    lanes[url].outdated.append(prompt_id)
+                continue
             lane = lanes.setdefault(url, Lane(Server(session, url), draining=True))
-            lane.sent[earlier[-1]["prompt_id"]] = work
+            lane.sent[prompt_id] = work
         self.lanes = list(lanes.values())
 
     async def _watch(self, lane: Lane) -> None:
@@ -184,6 +190,9 @@ class Batch:
 
     async def _visit(self, lane: Lane) -> None:
         """Collects what has ended, hands over what was given to it."""
+        if lane.outdated:
+            await lane.server.cancel(lane.outdated)
+            lane.outdated.clear()
         running, pending = await lane.server.queue()
         here = running | pending
         await self._gather_strays(lane, here)

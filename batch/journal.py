@@ -95,16 +95,25 @@ class Journal:
         self._journal.file.close()
         self._results.file.close()
 
-    def check(self, prints: dict[str, str]) -> None:
-        """Are jobs of these ids and fingerprints those of the journal? Raises JournalError."""
-        for job, known in prints.items():
-            if job in self.queued and self.queued[job][-1]["fingerprint"] != known:
-                raise JournalError(f"the job {job} is in {self.path} already, with other settings or another workflow: "
-                                   "give it another id, or choose other --results")
+    def changed(self, job: str, fingerprint: str) -> bool:
+        """Was it handed out with other settings, or for another workflow?"""
+        return job in self.queued and self.queued[job][-1]["fingerprint"] != fingerprint
 
-    def ended(self, job: str, retry_failed: bool) -> bool:
-        record = self.results.get(job)
-        return record is not None and (record["status"] == "success" or not retry_failed)
+    def check(self, prints: dict[str, str]) -> None:
+        """Jobs that have their image are those of these fingerprints; what has none may be corrected under its id.
+        Raises JournalError with all that are not."""
+        if others := [job for job, known in prints.items() if self.done(job) and self.changed(job, known)]:
+            raise JournalError(f"{', '.join(others)}: already in {self.path} with an image of other settings or of "
+                               "another workflow. Give such jobs other ids, or choose other --results")
+
+    def done(self, job: str) -> bool:
+        """Does it have its image?"""
+        return self.results.get(job, {}).get("status") == "success"
+
+    def ended(self, job: str, fingerprint: str, retry_failed: bool) -> bool:
+        """Is it left alone? A failed job that was corrected since is not."""
+        failed = job in self.results and not retry_failed and not self.changed(job, fingerprint)
+        return self.done(job) or failed
 
     def prompt_id(self, job: str, attempt: int) -> str:
         """The same again after a crash, and another one for every attempt of every batch."""

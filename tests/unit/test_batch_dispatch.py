@@ -61,7 +61,7 @@ async def run(path: Path, servers: list, jobs: list[Job], options: Options = QUI
     prompts = {job.id: with_overrides(WORKFLOW, job.overrides) for job in jobs}
     with Journal(path) as found:
         found.check({job: fingerprint(prompt) for job, prompt in prompts.items()})
-        still = [job for job in jobs if not found.ended(job.id, retry_failed=False)]
+        still = [job for job in jobs if not found.ended(job.id, fingerprint(prompts[job.id]), retry_failed=False)]
         batch = Batch(found, [getattr(one, "url", one) for one in servers], options)
         beside = asyncio.ensure_future(during(batch)) if during else None
         try:
@@ -394,6 +394,25 @@ def test_results_of_a_server_that_is_no_longer_named_are_fetched_all_the_same(tm
             await run(tmp_path / "r.jsonl", [second], jobs)
             assert_each_once(tmp_path / "r.jsonl", jobs, first, second)
             assert first.drawn and second.drawn
+
+    asyncio.run(check())
+
+
+def test_a_row_that_was_changed_while_its_server_had_it_is_run_as_it_is_now(tmp_path):
+    async def check():
+        async with FakeComfy() as one:
+            one.ends, jobs = lambda: False, jobs_of(2)
+            prompts = {job.id: with_overrides(WORKFLOW, job.overrides) for job in jobs}
+            with Journal(tmp_path / "r.jsonl") as found:
+                batch = asyncio.ensure_future(Batch(found, [one.url], QUICK).run(jobs, prompts))
+                await asyncio.wait_for(until(lambda: one.running and one.pending), PATIENCE)
+                batch.cancel()
+                await asyncio.gather(batch, return_exceptions=True)
+            one.ends = lambda: one.running not in {found.prompt_id(job.id, 1) for job in jobs}
+            changed = [Job(job.id, {"seed": 7}, job.line) for job in jobs]
+            await run(tmp_path / "r.jsonl", [one], changed)
+            assert [record["overrides"] for record in lines(tmp_path / "r.jsonl")] == [{"seed": 7}] * 2
+            assert sorted(one.drawn) == ["p_j0.try2", "p_j1.try2"]
 
     asyncio.run(check())
 

@@ -77,12 +77,19 @@ def test_files_of_others_are_left_alone(tmp_path, name, content, message):
     assert (tmp_path / name).read_text(encoding="utf-8") == content
 
 
-def test_a_job_cannot_change_under_its_id(tmp_path):
+def test_a_job_that_has_its_image_cannot_change_under_its_id(tmp_path):
     with Journal(tmp_path / "r.jsonl") as journal:
-        journal.write_queued("a", "old", 1, "http://x")
-        journal.check({"a": "old", "b": "new"})
-        with pytest.raises(JournalError, match=r"job a\b.*r\.jsonl.*settings.*workflow"):
-            journal.check({"a": "new"})
+        for job in "abcd":
+            journal.write_queued(job, "old", 1, "http://x")
+        journal.write_result(RECORD)
+        journal.write_result(RECORD | {"id": "b"})
+        journal.write_result({"id": "c", "status": "error"})
+        journal.check({"a": "old", "b": "old", "c": "new", "d": "new", "e": "new"})
+        with pytest.raises(JournalError, match=r"^a, b: .*r\.jsonl.*settings.*workflow"):
+            journal.check(dict.fromkeys("abcde", "new"))
+        left = [job for job in "abcde" if not journal.ended(job, "old", retry_failed=False)]
+        corrected = [job for job in "abcde" if not journal.ended(job, "new", retry_failed=False)]
+        assert left == ["d", "e"] and corrected == ["c", "d", "e"]
 
 
 def test_where_nothing_can_be_written_it_says_so(tmp_path):
@@ -214,6 +221,15 @@ def test_failed_jobs_are_reported_and_run_again_only_when_asked(table, here, cap
     assert run_beside(again, "--retry-failed") == cli.DONE and again.drawn == ["p_bad.try2"]
     assert {record["status"] for record in recorded(table / "jobs.results.jsonl").values()} == {"success"}
     assert run_beside(again, "--retry-failed") == cli.DONE and again.drawn == ["p_bad.try2"]
+
+
+def test_a_failed_row_is_corrected_under_its_id_by_the_same_command(table, here):
+    (table / "jobs.csv").write_text("id,prompt\ngood,cat\nbad,fail\n", encoding="utf-8")
+    assert run_beside(FakeComfy()) == cli.FAILED
+    (table / "jobs.csv").write_text("id,prompt\ngood,cat\nbad,dog\n", encoding="utf-8")
+    again = FakeComfy()
+    assert run_beside(again) == cli.DONE and again.drawn == ["p_bad.try2"]
+    assert recorded(table / "jobs.results.jsonl")["bad"]["overrides"] == {"prompt": "dog"}
 
 
 @pytest.mark.parametrize(("jobs", "arguments", "message"), [
