@@ -160,6 +160,8 @@ def followed(journal: Journal, jobs: list[Job], open_jobs: list[Job], work: Call
             say(f"{record['id']}: {record['error']}")
         elif bar.disable:
             say(f"{record['id']}: done")
+        for warning in record["warnings"]:
+            say(f"{record['id']}: warning: {warning}")
 
     with bar, logging_redirect_tqdm():
         cancelled = work(on_result)

@@ -285,7 +285,8 @@ class Batch:
         return {
             "id": work.job.id, "status": found.outcome, "overrides": work.job.overrides, "server": lane.server.url,
             "prompt_id": prompt_id, "attempt": work.attempt, "seconds": round(found.seconds, 3),
-            "files": found.files, "traces": found.traces, "error": error,
+            "files": found.files, "traces": found.traces, "warnings": found.warnings,
+            "error": error,
         }
 
     def _end(self, record: dict[str, Any]) -> None:

@@ -50,7 +50,7 @@ def generate_all(journal: Journal, studio: Studio, fleet: Fleet, jobs: list[Job]
             record = json.loads(row["record"])
             write(journal, by_id.pop(record["id"]), record, (row["image"], row["map"]), out, on_result)
         for job in by_id.values():
-            record = {"status": "error", "traces": [], "seconds": 0.0,
+            record = {"status": "error", "traces": [], "warnings": [], "seconds": 0.0,
                       "error": f"given up after {fleet.retries + 1} tries: each time the process that ran it died"}
             write(journal, job, record, (b"", b""), out, on_result)
     except (ray.exceptions.RayError, ray.exceptions.RayTaskError) as error:
@@ -111,6 +111,7 @@ def write(journal: Journal, job: Job, record: dict[str, Any], images: tuple[byte
                 record |= {"status": "error", "error": f"{place} could not be replaced: {error.strerror}"}
     full = {"id": job.id, "status": record["status"], "overrides": job.overrides, "server": entry["server"],
             "prompt_id": entry["prompt_id"], "attempt": entry["attempt"], "seconds": record["seconds"], "files": [],
-            "traces": record["traces"], "error": record["error"], "copies": [str(path) for path in copies]}
+            "traces": record["traces"], "warnings": record["warnings"], "error": record["error"],
+            "copies": [str(path) for path in copies]}
     journal.write_result(full)
     on_result(full)

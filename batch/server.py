@@ -6,6 +6,7 @@ from typing import Any
 
 import aiohttp
 
+from .jobs import warnings_of
 from .overrides import Workflow
 
 BUSY_GATEWAY = (502, 503, 504)  # what a proxy says whose server is away
@@ -31,6 +32,7 @@ class Entry:
     error: str = ""
     files: list[dict[str, str]] = field(default_factory=list)
     traces: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,9 @@ def entry(found: dict[str, Any], prompt: Workflow) -> Entry:
     if outcome == "error":
         text = " ".join(str(data.get("exception_message", "no reason given")).split())
         error = f"{data.get('node_type', 'ComfyUI')}: {text}"
-    return Entry(outcome, seconds, error, files_of(outputs), traces_of(outputs))
+    reports = [report for output in outputs.values() for report in output.get("specar", []) if "totals" in report]
+    unknown = [word for report in reports for word in report["settings"].get("unknown_words", [])]
+    return Entry(outcome, seconds, error, files_of(outputs), traces_of(reports), warnings_of(unknown))
 
 
 def files_of(outputs: dict[str, dict]) -> list[dict[str, str]]:
@@ -164,8 +168,7 @@ def files_of(outputs: dict[str, dict]) -> list[dict[str, str]]:
     return [file for file in files if file["type"] == "output"] or files
 
 
-def traces_of(outputs: dict[str, dict]) -> list[dict[str, Any]]:
+def traces_of(reports: list[dict]) -> list[dict[str, Any]]:
     """Method and totals of every run of a SpecAR sampler that Acceptance Map, Compare Runs or Save Trace reported."""
-    reports = [report for output in outputs.values() for report in output.get("specar", []) if "totals" in report]
     found = [{"method": report["settings"].get("method"), **report["totals"]} for report in reports]
     return [trace for number, trace in enumerate(found) if trace not in found[:number]]

@@ -15,7 +15,7 @@ from PIL.PngImagePlugin import PngInfo
 from .. import api
 from ..samplers.contract import Method
 from ..samplers.registry import METHODS, PUBLISHED
-from .jobs import Job, JobsError, several
+from .jobs import Job, JobsError, several, warnings_of
 from .overrides import OverrideError, converted
 
 EXAMPLES = {"int": 0, "int | None": 0, "float": 0.0, "bool": False, "str": "", "str | None": ""}  # of settable types
@@ -121,7 +121,9 @@ class Painter:
         records, images, maps = [], [], []
         for text in batch["job"]:
             job, begun, image, overlay = json.loads(text), time.monotonic(), b"", b""
-            record = {"id": job["id"], "status": "success", "traces": [], "error": ""}
+            record = {"id": job["id"], "status": "success", "traces": [], "warnings": [], "error": ""}
+            unknown = [word for name in TEXTS for word in self.model.unknown_words(job["settings"].get(name, ""))]
+            record["warnings"] = warnings_of(unknown)
             try:
                 image, overlay, totals = self.generate(job["settings"])
                 record["traces"] = [totals]

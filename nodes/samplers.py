@@ -96,8 +96,11 @@ def sample(
 
 
 def origin(inputs: CommonInputs, drafter: models.LoadedDrafter | None) -> dict[str, Any]:
-    """The origin of a run, for its trace."""
+    """The origin of a run, for its trace. unknown_words: those of the prompts that the model ignored, if any."""
     origin = {"model": inputs.model.name, "prompt": text_of(inputs.positive), "server": models.SERVER}
+    texts = (text_of(prompt) or "" for prompt in (inputs.positive, inputs.negative))
+    if unknown := [word for text in texts for word in inputs.model.model.unknown_words(text)]:
+        origin["unknown_words"] = unknown
     return origin if drafter is None else origin | {"drafter_name": drafter.name}
 
 

@@ -79,8 +79,9 @@ def test_every_job_has_one_image_although_a_server_is_killed(comfy, comfyui, tmp
 
 @pytest.fixture
 def equal_jobs(tmp_path) -> Path:
-    jobs = '{"id": "one", "seed": 3}\n{"id": "two", "seed": 3}\n{"id": "bad", "cfg": -9}'
-    (tmp_path / "jobs.jsonl").write_text(jobs, encoding="utf-8")
+    equal = {"seed": 3, "prompt": "aple, star, 3d"}
+    jobs = [{"id": "one", **equal}, {"id": "two", **equal}, {"id": "bad", "cfg": -9}]
+    (tmp_path / "jobs.jsonl").write_text("\n".join(map(json.dumps, jobs)), encoding="utf-8")
     return tmp_path
 
 
@@ -93,6 +94,7 @@ def test_equal_jobs_have_an_image_each_and_a_refused_one_says_why(comfy, equal_j
     results = (equal_jobs / "jobs.results.jsonl").read_text(encoding="utf-8").splitlines()
     one, two, bad = map(json.loads, sorted(results, key=lambda line: '"one" "two" "bad"'.find(line[7:12])))
     assert two["traces"] == one["traces"] != []
+    assert "aple" in one["warnings"][0] and two["warnings"] == one["warnings"]
     [saved] = comfy.output.rglob("trace_two_*.safetensors")
     trace_of_two = load_trace(saved)
     assert json.dumps(one["traces"]) == json.dumps([{"method": trace_of_two.settings["method"], **trace_of_two.totals}])

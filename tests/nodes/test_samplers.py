@@ -17,6 +17,14 @@ def test_latent_holds_the_code_vectors_of_the_tokens(method, sample, tiny):
     assert trace.settings["prompt"] == "red apple" and trace.settings["model"] == "tiny"
 
 
+def test_the_trace_has_the_words_that_the_model_ignored(sample, tiny):
+    clip = tiny[1]
+    prompts = {name: clip.encode_from_tokens_scheduled(text) for name, text in (
+        ("positive", "a red aple"), ("negative", "apple quark"))}
+    assert sample("NextToken", **prompts)[1].settings["unknown_words"] == ["aple", "quark"]
+    assert "unknown_words" not in sample("NextToken")[1].settings
+
+
 @BOTH
 def test_a_batch_equals_single_runs_with_the_following_seeds(method, sample):
     together, _ = sample(method, batch=3, seed=11)

@@ -92,7 +92,10 @@ class FakeComfy:
         else:
             prefix = prompt["9"]["inputs"]["filename_prefix"]
             self.drawn.append(prefix)
-            report = {"schema": "specar.trace/2", "settings": {"method": "sjd"}, "totals": {"target_passes": 5}}
+            settings = {"method": "sjd"}
+            if "aple" in prompt["1"]["inputs"]["text"]:
+                settings["unknown_words"] = ["aple"]
+            report = {"schema": "specar.trace/2", "settings": settings, "totals": {"target_passes": 5}}
             image = {"filename": f"{prefix}_00001_.png", "subfolder": "", "type": "output"}
             outputs = {"9": {"images": [image]}, "10": {"specar": [report], "images": [{**image, "type": "temp"}]},
                        "11": {"specar": [report]}}

@@ -96,7 +96,7 @@ def test_a_result_has_files_seconds_and_each_trace_once(tmp_path):
                 "id": "j0", "status": "success", "overrides": {"seed": 0}, "server": one.url, "attempt": 1,
                 "prompt_id": journal_of.prompt_id("j0", 1), "seconds": 0.25, "error": "",
                 "files": [{"filename": "p_j0_00001_.png", "subfolder": "", "type": "output", "node": "9"}],
-                "traces": [{"method": "sjd", "target_passes": 5}],
+                "traces": [{"method": "sjd", "target_passes": 5}], "warnings": [],
             }
             assert one.drawn == ["p_j0"]
 

@@ -223,6 +223,14 @@ def test_failed_jobs_are_reported_and_run_again_only_when_asked(table, here, cap
     assert run_beside(again, "--retry-failed") == cli.DONE and again.drawn == ["p_bad.try2"]
 
 
+def test_words_that_the_model_does_not_know_are_printed_and_recorded(table, here, capsys):
+    (table / "jobs.csv").write_text("id,prompt\ngood,cat\ntypo,red aple\n", encoding="utf-8")
+    assert run_beside(FakeComfy()) == cli.DONE
+    assert re.search("typo: warning: .*aple", said := capsys.readouterr().err) and "good: warning" not in said
+    records = recorded(table / "jobs.results.jsonl")
+    assert records["good"]["warnings"] == [] and "aple" in records["typo"]["warnings"][0]
+
+
 def test_a_failed_row_is_corrected_under_its_id_by_the_same_command(table, here):
     (table / "jobs.csv").write_text("id,prompt\ngood,cat\nbad,fail\n", encoding="utf-8")
     assert run_beside(FakeComfy()) == cli.FAILED

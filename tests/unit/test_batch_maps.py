@@ -122,7 +122,7 @@ def test_both_files_of_a_job_are_written_and_one_that_is_held_open_costs_the_job
     with Journal(tmp_path / "r.jsonl") as journal:
         for name in "ab":
             journal.write_queued(name, "same", 1, "ray")
-            record = {"status": "success", "traces": [], "seconds": 1.0, "error": ""}
+            record = {"status": "success", "traces": [], "warnings": [], "seconds": 1.0, "error": ""}
             fleet.write(journal, Job(name, {}, 1), record, (b"image", b"map"), tmp_path / "out", records.append)
     assert [record["status"] for record in records] == ["success", "error"] and "b_map.png" in records[1]["error"]
     assert [len(record["copies"]) for record in records] == [2, 1]

@@ -23,7 +23,7 @@ before,"star, 3d, on a blue background",1,
 star,"star, 3d, on a blue background",1,16
 nonsense,xyzzy plugh,1,
 poison,poison,1,
-late,"heart, 3d, on a red background",2,
+late,"heart, 3d, aple, on a red background",2,
 """
 COMMAND = ["jobs.csv", "--ray", "--out", "out"]
 STUDIO = Studio("default", "sjd")
@@ -49,6 +49,7 @@ def test_actors_run_the_jobs_but_not_those_that_were_run_before(table, monkeypat
     assert Counter(line["id"] for line in lines) == Counter(job.id for job in jobs)
     records = {line["id"]: line for line in lines}
     assert records["star"]["status"] == records["late"]["status"] == "success"
+    assert "aple" in records["late"]["warnings"][0] and records["star"]["warnings"] == []
     assert "xyzzy" in records["nonsense"]["error"] and "2 tries" in records["poison"]["error"]
     [trace] = records["star"]["traces"]
     assert trace["method"] == "sjd" and 0 < trace["target_passes"] < 256 and trace["seed"] == 1
@@ -88,7 +89,7 @@ def test_an_image_that_another_program_holds_open_costs_that_job_alone(tmp_path,
     with Journal(tmp_path / "r.jsonl") as journal:
         for job in jobs:
             journal.write_queued(job.id, "same", 1, "ray")
-            record = {"status": "success", "traces": [], "seconds": 1.0, "error": ""}
+            record = {"status": "success", "traces": [], "warnings": [], "seconds": 1.0, "error": ""}
             fleet.write(journal, job, record, (b"image", b""), tmp_path / "out", records.append)
     assert [record["status"] for record in records] == ["error", "success"]
     error = records[0]["error"]
