@@ -27,6 +27,7 @@ CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0  # a server that computes may be slow to answer
 GONE = 0.1  # of the grace, where the server has ended: its queue is lost with it
 LAST_WORDS = 3.0  # seconds in which the servers are told to forget the last prompts
+HELLO = 2.0  # seconds in which all servers are waited for, to find the least busy one
 SLOW = 5.0  # seconds: the longest pause before a server is asked again that takes long to answer
 
 
@@ -102,6 +103,7 @@ class Batch:
         self.lanes: list[Lane] = []
         self.stopping = False
         self.unfinished = 0
+        self.begun = time.monotonic()
         self.over = asyncio.Event()
         self.client = uuid.uuid4().hex
 
@@ -123,7 +125,7 @@ class Batch:
                 over.cancel()
                 for task in watching:
                     task.cancel()
-                await asyncio.gather(*watching, return_exceptions=True)
+                await asyncio.gather(everyone, *watching, return_exceptions=True)
 
     def stop(self) -> None:
         self.stopping = True
@@ -326,7 +328,7 @@ class Batch:
         no server has a shorter one."""
         while self.waiting and not self.stopping:
             lanes = [lane for lane in self.lanes if not lane.draining]
-            if any(lane.unknown for lane in lanes):  # which is the least busy one?
+            if any(lane.unknown for lane in lanes) and time.monotonic() - self.begun < HELLO:
                 return
             ready = [lane for lane in lanes if lane.up and lane.server.url not in self.waiting[0].refused]
             if not ready and any(lane.up for lane in lanes):

@@ -2,8 +2,10 @@
 job has exactly one image in the end."""
 
 import asyncio
+import gc
 import itertools
 import json
+import socket
 from collections import Counter
 from pathlib import Path
 
@@ -153,6 +155,27 @@ def test_the_server_that_has_nothing_to_do_gets_the_first_job(tmp_path):
             assert_each_once(tmp_path / "r.jsonl", jobs_of(1), free)
 
     asyncio.run(check())
+
+
+def test_a_server_that_never_answers_holds_nobody_up(tmp_path, clock, monkeypatch, caplog):
+    """It accepts connections, as one that hangs; at the end nothing is left of asking it."""
+    monkeypatch.setattr(dispatch, "LAST_WORDS", 0.01)
+
+    async def check():
+        async def begin(batch):
+            await until(lambda: batch.lanes and batch.lanes[1].answered)
+            clock.now += dispatch.HELLO
+
+        with socket.create_server(("127.0.0.1", 0)) as hung:
+            async with FakeComfy() as one:
+                servers = [f"http://127.0.0.1:{hung.getsockname()[1]}", one]
+                await run(tmp_path / "r.jsonl", servers, jobs_of(2), during=begin)
+                assert_each_once(tmp_path / "r.jsonl", jobs_of(2), one)
+
+    with caplog.at_level("ERROR"):
+        asyncio.run(check())
+        gc.collect()  # an exception that nobody has looked at is reported when it is thrown away
+    assert caplog.messages == []
 
 
 def test_a_server_that_others_keep_busy_is_left_to_them(tmp_path):
