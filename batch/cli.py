@@ -115,6 +115,7 @@ def on_ray(options: argparse.Namespace, jobs: list[Job]) -> int:
         raise JobsError("--ray needs --out DIR, where the images go")
     device = "cuda" if options.gpus else "cpu"
     studio = Studio(options.model, options.method, options.decoder, options.drafter, device)
+    studio.check()
     settings = studio.settings(jobs)
     if options.dry_run:
         say(f"{len(jobs)} jobs fit {options.method}")

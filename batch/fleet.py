@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import socket
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from .maps import map_of
 from .studio import Painter, Studio
 
 LOCAL = "local"
+PROBE_SECONDS = 5.0
 STORE_BYTES = 256 << 20  # of a local Ray's shared memory; an image is a few megabytes
 
 
@@ -43,13 +45,14 @@ def generate_all(journal: Journal, studio: Studio, fleet: Fleet, jobs: list[Job]
         return
     ray = started(fleet)
     try:
-        for job in jobs:
-            journal.write_queued(job.id, prints[job.id], len(journal.queued.get(job.id, ())) + 1, "ray")
         by_id = {job.id: job for job in jobs}
         for row in rows(ray, studio, fleet, jobs, settings, maps):
             record = json.loads(row["record"])
-            write(journal, by_id.pop(record["id"]), record, (row["image"], row["map"]), out, on_result)
+            job = by_id.pop(record["id"])
+            begin(journal, job, prints)
+            write(journal, job, record, (row["image"], row["map"]), out, on_result)
         for job in by_id.values():
+            begin(journal, job, prints)
             record = {"status": "error", "traces": [], "warnings": [], "seconds": 0.0,
                       "error": f"given up after {fleet.retries + 1} tries: each time the process that ran it died"}
             write(journal, job, record, (b"", b""), out, on_result)
@@ -59,8 +62,19 @@ def generate_all(journal: Journal, studio: Studio, fleet: Fleet, jobs: list[Job]
         ray.shutdown()
 
 
+def probe(address: str) -> None:
+    """Raises FleetError where nobody listens at HOST:PORT. Ray itself tries for long, and may end the process."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host:  # neither LOCAL nor `auto`
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), PROBE_SECONDS).close()
+        except (OSError, ValueError, OverflowError) as error:
+            raise FleetError(f"no Ray at {address}: {error}") from error
+
+
 def started(fleet: Fleet):
     """The ray module, connected."""
+    probe(fleet.address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reports home unless told otherwise
     try:
         import ray
@@ -89,12 +103,17 @@ def rows(ray, studio: Studio, fleet: Fleet, jobs: list[Job], settings: dict[str,
     items = [{"job": json.dumps({"id": job.id, "settings": settings[job.id]})} for job in jobs]
     pool = ray.data.ActorPoolStrategy(size=fleet.actors, max_tasks_in_flight_per_actor=1)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of max_task_retries, which has no other name yet
+        warnings.filterwarnings("ignore", ".*ray_remote_args", DeprecationWarning)  # max_task_retries has no other name
         generated = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
             Painter, fn_constructor_args=(studio, maps), batch_size=1, compute=pool,
             num_cpus=fleet.cpus, num_gpus=fleet.gpus or None, max_task_retries=fleet.retries,
         )
     return generated.iter_rows()
+
+
+def begin(journal: Journal, job: Job, prints: dict[str, str]) -> None:
+    """Ray does not tell when a job starts, so it is known only from its end on, before its first file is written."""
+    journal.write_queued(job.id, prints[job.id], len(journal.queued.get(job.id, ())) + 1, "ray")
 
 
 def write(journal: Journal, job: Job, record: dict[str, Any], images: tuple[bytes, bytes], out: Path,

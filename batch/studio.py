@@ -56,6 +56,14 @@ class Studio:
     drafter: str | None = None
     device: str = "cpu"
 
+    def check(self) -> None:
+        """Raises JobsError for a file that is not there."""
+        for name in filter(None, (self.model, self.decoder, self.drafter)):
+            try:
+                find(name)
+            except FileNotFoundError as error:
+                raise JobsError(f"there is no file or folder {name}. {error}") from error
+
     def recipe(self) -> Recipe:
         """Raises JobsError for a method that there is not, or that lacks its drafter."""
         if self.method not in RECIPES:

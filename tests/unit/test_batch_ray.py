@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import comfyui_specar as specar
 import numpy as np
@@ -73,6 +74,8 @@ def test_actors_run_the_jobs_but_not_those_that_were_run_before(table, monkeypat
     ("seed\n3\n", (), "line 2: .*prompt"),
     ("prompt\ncat\n", ("--method", "sdj"), "method sdj.*next_token, jacobi, sjd"),
     ("prompt\ncat\n", ("--method", "cool_sd"), "cool_sd.*--drafter.*default/eagle"),
+    ("prompt\ncat\n", ("--model", "models/gone"), "models/gone.*bundled.*default"),
+    ("prompt\ncat\n", ("--method", "cool_sd", "--drafter", "gone"), "gone.*default"),
 ])
 def test_what_does_not_fit_the_method_is_refused_before_ray_starts(table, monkeypatch, capsys, table_text, arguments,
                                                                    message):
@@ -95,6 +98,27 @@ def test_an_image_that_another_program_holds_open_costs_that_job_alone(tmp_path,
     error = records[0]["error"]
     assert "a.png" in error and "open in another program" in error and records[0]["copies"] == []
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["b.png"]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "ray://127.0.0.1:9", "127.0.0.1:port", "127.0.0.1:99999"])
+def test_where_no_cluster_listens_it_says_so_at_once(table, monkeypatch, capsys, address):
+    monkeypatch.setitem(sys.modules, "ray", None)  # which is not asked
+    (table / "jobs.csv").write_text("prompt\ncat\n", encoding="utf-8")
+    assert cli.main(["jobs.csv", "--ray", address, "--out", "out"]) == cli.FAILED
+    assert f"no Ray at {address}: " in capsys.readouterr().err
+
+
+def test_a_job_that_ray_never_ended_is_no_job_of_the_batch(table, monkeypatch, capsys):
+    """So its row may still be changed."""
+    def dies(*_given):
+        raise ConnectionError("the cluster went away")
+
+    errors = SimpleNamespace(RayError=ConnectionError, RayTaskError=ConnectionError)
+    monkeypatch.setattr(fleet, "started", lambda _fleet: SimpleNamespace(exceptions=errors, shutdown=lambda: None))
+    monkeypatch.setattr(fleet, "rows", dies)
+    assert cli.main(COMMAND) == cli.FAILED and "went away" in capsys.readouterr().err
+    with Journal(table / "jobs.results.jsonl") as journal:
+        assert journal.queued == {} == journal.results
 
 
 def test_it_asks_for_a_folder_and_for_ray(table, monkeypatch, capsys):
