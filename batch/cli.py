@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from .dispatch import Batch, Options
+from .dispatch import Batch, Options, fetch_missing
 from .jobs import Job, JobsError, read_jobs
 from .journal import Journal, JournalError
 from .maps import check_ids, with_maps
@@ -40,6 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (JobsError, OverrideError, JournalError) as error:
         say(f"error: {error}")
         return BAD_INPUT
+    except KeyboardInterrupt:
+        return CANCELLED
     except (OSError, RuntimeError) as error:
         say(f"error: {error}; the same command goes on where this stopped")
         return FAILED
@@ -103,8 +105,16 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
     chosen = Options(options.in_flight, options.retries, options.out, patience=options.patience, maps=options.maps)
     with Journal(results_of(options)) as journal:
         open_jobs = left(journal, jobs, {job: fingerprint(prompt) for job, prompt in prompts.items()}, options)
-        return followed(journal, jobs, open_jobs,
+        done, without = [job for job in jobs if journal.done(job.id)], {}
+        if options.out:
+            without = asyncio.run(fetch_missing(journal, done, options.out))
+        for job, why in without.items():
+            say(f"{job}: done before, but without a copy: {why}")
+        code = followed(journal, jobs, open_jobs,
                         lambda on_result: drive(journal, urls, chosen, open_jobs, prompts, on_result))
+        if not options.out and any(journal.done(job.id) for job in jobs):
+            say("The images are in the output folders of the servers. The same command with --out FOLDER copies them.")
+        return code or (FAILED if without else DONE)
 
 
 def on_ray(options: argparse.Namespace, jobs: list[Job]) -> int:

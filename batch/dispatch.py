@@ -24,7 +24,7 @@ from .server import Entry, Refusal, Server, ServerAwayError
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
-ANSWER_SECONDS = 30.0  # a server that computes may be slow to answer
+ANSWER_SECONDS = 30.0
 GONE = 0.1  # of the grace, where the server has ended: its queue is lost with it
 LAST_WORDS = 3.0  # seconds in which the servers are told to forget the last prompts
 HELLO = 2.0  # seconds in which all servers are waited for, to find the least busy one
@@ -110,8 +110,7 @@ class Batch:
     async def run(self, jobs: list[Job], prompts: dict[str, Workflow]) -> None:
         """Generates all images. Returns when every job has ended, after `stop()`, and with `unfinished` jobs when no
         server answers. Raises OSError where the results cannot be written."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=ANSWER_SECONDS)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        async with session_of() as session:
             self._spread(jobs, prompts, session)
             watching = [asyncio.ensure_future(self._watch(lane)) for lane in self.lanes]
             everyone, over = asyncio.gather(*watching), asyncio.ensure_future(self.over.wait())
@@ -269,18 +268,9 @@ class Batch:
         record = self._line(lane, work, prompt_id, found)
         if not self.options.download or found.outcome != "success":
             return record
-        copies = []
-        for file, path in zip(found.files, copies_of(found.files, self.options.download / work.job.id), strict=True):
-            content = await lane.server.fetch(file)
-            if content is None:
-                record |= {"status": "error", "error": f"{lane.server.url} no longer has {file['filename']}"}
-            else:
-                try:
-                    write_whole(path, content)
-                    copies.append(str(path))
-                except FileInUseError as error:  # the others go on
-                    record |= {"status": "error", "error": f"{path} could not be replaced: {error.strerror}"}
-        return record | {"copies": copies}
+        paths = copies_of(found.files, self.options.download / work.job.id)
+        copies, error = await copied(lane.server, list(zip(found.files, paths, strict=True)))
+        return record | {"copies": copies} | ({"status": "error", "error": error} if error else {})
 
     def _line(self, lane: Lane, work: Work, prompt_id: str, found: Entry) -> dict[str, Any]:
         error = "interrupted by someone else" if found.outcome == "interrupted" else found.error
@@ -366,6 +356,54 @@ class Batch:
                 await asyncio.sleep(self.options.poll)
         except ServerAwayError as error:
             logger.warning("%s", error)
+
+
+async def copied(server: Server, copies: list[tuple[dict[str, str], Path]]) -> tuple[list[str], str]:
+    """Copies files to paths; returns the paths that succeeded, and what is wrong with another. Raises ServerAwayError.
+    """
+    done, error = [], ""
+    for file, path in copies:
+        content = await server.fetch(file)
+        if content is None:
+            error = f"{server.url} no longer has {file['filename']}"
+        else:
+            try:
+                write_whole(path, content)
+                done.append(str(path))
+            except FileInUseError as held:  # the others go on
+                error = f"{path} could not be replaced: {held.strerror}"
+    return done, error
+
+
+async def fetch_missing(journal: Journal, jobs: list[Job], out: Path) -> dict[str, str]:
+    """Copies of jobs that were done without them, or whose copies are gone; returns job id -> why it has not all."""
+    problems: dict[str, str] = {}
+    away: dict[str, str] = {}  # servers
+    async with session_of() as session:
+        for job in jobs:
+            record = journal.results[job.id]
+            files, url = record.get("files", []), record.get("server", "")
+            copies = list(zip(files, copies_of(files, out / job.id), strict=True))
+            missing = [(file, path) for file, path in copies if not path.exists()]
+            if not missing:
+                continue
+            error = away.get(url)
+            if not error:
+                try:
+                    _, error = await copied(Server(session, url), missing)
+                except ServerAwayError as gone:
+                    error = away[url] = str(gone)
+            if error:
+                problems[job.id] = error
+            else:
+                journal.write_result(record | {"copies": [str(path) for _, path in copies]})
+    return problems
+
+
+def session_of() -> aiohttp.ClientSession:
+    """A session for servers that compute, and may be slow to answer."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=ANSWER_SECONDS)
+    return aiohttp.ClientSession(timeout=timeout)
 
 
 def copies_of(files: list[dict[str, str]], stem: Path) -> list[Path]:

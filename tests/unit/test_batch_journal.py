@@ -231,6 +231,24 @@ def test_words_that_the_model_does_not_know_are_printed_and_recorded(table, here
     assert records["good"]["warnings"] == [] and "aple" in records["typo"]["warnings"][0]
 
 
+def test_copies_can_be_had_later(table, here, capsys):
+    """Those that are there stay as they are. A server that is away is named."""
+    server = FakeComfy()
+    assert run_beside(server) == cli.DONE and "--out" in capsys.readouterr().err
+    (table / "out").mkdir()
+    (table / "out/j0.png").write_text("there", encoding="utf-8")
+    away = cli.main(command("--server", server.url, "--out", "out"))
+    assert away == cli.FAILED and re.search(rf"^j7: .*copy.*{server.url}", capsys.readouterr().err, re.MULTILINE)
+    assert run_beside(server, "--out", "out") == cli.DONE and len(server.drawn) == 8
+    assert {path.name for path in (table / "out").iterdir()} == {f"j{i}.png" for i in range(8)}
+    assert (table / "out/j0.png").read_text("utf-8") == "there"
+    assert (table / "out/j7.png").read_text("utf-8") == "p_j7_00001_.png"
+    assert recorded(table / "jobs.results.jsonl")["j7"]["copies"] == [str(Path("out/j7.png"))]
+    before = (table / "jobs.results.jsonl").read_bytes()
+    assert cli.main(command("--server", server.url, "--out", "out")) == cli.DONE  # which needs no server
+    assert (table / "jobs.results.jsonl").read_bytes() == before
+
+
 def test_a_failed_row_is_corrected_under_its_id_by_the_same_command(table, here):
     (table / "jobs.csv").write_text("id,prompt\ngood,cat\nbad,fail\n", encoding="utf-8")
     assert run_beside(FakeComfy()) == cli.FAILED
