@@ -66,7 +66,7 @@ def given(inputs: Any, *names: str) -> dict[str, Any]:
 def choose(name: str, value: str, options: dict[str, Any]) -> Any:
     """The value for a combo's option. Raises ValueError for an unknown option, which ComfyUI does not check."""
     if value not in options:
-        raise ValueError(f"{name} is {value!r}; choose one of: {', '.join(options)}.")
+        raise ValueError(f"{name} is {value!r}; choose one of: {', '.join(map(repr, options))}.")  # they contain commas
     return options[value]
 
 

@@ -129,6 +129,15 @@ def test_every_node_is_listed():
     assert [node["display_name"] for node in nodes.values() if node["display_name"] not in text] == []
 
 
+def test_every_choice_of_a_node_is_listed_as_programs_send_it():
+    nodes = json.loads((ROOT / "tests/e2e/object_info.json").read_text(encoding="utf-8"))
+    rows = [f"| {node} | `{name}` | {', '.join(f'`{option}`' for option in about['options'])} |"
+            for node, content in nodes.items() for kind in content["inputs"].values()
+            for name, (type_, about) in kind.items() if type_ == "COMBO"]
+    text = (ROOT / "docs/nodes.md").read_text(encoding="utf-8")
+    assert [line for line in text.splitlines() if line.startswith("| SpecAR")] == rows
+
+
 def test_every_picture_is_shown():
     shown = "".join(file.read_text(encoding="utf-8") for file in documents.files())
     pictures = [file for file in (ROOT / "docs/pictures").glob("**/*") if file.is_file()]
