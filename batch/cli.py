@@ -32,6 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
         jobs = read_jobs(options.jobs)
+        if options.out and options.out.exists() and not options.out.is_dir():
+            raise JobsError(f"--out {options.out} is a file: name a folder, which need not be there")
         if options.maps:
             check_ids(jobs)
             if not options.out:
@@ -67,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
                        help="how often a job is handed out again when its server was lost (default: %(default)s)")
     comfy.add_argument("--patience", type=float, default=Options.patience, metavar="SECONDS",
                        help="give up when no server answered for so long (default: %(default)s)")
-    fleet = top.add_argument_group("on a Ray cluster (pip install -e '.[ray]' in this repository)")
+    fleet = top.add_argument_group('on a Ray cluster (pip install -e ".[ray]" in this repository)')
     fleet.add_argument("--ray", nargs="?", const="local", metavar="ADDRESS", help="a cluster's address, or `auto`; "
                        "without one, Ray is started on this machine")
     fleet.add_argument("--model", default="default", help="bundled name, or a file or folder (default: %(default)s)")
@@ -174,7 +176,11 @@ def followed(journal: Journal, jobs: list[Job], open_jobs: list[Job], work: Call
         for warning in record["warnings"]:
             say(f"{record['id']}: warning: {warning}")
 
+    begun = {job.id for job in open_jobs}
     with bar, logging_redirect_tqdm():
+        for job in jobs:
+            if job.id not in begun and not journal.done(job.id):
+                say(f"{job.id}: failed before: {journal.results[job.id]['error']}")
         cancelled = work(on_result)
     records = [journal.results.get(job.id) for job in jobs]
     made, open_still = sum(r is not None and r["status"] == "success" for r in records), records.count(None)

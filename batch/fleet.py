@@ -80,7 +80,7 @@ def started(fleet: Fleet):
         import ray
         import ray.data
     except ImportError as error:
-        raise JobsError(f"--ray needs Ray ({error}): pip install -e '.[ray]' in this pack's folder") from error
+        raise JobsError(f"--ray needs Ray ({error}): pip install -e \".[ray]\" in this pack's folder") from error
     given = {"address": fleet.address}
     if fleet.address == LOCAL:
         cpus = max(os.cpu_count() or 1, fleet.actors * fleet.cpus)

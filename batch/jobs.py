@@ -12,6 +12,7 @@ from typing import Any
 
 DELIMITERS = ",;\t"
 ID = re.compile(r"[\w-]{1,100}")  # becomes part of file names, on any system
+ID_BYTES = 200  # of the 255 that a file's name may have; prefix, attempt, counter and ending need the others
 DEVICE = re.compile(r"con|prn|aux|nul|(com|lpt)[0-9¹²³]", re.IGNORECASE)  # on Windows, whatever the ending of the file
 SHOWN = 10  # problems that one message lists
 Row = tuple[int, dict[str, Any]]  # the line it begins on, and its values
@@ -137,9 +138,9 @@ def with_ids(rows: list[Row], name: str) -> list[Job]:
     for number, (line, values) in enumerate(rows, 1):
         given = values.pop("id", None)
         job_id = automatic_id(number, values) if given is None else str(given).strip()
-        if not ID.fullmatch(job_id):
-            problems.append(f"line {line}: the id {job_id!r} may have only letters, digits, _ and - (100 at most), "
-                            "because files are named after it")
+        if not ID.fullmatch(job_id) or len(job_id.encode()) > ID_BYTES:
+            problems.append(f"line {line}: the id {job_id!r} may have only letters, digits, _ and - (100 at most, "
+                            f"{ID_BYTES} bytes), because files are named after it")
         if DEVICE.fullmatch(job_id):
             problems.append(f"line {line}: the id {job_id!r} is the name of a device on Windows, so it cannot be the "
                             "name of a file there: add something to it")

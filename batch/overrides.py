@@ -15,6 +15,7 @@ Place = tuple[str, str]  # node id, input
 
 ROLES = {"prompt": "positive", "negative": "negative"}  # column -> the input whose text it is
 TEXTS = ("text", "prompt")  # what nodes that read a prompt call it
+SEEDS = ("seed", "noise_seed")
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -58,7 +59,9 @@ def with_overrides(workflow: Workflow, overrides: dict[str, Any]) -> Workflow:
     for name in sorted(found, key=lambda name: addressed(workflow, name)):
         for node, field in found[name]:
             current = workflow[node]["inputs"][field]
-            changed[node]["inputs"][field] = converted(overrides[name], current, name)
+            changed[node]["inputs"][field] = value = converted(overrides[name], current, name)
+            if name.split(".")[-1] in SEEDS and not isinstance(value, int):  # ComfyUI would cut it off silently
+                raise OverrideError(f"{name} must be an integer, not {overrides[name]!r}")
     return changed
 
 

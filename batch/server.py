@@ -112,7 +112,7 @@ class Server:
         if isinstance(error, ServerAwayError):
             return error
         if isinstance(getattr(error, "os_error", None), ConnectionRefusedError):
-            return ServerAwayError(f"{self.url}: no ComfyUI answers there yet. Start it (python main.py in its "
+            return ServerAwayError(f"{self.url}: no ComfyUI answers there. Start it (python main.py in its "
                                    "folder), or name another address with --server.", gone=True)
         return ServerAwayError(f"{self.url}: {str(error) or type(error).__name__}")
 

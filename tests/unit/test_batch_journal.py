@@ -217,6 +217,7 @@ def test_failed_jobs_are_reported_and_run_again_only_when_asked(table, here, cap
         assert part in said
     again = FakeComfy()
     assert run_beside(again) == cli.FAILED and again.drawn == []
+    assert "bad: failed before: Encoder: no such word" in capsys.readouterr().err
     again._ended = lambda prompt, stopped: FakeComfy._ended(again, {**prompt, "1": WORKFLOW["1"]}, stopped)
     assert run_beside(again, "--retry-failed") == cli.DONE and again.drawn == ["p_bad.try2"]
     assert {record["status"] for record in recorded(table / "jobs.results.jsonl").values()} == {"success"}
@@ -264,6 +265,7 @@ def test_a_failed_row_is_corrected_under_its_id_by_the_same_command(table, here)
     ("seed\n1\n", ("--workflow", "jobs.csv"), "workflow.*jobs.csv"),
     ("id,seed\na,1\n", ("--out", "full"), r"full.*files.* a\b"),
     ("id,seed\nA,1\n", ("--out", "full"), r"full.*files.* A\b"),
+    ("id,seed\nA,1\n", ("--out", "jobs.csv"), "--out jobs.csv is a file.*folder"),
 ])
 def test_bad_input_begins_nothing(table, capsys, jobs, arguments, message):
     (table / "jobs.csv").write_text(jobs, encoding="utf-8")

@@ -127,7 +127,7 @@ def test_it_asks_for_a_folder_and_for_ray(table, monkeypatch, capsys):
     assert cli.main([*COMMAND, "--dry-run"]) == cli.DONE
     monkeypatch.setitem(sys.modules, "ray", None)  # not installed
     assert cli.main(COMMAND) == cli.BAD_INPUT
-    assert "pip install -e '.[ray]'" in capsys.readouterr().err
+    assert 'pip install -e ".[ray]"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", RECIPES)
