@@ -103,6 +103,37 @@ def test_equal_jobs_have_an_image_each_and_a_refused_one_says_why(comfy, equal_j
     assert "ComfyUI" in bad["error"] and "cfg" in bad["error"]
 
 
+@pytest.fixture
+def inpainting(tmp_path) -> Path:
+    """The template with Load Image nodes, as docs/batches.md describes it, and a table that names one too many."""
+    shipped = json.loads((PACK / "workflows/api/11 Inpaint.json").read_text(encoding="utf-8"))
+    workflow = {node: shipped[node] for node in ("1", "11", "12", "13", "14", "15", "16")}
+    for node, kind, title in (("20", "LoadImage", "Picture"), ("21", "LoadImageMask", "Mask")):
+        inputs = {"image": "example.png"} | ({"channel": "red"} if title == "Mask" else {})
+        workflow[node] = {"class_type": kind, "inputs": inputs, "_meta": {"title": title}}
+    workflow["11"]["inputs"]["pixels"] = ["20", 0]
+    workflow["12"]["inputs"]["mask"] = ["21", 0]
+    (tmp_path / "inpaint.json").write_text(json.dumps(workflow), encoding="utf-8")
+    (tmp_path / "jobs.csv").write_text("id,Picture.image,Mask.image,prompt,seed\nthere,grey.png,right.png,star,1\n"
+                                       "missing,gone.png,right.png,star,1\n", encoding="utf-8")
+    return tmp_path
+
+
+def test_rows_name_the_pictures_to_inpaint_and_a_server_that_lacks_one_is_named(comfy, inpainting):
+    pixels = np.full((256, 256, 3), 128, np.uint8)
+    Image.fromarray(pixels).save(comfy.base / "input/grey.png")
+    pixels[:], pixels[:, 128:] = 0, 255
+    Image.fromarray(pixels).save(comfy.base / "input/right.png")
+    batch = start(inpainting, "--server", comfy.url, "--workflow", "inpaint.json")
+    _, said = batch.communicate(timeout=PATIENCE)
+    assert batch.returncode == 1 and "1 of 2 jobs are done, 1 failed" in said, said
+    records = {record["id"]: record for record in results(inpainting)}
+    assert comfy.url in records["missing"]["error"] and "gone.png" in records["missing"]["error"]
+    with Image.open(inpainting / "out/there.png") as image:
+        sent = json.loads(image.text["prompt"])
+    assert [sent[node]["inputs"]["image"] for node in ("20", "21")] == ["grey.png", "right.png"]
+
+
 def test_maps_lie_beside_the_images_of_a_workflow_that_has_none(comfy, tmp_path):
     """Two images of one run: the text-to-image workflow shows no trace, and saves what it decodes."""
     (tmp_path / "jobs.csv").write_text("id,batch_size,seed\none,2,3\n", encoding="utf-8")

@@ -194,6 +194,12 @@ def test_the_table_of_jobs_is_one_that_the_batch_command_accepts(capsys):
     assert "20 jobs" in capsys.readouterr().err, "as many as docs/batches.md says"
 
 
+def test_the_table_that_is_shown_is_that_of_the_file():
+    table = (ROOT / "docs/jobs.csv").read_text(encoding="utf-8")
+    blocks = CODE.findall((ROOT / "docs/batches.md").read_text(encoding="utf-8"))
+    assert [block for _, block in blocks if block.startswith("id,prompt,seed\n") and table.startswith(block)]
+
+
 def test_the_table_of_a_speed_report_is_printed_again(tmp_path, capsys, monkeypatch):
     from comfyui_specar.benchmarks import speed
 
