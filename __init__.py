@@ -33,6 +33,10 @@ def _has_entrypoints() -> bool:
     return bool(find_spec("comfy_api") and find_spec("comfy_api.latest"))
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HEADLESS})
+
+
 def __getattr__(name: str):
     if name in _HEADLESS:
         from . import api

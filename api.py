@@ -30,6 +30,7 @@ methods = SimpleNamespace(
 )
 structures = SimpleNamespace(**{structure.__name__: structure for structure in STRUCTURES})
 rules = SimpleNamespace(**{rule.__name__: rule for rule in RULES})
+SEEDS = 2**64  # how many there are, as in ComfyUI
 REPORTS = {
     "acceptance_map": ("acceptance_map", "acceptance_map"), "timeline_frames": ("timeline_frames", "timeline_frames"),
     "comparison_chart": ("comparison", "chart"), "comparison_table": ("comparison", "table"),
@@ -69,8 +70,15 @@ def sample(
     take drafts unverified. ``more``: grid (rows, cols); tokens and kept (bool), both [B, rows, cols], to keep parts of
     an image; and for continuous models cfg_schedule, steps, kind and iterations (see ContinuousParams), while layout,
     top_k, top_p, strength and skippable are for models of token ids. Raises ValueError where a parameter is outside its
-    range or not supported (the message says which).
+    range or not supported (the message says which), TypeError where the method is none or lacks its drafter.
     """
+    if not 0 <= seed < SEEDS:
+        raise ValueError(f"seed is {seed}, but must be 0 to {SEEDS - 1}.")
+    if method is not None and not isinstance(method, Method):
+        raise TypeError(f"method is {method!r}, but must be an object such as methods.SJD(); there are "
+                        f"{', '.join([*(each.__name__ for each in METHODS), *PUBLISHED])}.")
+    if method is not None and getattr(method, "drafter", method) is None:
+        raise TypeError(f"{type(method).__name__} has no drafter: give it that of load_drafter(path, model).")
     strength, skippable = (None if grid is None else grid[None] for grid in (strength, skippable))
     request = model.request(
         conditioning, negative, seed=seed, batch=batch_size, callback=callback, layout=layout, strength=strength,
