@@ -314,24 +314,26 @@ class Batch:
         return time.monotonic() - max(answers, default=begun) > patience
 
     def _assign(self) -> None:
-        """Each waiting job to the least busy server. Where others have filled a server's queue, it gets jobs only if
-        no server has a shorter one."""
-        while self.waiting and not self.stopping:
-            lanes = [lane for lane in self.lanes if not lane.draining]
-            if any(lane.unknown for lane in lanes) and time.monotonic() - self.begun < HELLO:
-                return
-            ready = [lane for lane in lanes if lane.up and lane.server.url not in self.waiting[0].refused]
-            if not ready and any(lane.up for lane in lanes):
-                self._nowhere(self.waiting.popleft())
-                continue
+        """Each waiting job to the least busy server that has what it names. Where others have filled a server's queue,
+        it gets jobs only if no server has a shorter one."""
+        lanes = [lane for lane in self.lanes if not lane.draining]
+        if self.stopping or (any(lane.unknown for lane in lanes) and time.monotonic() - self.begun < HELLO):
+            return  # which is the least busy one?
+        for work in list(self.waiting):
+            ready = [lane for lane in lanes if lane.up and lane.server.url not in work.refused]
             least = min((lane.load for lane in ready), default=0)
             free = [lane for lane in ready if lane.own < self.options.in_flight
                     and lane.load <= max(least, self.options.in_flight - 1)]
-            if not free:
-                return
-            lane = min(free, key=lambda lane: (lane.load, lane.own))
-            lane.given.append(self.waiting.popleft())
-            lane.news.set()
+            if free:
+                lane = min(free, key=lambda lane: (lane.load, lane.own))
+                self.waiting.remove(work)
+                lane.given.append(work)
+                lane.news.set()
+            elif not work.refused:
+                return  # nor is there a server for those after it
+            elif not ready and any(lane.up for lane in lanes):
+                self.waiting.remove(work)
+                self._nowhere(work)
 
     def _nowhere(self, work: Work) -> None:
         """Every server that answers lacks something that this row names."""

@@ -251,6 +251,19 @@ def test_a_file_that_a_row_names_is_looked_for_on_every_server(tmp_path):
     asyncio.run(check())
 
 
+def test_rows_that_wait_for_the_one_server_with_their_file_hold_no_other_row_up(tmp_path):
+    """It generates nothing until the other has generated all that it can."""
+    async def check():
+        async with FakeComfy() as lacking, FakeComfy() as full:
+            lacking.lacks, full.ends = {"here"}, lambda: len(lacking.drawn) == 4
+            jobs = [Job(f"k{i}", {"prompt": "here"}, i) for i in range(4)] + jobs_of(4)
+            await run(tmp_path / "r.jsonl", [lacking, full], jobs)
+            assert {record["status"] for record in lines(tmp_path / "r.jsonl")} == {"success"}
+            assert sorted(jobs_drawn(lacking)) == ["j0", "j1", "j2", "j3"] and len(full.drawn) == 4
+
+    asyncio.run(check())
+
+
 def test_jobs_of_a_dying_server_go_to_the_other(tmp_path, clock):
     """It dies while it generates its second image."""
     async def check():
