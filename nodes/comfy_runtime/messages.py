@@ -15,6 +15,13 @@ def show_text(text: str) -> None:
         server.send_progress_text(text, node_id, server.client_id)
 
 
+def leave_text(text: str) -> None:
+    """Show a text that stays on the node that is executing: ComfyUI's own is gone when a run ends, and with some front
+    ends and renderers it is never seen."""
+    show_text(text)
+    send("specar.result", text=text)
+
+
 def send(event: str, **data: Any) -> None:
     """Send an event to our own JavaScript, with the id of the executing node as ``node``."""
     if found := _page():

@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 
 SECONDS = 0.25  # minimum interval between two previews ...
 SHARE = 0.02  # ... and maximum fraction of the run's time for them and the progress bar
-LAST = 0.1  # the same for decoding the last preview, which stays on the node
 DIMMED = 0.4  # opacity of guesses over the grey
 COARSE = 4  # pixels per token side of colour-only previews; ComfyUI enlarges them
 PATCH = 3  # tokens per side of an area of one latent, whose colour is measured
@@ -119,9 +118,9 @@ class Previews:
         return image
 
     def finished(self, progress: Any) -> Image.Image:
-        """The preview of the complete image, whatever was spent: ComfyUI leaves the last one on the node."""
-        seconds = LAST * (time.perf_counter() - self.began)
-        return self._show(progress, self.decoder is not None and seconds >= self.palette.pace * progress.length)
+        """The preview of the complete image, decoded if there is a decoder, whatever was spent: ComfyUI leaves the last
+        one on the node, beside the image itself."""
+        return self._show(progress, self.decoder is not None)
 
     def _show(self, progress: Any, decode: bool) -> Image.Image:
         sketch = self.sketch(progress)

@@ -11,7 +11,7 @@ import comfy.utils
 from PIL import Image
 
 from .memory import out_of_memory
-from .messages import show_text
+from .messages import leave_text, show_text
 from .previews import Previews
 from .status import Status
 
@@ -46,7 +46,7 @@ class Report:
         if preview or self.bar.current < self.length:
             self._tell(self.length, preview)
         if self.status:
-            show_text(self.status.finished(self.last))
+            leave_text(self.status.finished(self.last))
 
     def _tell(self, done: int, preview: tuple[str, Image.Image, int] | None) -> None:
         began = time.perf_counter()

@@ -5,7 +5,7 @@ import re
 import pytest
 from playwright.sync_api import Page
 
-from .pages import ROOT, load, run
+from .pages import RENDERERS, ROOT, load, run, screenshot
 
 pytestmark = pytest.mark.browser
 
@@ -47,6 +47,24 @@ def test_a_sampler_says_how_many_passes_it_took(page):
     texts = page.evaluate("() => window.texts")
     assert {int(text["nodeId"]) for text in texts} == {int(sampler)}
     assert re.match(r"\d+ forward passes instead of 256\n\d\.\d tokens per pass, .+ in all$", texts[-1]["text"])
+
+
+@pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
+def test_what_a_run_took_stays_on_its_sampler(page, renderer):
+    open_template(page, SJD)
+    sampler = "app.graph._nodes.find(node => node.type === 'SpecARSJDSampler')"
+    saved = f"() => app.graph.serialize().nodes.find(node => node.id === {sampler}.id).widgets_values.slice(1)"
+    before = page.evaluate(saved)
+    for seed in (11, 12):  # the second run's text replaces the first one's
+        page.evaluate(f"seed => {{ {sampler}.widgets.find(widget => widget.name === 'seed').value = seed; }}", seed)
+        run(page)
+        page.wait_for_function("() => document.querySelector('.specar-result')?.checkVisibility()")
+        [text] = page.locator(".specar-result").all_inner_texts()
+        assert re.match(r"\d+ forward passes instead of 256\n\d\.\d tokens per pass, .+ in all$", text)
+        names = page.evaluate(f"() => {sampler}.widgets.map(widget => widget.name)")
+        assert names.count("specar_result") == 1 and "$$node-text-preview" not in names
+    assert page.evaluate(saved) == before, "it is not part of the workflow"
+    screenshot(page, f"result-{renderer}")
 
 
 def test_a_model_dropped_on_the_canvas_is_offered_the_sampler(page):

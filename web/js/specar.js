@@ -1,9 +1,11 @@
 // What SpecAR's output nodes show: the text of the report ("text" in their UI output) in a read-only field, and, on
 // Acceptance Map, the map itself with the numbers of every token. Without this file ComfyUI shows the map's picture.
-// On CLIP Text Encode, the words that the model does not know. And the order of the pack's templates.
+// On samplers, what a run took. On CLIP Text Encode, the words that the model does not know. And the order of the pack's
+// templates.
 import { app } from "/scripts/app.js";
 import { MapView } from "./map.js";
 import { showReport, widgetOf } from "./report.js";
+import { clearResult, showResult } from "./result.js";
 
 const MAP_NODE = "SpecARAcceptanceMap";
 const MAP = "specar_map";
@@ -76,6 +78,12 @@ function showUnknownWords({ detail: { node, words } }) {
   if (encoder) showReport(encoder, text);
 }
 
+/** What a run took, on its sampler, until the next run of it tells of itself (see nodes/comfy_runtime/messages.py). */
+function listenToResults(api) {
+  api.addEventListener("specar.result", ({ detail: { node, text } }) => showResult(executingNode(node), text));
+  api.addEventListener("progress_text", ({ detail: { nodeId } }) => clearResult(executingNode(nodeId)));
+}
+
 /** Lists this pack's templates by name: ComfyUI lists them as the file system does, which is in no order on Linux. */
 function sortTemplates() {
   const { api } = app;
@@ -92,7 +100,10 @@ function sortTemplates() {
 app.registerExtension({
   name: "specar.report",
   init: sortTemplates,
-  setup: () => app.api.addEventListener("specar.unknown_words", showUnknownWords),
+  setup() {
+    app.api.addEventListener("specar.unknown_words", showUnknownWords);
+    listenToResults(app.api);
+  },
   async beforeRegisterNodeDef(nodeType, nodeData) {
     if (!nodeData.name.startsWith("SpecAR") || !nodeData.output_node) return;
     const { onExecuted, onDrawBackground, onNodeCreated } = nodeType.prototype;
