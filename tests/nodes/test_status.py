@@ -91,6 +91,7 @@ def test_texts_go_to_the_node_and_the_page_of_the_run_twice_a_second(page, clock
     report.finish()
     assert {text[:2] for text in server.texts} == {("7", "a page")}
     assert server.texts[-1][2].endswith("10 s in all")
+    assert server.events == [("specar.result", {"node": "7", "text": server.texts[-1][2]}, "a page")]
 
 
 @pytest.mark.parametrize("method", ["NextToken", "SJD", "DraftTree"])

@@ -1,33 +1,27 @@
-// What a run took, in two lines on its sampler. They stay, other than ComfyUI's own text of a running node.
-import { widgetOf } from "./report.js";
-
+// What a run took, in two lines on its sampler. They stay, unlike ComfyUI's own text of a running node.
 const NAME = "specar_result";
 const RUNNING = "$$node-text-preview"; // ComfyUI's own text, which some front ends leave on the node
-const HEIGHT = 40;
+const HEIGHT = 48; // of two lines, with their margins
 
-function resultWidget(node) {
+const find = (node, name) => node?.widgets?.find((widget) => widget.name === name);
+
+/** Puts an empty text on a sampler. It is there from the start: front end 1.32.9 shows no later one of a node that ran. */
+export function addResult(node) {
   const element = document.createElement("div");
   element.className = "specar-result";
-  const widget = node.addDOMWidget(NAME, "specar_result", element, {
-    serialize: false, hideOnZoom: false, getMinHeight: () => HEIGHT, getMaxHeight: () => HEIGHT,
+  const height = () => (element.textContent ? HEIGHT : 0);
+  const widget = node.addDOMWidget(NAME, NAME, element, {
+    serialize: false, hideOnZoom: false, hideInPanel: true, margin: 4, getMinHeight: height, getMaxHeight: height,
   });
   widget.serialize = false;
-  return widget;
 }
 
-function remove(node, name) {
-  const widget = node?.widgets?.find((each) => each.name === name);
-  if (widget) node.removeWidget(widget);
-}
-
-/** Shows the text, in place of ComfyUI's. node: undefined if it is gone. */
+/** Shows a text in place of ComfyUI's; "": none. Other nodes than samplers have no place for it. */
 export function showResult(node, text) {
-  if (!node) return;
-  remove(node, RUNNING);
-  widgetOf(node, NAME, resultWidget).element.textContent = text;
-}
-
-/** Takes the text away. */
-export function clearResult(node) {
-  remove(node, NAME);
+  const widget = find(node, NAME);
+  if (!widget) return;
+  widget.element.textContent = text;
+  const running = text && find(node, RUNNING);
+  if (running) node.removeWidget(running);
+  node.setDirtyCanvas?.(true, true);
 }

@@ -5,8 +5,9 @@
 import { app } from "/scripts/app.js";
 import { MapView } from "./map.js";
 import { showReport, widgetOf } from "./report.js";
-import { clearResult, showResult } from "./result.js";
+import { addResult, showResult } from "./result.js";
 
+const SAMPLERS = "SpecAR/sampling"; // their category
 const MAP_NODE = "SpecARAcceptanceMap";
 const MAP = "specar_map";
 const MAP_WIDTH = 400; // at least, when it first appears
@@ -81,7 +82,7 @@ function showUnknownWords({ detail: { node, words } }) {
 /** What a run took, on its sampler, until the next run of it tells of itself (see nodes/comfy_runtime/messages.py). */
 function listenToResults(api) {
   api.addEventListener("specar.result", ({ detail: { node, text } }) => showResult(executingNode(node), text));
-  api.addEventListener("progress_text", ({ detail: { nodeId } }) => clearResult(executingNode(nodeId)));
+  api.addEventListener("progress_text", ({ detail: { nodeId } }) => showResult(executingNode(nodeId), ""));
 }
 
 /** Lists this pack's templates by name: ComfyUI lists them as the file system does, which is in no order on Linux. */
@@ -103,6 +104,9 @@ app.registerExtension({
   setup() {
     app.api.addEventListener("specar.unknown_words", showUnknownWords);
     listenToResults(app.api);
+  },
+  nodeCreated(node) {
+    if (node.constructor.nodeData?.category === SAMPLERS) addResult(node);
   },
   async beforeRegisterNodeDef(nodeType, nodeData) {
     if (!nodeData.name.startsWith("SpecAR") || !nodeData.output_node) return;
