@@ -109,9 +109,9 @@ def summary(trials: list[Trial], verdict: Verdict, setting: str, budget: float) 
         if likely:
             best = min(likely, key=lambda trial: trial.median)
             times, least, most = speed(best, trials[0])
-            doubt = "it ran only once" if len(best.seconds) < 2 else f"single runs say {least:.2f} to {most:.2f}"
-            lines.append(f"Perhaps faster: {title(best)}, {times:.2f} times by the medians, but {doubt}. Raise "
-                         "seconds, or measure when the machine is idle.")
+            doubt = "ran only once" if len(best.seconds) < 2 else f"was {least:.2f} to {most:.2f} times as fast"
+            lines = [f"Too noisy to tell; probably {title(best)} ({times:.1f} times). Raise seconds, or measure when "
+                     "the machine is idle.", *lines, f"{title(best)} {doubt}."]
     notes: dict[str, list[str]] = {}
     for trial in trials:
         notes.setdefault(trial.note, []).append(title(trial))
