@@ -80,17 +80,17 @@ def request_of(inputs: CommonInputs, where: Tensor | None = None, skip: Tensor |
 
 def sample(
     method: Method, inputs: CommonInputs, drafter: models.LoadedDrafter | None = None, where: Tensor | None = None,
-    skip: Tensor | None = None,
+    skip: Tensor | None = None, chosen: str = "",
 ) -> io.NodeOutput:
-    """Run a method; see request_of for the MASKs. Raises ValueError for an invalid input, and for a drafter of another
-    model."""
+    """Run a method; see request_of for the MASKs. chosen: the user's name for the method, if it has one of its own on
+    the node. Raises ValueError for an invalid input, and for a drafter of another model."""
     inputs.model.check_kind(method.continuous)
     if drafter is not None:
         drafter.follow(inputs.model)
         method = replace(method, drafter=drafter.drafter)
     request = request_of(inputs, where, skip)
     output = generate(method, request, partial(runs.sampling, inputs.model, drafter))
-    output.trace.settings |= origin(inputs, drafter)
+    output.trace.settings |= origin(inputs, drafter) | ({"chosen": chosen} if chosen else {})
     tensors = {name: models.output(t) for name in ("tokens", "latent") if (t := getattr(output, name)) is not None}
     return io.NodeOutput(with_output(inputs.latent_image, replace(output, **tensors), request), output.trace)
 

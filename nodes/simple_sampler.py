@@ -50,7 +50,7 @@ class SimpleSampler(io.ComfyNode):
     def execute(cls, method: str, **inputs: Any) -> io.NodeOutput:
         chosen, common = choose("method", method, METHODS), Inputs(**inputs)
         if not common.model.model.continuous:
-            return sample(chosen, common)
+            return sample(chosen, common, chosen=method)
         if method != NEXT_TOKEN:
             raise ValueError(
                 f"{common.model.name} is a continuous model, for which {method!r} needs a drafter. Use Continuous "

@@ -7,7 +7,7 @@ from typing import Any
 from ..samplers.registry import RULES, method_of, structure_of
 from ..samplers.trace import Trace
 
-SHOWN_ELSEWHERE = ("method", "model", "prompt", "server", "lossless", "unknown_words")
+SHOWN_ELSEWHERE = ("method", "chosen", "model", "prompt", "server", "lossless", "unknown_words")
 FIRST_DRAFTS = {  # SJD.initial -> in words
     "mixed": "left and upper neighbour", "left": "left neighbour", "upper": "upper neighbour", "uniform": "uniform",
     "repeat": "repeat the last token",
@@ -21,6 +21,12 @@ def drafting(settings: dict[str, Any]) -> str:
     if "structure" in settings:
         return f"{method}, {structure_of(settings['structure']).in_words(settings['structure'])}"
     return method
+
+
+def named(settings: dict[str, Any]) -> tuple[str, str]:
+    """What the user chose on the AR Sampler, if it was made there, and how it drafts; "" where both are the same."""
+    chosen, method = settings.get("chosen", ""), drafting(settings)
+    return (method, "") if chosen in ("", method) else (chosen, method)
 
 
 def judgement(settings: dict[str, Any]) -> str:
@@ -74,7 +80,7 @@ def describe(trace: Trace) -> str:
     report = trace.report()
     settings, totals = report["settings"], report["totals"]
     passes = totals["passes_per_image"]
-    method = drafting(settings)
+    method = ": ".join(filter(None, named(settings)))
     if "window" in settings:
         first = FIRST_DRAFTS.get(settings["initial"], settings["initial"])
         method += f", window {settings['window']}, first drafts: {first}"
@@ -124,11 +130,16 @@ def drawing(settings: dict[str, Any]) -> str:
 
 def labels(traces: list[Trace]) -> list[tuple[str, str]]:
     """Two short lines per run; runs that would read alike get what differs between them, or else their number."""
-    plain = [(drafting(t.settings), judgement(t.settings)) for t in traces]
+    plain = [_label(t.settings) for t in traces]
     extended = [(first, f"{second}; {_difference(i, plain, traces)}") if plain.count((first, second)) > 1
                 else (first, second) for i, (first, second) in enumerate(plain)]
     return [(first, f"{second}; run {i}") if extended.count((first, second)) > 1 else (first, second)
             for i, (first, second) in enumerate(extended, 1)]
+
+
+def _label(settings: dict[str, Any]) -> tuple[str, str]:
+    first, method = named(settings)
+    return first, ", ".join(filter(None, (method, judgement(settings))))
 
 
 def _difference(number: int, plain: list[tuple[str, str]], traces: list[Trace]) -> str:

@@ -51,7 +51,10 @@ from ..rules.acceptance import EPS, AcceptanceRule, Draft, Exact, accept_or_redr
 from ..settings import check_settings, setting
 from ..trace import Record, Source
 
-REUSE = ("coupled", "gumbel", "threshold_paper", "threshold_exact", "resample")
+REUSE = {  # SJD.reuse -> in words, as on the SJD++ Sampler
+    "coupled": "coupled", "gumbel": "same seed, same picture", "threshold_paper": "SJD++ reuse (paper)",
+    "threshold_exact": "SJD++ reuse (exact)", "resample": "redraw",
+}
 
 
 @dataclass(frozen=True)
@@ -351,7 +354,7 @@ class SJD(Method):
     """
 
     window: int | None = None
-    reuse: str = setting("coupled", options=REUSE)
+    reuse: str = setting("coupled", options=tuple(REUSE))
     initial: str = setting("mixed", options=INITIAL)
     threshold: float = 0.5
     rule: AcceptanceRule = field(default_factory=Exact)
@@ -390,7 +393,7 @@ class SJD(Method):
 
     @staticmethod
     def in_words(settings: dict[str, Any]) -> str:
-        return f"SJD, {settings['reuse'].replace('_', ' ')}"
+        return f"SJD, {REUSE[settings['reuse']]}"
 
     def session_key(self, request: Request) -> Hashable:
         return session_key(request, self, self.width(request))

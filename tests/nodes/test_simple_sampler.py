@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from comfyui_specar.reports.run_report import describe, labels
 
 from .conftest import GRID, MASKED, defaults
 
@@ -38,7 +39,15 @@ def test_each_choice_is_a_method_of_another_node(option, simple, sample, rule):
     latent, trace = simple(method=option)
     same, by_hand = sample(name, batch=2, **widgets)
     assert torch.equal(latent["ar_tokens"], same["ar_tokens"])
-    assert trace.settings == by_hand.settings
+    assert trace.settings == by_hand.settings | {"chosen": option}
+
+
+def test_reports_call_a_run_what_its_user_chose(simple):
+    same, plain = (simple(method=option)[1] for option in ("same image as next token", "next token"))
+    assert describe(same).startswith("same image as next token: SJD, same seed, same picture, window ")
+    assert describe(plain).startswith("next token\n")
+    assert labels([same, plain]) == [
+        ("same image as next token", "SJD, same seed, same picture, exact"), ("next token", "exact")]
 
 
 def test_what_the_choices_promise(simple):
