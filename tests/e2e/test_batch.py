@@ -134,6 +134,21 @@ def test_rows_name_the_pictures_to_inpaint_and_a_server_that_lacks_one_is_named(
     assert [sent[node]["inputs"]["image"] for node in ("20", "21")] == ["grey.png", "right.png"]
 
 
+@pytest.mark.parametrize(("node", "change", "missing"), [
+    ("8", {"class_type": "NoSuchNode", "_meta": {"title": "NoSuchNode"}}, "NoSuchNode"),
+    ("1", {"inputs": {"model_name": "gone.safetensors", "dtype": "auto", "grid": "auto"}}, "gone.safetensors"),
+])
+def test_a_server_that_lacks_a_node_or_model_is_named_and_no_job_fails(comfy, tmp_path, node, change, missing):
+    workflow = json.loads((PACK / "workflows/api/05 Acceptance map.json").read_text(encoding="utf-8"))
+    workflow[node] |= change
+    (tmp_path / "w.json").write_text(json.dumps(workflow), encoding="utf-8")
+    (tmp_path / "jobs.csv").write_text("id,seed\none,1\ntwo,2\n", encoding="utf-8")
+    batch = start(tmp_path, "--server", comfy.url, "--workflow", "w.json")
+    _, said = batch.communicate(timeout=PATIENCE)
+    assert batch.returncode == 1 and "0 failed, 2 are still to do" in said, said
+    assert f"{comfy.url} is set aside" in said and missing in said and results(tmp_path) == []
+
+
 def test_maps_lie_beside_the_images_of_a_workflow_that_has_none(comfy, tmp_path):
     """Two images of one run: the text-to-image workflow shows no trace, and saves what it decodes."""
     (tmp_path / "jobs.csv").write_text("id,batch_size,seed\none,2,3\n", encoding="utf-8")
