@@ -237,7 +237,8 @@ class Batch:
         lane.sent[prompt_id] = work  # also if the answer is lost: the next visit finds out
         name = work.job.id if work.attempt == 1 else f"{work.job.id}.try{work.attempt}"
         if refused := await lane.server.submit(named_after(self._sent(work), name), prompt_id, self.client):
-            await lane.server.cancel([prompt_id])  # in case it makes a part of it
+            await lane.server.cancel([prompt_id])  # in case it makes a part of it ...
+            await lane.server.forget(prompt_id)  # ... which is not this job's image
             del lane.sent[prompt_id]
             if refused.missing:
                 self._elsewhere(lane, work, refused)

@@ -134,7 +134,7 @@ def missing(answer: Any, prompt: Workflow) -> list[str]:
     error = answer.get("error")
     if isinstance(error, dict) and error.get("type") in NO_SUCH_NODE:
         return [error["message"]]
-    return [str(prompt[node]["inputs"].get(problem["extra_info"]["input_name"]))
+    return [str(prompt[node]["inputs"].get(problem.get("extra_info", {}).get("input_name")))
             for node, about in (answer.get("node_errors") or {}).items() for problem in about["errors"]
             if problem.get("type") in NO_SUCH_VALUE]
 

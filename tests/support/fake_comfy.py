@@ -19,7 +19,8 @@ class FakeComfy:
     """`ends`: may the prompt that runs end yet? A test sets it to hold the server until something else has happened.
     `drawn`: the filename prefix of every image that was finished. A prompt whose `text` is "refuse" is refused,
     "half" accepted in part, "fail" breaks while it runs; "poison" kills the server. `lacks`: classes of nodes, and
-    texts, that it refuses as ComfyUI refuses nodes and files that it does not have."""
+    texts, that it refuses as ComfyUI refuses nodes and files that it does not have; `partly`: it makes the other
+    outputs of a prompt with such a text."""
 
     def __init__(self):
         with socket.socket() as probe:
@@ -29,6 +30,7 @@ class FakeComfy:
         self.ends: Callable[[], bool] = lambda: True
         self.drawn: list[str] = []
         self.lacks: set[str] = set()
+        self.partly = False
         self.most_queued = 0
         self._runner = None
         self._forget_everything()
@@ -126,11 +128,12 @@ class FakeComfy:
         if text in self.lacks:
             errors["1"]["errors"] = [{"type": "custom_validation_failed", "message": "no such file", "details": text,
                                       "extra_info": {"input_name": "text"}}]
-        if text == "refuse" or text in self.lacks:
+        if text == "refuse" or (text in self.lacks and not self.partly):
             return web.json_response({"error": {"message": "failed validation"}, "node_errors": errors}, status=400)
         self.pending.append((body["prompt_id"], body["prompt"]))
         self.most_queued = max(self.most_queued, len(self.pending) + bool(self.running))
-        return web.json_response({"prompt_id": body["prompt_id"], "node_errors": errors if text == "half" else {}})
+        refused = errors if text == "half" or text in self.lacks else {}
+        return web.json_response({"prompt_id": body["prompt_id"], "node_errors": refused})
 
     async def _history(self, request: web.Request) -> web.Response:
         key = request.match_info["id"]

@@ -236,6 +236,22 @@ def test_a_server_that_lacks_a_node_or_file_of_the_workflow_is_set_aside(tmp_pat
     asyncio.run(check())
 
 
+def test_what_a_server_made_of_a_prompt_that_it_refused_in_part_is_no_image_of_the_job(tmp_path, monkeypatch):
+    """It was quicker than the cancelling; the next command does not take it for the job's."""
+    async def check():
+        async with FakeComfy() as one:
+            one.lacks, one.partly = {"cat"}, True
+            with monkeypatch.context() as patch:
+                patch.setattr(server.Server, "cancel", lambda *_given: until(lambda: one.history))
+                await run(tmp_path / "r.jsonl", [one], jobs_of(1))
+            assert lines(tmp_path / "r.jsonl") == [] and one.history == {}
+            one.lacks = set()
+            await run(tmp_path / "r.jsonl", [one], jobs_of(1))
+            assert [record["attempt"] for record in lines(tmp_path / "r.jsonl")] == [2]
+
+    asyncio.run(check())
+
+
 def test_a_file_that_a_row_names_is_looked_for_on_every_server(tmp_path):
     async def check():
         async with FakeComfy() as one, FakeComfy() as other:
