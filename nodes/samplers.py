@@ -60,6 +60,17 @@ class Inputs(CommonInputs):
         return super().params() | given(self, "top_k", "top_p")
 
 
+def checked_grid(inputs: CommonInputs) -> tuple[int, int]:
+    """The grid of latent_image in tokens. Raises ValueError for one that the model was not trained on."""
+    latent = inputs.latent_image
+    try:
+        return inputs.model.model.check_grid(*latent["samples"].shape[-2:])
+    except ValueError as error:
+        if latent.get("noise_mask") is None:
+            raise
+        raise ValueError(f"{error} Scale the image to that size (Upscale Image) before VAE Encode.") from error
+
+
 def request_of(inputs: CommonInputs, where: Tensor | None = None, skip: Tensor | None = None) -> AnyRequest:
     """The request for these inputs. With a noise mask, the tokens of latent_image outside it are kept.
 
@@ -68,7 +79,7 @@ def request_of(inputs: CommonInputs, where: Tensor | None = None, skip: Tensor |
     """
     model, latent = inputs.model.model, inputs.latent_image
     positive, negative = prompts_of(inputs.positive, inputs.negative)
-    batch, grid = latent["samples"].shape[0], model.check_grid(*latent["samples"].shape[-2:])
+    batch, grid = latent["samples"].shape[0], checked_grid(inputs)
     tokens = keep = None
     if latent.get("noise_mask") is not None:
         tokens, keep = tokens_of(latent, model), kept(latent["noise_mask"], batch, *grid)

@@ -72,7 +72,7 @@ class Autoencoder:
         if height % self.factor or width % self.factor:
             raise ValueError(
                 f"The image is {width} x {height}, but both sides must be multiples of {self.factor} pixels. "
-                "Resize it."
+                "Resize it: scale the image (Upscale Image) before VAE Encode."
             )
         return (rearrange(pixels[..., :3], "b h w c -> b c h w") * 2 - 1).to(self.device, self.dtype)
 

@@ -63,8 +63,14 @@ def test_batch_nodes(sample):
 
 
 def test_encode_names_a_size_that_does_not_fit(tiny):
-    with pytest.raises(ValueError, match="multiples of 8"):
+    with pytest.raises(ValueError, match="multiples of 8.*Upscale Image.*before VAE Encode"):
         core.VAEEncode().encode(tiny[2], torch.rand(1, 30, 32, 3))
+
+
+def test_an_image_of_another_size_is_to_be_scaled_before_it_is_encoded(tiny, sample):
+    (encoded,) = core.VAEEncode().encode(tiny[2], torch.rand(1, 64, 64, 3))
+    with pytest.raises(ValueError, match="64 x 64 pixels.*only 32 x 32 pixels.*Upscale Image.*before VAE Encode"):
+        sample("NextToken", latent_image={**encoded, "noise_mask": torch.ones(1, 64, 64)})
 
 
 def test_decode_refuses_another_model_s_latent(tiny):
