@@ -11,7 +11,7 @@ const SAMPLERS = "SpecAR/sampling"; // their category
 const MAP_NODE = "SpecARAcceptanceMap";
 const MAP = "specar_map";
 const MAP_WIDTH = 400; // at least, when it first appears
-const MAP_HEIGHT = 460;
+const MAP_HEIGHT = 490;
 
 document.head.append(Object.assign(document.createElement("link"), {
   rel: "stylesheet", href: new URL("./specar.css", import.meta.url).href,
