@@ -66,8 +66,8 @@ class AcceptanceMap(io.ComfyNode):
                                "accepted length: how many tokens that pass decided. ratio p/q: the model's probability "
                                "over the draft's (blue: always accepted). entropy, top-1: how certain the model was. "
                                "tree depth, tree width: the draft tree that the token came from. skipped, accepted by "
-                               "relaxation, TV leak: where and by how much the run departs from the model's "
-                               "distribution. For continuous models: distance between the samples of both models, log "
+                               "relaxation, TV leak (drift bound): where and by how much the run departs from the "
+                               "model's distribution. For continuous models: distance between the samples of both models, log "
                                "ratio of the test, order of generation, block (the round that drafted it), tries to "
                                "resample."),
                 io.Float.Input("opacity", default=0.5, min=0, max=1, step=0.05, round=0.01,

@@ -7,7 +7,7 @@ design", 2008), amounts run from dark blue to light yellow with rising lightness
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -157,9 +157,7 @@ def token_map(trace: Trace, metric: str, image: int) -> TokenMap:
         names = CONTINUOUS_NAMES if trace.continuous else {}
         return _marks(source == kind, free, SOURCES[kind][1], names.get(kind, SOURCES[kind][0]), title)
     if metric == "TV leak":
-        most = max(float(grids["tv_bound"].max()), 1e-6)
-        total = f"Drift bound, {math.fsum(grids['tv_bound'].flat):.2f} in all"
-        return _amount(grids["tv_bound"], most, free, total, "0, exact", f"{most:.2g}")
+        return _drift(grids["tv_bound"], free)
     return _continuous(metric, grids, free)
 
 
@@ -225,6 +223,15 @@ def _amount(
     strength = np.where(free, np.clip(values / most, 0, 1), 0).astype(np.float32)
     colours = np.where(free[..., None], gradient(strength, AMOUNT), GREY).astype(np.uint8)
     return TokenMap(colours, strength, title, (Scale(AMOUNT, low, high), *_grey(~free, grey)))
+
+
+def _drift(bound: np.ndarray, free: np.ndarray) -> TokenMap:
+    """Where a run may drift from the model's distribution, and by how much at most."""
+    most, title = float(bound.max()), "TV leak (drift bound)"
+    drawn = _amount(bound, most or 1, free, f"{title}, {math.fsum(bound.flat):.2f} in all", "0, exact", f"{most:.2g}")
+    if most:
+        return drawn
+    return replace(drawn, title=title, legend=(Swatch(AMOUNT[0], "exact: no drift"), *drawn.legend[1:]))
 
 
 def _ratio(ratio: np.ndarray, verified: np.ndarray) -> TokenMap:

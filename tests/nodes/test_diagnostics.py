@@ -68,6 +68,13 @@ def test_metrics(metric, strength):
     assert tuple(drawn.colours[1, 1]) == GREY  # a kept token has no value
 
 
+def test_an_exact_run_has_no_drift():
+    drawn = token_map(made_trace(tv_bound=[0.0] * 4), "TV leak", 0)
+    assert not drawn.strength.any() and drawn.title == "TV leak (drift bound)"
+    assert drawn.legend[0].text == "exact: no drift"
+    assert token_map(made_trace(), "TV leak", 0).title.startswith("TV leak (drift bound), ")
+
+
 @pytest.mark.parametrize(("metric", "kind"), [("skipped", Source.SKIPPED), ("accepted by relaxation", Source.RELAXED)])
 def test_marked_tokens(metric, kind):
     drawn = token_map(made_trace(source=[kind, Source.ACCEPTED, kind, Source.FORCED]), metric, 0)
