@@ -67,9 +67,9 @@ class AcceptanceMap(io.ComfyNode):
                                "over the draft's (blue: always accepted). entropy, top-1: how certain the model was. "
                                "tree depth, tree width: the draft tree that the token came from. skipped, accepted by "
                                "relaxation, TV leak (drift bound): where and by how much the run departs from the "
-                               "model's distribution. For continuous models: distance between the samples of both models, log "
-                               "ratio of the test, order of generation, block (the round that drafted it), tries to "
-                               "resample."),
+                               "model's distribution. For continuous models: distance between the samples of both "
+                               "models, log ratio of the test, order of generation, block (the round that drafted it), "
+                               "tries to resample."),
                 io.Float.Input("opacity", default=0.5, min=0, max=1, step=0.05, round=0.01,
                                tooltip="Opacity of the map over the image. 0 shows the image alone, in grey, 1 hides "
                                "it."),

@@ -13,7 +13,7 @@ from .comfy_runtime import folders, models
 from .comfy_runtime.clip import ARClip
 from .comfy_runtime.vae import ARVae
 from .latents import empty_latent
-from .search import FAMILIES, found_by
+from .search import FAMILIES, START, found_by
 from .sockets import ARDrafter, ARModel
 from .widgets import folded
 
@@ -27,7 +27,7 @@ class LoadCheckpoint(io.ComfyNode):
             node_id="SpecARLoadCheckpoint",
             display_name="Load AR Checkpoint",
             category="SpecAR/loaders",
-            **found_by("autoregressive", "speculative decoding", "load model", "checkpoint loader", *FAMILIES),
+            **found_by(*START, "speculative decoding", "load model", "checkpoint loader", *FAMILIES),
             description="Loads an autoregressive image model with its text encoder and image decoder. Put your own "
             "models into models/ar_models.",
             inputs=folded([
@@ -86,7 +86,7 @@ class LoadDrafter(io.ComfyNode):
             node_id="SpecARLoadDrafter",
             display_name="Load AR Drafter",
             category="SpecAR/loaders",
-            **found_by("autoregressive", "speculative decoding", "draft model", "eagle", "assistant model"),
+            **found_by("speculative decoding", "draft model", "eagle", "assistant model"),
             description="Loads a small model that drafts tokens for a larger one. Put your own drafters into "
             "models/ar_drafters.",
             inputs=[
@@ -122,7 +122,7 @@ class LoadImageDecoder(io.ComfyNode):
             node_id="SpecARLoadImageDecoder",
             display_name="Load AR Image Decoder",
             category="SpecAR/loaders",
-            **found_by("autoregressive", "load vae", "tokenizer", "vqgan", "vq-vae"),
+            **found_by("load vae", "tokenizer", "vqgan", "vq-vae"),
             description="Loads the image tokenizer or autoencoder that converts a model's tokens to pixels and back. "
             "Needed only if Load AR Checkpoint did not find it.",
             inputs=[
@@ -155,7 +155,7 @@ class EmptyLatent(io.ComfyNode):
             node_id="SpecAREmptyLatent",
             display_name="Empty AR Latent",
             category="SpecAR/latent",
-            **found_by("autoregressive", "image size", "width height", "batch", "resolution"),
+            **found_by(*START, "image size", "width height", "batch", "resolution"),
             description="Sets the size and number of images. A model generates only the sizes it was trained on.",
             inputs=[
                 ARModel.Input("model", tooltip="The model that generates the images; it determines the possible "

@@ -159,7 +159,7 @@ class ModelInfo(io.ComfyNode):
             node_id="SpecARModelInfo",
             display_name="AR Model Info",
             category="SpecAR/loaders",
-            **found_by("autoregressive", "model information", "sizes", "parameters", *FAMILIES),
+            **found_by("model information", "sizes", "parameters", *FAMILIES),
             description="Describes a loaded model: family and size, memory use, image sizes, default settings, image "
             "decoder, and compatible drafters.",
             inputs=[ARModel.Input("model", tooltip="The model, from Load AR Checkpoint.")],

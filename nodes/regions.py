@@ -61,7 +61,7 @@ class ContinueImage(io.ComfyNode):
             node_id="SpecARContinuePicture",
             display_name="Continue Image",
             category="SpecAR/latent",
-            **found_by("autoregressive", "outpaint", "extend image", "complete", "inpaint"),
+            **found_by("outpaint", "extend image", "complete", "inpaint"),
             description="Keeps one side of an image, usually its top, and lets a sampler generate the rest.",
             inputs=[
                 ARModel.Input("model", tooltip="The model that generates the images; it determines the possible "

@@ -9,11 +9,13 @@ from comfy_api.latest import io
 from ..model_loaders.families import CONTINUOUS_NAMES, NAMES
 
 FAMILIES, CONTINUOUS = NAMES.split(", "), CONTINUOUS_NAMES.split(", ")
-SAMPLER = ("autoregressive", "speculative decoding", "ksampler", "generate image", "fast sampler")
+# What many search first. The page lists all nodes that have a word in no order, so these are for those to start with.
+START = ("autoregressive", "text to image", "start")
+SAMPLER = ("speculative decoding", "generate image", "fast sampler")
 WITH_DRAFTER = (*SAMPLER, "drafter", "draft model", "eagle")
-RULE = ("autoregressive", "speculative decoding", "acceptance rule")
+RULE = ("speculative decoding", "acceptance rule")
 RELAXED = (*RULE, "relaxed", "lossy", "approximate")
-REPORT = ("autoregressive", "speculative decoding", "statistics", "diagnostics", "trace")
+REPORT = ("speculative decoding", "statistics", "diagnostics", "trace")
 
 
 def found_by(*words: str) -> dict[str, list[str]]:

@@ -11,7 +11,7 @@ from ..samplers.methods.jacobi import SJD
 from ..samplers.methods.next_token import NextToken
 from ..samplers.rules.tv_budget import TVMetered
 from .samplers import Inputs, sample
-from .search import FAMILIES, SAMPLER, found_by
+from .search import FAMILIES, SAMPLER, START, found_by
 from .widgets import choose, common_inputs, negative_input, sampler_outputs
 
 NEXT_TOKEN = "next token"
@@ -30,7 +30,7 @@ class SimpleSampler(io.ComfyNode):
             node_id="SpecARSampler",
             display_name="AR Sampler",
             category="SpecAR/sampling",
-            **found_by(*SAMPLER, "text to image", "start", *FAMILIES),
+            **found_by(*START, "ksampler", *SAMPLER, *FAMILIES),
             description="Generates images with an autoregressive model; method says how fast. Needs no drafter. Every "
             "setting of the methods is on their own nodes: SJD++ Sampler, Draft-Tree Sampler (EAGLE) and the others.",
             inputs=[
