@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from comfy_server import PACK, PACK_FOLDER, ComfyServer, ServerError
-from frontend import Frontend, FrontendError
+from frontend import SHARPNESS, Frontend, FrontendError
 from PIL import Image
 
 SCREENSHOTS = PACK / "docs/pictures/screenshots"
@@ -21,11 +21,19 @@ VIEW = {"width": 1400, "height": 860}
 QUALITY = 82
 FIRST = min(path.stem for path in WORKFLOWS.glob("*.json"))
 NO_NEWS = "div:has(> div > i[class*=rocket]) { display: none }"  # a banner of the front end's own
+ZOOM = 0.7  # at which the letters of nodes can be read
+FROM_GROUP = """([title, zoom]) => {
+    const [x, y] = app.graph._groups.find(group => group.title === title).pos, { ds } = app.canvas;
+    ds.scale = zoom;
+    ds.offset = [80 / zoom - x, 130 / zoom - y];
+    app.canvas.setDirty(true, true);
+}"""
 PLAIN = {"Comfy.Minimap.Visible": False, "Comfy.Graph.CanvasInfo": False}  # nothing over the graph
 
 
 def browse(page: Frontend) -> None:
     """The dialog of templates, at this pack's."""
+    page.page.set_viewport_size(VIEW)
     page.page.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates'); }")
     dialog = page.page.get_by_role("dialog")
     dialog.get_by_text(PACK_FOLDER).first.click()
@@ -33,13 +41,18 @@ def browse(page: Frontend) -> None:
     page.page.wait_for_timeout(3000)  # for thumbnails
 
 
-def after_run(workflow: str) -> Callable[[Frontend], None]:
-    """A template as it opens, after one run."""
+def after_run(workflow: str, group: str = "", height: int = VIEW["height"]) -> Callable[[Frontend], None]:
+    """A template after one run: as it opens, or from the left edge of a group on, large enough to read. height: of the
+    page in pixels."""
 
     def draw(page: Frontend) -> None:
+        page.page.set_viewport_size(VIEW | {"height": height})
         page.load(json.loads((WORKFLOWS / f"{workflow}.json").read_text(encoding="utf-8")), workflow)
         page.run()
-        page.page.evaluate("() => app.extensionManager.command.execute('Comfy.Canvas.FitView')")
+        if group:
+            page.page.evaluate(FROM_GROUP, [group, ZOOM])
+        else:
+            page.page.evaluate("() => app.extensionManager.command.execute('Comfy.Canvas.FitView')")
         page.page.wait_for_timeout(1000)
 
     return draw
@@ -47,8 +60,8 @@ def after_run(workflow: str) -> Callable[[Frontend], None]:
 
 SHOTS: dict[str, Callable[[Frontend], None]] = {
     "first-image": after_run("01 Text to image"),
-    "same-image": after_run("02 Same image, fewer passes"),
-    "acceptance-map": after_run("05 Acceptance map"),
+    "same-image": after_run("02 Same image, fewer passes", "One token per pass", 1160),
+    "acceptance-map": after_run("05 Acceptance map", "2 Prompt and size"),
     "templates": browse,  # last: its dialog stays open
 }
 
@@ -64,7 +77,6 @@ def main() -> int:
     try:
         # Without previews: the last one would stay on a sampler.
         with ComfyServer(arguments.comfyui, LOG, previews="none") as server, Frontend(server.url) as page:
-            page.page.set_viewport_size(VIEW)
             for setting, value in PLAIN.items():
                 page.page.evaluate("setting => app.extensionManager.setting.set(...setting)", [setting, value])
             page.page.add_style_tag(content=NO_NEWS)
@@ -72,7 +84,7 @@ def main() -> int:
                 SHOTS[name](page)
                 file = SCREENSHOTS / f"{name}.webp"
                 image = Image.open(io.BytesIO(page.page.screenshot())).convert("RGB")
-                image.resize((VIEW["width"], VIEW["height"])).save(file, quality=QUALITY, method=6)
+                image.reduce(SHARPNESS).save(file, quality=QUALITY, method=6)
                 print(f"{file.relative_to(PACK)}: {file.stat().st_size // 1024} KB", flush=True)
     except (ServerError, FrontendError) as error:
         print(f"error: {error}", file=sys.stderr)
