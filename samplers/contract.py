@@ -34,6 +34,7 @@ class ARModel(Protocol):
     vocab: int
     vocab_total: int
     device: torch.device
+    dtype: torch.dtype  # of its computation
     codebook: Tensor | None  # [V, C]
     defaults: SamplingParams
     sessions: dict[Hashable, Any]  # of earlier runs, by key (see engine/session.py)

@@ -49,7 +49,7 @@ class ToyModel:
     logits too: a sampler must mask them.
     """
 
-    device = torch.device("cpu")
+    device, dtype = torch.device("cpu"), torch.float32
     codebook = torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0]])
 
     def __init__(self, layout: TokenLayout, specials: int = 0, sharpness: float = 1.5,

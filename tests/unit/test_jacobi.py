@@ -92,11 +92,12 @@ def test_cfg_1_ignores_the_negative_prompt(models):
     assert torch.equal(without.tokens, given.tokens)
 
 
-@pytest.mark.parametrize(("window", "device", "length", "width"), [
-    (None, "cpu", 256, 16), (None, "cuda", 256, 32), (None, "cuda", 20, 20), (None, "cpu", 9, 9), (5, "cpu", 256, 5),
+@pytest.mark.parametrize(("window", "device", "dtype", "length", "width"), [
+    (None, "cpu", torch.float32, 256, 16), (None, "cpu", torch.bfloat16, 256, 32), (None, "cuda", torch.float32, 99, 32),
+    (None, "cuda", torch.bfloat16, 20, 20), (None, "cpu", torch.float32, 9, 9), (5, "cpu", torch.float32, 256, 5),
 ])
-def test_the_window_depends_on_the_device_unless_given(window, device, length, width):
-    asked = SimpleNamespace(model=SimpleNamespace(device=torch.device(device)), length=length)
+def test_the_window_depends_on_device_and_dtype_unless_given(window, device, dtype, length, width):
+    asked = SimpleNamespace(model=SimpleNamespace(device=torch.device(device), dtype=dtype), length=length)
     assert SJD(window).width(asked) == width
 
 
