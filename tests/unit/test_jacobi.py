@@ -183,7 +183,7 @@ def test_kept_tokens_stay_and_the_rest_is_generated_around_them(models, method):
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.sampled_from([-1, -1, 0, TOY_VOCAB - 1, TOY_VOCAB, TOY_VOCAB + 1]), min_size=12, max_size=12),
-    st.integers(2, 6), st.sampled_from(REUSE), st.sampled_from(INITIAL), st.integers(0, 1000),
+    st.integers(2, 6), st.sampled_from(list(REUSE)), st.sampled_from(INITIAL), st.integers(0, 1000),
 )
 def test_forced_ids_are_in_place_for_any_pattern(forced, window, reuse, initial, seed):
     """Two images, each with its own pattern; specials are sampled nowhere else."""
