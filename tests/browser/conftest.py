@@ -43,6 +43,15 @@ def page(opened) -> Iterator[Page]:
 
 
 @pytest.fixture
+def own_page(browser, comfy) -> Iterator[Page]:
+    """A page for one test that leaves the front end in a state of its own: another mode, nodes being placed."""
+    page, problems = open_page(browser, comfy.url)
+    yield page
+    page.close()
+    assert not problems
+
+
+@pytest.fixture
 def renderer(page, request) -> Iterator[str]:
     """Which of ComfyUI's renderers draws the nodes: "canvas" or "vue" (as parametrized)."""
     setting(page, "Comfy.VueNodes.Enabled", request.param == "vue")
