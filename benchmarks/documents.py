@@ -44,7 +44,7 @@ METHODS = (
     ("VVS, every 4th, EAGLE-1 tree", "vvs", "SpecARVVSSampler", "VVS every 4th, EAGLE-1"),
 )
 SETTINGS = ("Bundled model, {tokens} tokens per image, guidance {guidance:g}, temperature {temperature:g}, SJD with "
-            "window 32; passes: mean of {images} images. Time: of the same images at LlamaGen-B's size (110 M "
+            "window 32; passes: mean of {images} images. Time: of images at LlamaGen-B's size (87 M "
             "parameters), next token = 1, median of the ratios of neighbouring runs, which alternate, on {threads} "
             "threads of one {processor} with bf16 products.")
 CHINESE = {
@@ -59,7 +59,7 @@ CHINESE = {
     "no, drift bound {:.2f} per token": "否，每个token的偏移上界{:.2f}",
     SETTINGS:
         "自带模型，每张图像{tokens}个token，引导{guidance:g}，温度{temperature:g}，SJD的窗口为32；"
-        "前向次数是{images}张图像的平均值。时间是同样的图像在LlamaGen-B的大小（1.1亿参数）下的时间，以逐token为1，"
+        "前向次数是{images}张图像的平均值。时间是在LlamaGen-B的大小（8700万参数）下生成图像的时间，以逐token为1，"
         "是交替运行中相邻两次之比的中位数，在支持bf16乘法的{processor}的{threads}个线程上测得。",
 }  # fmt: skip
 
@@ -68,7 +68,7 @@ def methods(language: str) -> str:
     """The README's table, and the settings that it was measured with."""
     word = (lambda text: CHINESE.get(text, text)) if language == "zh" else str
     nodes = json.loads((ROOT / f"locales/{language}/nodeDefs.json").read_text(encoding="utf-8"))
-    measured, report, machine = cases("default-cpu", GUIDANCE), results("default-cpu"), results("speed-cpu")["machine"]
+    measured, report, machine = cases("default-cpu", GUIDANCE), results("default-cpu"), results(HALF)["machine"]
     half, full = found.times(LARGE, GUIDANCE, HALF), found.times(LARGE, GUIDANCE)
     rows = []
     for label, page, node, case in METHODS:
@@ -92,10 +92,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "passes, guidance 2": partial(found.passes, 2.0),
     "paired, guidance 1": partial(found.paired, 1.0),
     "paired, guidance 2": partial(found.paired, 2.0),
-    "speed": partial(found.speed, "default", GUIDANCE),
-    "speed, LlamaGen-B": partial(found.speed, LARGE, GUIDANCE),
     "speed, LlamaGen-B, bf16": partial(found.speed, LARGE, GUIDANCE, HALF),
-    "batches": found.batches,
     "throughput, one process": partial(found.throughput, "1x1"),
     "throughput, two processes": partial(found.throughput, "2x1"),
     "continuous": found.continuous,
@@ -114,17 +111,13 @@ def fewer() -> str:
     return f"{measured['next_token']['passes'] / measured['sjd coupled w32']['passes']:.1f}"
 
 
-def guidance_of_batches() -> str:
-    return f"{found.measured_batches()['settings']['cfg']:g}"
-
-
 def faster() -> str:
     """How many times faster exact SJD is at LlamaGen-B's size in bf16."""
     rows = found.measured_speed(LARGE, GUIDANCE, HALF)["rows"]
-    return f"{next(r['seconds_over']['next_token'] for r in rows if r['name'] == 'sjd coupled w32'):.1f}"
+    return f"{next(row['seconds_over']['next_token'] for row in rows if row['name'] == 'sjd coupled w32'):.1f}"
 
 
-NUMBERS = {"fewer passes": fewer, "times faster": faster, "guidance of batches": guidance_of_batches}
+NUMBERS = {"fewer passes": fewer, "times faster": faster}
 
 
 def written(text: str) -> str:

@@ -113,21 +113,6 @@ def speed(name: str, guidance: float, report: str = "speed-cpu") -> str:
     return grid(("method", "seconds", "passes", "ms per pass", "cost of a pass", "times faster", "quotient"), rows)
 
 
-def measured_batches() -> dict[str, Any]:
-    """The bundled model's part of the speed report that has numbers of several images together."""
-    [model] = [m for m in results("speed-cpu")["models"] if m["name"] == "default" and m.get("batches")]
-    return model
-
-
-def batches() -> str:
-    """Seconds per image of the bundled model, by the number generated together."""
-    model = measured_batches()
-    names = list(model["batches"][0]["seconds"])
-    rows = [(batch["pictures"], *(f"{batch['seconds'][name]['median'] / batch['pictures']:.2f}" for name in names))
-            for batch in model["batches"]]
-    return grid(("images together", *map(said, names)), rows)
-
-
 def throughput(layout: str) -> str:
     """Machine seconds per image, from prompt to pixels, by batch size."""
     rows = [row for row in results("throughput-cpu")["rows"] if row["layout"] == layout]
