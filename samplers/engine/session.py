@@ -8,28 +8,34 @@ verification do wait once per round, because the next launch depends on the outc
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...kernels.graphs import Graphs
-from ..contract import ARModel, Drafter, Request, SamplingParams
+from ...kernels.threads import Threads, worth_trying
+from ..contract import Drafter, Method, Request, SamplingParams
 from ..probabilities import DeviceParams
 from ..trace import Record
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 MAX_SESSIONS = 2  # per model; the oldest one makes room for a new one
 
 
 @dataclass
 class Session:
-    """Captured graphs, and the memory they work on: the states of model and drafter, and the record."""
+    """Captured graphs, and the memory they work on: the states of model and drafter, and the record.
+
+    threads: of a small model on a CPU, whose steps may be faster with one.
+    """
 
     graphs: Graphs
+    threads: Threads | None = None
     state: Any = None
     draft_state: Any = None
     record: Record | None = None
@@ -40,6 +46,12 @@ class Session:
         if state is not self.state or draft_state is not self.draft_state:
             self.graphs.forget()
         self.state, self.draft_state = state, draft_state
+
+    def launch(self, kind: str, shape: tuple[Hashable, ...], step: Callable[..., T], *inputs: Any) -> T:
+        """step(*inputs): captured and replayed on a GPU. kind and shape identify everything that is not a tensor."""
+        if self.threads:
+            return self.threads(kind, step, *inputs)
+        return self.graphs((kind, *shape), step, *inputs)
 
     def params(self, requested: SamplingParams, device: torch.device) -> SamplingParams:
         """The sampling parameters that steps take: with numbers on the device if steps are captured."""
@@ -63,13 +75,17 @@ def session_key(request: Request, *settings: Hashable) -> tuple[Hashable, ...]:
 
 
 @contextmanager
-def open_session(model: ARModel, key: Hashable, drafter: Drafter | None = None) -> Iterator[Session]:
-    """The model's session of this key (see session_key), or a new one, which stays with the model afterwards.
+def open_session(method: Method, request: Request, drafter: Drafter | None = None) -> Iterator[Session]:
+    """The model's session of the method's key (see session_key), or a new one, which stays with the model afterwards.
 
     Without graphs no session stays. Graphs need all weights on the device, in place.
     """
+    model, key = request.model, method.session_key(request)
     session = model.sessions.pop(key, None) or Session(Graphs(model.device))
     parts = [model] if drafter is None else [model, drafter.module]
+    if model.device.type == "cpu":
+        rows = request.batch * (1 + request.params.guided) * method.width(request)
+        session.threads = Threads() if worth_trying(parts, rows) else None
     if session.graphs.active and not all(p.device == model.device for part in parts for p in part.parameters()):
         log.warning("The model is only partly in GPU memory, so this run goes on without CUDA graphs (slower).")
         session.graphs.active = False

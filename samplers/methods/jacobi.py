@@ -409,7 +409,7 @@ class SJD(Method):
         strength = check_strength(request.strength, batch, layout.length, model.device)
         width = self.width(request)
         forcing = layout.forces
-        with open_session(model, self.session_key(request)) as session:
+        with open_session(self, request) as session:
             model_state = model.start(
                 request.conditioning, request.negative, batch, layout, slack=width, guided=params.guided,
                 into=session.state,

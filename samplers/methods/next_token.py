@@ -94,7 +94,7 @@ class NextToken(Method):
         model, params, batch = request.model, request.params, request.batch
         layout, start_time = request.layout.to(model.device), time.perf_counter()
         forcing = layout.forces
-        with open_session(model, self.session_key(request)) as session:
+        with open_session(self, request) as session:
             model_state = model.start(
                 request.conditioning, request.negative, batch, layout, slack=1, guided=params.guided, into=session.state
             )

@@ -101,7 +101,7 @@ class DraftTree(Method):
 
     def sample(self, request: Request) -> Result:
         self.check(request)
-        with open_session(request.model, self.session_key(request), self.drafter) as session:
+        with open_session(self, request, self.drafter) as session:
             run = SpeculativeRun(self, request, session)
             while True:
                 if request.callback:
@@ -160,14 +160,14 @@ class SpeculativeRun:
 
     def round(self) -> None:
         """Draft, verify (or skip that), commit."""
-        step, graphs = self.step, self.session.graphs
+        step, launch = self.step, self.session.launch
         shape = self.shape()
-        tree, skip = graphs(("draft", *shape), partial(step.draft, self.extent), DraftingState.of(self.state))
+        tree, skip = launch("draft", shape, partial(step.draft, self.extent), DraftingState.of(self.state))
         drafted = time.perf_counter()
         any_verifying, any_skipping = self.branches(skip)
         verify_and_commit = partial(step.verify_and_commit, any_verifying, any_skipping)
-        key = "verify_and_commit", *shape, any_verifying, any_skipping
-        self.state = graphs(key, verify_and_commit, self.state, tree, skip)
+        branches = any_verifying, any_skipping
+        self.state = launch("verify_and_commit", (*shape, *branches), verify_and_commit, self.state, tree, skip)
         self.expansions.append(1 + self.method.structure.passes(self.extent))
         self.extent = self.read_extent()
         self.known = torch.maximum(self.known, self.poll(self.state.committed))

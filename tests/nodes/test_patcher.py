@@ -113,7 +113,7 @@ def test_a_run_takes_the_memory_that_its_own_session_holds(kept, memory, sample,
     monkeypatch.setattr(NextToken, "session_key", lambda self, request: "own")
     monkeypatch.setattr(NextToken, "run_bytes", lambda self, request: 2**40)
     monkeypatch.setattr(runs, "total_memory", lambda device: 2**41)
-    monkeypatch.setattr(next_token, "open_session", lambda model, key: nullcontext(Session(Graphs(CPU))))
+    monkeypatch.setattr(next_token, "open_session", lambda method, request: nullcontext(Session(Graphs(CPU))))
     there, load = [], mm.load_models_gpu
     monkeypatch.setattr(mm, "load_models_gpu", lambda *what, memory_required=0, **how: there.append(
         (kept.get("own") is key, memory_required)) or load(*what, memory_required=0, **how))

@@ -9,6 +9,7 @@ from comfyui_specar.benchmarks import sizes
 from comfyui_specar.kernels import dispatch
 from comfyui_specar.kernels.graphs import Graphs
 from comfyui_specar.model_loaders.detect import load_model
+from comfyui_specar.samplers.contract import Request, SamplingParams
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic
 from comfyui_specar.samplers.engine import loop, session
@@ -81,7 +82,7 @@ def test_a_run_has_no_more_sessions_beside_it_than_are_kept(on_tape):
     """Each holds caches of gigabytes."""
     target = ToyModel(plain(1, 3))
     for batch in range(1, 4):
-        with session.open_session(target, batch):
+        with session.open_session(NextToken(), request(target, plain(1, 3), batch=batch)):
             assert len(target.sessions) < session.MAX_SESSIONS
     assert len(target.sessions) == session.MAX_SESSIONS
 
@@ -114,5 +115,6 @@ def test_random_models_of_the_benchmark_are_wholly_on_the_gpu_they_name(monkeypa
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = sizes.build(sizes.SIZES["llamagen-b"], torch.bfloat16, torch.device("cuda"))
         drafter = sizes.eagle(model)
-        with session.open_session(model, "kind", drafter) as opened:
+        asked = Request(model, None, model.layout(), SamplingParams())
+        with session.open_session(DraftTree(drafter, Chain(2)), asked, drafter) as opened:
             assert opened.graphs.active and "without CUDA graphs" not in caplog.text
