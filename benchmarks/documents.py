@@ -26,7 +26,7 @@ TABLE = re.compile(r"(<!-- table: ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NUMBER = re.compile(r"(<!-- n: ([^>]+) -->).*?(<!-- /n -->)")
 GUIDANCE = 2.0  # of all numbers in the README: the bundled model's own
 LARGE = "default@llamagen-b"  # the model of the README's times
-HALF = "speed-cpu-bf16"  # the speed report in bf16
+FULL, HALF = "speed-cpu-fp32", "speed-cpu-bf16"  # its speed reports
 
 # Methods in the README: name with its settings, page in docs/methods, node, and the name of the measured case.
 METHODS = (
@@ -69,7 +69,7 @@ def methods(language: str) -> str:
     word = (lambda text: CHINESE.get(text, text)) if language == "zh" else str
     nodes = json.loads((ROOT / f"locales/{language}/nodeDefs.json").read_text(encoding="utf-8"))
     measured, report, machine = cases("default-cpu", GUIDANCE), results("default-cpu"), results(HALF)["machine"]
-    half, full = found.times(LARGE, GUIDANCE, HALF), found.times(LARGE, GUIDANCE)
+    half, full = found.times(LARGE, GUIDANCE, HALF), found.times(LARGE, GUIDANCE, FULL)
     rows = []
     for label, page, node, case in METHODS:
         row, bound = measured[case], drift(measured[case])
@@ -92,6 +92,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "passes, guidance 2": partial(found.passes, 2.0),
     "paired, guidance 1": partial(found.paired, 1.0),
     "paired, guidance 2": partial(found.paired, 2.0),
+    "speed": partial(found.speed, "default", GUIDANCE, "speed-cpu"),
+    "speed, LlamaGen-B, fp32": partial(found.speed, LARGE, GUIDANCE, FULL),
     "speed, LlamaGen-B, bf16": partial(found.speed, LARGE, GUIDANCE, HALF),
     "throughput, one process": partial(found.throughput, "1x1"),
     "throughput, two processes": partial(found.throughput, "2x1"),

@@ -85,23 +85,19 @@ def paired(guidance: float) -> str:
     return grid(("method", "passes", "difference"), rows)
 
 
-def measured_speed(name: str, guidance: float, report: str = "speed-cpu") -> dict[str, Any] | None:
-    """What a speed report has of a model at a guidance, if anything."""
-    found = (m for m in results(report)["models"] if (m["name"], m["settings"]["cfg"]) == (name, guidance))
-    return next(found, None)
+def measured_speed(name: str, guidance: float, report: str) -> dict[str, Any]:
+    """What a speed report has of a model at a guidance."""
+    return next(m for m in results(report)["models"] if (m["name"], m["settings"]["cfg"]) == (name, guidance))
 
 
-def times(name: str, guidance: float, report: str = "speed-cpu") -> dict[str, str]:
+def times(name: str, guidance: float, report: str) -> dict[str, str]:
     """Time of whole images relative to next token's, by case: one over the median ratio of neighbouring runs. "-" for
-    a case that was not measured; "" for all of a model that was not."""
-    model = measured_speed(name, guidance, report)
-    if model is None:
-        return defaultdict(str)
-    return defaultdict(lambda: "-", {row["name"]: f"{1 / row['seconds_over']['next_token']:.2f}"
-                                     for row in model["rows"]})
+    a case that was not measured."""
+    rows = measured_speed(name, guidance, report)["rows"]
+    return defaultdict(lambda: "-", {row["name"]: f"{1 / row['seconds_over']['next_token']:.2f}" for row in rows})
 
 
-def speed(name: str, guidance: float, report: str = "speed-cpu") -> str:
+def speed(name: str, guidance: float, report: str) -> str:
     """Seconds, passes, and a pass's milliseconds and cost; how much faster a method is, and how much of the passes that
     it saves becomes time."""
     rows = []

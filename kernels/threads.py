@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from . import steady
 T = TypeVar("T")
 LARGEST = 50_000_000  # weights: reading more of them takes longer than waiting for threads
 MOST_ROWS = 128  # of a pass: multiplying more of them, too
-TURNS = 4  # calls with all threads and with one before the faster is taken; the first of each is not counted
+TURNS = 6  # calls with all threads and with one before the faster is taken; the first of each is not counted
 PERIOD = 128  # calls, after which both are tried again: other programs come and go
 
 
@@ -41,7 +42,7 @@ class Threads:
         if turn < 2 * TURNS:
             threads = choices[turn % 2]
         else:
-            threads = min(choices, key=lambda count: min(self._seconds[kind, count][1 - TURNS :]))
+            threads = min(choices, key=lambda count: median(self._seconds[kind, count][1 - TURNS :]))
         begun = time.perf_counter()
         with limited(threads):
             result = step(*inputs)

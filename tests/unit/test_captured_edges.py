@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from comfyui_specar.benchmarks import sizes
 from comfyui_specar.kernels import dispatch
 from comfyui_specar.kernels.graphs import Graphs
 from comfyui_specar.model_loaders.detect import load_model
-from comfyui_specar.samplers.contract import Request, SamplingParams
 from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic
 from comfyui_specar.samplers.engine import loop, session
@@ -115,6 +115,6 @@ def test_random_models_of_the_benchmark_are_wholly_on_the_gpu_they_name(monkeypa
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = sizes.build(sizes.SIZES["llamagen-b"], torch.bfloat16, torch.device("cuda"))
         drafter = sizes.eagle(model)
-        asked = Request(model, None, model.layout(), SamplingParams())
-        with session.open_session(DraftTree(drafter, Chain(2)), asked, drafter) as opened:
+        method = SimpleNamespace(session_key=lambda request: "kind")
+        with session.open_session(method, SimpleNamespace(model=model), drafter) as opened:
             assert opened.graphs.active and "without CUDA graphs" not in caplog.text
