@@ -1,11 +1,11 @@
-"""The methods that Find Fastest tries, with the names and widgets of the sampler nodes that set them."""
+"""The methods that Find Fastest tries for a request, with the sampler nodes and widgets that set them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ..samplers.drafts.structures import Structure
+from ..samplers.contract import Request
 from ..samplers.methods import published
 from ..samplers.methods.jacobi import SJD
 from ..samplers.methods.next_token import NextToken
@@ -24,49 +24,56 @@ ADAPTIVE = "LlamaGen"  # preset of the ADT-Tree Sampler
 NEIGHBOURS, MOST_CODES = 10, 20000  # the table for more codes takes minutes
 
 
-def next_token(model: LoadedModel) -> ChosenMethod:
-    return ChosenMethod(model, NextToken(), None, "next token", "exact", "AR Sampler (next token)")
+def next_token(model: LoadedModel, request: Request) -> ChosenMethod:
+    method = NextToken()
+    return ChosenMethod(model, method, None, "AR Sampler (next token)", method.describe(request))
 
 
-def exact_methods(model: LoadedModel, drafter: LoadedDrafter | None, length: int) -> list[ChosenMethod]:
-    """Methods that sample the model's distribution, for runs of ``length`` tokens; likely the fastest first."""
-    windows = [sjd(model, window) for window in WINDOWS if 2 * window <= length]
+def exact_methods(model: LoadedModel, drafter: LoadedDrafter | None, request: Request) -> list[ChosenMethod]:
+    """Methods that sample the model's distribution; likely the fastest first."""
+    windows = [sjd(model, window, request) for window in WINDOWS if 2 * window <= request.layout.drawn]
     trees = [] if drafter is None else [
-        *(tree(model, drafter, name, STRUCTURES[name]) for name in (STATIC, CHAIN, DYNAMIC)),
-        tree(model, drafter, f"ADT tree, {ADAPTIVE}", PRESETS[ADAPTIVE]),
-        tree(model, drafter, LARGE, STRUCTURES[LARGE]),
+        *(tree(model, drafter, name, request) for name in (STATIC, CHAIN, DYNAMIC)),
+        adaptive_tree(model, drafter, request),
+        tree(model, drafter, LARGE, request),
     ]
     return [*windows[:1], *trees[:3], *windows[1:3], *trees[3:], *windows[3:]]
 
 
-def relaxed_methods(bases: Iterable[ChosenMethod], budget: float, codes: int) -> list[ChosenMethod]:
+def relaxed_methods(
+    bases: Iterable[ChosenMethod], budget: float, codes: int, request: Request
+) -> list[ChosenMethod]:
     """``bases`` with approximate rules that have a drift bound. budget: limit of the drift bound per token; codes: size
     of the codebook (0: none)."""
     rules: list[AcceptanceRule] = [TVMetered(budget), CoolSD(1.1), CoolSD(2.0)]
     if NEIGHBOURS < codes <= MOST_CODES:
         rules.append(LanternPP(NEIGHBOURS, 2.0))
-    return [relaxed(base, rule) for base in bases for rule in rules]
+    return [relaxed(base, rule, request) for base in bases for rule in rules]
 
 
-def sjd(model: LoadedModel, window: int) -> ChosenMethod:
-    return ChosenMethod(model, SJD(window), None, f"SJD++, window {window}", "exact",
-                        f"SJD++ Sampler: window {window}, refinement coupled (exact)")
+def sjd(model: LoadedModel, window: int, request: Request) -> ChosenMethod:
+    method = SJD(window)
+    by_hand = f"SJD++ Sampler: window {window}, refinement coupled (exact)"
+    return ChosenMethod(model, method, None, by_hand, method.describe(request))
 
 
-def tree(model: LoadedModel, drafter: LoadedDrafter, name: str, structure: Structure) -> ChosenMethod:
-    if structure is PRESETS[ADAPTIVE]:
-        method = published.adt_tree(drafter.drafter, Exact(), **vars(structure))
-        by_hand = f"ADT-Tree Sampler: preset {ADAPTIVE}"
-    else:
-        method = DraftTree(drafter.drafter, structure)
-        by_hand = f"Draft-Tree Sampler (EAGLE): structure {name}"
-    if name == CHAIN:
-        name, by_hand = f"chain of {structure.length}", f"{by_hand}, depth {structure.length}"
-    return ChosenMethod(model, method, drafter, name, "exact", f"{by_hand}; drafter {drafter.name}")
+def tree(model: LoadedModel, drafter: LoadedDrafter, option: str, request: Request) -> ChosenMethod:
+    """``option``: of the widget structure."""
+    structure = STRUCTURES[option]
+    method = DraftTree(drafter.drafter, structure)
+    depth = f", depth {structure.length}" if option == CHAIN else ""
+    by_hand = f"Draft-Tree Sampler (EAGLE): structure {option}{depth}; drafter {drafter.name}"
+    return ChosenMethod(model, method, drafter, by_hand, method.describe(request))
 
 
-def relaxed(base: ChosenMethod, rule: AcceptanceRule) -> ChosenMethod:
+def adaptive_tree(model: LoadedModel, drafter: LoadedDrafter, request: Request) -> ChosenMethod:
+    method = published.adt_tree(drafter.drafter, Exact(), **vars(PRESETS[ADAPTIVE]))
+    by_hand = f"ADT-Tree Sampler: preset {ADAPTIVE}; drafter {drafter.name}"
+    return ChosenMethod(model, method, drafter, by_hand, method.describe(request))
+
+
+def relaxed(base: ChosenMethod, rule: AcceptanceRule, request: Request) -> ChosenMethod:
     """The method with another rule."""
-    acceptance = rule.in_words(rule.describe())
-    by_hand = f"{base.by_hand}; rule {acceptance}"
-    return replace(base, method=replace(base.method, rule=rule), acceptance=acceptance, by_hand=by_hand)
+    method = replace(base.method, rule=rule)
+    by_hand = f"{base.by_hand}; rule {rule.in_words(rule.describe())}"
+    return replace(base, method=method, by_hand=by_hand, settings=method.describe(request))

@@ -201,10 +201,10 @@ def search(
 
     No session is left with the model, because other runs have another length.
     """
-    until, plain = clock() + seconds, candidates.next_token(model)
-    exact = candidates.exact_methods(model, drafter, request.layout.drawn)
+    until, plain = clock() + seconds, candidates.next_token(model, request)
+    exact = candidates.exact_methods(model, drafter, request)
     codes = 0 if model.model.codebook is None else model.model.vocab
-    rules = len(candidates.relaxed_methods(exact[:1], budget, codes)) if budget else 0
+    rules = len(candidates.relaxed_methods(exact[:1], budget, codes, request)) if budget else 0
     planned = 1 + len(exact) + rules * (1 if drafter is None else 2)
     captured = capturable(model.patcher.load_device)
     tried = Search(request, Report((planned + 1) * UNIT, None), until, budget, captured, request.layout)
@@ -213,7 +213,7 @@ def search(
         tried.baseline(plain, tokens, planned)
         tried.once(exact)
         if budget:
-            tried.once(candidates.relaxed_methods(tried.bases(), budget, codes))
+            tried.once(candidates.relaxed_methods(tried.bases(), budget, codes, request))
         tried.repeat()
         tried.report.finish()
     finally:
@@ -234,14 +234,16 @@ class FindFastest(io.ComfyNode):
             inputs=[
                 *(trial_seed_input() if i.id == "seed" else i for i in common_inputs()),
                 io.Float.Input("leak_budget", default=0, min=0, max=1, step=0.01, round=0.001,
-                               tooltip="Allowed drift from the model's own distribution per token (total variation, 0 "
-                               "to 1). 0: only exact methods. 0.05: one token in twenty may differ."),
+                               tooltip="Allowed drift from the model's own distribution per token (total variation, "
+                               "0 to 1). Higher may find a faster method; 0.01 to 0.2 is sensible. With 0.05, one "
+                               "token in twenty may differ. Default: 0, only exact methods."),
                 io.Int.Input("tokens", default=256, min=16, max=65536,
-                             tooltip="Maximum number of tokens per image in a trial, from the top; the number of a "
-                             "whole image is surest. Fewer if time is short, but at least 64."),
+                             tooltip="Maximum number of tokens per image in a trial, from the top. Fewer are quicker "
+                             "to try; the number of a whole image is surest. If time is short, trials take fewer, "
+                             "but at least 64. Default: 256."),
                 io.Int.Input("seconds", default=60, min=1, max=3600,
                              tooltip="Approximate time for all trials. More makes the choice more certain; 30 to 120 "
-                             "is sensible. The report lists what was not tried."),
+                             "is sensible. The report lists what was not tried. Default: 60."),
                 ARDrafter.Input("drafter", optional=True,
                                 tooltip="A drafter from Load AR Drafter, to try draft trees as well."),
                 negative_input(),

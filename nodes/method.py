@@ -7,6 +7,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ..reports.run_report import drafting, judgement
 from ..samplers.contract import Method
 from .comfy_runtime.runs import LoadedDrafter, LoadedModel
 from .samplers import Inputs, sample
@@ -19,21 +20,29 @@ from .widgets import common_inputs, negative_input, sampler_outputs
 class ChosenMethod:
     """A method with its settings, model and drafter.
 
-    name: how it drafts ("SJD++, window 16"); acceptance: its rule ("exact"); by_hand: the node and widgets with
-    the same settings.
+    by_hand: the node and widgets with the same settings; settings: those that a run of it has in its trace.
     """
 
     model: LoadedModel
     method: Method
     drafter: LoadedDrafter | None
-    name: str
-    acceptance: str
     by_hand: str
+    settings: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """How it drafts, as in the report of a run: "SJD, coupled, window 16"."""
+        return drafting(self.settings)
+
+    @property
+    def acceptance(self) -> str:
+        """How it verifies its drafts: "exact"."""
+        return judgement(self.settings)
 
     @property
     def exact(self) -> bool:
         """Whether it samples the model's distribution exactly."""
-        return self.acceptance == "exact"
+        return self.settings["lossless"]
 
     def follow(self, model: LoadedModel) -> Method:
         """The method for ``model``, which is the one it was chosen for, or the same files loaded again (see

@@ -16,7 +16,8 @@ SIGMA = {"off": "", "paper": ", Sigma as in the paper", "official": ", Sigma as 
 
 
 def drafting(settings: dict[str, Any]) -> str:
-    """How a run drafted: "next token", "SJD, coupled", "EAGLE, chain of 5", "small model, blocks of 8"."""
+    """How a run drafted, the name of its setting everywhere: "next token", "SJD, coupled, window 16", "EAGLE, chain of
+    5", "small model, blocks of 8"."""
     method = method_of(settings).in_words(settings)
     if "structure" in settings:
         return f"{method}, {structure_of(settings['structure']).in_words(settings['structure'])}"
@@ -81,9 +82,8 @@ def describe(trace: Trace) -> str:
     settings, totals = report["settings"], report["totals"]
     passes = totals["passes_per_image"]
     method = ": ".join(filter(None, named(settings)))
-    if "window" in settings:
-        first = FIRST_DRAFTS.get(settings["initial"], settings["initial"])
-        method += f", window {settings['window']}, first drafts: {first}"
+    if "initial" in settings:
+        method += f", first drafts: {FIRST_DRAFTS.get(settings['initial'], settings['initial'])}"
     images, length = totals["images"], trace.positions["source"].shape[1]
     sampled, plain = totals["tokens"] // images, length - totals["prefix_tokens"] // images
     count = f"{', '.join(map(str, passes))} passes for {sampled} tokens"

@@ -329,7 +329,7 @@ class Method(ABC):
     @staticmethod
     @abstractmethod
     def in_words(settings: dict[str, Any]) -> str:
-        """How a run that ``describe`` describes drafted, for people: "SJD, coupled"."""
+        """How a run that ``describe`` describes drafted, for people: "SJD, coupled, window 16"."""
 
     def session_key(self, request: Any) -> Hashable | None:
         """The key of the run's session, equal for runs that can share one (engine/session.py); None: no session."""

@@ -51,9 +51,9 @@ from ..rules.acceptance import EPS, AcceptanceRule, Draft, Exact, accept_or_redr
 from ..settings import check_settings, setting
 from ..trace import Record, Source
 
-REUSE = {  # SJD.reuse -> in words, as on the SJD++ Sampler
-    "coupled": "coupled", "gumbel": "same seed, same picture", "threshold_paper": "SJD++ reuse (paper)",
-    "threshold_exact": "SJD++ reuse (exact)", "resample": "redraw",
+REUSE = {  # SJD.reuse -> in words, after the options of the SJD++ Sampler
+    "coupled": "SJD, coupled", "gumbel": "SJD, same seed", "threshold_paper": "SJD++ reuse (paper)",
+    "threshold_exact": "SJD++ reuse (exact)", "resample": "SJD, redraw",
 }
 
 
@@ -393,7 +393,7 @@ class SJD(Method):
 
     @staticmethod
     def in_words(settings: dict[str, Any]) -> str:
-        return f"SJD, {REUSE[settings['reuse']]}"
+        return f"{REUSE[settings['reuse']]}, window {settings['window']}"
 
     def session_key(self, request: Request) -> Hashable:
         return session_key(request, self, self.width(request))
@@ -452,7 +452,7 @@ class Jacobi(SJD):
 
     @staticmethod
     def in_words(settings: dict[str, Any]) -> str:
-        return "Jacobi"
+        return f"Jacobi, window {settings['window']}"
 
     def sample(self, request: Request) -> Result:
         return super().sample(replace(request, params=SamplingParams(cfg=request.params.cfg, temperature=0)))

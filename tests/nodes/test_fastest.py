@@ -9,6 +9,7 @@ import comfy.model_management as mm
 import pytest
 import torch
 from comfyui_specar.nodes import candidates, fastest
+from comfyui_specar.reports.run_report import labels
 from comfyui_specar.reports.trials import TIME_UP
 from comfyui_specar.samplers.drafts.structures import Static
 from comfyui_specar.samplers.engine import loop, session
@@ -18,15 +19,16 @@ from comfyui_specar.samplers.methods.jacobi import SJD
 from ..support.tape import LatePoll, TapeGraphs
 from .conftest import GRID, defaults
 
-EXACT = ["next token", "SJD++, window 8", "static tree, 25 drafts (EAGLE)", "chain of 5", "dynamic tree (EAGLE-2)",
-         "ADT tree, LlamaGen", "static tree, 57 drafts (LANTERN++)"]  # fmt: skip
+EXACT = ["next token", "SJD, coupled, window 8", "EAGLE, static tree of 3", "EAGLE, chain of 5",
+         "EAGLE, dynamic tree of 58", "EAGLE, ADT-Tree, horizontal", "EAGLE, static tree of 4"]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def small_trees(monkeypatch):
     """The large ones take their time and show nothing more."""
-    for name in (candidates.STATIC, candidates.LARGE):
-        monkeypatch.setitem(candidates.STRUCTURES, name, Static(((0,), (1,), (0, 0))))
+    small = ((0,), (1,), (0, 0))
+    for name, paths in ((candidates.STATIC, small), (candidates.LARGE, (*small, (2,)))):
+        monkeypatch.setitem(candidates.STRUCTURES, name, Static(paths))
 
 
 class Clock:
@@ -63,6 +65,11 @@ def find(run, nodes, tiny, drafter, positive):
         return run(node, **{k: v for k, v in (defaults(node) | common | inputs).items() if v is not None})
 
     return find
+
+
+def request_for(model, tokens: int) -> SimpleNamespace:
+    """What candidates read of a request for so many tokens."""
+    return SimpleNamespace(model=model.model, layout=SimpleNamespace(drawn=tokens))
 
 
 def trials(out) -> list[dict]:
@@ -132,7 +139,7 @@ def test_when_time_is_up_the_rest_is_named(find, monkeypatch, clock):
     first, *others = out.ui["text"][0].splitlines()
     assert "next token" in first and re.search(r"\btime\b", first)
     [missing] = [line for line in others if line.lower().startswith(TIME_UP)]
-    assert "SJD++, window 8; static tree, 25 drafts (EAGLE); " in missing
+    assert "SJD, coupled, window 8; EAGLE, static tree of 3; " in missing
 
 
 def test_time_that_runs_out_during_a_trial_ends_it(find, monkeypatch, tiny, clock):
@@ -258,20 +265,19 @@ def test_only_where_steps_are_captured_runs_are_warmed_up_for_it(kind, captured,
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(fastest, "Search", search)
     monkeypatch.setattr(tiny[0].patcher, "load_device", torch.device(kind))
-    request = SimpleNamespace(layout=tiny[0].model.layout())
     with pytest.raises(KeyboardInterrupt):
-        fastest.search(request, tiny[0], None, 0.0, 16, 1.0)
+        fastest.search(request_for(tiny[0], 16), tiny[0], None, 0.0, 16, 1.0)
     assert given == [captured]
 
 
 METHODS = {  # name of a candidate -> the sampler node that it says to set, and its widgets
     "next token": ("NextToken", {}),
-    "SJD++, window 8": ("SJD", {"window": 8}),
-    "static tree, 25 drafts (EAGLE)": ("DraftTree", {}),
-    "chain of 5": ("DraftTree", {"structure": "chain", "depth": 5}),
-    "dynamic tree (EAGLE-2)": ("DraftTree", {"structure": "dynamic tree (EAGLE-2)"}),
-    "ADT tree, LlamaGen": ("ADTTree", {"preset": "LlamaGen"}),
-    "static tree, 57 drafts (LANTERN++)": ("DraftTree", {"structure": "static tree, 57 drafts (LANTERN++)"}),
+    "SJD, coupled, window 8": ("SJD", {"window": 8}),
+    "EAGLE, static tree of 3": ("DraftTree", {"structure": "static tree, 25 drafts (EAGLE)"}),
+    "EAGLE, chain of 5": ("DraftTree", {"structure": "chain", "depth": 5}),
+    "EAGLE, dynamic tree of 58": ("DraftTree", {"structure": "dynamic tree (EAGLE-2)"}),
+    "EAGLE, ADT-Tree, horizontal": ("ADTTree", {"preset": "LlamaGen"}),
+    "EAGLE, static tree of 4": ("DraftTree", {"structure": "static tree, 57 drafts (LANTERN++)"}),
 }
 RULES = [None, ("TVMetered", {"epsilon": 0.3}), ("CoolSD", {"delta": 1.1}), ("CoolSD", {"delta": 2.0}),
          ("LanternPP", {"neighbours": 10, "ratio": 2.0})]  # fmt: skip
@@ -279,13 +285,14 @@ RULES = [None, ("TVMetered", {"epsilon": 0.3}), ("CoolSD", {"delta": 1.1}), ("Co
 
 @pytest.mark.parametrize("name", METHODS)
 def test_chosen_methods_generate_what_their_own_nodes_generate(name, sample, rule, run, nodes, tiny, drafter, positive):
-    plain = candidates.next_token(tiny[0])
-    base = {m.name: m for m in [plain, *candidates.exact_methods(tiny[0], drafter, 16)]}[name]
+    request = request_for(tiny[0], 16)
+    plain = candidates.next_token(tiny[0], request)
+    base = {m.name: m for m in [plain, *candidates.exact_methods(tiny[0], drafter, request)]}[name]
     node, widgets = METHODS[name]
     display = nodes[f"SpecAR{node}Sampler"].GET_SCHEMA().display_name
     methods = [base]
-    if name == "SJD++, window 8":  # the rules are the same for all
-        methods += candidates.relaxed_methods([base], 0.3, 64)
+    if name == "SJD, coupled, window 8":  # the rules are the same for all
+        methods += candidates.relaxed_methods([base], 0.3, 64, request)
     for chosen, relaxed in zip(methods, RULES, strict=False):
         assert chosen.by_hand.startswith(display) and chosen.exact == (relaxed is None)
         for widget in ("structure", "preset"):
@@ -296,6 +303,7 @@ def test_chosen_methods_generate_what_their_own_nodes_generate(name, sample, rul
                   "top_p": -1.0, "latent_image": {"samples": torch.zeros(2, 8, GRID, GRID)}}
         found, same = run(nodes["SpecARMethodSampler"], method=chosen, **common).result
         assert torch.equal(found["ar_tokens"], latent["ar_tokens"])
+        assert labels([same]) == [(chosen.name, chosen.acceptance)], "a run is called what was tried"
         skip = ("method",)  # "draft_tree" or "cool_sd"
         assert {k: v for k, v in same.settings.items() if k not in skip} == {
             k: v for k, v in trace.settings.items() if k not in skip}
@@ -309,9 +317,10 @@ def test_a_method_goes_with_its_model_only(run, nodes, tiny, tiny_again, positiv
         return run(node, **inputs).result[0]["ar_tokens"]
 
     with pytest.raises(ValueError, match="tiny.*another loader"):
-        drawn(candidates.next_token(tiny[0]), tiny_again("bf16"))
+        drawn(candidates.next_token(tiny[0], request_for(tiny[0], 16)), tiny_again("bf16"))
     ours = run(nodes["SpecARLoadDrafter"], model=tiny[0], drafter_name="eagle").result[0]
-    for method in (candidates.next_token(tiny[0]), candidates.exact_methods(tiny[0], ours, 16)[-1]):
+    request = request_for(tiny[0], 16)
+    for method in (candidates.next_token(tiny[0], request), candidates.exact_methods(tiny[0], ours, request)[-1]):
         wanted, again = drawn(method, tiny[0]), tiny_again()
         assert torch.equal(drawn(method, again), wanted), "the same files, loaded again"
     assert ours.target is again
@@ -351,9 +360,10 @@ def test_a_model_without_code_vectors_gets_no_rule_that_compares_them(find, monk
 
 
 def test_windows_and_tables_are_those_that_fit(tiny, drafter):
-    names = [m.name for m in candidates.exact_methods(tiny[0], None, 256)]
-    assert names == [f"SJD++, window {w}" for w in (16, 32, 8, 64)]
-    assert [m.name for m in candidates.exact_methods(tiny[0], None, 40)] == ["SJD++, window 16", "SJD++, window 8"]
-    base = candidates.exact_methods(tiny[0], drafter, 16)[:1]
-    few, many = (candidates.relaxed_methods(base, 0.1, codes) for codes in (10, 64000))
+    for tokens, windows in ((256, (16, 32, 8, 64)), (40, (16, 8))):
+        names = [m.name for m in candidates.exact_methods(tiny[0], None, request_for(tiny[0], tokens))]
+        assert names == [f"SJD, coupled, window {window}" for window in windows]
+    request = request_for(tiny[0], 16)
+    base = candidates.exact_methods(tiny[0], drafter, request)[:1]
+    few, many = (candidates.relaxed_methods(base, 0.1, codes, request) for codes in (10, 64000))
     assert len(few) == len(many) == 3 and not any("LANTERN" in m.acceptance for m in few + many)

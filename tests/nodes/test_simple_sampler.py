@@ -44,10 +44,10 @@ def test_each_choice_is_a_method_of_another_node(option, simple, sample, rule):
 
 def test_reports_call_a_run_what_its_user_chose(simple):
     same, plain = (simple(method=option)[1] for option in ("same image as next token", "next token"))
-    assert describe(same).startswith("same image as next token: SJD, same seed, same picture, window ")
+    assert describe(same).startswith("same image as next token: SJD, same seed, window ")
     assert describe(plain).startswith("next token\n")
     assert labels([same, plain]) == [
-        ("same image as next token", "SJD, same seed, same picture, exact"), ("next token", "exact")]
+        ("same image as next token", "SJD, same seed, window 16, exact"), ("next token", "exact")]
 
 
 def test_what_the_choices_promise(simple):
