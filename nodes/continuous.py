@@ -13,7 +13,16 @@ from ..samplers.methods.continuous_next_token import ContinuousNextToken
 from .comfy_runtime import models
 from .samplers import CommonInputs, sample
 from .search import CONTINUOUS, SAMPLER, WITH_DRAFTER, found_by
-from .widgets import choose, drafter_input, folded, negative_input, prompt_inputs, sampler_outputs, temperature_input
+from .widgets import (
+    auto,
+    choose,
+    drafter_input,
+    folded,
+    negative_input,
+    prompt_inputs,
+    sampler_outputs,
+    temperature_input,
+)
 
 MODELS_OWN = "model's own"
 GUIDANCE = {MODELS_OWN: None, "linear": "linear", "constant": "constant"}
@@ -58,9 +67,9 @@ def continuous_inputs() -> list[io.Input]:
         io.Combo.Input("head_sampler", options=list(HEADS), default=MODELS_OWN,
                        tooltip="How the diffusion head samples a token. ddpm: with noise in every step. ddim: without "
                        "noise, which needs fewer steps."),
-        io.Int.Input("head_steps", default=0, min=0, max=1000,
+        io.Int.Input("head_steps", auto("head_steps"), default=0, min=0, max=1000,
                      tooltip="Denoising steps of the diffusion head per token. Fewer are faster and coarser; 25 to "
-                     "100 is common. 0: the model's default."),
+                     "100 is common. Default: 0 (auto), the model's own number."),
     ], "guidance", "head_sampler")
 
 
@@ -76,9 +85,10 @@ class ContinuousNextTokenSampler(io.ComfyNode):
             "pass of the model, or as many as the model's authors do. The baseline for the speculative sampler.",
             inputs=[
                 *continuous_inputs(),
-                io.Int.Input("iterations", default=0, min=0, max=4096,
-                             tooltip="Forward passes of the model. 0: the model's default, for MAR one per token. With "
-                             "fewer, several tokens are sampled in one pass: faster, but they do not see each other."),
+                io.Int.Input("iterations", auto("iterations"), default=0, min=0, max=4096,
+                             tooltip="Forward passes of the model. With fewer passes than tokens, several tokens are "
+                             "sampled in one pass: faster, but they do not see each other; MAR's authors use 64 to "
+                             "256. Default: 0 (auto), the model's own number, for MAR one per token."),
                 negative_input(),
             ],
             outputs=sampler_outputs(),
@@ -106,12 +116,12 @@ class ContinuousSampler(io.ComfyNode):
                 drafter_input(),
                 io.Int.Input("draft_length", default=8, min=1, max=256,
                              tooltip="Tokens drafted and verified per forward pass of the model. Longer drafts save "
-                             "passes; in the first mode, more of the image is then generated without seeing its latest "
-                             "tokens. 4 to 16 is sensible."),
+                             "passes; in the first mode, more of the image is then generated without seeing its "
+                             "latest tokens. 4 to 16 is sensible. Default: 8."),
                 io.Float.Input("prefill", default=0.05, min=0, max=1, step=0.01, round=0.001,
-                               tooltip="Fraction of the image that the model generates alone before drafting starts. "
-                               "More is slower and closer to the model. The paper uses 0.05: the first tokens decide "
-                               "what the image becomes."),
+                               tooltip="Fraction of the image that the model generates alone before drafting starts: "
+                               "the first tokens decide what the image becomes. More is slower and closer to the "
+                               "model; 0.02 to 0.2 is sensible. Default: 0.05, as in the paper."),
                 io.Combo.Input("mode", options=list(MODES), default=next(iter(MODES)),
                                tooltip="each guess alone: a rejected draft token is replaced by the model's own "
                                "sample, and the others stay. stop at a rejection: the paper's algorithm, which drops "
@@ -126,16 +136,16 @@ class ContinuousSampler(io.ComfyNode):
                                "it."),
                 io.Float.Input("tolerance", default=0.26, min=0, max=10, step=0.01, round=0.0001,
                                tooltip="How far a draft token may be from the model's own sample, in units of the "
-                               "latent (whose spread is about 1). 0.26 is the published value (kappa 42). 0 rejects "
-                               "every draft token; higher values keep more of the small model's image. Not used in "
-                               "mode exact."),
+                               "latent (whose spread is about 1). Higher keeps more of the small model's image, and "
+                               "0 rejects every draft token; 0.1 to 1 is sensible. Not used in mode exact. Default: "
+                               "0.26, the published value (kappa 42)."),
                 io.Combo.Input("sigma", options=list(SIGMA), default="off",
                                tooltip="The factor by which the paper multiplies the test, from the denoising paths of "
                                "both models. off is correct: any other value biases the images. The official code uses "
                                "the inverse. Must be off in mode exact."),
                 io.Boolean.Input("alignment", default=True,
-                                 tooltip="Both models denoise from the same noise, so that their samples are close. "
-                                 "Off: almost every draft token is rejected."),
+                                 tooltip="On (default): both models denoise from the same noise, so that their "
+                                 "samples are close. Off: almost every draft token is rejected."),
                 negative_input(),
             ], "prefill", "target_sees", "sigma", "alignment"),
             outputs=sampler_outputs(),

@@ -71,8 +71,8 @@ class AcceptanceMap(io.ComfyNode):
                                "models, log ratio of the test, order of generation, block (the round that drafted it), "
                                "tries to resample."),
                 io.Float.Input("opacity", default=0.5, min=0, max=1, step=0.05, round=0.01,
-                               tooltip="Opacity of the map over the image. 0 shows the image alone, in grey, 1 hides "
-                               "it."),
+                               tooltip="Opacity of the map over the image: 0 shows the image alone, in grey, 1 hides "
+                               "it; 0.3 to 0.7 is sensible. Default: 0.5."),
                 io.Image.Input("image", optional=True, tooltip="The decoded images of this run, as the background of "
                                                                "the map."),
             ],

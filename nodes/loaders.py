@@ -15,7 +15,7 @@ from .comfy_runtime.vae import ARVae
 from .latents import empty_latent
 from .search import FAMILIES, START, found_by
 from .sockets import ARDrafter, ARModel
-from .widgets import folded
+from .widgets import auto, folded
 
 GRIDS = ("auto", "16", "24", "32", "48", "64", "90")
 
@@ -160,14 +160,16 @@ class EmptyLatent(io.ComfyNode):
             inputs=[
                 ARModel.Input("model", tooltip="The model that generates the images; it determines the possible "
                                                "sizes."),
-                io.Int.Input("width", default=0, min=0, max=4096, step=8,
-                             tooltip="Width in pixels. 0: the model's default, the only size of the bundled models. AR "
-                             "Model Info lists the sizes of a model."),
-                io.Int.Input("height", default=0, min=0, max=4096, step=8,
-                             tooltip="Height in pixels. 0: the model's default."),
+                io.Int.Input("width", auto("width"), default=0, min=0, max=4096, step=8,
+                             tooltip="Width in pixels. Larger takes longer, as the image has more tokens; most "
+                             "models have sizes from 256 to 1024 (see AR Model Info). Default: 0 (auto), the model's "
+                             "own size, the only one of the bundled models."),
+                io.Int.Input("height", auto("height"), default=0, min=0, max=4096, step=8,
+                             tooltip="Height in pixels, as for width. Default: 0 (auto), the model's own size."),
                 io.Int.Input("batch_size", default=1, min=1, max=64,
-                             tooltip="Images per run. More share the forward passes, but need more memory; 1 to 8 is "
-                             "common. Image i uses seed + i, whatever the batch size."),
+                             tooltip="Images per run. More share the forward passes, which takes less time per "
+                             "image, but need more memory; 1 to 8 is common. Image i uses seed + i, whatever the "
+                             "batch size. Default: 1."),
             ],
             outputs=[io.Latent.Output("latent", display_name="LATENT", tooltip="For latent_image of an AR sampler.")],
         )

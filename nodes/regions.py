@@ -71,7 +71,8 @@ class ContinueImage(io.ComfyNode):
                                "that the model generates. In a batch, each image is continued, with seed + its index."),
                 io.Float.Input("keep", default=0.5, min=0, max=1, step=0.01, round=0.001,
                                tooltip="Fraction of the image to keep, rounded to whole rows (or columns) of tokens: "
-                               "the more, the less is generated, and the faster. 0.25 to 0.75 is sensible."),
+                               "the more, the less is generated, and the faster. 0.25 to 0.75 is sensible. Default: "
+                               "0.5."),
                 io.Combo.Input("side", options=list(SIDES), default="top",
                                tooltip="Which side to keep. Models of token ids generate row by row from the top and "
                                "see only tokens above and to the left: top works best, left works; right and bottom "

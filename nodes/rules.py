@@ -94,10 +94,11 @@ class LanternRule(io.ComfyNode):
             inputs=folded([
                 io.Int.Input("neighbours", default=1000, min=1, max=16384,
                              tooltip="Number of most similar tokens whose probability is added. More is faster and "
-                             "drifts further. LANTERN uses 1000 of 16384; a smaller codebook needs fewer."),
+                             "drifts further; 100 to 1000 is sensible, and a small codebook needs fewer. Default: "
+                             "1000, as LANTERN uses of 16384."),
                 io.Float.Input("delta", default=0.1, min=0, max=1, step=0.01, round=0.001,
-                               tooltip="Maximum probability added to a draft token's own. Higher is faster and drifts "
-                               "further; 0 is exact. The paper uses 0.1 to 0.6."),
+                               tooltip="Maximum probability added to a draft token's own. Higher is faster and "
+                               "drifts further; 0 is exact, and the paper uses 0.1 to 0.6. Default: 0.1."),
                 redraw_input(),
                 where_input(),
             ], "redraw"),
@@ -121,10 +122,11 @@ class LanternPPRule(io.ComfyNode):
             inputs=folded([
                 io.Int.Input("neighbours", default=10, min=1, max=16384,
                              tooltip="Number of most similar tokens whose probability is added. More is faster and "
-                             "drifts further. LANTERN++ uses 5 or 10."),
+                             "drifts further; LANTERN++ uses 5 or 10. Default: 10."),
                 io.Float.Input("ratio", default=2.0, min=1, max=1000, step=0.1, round=0.01,
                                tooltip="The paper's lambda: maximum factor by which a draft token's probability may "
-                               "grow. Higher is faster and drifts further; 1 is exact. The paper uses 2 to 20."),
+                               "grow. Higher is faster and drifts further; 1 is exact, and the paper uses 2 to 20. "
+                               "Default: 2."),
                 redraw_input(),
                 where_input(),
             ], "redraw"),
@@ -148,8 +150,8 @@ class UniformRSDRule(io.ComfyNode):
                         "paper).",
             inputs=[
                 io.Float.Input("delta", default=1.1, min=1, max=1000, step=0.05, round=0.01,
-                               tooltip="Factor on the acceptance probability. 1 is exact, 1.1 hardly differs, 2 is "
-                               "faster and drifts further."),
+                               tooltip="Factor on the acceptance probability. Higher is faster and drifts further: 1 "
+                               "is exact, 1.1 hardly differs, 2 clearly does. Default: 1.1."),
                 where_input(),
             ],
             outputs=outputs(),
@@ -164,19 +166,19 @@ def cool_sd_inputs() -> list[io.Input]:
     """The widgets of Cool-SD, for its rule and its sampler."""
     return folded([
         io.Float.Input("delta", default=1.1, min=1, max=1000, step=0.05, round=0.01,
-                       tooltip="Mean factor on the acceptance probability over a draft. 1.1 hardly differs from exact, "
-                       "2 is faster and drifts further."),
+                       tooltip="Mean factor on the acceptance probability over a draft. Higher is faster and drifts "
+                       "further: 1.1 hardly differs from exact, 2 clearly does. Default: 1.1."),
         io.Float.Input("decay", default=0.2, min=0, max=10, step=0.05, round=0.001,
-                       tooltip="How much more relaxed the beginning of a draft is than its end: there, accepting saves "
-                       "most passes. 0: the same everywhere; 0.1 to 0.5 is sensible."),
+                       tooltip="How much more relaxed the beginning of a draft is than its end: there, accepting "
+                       "saves most passes. 0: the same everywhere; 0.1 to 0.5 is sensible. Default: 0.2."),
         io.Int.Input("steps", default=5, min=1, max=64,
                      tooltip="Number of draft tokens over which the relaxation is spread; after them the rule is "
-                     "exact. A good value is the depth of the draft, 5 in most trees."),
+                     "exact. A good value is the depth of the draft, 3 to 8. Default: 5, the depth of most trees."),
         io.Combo.Input("schedule", options=list(SCHEDULES), default="exponential",
                        tooltip="How the relaxation decreases along a draft. The paper finds exponential best."),
         io.Boolean.Input("floor", default=True,
-                         tooltip="Never stricter than exact. Off: as printed in the paper, where a small delta makes "
-                         "the end of a draft stricter than necessary."),
+                         tooltip="On (default): never stricter than exact. Off: as printed in the paper, where a "
+                         "small delta makes the end of a draft stricter than necessary."),
     ], "decay", "steps", "schedule", "floor")
 
 
@@ -212,14 +214,15 @@ class GroupedRule(io.ComfyNode):
             inputs=[
                 io.Int.Input("window", default=14, min=1, max=64,
                              tooltip="Number of about equally likely tokens that a group is chosen from. More is "
-                             "faster and drifts further; 1 is exact, and GSD's authors use 14."),
+                             "faster and drifts further; 1 is exact, and 5 to 20 is sensible. Default: 14, as GSD's "
+                             "authors use."),
                 io.Float.Input("gap", default=0.15, min=0, max=1, step=0.01, round=0.001,
                                tooltip="Maximum difference between probabilities in a group. Higher is faster and "
-                               "drifts further; 0 is exact, and 0.05 to 0.3 is sensible."),
+                               "drifts further; 0 is exact, and 0.05 to 0.3 is sensible. Default: 0.15."),
                 io.Float.Input("radius", default=0.5, min=0, max=1000, step=0.05, round=0.001,
-                               tooltip="Maximum visual difference between tokens of a group (squared distance of their "
-                               "code vectors, so it depends on the model). Higher is faster and drifts further; 0 is "
-                               "exact, and 0.1 to 1 is a start."),
+                               tooltip="Maximum visual difference between tokens of a group (squared distance of "
+                               "their code vectors, so it depends on the model). Higher is faster and drifts "
+                               "further; 0 is exact, and 0.1 to 1 is a start. Default: 0.5."),
                 where_input(),
             ],
             outputs=outputs(),
@@ -243,9 +246,9 @@ class TVMeteredRule(io.ComfyNode):
             inputs=[
                 io.Float.Input("epsilon", default=0.05, min=0, max=1, step=0.01, round=0.001,
                                tooltip="Allowed drift per tested draft token (total variation, 0 to 1). Higher is "
-                               "faster. 0 is exact; with 0.05, one token in twenty may differ from what the model "
-                               "would have sampled, in a tree more: siblings tested at one position add up. 0.01 to "
-                               "0.2 is sensible."),
+                               "faster; 0 is exact, and 0.01 to 0.2 is sensible. Default: 0.05: one token in twenty "
+                               "may differ from what the model would have sampled; more in a tree, where siblings "
+                               "tested at one position add up."),
                 where_input(),
             ],
             outputs=outputs(),
@@ -267,11 +270,12 @@ class EntropyRule(io.ComfyNode):
             description="Accepts draft tokens more often the more certain the model is. Never exact.",
             inputs=[
                 io.Float.Input("scale", default=8.0, min=1, max=64, step=0.5, round=0.01,
-                               tooltip="Entropy (in nats) up to which acceptance is relaxed: the paper's e, 8. Higher "
-                               "is faster and drifts further."),
+                               tooltip="Entropy (in nats) up to which acceptance is relaxed. Higher is faster and "
+                               "drifts further; 4 to 12 is sensible. Default: 8, the paper's e."),
                 io.Float.Input("decay", default=16.0, min=2, max=128, step=0.5, round=0.01,
-                               tooltip="How quickly the random part of the test shrinks as entropy grows: the paper's "
-                               "lambda, 16. Must be above the largest entropy of the model's tokens."),
+                               tooltip="How much of the test is left to chance where entropy is high: the higher, "
+                               "the more. Must be above the largest entropy of the model's tokens; 10 to 20 is "
+                               "sensible. Default: 16, the paper's lambda."),
                 where_input(),
             ],
             outputs=outputs(),

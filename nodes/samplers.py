@@ -20,7 +20,7 @@ from .comfy_runtime.clip import prompts_of, text_of
 from .latents import Latent, first_image, kept, skippable, strength, tokens_of, with_output
 from .rules import EXACT, ChosenRule
 from .search import FAMILIES, SAMPLER, found_by
-from .widgets import choose, common_inputs, folded, given, negative_input, rule_input, sampler_outputs
+from .widgets import auto, choose, common_inputs, folded, given, negative_input, rule_input, sampler_outputs
 
 REFINEMENTS = {  # option -> SJD.reuse
     "coupled (exact)": "coupled",
@@ -146,17 +146,19 @@ class SJDSampler(io.ComfyNode):
             "of the model. Needs several times fewer passes than tokens, and no second model.",
             inputs=folded([
                 *common_inputs(),
-                io.Int.Input("window", default=0, min=0, max=4096,
+                io.Int.Input("window", auto("window"), default=0, min=0, max=4096,
                              tooltip="Tokens drafted and verified per forward pass. A wider window saves passes, but "
-                             "each costs more. 0: automatic (32; 16 on CPU in fp32). SJD's authors use 16 to 96."),
+                             "each takes longer; SJD's authors use 16 to 96. Default: 0 (auto), which is 32, or 16 "
+                             "on CPU in fp32."),
                 io.Combo.Input("refinement", options=list(REFINEMENTS), default="coupled (exact)",
-                               tooltip="What happens to draft tokens that are not accepted yet. The exact options keep "
-                               "the distribution of the next-token sampler; SJD++ as in the paper is biased. same "
-                               "seed: the same image as the next-token sampler."),
+                               tooltip="What happens to draft tokens that are not accepted yet. The exact options "
+                               "keep the distribution of the next-token sampler; coupled (default) usually needs the "
+                               "fewest passes of them. SJD++ reuse as in the paper is biased. same seed: the same "
+                               "image as the next-token sampler."),
                 io.Float.Input("threshold", default=0.5, min=0.01, max=10, step=0.01, round=0.001,
-                               tooltip="For the two SJD++ refinements: reuse a draft token whose probability ratio is "
-                               "above this. Higher resamples more, which takes more passes; 0.2 to 1 is sensible, and "
-                               "0.5 the paper's tau."),
+                               tooltip="For the two SJD++ refinements: reuse a draft token whose probability ratio "
+                               "is above this. Higher resamples more, which takes more passes; 0.2 to 1 is sensible. "
+                               "Default: 0.5, the paper's tau."),
                 io.Combo.Input("initialisation", options=list(INITIAL), default="left and upper neighbour",
                                tooltip="Where the first draft token at a position comes from. The neighbours' "
                                "predictions save passes; uniform is the simplest choice."),

@@ -14,7 +14,7 @@ from ..reports.timeline_frames import MOST, check_number, draw_frames, frame_rat
 from ..samplers.trace import Trace
 from .search import REPORT, found_by
 from .sockets import ARTrace
-from .widgets import folded
+from .widgets import auto, folded
 
 log = logging.getLogger(__name__)
 
@@ -69,17 +69,19 @@ class Timeline(io.ComfyNode):
             inputs=folded([
                 ARTrace.Input("trace", tooltip="The trace of an AR sampler, or of Load Trace."),
                 io.Image.Input("image", tooltip="The decoded images of this run."),
-                io.Int.Input("frames", default=0, min=0, max=1000,
-                             tooltip="Number of frames. 0: one per forward pass of the model, up to 240. Fewer than "
-                             "passes: evenly spaced passes, including the first and the last."),
+                io.Int.Input("frames", auto("frames"), default=0, min=0, max=1000,
+                             tooltip="Number of frames: more play more smoothly, but take longer to save; 30 to 240 "
+                             "is sensible. Fewer than passes: evenly spaced passes, including the first and the "
+                             "last. Default: 0 (auto), one per forward pass of the model, up to 240."),
                 io.Float.Input("tint", default=0.5, min=0, max=1, step=0.05, round=0.01,
                                tooltip="How strongly a new token is tinted by its source (the colours of Acceptance "
-                               "Map, metric source). The tint fades over four frames. 0: no tint."),
+                               "Map, metric source). The tint fades over four frames. 0: no tint; 0.3 to 0.8 is "
+                               "sensible. Default: 0.5."),
                 io.Int.Input("hold", default=12, min=0, max=1000,
-                             tooltip="How many times the finished image, without tint, is repeated at the end. 0: not "
-                             "at all; 12 suits runs of 50 to 200 passes."),
+                             tooltip="How many times the finished image, without tint, is repeated at the end. 0: "
+                             "not at all; 6 to 30 is sensible. Default: 12, for runs of 50 to 200 passes."),
                 io.Int.Input("picture", default=0, min=0, max=4095,
-                             tooltip="Which image of the batch; 0 is the first."),
+                             tooltip="Which image of the batch is shown, counted from 0. Default: 0, the first."),
             ], "tint", "hold"),
             outputs=[
                 io.Image.Output("film", display_name="frames", tooltip="For Save Animated WEBP or Create Video."),

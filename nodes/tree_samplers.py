@@ -18,7 +18,7 @@ from .comfy_runtime.runs import LoadedDrafter
 from .rules import EXACT, REDRAW, ChosenRule, cool_sd_inputs, redraw_input, where_input
 from .samplers import Inputs, sample
 from .search import WITH_DRAFTER, found_by
-from .widgets import choose, common_inputs, drafter_input, folded, negative_input, rule_input, sampler_outputs
+from .widgets import auto, choose, common_inputs, drafter_input, folded, negative_input, rule_input, sampler_outputs
 
 STATIC = "static tree, 25 drafts (EAGLE)"
 DYNAMIC = "dynamic tree (EAGLE-2)"
@@ -70,14 +70,15 @@ def tree_inputs() -> list[io.Input]:
     return [
         io.Int.Input("depth", default=5, min=1, max=32,
                      tooltip="Number of consecutive draft tokens: the length of a chain, or the levels of a dynamic "
-                             "tree. More may be accepted at once, but drafting takes longer; 3 to 8 is sensible."),
+                     "tree. More may be accepted at once, but drafting takes longer; 3 to 8 is sensible. Default: 5."),
         io.Int.Input("width", default=10, min=1, max=64,
                      tooltip="Dynamic tree: children per draft token, and how many tokens of a level get children. "
-                             "More raise the chance that one is accepted, but drafting takes longer; 4 to 16 is "
-                             "sensible."),
+                     "More raise the chance that one is accepted, but drafting takes longer; 4 to 16 is sensible. "
+                     "Default: 10."),
         io.Int.Input("nodes", default=58, min=1, max=1024,
-                     tooltip="Dynamic tree: number of draft tokens that the model verifies per forward pass, the most "
-                     "likely ones. More tokens save passes, but each pass costs more; 20 to 60 is sensible."),
+                     tooltip="Dynamic tree: number of draft tokens that the model verifies per forward pass, the "
+                     "most likely ones. More save passes, but each pass takes longer; 20 to 60 is sensible. Default: "
+                     "58."),
     ]
 
 
@@ -133,17 +134,17 @@ class LanternSampler(io.ComfyNode):
                 io.Combo.Input("variant", options=[LANTERN, LANTERN_PP], default=LANTERN_PP,
                                tooltip="LANTERN: limited by delta, with EAGLE-2's dynamic tree. LANTERN++, its "
                                "successor: limited by ratio, with EAGLE's static tree."),
-                io.Int.Input("neighbours", default=0, min=0, max=16384,
+                io.Int.Input("neighbours", auto("neighbours"), default=0, min=0, max=16384,
                              tooltip="Number of most similar tokens whose probability is added. More is faster and "
-                             "drifts further. 0: the paper's value, 1000 for LANTERN and 10 for LANTERN++; a small "
-                             "codebook needs fewer."),
+                             "drifts further; 5 to 1000 is sensible, and a small codebook needs fewer. Default: 0 "
+                             "(auto), the paper's value: 1000 for LANTERN, 10 for LANTERN++."),
                 io.Float.Input("delta", default=0.1, min=0, max=1, step=0.01, round=0.001,
                                tooltip="For LANTERN: maximum probability added to a draft token's own. Higher is "
-                               "faster and drifts further; 0 is exact, and the paper uses 0.1 to 0.6."),
+                               "faster and drifts further; 0 is exact, and the paper uses 0.1 to 0.6. Default: 0.1."),
                 io.Float.Input("ratio", default=2.0, min=1, max=1000, step=0.1, round=0.01,
-                               tooltip="For LANTERN++: the paper's lambda, the maximum factor by which a draft token's "
-                               "probability may grow. Higher is faster and drifts further; 1 is exact, and the "
-                               "paper uses 2 to 20."),
+                               tooltip="For LANTERN++: the paper's lambda, the maximum factor by which a draft "
+                               "token's probability may grow. Higher is faster and drifts further; 1 is exact, and "
+                               "the paper uses 2 to 20. Default: 2."),
                 redraw_input(),
                 negative_input(),
                 where_input(),
@@ -220,27 +221,32 @@ class ADTTreeSampler(io.ComfyNode):
                                tooltip="Which children a draft token gets. Sampled ones (drawn at random) are accepted "
                                "more often at temperature 1."),
                 io.Float.Input("beta", default=1.0, min=0, max=1, step=0.05, round=0.001,
-                               tooltip="The tree grows deeper if at least this fraction of the last tree's levels was "
-                               "accepted; lower makes deeper trees. 1, as in the paper: only after a full path."),
-                io.Int.Input("depth_step", default=1, min=0, max=32, tooltip="Levels added or removed per pass: the "
-                             "higher, the faster the tree adapts, and the more it wavers. 1 to 3 is sensible."),
+                               tooltip="The tree grows deeper if at least this fraction of the last tree's levels "
+                               "was accepted; lower makes deeper trees. 0.5 to 1 is sensible. Default: 1, as in the "
+                               "paper: only after a full path."),
+                io.Int.Input("depth_step", default=1, min=0, max=32,
+                             tooltip="Levels added or removed per pass: the higher, the faster the tree adapts, and "
+                             "the more it wavers. 1 to 3 is sensible. Default: 1."),
                 io.Int.Input("width_step", default=10, min=0, max=64,
                              tooltip="Children per draft token removed or added at the same time, so that a deeper "
-                             "tree stays affordable. 5 to 20 is sensible."),
+                             "tree takes not much longer. 5 to 20 is sensible. Default: 10."),
                 io.Int.Input("depth_min", default=1, min=1, max=32,
-                             tooltip="Minimum number of levels, for places where drafts are rejected. 1 is cheapest."),
+                             tooltip="Minimum number of levels, for places where drafts are rejected. Fewer are "
+                             "drafted faster; 1 to 3 is sensible. Default: 1."),
                 io.Int.Input("depth_max", default=9, min=1, max=32,
                              tooltip="Maximum number of levels, for places where drafts are accepted. More may save "
-                             "passes, but drafting takes longer; 5 to 12 is sensible."),
+                             "passes, but drafting takes longer; 5 to 12 is sensible. Default: 9."),
                 io.Int.Input("width_min", default=4, min=1, max=64,
-                             tooltip="Minimum number of children per draft token, in the deepest trees. 2 to 8 is "
-                             "sensible."),
+                             tooltip="Minimum number of children per draft token, in the deepest trees. More raise "
+                             "the chance that one is accepted, but drafting takes longer; 2 to 8 is sensible. "
+                             "Default: 4."),
                 io.Int.Input("width_max", default=39, min=1, max=64,
-                             tooltip="Maximum number of children per draft token, in the shallowest trees. 10 to 40 is "
-                             "sensible."),
+                             tooltip="Maximum number of children per draft token, in the shallowest trees. More "
+                             "raise the chance that one is accepted, but drafting takes longer; 10 to 40 is "
+                             "sensible. Default: 39."),
                 io.Int.Input("nodes", default=58, min=1, max=1024,
-                             tooltip="Maximum number of draft tokens verified per forward pass. More save passes, but "
-                             "each costs more; 20 to 60 is sensible."),
+                             tooltip="Maximum number of draft tokens verified per forward pass. More save passes, "
+                             "but each takes longer; 20 to 60 is sensible. Default: 58."),
                 negative_input(),
                 rule_input(),
             ], "beta", "depth_step", "width_step", "depth_min", "depth_max", "width_min", "width_max", "nodes"),
@@ -282,18 +288,23 @@ class VVSSampler(io.ComfyNode):
                                tooltip="When verification is skipped. uniform: every interval-th time. dynamic: when "
                                "the paths of the tree are similar."),
                 io.Int.Input("interval", default=4, min=2, max=1024,
-                             tooltip="For uniform: one draft in this many is accepted unverified. Lower is faster and "
-                             "drifts further; the paper uses 2 to 4."),
+                             tooltip="For uniform: one draft in this many is accepted unverified. Lower is faster "
+                             "and drifts further; the paper uses 2 to 4. Default: 4."),
                 io.Float.Input("threshold", default=0.7, min=0, max=1.01, step=0.01, round=0.001,
-                               tooltip="For dynamic: skip if the paths are at least this similar (0 to 1). Lower skips "
-                               "more often; the paper uses 0.65 to 0.8. Above 1: never."),
+                               tooltip="For dynamic: skip if the paths are at least this similar (0 to 1). Lower "
+                               "skips more often, which is faster and drifts further; the paper uses 0.65 to 0.8. "
+                               "Above 1: never. Default: 0.7."),
                 io.Combo.Input("path", options=list(PATHS), default="at random (paper)",
-                               tooltip="Which path of the tree is accepted unverified."),
+                               tooltip="Which path of the tree is accepted unverified: any of them at random, as in "
+                               "the paper (default); the one that the drafter finds most likely; or the one that it "
+                               "drew first."),
                 io.Boolean.Input("truncate", default=True,
-                                 tooltip="Cut an unverified path to the mean length of the tree's paths."),
+                                 tooltip="On (default): cut an unverified path to the mean length of the tree's "
+                                 "paths, so that fewer tokens go unverified."),
                 io.Boolean.Input("refresh", default=True,
-                                 tooltip="After a skip, rerun the drafter on the model's true features. Off: keep the "
-                                 "outdated features, as the official code does."),
+                                 tooltip="On (default): after a skip, rerun the drafter on the model's true "
+                                 "features, which takes a little longer. Off: keep the outdated features, as the "
+                                 "official code does."),
                 negative_input(),
                 rule_input(),
                 io.Mask.Input("where", optional=True,

@@ -9,7 +9,7 @@ from comfy_api.latest import io
 from .sockets import ARDrafter, ARModel, ARRule, ARTrace
 
 MODELS_OWN = -1  # value of cfg, temperature, top_k, top_p for the model's default
-OWN = "-1: the model's default."
+OWN = f"Default: {MODELS_OWN} (auto), the model's own value."
 
 
 def folded(inputs: list[io.Input], *names: str) -> list[io.Input]:
@@ -18,6 +18,12 @@ def folded(inputs: list[io.Input], *names: str) -> list[io.Input]:
         if field.id in names:
             field.extra_dict["advanced"] = True
     return inputs
+
+
+def auto(name: str, value: int = 0) -> str:
+    """What the front end calls a number widget that has a ``value`` for: no number of the user's, but an automatic one.
+    The renderers can write nothing but a number into the widget itself."""
+    return f"{name} ({value}: auto)"
 
 
 def prompt_inputs() -> list[io.Input]:
@@ -30,7 +36,7 @@ def prompt_inputs() -> list[io.Input]:
         io.Int.Input("seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=True,
                      tooltip="The same seed gives the same image. Image i of a batch uses seed + i and equals a single "
                      "run with that seed."),
-        io.Float.Input("cfg", default=MODELS_OWN, min=-1, max=30, step=0.1, round=0.01,
+        io.Float.Input("cfg", auto("cfg", MODELS_OWN), default=MODELS_OWN, min=-1, max=30, step=0.1, round=0.01,
                        tooltip="Guidance: how strongly the prompt is followed. Higher: closer to the prompt, less "
                        f"varied; 2 to 8 is common. 1 is off, at half the cost. {OWN}"),
     ]
@@ -38,8 +44,9 @@ def prompt_inputs() -> list[io.Input]:
 
 def temperature_input(zero: str) -> io.Input:
     """``zero``: what a temperature of 0 means."""
-    return io.Float.Input("temperature", default=MODELS_OWN, min=-1, max=5, step=0.05, round=0.01,
-                          tooltip=f"Below 1: cleaner, less varied images, above 1: more random ones; {zero}. 0.8 to 1 "
+    return io.Float.Input("temperature", auto("temperature", MODELS_OWN), default=MODELS_OWN, min=-1, max=5, step=0.05,
+                          round=0.01,
+                          tooltip=f"Below 1: cleaner, less varied images; above 1: more random ones; {zero}. 0.8 to 1 "
                           f"is common. {OWN}")
 
 
@@ -48,10 +55,10 @@ def common_inputs() -> list[io.Input]:
     return folded([
         *prompt_inputs(),
         temperature_input("0: always the most likely token"),
-        io.Int.Input("top_k", default=MODELS_OWN, min=-1, max=65536,
+        io.Int.Input("top_k", auto("top_k", MODELS_OWN), default=MODELS_OWN, min=-1, max=65536,
                      tooltip="Sample only from this many most likely tokens. Fewer: cleaner, less varied images; 100 "
                      f"to 4000 is common. 0 is off. {OWN}"),
-        io.Float.Input("top_p", default=MODELS_OWN, min=-1, max=1, step=0.01, round=0.001,
+        io.Float.Input("top_p", auto("top_p", MODELS_OWN), default=MODELS_OWN, min=-1, max=1, step=0.01, round=0.001,
                        tooltip="Sample only from the most likely tokens whose probabilities add up to this value. "
                        f"Lower: cleaner, less varied images; 0.8 to 1 is common. 1 is off. {OWN}"),
     ], "top_k", "top_p")

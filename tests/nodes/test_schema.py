@@ -48,11 +48,28 @@ def test_every_number_has_bounds(nodes):
 
 
 def test_the_tooltip_of_every_number_names_values(nodes):
-    """A default, a usual value or a range, so that nobody has to guess which numbers make sense."""
+    """The default and a usual value or a range, so that nobody has to guess which numbers make sense."""
     for name, node in nodes.items():
         for field in node.GET_SCHEMA().inputs:
             if field.io_type in ("INT", "FLOAT") and "seed" not in field.id:
-                assert re.search(r"\d", field.tooltip), (name, field.id)
+                usual, default = re.fullmatch(r"(.+) Default: (-?[\d.]*\d)\b.*", field.tooltip).groups()
+                assert float(default) == field.default, (name, field.id)
+                assert re.search(r"\d|as for", usual), (name, field.id)
+
+
+def test_a_number_that_stands_for_an_automatic_one_says_so(nodes):
+    """On the node, where the bare number looks like a mistake, in its tooltip and in both languages."""
+    chinese = json.loads((ROOT / "locales/zh/nodeDefs.json").read_text(encoding="utf-8"))
+    marked = set()
+    for name, node in nodes.items():
+        for field in node.GET_SCHEMA().inputs:
+            if "(auto)" in field.tooltip or field.display_name:
+                marked.add(field.id)
+                assert field.display_name == f"{field.id} ({field.default}: auto)", (name, field.id)
+                assert f"Default: {field.default} (auto)" in field.tooltip, (name, field.id)
+                assert f"（{field.default}：自动）" in chinese[name]["inputs"][field.id]["name"], (name, field.id)
+    assert marked == {"cfg", "temperature", "top_k", "top_p", "window", "width", "height", "neighbours", "head_steps",
+                      "iterations", "frames"}
 
 
 def test_every_node_has_a_help_page():
@@ -67,7 +84,7 @@ def test_english_names_are_those_of_the_nodes(nodes):
         expected[name] = {
             "display_name": schema.display_name,
             "description": schema.description,
-            "inputs": {i.id: {"name": i.id, "tooltip": i.tooltip} for i in schema.inputs},
+            "inputs": {i.id: {"name": i.display_name or i.id, "tooltip": i.tooltip} for i in schema.inputs},
         }
         if schema.outputs:
             outputs = enumerate(schema.outputs)
