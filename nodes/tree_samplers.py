@@ -46,8 +46,8 @@ def own_tree(paths: str) -> tuple[Path, ...]:
         return tuple(tuple(int(child) for child in path.split(",")) for path in paths.split(";") if path.strip())
     except ValueError:
         raise ValueError(
-            f"tree_paths is {paths!r}, but must be a list of paths of child indices such as 0; 1; 0,0 (the first child "
-            "of the root, its second child, and the first child of its first child)."
+            f"tree_paths is {paths!r}, which is no list of paths. Write child indices from 0, paths separated by "
+            "semicolons: 0; 1; 0,0 (the root's first child, its second child, and the first child of its first child)."
         ) from None
 
 

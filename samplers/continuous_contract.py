@@ -220,7 +220,7 @@ class Canvas:
                 f"{list(kept.shape)} and {list(tokens.shape)}."
             )
         if kept.all():
-            raise ValueError("The noise mask keeps every token of every image: nothing to generate. Unmask a part.")
+            raise ValueError("The noise mask keeps every token of every image: nothing to generate. Mask a part.")
         if not tokens.to(kept.device)[kept.expand(len(tokens), -1)].isfinite().all():
             raise ValueError("The kept image has values that are not finite. Encode it again.")
 

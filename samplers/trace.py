@@ -301,9 +301,8 @@ def check_predicted(p: Tensor) -> None:
         image, token = flawed[flawed[:, 1].argmin()].tolist()
         raise ValueError(
             f"The model's predictions became NaN or infinite at token {token + 1} of {p.shape[1]} (image {image + 1} "
-            "of the run), so what was drawn from there on means nothing. Its arithmetic overflowed, or its weights are "
-            "damaged. Choose bf16 or fp32 as its dtype in the loader, or lower cfg; if that does not help, fetch the "
-            "model's file again."
+            "of the run): its arithmetic overflowed, or its weights are damaged. Choose bf16 or fp32 as its dtype in "
+            "the loader, or lower cfg; if that does not help, download the model's file again."
         )
 
 

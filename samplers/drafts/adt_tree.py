@@ -107,7 +107,8 @@ class ADTTree(Structure):
         super().check()
         for name, (low, high), most in (("depths", self.depths, 32), ("widths", self.widths, 64)):
             if not 1 <= low <= high <= most:
-                raise ValueError(f"{name} are {low} to {high}, but must be bounds in ascending order from 1 to {most}.")
+                raise ValueError(f"{name} are {low} to {high}, but must rise within 1 to {most}. Set the lower one "
+                                 f"({name[:-1]}_min) to at most the upper one ({name[:-1]}_max).")
         for name, value, low, high in (
             ("nodes", self.nodes, self.depths[1], 1024), ("first depth", self.first[0], 1, 32),
             ("first width", self.first[1], 1, 64),

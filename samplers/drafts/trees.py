@@ -196,11 +196,13 @@ def shape_of(paths: tuple[Path, ...]) -> Shape:
     """The shape of a list of paths. Raises ValueError unless they are a prefix-closed tree of distinct paths."""
     distinct = set(paths)
     if not distinct or len(distinct) < len(paths) or any(not path or min(path) < 0 for path in distinct):
-        raise ValueError("A tree is a list of distinct, non-empty paths of child numbers from 0, such as (0,), (0, 1).")
+        raise ValueError("The tree is not a list of distinct, non-empty paths of child numbers. Count children from 0, "
+                         "as in (0,), (1,), (0, 0).")
     for path in distinct:
         for needed in (path[:-1], (*path[:-1], path[-1] - 1)):
             if needed and needed[-1] >= 0 and needed not in distinct:
-                raise ValueError(f"The tree has {path} but lacks {needed}: parents and earlier siblings must be in it.")
+                raise ValueError(f"The tree has {path} but lacks {needed}. Add it: a tree needs the parents and earlier "
+                                 "siblings of its paths.")
     parents = {path[:-1] for path in distinct}
     levels, above = [], [()]
     for depth in range(1, max(map(len, distinct)) + 1):

@@ -146,8 +146,8 @@ class ContinuousSpeculative(Method):
                              "Set it to -1 for the model's default.")
         pair = [(model.channels, model.group) for model in (self.drafter, request.model)]
         if pair[0] != pair[1]:
-            raise ValueError("The drafter has {} channels and samples {} tokens at once, the model {} and {}. Load a "
-                             "drafter that was trained for this model.".format(*pair[0], *pair[1]))
+            raise ValueError("The drafter has {} channels and samples {} tokens at once, but the model has {} and "
+                             "samples {}. Load a drafter that was trained for it.".format(*pair[0], *pair[1]))
 
     def kappa(self, request: ContinuousRequest) -> float:
         """How much the test widens both Gaussians."""

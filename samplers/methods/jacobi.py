@@ -375,8 +375,8 @@ class SJD(Method):
         self.rule.check()
         if self.reuse == "gumbel" and not self.rule.lossless:
             raise ValueError(
-                f"reuse='gumbel' accepts a guess if it equals the sampled token, so the rule {self.rule.name!r} has no "
-                "ratio to relax. Use the exact rule, or reuse='coupled' (refinement)."
+                f"The same-seed refinement (reuse='gumbel') compares tokens, so the rule {self.rule.name!r} has "
+                "nothing to relax. Use the exact rule, or the coupled refinement (reuse='coupled')."
             )
 
     def width(self, request: Request) -> int:

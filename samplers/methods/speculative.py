@@ -76,7 +76,8 @@ class DraftTree(Method):
             self.skipping.check()
             check_codebook(self.skipping, request.model.codebook)
         if self.structure.block and not isinstance(self.rule, Exact):
-            raise ValueError("Block verification is exact and cannot be relaxed. Verify token by token, or use Exact.")
+            raise ValueError("Block verification is exact and cannot be relaxed. Use a chain without it, or the exact "
+                             "rule.")
 
     def width(self, request: Request) -> int:
         """The root and the tree, and after a skipped round the tokens taken unverified."""

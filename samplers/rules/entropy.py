@@ -44,7 +44,7 @@ class Entropy(AcceptanceRule):
         if self.decay <= math.log(model.vocab):
             raise ValueError(
                 f"decay is {self.decay:g}, but must be above the largest entropy of this model's {model.vocab} codes, "
-                f"{math.log(model.vocab):.3g}."
+                f"{math.log(model.vocab):.3g}. Use a value from there to 128."
             )
         return self
 
