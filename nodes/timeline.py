@@ -32,8 +32,8 @@ def passes_shown(trace: Trace, index: int, count: int, hold: int, height: int, w
         raise ValueError(
             f"{len(shown)} frames of {width} x {height} pixels, with the last held {hold} times, need "
             f"{(len(shown) + hold) * frame / 2**30:.1f} GiB of memory, more than the limit of "
-            f"{MEMORY_LIMIT / 2**30:.0f} GiB or {MEMORY_LIMIT // frame} frames. Lower frames and hold, or use a smaller "
-            "image (Upscale Image By)."
+            f"{MEMORY_LIMIT / 2**30:.0f} GiB or {MEMORY_LIMIT // frame} frames. Lower frames and hold, or use a "
+            "smaller image (Upscale Image By)."
         )
     return shown
 

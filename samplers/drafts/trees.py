@@ -201,8 +201,8 @@ def shape_of(paths: tuple[Path, ...]) -> Shape:
     for path in distinct:
         for needed in (path[:-1], (*path[:-1], path[-1] - 1)):
             if needed and needed[-1] >= 0 and needed not in distinct:
-                raise ValueError(f"The tree has {path} but lacks {needed}. Add it: a tree needs the parents and earlier "
-                                 "siblings of its paths.")
+                raise ValueError(f"The tree has {path} but lacks {needed}. Add it: a tree needs the parents and "
+                                 "earlier siblings of its paths.")
     parents = {path[:-1] for path in distinct}
     levels, above = [], [()]
     for depth in range(1, max(map(len, distinct)) + 1):
