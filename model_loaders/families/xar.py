@@ -93,7 +93,7 @@ class CellModel(ContinuousBase):
         """
         batch, variants, count = query.shape
         if count % CELL:
-            raise ValueError(f"{count} tokens were requested of a model that generates cells of {CELL}. Request whole "
+            raise ValueError(f"This model generates cells of {CELL} tokens; {count} tokens were requested. Request whole "
                              "cells.")
         order, branches = self.order.to(tokens.device), len(state.classes) // batch
         each = variants * count // CELL  # queried cells of an image
