@@ -21,6 +21,8 @@ is a step of speculative decoding whose drafter is the last Jacobi iteration:
 3. next_window   move the window past the committed tokens, and sample first guesses at its end
 
 The lossless modes rest on one invariant: given the guesses before it, guess k is distributed as q_k.
+
+With front drafts (front.py), a pass is fed several guesses for column 0.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from ...kernels.verification import maximal_coupling
 from ..constants import counting, numbers
 from ..contract import ARModel, Method, Request, Result, SamplingParams
 from ..drafts.guesses import INITIAL, Memory, first_guesses
+from ..drafts.trees import Tree
 from ..engine.loop import decode
 from ..engine.memory import run_bytes
 from ..engine.prefill import Start, read_prefix
@@ -50,6 +53,8 @@ from ..rng import Purpose, Stream
 from ..rules.acceptance import EPS, AcceptanceRule, Draft, Exact, accept_or_redraw, check_strength
 from ..settings import check_settings, setting
 from ..trace import Record, Source
+from ..verification.tree import RoundRandom
+from .front import FrontOutcome, fed_mask, front_drafts, verify_front
 
 REUSE = {  # SJD.reuse -> in words, as on the SJD++ Sampler
     "coupled": "coupled", "gumbel": "same seed, same picture", "threshold_paper": "SJD++ reuse (paper)",
@@ -76,7 +81,7 @@ class Window:
 
 @dataclass(frozen=True)
 class JacobiRun:
-    """What all steps of a run share. forcing: does the layout force any token."""
+    """What all steps of a run share. forcing: does the layout force any token; codebook [V, C]: for front drafts."""
 
     method: SJD
     rule: AcceptanceRule  # bound to the model
@@ -87,6 +92,7 @@ class JacobiRun:
     model_state: Any
     memory: Memory
     record: Record
+    codebook: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -117,11 +123,13 @@ class JacobiState:
 class VerifiedWindow:
     """The outcome of a forward pass, [B, W] for the columns that predict ``position``.
 
+    Of column 0 with front drafts: q, ratio, rank of the last one tested, and tv_bound of all.
+
     exists (bool): does the column have a guess; p [B, W, V+]: target probabilities; q, ratio: q_k(x_k) and
     p_k(x_k) / q_k(x_k) of the guess (0 without one); token (int64): the guess where it is ``accepted`` (bool), else the
     token sampled in its place; relaxed (bool): accepted by a relaxed rule only; tv_bound: the drift it adds (both None
     with a lossless rule); count [B]: tokens that each image commits; u, v: uniform numbers for the test and for
-    sampling (None with Gumbel noise).
+    sampling (None with Gumbel noise); rank (int64; None without front drafts).
     """
 
     position: Tensor
@@ -136,6 +144,7 @@ class VerifiedWindow:
     count: Tensor
     u: Tensor | None
     v: Tensor | None
+    rank: Tensor | None = None
 
 
 def verify(run: JacobiRun, state: JacobiState, p: Tensor) -> VerifiedWindow:
@@ -158,9 +167,7 @@ def verify(run: JacobiRun, state: JacobiState, p: Tensor) -> VerifiedWindow:
         if isinstance(rule, Exact):
             token, accepted, q, ratio = coupled(run, window, p, position, exists, u, v)
         else:
-            strength = torch.ones(position.shape, device=p.device)
-            if state.strength is not None:
-                strength = state.strength.expand(batch, -1).gather(1, position.clamp(max=state.layout.length - 1))
+            strength = strength_at(state, position)
             draft = window_draft(run, state, position, exists)
             outcome = accept_or_redraw(rule, p, draft, u, v, strength)
             token, accepted = outcome.token, outcome.accepted
@@ -170,12 +177,17 @@ def verify(run: JacobiRun, state: JacobiState, p: Tensor) -> VerifiedWindow:
     if q is None:
         q = memory.draft_probs.entry(position, window.guess)
         q, ratio = q * exists, at(p, window.guess) / q.clamp(min=EPS) * exists
-    # The number (from 1) of the first column that is not accepted: the accepted guesses and the token after them. The
-    # last column has no guess and is never accepted.
-    last = numbers((columns,), p.device, torch.int64)
-    number = numbers(tuple(range(1, columns + 1)), p.device, torch.int64)
-    count = torch.where(accepted, last, number).amin(-1).minimum(state.layout.length - window.committed)
+    count = committed_count(state, accepted)
     return VerifiedWindow(position, exists, p, q, ratio, token, accepted, relaxed, tv_bound, count, u, v)
+
+
+def committed_count(state: JacobiState, accepted: Tensor) -> Tensor:
+    """Tokens [B] that images commit: their accepted guesses, accepted [B, W] (bool), and the token after them."""
+    columns, device = accepted.shape[1], accepted.device
+    # The number (from 1) of the first column that is not accepted. The last one has no guess and never is.
+    last = numbers((columns,), device, torch.int64)
+    number = numbers(tuple(range(1, columns + 1)), device, torch.int64)
+    return torch.where(accepted, last, number).amin(-1).minimum(state.layout.length - state.committed)
 
 
 def coupled(
@@ -192,6 +204,53 @@ def window_draft(run: JacobiRun, state: JacobiState, position: Tensor, exists: T
     """The guesses of the window, with the q that they were sampled from."""
     depth = position - state.committed[:, None] + 1
     return Draft(state.window.guess, run.memory.draft_probs.at(position) * exists.unsqueeze(-1), depth, exists)
+
+
+def strength_at(state: JacobiState, position: Tensor) -> Tensor:
+    """How far a relaxed rule may go at positions [B, T]."""
+    if state.strength is None:
+        return torch.ones(position.shape, device=position.device)
+    return state.strength.expand(len(position), -1).gather(1, position.clamp(max=state.layout.length - 1))
+
+
+def draft_front(run: JacobiRun, state: JacobiState) -> Tree:
+    """The front drafts of a pass."""
+    window, position = state.window, state.committed[:, None]
+    q = run.memory.draft_probs.at(position)
+    noise = state.stream.gumbel(position, q.shape[-1], Purpose.DRAFT, state.step_index)
+    return front_drafts(window.token[:, :1], window.token[:, 1:2], q, noise, run.method.front)
+
+
+def front_outcome(run: JacobiRun, state: JacobiState, tree: Tree, p: Tensor) -> FrontOutcome:
+    """Test the front drafts against p [B, T, V+] of all tokens fed."""
+    strength = strength_at(state, state.committed[:, None])
+    random = RoundRandom(state.stream, state.step_index, state.committed)
+    return verify_front(run.rule, tree, p, run.width, strength, random, run.codebook)
+
+
+def decided_by_front(state: JacobiState, verified: VerifiedWindow, front: FrontOutcome) -> VerifiedWindow:
+    """The outcome of a window whose column 0 the front drafts decide.
+
+    Where another one than the first is accepted, the image commits it and the token after it: no draft was fed after
+    that.
+    """
+    first = front.verified
+
+    def joined(column: Tensor, others: Tensor) -> Tensor:
+        return torch.cat((column[:, :1], others[:, 1:]), dim=1)
+
+    accepted = joined(first.path > 0, verified.accepted)
+    count = committed_count(state, accepted)
+    count = torch.where(front.slot > 1, count.clamp(max=2), count)
+    relaxed = tv_bound = None
+    if verified.relaxed is not None:
+        relaxed = joined(first.source == Source.RELAXED, verified.relaxed)
+        tv_bound = joined(first.tv_bound, verified.tv_bound)
+    return replace(
+        verified, token=joined(first.token, verified.token), accepted=accepted, q=joined(first.q, verified.q),
+        ratio=joined(first.ratio, verified.ratio), relaxed=relaxed, tv_bound=tv_bound, count=count,
+        rank=joined(first.rank, torch.zeros_like(verified.token)),
+    )
 
 
 def refine(run: JacobiRun, state: JacobiState, verified: VerifiedWindow) -> tuple[Tensor, Tensor]:
@@ -275,11 +334,12 @@ def record_pass(
         source = source.masked_fill(verified.relaxed[:, :most], Source.RELAXED)
     if run.forcing:
         source = source.masked_fill(state.layout.forced_at(position) >= 0, Source.FORCED)
-    tv_bound = {} if verified.tv_bound is None else {"tv_bound": verified.tv_bound[:, :most]}
+    optional = {"tv_bound": verified.tv_bound, "rank": verified.rank}
+    optional = {name: value[:, :most] for name, value in optional.items() if value is not None}
     run.record.write(
         position, committed[:, :most], token, p, finalised_at=state.step_index, source=source,
         depth=numbers((*range(1, columns), 0), device, torch.int64)[:most], q=verified.q[:, :most],
-        ratio=verified.ratio[:, :most], **tv_bound,
+        ratio=verified.ratio[:, :most], **optional,
     )
 
 
@@ -296,16 +356,22 @@ def refinements(fixed: Tensor, width: int) -> Tensor:
     return (fixed - before - 1).clamp(min=0).int()
 
 
-def decide(run: JacobiRun, state: JacobiState, logits: Tensor, unguessed: Source) -> JacobiState:
-    """Verify, record and move the window, from the logits [R, W, V+] of a forward pass."""
-    layout, window = state.layout, state.window
-    forced = None
-    if run.forcing:
-        forced = layout.forced_at(window.committed[:, None] + counting(logits.shape[1], logits.device))
-    verified = verify(run, state, probabilities(logits, run.params, run.model.vocab, forced))
-    columns = verified.p.shape[1]
+def predicted(run: JacobiRun, state: JacobiState, logits: Tensor, position: Tensor) -> Tensor:
+    """The target's probabilities [B, T, V+], from the logits [R, T, V+] after tokens at positions [B, T]."""
+    forced = state.layout.forced_at(position + 1) if run.forcing else None
+    return probabilities(logits, run.params, run.model.vocab, forced)
+
+
+def decide(
+    run: JacobiRun, state: JacobiState, p: Tensor, unguessed: Source, front: FrontOutcome | None = None
+) -> JacobiState:
+    """Verify, record and move the window, from the predictions p [B, W, V+] of a forward pass."""
+    verified = verify(run, state, p)
+    if front is not None:
+        verified = decided_by_front(state, verified, front)
+    columns = p.shape[1]
     most = int(verified.count.max()) if readable(verified.count) else columns
-    committed = counting(columns, logits.device) < verified.count[:, None]
+    committed = counting(columns, p.device) < verified.count[:, None]
     record_pass(run, state, verified, committed, most, unguessed)
     window = next_window(run, state, verified, committed, most)
     return replace(state, window=window, step_index=state.step_index + 1)
@@ -316,11 +382,22 @@ def step(run: JacobiRun, state: JacobiState) -> JacobiState:
 
     Complete images stay as they are.
     """
-    window = state.window
-    offsets = numbers(tuple(range(-1, run.width - 1)), window.token.device, torch.int64)
-    out = run.model.step(run.model_state, window.token[:, :-1], window.committed[:, None] + offsets)
-    after = decide(run, state, out.logits, Source.BONUS)
-    run.model.commit(run.model_state, after.committed - window.committed)
+    window, width, device = state.window, run.width, state.committed.device
+    token, offsets, tree_mask = window.token[:, :-1], tuple(range(-1, width - 1)), None
+    front = path = None
+    if run.method.front > 1:
+        tree = draft_front(run, state)
+        token = torch.cat((token, tree.token[:, 2:]), dim=1)  # the root and the first are in the window
+        offsets += (0,) * (run.method.front - 1)
+        tree_mask = fed_mask(width, run.method.front, device).expand(len(token), -1, -1)
+    position = window.committed[:, None] + numbers(offsets, device, torch.int64)
+    out = run.model.step(run.model_state, token, position, tree_mask)
+    p = predicted(run, state, out.logits, position)
+    if run.method.front > 1:
+        front = front_outcome(run, state, tree, p)
+        p, path = front.window(p, width), front.path(width)
+    after = decide(run, state, p, Source.BONUS, front)
+    run.model.commit(run.model_state, after.committed - window.committed, path)
     return after
 
 
@@ -339,7 +416,7 @@ def begin(
         step_index=torch.zeros((1, 1), dtype=torch.int64, device=device),
         stream=stream, initial=stream.uniform(positions, Purpose.INITIAL), layout=layout, strength=strength,
     )
-    return decide(run, state, start.out.logits[:, -1:], Source.PREFILL)
+    return decide(run, state, predicted(run, state, start.out.logits[:, -1:], first - 1), Source.PREFILL)
 
 
 @dataclass(frozen=True)
@@ -351,6 +428,8 @@ class SJD(Method):
     reuse: one of REUSE, see refine(). "coupled", "gumbel", "threshold_exact" and "resample" sample exactly from the
     model's distribution, "threshold_paper" (SJD++ as printed) does not. initial: one of INITIAL, see first_guesses().
     threshold: SJD++'s tau (> 0). rule: how a guess is verified; its depth is its place in the window, from 1.
+    front: drafts K for the first token of the window (1 to 16, at most V), of which K - 1 are fed besides the window;
+    exact whatever their number (see front.py). More than one with reuse="coupled" only.
     """
 
     window: int | None = None
@@ -358,6 +437,7 @@ class SJD(Method):
     initial: str = setting("mixed", options=INITIAL)
     threshold: float = 0.5
     rule: AcceptanceRule = field(default_factory=Exact)
+    front: int = setting(1, 1, 16)
     name: ClassVar[str] = "sjd"
 
     @property
@@ -373,27 +453,40 @@ class SJD(Method):
         if not self.threshold > 0:
             raise ValueError(f"threshold is {self.threshold}, but must be above 0 (SJD++ uses 0.5).")
         self.rule.check()
+        if self.front > 1 and self.reuse != "coupled":
+            raise ValueError(
+                f"front is {self.front}, but reuse={self.reuse!r} has one draft for every token. Use front=1 "
+                "(front_drafts), or reuse='coupled' (refinement)."
+            )
+        if self.front > request.model.vocab:
+            raise ValueError(f"front is {self.front}, but this model has {request.model.vocab} image tokens.")
         if self.reuse == "gumbel" and not self.rule.lossless:
             raise ValueError(
                 f"reuse='gumbel' accepts a guess if it equals the sampled token, so the rule {self.rule.name!r} has no "
                 "ratio to relax. Use the exact rule, or reuse='coupled' (refinement)."
             )
 
-    def width(self, request: Request) -> int:
+    def columns(self, request: Request) -> int:
+        """W"""
         model = request.model
         dear = model.device.type == "cpu" and model.dtype == torch.float32
         return self.window or min(16 if dear else 32, request.length)
 
+    def width(self, request: Request) -> int:
+        return self.columns(request) + self.front - 1
+
     def describe(self, request: Request) -> dict[str, Any]:
         settings = {
-            "method": self.name, "window": self.width(request), "reuse": self.reuse, "initial": self.initial,
+            "method": self.name, "window": self.columns(request), "reuse": self.reuse, "initial": self.initial,
             "rule": self.rule.describe(), "lossless": self.lossless,
         }
-        return settings | ({"threshold": self.threshold} if self.reuse.startswith("threshold") else {})
+        settings |= {"threshold": self.threshold} if self.reuse.startswith("threshold") else {}
+        return settings | ({"front": self.front} if self.front > 1 else {})
 
     @staticmethod
     def in_words(settings: dict[str, Any]) -> str:
-        return f"SJD, {REUSE[settings['reuse']]}"
+        front = settings.get("front", 1)
+        return f"SJD, {REUSE[settings['reuse']]}" + (f", {front} front drafts" if front > 1 else "")
 
     def session_key(self, request: Request) -> Hashable:
         return session_key(request, self, self.width(request))
@@ -407,15 +500,16 @@ class SJD(Method):
         layout, start_time = request.layout.to(model.device), time.perf_counter()
         rule = self.rule.bind(model)
         strength = check_strength(request.strength, batch, layout.length, model.device)
-        width = self.width(request)
+        columns, width = self.columns(request), self.width(request)
         forcing = layout.forces
+        codebook = model.codebook.to(model.device) if self.front > 1 and model.codebook is not None else None
         with open_session(model, self.session_key(request)) as session:
             model_state = model.start(
                 request.conditioning, request.negative, batch, layout, slack=width, guided=params.guided,
                 into=session.state,
             )
             memory = session.draft_state or Memory.empty(
-                self.reuse, batch, layout.stride, width, model.vocab_total, model.device
+                self.reuse, batch, layout.stride, columns, model.vocab_total, model.device
             )
             mapped(Tensor.zero_, memory)
             session.adopt(model_state, memory)
@@ -424,16 +518,19 @@ class SJD(Method):
             start = read_prefix(model, model_state, layout, batch, callback=request.callback)
             check_finite(start.out)
             params_of_steps = session.params(params, model.device)
-            run = JacobiRun(self, rule, params_of_steps, width, forcing, model, model_state, memory, record)
+            run = JacobiRun(
+                self, rule, params_of_steps, columns, forcing, model, model_state, memory, record, codebook
+            )
             state = begin(run, start, layout, Stream.of(request.seed, batch, model.device), strength)
             step_ms = decode(
-                request, session, model_state, partial(step, run), state, width, start.prefix_length, start_time
+                request, session, model_state, partial(step, run), state, width, start.prefix_length, start_time,
+                past_end=width if self.front > 1 else 0,
             )
             settings = self.describe(request) | {"rule": rule.describe()} | asdict(params)
             trace = record.finish(
                 layout, request.seed, settings, time.perf_counter() - start_time, width=width, milliseconds=step_ms
             )
-            trace.positions["refinements"] = refinements(trace.positions["finalised_at"], width)
+            trace.positions["refinements"] = refinements(trace.positions["finalised_at"], columns)
             return Result(record.image.clone(), trace)
 
 
@@ -448,6 +545,7 @@ class Jacobi(SJD):
     initial: str = setting("repeat", options=INITIAL)
     threshold: float = field(default=0.5, init=False)
     rule: AcceptanceRule = field(default_factory=Exact, init=False)
+    front: int = field(default=1, init=False)
     name: ClassVar[str] = "jacobi"
 
     @staticmethod
