@@ -13,17 +13,18 @@ prefers the path of which most is accepted, and tests samples of a residual as i
 is biased, which tests/unit/test_front.py shows.
 
 A pass is fed the window of W tokens, slots 0 (the root) to W - 1, then the other front drafts, slots W to W + K - 2.
+The first token of the window is that of column 0; where the first ones are settled (settling.py), it is that of the
+first column to be tested.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
-from ...kernels.sampling import row_of
+from ...kernels.sampling import take
 from ..constants import counting, numbers
 from ..drafts.trees import Tree
 from ..rules.acceptance import AcceptanceRule
@@ -50,48 +51,45 @@ def front_drafts(root: Tensor, first: Tensor, q: Tensor, noise: Tensor, count: i
     return Tree(token, parent, depth, rank, exists, probability, 1, count, q, parent[0])
 
 
-@cache  # for good: captured steps keep reading it
-def fed_mask(width: int, count: int, device: torch.device) -> Tensor:
-    """The tree mask [1, T, T] (bool) of a pass: the window is a chain, every other front draft attends to the root."""
-    mask = torch.eye(width + count - 1, dtype=torch.bool)
-    mask[:width, :width] = torch.ones((width, width), dtype=torch.bool).tril()
-    mask[:, 0] = True
-    return mask[None].to(device)
+def fed_mask(width: int, count: int, column: Tensor) -> Tensor:
+    """The tree mask [B, T, T] (bool) of a pass: the window is a chain, and every other front draft attends to the
+    window before the column [B] (int64) that they are drafts for."""
+    slot = counting(width + count - 1, column.device)
+    chain, own = slot <= slot[:, None], slot == slot[:, None]
+    return torch.where(slot[:, None] < width, chain, own | (slot <= column[:, None, None]))
 
 
 @dataclass(frozen=True)
 class FrontOutcome:
-    """What the front drafts decide at column 0: ``verified``, and the slot [B] (int64) after which column 1 is
-    predicted."""
+    """What the front drafts decide: ``verified`` for the ``column`` [B], and the ``slot`` [B] after which the next
+    column is predicted (int64)."""
 
     verified: Verified
+    column: Tensor
     slot: Tensor
 
-    def window(self, p: Tensor, width: int) -> Tensor:
-        """The probabilities [B, W, V+] of the window's columns among those of the tokens fed, p [B, T, V+]."""
-        return torch.cat((p[:, :1], row_of(p, self.slot)[:, None], p[:, 2:width]), dim=1)
-
     def path(self, width: int) -> Tensor:
-        """The slots [B, W] of which the accepted ones stay in the cache."""
+        """The slots [B, W] that predict the window's columns. Those that are accepted stay in the cache."""
         column = counting(width, self.slot.device)
-        return torch.where(column == 1, self.slot[:, None], column)
+        return torch.where(column == self.column[:, None] + 1, self.slot[:, None], column)
 
 
 def verify_front(
-    rule: AcceptanceRule, tree: Tree, p: Tensor, width: int, strength: Tensor, random: RoundRandom,
+    rule: AcceptanceRule, tree: Tree, p: Tensor, width: int, column: Tensor, strength: Tensor, random: RoundRandom,
     codebook: Tensor | None,
 ) -> FrontOutcome:
-    """Test the front drafts against p [B, T, V+], one after the other. strength [B, 1]: see AcceptanceRule.
+    """Test the front drafts of a column [B] against p [B, T, V+], one after the other. strength [B, 1]: see
+    AcceptanceRule.
 
-    Column 1 is predicted after the accepted draft, or else after the one whose code vector is nearest to the token
-    sampled instead; without a codebook [V, C] that is the first. This choice may depend on the tokens of column 0 only:
-    if it looked further, the guesses past them would no longer be samples from their q.
+    The next column is predicted after the accepted draft, or else after the one whose code vector is nearest to the
+    token sampled instead; without a codebook [V, C] that is the first. This choice may depend on tokens up to this
+    column only: if it looked further, the guesses past them would no longer be samples from their q.
     """
-    slots = (0, 1, *range(width, p.shape[1]))
-    rows = p.index_select(1, numbers(slots, p.device, torch.int64))
-    verified = recursive_rejection(rule, tree, rows, strength, random)
+    others = counting(p.shape[1], p.device)[width:].expand(len(p), -1)
+    slots = torch.cat((column[:, None], column[:, None] + 1, others), dim=1)
+    verified = recursive_rejection(rule, tree, take(p, slots), strength, random)
     rank = torch.where(verified.accepted > 0, verified.rank[:, 0], _nearest(tree, verified.token[:, 0], codebook))
-    return FrontOutcome(verified, numbers(slots[1:], p.device, torch.int64)[rank])
+    return FrontOutcome(verified, column, slots.gather(1, rank[:, None] + 1)[:, 0])
 
 
 def _nearest(tree: Tree, token: Tensor, codebook: Tensor | None) -> Tensor:

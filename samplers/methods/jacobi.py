@@ -22,7 +22,8 @@ is a step of speculative decoding whose drafter is the last Jacobi iteration:
 
 The lossless modes rest on one invariant: given the guesses before it, guess k is distributed as q_k.
 
-With front drafts (front.py), a pass is fed several guesses for column 0.
+With front drafts (front.py), a pass is fed several guesses for column 0. With settling (settling.py), guesses that
+hardly change any more are accepted without a test.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.graphs import mapped
-from ...kernels.sampling import at, categorical, perturbed_argmax, readable
+from ...kernels.sampling import at, categorical, perturbed_argmax, readable, take
 from ...kernels.verification import maximal_coupling
 from ..constants import counting, numbers
 from ..contract import ARModel, Method, Request, Result, SamplingParams
@@ -55,6 +56,7 @@ from ..settings import check_settings, setting
 from ..trace import Record, Source
 from ..verification.tree import RoundRandom
 from .front import FrontOutcome, fed_mask, front_drafts, verify_front
+from .settling import moved, settled
 
 REUSE = {  # SJD.reuse -> in words, as on the SJD++ Sampler
     "coupled": "coupled", "gumbel": "same seed, same picture", "threshold_paper": "SJD++ reuse (paper)",
@@ -68,15 +70,23 @@ class Window:
 
     committed [B]: n, tokens decided so far; token [B, W + 1]: the root, which is token n - 1, then the guesses at
     positions n .. n+W-1. The last of them is a placeholder: column W - 1 predicts that position without a guess.
+    settled [B] (int64): the number of guesses, the first ones, that the next pass accepts without a test (None: no
+    settling).
     """
 
     committed: Tensor
     token: Tensor
+    settled: Tensor | None = None
 
     @property
     def guess(self) -> Tensor:
         """[B, W]"""
         return self.token[:, 1:]
+
+    @property
+    def first_tested(self) -> Tensor:
+        """The first column [B] whose guess is tested."""
+        return torch.zeros_like(self.committed) if self.settled is None else self.settled
 
 
 @dataclass(frozen=True)
@@ -123,13 +133,14 @@ class JacobiState:
 class VerifiedWindow:
     """The outcome of a forward pass, [B, W] for the columns that predict ``position``.
 
-    Of column 0 with front drafts: q, ratio, rank of the last one tested, and tv_bound of all.
+    Where front drafts are tested: q, ratio and rank of the last one, tv_bound of all.
 
     exists (bool): does the column have a guess; p [B, W, V+]: target probabilities; q, ratio: q_k(x_k) and
     p_k(x_k) / q_k(x_k) of the guess (0 without one); token (int64): the guess where it is ``accepted`` (bool), else the
     token sampled in its place; relaxed (bool): accepted by a relaxed rule only; tv_bound: the drift it adds (both None
-    with a lossless rule); count [B]: tokens that each image commits; u, v: uniform numbers for the test and for
-    sampling (None with Gumbel noise); rank (int64; None without front drafts).
+    where nothing is relaxed); count [B]: tokens that each image commits; u, v: uniform numbers for the test and for
+    sampling (None with Gumbel noise); rank (int64; None without front drafts); moved: total variation of q_k and p_k
+    (None without settling).
     """
 
     position: Tensor
@@ -145,6 +156,7 @@ class VerifiedWindow:
     u: Tensor | None
     v: Tensor | None
     rank: Tensor | None = None
+    moved: Tensor | None = None
 
 
 def verify(run: JacobiRun, state: JacobiState, p: Tensor) -> VerifiedWindow:
@@ -213,35 +225,54 @@ def strength_at(state: JacobiState, position: Tensor) -> Tensor:
     return state.strength.expand(len(position), -1).gather(1, position.clamp(max=state.layout.length - 1))
 
 
+def with_settled(run: JacobiRun, state: JacobiState, verified: VerifiedWindow) -> VerifiedWindow:
+    """The outcome of a window whose first guesses are settled: they are accepted whatever their test says."""
+    distance = moved(verified.p, run.memory.draft_probs.at(verified.position))
+    certain = counting(distance.shape[1], distance.device) < state.window.settled[:, None]
+    accepted = verified.accepted | certain
+    relaxed, tv_bound = certain & (verified.u >= verified.ratio), distance * certain
+    if verified.relaxed is not None:
+        relaxed = torch.where(certain, relaxed, verified.relaxed)
+        tv_bound = torch.where(certain, tv_bound, verified.tv_bound)
+    return replace(
+        verified, token=torch.where(certain, state.window.guess, verified.token), accepted=accepted, relaxed=relaxed,
+        tv_bound=tv_bound, count=committed_count(state, accepted), moved=distance,
+    )
+
+
 def draft_front(run: JacobiRun, state: JacobiState) -> Tree:
     """The front drafts of a pass."""
-    window, position = state.window, state.committed[:, None]
+    window, column = state.window, state.window.first_tested[:, None]
+    position = window.committed[:, None] + column
     q = run.memory.draft_probs.at(position)
     noise = state.stream.gumbel(position, q.shape[-1], Purpose.DRAFT, state.step_index)
-    return front_drafts(window.token[:, :1], window.token[:, 1:2], q, noise, run.method.front)
+    root, first = (window.token.gather(1, column + i) for i in (0, 1))
+    return front_drafts(root, first, q, noise, run.method.front)
 
 
 def front_outcome(run: JacobiRun, state: JacobiState, tree: Tree, p: Tensor) -> FrontOutcome:
     """Test the front drafts against p [B, T, V+] of all tokens fed."""
-    strength = strength_at(state, state.committed[:, None])
-    random = RoundRandom(state.stream, state.step_index, state.committed)
-    return verify_front(run.rule, tree, p, run.width, strength, random, run.codebook)
+    column = state.window.first_tested
+    position = state.committed + column
+    strength = strength_at(state, position[:, None])
+    random = RoundRandom(state.stream, state.step_index, position)
+    return verify_front(run.rule, tree, p, run.width, column, strength, random, run.codebook)
 
 
-def decided_by_front(state: JacobiState, verified: VerifiedWindow, front: FrontOutcome) -> VerifiedWindow:
-    """The outcome of a window whose column 0 the front drafts decide.
+def with_front(state: JacobiState, verified: VerifiedWindow, front: FrontOutcome) -> VerifiedWindow:
+    """The outcome of a window in which front drafts decide a column.
 
     Where another one than the first is accepted, the image commits it and the token after it: no draft was fed after
     that.
     """
-    first = front.verified
+    first, column = front.verified, counting(verified.p.shape[1], front.column.device) == front.column[:, None]
 
-    def joined(column: Tensor, others: Tensor) -> Tensor:
-        return torch.cat((column[:, :1], others[:, 1:]), dim=1)
+    def joined(decided: Tensor, others: Tensor) -> Tensor:
+        return torch.where(column, decided[:, :1], others)
 
     accepted = joined(first.path > 0, verified.accepted)
     count = committed_count(state, accepted)
-    count = torch.where(front.slot > 1, count.clamp(max=2), count)
+    count = torch.where(front.slot == front.column + 1, count, torch.minimum(count, front.column + 2))
     relaxed = tv_bound = None
     if verified.relaxed is not None:
         relaxed = joined(first.source == Source.RELAXED, verified.relaxed)
@@ -314,7 +345,11 @@ def next_window(
     root = placeholder = window.token[:, :1]
     sequence = torch.cat((root, guess, first, placeholder), dim=1)
     index = verified.count[:, None] + counting(run.width + 1, position.device)
-    return Window(window.committed + verified.count, sequence.gather(1, index))
+    still = None
+    if verified.moved is not None:
+        most = run.method.settle * strength_at(state, position)
+        still = settled(verified.moved, most, verified.exists, verified.count)
+    return Window(window.committed + verified.count, sequence.gather(1, index), still)
 
 
 def record_pass(
@@ -367,8 +402,10 @@ def decide(
 ) -> JacobiState:
     """Verify, record and move the window, from the predictions p [B, W, V+] of a forward pass."""
     verified = verify(run, state, p)
+    if state.window.settled is not None:
+        verified = with_settled(run, state, verified)
     if front is not None:
-        verified = decided_by_front(state, verified, front)
+        verified = with_front(state, verified, front)
     columns = p.shape[1]
     most = int(verified.count.max()) if readable(verified.count) else columns
     committed = counting(columns, p.device) < verified.count[:, None]
@@ -382,20 +419,21 @@ def step(run: JacobiRun, state: JacobiState) -> JacobiState:
 
     Complete images stay as they are.
     """
-    window, width, device = state.window, run.width, state.committed.device
-    token, offsets, tree_mask = window.token[:, :-1], tuple(range(-1, width - 1)), None
-    front = path = None
-    if run.method.front > 1:
-        tree = draft_front(run, state)
-        token = torch.cat((token, tree.token[:, 2:]), dim=1)  # the root and the first are in the window
-        offsets += (0,) * (run.method.front - 1)
-        tree_mask = fed_mask(width, run.method.front, device).expand(len(token), -1, -1)
-    position = window.committed[:, None] + numbers(offsets, device, torch.int64)
+    window, width, count = state.window, run.width, run.method.front
+    offsets = numbers(tuple(range(-1, width - 1)), window.token.device, torch.int64)
+    token, position = window.token[:, :-1], window.committed[:, None] + offsets
+    tree_mask = front = path = None
+    if count > 1:
+        tree, column = draft_front(run, state), window.first_tested
+        token = torch.cat((token, tree.token[:, 2:]), dim=1)  # the first is in the window
+        position = torch.cat((position, (window.committed + column)[:, None].expand(-1, count - 1)), dim=1)
+        tree_mask = fed_mask(width, count, column)
     out = run.model.step(run.model_state, token, position, tree_mask)
     p = predicted(run, state, out.logits, position)
-    if run.method.front > 1:
+    if count > 1:
         front = front_outcome(run, state, tree, p)
-        p, path = front.window(p, width), front.path(width)
+        path = front.path(width)
+        p = take(p, path)
     after = decide(run, state, p, Source.BONUS, front)
     run.model.commit(run.model_state, after.committed - window.committed, path)
     return after
@@ -410,9 +448,10 @@ def begin(
     first = start.committed[:, None]
     if run.memory.noise is not None:
         run.memory.noise.put(first, stream.gumbel(first, run.model.vocab_total))
+    unsettled = torch.zeros_like(start.committed) if run.method.settle > 0 else None
     positions = torch.arange(layout.length + 2 * run.width, device=device).expand(batch, -1)
     state = JacobiState(
-        window=Window(start.committed, torch.zeros_like(first).expand(-1, 2)),
+        window=Window(start.committed, torch.zeros_like(first).expand(-1, 2), unsettled),
         step_index=torch.zeros((1, 1), dtype=torch.int64, device=device),
         stream=stream, initial=stream.uniform(positions, Purpose.INITIAL), layout=layout, strength=strength,
     )
@@ -429,7 +468,8 @@ class SJD(Method):
     model's distribution, "threshold_paper" (SJD++ as printed) does not. initial: one of INITIAL, see first_guesses().
     threshold: SJD++'s tau (> 0). rule: how a guess is verified; its depth is its place in the window, from 1.
     front: drafts K for the first token of the window (1 to 16, at most V), of which K - 1 are fed besides the window;
-    exact whatever their number (see front.py). More than one with reuse="coupled" only.
+    exact whatever their number (see front.py). settle: guesses whose distribution moved by less than this (0 to 1, 0:
+    exact) are accepted without a test (see settling.py). Both are for reuse="coupled" only.
     """
 
     window: int | None = None
@@ -438,11 +478,12 @@ class SJD(Method):
     threshold: float = 0.5
     rule: AcceptanceRule = field(default_factory=Exact)
     front: int = setting(1, 1, 16)
+    settle: float = setting(0.0, 0, 1, exact=0)
     name: ClassVar[str] = "sjd"
 
     @property
     def lossless(self) -> bool:
-        return self.rule.lossless and self.reuse != "threshold_paper"
+        return self.rule.lossless and self.reuse != "threshold_paper" and not self.settle
 
     def check(self, request: Request) -> None:
         request.params.check(request.model.vocab)
@@ -457,6 +498,11 @@ class SJD(Method):
             raise ValueError(
                 f"front is {self.front}, but reuse={self.reuse!r} has one draft for every token. Use front=1 "
                 "(front_drafts), or reuse='coupled' (refinement)."
+            )
+        if self.settle and self.reuse != "coupled":
+            raise ValueError(
+                f"settle is {self.settle}, but reuse={self.reuse!r} does not settle. Use settle=0 (settling), or "
+                "reuse='coupled' (refinement)."
             )
         if self.front > request.model.vocab:
             raise ValueError(f"front is {self.front}, but this model has {request.model.vocab} image tokens.")
@@ -481,7 +527,8 @@ class SJD(Method):
             "rule": self.rule.describe(), "lossless": self.lossless,
         }
         settings |= {"threshold": self.threshold} if self.reuse.startswith("threshold") else {}
-        return settings | ({"front": self.front} if self.front > 1 else {})
+        settings |= {"front": self.front} if self.front > 1 else {}
+        return settings | ({"settle": self.settle} if self.settle else {})
 
     @staticmethod
     def in_words(settings: dict[str, Any]) -> str:
@@ -546,6 +593,7 @@ class Jacobi(SJD):
     threshold: float = field(default=0.5, init=False)
     rule: AcceptanceRule = field(default_factory=Exact, init=False)
     front: int = field(default=1, init=False)
+    settle: float = field(default=0.0, init=False)
     name: ClassVar[str] = "jacobi"
 
     @staticmethod

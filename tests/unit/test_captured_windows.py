@@ -27,7 +27,7 @@ LAYOUTS = {"row": (plain(2, 3), 0), "line_ends": (with_line_ends(2, 2), 2), "kep
 METHODS = [
     NextToken(), *(SJD(3, reuse) for reuse in REUSE), SJD(4, initial="repeat"), SJD(6, "gumbel", "upper"),
     SJD(3, rule=CoolSD(3)), SJD(4, "resample", "left", rule=Lantern(2, 0.6, "paper")), SJD(4, initial="uniform"),
-    SJD(3, front=2), SJD(2, front=3), SJD(4, rule=CoolSD(3), front=3),
+    SJD(3, front=2), SJD(2, front=3), SJD(4, rule=CoolSD(3), front=3), SJD(4, settle=0.3), SJD(5, front=2, settle=0.5),
 ]
 
 
@@ -119,7 +119,8 @@ def test_a_graph_is_not_replayed_for_another_setting(method, changed):
 
 
 @pytest.mark.parametrize("other", [
-    SJD(4), SJD(3, "gumbel"), SJD(3, initial="left"), SJD(3, rule=CoolSD(2)), SJD(3, front=2), NextToken(),
+    SJD(4), SJD(3, "gumbel"), SJD(3, initial="left"), SJD(3, rule=CoolSD(2)), SJD(3, front=2),
+    SJD(3, settle=0.1), NextToken(),
 ], ids=str)
 def test_a_graph_is_not_replayed_for_another_method(other):
     asked = request(ToyModel(plain(2, 3)), plain(2, 3), batch=2)
@@ -205,7 +206,7 @@ def test_a_method_without_guesses_shows_none():
 
 @pytest.mark.parametrize("method", [
     NextToken(), *(SJD(5, reuse) for reuse in REUSE), SJD(7, "gumbel", "repeat"), SJD(5, rule=Lantern(5, 0.3)),
-    SJD(5, front=4),
+    SJD(5, front=4), SJD(5, front=4, settle=0.3),
 ], ids=str)
 def test_prompts_and_seeds_change_within_a_session(model, method):
     prompts = [model.encode_features(caption_features()), model.encode_features(fill("another", (1, 5, CAPTION)))]
@@ -229,7 +230,8 @@ TOYS = {name: ToyModel(layout, specials) for name, (layout, specials) in LAYOUTS
 
 
 @pytest.mark.parametrize(("method", "options", "name"), [
-    (SJD(), {}, "row"), (SJD(front=3), {}, "kept"), (SJD(reuse="gumbel", initial="left"), {"cfg": 1.0}, "kept"),
+    (SJD(), {}, "row"), (SJD(front=3), {}, "kept"), (SJD(front=2, settle=0.3), {}, "line_ends"),
+    (SJD(settle=0.3), {}, "row"), (SJD(reuse="gumbel", initial="left"), {"cfg": 1.0}, "kept"),
     (SJD(reuse="threshold_paper", initial="upper"), {"temperature": 0}, "row"),
     (SJD(reuse="threshold_exact", initial="uniform"), {"top_p": 0.8}, "line_ends"),
     (SJD(reuse="resample", initial="repeat"), {"top_k": 2}, "kept"),

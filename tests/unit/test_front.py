@@ -117,7 +117,7 @@ def longest_path(run, state, tree, p, real=jacobi.front_outcome):
     verified = replace(
         outcome.verified, path=taken[:, None], token=torch.cat((token[:, None], outcome.verified.token[:, 1:]), dim=1))
     slot = torch.where(found, torch.tensor([0, *slots])[taken], outcome.slot)
-    return front.FrontOutcome(verified, slot)
+    return replace(outcome, verified=verified, slot=slot)
 
 
 def slot_by_the_next_draft(run, state, tree, p, real=jacobi.front_outcome):
