@@ -9,8 +9,8 @@ What the target predicts after them is of use as well. After an accepted one it 
 rejection, the prediction after the draft most like the token sampled instead refines the next position.
 
 The idea is "proactive drafting" of SJD-PAC (CVPR 2026, arXiv:2603.18599). Its published code grows several levels,
-prefers the path of which most is accepted, and tests samples of a residual as if they were samples of p; both of that
-is biased, which tests/unit/test_front.py shows.
+prefers the path of which most is accepted, and tests samples of a residual as if they were samples of p. Neither is
+exact; tests/unit/test_front.py shows that of variants like these.
 
 A pass is fed the window of W tokens, slots 0 (the root) to W - 1, then the other front drafts, slots W to W + K - 2.
 The first token of the window is that of column 0; where the first ones are settled (settling.py), it is that of the
@@ -19,7 +19,7 @@ first column to be tested.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,8 +27,10 @@ from torch import Tensor
 from ...kernels.sampling import take
 from ..constants import counting, numbers
 from ..drafts.trees import Tree
-from ..rules.acceptance import AcceptanceRule
+from ..rng import Purpose
+from ..trace import Source
 from ..verification.tree import RoundRandom, Verified, recursive_rejection
+from .window import JacobiRun, JacobiState, VerifiedWindow, committed_count, strength_at
 
 
 def front_drafts(root: Tensor, first: Tensor, q: Tensor, noise: Tensor, count: int) -> Tree:
@@ -74,22 +76,58 @@ class FrontOutcome:
         return torch.where(column == self.column[:, None] + 1, self.slot[:, None], column)
 
 
-def verify_front(
-    rule: AcceptanceRule, tree: Tree, p: Tensor, width: int, column: Tensor, strength: Tensor, random: RoundRandom,
-    codebook: Tensor | None,
-) -> FrontOutcome:
-    """Test the front drafts of a column [B] against p [B, T, V+], one after the other. strength [B, 1]: see
-    AcceptanceRule.
+def draft_front(run: JacobiRun, state: JacobiState) -> Tree:
+    """The front drafts of a pass."""
+    window, column = state.window, state.window.first_tested[:, None]
+    position = window.committed[:, None] + column
+    q = run.memory.draft_probs.at(position)
+    noise = state.stream.gumbel(position, q.shape[-1], Purpose.DRAFT, state.step_index)
+    root, first = (window.token.gather(1, column + i) for i in (0, 1))
+    return front_drafts(root, first, q, noise, run.method.front)
+
+
+def verify_front(run: JacobiRun, state: JacobiState, tree: Tree, p: Tensor) -> FrontOutcome:
+    """Test the front drafts against p [B, T, V+] of all tokens fed, one after the other.
 
     The next column is predicted after the accepted draft, or else after the one whose code vector is nearest to the
-    token sampled instead; without a codebook [V, C] that is the first. This choice may depend on tokens up to this
-    column only: if it looked further, the guesses past them would no longer be samples from their q.
+    token sampled instead; without a codebook that is the first. This choice may depend on tokens up to this column
+    only: if it looked further, the guesses past them would no longer be samples from their q.
     """
-    others = counting(p.shape[1], p.device)[width:].expand(len(p), -1)
+    column = state.window.first_tested
+    position = state.committed + column
+    others = counting(p.shape[1], p.device)[run.width :].expand(len(p), -1)
     slots = torch.cat((column[:, None], column[:, None] + 1, others), dim=1)
-    verified = recursive_rejection(rule, tree, take(p, slots), strength, random)
-    rank = torch.where(verified.accepted > 0, verified.rank[:, 0], _nearest(tree, verified.token[:, 0], codebook))
+    verified = recursive_rejection(
+        run.rule, tree, take(p, slots), strength_at(state, position[:, None]),
+        RoundRandom(state.stream, state.step_index, position),
+    )
+    rank = torch.where(verified.accepted > 0, verified.rank[:, 0], _nearest(tree, verified.token[:, 0], run.codebook))
     return FrontOutcome(verified, column, slots.gather(1, rank[:, None] + 1)[:, 0])
+
+
+def with_front(state: JacobiState, verified: VerifiedWindow, front: FrontOutcome) -> VerifiedWindow:
+    """The outcome of a window in which front drafts decide a column.
+
+    Where another one than the first is accepted, the image commits it and the token after it: no draft was fed after
+    that.
+    """
+    first, column = front.verified, counting(verified.p.shape[1], front.column.device) == front.column[:, None]
+
+    def joined(decided: Tensor, others: Tensor) -> Tensor:
+        return torch.where(column, decided[:, :1], others)
+
+    accepted = joined(first.path > 0, verified.accepted)
+    count = committed_count(state, accepted)
+    count = torch.where(front.slot == front.column + 1, count, torch.minimum(count, front.column + 2))
+    relaxed = tv_bound = None
+    if verified.relaxed is not None:
+        relaxed = joined(first.source == Source.RELAXED, verified.relaxed)
+        tv_bound = joined(first.tv_bound, verified.tv_bound)
+    return replace(
+        verified, token=joined(first.token, verified.token), accepted=accepted, q=joined(first.q, verified.q),
+        ratio=joined(first.ratio, verified.ratio), relaxed=relaxed, tv_bound=tv_bound, count=count,
+        rank=joined(first.rank, torch.zeros_like(verified.token)),
+    )
 
 
 def _nearest(tree: Tree, token: Tensor, codebook: Tensor | None) -> Tensor:

@@ -41,9 +41,8 @@ from ...kernels.graphs import mapped
 from ...kernels.sampling import at, categorical, perturbed_argmax, readable, take
 from ...kernels.verification import maximal_coupling
 from ..constants import counting, numbers
-from ..contract import ARModel, Method, Request, Result, SamplingParams
+from ..contract import Method, Request, Result, SamplingParams
 from ..drafts.guesses import INITIAL, Memory, first_guesses
-from ..drafts.trees import Tree
 from ..engine.loop import decode
 from ..engine.memory import run_bytes
 from ..engine.prefill import Start, read_prefix
@@ -54,109 +53,14 @@ from ..rng import Purpose, Stream
 from ..rules.acceptance import EPS, AcceptanceRule, Draft, Exact, accept_or_redraw, check_strength
 from ..settings import check_settings, setting
 from ..trace import Record, Source
-from ..verification.tree import RoundRandom
-from .front import FrontOutcome, fed_mask, front_drafts, verify_front
-from .settling import moved, settled
+from .front import FrontOutcome, draft_front, fed_mask, verify_front, with_front
+from .settling import settled, with_settled
+from .window import JacobiRun, JacobiState, VerifiedWindow, Window, committed_count, strength_at
 
 REUSE = {  # SJD.reuse -> in words, as on the SJD++ Sampler
     "coupled": "coupled", "gumbel": "same seed, same picture", "threshold_paper": "SJD++ reuse (paper)",
     "threshold_exact": "SJD++ reuse (exact)", "resample": "redraw",
 }
-
-
-@dataclass(frozen=True)
-class Window:
-    """The root and the guesses of a batch, one row per image.
-
-    committed [B]: n, tokens decided so far; token [B, W + 1]: the root, which is token n - 1, then the guesses at
-    positions n .. n+W-1. The last of them is a placeholder: column W - 1 predicts that position without a guess.
-    settled [B] (int64): the number of guesses, the first ones, that the next pass accepts without a test (None: no
-    settling).
-    """
-
-    committed: Tensor
-    token: Tensor
-    settled: Tensor | None = None
-
-    @property
-    def guess(self) -> Tensor:
-        """[B, W]"""
-        return self.token[:, 1:]
-
-    @property
-    def first_tested(self) -> Tensor:
-        """The first column [B] whose guess is tested."""
-        return torch.zeros_like(self.committed) if self.settled is None else self.settled
-
-
-@dataclass(frozen=True)
-class JacobiRun:
-    """What all steps of a run share. forcing: does the layout force any token; codebook [V, C]: for front drafts."""
-
-    method: SJD
-    rule: AcceptanceRule  # bound to the model
-    params: SamplingParams
-    width: int
-    forcing: bool
-    model: ARModel
-    model_state: Any
-    memory: Memory
-    record: Record
-    codebook: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class JacobiState:
-    """The DecodeState of Jacobi decoding.
-
-    step_index [1, 1] (int64): forward passes so far; initial [B, S + 2 W]: uniform numbers for the first guess at every
-    position; strength [1 or B, S]: see Request.
-    """
-
-    window: Window
-    step_index: Tensor
-    stream: Stream
-    initial: Tensor
-    layout: TokenLayout
-    strength: Tensor | None
-
-    @property
-    def committed(self) -> Tensor:
-        return self.window.committed
-
-    @property
-    def draft(self) -> Tensor:
-        return self.window.token[:, 1:-1]
-
-
-@dataclass(frozen=True)
-class VerifiedWindow:
-    """The outcome of a forward pass, [B, W] for the columns that predict ``position``.
-
-    Where front drafts are tested: q, ratio and rank of the last one, tv_bound of all.
-
-    exists (bool): does the column have a guess; p [B, W, V+]: target probabilities; q, ratio: q_k(x_k) and
-    p_k(x_k) / q_k(x_k) of the guess (0 without one); token (int64): the guess where it is ``accepted`` (bool), else the
-    token sampled in its place; relaxed (bool): accepted by a relaxed rule only; tv_bound: the drift it adds (both None
-    where nothing is relaxed); count [B]: tokens that each image commits; u, v: uniform numbers for the test and for
-    sampling (None with Gumbel noise); rank (int64; None without front drafts); moved: total variation of q_k and p_k
-    (None without settling).
-    """
-
-    position: Tensor
-    exists: Tensor
-    p: Tensor
-    q: Tensor
-    ratio: Tensor
-    token: Tensor
-    accepted: Tensor
-    relaxed: Tensor | None
-    tv_bound: Tensor | None
-    count: Tensor
-    u: Tensor | None
-    v: Tensor | None
-    rank: Tensor | None = None
-    moved: Tensor | None = None
 
 
 def verify(run: JacobiRun, state: JacobiState, p: Tensor) -> VerifiedWindow:
@@ -193,15 +97,6 @@ def verify(run: JacobiRun, state: JacobiState, p: Tensor) -> VerifiedWindow:
     return VerifiedWindow(position, exists, p, q, ratio, token, accepted, relaxed, tv_bound, count, u, v)
 
 
-def committed_count(state: JacobiState, accepted: Tensor) -> Tensor:
-    """Tokens [B] that images commit: their accepted guesses, accepted [B, W] (bool), and the token after them."""
-    columns, device = accepted.shape[1], accepted.device
-    # The number (from 1) of the first column that is not accepted. The last one has no guess and never is.
-    last = numbers((columns,), device, torch.int64)
-    number = numbers(tuple(range(1, columns + 1)), device, torch.int64)
-    return torch.where(accepted, last, number).amin(-1).minimum(state.layout.length - state.committed)
-
-
 def coupled(
     run: JacobiRun, window: Window, p: Tensor, position: Tensor, exists: Tensor, u: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -216,72 +111,6 @@ def window_draft(run: JacobiRun, state: JacobiState, position: Tensor, exists: T
     """The guesses of the window, with the q that they were sampled from."""
     depth = position - state.committed[:, None] + 1
     return Draft(state.window.guess, run.memory.draft_probs.at(position) * exists.unsqueeze(-1), depth, exists)
-
-
-def strength_at(state: JacobiState, position: Tensor) -> Tensor:
-    """How far a relaxed rule may go at positions [B, T]."""
-    if state.strength is None:
-        return torch.ones(position.shape, device=position.device)
-    return state.strength.expand(len(position), -1).gather(1, position.clamp(max=state.layout.length - 1))
-
-
-def with_settled(run: JacobiRun, state: JacobiState, verified: VerifiedWindow) -> VerifiedWindow:
-    """The outcome of a window whose first guesses are settled: they are accepted whatever their test says."""
-    distance = moved(verified.p, run.memory.draft_probs.at(verified.position))
-    certain = counting(distance.shape[1], distance.device) < state.window.settled[:, None]
-    accepted = verified.accepted | certain
-    relaxed, tv_bound = certain & (verified.u >= verified.ratio), distance * certain
-    if verified.relaxed is not None:
-        relaxed = torch.where(certain, relaxed, verified.relaxed)
-        tv_bound = torch.where(certain, tv_bound, verified.tv_bound)
-    return replace(
-        verified, token=torch.where(certain, state.window.guess, verified.token), accepted=accepted, relaxed=relaxed,
-        tv_bound=tv_bound, count=committed_count(state, accepted), moved=distance,
-    )
-
-
-def draft_front(run: JacobiRun, state: JacobiState) -> Tree:
-    """The front drafts of a pass."""
-    window, column = state.window, state.window.first_tested[:, None]
-    position = window.committed[:, None] + column
-    q = run.memory.draft_probs.at(position)
-    noise = state.stream.gumbel(position, q.shape[-1], Purpose.DRAFT, state.step_index)
-    root, first = (window.token.gather(1, column + i) for i in (0, 1))
-    return front_drafts(root, first, q, noise, run.method.front)
-
-
-def front_outcome(run: JacobiRun, state: JacobiState, tree: Tree, p: Tensor) -> FrontOutcome:
-    """Test the front drafts against p [B, T, V+] of all tokens fed."""
-    column = state.window.first_tested
-    position = state.committed + column
-    strength = strength_at(state, position[:, None])
-    random = RoundRandom(state.stream, state.step_index, position)
-    return verify_front(run.rule, tree, p, run.width, column, strength, random, run.codebook)
-
-
-def with_front(state: JacobiState, verified: VerifiedWindow, front: FrontOutcome) -> VerifiedWindow:
-    """The outcome of a window in which front drafts decide a column.
-
-    Where another one than the first is accepted, the image commits it and the token after it: no draft was fed after
-    that.
-    """
-    first, column = front.verified, counting(verified.p.shape[1], front.column.device) == front.column[:, None]
-
-    def joined(decided: Tensor, others: Tensor) -> Tensor:
-        return torch.where(column, decided[:, :1], others)
-
-    accepted = joined(first.path > 0, verified.accepted)
-    count = committed_count(state, accepted)
-    count = torch.where(front.slot == front.column + 1, count, torch.minimum(count, front.column + 2))
-    relaxed = tv_bound = None
-    if verified.relaxed is not None:
-        relaxed = joined(first.source == Source.RELAXED, verified.relaxed)
-        tv_bound = joined(first.tv_bound, verified.tv_bound)
-    return replace(
-        verified, token=joined(first.token, verified.token), accepted=accepted, q=joined(first.q, verified.q),
-        ratio=joined(first.ratio, verified.ratio), relaxed=relaxed, tv_bound=tv_bound, count=count,
-        rank=joined(first.rank, torch.zeros_like(verified.token)),
-    )
 
 
 def refine(run: JacobiRun, state: JacobiState, verified: VerifiedWindow) -> tuple[Tensor, Tensor]:
@@ -431,7 +260,7 @@ def step(run: JacobiRun, state: JacobiState) -> JacobiState:
     out = run.model.step(run.model_state, token, position, tree_mask)
     p = predicted(run, state, out.logits, position)
     if count > 1:
-        front = front_outcome(run, state, tree, p)
+        front = verify_front(run, state, tree, p)
         path = front.path(width)
         p = take(p, path)
     after = decide(run, state, p, Source.BONUS, front)

@@ -14,10 +14,13 @@ target's is not bounded.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from ..constants import counting
+from .window import JacobiRun, JacobiState, VerifiedWindow, committed_count
 
 
 def moved(p: Tensor, q: Tensor) -> Tensor:
@@ -33,3 +36,18 @@ def settled(distance: Tensor, most: Tensor, exists: Tensor, count: Tensor) -> Te
     """
     committed = counting(exists.shape[1], exists.device) < count[:, None]
     return (committed | (exists & (distance < most))).long().cumprod(1).sum(1) - count
+
+
+def with_settled(run: JacobiRun, state: JacobiState, verified: VerifiedWindow) -> VerifiedWindow:
+    """The outcome of a window whose first guesses are settled: they are accepted whatever their test says."""
+    distance = moved(verified.p, run.memory.draft_probs.at(verified.position))
+    certain = counting(distance.shape[1], distance.device) < state.window.settled[:, None]
+    accepted = verified.accepted | certain
+    relaxed, tv_bound = certain & (verified.u >= verified.ratio), distance * certain
+    if verified.relaxed is not None:
+        relaxed = torch.where(certain, relaxed, verified.relaxed)
+        tv_bound = torch.where(certain, tv_bound, verified.tv_bound)
+    return replace(
+        verified, token=torch.where(certain, state.window.guess, verified.token), accepted=accepted, relaxed=relaxed,
+        tv_bound=tv_bound, count=committed_count(state, accepted), moved=distance,
+    )
