@@ -33,12 +33,16 @@ class Case:
 
 
 def cases(windows: Sequence[int]) -> list[Case]:
-    """Next-token, then every SJD variant: all reuse modes per window, all initialisations at the first window."""
+    """Next-token, then every SJD variant: all reuse modes, front drafts and settling per window, all initialisations at
+    the first window."""
     sjd = specar.methods.SJD
     listed = [Case("next_token", specar.methods.NextToken())]
     for window in windows:
         for reuse in REUSE:
             listed.append(Case(f"sjd {reuse} w{window}", sjd(window=window, reuse=reuse)))
+        for front in (4, 8):
+            listed.append(Case(f"sjd coupled w{window}, {front} front drafts", sjd(window=window, front=front)))
+        listed.append(Case(f"sjd coupled w{window}, settling 0.05", sjd(window=window, settle=0.05)))
     for initial in INITIAL[1:]:  # the others use the first
         listed.append(Case(f"sjd coupled w{windows[0]} init {initial}", sjd(window=windows[0], initial=initial)))
     return listed

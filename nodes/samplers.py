@@ -164,16 +164,25 @@ class SJDSampler(io.ComfyNode):
                                "predictions save passes; uniform is the simplest choice."),
                 negative_input(),
                 rule_input(),
-            ], "threshold", "initialisation"),
+                io.Int.Input("front_drafts", default=1, min=1, max=16, optional=True,
+                             tooltip="Front drafts: several drafts for the first token of the window instead of one. "
+                             "Fewer passes for a few more tokens in each, and the same distribution. With coupled "
+                             "refinement only. 1 is off; 4 to 8 is sensible."),
+                io.Float.Input("settling", default=0, min=0, max=1, step=0.01, round=0.001, optional=True,
+                               tooltip="Settling: draft tokens past the first rejected one whose distribution moved by "
+                               "less than this in a pass are accepted without a test. Fewer passes for some drift, "
+                               "which the trace bounds. With coupled refinement only. 0 is off (exact); 0.02 to 0.1 "
+                               "is sensible."),
+            ], "threshold", "initialisation", "front_drafts", "settling"),
             outputs=sampler_outputs(),
         )
 
     @classmethod
     def execute(
         cls, window: int, refinement: str, threshold: float, initialisation: str, rule: ChosenRule = EXACT,
-        **inputs: Any,
+        front_drafts: int = 1, settling: float = 0, **inputs: Any,
     ) -> io.NodeOutput:
         reuse = choose("refinement", refinement, REFINEMENTS)
         initial = choose("initialisation", initialisation, INITIAL)
-        method = SJD(window or None, reuse, initial, threshold, rule.rule)
+        method = SJD(window or None, reuse, initial, threshold, rule.rule, front_drafts, settling)
         return sample(method, Inputs(**inputs), where=rule.where)

@@ -44,7 +44,7 @@ def judgement(settings: dict[str, Any]) -> str:
         uniform = skipping["schedule"] == "uniform"
         which = f"one draft in {skipping['interval']}" if uniform else f"drafts alike from {skipping['threshold']:g}"
         return f"VVS: {which} unverified, the others {text}"
-    return text
+    return text + (f", settling below {settings['settle']:g}" if "settle" in settings else "")
 
 
 def _tolerance(settings: dict[str, Any]) -> str:

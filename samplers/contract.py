@@ -249,8 +249,8 @@ class Request:
     """A request to a method: generate ``batch`` images (image i with seed + i) from ``model`` and a prompt.
 
     conditioning, negative: prompts as model.start takes them. strength [1 or B, S] (fp32, 0..1): how far a relaxed
-    acceptance rule may go at each position, 0 is exact. Default: 1. skippable [1 or B, S] (bool): where a schedule may
-    skip verification. Default: everywhere.
+    acceptance rule or settling may go at each position, 0 is exact. Default: 1. skippable [1 or B, S] (bool): where a
+    schedule may skip verification. Default: everywhere.
     """
 
     model: ARModel

@@ -93,8 +93,8 @@ class CellModel(ContinuousBase):
         """
         batch, variants, count = query.shape
         if count % CELL:
-            raise ValueError(f"This model generates cells of {CELL} tokens; {count} tokens were requested. Request whole "
-                             "cells.")
+            raise ValueError(f"This model generates cells of {CELL} tokens; {count} tokens were requested. Request "
+                             "whole cells.")
         order, branches = self.order.to(tokens.device), len(state.classes) // batch
         each = variants * count // CELL  # queried cells of an image
         cells = (self.order.argsort().to(query.device)[query[..., ::CELL]] // CELL).flatten()

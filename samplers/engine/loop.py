@@ -32,13 +32,14 @@ S = TypeVar("S", bound=DecodeState)
 
 def decode(
     request: Request, session: Session, model_state: Any, step: Callable[[S], S], state: S, width: int,
-    prefix_length: Tensor, start_time: float,
+    prefix_length: Tensor, start_time: float, past_end: int = 0,
 ) -> list[float]:
     """Repeat ``step``, which feeds ``width`` tokens past the decided ones, until all images are complete.
 
     state: after the first prediction, that is after the prompt and the first prefix_length [B] (int64, on the CPU)
-    tokens of the image. start_time: perf_counter() at the start of the run. Returns the milliseconds of every forward
-    pass. On a GPU one step more than necessary is launched.
+    tokens of the image. start_time: perf_counter() at the start of the run. past_end: how many slots after those of the
+    image a step needs; a chain needs none, as its tokens there are past the end. Returns the milliseconds of every
+    forward pass. On a GPU one step more than necessary is launched.
     """
     length, model = request.layout.length, request.model
     poll = Poll(model.device, request.batch)
@@ -52,7 +53,7 @@ def decode(
         if int(known.min()) >= length:
             break
         # A step decides at most ``width`` tokens, also a step that is launched but not yet known.
-        longest = min(length, int(known.max()) + (poll.lag + 1) * width)
+        longest = min(length + past_end, int(known.max()) + (poll.lag + 1) * width)
         attention_length = model.set_attention_length(model_state, None if session.graphs.one_shape else longest)
         state = session.launch("step", (attention_length, request.params.switches), step, state)
     times = times[:1] + times[1 + poll.lag :]

@@ -21,6 +21,9 @@ is a step of speculative decoding whose drafter is the last Jacobi iteration:
 3. next_window   move the window past the committed tokens, and sample first guesses at its end
 
 The lossless modes rest on one invariant: given the guesses before it, guess k is distributed as q_k.
+
+With front drafts (front.py), a pass is fed several guesses for column 0. With settling (settling.py), guesses that
+hardly change any more are accepted without a test.
 """
 
 from __future__ import annotations
@@ -35,10 +38,10 @@ import torch
 from torch import Tensor
 
 from ...kernels.graphs import mapped
-from ...kernels.sampling import at, categorical, perturbed_argmax, readable
+from ...kernels.sampling import at, categorical, perturbed_argmax, readable, take
 from ...kernels.verification import maximal_coupling
 from ..constants import counting, numbers
-from ..contract import ARModel, Method, Request, Result, SamplingParams
+from ..contract import Method, Request, Result, SamplingParams
 from ..drafts.guesses import INITIAL, Memory, first_guesses
 from ..engine.loop import decode
 from ..engine.memory import run_bytes
@@ -50,92 +53,14 @@ from ..rng import Purpose, Stream
 from ..rules.acceptance import EPS, AcceptanceRule, Draft, Exact, accept_or_redraw, check_strength
 from ..settings import check_settings, setting
 from ..trace import Record, Source
+from .front import FrontOutcome, draft_front, fed_mask, verify_front, with_front
+from .settling import settled, with_settled
+from .window import JacobiRun, JacobiState, VerifiedWindow, Window, committed_count, strength_at
 
 REUSE = {  # SJD.reuse -> in words, after the options of the SJD++ Sampler
     "coupled": "SJD, coupled", "gumbel": "SJD, same seed", "threshold_paper": "SJD++ reuse (paper)",
     "threshold_exact": "SJD++ reuse (exact)", "resample": "SJD, redraw",
 }
-
-
-@dataclass(frozen=True)
-class Window:
-    """The root and the guesses of a batch, one row per image.
-
-    committed [B]: n, tokens decided so far; token [B, W + 1]: the root, which is token n - 1, then the guesses at
-    positions n .. n+W-1. The last of them is a placeholder: column W - 1 predicts that position without a guess.
-    """
-
-    committed: Tensor
-    token: Tensor
-
-    @property
-    def guess(self) -> Tensor:
-        """[B, W]"""
-        return self.token[:, 1:]
-
-
-@dataclass(frozen=True)
-class JacobiRun:
-    """What all steps of a run share. forcing: does the layout force any token."""
-
-    method: SJD
-    rule: AcceptanceRule  # bound to the model
-    params: SamplingParams
-    width: int
-    forcing: bool
-    model: ARModel
-    model_state: Any
-    memory: Memory
-    record: Record
-
-
-@dataclass(frozen=True)
-class JacobiState:
-    """The DecodeState of Jacobi decoding.
-
-    step_index [1, 1] (int64): forward passes so far; initial [B, S + 2 W]: uniform numbers for the first guess at every
-    position; strength [1 or B, S]: see Request.
-    """
-
-    window: Window
-    step_index: Tensor
-    stream: Stream
-    initial: Tensor
-    layout: TokenLayout
-    strength: Tensor | None
-
-    @property
-    def committed(self) -> Tensor:
-        return self.window.committed
-
-    @property
-    def draft(self) -> Tensor:
-        return self.window.token[:, 1:-1]
-
-
-@dataclass(frozen=True)
-class VerifiedWindow:
-    """The outcome of a forward pass, [B, W] for the columns that predict ``position``.
-
-    exists (bool): does the column have a guess; p [B, W, V+]: target probabilities; q, ratio: q_k(x_k) and
-    p_k(x_k) / q_k(x_k) of the guess (0 without one); token (int64): the guess where it is ``accepted`` (bool), else the
-    token sampled in its place; relaxed (bool): accepted by a relaxed rule only; tv_bound: the drift it adds (both None
-    with a lossless rule); count [B]: tokens that each image commits; u, v: uniform numbers for the test and for
-    sampling (None with Gumbel noise).
-    """
-
-    position: Tensor
-    exists: Tensor
-    p: Tensor
-    q: Tensor
-    ratio: Tensor
-    token: Tensor
-    accepted: Tensor
-    relaxed: Tensor | None
-    tv_bound: Tensor | None
-    count: Tensor
-    u: Tensor | None
-    v: Tensor | None
 
 
 def verify(run: JacobiRun, state: JacobiState, p: Tensor) -> VerifiedWindow:
@@ -158,9 +83,7 @@ def verify(run: JacobiRun, state: JacobiState, p: Tensor) -> VerifiedWindow:
         if isinstance(rule, Exact):
             token, accepted, q, ratio = coupled(run, window, p, position, exists, u, v)
         else:
-            strength = torch.ones(position.shape, device=p.device)
-            if state.strength is not None:
-                strength = state.strength.expand(batch, -1).gather(1, position.clamp(max=state.layout.length - 1))
+            strength = strength_at(state, position)
             draft = window_draft(run, state, position, exists)
             outcome = accept_or_redraw(rule, p, draft, u, v, strength)
             token, accepted = outcome.token, outcome.accepted
@@ -170,11 +93,7 @@ def verify(run: JacobiRun, state: JacobiState, p: Tensor) -> VerifiedWindow:
     if q is None:
         q = memory.draft_probs.entry(position, window.guess)
         q, ratio = q * exists, at(p, window.guess) / q.clamp(min=EPS) * exists
-    # The number (from 1) of the first column that is not accepted: the accepted guesses and the token after them. The
-    # last column has no guess and is never accepted.
-    last = numbers((columns,), p.device, torch.int64)
-    number = numbers(tuple(range(1, columns + 1)), p.device, torch.int64)
-    count = torch.where(accepted, last, number).amin(-1).minimum(state.layout.length - window.committed)
+    count = committed_count(state, accepted)
     return VerifiedWindow(position, exists, p, q, ratio, token, accepted, relaxed, tv_bound, count, u, v)
 
 
@@ -255,7 +174,11 @@ def next_window(
     root = placeholder = window.token[:, :1]
     sequence = torch.cat((root, guess, first, placeholder), dim=1)
     index = verified.count[:, None] + counting(run.width + 1, position.device)
-    return Window(window.committed + verified.count, sequence.gather(1, index))
+    still = None
+    if verified.moved is not None:
+        most = run.method.settle * strength_at(state, position)
+        still = settled(verified.moved, most, verified.exists, verified.count)
+    return Window(window.committed + verified.count, sequence.gather(1, index), still)
 
 
 def record_pass(
@@ -275,11 +198,12 @@ def record_pass(
         source = source.masked_fill(verified.relaxed[:, :most], Source.RELAXED)
     if run.forcing:
         source = source.masked_fill(state.layout.forced_at(position) >= 0, Source.FORCED)
-    tv_bound = {} if verified.tv_bound is None else {"tv_bound": verified.tv_bound[:, :most]}
+    optional = {"tv_bound": verified.tv_bound, "rank": verified.rank}
+    optional = {name: value[:, :most] for name, value in optional.items() if value is not None}
     run.record.write(
         position, committed[:, :most], token, p, finalised_at=state.step_index, source=source,
         depth=numbers((*range(1, columns), 0), device, torch.int64)[:most], q=verified.q[:, :most],
-        ratio=verified.ratio[:, :most], **tv_bound,
+        ratio=verified.ratio[:, :most], **optional,
     )
 
 
@@ -296,16 +220,24 @@ def refinements(fixed: Tensor, width: int) -> Tensor:
     return (fixed - before - 1).clamp(min=0).int()
 
 
-def decide(run: JacobiRun, state: JacobiState, logits: Tensor, unguessed: Source) -> JacobiState:
-    """Verify, record and move the window, from the logits [R, W, V+] of a forward pass."""
-    layout, window = state.layout, state.window
-    forced = None
-    if run.forcing:
-        forced = layout.forced_at(window.committed[:, None] + counting(logits.shape[1], logits.device))
-    verified = verify(run, state, probabilities(logits, run.params, run.model.vocab, forced))
-    columns = verified.p.shape[1]
+def predicted(run: JacobiRun, state: JacobiState, logits: Tensor, position: Tensor) -> Tensor:
+    """The target's probabilities [B, T, V+], from the logits [R, T, V+] after tokens at positions [B, T]."""
+    forced = state.layout.forced_at(position + 1) if run.forcing else None
+    return probabilities(logits, run.params, run.model.vocab, forced)
+
+
+def decide(
+    run: JacobiRun, state: JacobiState, p: Tensor, unguessed: Source, front: FrontOutcome | None = None
+) -> JacobiState:
+    """Verify, record and move the window, from the predictions p [B, W, V+] of a forward pass."""
+    verified = verify(run, state, p)
+    if state.window.settled is not None:
+        verified = with_settled(run, state, verified)
+    if front is not None:
+        verified = with_front(state, verified, front)
+    columns = p.shape[1]
     most = int(verified.count.max()) if readable(verified.count) else columns
-    committed = counting(columns, logits.device) < verified.count[:, None]
+    committed = counting(columns, p.device) < verified.count[:, None]
     record_pass(run, state, verified, committed, most, unguessed)
     window = next_window(run, state, verified, committed, most)
     return replace(state, window=window, step_index=state.step_index + 1)
@@ -316,11 +248,23 @@ def step(run: JacobiRun, state: JacobiState) -> JacobiState:
 
     Complete images stay as they are.
     """
-    window = state.window
-    offsets = numbers(tuple(range(-1, run.width - 1)), window.token.device, torch.int64)
-    out = run.model.step(run.model_state, window.token[:, :-1], window.committed[:, None] + offsets)
-    after = decide(run, state, out.logits, Source.BONUS)
-    run.model.commit(run.model_state, after.committed - window.committed)
+    window, width, count = state.window, run.width, run.method.front
+    offsets = numbers(tuple(range(-1, width - 1)), window.token.device, torch.int64)
+    token, position = window.token[:, :-1], window.committed[:, None] + offsets
+    tree_mask = front = path = None
+    if count > 1:
+        tree, column = draft_front(run, state), window.first_tested
+        token = torch.cat((token, tree.token[:, 2:]), dim=1)  # the first is in the window
+        position = torch.cat((position, (window.committed + column)[:, None].expand(-1, count - 1)), dim=1)
+        tree_mask = fed_mask(width, count, column)
+    out = run.model.step(run.model_state, token, position, tree_mask)
+    p = predicted(run, state, out.logits, position)
+    if count > 1:
+        front = verify_front(run, state, tree, p)
+        path = front.path(width)
+        p = take(p, path)
+    after = decide(run, state, p, Source.BONUS, front)
+    run.model.commit(run.model_state, after.committed - window.committed, path)
     return after
 
 
@@ -333,13 +277,14 @@ def begin(
     first = start.committed[:, None]
     if run.memory.noise is not None:
         run.memory.noise.put(first, stream.gumbel(first, run.model.vocab_total))
+    unsettled = torch.zeros_like(start.committed) if run.method.settle > 0 else None
     positions = torch.arange(layout.length + 2 * run.width, device=device).expand(batch, -1)
     state = JacobiState(
-        window=Window(start.committed, torch.zeros_like(first).expand(-1, 2)),
+        window=Window(start.committed, torch.zeros_like(first).expand(-1, 2), unsettled),
         step_index=torch.zeros((1, 1), dtype=torch.int64, device=device),
         stream=stream, initial=stream.uniform(positions, Purpose.INITIAL), layout=layout, strength=strength,
     )
-    return decide(run, state, start.out.logits[:, -1:], Source.PREFILL)
+    return decide(run, state, predicted(run, state, start.out.logits[:, -1:], first - 1), Source.PREFILL)
 
 
 @dataclass(frozen=True)
@@ -351,6 +296,9 @@ class SJD(Method):
     reuse: one of REUSE, see refine(). "coupled", "gumbel", "threshold_exact" and "resample" sample exactly from the
     model's distribution, "threshold_paper" (SJD++ as printed) does not. initial: one of INITIAL, see first_guesses().
     threshold: SJD++'s tau (> 0). rule: how a guess is verified; its depth is its place in the window, from 1.
+    front: drafts K for the first token of the window (1 to 16, at most V), of which K - 1 are fed besides the window;
+    exact whatever their number (see front.py). settle: guesses whose distribution moved by less than this (0 to 1, 0:
+    exact) are accepted without a test (see settling.py). Both are for reuse="coupled" only.
     """
 
     window: int | None = None
@@ -358,11 +306,13 @@ class SJD(Method):
     initial: str = setting("mixed", options=INITIAL)
     threshold: float = 0.5
     rule: AcceptanceRule = field(default_factory=Exact)
+    front: int = setting(1, 1, 16)
+    settle: float = setting(0.0, 0, 1, exact=0)
     name: ClassVar[str] = "sjd"
 
     @property
     def lossless(self) -> bool:
-        return self.rule.lossless and self.reuse != "threshold_paper"
+        return self.rule.lossless and self.reuse != "threshold_paper" and not self.settle
 
     def check(self, request: Request) -> None:
         request.params.check(request.model.vocab)
@@ -373,27 +323,46 @@ class SJD(Method):
         if not self.threshold > 0:
             raise ValueError(f"threshold is {self.threshold}, but must be above 0 (SJD++ uses 0.5).")
         self.rule.check()
+        if self.front > 1 and self.reuse != "coupled":
+            raise ValueError(
+                f"front is {self.front}, but reuse={self.reuse!r} has one draft for every token. Use front=1 "
+                "(front_drafts), or reuse='coupled' (refinement)."
+            )
+        if self.settle and self.reuse != "coupled":
+            raise ValueError(
+                f"settle is {self.settle}, but reuse={self.reuse!r} does not settle. Use settle=0 (settling), or "
+                "reuse='coupled' (refinement)."
+            )
+        if self.front > request.model.vocab:
+            raise ValueError(f"front is {self.front}, but this model has {request.model.vocab} image tokens.")
         if self.reuse == "gumbel" and not self.rule.lossless:
             raise ValueError(
                 f"The same-seed refinement (reuse='gumbel') compares tokens, so the rule {self.rule.name!r} has "
                 "nothing to relax. Use the exact rule, or the coupled refinement (reuse='coupled')."
             )
 
-    def width(self, request: Request) -> int:
+    def columns(self, request: Request) -> int:
+        """W"""
         model = request.model
         dear = model.device.type == "cpu" and model.dtype == torch.float32
         return self.window or min(16 if dear else 32, request.length)
 
+    def width(self, request: Request) -> int:
+        return self.columns(request) + self.front - 1
+
     def describe(self, request: Request) -> dict[str, Any]:
         settings = {
-            "method": self.name, "window": self.width(request), "reuse": self.reuse, "initial": self.initial,
+            "method": self.name, "window": self.columns(request), "reuse": self.reuse, "initial": self.initial,
             "rule": self.rule.describe(), "lossless": self.lossless,
         }
-        return settings | ({"threshold": self.threshold} if self.reuse.startswith("threshold") else {})
+        settings |= {"threshold": self.threshold} if self.reuse.startswith("threshold") else {}
+        settings |= {"front": self.front} if self.front > 1 else {}
+        return settings | ({"settle": self.settle} if self.settle else {})
 
     @staticmethod
     def in_words(settings: dict[str, Any]) -> str:
-        return f"{REUSE[settings['reuse']]}, window {settings['window']}"
+        more = f", {settings['front']} front drafts" if "front" in settings else ""
+        return f"{REUSE[settings['reuse']]}, window {settings['window']}{more}"
 
     def session_key(self, request: Request) -> Hashable:
         return session_key(request, self, self.width(request))
@@ -407,15 +376,16 @@ class SJD(Method):
         layout, start_time = request.layout.to(model.device), time.perf_counter()
         rule = self.rule.bind(model)
         strength = check_strength(request.strength, batch, layout.length, model.device)
-        width = self.width(request)
+        columns, width = self.columns(request), self.width(request)
         forcing = layout.forces
+        codebook = model.codebook.to(model.device) if self.front > 1 and model.codebook is not None else None
         with open_session(self, request) as session:
             model_state = model.start(
                 request.conditioning, request.negative, batch, layout, slack=width, guided=params.guided,
                 into=session.state,
             )
             memory = session.draft_state or Memory.empty(
-                self.reuse, batch, layout.stride, width, model.vocab_total, model.device
+                self.reuse, batch, layout.stride, columns, model.vocab_total, model.device
             )
             mapped(Tensor.zero_, memory)
             session.adopt(model_state, memory)
@@ -424,16 +394,19 @@ class SJD(Method):
             start = read_prefix(model, model_state, layout, batch, callback=request.callback)
             check_finite(start.out)
             params_of_steps = session.params(params, model.device)
-            run = JacobiRun(self, rule, params_of_steps, width, forcing, model, model_state, memory, record)
+            run = JacobiRun(
+                self, rule, params_of_steps, columns, forcing, model, model_state, memory, record, codebook
+            )
             state = begin(run, start, layout, Stream.of(request.seed, batch, model.device), strength)
             step_ms = decode(
-                request, session, model_state, partial(step, run), state, width, start.prefix_length, start_time
+                request, session, model_state, partial(step, run), state, width, start.prefix_length, start_time,
+                past_end=width if self.front > 1 else 0,
             )
             settings = self.describe(request) | {"rule": rule.describe()} | asdict(params)
             trace = record.finish(
                 layout, request.seed, settings, time.perf_counter() - start_time, width=width, milliseconds=step_ms
             )
-            trace.positions["refinements"] = refinements(trace.positions["finalised_at"], width)
+            trace.positions["refinements"] = refinements(trace.positions["finalised_at"], columns)
             return Result(record.image.clone(), trace)
 
 
@@ -448,6 +421,8 @@ class Jacobi(SJD):
     initial: str = setting("repeat", options=INITIAL)
     threshold: float = field(default=0.5, init=False)
     rule: AcceptanceRule = field(default_factory=Exact, init=False)
+    front: int = field(default=1, init=False)
+    settle: float = field(default=0.0, init=False)
     name: ClassVar[str] = "jacobi"
 
     @staticmethod

@@ -82,12 +82,17 @@ def preset(name: str, *structure: Any, **settings: Any) -> tuple[str, Make]:
     return name, lambda subject: getattr(api.methods, name)(subject.drafters["eagle"], *structure, **settings)
 
 
+FRONT = {"front 4": api.methods.SJD(6, front=4), "front 3, lantern": api.methods.SJD(6, rule=RULES["lantern"], front=3)}
+SETTLING = {
+    "settle 0.1": api.methods.SJD(6, settle=0.1), "front 4, settle 0.1": api.methods.SJD(6, front=4, settle=0.1),
+}
 WINDOWS = dict([
     plain("next token", api.methods.NextToken()), plain("jacobi", api.methods.Jacobi(6)),
     *(plain(f"sjd {reuse}, {initial}", api.methods.SJD(6, reuse, initial))
       for reuse, initial in product(REUSE, GUESSES)),
     *(plain(f"sjd {reuse}, {name}", api.methods.SJD(6, reuse, rule=rule))
       for reuse in REUSE if reuse != "gumbel" for name, rule in RULES.items() if name != "exact"),
+    *(plain(f"sjd {name}", method) for name, method in (FRONT | SETTLING).items()),
 ])
 PRESETS = dict([
     preset("Lantern", STRUCTURES["dynamic"], neighbours=5), preset("LanternPP", STRUCTURES["static"], neighbours=5),

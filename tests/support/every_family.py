@@ -31,6 +31,8 @@ METHODS = {
     "next token": lambda d: NextToken(),
     "jacobi": lambda d: Jacobi(window=6),
     **{f"sjd {reuse}": lambda d, reuse=reuse: SJD(window=7, reuse=reuse) for reuse in REUSE},
+    "sjd front": lambda d: SJD(window=7, front=4),
+    "sjd settle": lambda d: SJD(window=7, front=2, settle=0.2),
     "sjd lantern": lambda d: SJD(window=7, rule=Lantern(neighbours=5)),
     "chain": lambda d: DraftTree(d.small, Chain(3)),
     "blocks": lambda d: DraftTree(d.eagle, Chain(3, "block")),

@@ -17,10 +17,11 @@ def begun(method, model, params, prompt, strength=None, layout=None):
     """Run and state of a batch of two after the prompt's own prediction, on the model's device."""
     layout, forcing = (layout or model.layout()).to(model.device), (layout or model.layout()).forces
     method = replace(method, rule=method.rule.bind(model))
-    state = model.start(prompt, None, 2, layout, slack=SIZE, guided=params.cfg != 1)
+    state = model.start(prompt, None, 2, layout, slack=SIZE + method.front - 1, guided=params.cfg != 1)
     memory = jacobi.Memory.empty(method.reuse, 2, layout.stride, SIZE, model.vocab_total, model.device)
     record = Record.empty(layout.length, 2, model.device, round_fields=())
-    run = jacobi.JacobiRun(method, method.rule, params, SIZE, forcing, model, state, memory, record)
+    codebook = None if model.codebook is None else model.codebook.to(model.device)
+    run = jacobi.JacobiRun(method, method.rule, params, SIZE, forcing, model, state, memory, record, codebook)
     nothing = torch.zeros((2, layout.length + 1), dtype=torch.int64, device=model.device)
     start = Start(nothing[:, 0], nothing, state.prefill)
     return run, jacobi.begin(run, start, layout, Stream.of(3, 2, model.device), strength)

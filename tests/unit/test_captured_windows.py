@@ -27,6 +27,7 @@ LAYOUTS = {"row": (plain(2, 3), 0), "line_ends": (with_line_ends(2, 2), 2), "kep
 METHODS = [
     NextToken(), *(SJD(3, reuse) for reuse in REUSE), SJD(4, initial="repeat"), SJD(6, "gumbel", "upper"),
     SJD(3, rule=CoolSD(3)), SJD(4, "resample", "left", rule=Lantern(2, 0.6, "paper")), SJD(4, initial="uniform"),
+    SJD(3, front=2), SJD(2, front=3), SJD(4, rule=CoolSD(3), front=3), SJD(4, settle=0.3), SJD(5, front=2, settle=0.5),
 ]
 
 
@@ -73,7 +74,7 @@ def test_strength_and_kept_tokens_are_inputs_of_a_graph():
 MOVED = [{"cfg": 2.5}, {"temperature": 0.5}, {"top_k": 1}, {"top_p": 0.6}]
 
 
-@pytest.mark.parametrize("method", [NextToken(), SJD(3), SJD(3, "gumbel")], ids=str)
+@pytest.mark.parametrize("method", [NextToken(), SJD(3), SJD(3, "gumbel"), SJD(3, front=2)], ids=str)
 def test_moved_sliders_need_no_other_graph(method):
     base = SamplingParams(1.5, 1.2, 2, 0.9)
     settings = [base, *(replace(base, **moved) for moved in MOVED)]
@@ -118,7 +119,8 @@ def test_a_graph_is_not_replayed_for_another_setting(method, changed):
 
 
 @pytest.mark.parametrize("other", [
-    SJD(4), SJD(3, "gumbel"), SJD(3, initial="left"), SJD(3, rule=CoolSD(2)), NextToken(),
+    SJD(4), SJD(3, "gumbel"), SJD(3, initial="left"), SJD(3, rule=CoolSD(2)), SJD(3, front=2),
+    SJD(3, settle=0.1), NextToken(),
 ], ids=str)
 def test_a_graph_is_not_replayed_for_another_method(other):
     asked = request(ToyModel(plain(2, 3)), plain(2, 3), batch=2)
@@ -140,8 +142,9 @@ def test_a_result_stays_when_its_session_goes_on():
         assert_same_run(first, method.sample(asked))
 
 
-@pytest.mark.parametrize("method", [NextToken(), *(SJD(4, reuse) for reuse in REUSE if reuse != "threshold_paper")],
-                         ids=str)
+@pytest.mark.parametrize("method", [
+    NextToken(), *(SJD(4, reuse) for reuse in REUSE if reuse != "threshold_paper"), SJD(4, front=3),
+], ids=str)
 def test_the_captured_path_samples_from_the_distribution(method):
     for layout, specials in LAYOUTS.values():
         model = ToyModel(layout, specials)
@@ -203,6 +206,7 @@ def test_a_method_without_guesses_shows_none():
 
 @pytest.mark.parametrize("method", [
     NextToken(), *(SJD(5, reuse) for reuse in REUSE), SJD(7, "gumbel", "repeat"), SJD(5, rule=Lantern(5, 0.3)),
+    SJD(5, front=4), SJD(5, front=4, settle=0.3),
 ], ids=str)
 def test_prompts_and_seeds_change_within_a_session(model, method):
     prompts = [model.encode_features(caption_features()), model.encode_features(fill("another", (1, 5, CAPTION)))]
@@ -226,7 +230,8 @@ TOYS = {name: ToyModel(layout, specials) for name, (layout, specials) in LAYOUTS
 
 
 @pytest.mark.parametrize(("method", "options", "name"), [
-    (SJD(), {}, "row"), (SJD(reuse="gumbel", initial="left"), {"cfg": 1.0}, "kept"),
+    (SJD(), {}, "row"), (SJD(front=3), {}, "kept"), (SJD(front=2, settle=0.3), {}, "line_ends"),
+    (SJD(settle=0.3), {}, "row"), (SJD(reuse="gumbel", initial="left"), {"cfg": 1.0}, "kept"),
     (SJD(reuse="threshold_paper", initial="upper"), {"temperature": 0}, "row"),
     (SJD(reuse="threshold_exact", initial="uniform"), {"top_p": 0.8}, "line_ends"),
     (SJD(reuse="resample", initial="repeat"), {"top_k": 2}, "kept"),

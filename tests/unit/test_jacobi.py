@@ -22,7 +22,8 @@ from ..support.toy import VOCAB as TOY_VOCAB
 from ..support.toy import ToyModel, plain, request
 from ..support.windows import SIZE, begun, three_passes
 
-METHODS = [NextToken(), *(SJD(window=5, reuse=reuse) for reuse in REUSE)]
+METHODS = [NextToken(), *(SJD(window=5, reuse=reuse) for reuse in REUSE), SJD(window=5, front=3),
+           SJD(window=5, settle=0.3)]
 
 
 @pytest.fixture(scope="module")
@@ -250,15 +251,17 @@ def test_refinements_of_a_hand_made_run():
     assert jacobi.refinements(fixed, 3).tolist() == [[0, 0, 0, 1, 1, 1], [0] * 6]
 
 
-@pytest.mark.parametrize(("reuse", "initial"), [*((reuse, "mixed") for reuse in REUSE), ("coupled", "repeat")])
-def test_a_step_reads_nothing_on_the_host(models, reuse, initial):
+@pytest.mark.parametrize("method", [
+    *(SJD(reuse=reuse) for reuse in REUSE), SJD(initial="repeat"), SJD(front=4), SJD(settle=0.1),
+    SJD(front=4, settle=0.1),
+], ids=str)
+def test_a_step_reads_nothing_on_the_host(models, method):
     """On the meta device there is no data to read: whatever would wait for the GPU raises."""
     model = copy.deepcopy(models[True]).to("meta")
     model.device = torch.device("meta")
     with torch.inference_mode():
         run, state = begun(
-            SJD(reuse=reuse, initial=initial), model, SamplingParams(cfg=2, top_k=9, top_p=0.9),
-            model.encode_features(caption_features()),
+            method, model, SamplingParams(cfg=2, top_k=9, top_p=0.9), model.encode_features(caption_features()),
         )
         run, state = three_passes(jacobi.step, run, state)
     shapes = [(2,), (2, SIZE + 1), (2, 16), (2, 17, len(POSITION_FIELDS))]

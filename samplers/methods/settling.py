@@ -1,0 +1,53 @@
+"""Settling: guesses of a Jacobi window that hardly change any more are accepted without a test.
+
+A pass of Jacobi decoding commits no guess past the first rejection, although there may be some for which the target
+predicts nearly the same in every pass. With settling, the next pass accepts the guesses past the committed tokens, one
+after the other, as long as their distribution has moved by less than ``settle``: the total variation of q_k and p_k.
+
+What this adds to the drift is known. A token sampled from q is accepted for certain, which is an acceptance rule with
+f = 1 (rules/acceptance.py), so the drift bound grows by the total variation of q and the p of the pass that accepts it.
+What settles depends on distributions alone, not on the guesses, which so remain samples from their q.
+
+Other methods commit guesses past a rejection after a number of passes; how far their distributions then are from the
+target's is not bounded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..constants import counting
+from .window import JacobiRun, JacobiState, VerifiedWindow, committed_count
+
+
+def moved(p: Tensor, q: Tensor) -> Tensor:
+    """Total variation [...] of distributions p and q [..., V+]."""
+    return (1 - torch.minimum(p, q).sum(-1)).clamp(min=0)
+
+
+def settled(distance: Tensor, most: Tensor, exists: Tensor, count: Tensor) -> Tensor:
+    """How many guesses [B] (int64) past the ``count`` [B] committed ones settle.
+
+    [B, W]: ``distance``, how far the distribution of each guess moved in this pass; ``most``, a limit to that; exists
+    (bool), is there a guess.
+    """
+    committed = counting(exists.shape[1], exists.device) < count[:, None]
+    return (committed | (exists & (distance < most))).long().cumprod(1).sum(1) - count
+
+
+def with_settled(run: JacobiRun, state: JacobiState, verified: VerifiedWindow) -> VerifiedWindow:
+    """The outcome of a window whose first guesses are settled: they are accepted whatever their test says."""
+    distance = moved(verified.p, run.memory.draft_probs.at(verified.position))
+    certain = counting(distance.shape[1], distance.device) < state.window.settled[:, None]
+    accepted = verified.accepted | certain
+    relaxed, tv_bound = certain & (verified.u >= verified.ratio), distance * certain
+    if verified.relaxed is not None:
+        relaxed = torch.where(certain, relaxed, verified.relaxed)
+        tv_bound = torch.where(certain, tv_bound, verified.tv_bound)
+    return replace(
+        verified, token=torch.where(certain, state.window.guess, verified.token), accepted=accepted, relaxed=relaxed,
+        tv_bound=tv_bound, count=committed_count(state, accepted), moved=distance,
+    )

@@ -1,0 +1,170 @@
+"""Settling: guesses that hardly change are accepted without a test; images drift no further than the trace tells.
+
+As in test_exact_distributions, every image of a toy model is enumerated, and one large batch is many single runs.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from comfyui_specar import api
+from comfyui_specar.kernels.sampling import at
+from comfyui_specar.reports.run_report import judgement
+from comfyui_specar.samplers.contract import SamplingParams
+from comfyui_specar.samplers.methods import jacobi, settling
+from comfyui_specar.samplers.methods.jacobi import REUSE, SJD
+from comfyui_specar.samplers.rules.tv_budget import TVMetered
+from comfyui_specar.samplers.trace import Source
+
+from ..support.closeness import fp64
+from ..support.tiny import VOCAB as TINY_VOCAB
+from ..support.tiny import caption_features, fill, llamagen
+from ..support.toy import ToyModel, chi_square, plain, request, with_kept_tokens, with_line_ends
+
+RUNS = 16_000
+MANY = 160_000  # chance explains little then
+LAYOUTS = {
+    "row": (plain(2, 3), 0),
+    "line_ends": (with_line_ends(2, 2), 2),
+    "kept": (with_kept_tokens(2, 3), 0),
+}
+MODELS = {name: ToyModel(layout, specials) for name, (layout, specials) in LAYOUTS.items()}
+EXACT = SJD(window=5, initial="uniform")
+METHODS = [
+    *(replace(EXACT, settle=most) for most in (0.1, 0.3, 1.0)), replace(EXACT, settle=0.3, front=2),
+    replace(EXACT, settle=1.0, front=3), replace(EXACT, settle=0.3, rule=TVMetered(0.1)),
+    replace(EXACT, settle=0.3, rule=TVMetered(0.1), front=2),
+]
+
+
+def draw(method, name="row", seed=0, batch=RUNS, model=None, **more):
+    asked = request(model or MODELS[name], LAYOUTS[name][0], None, seed, batch)
+    return method.sample(replace(asked, **more))
+
+
+@cache
+def many(method, name="row", runs=RUNS):
+    """That many images, sampled once for all tests."""
+    return draw(method, name, batch=runs)
+
+
+def drift(decoded, name="row"):
+    """How far the images are from the model's distribution (z, tv), the drift bound, and what chance explains."""
+    distribution = MODELS[name].distribution(LAYOUTS[name][0], SamplingParams())
+    bounds, runs = decoded.trace.positions["tv_bound"].sum(-1), len(decoded.tokens)
+    chance = chi_square(many(EXACT, name, runs).tokens, distribution).tv + 4 * float(bounds.std()) / runs**0.5
+    return chi_square(decoded.tokens, distribution), float(bounds.mean()), chance
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_images_drift_no_further_than_the_recorded_tv_bound(method, name):
+    found, bound, chance = drift(many(method, name), name)
+    assert bound > 0.002 and found.tv <= bound + chance, (found, bound, chance)
+    trace, exact = many(method, name).trace, many(replace(method, settle=0.0), name).trace
+    assert sum(trace.totals["passes_per_image"]) <= sum(exact.totals["passes_per_image"])
+    assert trace.settings["lossless"] is False and (trace.positions["source"] == Source.RELAXED).any()
+    forced = LAYOUTS[name][0].forced.expand(RUNS, -1)
+    assert torch.equal(many(method, name).tokens[forced >= 0], forced[forced >= 0])
+    assert not trace.positions["tv_bound"][forced >= 0].any()
+
+
+def test_settling_does_drift():
+    """The bound above is not met by doing nothing: the exact test, which SJD passes, fails."""
+    assert drift(many(replace(EXACT, settle=1.0)))[0].z > 20 and drift(many(EXACT))[0].z < 4
+
+
+def test_the_more_settles_the_fewer_passes_and_the_more_drift():
+    traces = [many(replace(EXACT, settle=most)).trace for most in (0.0, 0.1, 0.3, 1.0)]
+    passes = [sum(trace.totals["passes_per_image"]) for trace in traces]
+    bounds = [trace.tv_bound for trace in traces]
+    assert passes == sorted(passes, reverse=True) and len(set(passes)) == 4
+    assert bounds == sorted(bounds) and len(set(bounds)) == 4
+
+
+def test_settling_by_the_guess_itself_breaks_the_bound(monkeypatch):
+    """What settles must not depend on the guess: it would no longer be a sample from q. Here only the last id does."""
+    def by_the_guess(*given, real=jacobi.next_window):
+        window = real(*given)
+        return replace(window, settled=window.settled.minimum((window.guess == 2).long().cumprod(1).sum(1)))
+
+    method = replace(EXACT, settle=0.3)
+    found, bound, chance = drift(many(method, "kept", MANY), "kept")
+    assert found.tv <= bound + chance
+    monkeypatch.setattr(jacobi, "next_window", by_the_guess)
+    found, bound, chance = drift(draw(method, "kept", batch=MANY), "kept")
+    assert found.tv > 1.2 * (bound + chance), (found, bound, chance)
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m.rule == EXACT.rule], ids=str)
+def test_as_many_tokens_are_relaxed_as_the_tv_bounds_sum_up_to(method):
+    """The chance that the exact rule rejects a sample from q is the total variation of p and q."""
+    positions = many(method).trace.positions
+    difference = (positions["source"] == Source.RELAXED).sum(-1).float() - positions["tv_bound"].sum(-1)
+    assert abs(difference.mean()) < 4 * difference.std() / RUNS**0.5
+
+
+@pytest.mark.parametrize("front", [1, 2])
+def test_strength_zero_is_exact_and_strength_is_per_position(front):
+    exact, method = replace(EXACT, front=front), replace(EXACT, settle=1.0, front=front)
+    none = draw(method, batch=1000, strength=torch.zeros(1, 6))
+    assert torch.equal(none.tokens, many(exact).tokens[:1000]) and not none.trace.positions["tv_bound"].any()
+    positions = draw(method, strength=torch.tensor([[1.0, 1, 1, 0, 1, 1]])).trace.positions
+    assert not positions["tv_bound"][:, 3].any() and positions["tv_bound"][:, 2].any()
+
+
+def test_a_window_of_two_has_no_guess_to_settle():
+    found, wanted = (draw(SJD(window=2, settle=most), batch=1000) for most in (1.0, 0.0))
+    assert torch.equal(found.tokens, wanted.tokens) and not found.trace.positions["tv_bound"].any()
+
+
+def test_where_the_prefix_does_not_matter_settling_is_exact():
+    """There a refined guess is a sample from the very p of the next pass."""
+    model = ToyModel(plain(2, 3), memory=0)
+    found = draw(replace(EXACT, settle=1e-6), model=model, batch=2000)
+    assert torch.equal(found.tokens, draw(EXACT, model=model, batch=2000).tokens)
+    assert (found.trace.positions["tv_bound"] < 1e-6).all()
+
+
+def test_guesses_settle_one_after_the_other():
+    exists = torch.tensor([[True, True, True, True, False]]).expand(4, -1)
+    distance = torch.tensor([[0.9, 0.9, 0.1, 0.0, 0.0], [0.9, 0.1, 0.2, 0.1, 0.1], [0.9, 0.3, 0.1, 0.1, 0.1],
+                             [0.9, 0.9, 0.9, 0.9, 0.9]])
+    count = torch.tensor([2, 1, 1, 5])
+    assert settling.settled(distance, torch.tensor(0.2), exists, count).tolist() == [2, 1, 0, 0]
+
+
+def test_moved_is_the_total_variation():
+    p, q = torch.randn(2, 7, 5, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    torch.testing.assert_close(settling.moved(p, q), (p - q).abs().sum(-1) / 2)
+    assert (settling.moved(p, p) < 1e-6).all()
+
+
+def test_the_trace_tells_of_settling():
+    trace = draw(replace(EXACT, settle=0.05), batch=4).trace
+    assert trace.settings["settle"] == 0.05 and judgement(trace.settings) == "exact, settling below 0.05"
+    assert "settle" not in draw(EXACT, batch=4).trace.settings
+    assert judgement(draw(EXACT, batch=4).trace.settings) == "exact"
+
+
+@pytest.mark.parametrize(("method", "words"), [
+    (SJD(settle=-0.1), "settle.*-0.1.*0"), (SJD(settle=1.5), "settle.*1.5.* 1"),
+    *((SJD(reuse=reuse, settle=0.1), f"settle.*{reuse}.*coupled") for reuse in REUSE if reuse != "coupled"),
+], ids=str)
+def test_illegal_settings_are_named(method, words):
+    with pytest.raises(ValueError, match=words):
+        draw(method, batch=1)
+
+
+@pytest.mark.parametrize("front", [1, 4])
+def test_the_cache_holds_what_was_accepted(front, tmp_path):
+    """Every token's probability is that of one forward pass over the whole image, also past settled tokens."""
+    model = llamagen(tmp_path, text=True)
+    model.attach_codebook(fill("codebook", (TINY_VOCAB, 4)), 16)
+    prompt = model.encode_features(caption_features())
+    with fp64():
+        out = api.sample(model, prompt, SJD(5, front=front, settle=0.5), cfg=1.0, top_k=0, batch_size=3)
+        wanted = at(model.teacher_forced(prompt, out.tokens).softmax(-1), out.tokens.flatten(1))
+    assert out.trace.positions["tv_bound"].any()
+    torch.testing.assert_close(out.trace.positions["p"], wanted)
