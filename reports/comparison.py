@@ -18,7 +18,7 @@ from .run_report import exact, labels
 
 EXACT, APPROXIMATE = (0, 114, 178), (213, 94, 0)
 INK, RULE, CHOSEN = (20, 20, 20), (205, 205, 205), (255, 243, 199)
-WIDTH, LABELS, ROW, HEAD, MARGIN, BAR = 1024, 315, 58, 78, 16, 16  # pixels
+WIDTH, LABELS, ROW, HEAD, MARGIN, BAR = 1024, 340, 58, 78, 16, 16  # pixels
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def bars(
     measure. notes: what to write in the rows that have no numbers; chosen: the row to mark."""
     height = HEAD + ROW * len(names) + (84 if remark else 60)
     image = Image.new("RGB", (WIDTH, height), "white")
-    draw, bold, font, small = ImageDraw.Draw(image), *(ImageFont.load_default(size) for size in (17, 15, 13))
+    draw, bold, font, small = ImageDraw.Draw(image), *(ImageFont.load_default(size) for size in (16, 15, 13))
     step = (WIDTH - LABELS - MARGIN) / len(measures)
     for number, column in enumerate(measures):
         left = LABELS + number * step

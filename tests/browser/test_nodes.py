@@ -72,6 +72,20 @@ def test_a_model_dropped_on_the_canvas_is_offered_the_sampler(page):
     assert suggested[1:4] == ["SpecARSampler", "SpecAREmptyLatent", "SpecARLoadDrafter"]
 
 
+@pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
+def test_a_report_leaves_the_room_to_the_chart_below_it(page, renderer):
+    open_template(page, "07 Find the fastest method")
+    finder = "app.graph._nodes.find(node => node.type === 'SpecARFindFastest')"
+    page.evaluate(f"() => {{ {finder}.widgets.find(widget => widget.name === 'seconds').value = 1; }}")
+    run(page)
+    height = """() => {
+        const report = [...document.querySelectorAll('textarea')].find(each => each.value.includes('By hand: '));
+        return report?.checkVisibility() ? report.getBoundingClientRect().height / app.canvas.ds.scale : null;
+    }"""
+    page.wait_for_function(f"() => {{ const height = ({height})(); return height > 60 && height <= 140; }}")
+    screenshot(page, f"find-fastest-{renderer}")
+
+
 @pytest.mark.parametrize("renderer", ["vue"], indirect=True)
 def test_sockets_and_reports_stand_out(page, renderer):
     """The colours of the new renderer: of a socket of ours, and of the text of a report on its ground."""

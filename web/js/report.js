@@ -2,6 +2,7 @@
 import { app } from "/scripts/app.js";
 
 const FIELD = "report_text";
+const BESIDE_IMAGES = 130; // pixels of a report at most, where the node also shows images (for the new renderer: specar.css)
 
 export function widgetOf(node, name, make) {
   return node.widgets?.find((widget) => widget.name === name) ?? make(node);
@@ -14,6 +15,8 @@ function reportField(node) {
   widget.options = { ...widget.options, serialize: false, read_only: true }; // ... nor in the prompt
   const field = widget.element ?? widget.inputEl;
   if (field) field.readOnly = true;
+  const { getMaxHeight } = widget.options;
+  widget.options.getMaxHeight = () => (node.imgs?.length ? BESIDE_IMAGES : getMaxHeight?.());
   return widget;
 }
 
