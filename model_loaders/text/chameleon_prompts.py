@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files.checkpoint import read_settings, title
+from ..files.checkpoint import title
 from ..files.errors import CheckpointError
 from .language_model import Tokenizer, find_tokenizer
 
@@ -108,22 +108,7 @@ def lumina2_prompt(words: Vocabulary, tokenizer: Tokenizer, text: str, grid: tup
     the text. Raises CheckpointError for the tokenizer of another model."""
     check_tokenizer(words, tokenizer, (*_opening(words, grid), END, ROW_END))
     text = _instruction(words, text, grid) + TURN_END
-    return [first_id(tokenizer), *tokenizer.ids(text), *lumina_opening(words, grid)]
-
-
-def first_id(tokenizer: Tokenizer) -> int:
-    """Id of the token before every prompt: the bos_token of tokenizer_config.json or, as Qwen has none, the eos_token.
-
-    Raises CheckpointError if the file is missing or names neither.
-    """
-    file = tokenizer.file.parent / "tokenizer_config.json"
-    settings = read_settings(file)
-    token = settings.get("bos_token") or settings.get("eos_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(token, str):
-        raise CheckpointError(f"{file}, which names the first token of every prompt, is missing or names none. "
-                              "Download the one that belongs to tokenizer.json.")
-    return tokenizer.id(token)
+    return [tokenizer.first, *tokenizer.ids(text), *lumina_opening(words, grid)]
 
 
 def _opening(words: Vocabulary, grid: tuple[int, int]) -> list[str]:
