@@ -218,6 +218,6 @@ FILES = {
 }
 WORKFLOWS = {
     "46 Lumina-mGPT (download)": Workflow("Lumina-mGPT 7B", install_lumina),
-    "49 Lumina-mGPT 2.0 (download)": Workflow("Lumina-mGPT 2.0, 7.9B", install_lumina2),
+    "49 Lumina-mGPT 2 (download)": Workflow("Lumina-mGPT 2.0, 7.9B", install_lumina2),
     "47 Anole (download)": Workflow("Anole 7B with a drafter", install_anole),
 }
