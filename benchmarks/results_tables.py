@@ -156,7 +156,7 @@ def same_seed() -> str:
 def storage() -> str:
     rows = [(case, f"{found['mean']:.4f}", f"{found['99 %']:.3f}", f"{found['top 1']:.1%}")
             for case, found in results("storage-cpu")["cases"].items()]
-    return grid(("weights", "change, mean", "99 % of tokens", "same most likely token"), rows)
+    return grid(("stored", "change, mean", "99 % of tokens", "same most likely token"), rows)
 
 
 def faults() -> str:

@@ -1,10 +1,10 @@
-"""Measure how storing weights in fewer bits changes a model's predictions.
+"""Measure how storing weights, or keys and values, in fewer bits changes a model's predictions.
 
     python -m benchmarks storage [--model default] [--pictures 2] [--out benchmarks/results/storage-cpu.json]
 
 The model generates images in fp32. For each token, the distribution that it predicts from the previous ones
-(temperature 1, no guidance) is compared with that of the model with other weights or another precision: by total
-variation (half the sum of absolute differences) and by whether the most likely token stays the same.
+(temperature 1, no guidance) is compared with that of the model with other weights, another cache or another precision:
+by total variation (half the sum of absolute differences) and by whether the most likely token stays the same.
 """
 
 from __future__ import annotations
@@ -20,10 +20,14 @@ from .report import commit, find, machine, versions, write
 from .runs import PROMPTS
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
-CASES = {  # name -> dtype that is computed in, storage of the large matrices
-    "bf16": (torch.bfloat16, None), "fp16": (torch.float16, None),
-    "fp8, computed in fp32": (torch.float32, FP8), "fp8, computed in bf16": (torch.bfloat16, FP8),
-    "int8, computed in fp32": (torch.float32, INT8), "int8, computed in bf16": (torch.bfloat16, INT8),
+CASES = {  # name -> dtype that is computed in, storage of the large matrices, whether keys and values are in int8
+    "bf16": (torch.bfloat16, None, False), "fp16": (torch.float16, None, False),
+    "fp8, computed in fp32": (torch.float32, FP8, False), "fp8, computed in bf16": (torch.bfloat16, FP8, False),
+    "int8, computed in fp32": (torch.float32, INT8, False), "int8, computed in bf16": (torch.bfloat16, INT8, False),
+    "KV cache in int8, computed in fp32": (torch.float32, None, True),
+    "KV cache in int8, computed in bf16": (torch.bfloat16, None, True),
+    "int8 and KV cache in int8, computed in fp32": (torch.float32, INT8, True),
+    "int8 and KV cache in int8, computed in bf16": (torch.bfloat16, INT8, True),
 }  # fmt: skip
 
 
@@ -51,20 +55,30 @@ def main() -> None:
         "pictures": len(PROMPTS) * options.pictures, "tokens": exact.shape[0], "bytes in fp32": weight_bytes(model),
         "cases": {},
     }  # fmt: skip
-    for name, (dtype, storage) in CASES.items():
-        other = specar.load_model(path, device, dtype, storage=storage)
+    for name, (dtype, storage, int8_cache) in CASES.items():
+        other = specar.load_model(path, device, dtype, storage=storage, int8_cache=int8_cache)
         found = compare(probs(other, drawn), exact) | {"bytes": weight_bytes(other)}
         report["cases"][name] = found
-        print(f"{name:24} mean {found['mean']:.4f}  99 % below {found['99 %']:.4f}  max {found['max']:.4f}  "
+        print(f"{name:44} mean {found['mean']:.4f}  99 % below {found['99 %']:.4f}  max {found['max']:.4f}  "
               f"likeliest token the same {found['top 1']:.2%}  {found['bytes'] / 2**20:.1f} MiB")
     if options.out:
         write(report, options.out)
 
 
 def probs(model: Any, drawn: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The distribution of every token of every image [N, V]."""
-    logits = [model.teacher_forced(model.encode_prompt(prompt), tokens) for prompt, tokens in drawn.items()]
-    return torch.cat(logits).softmax(-1).flatten(0, 1)
+    """The distribution of every token of every image [N, V], as predicted from the cache of the previous ones."""
+    logits = [predict(model, model.encode_prompt(prompt), tokens) for prompt, tokens in drawn.items()]
+    return torch.cat(logits).float().softmax(-1).flatten(0, 1)
+
+
+@torch.inference_mode()
+def predict(model: Any, conditioning: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits [B, S, V+] for every token of images [B, rows, cols]."""
+    layout = model.layout().keeping(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    state = model.start(conditioning, None, len(tokens), layout, slack=0, guided=False)
+    places = torch.arange(layout.length, device=model.device).expand(len(tokens), -1)
+    after = model.step(state, layout.forced.to(model.device), places).logits
+    return torch.cat((state.prefill.logits, after[:, :-1]), dim=1)
 
 
 def compare(found: torch.Tensor, exact: torch.Tensor) -> dict[str, float]:

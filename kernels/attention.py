@@ -55,16 +55,42 @@ def attend_few(
     The Triton kernel is batch invariant: a query's result does not depend on the other rows and tokens, their number,
     or the slots that it does not see.
     """
-    heads, cached = qkv.shape[2], buffer.shape[1]
+    queries, new = _prepared(qkv, factors, halves, norms, buffer.shape[1])
+    buffer[rows, :, slots] = new
+    k, v = buffer[:, :, : mask.shape[-1]].chunk(2, dim=1)
+    return attend(queries.transpose(1, 2), k, v, mask).transpose(1, 2)
+
+
+def attend_int8(
+    qkv: Tensor, factors: Tensor, halves: bool, norms: Norms | None, buffer: Tensor, scales: Tensor, rows: Tensor,
+    slots: Tensor, mask: Tensor,
+) -> Tensor:
+    """``attend_cached`` to a cache in int8. buffer [R, 2 Hkv, N, d] (int8); scales [R, 2 Hkv, N, 1], in qkv's dtype.
+
+    Every key and every value has its own scale, so what is stored for a token does not depend on the pass that stored
+    it. The slots that are read are widened in a copy, which a layer needs at a time.
+    """
+    queries, new = _prepared(qkv, factors, halves, norms, buffer.shape[1])
+    scale = (new.abs().amax(-1, keepdim=True) / 127).clamp(min=torch.finfo(qkv.dtype).tiny)  # > 0 for zeros, too
+    buffer[rows, :, slots] = (new / scale).round().clamp(-127, 127).to(torch.int8)
+    scales[rows, :, slots] = scale
+    n = mask.shape[-1]
+    k, v = (buffer[:, :, :n] * scales[:, :, :n]).chunk(2, dim=1)
+    return attend(queries.transpose(1, 2), k, v, mask).transpose(1, 2)
+
+
+def _prepared(
+    qkv: Tensor, factors: Tensor, halves: bool, norms: Norms | None, cached: int
+) -> tuple[Tensor, Tensor]:
+    """New tokens normalised and rotated: queries [R, T, H, d], and the ``cached`` keys and values [R, T, 2 Hkv, d]."""
+    heads = qkv.shape[2]
     qkv = qkv.clone()
     queries, keys, _ = qkv.split((heads - cached, cached // 2, cached // 2), dim=2)
     if norms is not None:
         queries.copy_(normalise(queries, *norms[:2]))
         keys.copy_(normalise(keys, *norms[2:]))
     rotate(qkv[:, :, : heads - cached // 2], factors, halves)
-    buffer[rows, :, slots] = qkv[:, :, heads - cached :]
-    k, v = buffer[:, :, : mask.shape[-1]].chunk(2, dim=1)
-    return attend(queries.transpose(1, 2), k, v, mask).transpose(1, 2)
+    return queries, qkv[:, :, heads - cached :]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

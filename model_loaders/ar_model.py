@@ -57,7 +57,7 @@ class DiscreteModel(Prompted, Placed):
     the last ids of the backbone's vocabulary, in this order. longest: maximum number of tokens, prompt included (None:
     no limit). word_ids: if image tokens are part of a language model's vocabulary, their ids in it. ``image_decoder``:
     the one loaded with the model, if any; its code vectors are ``codebook``. ``device``: the compute device, set by
-    ComfyUI's model management.
+    ComfyUI's model management. ``int8_cache``: whether keys and values are stored in int8.
     """
 
     continuous = False
@@ -83,6 +83,7 @@ class DiscreteModel(Prompted, Placed):
         self._neighbours: Tensor | None = None  # the widest table computed so far
         self.sessions: dict[Hashable, Any] = {}
         self.dtype = torch.float32
+        self.int8_cache = False
 
     def check_defaults(self) -> None:
         """Raise ValueError if the model's own sampling parameters are illegal: its files may name them."""
@@ -241,11 +242,15 @@ class DiscreteModel(Prompted, Placed):
         return rows * tokens * (8 * config.dim + 4 * config.ffn_dim) * self.dtype.itemsize
 
     def kv_bytes(self, batch: int, layout: TokenLayout, slack: int, guided: bool, prompt: int = 0) -> int:
-        """Bytes of the key/value caches of a run with prompts of ``prompt`` tokens (0: any caption or class)."""
+        """Bytes of the key/value caches of a run with prompts of ``prompt`` tokens (0: any caption or class), and of
+        the copy in which a layer reads caches in int8."""
         config = self.backbone.config
         slots = slots_of(prompt or getattr(self.prefix, "slots", 1), layout.length + slack)
-        width = config.cached_heads * config.head_dim
-        return 2 * config.layers * batch * (1 + guided) * slots * width * self.dtype.itemsize
+        vectors = 2 * batch * (1 + guided) * slots * config.cached_heads  # per layer
+        wide = vectors * config.head_dim * self.dtype.itemsize
+        if self.int8_cache:
+            return config.layers * vectors * (config.head_dim + self.dtype.itemsize) + wide
+        return config.layers * wide
 
     # Decoding
 
@@ -280,7 +285,7 @@ class DiscreteModel(Prompted, Placed):
             into = None
         cache = KVCache.of(
             config.layers, len(x), config.cached_heads, slots_of(longest, places), config.head_dim, self.dtype,
-            self.device, into and into.cache,
+            self.device, into and into.cache, self.int8_cache,
         )
         table = Table.of(self.positions, places, lengths, grid[1], config.head_dim, into and into.table)
         cache.set_attention_length(longest)

@@ -55,7 +55,7 @@ def bundled(name: str = "default") -> Path:
 def load_model(
     path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None,
     grid: tuple[int, int] | None = None, operations=nn, search_folders: Sequence[Path] = (),
-    storage: torch.dtype | None = None,
+    storage: torch.dtype | None = None, int8_cache: bool = False,
 ) -> DiscreteModel | ContinuousBase:
     """Load an AR image model, of discrete or of continuous tokens, from a file or folder. The family is detected.
 
@@ -63,7 +63,7 @@ def load_model(
     Text encoder and image decoder (``image_decoder`` of a discrete model) are searched for beside the file and in
     ``search_folders``; a missing one raises an error when it is used. storage: 8-bit format of the large matrices
     (models of token ids): torch.int8 (with a scale per row) or torch.float8_e4m3fn; other weights and all computation
-    have ``dtype``.
+    have ``dtype``. int8_cache: store keys and values in int8, with a scale each (models of token ids).
     Raises CheckpointError (a ValueError) for unsupported or damaged files, ValueError for an invalid grid or storage.
     """
     if storage is not None and storage not in NARROW:
@@ -71,6 +71,10 @@ def load_model(
     device, grid = torch.device(device), grid and legal_grid(grid)
     checkpoint = replace(open_checkpoint(weight_file(Path(path))), storage=storage)
     model = build(checkpoint, resolve_dtype(dtype, device), grid, search_folders, operations)
+    if int8_cache and model.continuous:
+        raise CheckpointError(f"{title(checkpoint.path)} is a continuous model: an int8 cache is supported only for "
+                              "models of token ids. Choose another dtype.")
+    model.int8_cache = int8_cache
     model.attach_decoder(image_decoders(checkpoint.path, model.family, search_folders, operations))
     model.to(device)
     model.device = device

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.attention import FEW, attend_cached
+from ..kernels.attention import FEW, attend_cached, attend_int8
 from ..kernels.cache import keep_path, open_slots
 from ..kernels.rotation import Norms
 
@@ -48,14 +48,18 @@ class RotaryTable(NamedTuple):
 class KVCache:
     """Keys and values ``buffer`` [layers, rows, 2 * heads, capacity, head_dim], the heads of keys first.
 
+    narrow: store them in int8, with ``scales`` [layers, rows, 2 * heads, capacity, 1] in ``dtype`` (else None).
     ``lengths`` [rows] (int64): committed slots per row. ``attention_length``: leading slots that steps attend to.
     """
 
     def __init__(
-        self, layers: int, rows: int, heads: int, capacity: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self, layers: int, rows: int, heads: int, capacity: int, head_dim: int, dtype: torch.dtype,
+        device: torch.device, narrow: bool = False,
     ):
         self.heads, self.attention_length = heads, capacity
-        self.buffer = torch.zeros((layers, rows, 2 * heads, capacity, head_dim), dtype=dtype, device=device)
+        slots = layers, rows, 2 * heads, capacity
+        self.buffer = torch.zeros((*slots, head_dim), dtype=torch.int8 if narrow else dtype, device=device)
+        self.scales = torch.zeros((*slots, 1), dtype=dtype, device=device) if narrow else None
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self._rows = torch.arange(rows, device=device)[:, None]
         self._columns = torch.arange(capacity, device=device)
@@ -67,6 +71,15 @@ class KVCache:
     @property
     def capacity(self) -> int:
         return self.buffer.shape[3]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What is computed in."""
+        return self._parts[-1].dtype
+
+    @property
+    def _parts(self) -> list[Tensor]:
+        return [self.buffer] if self.scales is None else [self.buffer, self.scales]
 
     @property
     def keys(self) -> Tensor:
@@ -81,14 +94,15 @@ class KVCache:
     @classmethod
     def of(
         cls, layers: int, rows: int, heads: int, slots: int, head_dim: int, dtype: torch.dtype, device: torch.device,
-        into: KVCache | None = None,
+        into: KVCache | None = None, narrow: bool = False,
     ) -> KVCache:
         """An empty cache of ``slots`` slots: ``into`` itself, emptied, if it has these sizes."""
-        shape = (layers, rows, 2 * heads, slots, head_dim)
-        if into is None or (into.buffer.shape, into.buffer.dtype, into.buffer.device) != (shape, dtype, device):
-            return cls(layers, rows, heads, slots, head_dim, dtype, device)
+        asked = (layers, rows, 2 * heads, slots, head_dim), dtype, device, narrow
+        if into is None or (into.buffer.shape, into.dtype, into.buffer.device, into.scales is not None) != asked:
+            return cls(layers, rows, heads, slots, head_dim, dtype, device, narrow)
         into.lengths.zero_()
-        into.buffer.zero_()  # hidden slots get weight zero, and 0 * NaN of an earlier run would be NaN
+        for part in into._parts:
+            part.zero_()  # hidden slots get weight zero, and 0 * NaN of an earlier run would be NaN
         into.attention_length = into.capacity
         return into
 
@@ -109,7 +123,7 @@ class KVCache:
         self._count = count
         return open_slots(
             self._slots, self.lengths, self._columns, tree_mask, count, uncommitted, self.attention_length,
-            self.buffer[0, 0, 0, 0],
+            self._parts[-1][0, 0, 0, 0],
         )
 
     def attend(self, layer: int, qkv: Tensor, rotary: RotaryTable, mask: Tensor) -> Tensor:
@@ -119,6 +133,8 @@ class KVCache:
         values are stored in the open slots. mask [rows, 1, count, attention_length]: see ``open``.
         """
         slots = self._slots[:, : self._count]
+        if self.scales is not None:
+            return attend_int8(qkv, *rotary, self.buffer[layer], self.scales[layer], self._rows, slots, mask)
         return attend_cached(qkv, *rotary, self.buffer[layer], self._rows, slots, mask, self._arrived)
 
     def commit(self, count: Tensor, path: Tensor | None = None) -> None:
@@ -128,5 +144,6 @@ class KVCache:
         as a node's position is root + depth.
         """
         if path is not None:
-            keep_path(self.buffer, self.lengths, path)
+            for part in self._parts:
+                keep_path(part, self.lengths, path)
         self.lengths += count

@@ -42,7 +42,8 @@ class LoadCheckpoint(io.ComfyNode):
                     tooltip="Precision of the weights. auto: bf16 (or fp16) on GPU; on CPU fp32, or bf16 for large "
                     "models if the processor is faster in it. Lower precision halves memory and changes the image of a "
                     "seed. fp8 and int8 (storage): the large matrices are stored in 8 bits, half the memory of bf16, "
-                    "and computed as in auto. int8 has the smaller rounding error.",
+                    "and computed as in auto. int8 has the smaller rounding error. int8 (storage and KV cache): keys "
+                    "and values too, for long images.",
                 ),
                 io.Combo.Input(
                     "grid", options=list(GRIDS), default="auto",

@@ -31,9 +31,10 @@ class ModelSummary:
     """bytes_by_dtype: of the weights without the word embeddings, which the nodes keep in main memory.
 
     caches: bytes of the key/value caches per image of the default size, without and with guidance (models of token ids
-    only). prompt: the prompt tokens that these include. picture: rows and columns of image tokens; sequence: their
-    number, special tokens included. sizes: (width, height) in pixels, the default first. specials: ids of the special
-    tokens by what they mark. longest: maximum tokens of prompt and image together.
+    only). int8_cache: whether these are stored in int8. prompt: the prompt tokens that they include. picture: rows and
+    columns of image tokens; sequence: their number, special tokens included. sizes: (width, height) in pixels, the
+    default first. specials: ids of the special tokens by what they mark. longest: maximum tokens of prompt and image
+    together.
     """
 
     family: str
@@ -46,6 +47,7 @@ class ModelSummary:
     picture: tuple[int, int]
     sequence: int
     caches: tuple[int, int] | None
+    int8_cache: bool
     prompt: int
     longest: int | None
     sizes: list[tuple[int, int]]
@@ -79,7 +81,8 @@ def summarize(
         parameters=sum(w.numel() for w in [*weights, *([] if words is None else [words])]), bytes_by_dtype=by_dtype,
         bytes_of_words=0 if words is None else words.numel() * words.element_size(),
         codes=model.vocab if discrete else None, specials={name: ids for name, ids in specials.items() if ids},
-        picture=(rows, cols), sequence=model.layout().length if discrete else rows * cols, caches=caches, prompt=prompt,
+        picture=(rows, cols), sequence=model.layout().length if discrete else rows * cols, caches=caches,
+        int8_cache=discrete and model.int8_cache, prompt=prompt,
         longest=model.longest if discrete else None,
         sizes=[(c * side, r * side) for r, c in grids], defaults=asdict(model.defaults),
         decoder=decoder and decoder.name, drafters=list(drafters),
@@ -103,7 +106,8 @@ def report(name: str, summary: ModelSummary, missing: str) -> str:
         f", {summary.sequence} in all with special tokens: {specials}" if specials else f", {summary.sequence} in all"))
     if summary.caches:
         plain, guided = map(in_units, summary.caches)
-        lines.append(f"KV cache per image, after {summary.prompt} prompt tokens: {plain}, with guidance {guided}")
+        cache = "KV cache per image in int8" if summary.int8_cache else "KV cache per image"
+        lines.append(f"{cache}, after {summary.prompt} prompt tokens: {plain}, with guidance {guided}")
     if summary.longest:
         lines.append(f"prompt and image together: at most {summary.longest} tokens")
     shown = ", ".join(f"{width} x {height}" for width, height in summary.sizes[:SHOWN_SIZES])

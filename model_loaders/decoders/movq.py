@@ -1,8 +1,9 @@
-"""Emu3's image tokenizer, a MoVQ (arXiv:2209.09002, arXiv:2409.18869), built from transformers' class.
+"""MoVQ image tokenizers (arXiv:2209.09002), built from transformers' class: Emu3's (arXiv:2409.18869) and MoVQGAN 270M,
+which Lumina-mGPT 2.0 uses.
 
-It was made for video: one latent frame decodes to four frames, and an image is four equal frames. Only the temporal
+Emu3's was made for video: one latent frame decodes to four frames, and an image is four equal frames. Only the temporal
 layers mix frames, and they work on latents. So the wide layers run on one frame, which gives the same image with a
-quarter of the memory and time.
+quarter of the memory and time. MoVQGAN is the same without temporal layers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from ...models.vq import nearest_codes
 from ..files.checkpoint import Checkpoint
-from ..files.errors import incomplete_without
+from ..files.errors import CheckpointError, incomplete_without
 from ..files.names import numbered, root_of
 from ..registry import DecoderKind
 from .image_decoder import ImageDecoder
@@ -30,10 +31,11 @@ _ORIGINAL = (  # (pattern, replacement) from the names of BAAI/Emu3-VisionTokeni
     (r"\.attn\.(\d+)\.norm\.", r".attn_norms.\1."), (r"\.(attn_1|attn\.\d+)\.([qkv])\.", r".\1.\2_proj."),
     (r"\.(attn_1|attn\.\d+)\.proj_out\.", r".\1.out_proj."),
 )  # fmt: skip
+_SMALLER = 128  # base channels of MoVQGAN 67M and 102M; that of 270M has 256
 
 
 def recognise(tensors: Collection[str]) -> bool:
-    """Whether this is Emu3's image tokenizer, or a transformers model that contains it."""
+    """Whether this is a MoVQ image tokenizer, or a transformers model that contains Emu3's."""
     return _root(tensors) is not None
 
 
@@ -64,7 +66,7 @@ def settings_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     down = r"encoder\.down_block\.down\."
     widths = [len(tensors[f"encoder.down_block.down.{i}.block.0.conv1.weight"]) for i in range(numbered(tensors, down))]
     codes, dim = tensors["quantize.embedding.weight"].shape
-    channels = len(tensors["post_quant_conv.conv.weight"])
+    channels = len(tensors["post_quant_conv.weight" if is_still(tensors) else "post_quant_conv.conv.weight"])
     levels = {int(m[1]) for name in tensors if (m := re.match(down + r"(\d+)\.attn\.", name))}
     return {
         "codebook_size": codes, "embed_dim": dim, "latent_channels": channels, "base_channels": base,
@@ -72,12 +74,17 @@ def settings_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         "channel_multiplier": [width // base for width in widths],
         "num_res_blocks": numbered(tensors, down + r"0\.block\."), "attn_resolutions": sorted(levels),
         "hidden_size": len(tensors["encoder.middle_block.attn_1.q_proj.weight"]),
-        "temporal_downsample_factor": 2 ** numbered(tensors, r"encoder\.time_conv\."),
+        "temporal_downsample_factor": 1 if is_still(tensors) else 2 ** numbered(tensors, r"encoder\.time_conv\."),
     }  # fmt: skip
 
 
+def is_still(tensors: Collection[str]) -> bool:
+    """Whether this tokenizer has no temporal layers, as MoVQGAN."""
+    return "post_quant_conv.weight" in tensors
+
+
 class MoVQ(nn.Module):
-    """The tokenizer for single images. ``config`` is transformers', with codebook_size and base_channels."""
+    """Emu3's tokenizer for single images. ``config`` is transformers', with codebook_size and base_channels."""
 
     def __init__(self, settings: Mapping[str, Any]):
         super().__init__()
@@ -107,37 +114,70 @@ class MoVQ(nn.Module):
             both = block(both)
         for upsample in decoder.time_conv:
             both = F.silu(upsample(both))
-        x, codes = both[:, :, 0].chunk(2)
+        return self._decode_frame(*both[:, :, 0].chunk(2))
+
+    def _decode_frame(self, x: Tensor, codes: Tensor) -> Tensor:
+        """The layers that see one frame: x and codes [B, C, h, w] -> pixels [B, 3, H, W]."""
+        decoder = self.vq.decoder
         x = decoder.middle_block(decoder.conv_in(x), codes)
         return decoder.conv_out(F.silu(decoder.norm_out(decoder.up_block(x, codes), codes)))
 
     def encode_latent(self, pixels: Tensor) -> Tensor:
         """Pixels [B, 3, H, W] in [-1, 1] -> latents [B, C, h, w] before quantisation."""
         encoder = self.vq.encoder
-        x = encoder.middle_block(encoder.down_block(encoder.conv_in(pixels)))
-        x = encoder.conv_out(F.silu(encoder.norm_out(x)))
-        x = repeat(x, "b c h w -> b c t h w", t=self.config.temporal_downsample_factor)
+        x = repeat(self._encode_frame(pixels), "b c h w -> b c t h w", t=self.config.temporal_downsample_factor)
         for downsample in encoder.time_conv:
             x = F.silu(downsample(x))
         for block in encoder.time_res_stack:
             x = block(x)
         return self.vq.quant_conv(x)[:, :, 0]
 
+    def _encode_frame(self, pixels: Tensor) -> Tensor:
+        """The layers that see one frame: pixels [B, 3, H, W] -> [B, C, h, w]."""
+        encoder = self.vq.encoder
+        x = encoder.middle_block(encoder.down_block(encoder.conv_in(pixels)))
+        return encoder.conv_out(F.silu(encoder.norm_out(x)))
+
     def encode(self, pixels: Tensor) -> Tensor:
         """Pixels [B, 3, H, W] in [-1, 1] -> tokens [B, h, w]: the codes with the least Euclidean distance."""
         return nearest_codes(self.encode_latent(pixels), self.codebook())
 
 
+class StillMoVQ(MoVQ):
+    """MoVQGAN: no temporal layers, and 1 x 1 convolutions of two dimensions around the codes."""
+
+    def __init__(self, settings: Mapping[str, Any]):
+        super().__init__(settings)
+        channels, dim = self.config.latent_channels, self.config.embed_dim
+        for coder in (self.vq.encoder, self.vq.decoder):
+            coder.time_conv, coder.time_res_stack = nn.ModuleList(), nn.ModuleList()
+        self.vq.quant_conv, self.vq.post_quant_conv = nn.Conv2d(channels, dim, 1), nn.Conv2d(dim, channels, 1)
+
+    def decode(self, latent: Tensor) -> Tensor:
+        """Code vectors [B, C, h, w] -> pixels [B, 3, H, W] in about [-1, 1]."""
+        return self._decode_frame(self.vq.post_quant_conv(latent), latent)
+
+    def encode_latent(self, pixels: Tensor) -> Tensor:
+        """Pixels [B, 3, H, W] in [-1, 1] -> latents [B, C, h, w] before quantisation."""
+        return self.vq.quant_conv(self._encode_frame(pixels))
+
+
 def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> ImageDecoder:
     """Build the tokenizer on the CPU; other tensors of a whole model's checkpoint are not read.
 
-    Raises CheckpointError for missing, unknown, misshapen or non-finite tensors.
+    Raises CheckpointError for missing, unknown, misshapen or non-finite tensors, and for the smaller MoVQGANs.
     """
     tensors = native_tensors(checkpoint.tensors)
     with incomplete_without("encoder, decoder and codebook", checkpoint.path):
         settings = settings_of(tensors)
+    still = is_still(tensors)
+    if still and settings["base_channels"] == _SMALLER:
+        raise CheckpointError(
+            f"{checkpoint.path.name} is one of the smaller MoVQGANs (67M or 102M), whose codes have other meanings. "
+            "Lumina-mGPT 2.0 was trained with movqgan_270M.ckpt of ai-forever/MoVQGAN."
+        )
     with torch.device("meta"):
-        module = MoVQ(settings)
+        module = (StillMoVQ if still else MoVQ)(settings)
     weights = {f"vq.{name}": tensor for name, tensor in tensors.items()}
     return ImageDecoder.load(module, module.factor, module.config.embed_dim, weights, checkpoint, dtype)
 

@@ -1,9 +1,11 @@
-"""The Chameleon family (arXiv:2405.09818) as Hugging Face folders: Lumina-mGPT (arXiv:2408.02657) and Anole
-(arXiv:2407.06135).
+"""The Chameleon family (arXiv:2405.09818) as Hugging Face folders: Lumina-mGPT (arXiv:2408.02657), Lumina-mGPT 2.0
+(arXiv:2507.17801) and Anole (arXiv:2407.06135).
 
 Image tokens are part of the language model's vocabulary. Lumina-mGPT was fine-tuned from a conversion whose query and
-key norms have one row for all heads; tokens before an image state its size, and a special token ends every row. Anole
-keeps Chameleon's one row per head, and generates 512 x 512 pixels without special tokens between rows.
+key norms have one row for all heads; tokens before an image state its size, and a special token ends every row.
+Lumina-mGPT 2.0 was trained from scratch with the same layers and the same layout of an image, but Qwen's words and the
+codes of MoVQGAN, of 8 pixels a side. Anole keeps Chameleon's one row per head, and generates 512 x 512 pixels without
+special tokens between rows.
 """
 
 from __future__ import annotations
@@ -27,11 +29,22 @@ from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
 from ..files.weights import load_weights
 from ..registry import Family, ReleasedDecoder, Source
+from ..text.chameleon_prompts import (
+    CELL,
+    END,
+    LUMINA2_WORDS,
+    ROW_END,
+    Vocabulary,
+    anole_null,
+    anole_prompt,
+    lumina2_prompt,
+    lumina_opening,
+    lumina_prompt,
+    open_tokenizer,
+)
 from ..text.language_model import (
-    Tokenizer,
     backbone_config,
     backbone_tensors,
-    find_tokenizer,
     language_root,
     matrix,
     positive,
@@ -40,12 +53,13 @@ from ..text.language_model import (
 )
 from ..text.prompt_encoders import TextEncoder, features_of
 
-_PATCH, _CELL = 16, 32  # side in pixels of a token, and of the cells in which Lumina-mGPT measures images
-_ROOT, _NORM = "model.", "model.layers.0.self_attn.q_norm.weight"
+_PATCH = 16  # side in pixels of a token of Chameleon's VQGAN
+_ROOT, _TABLE, _NORM = "model.", "model.embed_tokens.weight", "model.layers.0.self_attn.q_norm.weight"
 _ORIGINAL = "layers.0.attention.q_normalization.weight"  # of a consolidated.pth
 _HEADS = {4096: 32}  # width -> heads
 _TOKENIZERS = ("Lumina-mGPT-7B-768", "Anole-7b-v0.1-hf", "chameleon-7b")  # released with the same tokenizer
-_WORDS = 65536  # of the released models
+_TOKENIZERS2 = ("Lumina-mGPT-2.0", "Lumina-mGPT-2.0-Omni")
+_SIDE2 = 768  # pixels per side of the square images of Lumina-mGPT 2.0
 
 
 def recognise(tensors: Mapping[str, Tensor]) -> bool:
@@ -61,25 +75,29 @@ def load(
     models that do not generate images."""
     path, meta, tensors, settings = checkpoint.path, checkpoint.own_settings, checkpoint.tensors, checkpoint.settings
     check(checkpoint)
-    embeddings, head = (matrix(tensors, name, path) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    embeddings, head = (matrix(tensors, name, path) for name in (_TABLE, "lm_head.weight"))
     words = Vocabulary.of(settings, len(embeddings), path)
     rows = len(tensors[_NORM])
-    kind = lumina(checkpoint, words, grid, search) if rows == 1 else anole(checkpoint, words, search)
+    if words.patch != _PATCH:
+        kind = lumina2(checkpoint, words, search)
+    else:
+        kind = lumina(checkpoint, words, grid, search) if rows == 1 else anole(checkpoint, words, search)
     config = backbone_config(checkpoint, _ROOT, words.codes + len(kind.specials), _HEADS, norm_eps=1e-5)
     if rows not in (1, config.heads):
         raise CheckpointError(f"{path.name} normalises its {config.heads} heads in {rows} groups, as models of 34B do. "
                               "Only those of 7B are supported.")
-    defaults = SamplingParams(**meta.get("defaults", {"cfg": 3.0, "top_k": min(2000, words.codes)}))
+    defaults = SamplingParams(**meta.get("defaults", {"cfg": kind.cfg, "top_k": min(kind.top_k, words.codes)}))
     with torch.device("meta"):
         prefix = TextPrefix(len(embeddings), config.dim, lambda _, size: features_of(kind.null(size)), operations)
         backbone = Backbone(config, operations)
     model = DiscreteModel(
-        backbone, prefix, kind.family, legal_grid(grid or kind.grid), defaults, kind.encoder, _PATCH,
+        backbone, prefix, kind.family, legal_grid(grid or kind.grid), defaults, kind.encoder, words.patch,
         positions=SequencePositions(rope_theta(settings)), grids=kind.grids, row_ends=len(kind.specials) > 1, endings=1,
         longest=longest(settings, kind.grids), word_ids=(*words.images, *kind.specials),
     )  # fmt: skip
     if model.grid not in model.grids:
-        raise CheckpointError(f"{title(path)}: {model.unsupported_size(*(side * _PATCH for side in model.grid[::-1]))}")
+        width, height = (side * words.patch for side in model.grid[::-1])
+        raise CheckpointError(f"{title(path)}: {model.unsupported_size(width, height)}")
     named = backbone_tensors(tensors, _ROOT, path)
     named |= word_tensors(embeddings, head, len(embeddings), words.images, kind.specials)
     if not named["backbone.output.weight"][0].any():
@@ -91,8 +109,8 @@ def load(
 
 @dataclass(frozen=True)
 class Kind:
-    """The differences between Lumina-mGPT and Anole. specials: ids of the tokens that end a row (if any) and the image;
-    null: grid -> ids of the unconditional prompt."""
+    """The differences between the models. specials: ids of the tokens that end a row (if any) and the image; null:
+    grid -> ids of the unconditional prompt; cfg and top_k: the authors'."""
 
     family: str
     grid: tuple[int, int]
@@ -100,22 +118,34 @@ class Kind:
     specials: Sequence[int]
     encoder: TextEncoder
     null: Callable[[tuple[int, int]], list[int]]
+    cfg: float = 3.0
+    top_k: int = 2000
 
 
 def lumina(checkpoint: Checkpoint, words: Vocabulary, grid: tuple[int, int] | None, search: Sequence[Path]) -> Kind:
     """Lumina-mGPT, any of the sizes it was trained on. Raises CheckpointError if the size is unknown."""
-    side = target_size(checkpoint.path, checkpoint.own_settings, grid) // _PATCH
+    side = target_size(checkpoint.path, checkpoint.own_settings, grid) // words.patch
     source = "Alpha-VLLM/Lumina-mGPT-7B-768 (the only one of its repositories that has it)"
-    write = partial(lumina_prompt, words, open_tokenizer("Lumina-mGPT", source, checkpoint.path, search))
-    return Kind("lumina-mgpt", (side, side), size_table(side), (words["<reserved08799>"], words["<eoss>"]),
+    write = partial(lumina_prompt, words, open_tokenizer("Lumina-mGPT", source, checkpoint.path, _TOKENIZERS, search))
+    return Kind("lumina-mgpt", (side, side), size_table(side), (words[ROW_END], words[END]),
                 TextEncoder(write, (side, side)), partial(lumina_opening, words))
+
+
+def lumina2(checkpoint: Checkpoint, words: Vocabulary, search: Sequence[Path]) -> Kind:
+    """Lumina-mGPT 2.0. All of its released models generate images of the area of 768 x 768 pixels."""
+    meta, source = checkpoint.own_settings, "Alpha-VLLM/Lumina-mGPT-2.0"
+    side = max(legal_grid(meta["grid"])) if "grid" in meta else _SIDE2 // words.patch
+    tokenizer = open_tokenizer("Lumina-mGPT 2.0", source, checkpoint.path, _TOKENIZERS2, search)
+    return Kind("lumina-mgpt-2", (side, side), size_table(side, words.patch), (words[ROW_END], words[END]),
+                TextEncoder(partial(lumina2_prompt, words, tokenizer), (side, side)), partial(lumina_opening, words),
+                cfg=4.0, top_k=4096)
 
 
 def anole(checkpoint: Checkpoint, words: Vocabulary, search: Sequence[Path]) -> Kind:
     """Anole, which generates one size."""
-    grid = anole_grid(checkpoint.settings, checkpoint.own_settings)
-    write = partial(anole_prompt, words, open_tokenizer("Anole", "leloy/Anole-7b-v0.1-hf", checkpoint.path, search))
-    return Kind("anole", grid, [grid], (words["<eoss>"],), TextEncoder(write, grid), partial(anole_null, words))
+    grid, source = anole_grid(checkpoint.settings, checkpoint.own_settings), "leloy/Anole-7b-v0.1-hf"
+    write = partial(anole_prompt, words, open_tokenizer("Anole", source, checkpoint.path, _TOKENIZERS, search))
+    return Kind("anole", grid, [grid], (words[END],), TextEncoder(write, grid), partial(anole_null, words))
 
 
 def check(checkpoint: Checkpoint) -> None:
@@ -130,9 +160,9 @@ def check(checkpoint: Checkpoint) -> None:
     if settings.get("swin_norm"):
         raise CheckpointError(f"{title(path)} normalises after its blocks (swin_norm), as models of 34B do. Only "
                               "those of 7B are supported.")
-    reads = any(name.startswith("model.vqmodel.encoder.") for name in tensors)
-    generates = any(name.startswith("model.vqmodel.decoder.") for name in tensors)
-    if (reads and not generates) or settings.get("mask_image_logits"):
+    parts = {part for part in ("encoder", "decoder") if any(n.startswith(f"model.vqmodel.{part}.") for n in tensors)}
+    reads_only = parts == {"encoder"} and len(tensors.get(_TABLE, ())) != LUMINA2_WORDS  # where it is a leftover
+    if reads_only or settings.get("mask_image_logits"):
         raise CheckpointError(
             f"{title(path)} is Meta's Chameleon, or a similar model: it reads images, but its image output was "
             "switched off before its release. Use leloy/Anole-7b-v0.1-hf or Alpha-VLLM/Lumina-mGPT-7B-768."
@@ -142,13 +172,14 @@ def check(checkpoint: Checkpoint) -> None:
 # Sizes
 
 
-def size_table(side: int) -> list[tuple[int, int]]:
-    """Grids (rows, columns) of the sizes that a Lumina-mGPT was trained on. side: tokens per side of its square images.
+def size_table(side: int, patch: int = _PATCH) -> list[tuple[int, int]]:
+    """Grids (rows, columns) of the sizes that a Lumina-mGPT was trained on. side: tokens per side of its square images;
+    patch: pixels per side of a token.
 
     For every width in cells of 32 pixels, the heights that come closest to the square's area without exceeding it, up
     to an aspect ratio of 4.
     """
-    scale = _CELL // _PATCH
+    scale = CELL // patch
     area = (side // scale) ** 2
     return [
         (high * scale, wide * scale)
@@ -194,97 +225,17 @@ def longest(settings: Mapping[str, Any], grids: Sequence[tuple[int, int]]) -> in
     return most if most and most > max(rows * (cols + 1) for rows, cols in grids) else None
 
 
-# Vocabulary
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """Ids of the image codes (``codes`` of them, starting at ``first``) and of the special tokens."""
-
-    first: int
-    codes: int
-    ids: Mapping[str, int]
-    path: Path
-
-    @property
-    def images(self) -> range:
-        """Ids of the image codes, in order."""
-        return range(self.first, self.first + self.codes)
-
-    @classmethod
-    def of(cls, settings: Mapping[str, Any], words: int, path: Path) -> Vocabulary:
-        """From config.json's vocabulary_map; without one, as released, for a vocabulary of 65536.
-
-        Raises CheckpointError if neither applies, or the codes are not consecutive.
-        """
-        ids = settings.get("vocabulary_map")
-        if not ids and words == _WORDS:
-            return cls(4, 8192, {"<s>": 0, "<eoss>": 8196, "<racm3:break>": 8197}
-                       | {f"<reserved{n:05}>": n + 4 for n in range(8706, 9000)}, path)
-        letters = str.maketrans("ABCDEFGHIJ", "0123456789")
-        codes = {name[6:-1].translate(letters): id for name, id in (ids or {}).items() if name.startswith("IMGIMG")}
-        first = codes.get("0")
-        if first is None or codes != {str(i): first + i for i in range(len(codes))} or first + len(codes) > words:
-            raise CheckpointError(
-                f"{title(path)} does not show which of its {words} ids are image tokens: its config.json "
-                "has no vocabulary_map, or one with another order. Download config.json of the released model again."
-            )
-        return cls(first, len(codes), ids, path)
-
-    def __getitem__(self, token: str) -> int:
-        """Id of a special token. Raises CheckpointError if there is none."""
-        if token not in self.ids:
-            raise CheckpointError(f"The vocabulary_map in config.json of {title(self.path)} lacks {token}: it is "
-                                  "that of another model.")
-        return self.ids[token]
-
-
-def open_tokenizer(name: str, source: str, path: Path, search: Sequence[Path]) -> Tokenizer:
-    """The tokenizer of a model of this family; its repositories share one."""
-    return Tokenizer(find_tokenizer(path, _TOKENIZERS, search), (
-        f"{name} reads prompts through tokenizer.json, which was not found. Put the one of {source} into the folder "
-        f"{path.parent}."
-    ))  # fmt: skip
-
-
-def text_ids(words: Vocabulary, tokenizer: Tokenizer, text: str) -> list[int]:
-    """A user's message: <s>, text, end of turn. Raises CheckpointError for the tokenizer of another model."""
-    if tokenizer.id("<racm3:break>") != words["<racm3:break>"]:
-        raise CheckpointError(f"{tokenizer.file} is the tokenizer of another model. Use the one released with it.")
-    return [words["<s>"], *tokenizer.ids(text), words["<reserved08706>"]]
-
-
-def lumina_opening(words: Vocabulary, grid: tuple[int, int]) -> list[int]:
-    """The start of an image: begin of image, height and width in cells. Alone it is the unconditional prompt."""
-    return [words["<racm3:break>"], *(words[f"<reserved{8800 + side * _PATCH // _CELL:05}>"] for side in grid)]
-
-
-def lumina_prompt(words: Vocabulary, tokenizer: Tokenizer, text: str, grid: tuple[int, int]) -> list[int]:
-    """The instruction that Lumina-mGPT was trained with, which states the size, and the start of the image."""
-    rows, cols = grid
-    asked = f"Generate an image of {cols * _PATCH}x{rows * _PATCH} according to the following prompt:\n{text}"
-    return text_ids(words, tokenizer, asked) + lumina_opening(words, grid)
-
-
-def anole_prompt(words: Vocabulary, tokenizer: Tokenizer, text: str, _grid: tuple[int, int]) -> list[int]:
-    """The unchanged prompt, and begin of image."""
-    return [*text_ids(words, tokenizer, text), words["<racm3:break>"]]
-
-
-def anole_null(words: Vocabulary, _grid: tuple[int, int]) -> list[int]:
-    """The unconditional prompt."""
-    return [words["<s>"], words["<racm3:break>"]]
-
-
 _VQGAN = "leloy/Anole-7b-v0.1-vqvae-hf"
 _DECODER = ReleasedDecoder(
     ("chameleon_vqgan", "vqgan", "Anole-7b-v0.1-vqvae-hf/model"),
     f"the folder Anole-7b-v0.1-vqvae-hf (repository {_VQGAN})",
 )
 _DECODER_SOURCE = Source(_VQGAN, "vae/Anole-7b-v0.1-vqvae-hf", "model.safetensors")
+_MOVQGAN = "ai-forever/MoVQGAN"
+_DECODER2 = ReleasedDecoder(("movqgan_270M",), f"movqgan_270M.ckpt (repository {_MOVQGAN})")
 FAMILY = Family(
-    labels=("Lumina-mGPT", "Anole"),
-    decoders={"lumina-mgpt": _DECODER, "anole": _DECODER},
+    labels=("Lumina-mGPT", "Lumina-mGPT 2.0", "Anole"),
+    decoders={"lumina-mgpt": _DECODER, "lumina-mgpt-2": _DECODER2, "anole": _DECODER},
     recognise=recognise,
     load=load,
     releases={
@@ -292,6 +243,9 @@ FAMILY = Family(
         r"Lumina-mGPT-7B-(512|1024|768-Omni)": (
             Source(r"Alpha-VLLM/\g<0>", r"ar_models/\g<0>"),
             Source("Alpha-VLLM/Lumina-mGPT-7B-768", r"ar_models/\g<0>", "tokenizer.json"), _DECODER_SOURCE,
+        ),
+        r"Lumina-mGPT-2\.0(-Omni)?": (
+            Source(r"Alpha-VLLM/\g<0>", r"ar_models/\g<0>"), Source(_MOVQGAN, "vae", "movqgan_270M.ckpt"),
         ),
         r"Anole-7b-v0\.1-hf": (Source(r"leloy/\g<0>", r"ar_models/\g<0>"),),
         r"anole_drafter": (Source(r"jadohu/\g<0>", r"ar_drafters/\g<0>"),),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ...models.backbone import BackboneConfig, join_gates
-from ..files.checkpoint import Checkpoint, refuse_large
+from ..files.checkpoint import Checkpoint, read_settings, refuse_large
 from ..files.errors import CheckpointError
 from ..files.names import root_of
 
@@ -202,6 +203,23 @@ class Tokenizer:
                 f"{self.file} has no token {token}: it is the tokenizer of another model. Use the one released with it."
             )
         return found
+
+    @cached_property
+    def first(self) -> int:
+        """Id of the token before every text: the bos_token of the tokenizer_config.json beside it or, as Qwen has none,
+        the eos_token.
+
+        Raises FileNotFoundError without a tokenizer, CheckpointError if that file is missing or names neither.
+        """
+        self._open()
+        file = self.file.parent / "tokenizer_config.json"
+        settings = read_settings(file)
+        token = settings.get("bos_token") or settings.get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(token, str):
+            raise CheckpointError(f"{file}, which names the first token of every prompt, is missing or names none. "
+                                  "Download the one that belongs to tokenizer.json.")
+        return self.id(token)
 
     def __len__(self) -> int:
         return self._open().get_vocab_size()

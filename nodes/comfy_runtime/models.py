@@ -37,7 +37,8 @@ from .patcher import Patcher
 from .previews import Palette
 
 SERVER = uuid.uuid4().hex  # wall times are comparable within one
-STORAGE = {"fp8 (storage)": torch.float8_e4m3fn, "int8 (storage)": torch.int8}
+INT8_CACHE = "int8 (storage and KV cache)"
+STORAGE = {"fp8 (storage)": torch.float8_e4m3fn, "int8 (storage)": torch.int8, INT8_CACHE: torch.int8}
 LARGE = 50_000_000  # weights from which a pass on a CPU is mostly products; smaller models stay in fp32
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, **dict.fromkeys(STORAGE)}
 
@@ -108,7 +109,7 @@ def open_model(choice: str, dtype: str, grid: tuple[int, int] | None) -> LoadedM
     storage = torch.float8_e4m3fn if dtype == "auto" and stays_fp8(path) else STORAGE.get(dtype)
     model = load_model(
         path, dtype=DTYPES[dtype] or auto_dtype(device, path), grid=grid, search_folders=search_folders(),
-        operations=Operations, storage=storage,
+        operations=Operations, storage=storage, int8_cache=dtype == INT8_CACHE,
     )
     model.offload_embedding()
     if isinstance(getattr(model, "prompt_encoder", None), T5Encoder):

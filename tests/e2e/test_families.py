@@ -91,7 +91,8 @@ def test_the_files_that_a_workflow_lists_belong_to_it(name):
     chosen = {str(value) for node in graph["nodes"] for value in node.get("widgets_values", [])}
     for model in listed:
         assert model["url"].startswith("https://huggingface.co/") and "/resolve/main/" in model["url"]
-        assert model["name"].endswith((".safetensors", ".pt")) and model["url"].endswith(model["name"].split("/")[-1])
+        assert model["name"].endswith((".safetensors", ".pt", ".ckpt"))
+        assert model["url"].endswith(model["name"].split("/")[-1])
         assert model["directory"] in ("ar_models", "vae", "text_encoders")
         assert model["directory"] != "ar_models" or model["name"].split("/")[0] in chosen
 

@@ -69,9 +69,26 @@ def test_int8_takes_a_byte_per_number_and_four_per_row(models, tiny, nodes, run)
     assert latent["ar_tokens"].shape == (1, GRID, GRID) and trace.totals["tokens"] == GRID * GRID
 
 
+def test_int8_caches_too(models, nodes, run):
+    loaded, clip, _ = run(nodes["SpecARLoadCheckpoint"], model_name="tiny", dtype="int8 (storage and KV cache)",
+                          grid="auto").result
+    other = open_model("tiny", "int8 (storage)", None).model
+    assert loaded.model.int8_cache and not other.int8_cache
+    for name, parameter in other.named_parameters():
+        assert torch.equal(loaded.model.get_parameter(name), parameter)
+    node = nodes["SpecARSJDSampler"]
+    latent, _ = run(node, **defaults(node) | {
+        "model": loaded, "positive": clip.encode_from_tokens_scheduled("red apple"), "window": 4,
+        "latent_image": {"samples": torch.zeros(1, 8, GRID, GRID)}, "seed": 1}).result
+    assert latent["ar_tokens"].shape == (1, GRID, GRID)
+    [text] = run(nodes["SpecARModelInfo"], model=loaded).result
+    assert "KV cache per image in int8" in text
+
+
 def test_choices_of_dtype_keep_their_order():
     """Workflows that were saved remember the choice; new ones come last."""
-    assert list(DTYPES) == ["auto", "fp32", "bf16", "fp16", "fp8 (storage)", "int8 (storage)"]
+    assert list(DTYPES) == ["auto", "fp32", "bf16", "fp16", "fp8 (storage)", "int8 (storage)",
+                            "int8 (storage and KV cache)"]
 
 
 def test_a_file_in_fp8_stays_in_fp8(models, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from functools import partial
 from pathlib import Path
 
@@ -18,10 +20,15 @@ KINDS = ("lumina", "anole")
 FIRST = 256  # id of the first special token; bytes are below
 WIDTHS = (1, 1, 2)  # channel multipliers of the image tokenizer, whose tokens are 4 pixels a side
 CHANNELS, CODE = 32, 6  # its base channels, and the size of its code vectors
+MOVQ_WIDTHS, MOVQ_CODE = (1, 1), 4  # of the image tokenizer of Lumina-mGPT 2.0, whose tokens are 2 pixels a side
 
 
-def vocabulary(codes: int) -> dict[str, int]:
-    """Special tokens after the bytes; the codes stand in the midst of them."""
+def vocabulary(codes: int, kind: str = "lumina") -> dict[str, int]:
+    """Special tokens after the bytes; the codes stand in the midst of them, or, in Lumina-mGPT 2.0, after them."""
+    if kind == "lumina2":
+        names = ["<|endoftext|>", "<racm3:break>", "<eoss>", *(f"<reserved{n:05}>" for n in range(8796, 8810)),
+                 "<reserved08706>", *(f"<MOVQGAN{code}>" for code in range(codes)), "<|image|>"]
+        return {name: FIRST + i for i, name in enumerate(names)}
     letters = str.maketrans("0123456789", "ABCDEFGHIJ")
     names = ["<s>", "<pad>", *(f"IMGIMG{str(code).translate(letters)}Z" for code in range(codes)), "<eoss>",
              "<racm3:break>", "<reserved08706>", "<image>", *(f"<reserved{n:05}>" for n in range(8796, 8810))]
@@ -29,7 +36,7 @@ def vocabulary(codes: int) -> dict[str, int]:
 
 
 def config(kind: str, codes: int = 32, width: int = 32, layers: int = 2, heads: int = 2) -> dict:
-    ids = vocabulary(codes)
+    ids = vocabulary(codes, kind)
     return {
         "architectures": ["ChameleonForConditionalGeneration"], "model_type": "chameleon", "hidden_size": width,
         "intermediate_size": 2 * width, "num_hidden_layers": layers, "num_attention_heads": heads,
@@ -37,7 +44,7 @@ def config(kind: str, codes: int = 32, width: int = 32, layers: int = 2, heads: 
         "vocab_size": FIRST + len(ids), "vocabulary_map": ids, "swin_norm": False, "tie_word_embeddings": False,
         "vq_config": {"resolution": 16, "channel_multiplier": list(WIDTHS), "base_channels": CHANNELS,
                       "num_res_blocks": 1, "latent_channels": CHANNELS, "embed_dim": CODE, "num_embeddings": codes},
-        **({"mask_image_logits": False, "specar": {"grid": [4, 4]}} if kind == "lumina" else {}),
+        **({"mask_image_logits": False, "specar": {"grid": [4, 4]}} if kind != "anole" else {}),
     }  # fmt: skip
 
 
@@ -45,7 +52,7 @@ def shapes(kind: str, config: dict) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the language model's tensors."""
     width, inner, words = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     heads = config["num_attention_heads"]
-    rows = (1 if kind == "lumina" else heads, width // heads)
+    rows = (heads if kind == "anole" else 1, width // heads)
     found = {"model.embed_tokens.weight": (words, width), "lm_head.weight": (words, width),
              "model.norm.weight": (width,)}
     for layer in (f"model.layers.{i}" for i in range(config["num_hidden_layers"])):
@@ -98,6 +105,33 @@ def vqgan_shapes(codes: int, widths: tuple[int, ...] = WIDTHS, base: int = CHANN
     return found
 
 
+def movq_shapes(codes: int, widths: tuple[int, ...] = MOVQ_WIDTHS, base: int = CHANNELS,
+                blocks: int = 1) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of a MoVQGAN: a VQGAN with attention in the deepest level, too, whose decoder's
+    norms are modulated by the codes."""
+    plain = vqgan_shapes(codes, widths, base, MOVQ_CODE, MOVQ_CODE, blocks)
+    for coder, side, steps in (("encoder", "down", blocks), ("decoder", "up", blocks + 1)):
+        middle = {name: shape for name, shape in plain.items() if name.startswith(f"{coder}.mid.attn_1.")}
+        for step in range(steps):
+            deepest = f"{coder}.{side}.{len(widths) - 1}.attn.{step}."
+            plain |= {name.replace(f"{coder}.mid.attn_1.", deepest): shape for name, shape in middle.items()}
+    found = {}
+    for name, shape in plain.items():
+        norm = re.fullmatch(r"(decoder\..*norm[^.]*)\.(weight|bias)", name)
+        if norm is None:
+            found[name] = shape
+        else:
+            found[f"{norm[1]}.norm_layer.{norm[2]}"] = shape
+            for part in ("conv_y", "conv_b"):
+                found[f"{norm[1]}.{part}.{norm[2]}"] = (*shape, MOVQ_CODE, 1, 1) if norm[2] == "weight" else shape
+    return found
+
+
+def movq_weights(codes: int = 32, seed: int = 0) -> dict[str, Tensor]:
+    weights = random_weights(movq_shapes(codes), seed)
+    return {name: 1 + tensor if name.endswith("conv_y.bias") else tensor for name, tensor in weights.items()}
+
+
 def values(name: str, shape: tuple[int, ...]) -> Tensor:
     """As ``fill``, for the names of this family; the head is sharper, so that arg-maxima are clear."""
     if "_norm." in name:
@@ -130,17 +164,22 @@ def write_vqgan(path: Path, codes: int = 32, seed: int = 0) -> Path:
 def write(folder: Path, seed: int = 0, shards: int = 1, kind: str = "lumina", tokenizer: bool = True,
           codes: int = 32, **sizes: int) -> Path:
     """A model in ``folder``/<released name>: Lumina-mGPT for images of 64 x 64 pixels (4 x 4 tokens of 16 pixels)
-    with its decoder beside it, or Anole for 4 x 4 tokens with the decoder inside. Returns that folder."""
+    with its decoder beside it, Lumina-mGPT 2.0 for 32 x 32 pixels (4 x 4 of 8) likewise, or Anole for 4 x 4 tokens
+    with the decoder inside. Returns that folder."""
     settings = config(kind, codes, **sizes)
     weights = random_weights(shapes(kind, settings), seed)
-    folder = folder / {"lumina": "Lumina-mGPT-tiny", "anole": "Anole-tiny-hf"}[kind]
+    folder = folder / {"lumina": "Lumina-mGPT-tiny", "lumina2": "Lumina-mGPT-2.0-tiny", "anole": "Anole-tiny-hf"}[kind]
     if kind == "anole":
         weights |= {f"model.vqmodel.{name}": tensor for name, tensor in vqgan_weights(codes, seed).items()}
     write_folder(folder, weights, settings, shards)
     if kind == "lumina":
         write_vqgan(folder / "chameleon_vqgan.safetensors", codes, seed)
+    if kind == "lumina2":
+        torch.save(movq_weights(codes, seed), folder / "movqgan_270M.ckpt")
+        words = {"bos_token": None, "eos_token": "<|endoftext|>"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(words), encoding="utf-8")
     if tokenizer:
-        byte_tokenizer(list(vocabulary(codes)), FIRST).save(str(folder / "tokenizer.json"))
+        byte_tokenizer(list(vocabulary(codes, kind)), FIRST).save(str(folder / "tokenizer.json"))
     return folder
 
 
@@ -149,6 +188,12 @@ def install_lumina(models: Path) -> None:
     decoder = models / "vae/Anole-7b-v0.1-vqvae-hf"
     decoder.mkdir(parents=True, exist_ok=True)
     (folder / "chameleon_vqgan.safetensors").rename(decoder / "model.safetensors")
+
+
+def install_lumina2(models: Path) -> None:
+    folder = write(models / "ar_models", kind="lumina2", shards=2).rename(models / "ar_models/Lumina-mGPT-2.0")
+    (models / "vae").mkdir(exist_ok=True)
+    (folder / "movqgan_270M.ckpt").rename(models / "vae/movqgan_270M.ckpt")
 
 
 def install_anole(models: Path) -> None:
@@ -163,13 +208,16 @@ def install_anole(models: Path) -> None:
 
 TINY = {
     "lumina-mgpt": Tiny(partial(write, kind="lumina"), specials=4 + 1),
+    "lumina-mgpt-2": Tiny(partial(write, kind="lumina2"), specials=4 + 1),
     "anole": Tiny(partial(write, kind="anole"), specials=1),
 }
 FILES = {
     "Lumina-mGPT": Files(partial(write, kind="lumina"), "Lumina-mGPT-tiny"),
+    "Lumina-mGPT 2.0": Files(partial(write, kind="lumina2"), "Lumina-mGPT-2.0-tiny"),
     "Anole": Files(partial(write, kind="anole", shards=3), "Anole-tiny-hf"),
 }
 WORKFLOWS = {
     "46 Lumina-mGPT (download)": Workflow("Lumina-mGPT 7B", install_lumina),
+    "49 Lumina-mGPT 2 (download)": Workflow("Lumina-mGPT 2.0, 7.9B", install_lumina2),
     "47 Anole (download)": Workflow("Anole 7B with a drafter", install_anole),
 }

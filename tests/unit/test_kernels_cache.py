@@ -59,7 +59,8 @@ def moves(draw):
         row[: len(line)] = torch.tensor(line)
     lengths = torch.tensor(draw(st.lists(st.integers(0, 10), min_size=rows, max_size=rows)))
     size = layers, rows, heads, capacity, 4
-    buffer = torch.arange(torch.Size(size).numel(), dtype=torch.float32).reshape(size)[..., :dim]
+    dtype = draw(st.sampled_from([torch.float32, torch.int8]))
+    buffer = (torch.arange(torch.Size(size).numel()) % 127).to(dtype).reshape(size)[..., :dim]
     return buffer, lengths, path
 
 
@@ -85,9 +86,11 @@ def test_what_is_past_the_capacity_disturbs_nobody(run):
     assert torch.equal(buffer[0, 1], before[0, 1])
 
 
-def test_the_kernel_compiles_and_reads_all_before_it_writes():
+@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.bfloat16), (64, torch.int8), (1, torch.bfloat16)])
+def test_the_kernel_compiles_and_reads_all_before_it_writes(dim, dtype):
+    """Keys and values, those in int8, and the scales of these."""
     for path in (torch.zeros(2, 6, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64)[:, :1]):
-        buffer = torch.empty(3, 2, 4, 128, 64, dtype=torch.bfloat16)
+        buffer = torch.empty(3, 2, 4, 128, dim, dtype=dtype)
         [kernel] = compiled("cache.keep_path", buffer, torch.zeros(2, dtype=torch.int64), path)
         loads, stores = kernel.ptx.rfind("ld.global"), kernel.ptx.find("st.global")
         assert 0 < loads < kernel.ptx.find("bar.sync", loads) < stores
