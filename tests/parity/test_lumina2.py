@@ -13,6 +13,8 @@ lumina2.json holds what https://github.com/Alpha-VLLM/Lumina-mGPT-2.0 gave at co
              image and so many tokens, for grids of height x width cells of 32 pixels
   prompt     FlexARItemProcessor.process_item() of a prompt for 96 x 32 pixels, without the opening of the image
   image      process_image() of an image of this size, whose codes count from 0 to 31
+  context, logits  ids, a prompt of 7 and 12 codes, and what the official ChameleonForConditionalGeneration, whose norms
+             have the one row themselves, predicts for each code: image codes, then end of row and end of image
 """
 
 import hashlib
@@ -135,6 +137,18 @@ def test_hidden_states_and_logits_of_both_branches(model, reference, grid):
     conditioning = model.encode_prompt(PROMPT)
     assert_as_exact(lambda: model.teacher_forced(conditioning, image), wanted_logits[:1])
     assert_as_exact(lambda: stepwise(model, conditioning, tokens, layout), [wanted_hidden, wanted_logits])
+
+
+@torch.inference_mode()
+def test_official_logits(model):
+    prompt, codes = OFFICIAL["context"][:7], torch.tensor([OFFICIAL["context"][7:]]) - CODE
+
+    def compute():
+        state = model.start(model.encode_ids(prompt), None, 1, model.layout(), slack=0, guided=False)
+        out = model.step(state, codes, torch.arange(12)[None])
+        return torch.cat((state.prefill.logits, out.logits[:, :-1]), dim=1)
+
+    assert_as_exact(compute, torch.tensor(OFFICIAL["logits"]).view(1, 12, 34))
 
 
 @torch.inference_mode()
