@@ -156,7 +156,7 @@ for _model in ("default", "continuous"):
 def as_webp(png: bytes) -> bytes:
     """Encoded within MOST_BYTES, as sharp as possible. Raises FrontendError if it would be unreadable."""
     whole = Image.open(io.BytesIO(png)).convert("RGB")
-    for scale, quality in itertools.product((1, 0.75, 0.6), (80, 70, 60, 50)):
+    for scale, quality in itertools.product((1, 0.75, 0.6, 0.5), (80, 70, 60, 50)):
         image = whole.resize((round(whole.width * scale), round(whole.height * scale)), Image.Resampling.LANCZOS)
         image.save(file := io.BytesIO(), "WEBP", quality=quality, method=6)
         if file.tell() <= MOST_BYTES:
