@@ -60,7 +60,7 @@ def after_run(workflow: str, group: str = "", height: int = VIEW["height"]) -> C
 
 SHOTS: dict[str, Callable[[Frontend], None]] = {
     "first-image": after_run("01 Text to image"),
-    "same-image": after_run("02 Same image, fewer passes", "One token per pass", 1160),
+    "same-image": after_run("02 Same image, fewer passes", "One token per pass", 1180),
     "acceptance-map": after_run("05 Acceptance map", "2 Prompt and size"),
     "templates": browse,  # last: its dialog stays open
 }
