@@ -7,6 +7,7 @@
     launches    number of kernel launches per pass on a GPU, counted without a GPU
     methods     forward passes of every method on the bundled model, and how its images change
     continuous  the same for the continuous model (MAR with its small drafter)
+    quality     likelihood, prompt agreement and distances of every method's images; a check of the lossless ones
     loading     time and memory to load checkpoints of released sizes
     storage     how weights in bf16, fp8 and int8 change a model's predictions
     soak        hundreds of prompts over all workflows on one ComfyUI server: memory, files, repeated images
@@ -26,8 +27,8 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-WHAT = ("speed", "gpu", "launches", "methods", "continuous", "loading", "storage", "throughput", "previews", "soak",
-        "determinism", "same_seed", "fuzz", "faults", "documents")
+WHAT = ("speed", "gpu", "launches", "methods", "continuous", "quality", "loading", "storage", "throughput", "previews",
+        "soak", "determinism", "same_seed", "fuzz", "faults", "documents")
 
 
 def main(arguments: list[str]) -> None:

@@ -106,6 +106,11 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"published, {row.method}": partial(found.published, row.method) for row in PUBLISHED},
 }
 
+if (found.RESULTS / "quality-cpu.json").exists():
+    for model in ("default", "continuous"):
+        TABLES |= {f"quality, {model}": partial(found.quality, model),
+                   f"distances, {model}": partial(found.quality_distances, model)}
+
 
 def fewer() -> str:
     """How many times fewer passes SJD with coupled refinement needs, as the README says."""

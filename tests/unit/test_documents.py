@@ -17,7 +17,7 @@ from comfyui_specar.benchmarks import documents, results_tables, subjects
 
 ROOT = Path(comfyui_specar.__file__).resolve().parent
 HELP = ROOT / "web/docs"  # ComfyUI's front end resolves paths in help pages from this folder
-DOCUMENTS = [*documents.files(), *ROOT.glob("assets/*/*.md"), *ROOT.glob("benchmarks/results/*.md")]
+DOCUMENTS = [*documents.files(), *ROOT.glob("assets/*/*.md"), *ROOT.glob("benchmarks/*/*.md")]
 CODE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[(?:[^][]|\[[^][]*\])*\]\(([^)\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\"")
 OPTION = re.compile(r"--[a-z][a-z-]*")

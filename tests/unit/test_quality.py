@@ -1,0 +1,229 @@
+"""The quality benchmark: what it draws, keeps and goes on with, what it measures, and that its check sees a bias."""
+
+import json
+from dataclasses import replace
+
+import comfyui_specar as specar
+import pytest
+import torch
+from comfyui_specar.benchmarks import quality, quality_draw, quality_sources, resampling, results_tables
+from comfyui_specar.benchmarks.feature_spaces import FOLDER, Spaces
+from comfyui_specar.benchmarks.quality_cases import (
+    FLOOR,
+    PROMPTS,
+    Prompt,
+    continuous_cases,
+    discrete_cases,
+    first_seed,
+    prompts,
+    published,
+)
+from comfyui_specar.benchmarks.quality_draw import Drawn, draw, origin, read
+from comfyui_specar.benchmarks.quality_measure import Measurement, check, log_probs, right
+from comfyui_specar.benchmarks.runs import Case
+from comfyui_specar.samplers.contract import Output
+from comfyui_specar.training.classifier import LABELS
+
+from ..support.closeness import fp64
+
+WANTED = prompts(5)
+PARAMETERS = {"cfg": 2.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+NEXT = Case("next_token", specar.methods.NextToken())
+SJD = Case("sjd coupled w32", specar.methods.SJD())
+
+
+@pytest.fixture(scope="module")
+def model():
+    return specar.load_model(specar.bundled())
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "images.safetensors"
+
+
+def drawing(case, model, file, wanted, batch=2) -> Drawn:
+    about = origin(case, model, specar.bundled() / "model.safetensors", PARAMETERS)
+    return draw(case, model, wanted, batch, file, about, PARAMETERS)
+
+
+def test_prompts_are_different_and_those_of_a_small_run_are_the_first():
+    assert len(set(prompts(PROMPTS))) == PROMPTS and prompts(PROMPTS)[:5] == WANTED
+    assert Prompt(5, 1, 4).text == "cat, noto, on an orange background"
+    assert {len(part) for part in map(set, zip(*prompts(PROMPTS), strict=True))} == {40, 3, 12}
+    for count in (0, PROMPTS + 1):
+        with pytest.raises(ValueError, match=str(PROMPTS)):
+            prompts(count)
+
+
+def test_every_case_has_its_name_file_and_seeds(model, tmp_path):
+    eagle, small = (specar.load_drafter(specar.bundled(f"default/{name}"), model) for name in ("eagle", "small"))
+    continuous = specar.load_model(specar.bundled("continuous"))
+    drafter = specar.load_drafter(specar.bundled("continuous/small"), continuous)
+    request = model.request(model.encode_prompt(WANTED[0].text))
+    for case in discrete_cases(eagle, small):
+        case.method.check(request)
+    for listed in (discrete_cases(eagle, small), continuous_cases(drafter)):
+        assert listed[1].name == listed[0].name + FLOOR and listed[1].method == listed[0].method
+        for of in (lambda case: case.name, lambda case: quality_draw.file_of(tmp_path, case),
+                   lambda case: first_seed(case.name)):
+            assert len({of(case) for case in listed}) == len(listed)
+    seeds = sorted(first_seed(case.name) for case in discrete_cases(eagle, small))
+    assert min(b - a for a, b in zip(seeds, seeds[1:])) >= PROMPTS and 0 <= seeds[0] and seeds[-1] < 2**63
+    assert all("as published" in case.name for case in published(eagle))
+
+
+def test_a_run_that_was_stopped_goes_on(model, file, tmp_path, monkeypatch):
+    whole = drawing(SJD, model, tmp_path / "whole.safetensors", WANTED)
+    assert len(whole) == 5 and whole.content.shape == (5, 16, 16) and whole.content.dtype == torch.uint16
+    assert (whole.passes < 200).all() and whole.tv_bound.eq(0).all()
+    drawing(SJD, model, file, WANTED[:2])
+    drawn, sample = [], specar.sample
+
+    def counted(*given, **named) -> Output:
+        drawn.append(named["batch_size"])
+        if len(drawn) == 2:
+            raise KeyboardInterrupt
+        return sample(*given, **named)
+
+    monkeypatch.setattr(specar, "sample", counted)
+    with pytest.raises(KeyboardInterrupt):
+        drawing(SJD, model, file, WANTED)
+    drawing(SJD, model, file, WANTED)
+    assert drawn == [2, 1, 1], "one batch, the stopped one, and the same one again"
+    assert file.read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
+    assert drawing(SJD, model, file, WANTED) is not None and drawn == [2, 1, 1], "nothing is left to do"
+    assert len(drawing(SJD, model, file, WANTED[:3])) == 3, "a smaller run has the first images"
+
+
+def test_every_image_has_its_prompt_and_its_seed(model, file, monkeypatch):
+    calls, sample = [], specar.sample
+
+    def recorded(*given, **named) -> Output:
+        calls.append((given, named))
+        return sample(*given, **named)
+
+    monkeypatch.setattr(specar, "sample", recorded)
+    drawing(SJD, model, file, WANTED[:3])
+    first = first_seed(SJD.name)
+    assert [(named["seed"], named["batch_size"]) for _, named in calls] == [(first, 2), (first + 2, 1)]
+    features = torch.cat([given[1][0][0] for given, _ in calls])
+    for prompt, found in zip(WANTED, features):
+        assert torch.equal(model.encode_prompt(prompt.text)[0][0][0], found)
+
+
+def test_images_of_another_origin_are_refused(model, file):
+    drawing(NEXT, model, file, WANTED[:1])
+    with pytest.raises(ValueError, match="--folder"):
+        read(file, origin(NEXT, model, specar.bundled() / "model.safetensors", PARAMETERS | {"cfg": 3.0}))
+
+
+@pytest.mark.parametrize("cfg", [1.0, 2.0])
+def test_the_log_probability_is_that_of_the_sampler(model, cfg):
+    with fp64():
+        conditioning = quality_draw.conditioning(model, WANTED[:2])
+        out = specar.sample(model, conditioning, SJD.method, seed=1, batch_size=2, **PARAMETERS | {"cfg": cfg})
+        found = log_probs(model, WANTED[:2], out.tokens, cfg)
+    wanted = out.trace.positions["p"].double().log().mean(1)
+    assert found.tolist() == pytest.approx(wanted.tolist(), abs=2**-22)  # the trace has fp32
+
+
+def test_what_an_image_shows():
+    shown = torch.tensor(WANTED)
+    shown[1, 0] += 1
+    shown[2, 2] += 1
+    assert {name: values.tolist() for name, values in right(shown, WANTED).items()} == {
+        "subject": [1, 0, 1, 1, 1], "style": [1] * 5, "background": [1, 1, 0, 1, 1], "all": [1, 0, 0, 1, 1]}
+
+
+def seen(count: int, shift: float = 0.0) -> dict[str, torch.Tensor]:
+    shown = torch.tensor(prompts(count))
+    shown[:, 1] = torch.where(torch.rand(count) < 0.1, (shown[:, 1] + 1) % 3, shown[:, 1])
+    return {"own": torch.randn(count, 4) + shift, "shown": shown, "log_p": torch.randn(count).double() - 1}
+
+
+def test_the_check_passes_what_is_exact_and_names_what_is_not():
+    count = 60
+    drawn = Drawn(torch.randint(16, (count, 2, 2)).to(torch.uint16), torch.full((count,), 7, dtype=torch.int32),
+                  torch.full((count,), torch.nan))
+    exact = [NEXT.name, NEXT.name + FLOOR, "a", "b"]
+    found = {name: seen(count) for name in exact} | {"biased": seen(count, 1.0), "relaxed": seen(count, 1.0)}
+    table = Measurement(prompts(count), found, {"own": torch.randn(count, 4)}, vocab=16)
+    rows = [table.row(name, drawn, lossless=name != "relaxed") for name in found]
+    assert check(rows, 0.01) == ["biased"]
+    assert [row.get("inside") for row in rows] == [None, True, True, True, False, False]
+    reference, floor = rows[0], rows[1]
+    assert reference["p_values"] == {} and "reference" not in reference["distances"]["own"]
+    assert set(floor["p_values"]) == {"kernel, own", "agreement", "log_p"} and floor["tv_bound"] is None
+    low, high = floor["distances"]["own"]["reference"]["kernel"]["interval"]
+    assert low < 0 < high
+    assert floor["log_p"]["quantiles"]["0.5"] == pytest.approx(float(found[floor["name"]]["log_p"].median()), abs=0.1)
+    assert 2.6 < floor["log_p"]["token_entropy"]["value"] <= 2.7726  # of 16 codes, as likely as each other
+
+
+def test_sources_of_another_classifier_are_refused():
+    spaces = Spaces(imagenet=False)
+    found = quality_sources.read(spaces, 3)
+    assert {name: values.shape for name, values in found.items()} == {"own": (3, 128), "shown": (3, 3)}
+    spaces.checksum = "other"
+    with pytest.raises(ValueError, match="another classifier"):
+        quality_sources.read(spaces, 3)
+
+
+def test_the_classifier_is_as_good_as_its_card_says():
+    accuracy = Spaces(imagenet=False).accuracy
+    assert all(share > 0.95 for share in accuracy["views"].values())
+    card = (FOLDER / "README.md").read_text(encoding="utf-8")
+    for share in accuracy["views"].values():
+        assert f"{share:.2%}".replace("%", " %") in card
+
+
+def test_a_small_run_of_the_command(monkeypatch, tmp_path, capsys):
+    only = ["next_token", "next_token" + FLOOR, "sjd coupled w32", "Cool-SD delta 2"]
+    monkeypatch.setattr(resampling, "REPEATS", 1999)
+    run = ["quality", "--models", "default", "--images", "4", "--batch", "4", "--without-imagenet",
+           "--folder", str(tmp_path), "--out", str(tmp_path / "quality-cpu.json")]
+    monkeypatch.setattr("sys.argv", [*run, "--parts", "draw", "--only", *only])
+    quality.main()
+    monkeypatch.setattr("sys.argv", [*run, "--parts", "measure"])
+    quality.main()
+    [report] = json.loads((tmp_path / "quality-cpu.json").read_text(encoding="utf-8"))["models"]
+    rows = {row["name"]: row for row in report["rows"]}
+    assert list(rows) == [name for name in only] and report["outside"] == [] and report["images"] == 4
+    assert "EAGLE-2" in report["missing"] and rows["next_token"]["passes"]["value"] == 256
+    assert rows["Cool-SD delta 2"]["tv_bound"] > 0 and not rows["Cool-SD delta 2"]["lossless"]
+    for row in rows.values():
+        assert set(row["agreement"]) == {*LABELS, "all"} and -4 < row["log_p"]["value"] < 0
+        assert row["agreement"]["background"]["value"] >= 0.75, "the model nearly always draws the background"
+    looked = {file: file.stat().st_mtime_ns for file in tmp_path.glob("*/seen/*")}
+    quality.main()
+    assert looked and all(file.stat().st_mtime_ns == then for file, then in looked.items()), "read again"
+
+    monkeypatch.setattr(results_tables, "RESULTS", tmp_path)
+    results_tables.results.cache_clear()
+    try:
+        tables = results_tables.quality("default"), results_tables.quality_distances("default")
+        for table, more in zip(tables, (1, 0), strict=True):  # a row of source images
+            assert len(table.splitlines()) == 2 + len(rows) + more + 2 and table.endswith("4 images of each method.")
+            assert "| SJD, coupled, window 32 |" in table and "| next token, other seeds |" in table
+    finally:
+        results_tables.results.cache_clear()
+
+    monkeypatch.setattr("sys.argv", [*run, "--parts", "draw", "--only", "nonsense"])
+    with pytest.raises(SystemExit):
+        quality.main()
+    assert "nonsense" in capsys.readouterr().err
+
+
+def test_a_model_of_vectors_is_drawn_as_latents(tmp_path):
+    folder, plain = specar.bundled("continuous"), Case("plain", specar.methods.ContinuousNextToken(4))
+    model, vae = specar.load_model(folder), specar.load_image_decoder(folder)
+    about = origin(plain, model, folder / "model.safetensors", {})
+    drawn = draw(plain, model, WANTED[:2], 2, tmp_path / "x.safetensors", about, {})
+    assert drawn.content.dtype == torch.float16 and drawn.passes.tolist() == [4, 4] and drawn.tv_bound.isnan().all()
+    out = specar.sample(model, quality_draw.conditioning(model, WANTED[:2]), plain.method,
+                        seed=first_seed("plain"), batch_size=2)
+    [images] = quality_draw.pixels(drawn, model, vae, 2)
+    shown = vae.decode(out.latent).permute(0, 3, 1, 2) * 2 - 1
+    assert images.shape == (2, 3, 256, 256) and (images - shown).abs().max() < 0.02  # fp16 of latents
+    assert replace(drawn, passes=drawn.passes[:1]).first(1).content.shape[0] == 1
