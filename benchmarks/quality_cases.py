@@ -21,7 +21,8 @@ FLOOR = ", other seeds"  # after the name of the reference: what two sets of one
 MORE = (
     "sjd threshold_exact w32", "chain of 5, blocks", "static tree, small model", "ADT-Tree, sampled",
     "LANTERN delta 0.1", "ADT-Tree, LANTERN delta 0.3", "UniformRSD delta 2", "Cool-SD delta 1.1", "grouped",
-    "TV-metered 0.05", "SJD coupled, Cool-SD delta 2, w32",
+    "TV-metered 0.05", "SJD coupled, Cool-SD delta 2, w32", "sjd coupled w32, 4 front drafts",
+    "sjd coupled w32, settling 0.05",
 )
 CONTINUOUS = (
     "MAR's schedule, 32 passes", "MAR's schedule, 16 passes", "MAR's schedule, 8 passes", "block of 4", "block of 8",
