@@ -167,12 +167,12 @@ class SJDSampler(io.ComfyNode):
                 io.Int.Input("front_drafts", default=1, min=1, max=16, optional=True,
                              tooltip="Front drafts: several drafts for the first token of the window instead of one. "
                              "Fewer passes for a few more tokens in each, and the same distribution. With coupled "
-                             "refinement only. 1 is off; 4 to 8 is sensible."),
+                             "refinement only; 4 to 8 is sensible. Default: 1, off."),
                 io.Float.Input("settling", default=0, min=0, max=1, step=0.01, round=0.001, optional=True,
                                tooltip="Settling: draft tokens past the first rejected one whose distribution moved by "
                                "less than this in a pass are accepted without a test. Fewer passes for some drift, "
-                               "which the trace bounds. With coupled refinement only. 0 is off (exact); 0.02 to 0.1 "
-                               "is sensible."),
+                               "which the trace bounds. With coupled refinement only; 0.02 to 0.1 is sensible. "
+                               "Default: 0, off (exact)."),
             ], "threshold", "initialisation", "front_drafts", "settling"),
             outputs=sampler_outputs(),
         )

@@ -17,7 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 MOST_BYTES = 2_000_000
 PROMPT, SEED = "red car, 3d, on a teal background", 3
-METHODS = {"Next token": specar.methods.NextToken(), "SJD++, same seed": specar.methods.SJD(window=32, reuse="gumbel")}
+METHODS = {"Next token": specar.methods.NextToken(), "SJD, same seed": specar.methods.SJD(window=32, reuse="gumbel")}
 RUNS = 5  # of each method, in turns; the fastest one is shown: the one that other programs disturbed least
 LENGTH, HOLD, FPS = 8.0, 4.0, 12.5  # seconds of the slowest run and of the finished images after it, frames per second
 TINT = 0.6
