@@ -59,8 +59,8 @@ def attend_few(
     qkv = qkv.clone()
     queries, keys, _ = qkv.split((heads - cached, cached // 2, cached // 2), dim=2)
     if norms is not None:
-        queries.copy_(normalise(queries, *norms[:2]))
-        keys.copy_(normalise(keys, *norms[2:]))
+        queries.copy_(normalise(queries, *norms[0]))
+        keys.copy_(normalise(keys, *norms[1]))
     rotate(qkv[:, :, : heads - cached // 2], factors, halves)
     buffer[rows, :, slots] = qkv[:, :, heads - cached :]
     k, v = buffer[:, :, : mask.shape[-1]].chunk(2, dim=1)
