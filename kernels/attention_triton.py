@@ -50,18 +50,18 @@ def attend_few(
         partial = torch.empty((batch, key_heads, parts, queries, dim), device=out.device)
         scales = torch.empty((2, batch, key_heads, parts, queries), device=out.device)
     mask = mask.expand(batch, 1, count, reach)
-    (query_weight, query_bias, eps), (key_weight, key_bias, _) = norms or ((qkv, None, 0.0),) * 2
-    centred = query_bias is not None
-    weights = tuple(
-        (weight if each is None else each).contiguous()  # unused without a bias, and all of them without norms
-        for weight, bias in ((query_weight, query_bias), (key_weight, key_bias)) for each in (weight, bias)
-    )
+    weights, eps, centred, one_norm = (qkv,) * 4, 0.0, False, False  # unused without norms
+    if norms is not None:
+        (query_weight, query_bias, eps), (key_weight, key_bias, _) = norms
+        centred, one_norm = query_bias is not None, len(query_weight) == 1
+        biases = (query_bias, key_bias) if centred else (query_weight, key_weight)  # unused without biases
+        weights = tuple(each.contiguous() for each in (query_weight, biases[0], key_weight, biases[1]))
     _attend[(batch * key_heads, tiles, parts)](
         qkv, *qkv.stride()[:3], factors, factors.stride(0) if len(factors) > 1 else 0, factors.stride(1), *weights,
         buffer, *buffer.stride()[:3], slots, *slots.stride(), mask, mask.stride(0), mask.stride(2), out, partial,
         scales, scales[0].numel(), arrived, dim**-0.5, eps, key_heads, count, reach, SHARED=shared, DIM=dim,
-        HALVES=halves, NORMED=norms is not None, CENTRED=centred, ONE_NORM=norms is not None and len(query_weight) == 1,
-        WHOLE=parts == 1, PART=part, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=4, num_stages=3,
+        HALVES=halves, NORMED=norms is not None, CENTRED=centred, ONE_NORM=one_norm, WHOLE=parts == 1, PART=part,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=4, num_stages=3,
     )
     return out
 
