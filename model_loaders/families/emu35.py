@@ -36,9 +36,9 @@ _IMAGE, _DECODER = "Emu3.5-Image", "Emu3.5-VisionTokenizer"
 
 def recognise(tensors: Mapping[str, Tensor]) -> bool:
     """Whether this is a language model with Qwen3's layers, under plain names and with a head of its own."""
-    root = language_root(tensors, (_ROOT,), "q_norm.weight")
-    plain = root is not None and "lm_head.weight" in tensors
-    return plain and tensors[f"{root}layers.0.self_attn.q_norm.weight"].ndim == 1
+    norm = f"{_ROOT}layers.0.self_attn.q_norm"
+    plain = language_root(tensors, (_ROOT,), "q_norm.weight") is not None and "lm_head.weight" in tensors
+    return plain and tensors[f"{norm}.weight"].ndim == 1 and f"{norm}.bias" not in tensors
 
 
 def load(

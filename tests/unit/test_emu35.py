@@ -89,8 +89,9 @@ def test_models_of_other_families_are_not_taken_for_it(folder):
     shapes = tiny.shapes(tiny.config())
     tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     assert emu35.recognise(tensors) and not emu3.recognise(tensors)
-    norm = "model.layers.0.self_attn.q_norm.weight"
-    assert not emu35.recognise(tensors | {norm: torch.empty(1, 16, device="meta")}), "a Chameleon"
+    norm = "model.layers.0.self_attn.q_norm"
+    assert not emu35.recognise(tensors | {f"{norm}.weight": torch.empty(1, 16, device="meta")}), "a Chameleon"
+    assert not emu35.recognise(tensors | {f"{norm}.bias": torch.empty(16, device="meta")}), "a LayerNorm"
     assert not emu35.recognise({name: tensor for name, tensor in tensors.items() if "_norm" not in name})
     assert not emu35.recognise({name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"})
 
