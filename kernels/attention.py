@@ -87,8 +87,8 @@ def _prepared(
     qkv = qkv.clone()
     queries, keys, _ = qkv.split((heads - cached, cached // 2, cached // 2), dim=2)
     if norms is not None:
-        queries.copy_(normalise(queries, *norms[:2]))
-        keys.copy_(normalise(keys, *norms[2:]))
+        queries.copy_(normalise(queries, *norms[0]))
+        keys.copy_(normalise(keys, *norms[1]))
     rotate(qkv[:, :, : heads - cached // 2], factors, halves)
     return queries, qkv[:, :, heads - cached :]
 

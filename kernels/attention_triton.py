@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .linear_triton import in_order
-from .rotation import EPS, Norms
+from .rotation import Norms
 
 AHEAD = tl.constexpr(4)  # parts loaded at once when they are combined
 TILE = 8192  # bytes of keys held at once: with queries, values and prefetched tiles, this fits every GPU
@@ -50,13 +50,18 @@ def attend_few(
         partial = torch.empty((batch, key_heads, parts, queries, dim), device=out.device)
         scales = torch.empty((2, batch, key_heads, parts, queries), device=out.device)
     mask = mask.expand(batch, 1, count, reach)
-    given = (qkv,) * 4 if norms is None else tuple(norm.contiguous() for norm in norms)  # unused without norms
+    weights, eps, centred, one_norm = (qkv,) * 4, 0.0, False, False  # unused without norms
+    if norms is not None:
+        (query_weight, query_bias, eps), (key_weight, key_bias, _) = norms
+        centred, one_norm = query_bias is not None, len(query_weight) == 1
+        biases = (query_bias, key_bias) if centred else (query_weight, key_weight)  # unused without biases
+        weights = tuple(each.contiguous() for each in (query_weight, biases[0], key_weight, biases[1]))
     _attend[(batch * key_heads, tiles, parts)](
-        qkv, *qkv.stride()[:3], factors, factors.stride(0) if len(factors) > 1 else 0, factors.stride(1), *given,
+        qkv, *qkv.stride()[:3], factors, factors.stride(0) if len(factors) > 1 else 0, factors.stride(1), *weights,
         buffer, *buffer.stride()[:3], slots, *slots.stride(), mask, mask.stride(0), mask.stride(2), out, partial,
-        scales, scales[0].numel(), arrived, dim**-0.5, EPS, key_heads, count, reach, SHARED=shared, DIM=dim,
-        HALVES=halves, NORMED=norms is not None, ONE_NORM=norms is not None and len(norms[0]) == 1, WHOLE=parts == 1,
-        PART=part, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=4, num_stages=3,
+        scales, scales[0].numel(), arrived, dim**-0.5, eps, key_heads, count, reach, SHARED=shared, DIM=dim,
+        HALVES=halves, NORMED=norms is not None, CENTRED=centred, ONE_NORM=one_norm, WHOLE=parts == 1, PART=part,
+        BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, num_warps=4, num_stages=3,
     )
     return out
 
@@ -66,10 +71,11 @@ def _attend(
     qkv, qkv_row, qkv_token, qkv_head, factors, factors_row, factors_token, query_weight, query_bias,
     key_weight, key_bias, buffer, buffer_row, buffer_head, buffer_slot, slots, slots_row, slots_token, mask, mask_row,
     mask_token, out, partial, scales, second, arrived, scale, eps, key_heads, count, reach, SHARED: tl.constexpr,
-    DIM: tl.constexpr, HALVES: tl.constexpr, NORMED: tl.constexpr, ONE_NORM: tl.constexpr, WHOLE: tl.constexpr,
-    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    DIM: tl.constexpr, HALVES: tl.constexpr, NORMED: tl.constexpr, CENTRED: tl.constexpr, ONE_NORM: tl.constexpr,
+    WHOLE: tl.constexpr, PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """BLOCK_M queries of one key head, and PART slots. WHOLE: there is one part. ONE_NORM: all heads share one norm.
+    """BLOCK_M queries of one key head, and PART slots. WHOLE: there is one part. NORMED: heads get a
+    LayerNorm (CENTRED) or an RMSNorm, which has no bias. ONE_NORM: all heads share one.
 
     partial [rows, key heads, parts, queries, DIM]: sums of values, weighted by exp(score - maximum); scales: the maxima
     [rows, key heads, parts, queries], and ``second`` numbers later the sums of the weights.
@@ -87,7 +93,7 @@ def _attend(
     norm = tl.zeros_like(head) if ONE_NORM else head
     x = _rotated(
         qkv + token * qkv_token + head * qkv_head, factors + token * factors_token, query_weight + norm * DIM,
-        query_bias + norm * DIM, asked, eps, DIM, HALVES, NORMED, BLOCK_D,
+        query_bias + norm * DIM, asked, eps, DIM, HALVES, NORMED, CENTRED, BLOCK_D,
     )
     keys = buffer + row * buffer_row + key_head * buffer_head
     values = keys + key_heads * buffer_head
@@ -100,7 +106,7 @@ def _attend(
         norm = tl.zeros_like(new) if ONE_NORM else tl.zeros_like(new) + key_head
         key = _rotated(
             qkv + new * qkv_token + own_key * qkv_head, factors + new * factors_token, key_weight + norm * DIM,
-            key_bias + norm * DIM, mine, eps, DIM, HALVES, NORMED, BLOCK_D,
+            key_bias + norm * DIM, mine, eps, DIM, HALVES, NORMED, CENTRED, BLOCK_D,
         )
         there = mine[:, None] & (d < DIM)[None, :]
         value = tl.load(qkv + new[:, None] * qkv_token + own_value * qkv_head + d[None, :], there)
@@ -179,7 +185,7 @@ def _finite(maximum):
 @triton.jit
 def _rotated(
     x, factors, weight, bias, wanted, eps, DIM: tl.constexpr, HALVES: tl.constexpr, NORMED: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    CENTRED: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     """The heads at x [M], normalised and rotated: [M, BLOCK_D]. A channel is loaded with the other one of its pair."""
     d = tl.arange(0, BLOCK_D)
@@ -194,12 +200,16 @@ def _rotated(
     a = own.to(tl.float32)
     b = tl.load(x[:, None] + partner[None, :], there, 0.0).to(tl.float32)
     if NORMED:
-        mean = (in_order(a, x.shape[0], BLOCK_D) / DIM)[:, None]
-        a = tl.where(there, a - mean, 0.0)
+        if CENTRED:
+            mean = (in_order(a, x.shape[0], BLOCK_D) / DIM)[:, None]
+            a = tl.where(there, a - mean, 0.0)
+            b = b - mean
         shrink = tl.rsqrt(in_order(a * a, x.shape[0], BLOCK_D) / DIM + eps)[:, None]
-        a = a * shrink * tl.load(weight[:, None] + d[None, :], there) + tl.load(bias[:, None] + d[None, :], there)
-        b = (b - mean) * shrink * tl.load(weight[:, None] + partner[None, :], there)
-        b += tl.load(bias[:, None] + partner[None, :], there)
+        a = a * shrink * tl.load(weight[:, None] + d[None, :], there)
+        b = b * shrink * tl.load(weight[:, None] + partner[None, :], there)
+        if CENTRED:
+            a += tl.load(bias[:, None] + d[None, :], there)
+            b += tl.load(bias[:, None] + partner[None, :], there)
     c = tl.load(factors[:, None] + cos[None, :], there, 0.0)
     s = tl.load(factors[:, None] + sin[None, :], there, 0.0)
     return (a * c + b * s * sign).to(own.dtype)

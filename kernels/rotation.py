@@ -7,12 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 EPS = 1e-5  # of LayerNorm
-Norms = tuple[Tensor, Tensor, Tensor, Tensor]  # weight and bias [H or 1, d] for queries, and [Hkv or 1, d] for keys
+Norm = tuple[Tensor, Tensor | None, float]  # weight, bias and epsilon; see ``normalise``
+Norms = tuple[Norm, Norm]  # of queries, and of keys
 
 
-def normalise(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """LayerNorm of every head of x [..., H, d], with weight and bias [H or 1, d]."""
-    return F.layer_norm(x, x.shape[-1:], eps=EPS) * weight + bias
+def normalise(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """LayerNorm of every head of x [..., H, d], with weight and bias [H or 1, d]; without a bias, RMSNorm."""
+    if bias is None:
+        return F.rms_norm(x, x.shape[-1:], eps=eps) * weight
+    return F.layer_norm(x, x.shape[-1:], eps=eps) * weight + bias
 
 
 def factors_of(cos: Tensor, sin: Tensor, halves: bool) -> Tensor:

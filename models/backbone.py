@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.attention import attend
-from ..kernels.rotation import factors_of, normalise, rotate
+from ..kernels.rotation import EPS, Norm, factors_of, normalise, rotate
 from .cache import KVCache, RotaryTable
 from .products import product
 
@@ -29,7 +29,8 @@ class BackboneConfig:
     kv_heads: heads of keys and values, each shared by heads / kv_heads queries (0: one for every query head).
     qkv_bias: do the projections of queries, keys and values have a bias, as in Qwen2. attention_norm: does a block
     normalise what its attention reads. head_norms: rows of the LayerNorm that queries and keys get per head before they
-    are rotated, as in Chameleon: 0 (none), 1 (shared by all heads) or ``heads`` (``kv_heads`` for keys).
+    are rotated, as in Chameleon: 0 (none), 1 (shared by all heads) or ``heads`` (``kv_heads`` for keys). head_rms: do
+    they get an RMSNorm instead, shared by all heads, as in Qwen3. head_dim: channels of a head (0: dim / heads).
     """
 
     dim: int
@@ -42,10 +43,12 @@ class BackboneConfig:
     qkv_bias: bool = False
     attention_norm: bool = True
     head_norms: int = 0
+    head_rms: bool = False
+    head_dim: int = 0
 
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.heads
+    def __post_init__(self) -> None:
+        if not self.head_dim:
+            object.__setattr__(self, "head_dim", self.dim // self.heads)
 
     @property
     def cached_heads(self) -> int:
@@ -85,23 +88,43 @@ class HeadNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return normalise(x, *self.of(x))
 
-    def of(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weight and bias in the dtype and on the device of x."""
-        return self.weight.to(x), self.bias.to(x)
+    def of(self, x: Tensor) -> Norm:
+        """The norm with its parameters in the dtype and on the device of x."""
+        return self.weight.to(x), self.bias.to(x), EPS
+
+
+class HeadRMSNorm(nn.Module):
+    """RMSNorm of every head of x [R, T, H, head_dim], with one weight [head_dim] for all heads."""
+
+    def __init__(self, head_dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(head_dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return normalise(x, *self.of(x))
+
+    def of(self, x: Tensor) -> Norm:
+        """See HeadNorm."""
+        return self.weight.to(x)[None], None, self.eps
+
+
+def _head_norm(config: BackboneConfig, heads: int) -> nn.Module:
+    """The norm of so many heads of queries or keys."""
+    if config.head_rms:
+        return HeadRMSNorm(config.head_dim, config.norm_eps)
+    return HeadNorm(min(config.head_norms, heads), config.head_dim) if config.head_norms else nn.Identity()
 
 
 class Attention(nn.Module):
     def __init__(self, config: BackboneConfig, operations):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.heads, config.cached_heads, config.head_dim
-        self.q_norm, self.k_norm = (
-            HeadNorm(min(config.head_norms, heads), config.head_dim) if config.head_norms else nn.Identity()
-            for heads in (self.heads, self.kv_heads)
-        )
-        self.head_norms = config.head_norms > 0
+        self.q_norm, self.k_norm = (_head_norm(config, heads) for heads in (self.heads, self.kv_heads))
+        self.normed = config.head_rms or config.head_norms > 0
         width = (self.heads + 2 * self.kv_heads) * config.head_dim
         self.wqkv = operations.Linear(config.dim, width, bias=config.qkv_bias)
-        self.wo = operations.Linear(config.dim, config.dim, bias=False)
+        self.wo = operations.Linear(self.heads * config.head_dim, config.dim, bias=False)
 
     def forward(
         self, x: Tensor, norm: nn.Module, rotary: RotaryTable, layer: int, cache: KVCache | None, mask: Tensor | None
@@ -111,13 +134,13 @@ class Attention(nn.Module):
         if cache is None:
             attended = self._uncached(qkv, rotary, mask)
         else:
-            norms = (*self.q_norm.of(qkv), *self.k_norm.of(qkv)) if self.head_norms else None
+            norms = (self.q_norm.of(qkv), self.k_norm.of(qkv)) if self.normed else None
             attended = cache.attend(layer, qkv, rotary._replace(norms=norms), mask)
         return product(self.wo, attended.flatten(2), residual=x)
 
     def _uncached(self, qkv: Tensor, rotary: RotaryTable, mask: Tensor | None) -> Tensor:
         """Attention [R, T, H, d] of tokens to each other, for their queries, keys and values [R, T, H + 2 * Hkv, d]."""
-        if self.head_norms:
+        if self.normed:
             q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=2)
         rotate(qkv[:, :, : self.heads + self.kv_heads], *rotary[:2])

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_ROWS = 1024  # vectors compared with all codes at once: 128 MiB of distances for 32768 codes
+_ROWS, _PAIRS = 1024, 2**25  # the most vectors, and pairs of vector and code, compared at once: 128 MiB of distances
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class VQConfig:
 
     ``ch_mult`` holds one channel multiplier per level, so the image is ``2 ** (len(ch_mult) - 1)`` times the grid.
     attention: is there attention after each block of the deepest level, as in LlamaGen. unit_codes: are code vectors
-    normalised to length 1 whenever they are used, as in LlamaGen.
+    normalised to length 1 whenever they are used, as in LlamaGen. by_product: does a pixel's vector become the code of
+    the largest dot product, as in IBQ (arXiv:2412.02692), not the nearest one.
     """
 
     codebook_size: int = 16384
@@ -31,6 +32,7 @@ class VQConfig:
     num_res_blocks: int = 2
     attention: bool = True
     unit_codes: bool = True
+    by_product: bool = False
 
     @property
     def factor(self) -> int:
@@ -203,8 +205,8 @@ class VQModel(nn.Module):
         return self.quant_conv(self.encoder(pixels))
 
     def quantize_latent(self, latent: Tensor) -> Tensor:
-        """[B, C, h, w] -> [B, h, w] int64: the nearest code."""
-        return nearest_codes(latent, self.codebook())
+        """[B, C, h, w] -> [B, h, w] int64: the nearest code, or that of the largest dot product."""
+        return nearest_codes(latent, self.codebook(), self.config.by_product)
 
     def encode(self, pixels: Tensor) -> Tensor:
         """[B, 3, H, W] in [-1, 1] -> tokens [B, h, w] int64."""
@@ -219,15 +221,15 @@ class VQModel(nn.Module):
         return self.decoder(self.post_quant_conv(latent))
 
 
-def nearest_codes(latent: Tensor, codebook: Tensor) -> Tensor:
-    """[B, C, h, w] -> [B, h, w] int64: the nearest rows of the codebook [V, C].
+def nearest_codes(latent: Tensor, codebook: Tensor, by_product: bool = False) -> Tensor:
+    """[B, C, h, w] -> [B, h, w] int64: the nearest rows of the codebook [V, C]; by_product: see VQConfig.
 
     |z - e|^2 = |z|^2 - 2 (z e - |e|^2 / 2): among codes of one length, that is the one of highest cosine similarity.
     """
     codebook = codebook.float()
     lengths = codebook.square().sum(-1)
-    rest = (lengths.mean() - lengths) / 2
-    rows = latent.float().movedim(1, -1).flatten(0, -2).split(_ROWS)
+    rest = torch.zeros_like(lengths) if by_product else (lengths.mean() - lengths) / 2
+    rows = latent.float().movedim(1, -1).flatten(0, -2).split(max(1, min(_ROWS, _PAIRS // len(codebook))))
     tokens = torch.cat([torch.addmm(rest, part, codebook.T).argmax(-1) for part in rows])
     return tokens.view(len(latent), *latent.shape[2:])
 

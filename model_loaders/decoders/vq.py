@@ -1,7 +1,8 @@
-"""VQGANs: LlamaGen's and Chameleon's, in separate files or inside a Janus or Anole model.
+"""VQGANs: LlamaGen's, Chameleon's and Emu3.5's, in separate files or inside a Janus or Anole model.
 
 All sizes are read from tensor shapes. Code vectors of LlamaGen and Janus have unit length; those of VQGANs that number
-their levels as CompVis did are used as stored.
+their levels as CompVis did are used as stored. Emu3.5's is known by its config.json or by its number of codes: it
+encodes by dot products.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _COMPVIS = (  # (pattern, replacement) from CompVis's names, which transformers 
     (r"\.mid\.block_1\.", ".mid.0."), (r"\.mid\.attn_1\.", ".mid.1."), (r"\.mid\.block_2\.", ".mid.2."),
 )
 _LEVEL = r"decoder\.conv_blocks\.(\d+)\."
+_IBQ, _IBQ_CODES = "Emu3p5VisionVQ", 131072  # model_type and number of codes of Emu3.5's
 
 
 def recognise(tensors: Collection[str]) -> bool:
@@ -59,7 +61,7 @@ def tensors_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return named
 
 
-def config_of(tensors: Mapping[str, Tensor], unit_codes: bool = True) -> VQConfig:
+def config_of(tensors: Mapping[str, Tensor], unit_codes: bool = True, by_product: bool = False) -> VQConfig:
     """Sizes of a tokenizer from its tensor shapes, under LlamaGen's names."""
     base = tensors["encoder.conv_in.weight"].shape[0]
     levels = numbered(tensors, r"encoder\.conv_blocks\.")
@@ -70,6 +72,7 @@ def config_of(tensors: Mapping[str, Tensor], unit_codes: bool = True) -> VQConfi
         codebook_size=codes, codebook_dim=dim, ch_mult=tuple(w // base for w in widths), base_channels=base,
         z_channels=tensors["post_quant_conv.weight"].shape[0], num_res_blocks=blocks,
         attention=any(".attn." in name for name in tensors), unit_codes=unit_codes,
+        by_product=by_product or codes == _IBQ_CODES,
     )
 
 
@@ -77,7 +80,8 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> ImageDeco
     """Build the tokenizer on the CPU. Raises CheckpointError for missing, unknown, misshapen or non-finite tensors."""
     tensors = tensors_of(checkpoint.tensors)
     with incomplete_without("encoder, decoder and codebook", checkpoint.path):
-        config = config_of(tensors, unit_codes=not mirrored(checkpoint.tensors, _root(checkpoint.tensors) or ""))
+        unit_codes = not mirrored(checkpoint.tensors, _root(checkpoint.tensors) or "")
+        config = config_of(tensors, unit_codes, checkpoint.settings.get("model_type") == _IBQ)
     with torch.device("meta"):
         module = VQModel(config, operations)
     unused = ("quantize.codebook_used",)  # a training statistic

@@ -253,11 +253,12 @@ def block_config(tensors: dict[str, Tensor], model: DiscreteModel, path: Path) -
     rows = len(matrix(tensors, _TABLE, path)) if _TABLE in tensors else target.vocab
     # A text embedding starts with the language model's vocabulary; more rows than that are padding.
     words = max(*model.word_ids, model.prefix.words - 1) + 1 if model.word_ids else target.vocab
-    head_norms = len(matrix(tensors, q_norm, path)) if q_norm in tensors else 0
+    head_rms = q_norm in tensors and tensors[q_norm].ndim == 1
+    head_norms = len(matrix(tensors, q_norm, path)) if q_norm in tensors and not head_rms else 0
     for what, mine, its in (
         ("width", dim, target.dim),
         ("number of tokens", rows, rows if model.word_ids and rows >= words else target.vocab),
-        ("number of query norms", head_norms, target.head_norms),
+        ("number of query norms", head_norms + head_rms, target.head_norms + target.head_rms),
     ):
         if mine != its:
             raise CheckpointError(
@@ -266,14 +267,15 @@ def block_config(tensors: dict[str, Tensor], model: DiscreteModel, path: Path) -
             )
     q, k, v = (len(matrix(tensors, name, path, dim)) for name in _QKV)
     kv_heads, rest = divmod(k, target.head_dim)
-    if q != dim or k != v or rest or kv_heads == 0 or target.heads % kv_heads:
+    if q != target.heads * target.head_dim or k != v or rest or kv_heads == 0 or target.heads % kv_heads:
         raise CheckpointError(
             f"{path.name}: queries, keys and values have {q}, {k} and {v} channels, which do not give heads of "
             f"{target.head_dim} channels as in this model."
         )
     return replace(
         target, layers=1, ffn_dim=len(gate), attention_norm="layers.0.input_layernorm.weight" in tensors,
-        head_norms=head_norms, kv_heads=kv_heads, vocab=rows, qkv_bias=f"{_LAYER}self_attn.q_proj.bias" in tensors,
+        head_norms=head_norms, head_rms=head_rms, kv_heads=kv_heads, vocab=rows,
+        qkv_bias=f"{_LAYER}self_attn.q_proj.bias" in tensors,
     )
 
 

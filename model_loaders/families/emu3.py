@@ -38,7 +38,7 @@ from ..text.language_model import (
     text_settings,
     word_tensors,
 )
-from ..text.prompt_encoders import TextEncoder, features_of
+from ..text.prompt_encoders import TextEncoder
 from ..text.tiktoken_file import RankTokenizer
 
 # The suffix of every prompt in training, and the default negative prompt.
@@ -50,11 +50,14 @@ NEGATIVE = (
 _ROOTS = {"model.text_model.": "", "text_model.model.": "text_model.", "model.": ""}  # of language model -> of its head
 _VQ = ("model.vqmodel.", "vqmodel.")
 _WORDS, _CODES = 184622, 32768  # of all released models: the codes are the last ids
+_RANKS = 151643  # ids of the tokenizer's file, after which the special tokens follow
 _HEADS = {4096: 32}  # width -> heads
 _PATCH = 8
 _SIDES = {"Emu3-Gen": 90, "Emu3-Stage1": 64}  # tokens per side of a square image
 _ASPECT = 4  # the widest and tallest images supported
-_FOLDERS = ("Emu3-Gen", "Emu3-Stage1", "Emu3-Gen-hf", "Emu3-Stage1-hf", "Emu3-Chat", "Emu3-Chat-hf")  # same tokenizer
+_FOLDERS = (  # with the same tokenizer
+    "Emu3-Gen", "Emu3-Stage1", "Emu3-Gen-hf", "Emu3-Stage1-hf", "Emu3-Chat", "Emu3-Chat-hf", "Emu3.5-Image", "Emu3.5",
+)  # fmt: skip
 _PATTERN = (  # how the original tokenizer splits a text: contractions, words, digits, signs, white space
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -62,10 +65,17 @@ _NAMES = {  # names of the special tokens
     "beginning": "<|extra_203|>", "end": "<|extra_204|>", "row_end": "<|extra_200|>", "frame_end": "<|extra_201|>",
     "image": "<|image token|>", "opening": "<|image start|>", "closing": "<|image end|>",
 }  # fmt: skip
-_RANKED = (  # the special tokens after the ranks
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)), "<|image token|>",
-    "<|image start|>", "<|image end|>", *(f"<|visual token {code:06d}|>" for code in range(_CODES)),
-)  # fmt: skip
+
+
+def ranked(codes: int) -> tuple[str, ...]:
+    """The special tokens after the ranks, those of the image codes at the end."""
+    return (
+        "<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)), "<|image token|>",
+        "<|image start|>", "<|image end|>", *(f"<|visual token {code:06d}|>" for code in range(codes)),
+    )  # fmt: skip
+
+
+_RANKED = ranked(_CODES)
 
 
 def recognise(tensors: Mapping[str, Tensor]) -> bool:
@@ -85,11 +95,8 @@ def load(
     Raises CheckpointError for tensors that are missing, misshapen or not finite, for a model that only reads images,
     and if the size of generated images is unknown.
     """
-    path, meta, tensors, settings = checkpoint.path, checkpoint.own_settings, checkpoint.tensors, checkpoint.settings
-    root = next(root for root in _ROOTS if f"{root}embed_tokens.weight" in tensors)
-    tables = f"{root}embed_tokens.weight", f"{_ROOTS[root]}lm_head.weight"
-    embeddings, head = (matrix(tensors, name, path) for name in tables)
-    words = Words.of(settings, len(embeddings), path)
+    path, settings = checkpoint.path, checkpoint.settings
+    words = Words.of(checkpoint, _RANKED)
     patch = 2 ** (len((settings.get("vq_config") or {}).get("channel_multiplier") or (1, 2, 2, 4)) - 1)
     default, grids = sizes_of(checkpoint, settings, patch, grid)
     tokenizer = open_tokenizer(path, search)
@@ -97,24 +104,51 @@ def load(
     def framed(text: str, size: tuple[int, int]) -> list[int]:
         return prompt_ids(words, tokenizer, text, size)
 
-    def null(_features: Tensor, size: tuple[int, int]) -> Tensor:
-        return features_of(framed(NEGATIVE, size))
-
     encoder = TextEncoder(lambda text, size: framed(text + QUALITY, size), default, write_negative=framed)
-    config = backbone_config(checkpoint, root, words.codes + len(words.specials), _HEADS, norm_eps=1e-5)
-    defaults = SamplingParams(**{"cfg": 3.0, "top_k": min(2048, words.codes), **meta.get("defaults", {})})
-    text = text_settings(checkpoint)
+    return assembled(
+        checkpoint, dtype, operations, "emu3", words, words.specials, encoder, NEGATIVE, grids, patch, _HEADS,
+        {"cfg": 3.0, "top_k": 2048}, longest=9216,
+    )
+
+
+def tables(checkpoint: Checkpoint) -> tuple[str, Tensor, Tensor]:
+    """Prefix of the language model's tensors, its embedding and its head [N, D]."""
+    tensors = checkpoint.tensors
+    root = next(root for root in _ROOTS if f"{root}embed_tokens.weight" in tensors)
+    names = f"{root}embed_tokens.weight", f"{_ROOTS[root]}lm_head.weight"
+    embeddings, head = (matrix(tensors, name, checkpoint.path) for name in names)
+    return root, embeddings, head
+
+
+def assembled(
+    checkpoint: Checkpoint, dtype: torch.dtype, operations, family: str, words: Words, specials: tuple[int, ...],
+    encoder: TextEncoder, negative: str, grids: Sequence[tuple[int, int]], patch: int, known_heads: Mapping[int, int],
+    params: Mapping[str, Any], longest: int,
+) -> DiscreteModel:
+    """The model of a family, with the weights of a checkpoint.
+
+    specials: the end of a row, then the tokens after the last row. negative: the default negative prompt. patch: pixels
+    of a token along each side. known_heads: see backbone_config. params: the family's SamplingParams; longest: maximum
+    number of tokens, unless config.json tells it.
+    """
+    path, text = checkpoint.path, text_settings(checkpoint)
+    root, embeddings, head = tables(checkpoint)
+
+    def null(_features: Tensor, size: tuple[int, int]) -> Tensor:
+        return encoder.encode(negative, size, negative=True)
+
+    config = backbone_config(checkpoint, root, words.codes + len(specials), known_heads, norm_eps=1e-5)
+    params = {**params, "top_k": min(params["top_k"], words.codes), **checkpoint.own_settings.get("defaults", {})}
     with torch.device("meta"):
         prefix = TextPrefix(words.first, config.dim, null, operations)
         backbone = Backbone(config, operations)
     model = DiscreteModel(
-        backbone, prefix, "emu3", default, defaults, encoder, patch, positions=SequencePositions(rope_theta(text, 1e6)),
-        grids=grids, row_ends=True, endings=len(words.specials) - 1,
-        longest=positive(text, "max_position_embeddings", 9216),
-        word_ids=(*words.images, *words.specials),
-    )  # fmt: skip
-    named = backbone_tensors(tensors, root, path)
-    named |= word_tensors(embeddings, head, words.first, words.images, words.specials)
+        backbone, prefix, family, encoder.grid, SamplingParams(**params), encoder, patch,
+        positions=SequencePositions(rope_theta(text, 1e6)), grids=grids, row_ends=True, endings=len(specials) - 1,
+        longest=positive(text, "max_position_embeddings", longest), word_ids=(*words.images, *specials),
+    )
+    named = backbone_tensors(checkpoint.tensors, root, path)
+    named |= word_tensors(embeddings, head, words.first, words.images, specials)
     model.dtype = dtype
     return load_weights(model, named, checkpoint, dtype)
 
@@ -171,13 +205,20 @@ def sizes_of(
     if "grid" not in meta:
         default = legal_grid((round(side), round(side)))
     grids = size_table(side)
+    return chosen_size(name, default, grids, wanted), grids
+
+
+def chosen_size(
+    name: str, default: tuple[int, int], grids: Sequence[tuple[int, int]], wanted: tuple[int, int] | None
+) -> tuple[int, int]:
+    """The grid that the user ``wanted``, or the default. Raises CheckpointError for one that is not in ``grids``."""
     if wanted and tuple(wanted) not in grids:
         near = sorted(grids, key=lambda sides: sum(abs(log(a / b)) for a, b in zip(sides, wanted, strict=True)))[:3]
         raise CheckpointError(
             f"{name} does not generate {wanted[0]} x {wanted[1]} tokens (rows x columns), but about the area of "
             f"{default[0]} x {default[1]}. The nearest grids are {', '.join(f'{h} x {w}' for h, w in near)}."
         )
-    return legal_grid(wanted or default), grids
+    return legal_grid(wanted or default)
 
 
 # Vocabulary
@@ -208,13 +249,14 @@ class Words:
         return self.row_end, self.frame_end, self.closing, self.end
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any], words: int, path: Path) -> Words:
-        """From config.json's vocabulary_map; without one, as released, for a vocabulary of 184622.
+    def of(cls, checkpoint: Checkpoint, specials: Sequence[str]) -> Words:
+        """From config.json's vocabulary_map; without one, as released, for a vocabulary that ends in ``specials``.
 
         Raises CheckpointError if neither applies, or the codes are not consecutive after all text ids.
         """
-        released = {name: words - len(_RANKED) + i for i, name in enumerate(_RANKED)} if words == _WORDS else {}
-        ids = released | (settings.get("vocabulary_map") or {})
+        words, path = len(tables(checkpoint)[1]), checkpoint.path
+        released = {name: _RANKS + i for i, name in enumerate(specials)} if words == _RANKS + len(specials) else {}
+        ids = released | (checkpoint.settings.get("vocabulary_map") or {})
         codes = {name[-8:-2]: id for name, id in ids.items() if name.startswith("<|visual token ")}
         first = codes.get("000000")
         found = {role: ids.get(name, -1) for role, name in _NAMES.items()}
@@ -239,15 +281,17 @@ def prompt_ids(
     return [words.beginning, *tokenizer.ids(text), words.opening, *size, words.image]
 
 
-def open_tokenizer(path: Path, search: Sequence[Path]) -> Tokenizer | RankTokenizer:
+def open_tokenizer(
+    path: Path, search: Sequence[Path], specials: Sequence[str] = _RANKED, repository: str = "BAAI/Emu3-Gen"
+) -> Tokenizer | RankTokenizer:
     """The tokenizer from folders of transformers or original ones, of this model or another Emu3."""
     found = find_tokenizer(path, _FOLDERS, search)
     ranks = None if found and found.parent == path.parent else find_tokenizer(path, _FOLDERS, search, "emu3.tiktoken")
     if ranks is not None and (found is None or ranks.parent == path.parent):
-        return RankTokenizer(ranks, _PATTERN, _RANKED)
+        return RankTokenizer(ranks, _PATTERN, specials)
     return Tokenizer(found, (
         "Emu3 reads prompts through emu3.tiktoken (or tokenizer.json), which was not found. Put that of "
-        f"BAAI/Emu3-Gen into the folder {path.parent}."
+        f"{repository} into the folder {path.parent}."
     ))  # fmt: skip
 
 

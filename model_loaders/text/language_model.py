@@ -79,6 +79,8 @@ def backbone_config(checkpoint: Checkpoint, root: str, vocab: int, known_heads: 
     q, k, gate = (matrix(tensors, f"{root}layers.0.{part}.weight", path)
                   for part in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"))
     dim = q.shape[1]
+    head_norm = tensors.get(f"{root}layers.0.self_attn.q_norm.weight")
+    head_rms = head_norm is not None and head_norm.ndim == 1  # LayerNorms have a row for every head, or one for all
     heads = settings.get("num_attention_heads") or known_heads.get(dim)
     known = type(heads) is int and heads > 0 and len(q) % (2 * heads) == 0  # positions rotate channels in pairs
     kv_heads, rest = divmod(len(k), len(q) // heads) if known else (0, 0)
@@ -87,11 +89,11 @@ def backbone_config(checkpoint: Checkpoint, root: str, vocab: int, known_heads: 
             f"{path.name} has width {dim} and an unknown number of attention heads ({heads}). Keep it "
             "under its released name, together with its config.json, in a separate folder."
         )
-    head_norm = tensors.get(f"{root}layers.0.self_attn.q_norm.weight")
     return BackboneConfig(
         dim, len(layers), heads, len(gate), vocab, positive(settings, "rms_norm_eps", norm_eps),
         kv_heads=kv_heads, qkv_bias=f"{root}layers.0.self_attn.q_proj.bias" in tensors,
-        head_norms=0 if head_norm is None else len(head_norm),
+        head_norms=0 if head_norm is None or head_rms else len(head_norm), head_rms=head_rms,
+        head_dim=len(q) // heads if head_rms else 0,  # Qwen3's heads may be wider than its width divided by them
     )  # fmt: skip
 
 

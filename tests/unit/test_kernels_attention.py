@@ -27,7 +27,8 @@ def case(
     """Arguments of attend_few: the projection is part of a longer row, and the buffer one of several layers, with NaN
     in the ``further`` slots, where nobody looks. Everybody sees the first slot, nobody the last ones.
 
-    common: one rotation for all rows; norms: 0 (none), 1 (shared by all heads) or 2 (one for each).
+    common: one rotation for all rows; norms: 0 (none), 1 (a LayerNorm shared by all heads), 2 (one for each) or
+    3 (a shared RMSNorm).
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -37,8 +38,9 @@ def case(
     heads = key_heads * shared
     every = noise(rows, count, 1 + heads + 2 * key_heads, dim)[:, :, 1:]
     angles = 6 * torch.rand((1 if common else rows, count, dim // 2), generator=generator)
-    sizes = [(1 if norms == 1 else n, dim) for n in (heads, heads, key_heads, key_heads)]
-    each = tuple(noise(*size) for size in sizes) if norms else None
+    sizes = [(n if norms == 2 else 1, dim) for n in (heads, heads, key_heads, key_heads)]
+    parts = [noise(*size) for size in sizes] if norms else []
+    each = tuple((w, None, 1e-6) if norms == 3 else (w, b, 1e-5) for w, b in zip(parts[::2], parts[1::2])) or None
     buffer = noise(3, rows, 2 * key_heads, slots + further, dim)[1]
     buffer[:, :, slots:] = math.nan
     where = torch.stack([torch.randperm(slots, generator=generator)[:count] for _ in range(rows)])
@@ -76,7 +78,7 @@ def both(given, near=None):
 
 @settings(deadline=None, max_examples=20)
 @given(st.integers(1, 2), st.integers(1, 2), st.integers(1, 3), st.integers(1, 4), st.integers(4, 300),
-       st.sampled_from([8, 16, 20, 48]), st.booleans(), st.booleans(), st.integers(0, 2), st.integers(0, 999))
+       st.sampled_from([8, 16, 20, 48]), st.booleans(), st.booleans(), st.integers(0, 3), st.integers(0, 999))
 def test_results_agree(rows, key_heads, shared, count, slots, dim, halves, common, norms, seed):
     both(case(rows, key_heads, shared, count, slots, dim, torch.float32, seed, halves, common, norms))
 
@@ -142,12 +144,15 @@ def test_what_is_rotated_and_what_is_stored(halves):
     assert torch.allclose(found.float(), wanted.transpose(1, 2), rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("norms", [1, 2])
+@pytest.mark.parametrize("norms", [1, 2, 3])
 def test_heads_are_normalised_before_they_turn(norms):
     every, factors, halves, weights, buffer, *rest = case(2, 2, 2, 3, 30, 8, halves=True, norms=norms)
     normed, other = every.clone(), buffer.clone()
-    for heads, (weight, bias) in ((slice(0, 4), weights[:2]), (slice(4, 6), weights[2:])):
-        normed[:, :, heads] = F.layer_norm(every[:, :, heads], (8,), eps=1e-5) * weight + bias
+    for heads, (weight, bias, _) in zip((slice(0, 4), slice(4, 6)), weights, strict=True):
+        if norms == 3:
+            normed[:, :, heads] = F.rms_norm(every[:, :, heads], (8,), eps=1e-6) * weight
+        else:
+            normed[:, :, heads] = F.layer_norm(every[:, :, heads], (8,), eps=1e-5) * weight + bias
     found = attend_few(every, factors, halves, weights, buffer, *rest)
     assert torch.equal(found, attend_few(normed, factors, halves, None, other, *rest))
     assert torch.equal(buffer.view(torch.int32), other.view(torch.int32))
@@ -165,6 +170,7 @@ def test_longer_prompts_are_for_torch(monkeypatch):
 
 @pytest.fixture(scope="module", params=[
     (torch.bfloat16, 1, 64, 0), (torch.bfloat16, 2, 16, 2), (torch.float16, 3, 64, 1), (torch.float32, 1, 20, 0),
+    (torch.bfloat16, 2, 16, 3),
 ], ids=str)
 def window(request):
     """The arguments of a window of 32 tokens in two rows that see each other, and what the kernel gives for them.
@@ -218,11 +224,12 @@ def test_nor_on_which_part_is_the_last(window):
 @pytest.mark.parametrize(("key_heads", "shared", "count", "slots", "dim", "halves", "norms"), [
     (20, 1, 1, 1280, 64, False, 0), (20, 1, 32, 1280, 64, False, 0), (8, 4, 1, 2560, 128, True, 0),
     (32, 1, 32, 2560, 128, True, 2), (32, 1, 32, 1280, 100, False, 0), (2, 1, 1, 100, 64, False, 0),
+    (8, 8, 1, 4608, 128, True, 3),
 ])
 def test_it_compiles(key_heads, shared, count, slots, dim, halves, norms):
-    """Everywhere: for LlamaGen-XL, Emu3, Lumina-mGPT and LlamaGen-3B, and where there is one part. Whatever the number
-    of queries, tensor cores sum in the same order by the same instruction; what a program leaves is released before it
-    is counted in, and acquired by the last."""
+    """Everywhere: for LlamaGen-XL, Emu3, Lumina-mGPT, LlamaGen-3B and Emu3.5, and where there is one part. Whatever
+    the number of queries, tensor cores sum in the same order by the same instruction; what a program leaves is released
+    before it is counted in, and acquired by the last."""
     given = case(2, key_heads, shared, count, slots, dim, torch.bfloat16, halves=halves, norms=norms)
     for kernel in compiled_everywhere("attention.attend_few", *given):
         assert kernel.name == "_attend" and "cp.async" in kernel.ptx, "loading ahead"

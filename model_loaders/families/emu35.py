@@ -1,0 +1,90 @@
+"""Emu3.5-Image (arXiv:2510.26583): 34 billion parameters, images of about 1024 x 1024 pixels in nine sizes.
+
+Vocabulary, tokenizer and the size in front of an image are Emu3's. The layers are Qwen3's: heads get an RMSNorm, and
+all of them together are wider than the model. Emu3.5, which also writes text between images, has the same files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..ar_model import DiscreteModel, legal_grid
+from ..files.checkpoint import Checkpoint, title
+from ..files.errors import CheckpointError
+from ..registry import Family, ReleasedDecoder, Source
+from ..text.language_model import language_root
+from ..text.prompt_encoders import TextEncoder
+from .emu3 import Words, assembled, chosen_size, open_tokenizer, prompt_ids, ranked, tables
+
+# What stands around a prompt in training, and around a negative one, which is empty by default. <|extra_100|> begins
+# the answer.
+PROMPT = "You are a helpful assistant for t2i task. USER: {} ASSISTANT: <|extra_100|>"
+NEGATIVE = "You are a helpful assistant. USER: {} ASSISTANT: <|extra_100|>"
+# Grids (rows, columns) by the aspect ratios of the official code, the default first, and that of 512 x 512 pixels.
+SIZES = ((55, 73), (64, 64), (73, 55), (52, 78), (78, 52), (47, 85), (85, 47), (41, 97), (32, 32))
+_ROOT = "model."
+_SPECIALS = ranked(131072)  # the special tokens after the ranks, those of the image codes at the end
+_IDS = 282926
+_PATCH = 16
+_IMAGE, _DECODER = "Emu3.5-Image", "Emu3.5-VisionTokenizer"
+
+
+def recognise(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether this is a language model with Qwen3's layers, under plain names and with a head of its own."""
+    norm = f"{_ROOT}layers.0.self_attn.q_norm"
+    plain = language_root(tensors, (_ROOT,), "q_norm.weight") is not None and "lm_head.weight" in tensors
+    return plain and tensors[f"{norm}.weight"].ndim == 1 and f"{norm}.bias" not in tensors
+
+
+def load(
+    checkpoint: Checkpoint, dtype: torch.dtype, grid: tuple[int, int] | None, search: Sequence[Path], operations=nn
+) -> DiscreteModel:
+    """Build the model on the CPU.
+
+    Raises CheckpointError for tensors that are missing, misshapen or not finite, for a language model without image
+    tokens, and for a size that the model does not generate.
+    """
+    path, name = checkpoint.path, title(checkpoint.path)
+    ids = len(tables(checkpoint)[1])
+    if ids != _IDS and not checkpoint.settings.get("vocabulary_map"):
+        raise CheckpointError(
+            f"{name} is a language model with the layers of {_IMAGE}, but its vocabulary of {ids} ids has no image "
+            f"tokens, so it writes only text. {_IMAGE} has {_IDS} ids: download BAAI/{_IMAGE}."
+        )
+    words = Words.of(checkpoint, _SPECIALS)
+    own = checkpoint.own_settings
+    grids = (legal_grid(own["grid"]),) if "grid" in own else SIZES
+    tokenizer = open_tokenizer(path, search, _SPECIALS, f"BAAI/{_IMAGE}")
+
+    def framed(text: str, size: tuple[int, int]) -> list[int]:
+        return prompt_ids(words, tokenizer, text, size)
+
+    encoder = TextEncoder(
+        lambda text, size: framed(PROMPT.format(text), size), chosen_size(name, grids[0], grids, grid),
+        write_negative=lambda text, size: framed(NEGATIVE.format(text), size),
+    )
+    # The authors' guidance for Emu3.5 is lower than that for Emu3.5-Image.
+    mixed = re.search(r"emu-?3[._]?5", name, re.IGNORECASE) and not re.search("image", name, re.IGNORECASE)
+    return assembled(
+        checkpoint, dtype, operations, "emu3.5", words, (words.row_end,), encoder, "", grids, _PATCH, {},
+        {"cfg": 2.0 if mixed else 5.0, "top_k": 5120}, longest=32768,
+    )
+
+
+FAMILY = Family(
+    labels=(_IMAGE,),
+    decoders={"emu3.5": ReleasedDecoder(
+        (f"{_DECODER}/model",), f"the folder {_DECODER} (repository BAAI/{_DECODER})"
+    )},
+    recognise=recognise,
+    load=load,
+    releases={r"Emu3\.5(-Image)?": (
+        Source(r"BAAI/\g<0>", r"ar_models/\g<0>"),
+        Source(f"BAAI/{_DECODER}", f"vae/{_DECODER}", "model.safetensors and config.json"),
+    )},
+)  # fmt: skip

@@ -1,0 +1,235 @@
+"""Our Emu3.5 and its image tokenizer beside transformers' Qwen3 and the official code, on the same random weights.
+
+The language model runs live: Qwen3ForCausalLM, whose layers are the official ones.
+
+emu35.json holds what https://github.com/baaivision/Emu3.5 gave at commit 8fcf1da on a CPU in fp64 (torch 2.12,
+transformers 5.20), with the tiny weights and files of tests/support/tiny_emu35.py:
+  hidden, logits  Emu3ForCausalLM, whose norms compute in fp32: for the ids of 40 words, the logits of all codes and of
+             the end of a row
+  decode, latent, tokens  IBQ: decode_code() of two 2 x 3 grids of codes; quant_conv(encoder()) of two images of 8 x 12
+             pixels; the codes that encode() finds for them
+  released   tensors, numbers, and a SHA-256 of all names and shapes: of Emu3ForCausalLM of the released sizes, and of
+             IBQ (256 channels times 1, 1, 2, 2, 4, four blocks, attention at a sixteenth of the size, 131072 codes of
+             256 numbers)
+  forced     UnbatchedClassifierFreeGuidanceLogitsForVisualTokenProcessor: the only id it leaves (-1: all image ids and
+             no other) after the opening of an image and so many tokens, for grids of height x width tokens
+  prompts    build_unc_and_template("t2i", False): both prompts, the question of the first empty
+  sizes      of example_config_t2i.py, and its image_top_k and classifier_free_guidance
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from comfyui_specar import api
+from comfyui_specar.model_loaders.decoders import image_decoder, vq
+from comfyui_specar.model_loaders.families import emu3, emu35
+from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, open_checkpoint, weight_file
+from comfyui_specar.samplers.layout import TokenLayout
+from comfyui_specar.samplers.methods.jacobi import SJD
+from comfyui_specar.samplers.methods.next_token import NextToken
+
+from ..support import tiny_emu35 as tiny
+from ..support.closeness import assert_as_exact, decided, fp64
+from ..support.stepwise import stepwise
+
+OFFICIAL = json.loads((Path(__file__).parent / "emu35.json").read_text(encoding="utf-8"))
+PROMPT = "a red fox"
+IDS = tiny.vocabulary()
+CODE, ROW_END = IDS["<|visual token 000000|>"], IDS["<|extra_200|>"]
+GRIDS = [(4, 4), (3, 5), (8, 2)]
+
+
+@pytest.fixture(scope="module", params=GRIDS, ids=str)
+def folder(tmp_path_factory, request):
+    return tiny.write(tmp_path_factory.mktemp("model"), shards=2, grid=request.param)
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return api.load_model(folder)
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    rope = {"rope_type": "default", "rope_theta": settings.pop("rope_theta")}
+    tensors = open_checkpoint(weight_file(folder)).tensors
+    with fp64():
+        made = Qwen3ForCausalLM(Qwen3Config(**settings, attention_bias=False, rope_parameters=rope)).eval()
+        made.load_state_dict(tensors)
+    return made
+
+
+@fp64()
+def reference_step(reference, ids):
+    """Hidden states and logits over the whole vocabulary for ids [B, T]."""
+    hidden = reference.model(input_ids=torch.tensor(ids)).last_hidden_state
+    return hidden, reference.lm_head(hidden)
+
+
+def contexts(grid):
+    """Ids of both branches' prompts, from the official ones."""
+    return [
+        ids_of(f"{text.format(question=PROMPT)}<|image start|>{grid[0]}*{grid[1]}<|image token|>")
+        for text in reversed(OFFICIAL["prompts"])
+    ]
+
+
+def ids_of(text):
+    """Ids of a tiny tokenizer: its printable letters count from the exclamation mark, and a space is 220."""
+    found = []
+    while text:
+        special = next((name for name in tiny.SPECIALS if text.startswith(name)), None)
+        found.append(IDS[special] if special else 220 if text[0] == " " else ord(text[0]) - 33)
+        text = text[len(special or text[0]) :]
+    return found
+
+
+def test_official_prompts(model):
+    written = model.read(model.encode_prompt(PROMPT), 1, "positive", model.grid).features[0, :, 0].long().tolist()
+    null = model.prefix.null(torch.zeros(1, 9, 1), model.grid)[0, :, 0].long().tolist()
+    assert [written, null] == contexts(model.grid)
+
+
+@torch.inference_mode()
+def test_hidden_states_and_logits_of_both_branches(model, reference):
+    layout = model.layout()
+    image = torch.arange(layout.rows * layout.cols).view(1, *model.grid) * 5 % model.vocab
+    tokens = layout.keeping(image, torch.ones_like(image, dtype=torch.bool)).forced
+    words = torch.tensor(model.word_ids)
+    wanted = []
+    for prompt in contexts(model.grid):
+        hidden, logits = reference_step(reference, [prompt + words[tokens[0]].tolist()])
+        wanted.append((hidden[0, len(prompt) - 1 : -1], logits[0, len(prompt) - 1 : -1][:, words]))
+    wanted_hidden, wanted_logits = (torch.stack(part) for part in zip(*wanted, strict=True))
+    conditioning = model.encode_prompt(PROMPT)
+    assert_as_exact(lambda: model.teacher_forced(conditioning, image), wanted_logits[:1])
+    assert_as_exact(lambda: stepwise(model, conditioning, tokens, layout), [wanted_hidden, wanted_logits])
+
+
+@torch.inference_mode()
+def test_greedy_guided_images(model, reference):
+    """A plain loop over the reference model: guidance of log-probabilities, then the structural mask, then the
+    likeliest token."""
+    (rows, cols), prompts, drawn = model.grid, contexts(model.grid), []
+    for place in range(1, rows * (cols + 1) + 1):
+        if place % (cols + 1) == 0:
+            drawn.append(ROW_END)  # the last one is the end of the image, which nothing follows
+            continue
+        cond, uncond = (reference_step(reference, [prompt + drawn])[1][0, -1].log_softmax(-1) for prompt in prompts)
+        drawn.append(CODE + int((uncond + 5 * (cond - uncond))[CODE : CODE + 32].argmax()))
+    prompt, wanted = model.encode_prompt(PROMPT), torch.tensor(drawn).view(rows, cols + 1)[:, :cols] - CODE
+    for method in (NextToken(), SJD(window=5)):
+        tokens = decided(lambda by=method: api.sample(model, prompt, by, temperature=0).tokens)
+        assert torch.equal(tokens[0], wanted)  # with the model's own guidance, 5
+    assert len(wanted.unique()) > 3
+
+
+@torch.inference_mode()
+def test_official_layers(tmp_path):
+    model = api.load_model(tiny.write(tmp_path, decoder=False))
+    ids = torch.tensor([i * 37 % CODE for i in range(40)], dtype=torch.float32)[None, :, None]
+
+    def compute():
+        backbone = model.backbone
+        hidden = backbone(model.prefix(ids), model.positions.prompt(40, backbone.config.head_dim, "cpu"))
+        return hidden, backbone.logits(hidden)
+
+    assert_as_exact(compute, [torch.tensor(OFFICIAL[name]) for name in ("hidden", "logits")])
+
+
+@pytest.mark.parametrize("grid", OFFICIAL["forced"])
+def test_forced_tokens(grid):
+    """All but the last one, which stands where our layout has the end of a row, and which nothing follows."""
+    layout = TokenLayout.ruled(*map(int, grid.split()), (151846,), ())
+    assert layout.forced[0].tolist()[:-1] == OFFICIAL["forced"][grid][:-1]
+    assert OFFICIAL["forced"][grid][-1] == 151853
+
+
+def test_official_sizes_and_parameters(model):
+    official = {tuple(map(int, size.split("*"))) for size in OFFICIAL["sizes"].values()}
+    assert official | {(32, 32)} == set(emu35.SIZES) and emu35.SIZES[0] == (55, 73)
+    assert (model.defaults.cfg, model.defaults.top_k) == (OFFICIAL["cfg"], tiny.CODES) and OFFICIAL["top_k"] == 5120
+
+
+def digest(shapes):
+    lines = sorted(f"{name} {list(shape)}" for name, shape in shapes.items())
+    numbers = sum(torch.Size(shape).numel() for shape in shapes.values())
+    return [len(lines), numbers, hashlib.sha256("\n".join(lines).encode()).hexdigest()]
+
+
+@pytest.mark.parametrize(("name", "cfg"), [("Emu3.5-Image", 5.0), ("Emu3.5", 2.0)])
+def test_the_released_model_fits(monkeypatch, tmp_path, name, cfg):
+    settings = {"hidden_size": 5120, "intermediate_size": 25600, "vocab_size": 282926, "num_hidden_layers": 64,
+                "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}  # fmt: skip
+    shapes = tiny.shapes(settings)
+    assert digest(shapes) == OFFICIAL["released"]["model"]
+    assert OFFICIAL["released"]["model"][1] == pytest.approx(34.1e9, rel=1e-3)
+    plans = []
+    monkeypatch.setattr(emu3, "load_weights", lambda module, found, *_: plans.append((module, found)) or module)
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+    assert emu35.recognise(tensors) and not emu3.recognise(tensors)
+    path = tmp_path / name / "model.safetensors.index.json"
+    made = emu35.load(Checkpoint(tensors, {}, path), torch.bfloat16, None, ())
+    [(module, found)] = plans
+    check_plan(module, found)
+    assert (made.family, made.grid, made.pixels_per_token, made.longest) == ("emu3.5", (55, 73), 16, 32768)
+    assert (made.defaults.cfg, made.defaults.top_k) == (cfg, 5120)
+    assert made.word_ids == (*range(151854, 282926), 151846) and made.prefix.words == 151854
+    assert {made.layout(*grid).length for grid in emu35.SIZES[:-1]} == {4070, 4160, 4088, 4108, 4134, 4042, 4080, 4018}
+    config = made.backbone.config
+    assert (config.heads, config.kv_heads, config.head_dim, config.head_rms) == (64, 8, 128, True)
+    assert made.kv_bytes(1, made.layout(64, 64), 0, guided=True, prompt=128) == 2 * (4160 + 128 + 64) * 262144
+
+
+def check_plan(module, found):
+    wanted = module.state_dict()
+    assert wanted.keys() == found.keys()
+    for name, parts in found.items():
+        parts = parts if isinstance(parts, tuple) else (parts,)
+        assert [sum(len(part) for part in parts), *parts[0].shape[1:]] == list(wanted[name].shape), name
+
+
+# IBQ
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    return api.load_image_decoder(tiny.write_decoder(tmp_path_factory.mktemp("decoder")))
+
+
+def test_decoded_pixels(decoder):
+    codes = torch.tensor([[(m * i + b) % 32 for i in range(6)] for m, b in ((7, 2), (11, 5))]).view(2, 2, 3)
+    wanted = torch.tensor(OFFICIAL["decode"]).view(2, 3, 8, 12)
+    assert_as_exact(lambda: decoder.module.decode(decoder.dequantize(codes)), wanted)
+
+
+@torch.inference_mode()
+def test_encoded_images(decoder):
+    """By dot products: the nearest codes are others."""
+    planes = torch.rand((2, 3, 8, 12), generator=torch.Generator().manual_seed(3)) * 2 - 1
+    wanted = torch.tensor(OFFICIAL["latent"]).view(2, 16, 2, 3)
+    assert_as_exact(lambda: decoder.module.encode_latent(planes), wanted)
+    found = decided(lambda: decoder.encode(planes.movedim(1, -1) / 2 + 0.5))
+    assert found.flatten().tolist() == OFFICIAL["tokens"]
+    distances = torch.cdist(wanted.movedim(1, -1).flatten(0, -2), decoder.codebook)
+    assert (distances.argmin(-1) != found.flatten()).any()
+
+
+def test_the_released_tokenizer_fits(monkeypatch):
+    shapes = tiny.ibq_shapes(131072, (1, 1, 2, 2, 4), base=256, code=256, blocks=4)
+    assert digest(shapes) == OFFICIAL["released"]["decoder"]
+    plans = []
+    monkeypatch.setattr(image_decoder, "load_weights", lambda module, found, *_: plans.append((module, found)))
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    made = vq.load(Checkpoint(tensors, {}, Path("emu35_ibq.safetensors")), torch.float32)  # under any name
+    check_plan(*plans.pop())
+    assert (made.factor, made.channels, made.module.config.by_product) == (16, 256, True)
+    assert not made.module.config.unit_codes and made.module.config.attention

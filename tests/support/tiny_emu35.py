@@ -1,0 +1,102 @@
+"""Emu3.5-Image and its IBQ image decoder small enough for a test, in the layouts that they were released in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from .tiny import fill
+from .tiny_chameleon import vqgan_shapes
+from .tiny_family import Files, Tiny, Workflow
+from .tiny_folder import byte_tokenizer, write_folder
+
+CODES, GRID = 32, (4, 4)
+WORDS = 256  # bytes, before the special tokens
+SPECIALS = ["<|endoftext|>", "<|extra_100|>", "<|extra_200|>", "<|extra_201|>", "<|extra_203|>", "<|extra_204|>",
+            "<|image token|>", "<|image start|>", "<|image end|>"]  # fmt: skip
+WIDTHS, CHANNELS, CODE = (1, 1, 2), 32, 16  # of the image decoder, whose tokens are 4 pixels a side
+DECODER = "Emu3.5-VisionTokenizer"
+
+
+def vocabulary(codes: int = CODES) -> dict[str, int]:
+    """Ids of the special tokens and the codes."""
+    names = [*SPECIALS, *(f"<|visual token {code:06d}|>" for code in range(codes))]
+    return {name: WORDS + i for i, name in enumerate(names)}
+
+
+def config(dim: int = 40, layers: int = 2, grid: tuple[int, int] = GRID) -> dict:
+    """config.json, with what only a tiny model has to tell: the ids of its tokens, and under "specar" its grid. All
+    heads together are wider than the model, as in the released one."""
+    ids = vocabulary()
+    return {
+        "architectures": ["Emu3ForCausalLM"], "model_type": "Emu3", "hidden_size": dim, "intermediate_size": 96,
+        "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "max_position_embeddings": 512, "vocab_size": WORDS + len(ids),
+        "tie_word_embeddings": False, "vocabulary_map": ids, "specar": {"grid": grid},
+    }  # fmt: skip
+
+
+def shapes(settings: dict) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the language model's tensors."""
+    dim, inner, words = (settings[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
+    head = settings["head_dim"]
+    queries, keys = (head * settings[f"num_{part}_heads"] for part in ("attention", "key_value"))
+    found = {"model.embed_tokens.weight": (words, dim), "lm_head.weight": (words, dim), "model.norm.weight": (dim,)}
+    for layer in (f"model.layers.{i}" for i in range(settings["num_hidden_layers"])):
+        found |= {f"{layer}.{name}.weight": shape for name, shape in (
+            ("self_attn.q_proj", (queries, dim)), ("self_attn.k_proj", (keys, dim)), ("self_attn.v_proj", (keys, dim)),
+            ("self_attn.o_proj", (dim, queries)), ("self_attn.q_norm", (head,)), ("self_attn.k_norm", (head,)),
+            ("mlp.gate_proj", (inner, dim)), ("mlp.up_proj", (inner, dim)), ("mlp.down_proj", (dim, inner)),
+            ("input_layernorm", (dim,)), ("post_attention_layernorm", (dim,)),
+        )}
+    return found
+
+
+def weights(settings: dict, seed: int = 0) -> dict[str, Tensor]:
+    """Random weights. Embeddings have unit variance, logits a spread that makes greedy choices clear."""
+    found = {name: fill(f"{name}/{seed} embedding" if "embed" in name else f"{seed}/{name}", shape)
+             for name, shape in shapes(settings).items()}
+    return found | {"lm_head.weight": 3 * found["lm_head.weight"]}
+
+
+def ibq_shapes(
+    codes: int = CODES, widths: tuple[int, ...] = WIDTHS, base: int = CHANNELS, code: int = CODE, blocks: int = 2
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the image decoder's tensors: a VQGAN with attention in the deepest level, too."""
+    found = vqgan_shapes(codes, widths, base, code, code, blocks)
+    for coder, side, steps in (("encoder", "down", blocks), ("decoder", "up", blocks + 1)):
+        middle = {name: shape for name, shape in found.items() if name.startswith(f"{coder}.mid.attn_1.")}
+        for step in range(steps):
+            deepest = f"{coder}.{side}.{len(widths) - 1}.attn.{step}."
+            found |= {name.replace(f"{coder}.mid.attn_1.", deepest): shape for name, shape in middle.items()}
+    return found
+
+
+def ibq_weights(codes: int = CODES, seed: int = 0) -> dict[str, Tensor]:
+    return {name: fill(f"{seed}/{name}", shape) for name, shape in ibq_shapes(codes).items()}
+
+
+def write_decoder(folder: Path, codes: int = CODES, seed: int = 0) -> Path:
+    """The repository of the image decoder."""
+    return write_folder(folder, ibq_weights(codes, seed), {"model_type": "Emu3p5VisionVQ"})
+
+
+def write(folder: Path, seed: int = 0, shards: int = 1, decoder: bool = True, **sizes) -> Path:
+    """A folder as it was released, with tokenizer.json and the image decoder's folder inside. sizes: see ``config``."""
+    settings = config(**sizes)
+    write_folder(folder, weights(settings, seed), settings, shards)
+    byte_tokenizer(list(vocabulary()), WORDS).save(str(folder / "tokenizer.json"))
+    if decoder:
+        write_decoder(folder / DECODER, seed=seed)
+    return folder
+
+
+def install(models: Path) -> None:
+    write(models / "ar_models/Emu3.5-Image", shards=3, decoder=False)
+    write_decoder(models / "vae" / DECODER)
+
+
+TINY = {"emu3.5": Tiny(write, specials=4)}
+FILES = {"Emu3.5-Image": Files(write)}
+WORKFLOWS = {"50 Emu35-Image (download)": Workflow("Emu3.5-Image 34B", install)}
