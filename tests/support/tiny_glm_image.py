@@ -1,12 +1,17 @@
-"""GLM-Image's autoregressive stage small enough for a test, in the layout that it was released in."""
+"""GLM-Image small enough for a test, in the layout that it was released in: autoregressive stage and decoder."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import torch
+from comfyui_specar.models.glm_image_dit import DiT, DiTConfig
+from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
+from . import tiny_t5
 from .tiny import fill
 from .tiny_folder import write_folder
 
@@ -93,3 +98,70 @@ def write(folder: Path, seed: int = 0, shards: int = 1, **sizes) -> Path:
     processor.mkdir(exist_ok=True)
     tokenizer().save(str(processor / "tokenizer.json"))
     return model
+
+
+# The decoder
+
+DIT = DiTConfig(dim=32, layers=2, heads=2, channels=4, text_dim=24, time_dim=16, size_dim=8, codes=CODES)
+WIDTHS, BLOCKS = (32, 64, 64, 64), 1  # of the VAE
+MEAN, STD = [0.1, -0.2, 0.3, 0.0], [1.0, 0.5, 2.0, 1.5]
+
+
+def vae_shapes(widths: tuple[int, ...] = WIDTHS, blocks: int = BLOCKS, channels: int = DIT.channels) -> dict:
+    """Names and shapes of the decoder's tensors in diffusers' AutoencoderKL without attention."""
+    found: dict[str, tuple[int, ...]] = {}
+
+    def conv(name, before, after, kernel=3):
+        found[f"decoder.{name}.weight"], found[f"decoder.{name}.bias"] = (after, before, kernel, kernel), (after,)
+
+    def norm(name, width):
+        found[f"decoder.{name}.weight"] = found[f"decoder.{name}.bias"] = (width,)
+
+    def block(name, before, after):
+        norm(f"{name}.norm1", before)
+        conv(f"{name}.conv1", before, after)
+        norm(f"{name}.norm2", after)
+        conv(f"{name}.conv2", after, after)
+        if before != after:
+            conv(f"{name}.conv_shortcut", before, after, 1)
+
+    deepest = [*reversed(widths)]
+    conv("conv_in", channels, deepest[0])
+    for i in range(2):
+        block(f"mid_block.resnets.{i}", deepest[0], deepest[0])
+    for i, width in enumerate(deepest):
+        for j in range(blocks + 1):
+            block(f"up_blocks.{i}.resnets.{j}", width if j else deepest[max(i - 1, 0)], width)
+        if i < len(deepest) - 1:
+            conv(f"up_blocks.{i}.upsamplers.0.conv", width, width)
+    norm("conv_norm_out", deepest[-1])
+    conv("conv_out", deepest[-1], 3)
+    return found
+
+
+def decoder_weights() -> dict[str, dict[str, Tensor]]:
+    """Random weights of the parts of the decoder, by folder."""
+    with torch.device("meta"):
+        dit = DiT(DIT)
+    reader = tiny_t5.weights(DIT.text_dim, head_dim=8, ffn=48, words=384)
+    tables = ("shared.weight", "relative_attention_bias.weight")
+    return {
+        "transformer": {name: fill(name, tuple(tensor.shape)) for name, tensor in dit.state_dict().items()},
+        "vae": {name: fill(name, shape) for name, shape in vae_shapes().items()},
+        "text_encoder": {name: fill(f"{name} embedding" if name.endswith(tables) else name, tuple(tensor.shape))
+                         for name, tensor in reader.items()},
+    }  # fmt: skip
+
+
+def write_decoder(folder: Path) -> Path:
+    """The folders transformer, vae and text_encoder of a release in ``folder``."""
+    configs = {
+        "transformer": {"num_attention_heads": DIT.heads, "attention_head_dim": DIT.dim // DIT.heads, "patch_size": 2},
+        "vae": {"latents_mean": MEAN, "latents_std": STD}, "text_encoder": {"model_type": "t5"},
+    }
+    for part, tensors in decoder_weights().items():
+        (folder / part).mkdir(parents=True, exist_ok=True)
+        name = "model" if part == "text_encoder" else "diffusion_pytorch_model"
+        save_file(tensors, folder / part / f"{name}.safetensors")
+        (folder / part / "config.json").write_text(json.dumps(configs[part]), encoding="utf-8")
+    return folder
