@@ -16,7 +16,8 @@ class TokenLayout:
     forced [1 or B, S] (int64): -1 where the model samples, else the id at that position (an end-of-line token, or a
     token that the user keeps). Position = lead + row * stride + column; stride - cols forced tokens follow every row,
     and S - lead - rows * stride tokens follow the last. lead: tokens before the grid, which the model samples, too (the
-    preview of GLM-Image).
+    preview of GLM-Image). First guesses and adaptive trees take rows of ``stride`` from position 0 on: where lead is
+    not a multiple of it, they look at a worse neighbour, which costs acceptance and changes no distribution.
     """
 
     rows: int

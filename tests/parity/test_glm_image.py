@@ -7,8 +7,8 @@ its head; both are asked here for the image codes alone, the preview first and t
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders.families import glm_image
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, open_checkpoint
+from comfyui_specar.model_loaders.glm_image import autoregressive as glm_image
 from comfyui_specar.models.glm_image import preview_grid
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken

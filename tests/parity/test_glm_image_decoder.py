@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from comfyui_specar.model_loaders.decoders import glm_image
+from comfyui_specar.model_loaders.glm_image import decoder as glm_image
 from comfyui_specar.models.glm_image_dit import DiT, DiTConfig, denoise, finer, schedule
 from safetensors.torch import load_file
 

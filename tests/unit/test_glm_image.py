@@ -9,9 +9,10 @@ import torch
 from comfyui_specar import api
 from comfyui_specar.model_loaders.detect import weight_file
 from comfyui_specar.model_loaders.drafters import pair
-from comfyui_specar.model_loaders.families import eagle, glm_image
+from comfyui_specar.model_loaders.families import eagle
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint
 from comfyui_specar.model_loaders.files.trace_files import load_trace, save_trace
+from comfyui_specar.model_loaders.glm_image import autoregressive as glm_image
 from comfyui_specar.models.glm_image import AxisPositions, preview_grid
 from comfyui_specar.models.quantised import quantise
 from comfyui_specar.samplers.contract import Request, SamplingParams

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from ...models.glm_image_dit import DiT, DiTConfig, denoise
 from ...models.kl_vae import Decoder, KLConfig
 from ..files.checkpoint import WEIGHT_FILES, Checkpoint, open_checkpoint, read_settings, weight_file
-from ..files.errors import CheckpointError, incomplete_without
+from ..files.errors import CheckpointError, as_released, incomplete_without
 from ..files.names import numbered
 from ..files.weights import load_weights
+from ..text.language_model import positive
 from ..text.t5 import T5, load_t5
 
 STEPS, CFG = 50, 1.5  # of the release
@@ -98,10 +99,18 @@ def load(folder: Path, dtype: torch.dtype, operations=nn) -> GlmImageDecoder:
     Raises CheckpointError for folders or tensors that are missing, and for tensors that are unknown, misshapen or not
     finite.
     """
-    parts = {part: open_part(folder, part) for part in ("transformer", "vae", "text_encoder")}
-    dit = load_dit(parts["transformer"], dtype, operations)
-    reader = load_t5(parts["text_encoder"].path, dit.config.text_dim, dtype)
-    return GlmImageDecoder(dit, *load_vae(parts["vae"], operations), reader)
+    transformer, vae, text = (open_part(folder, part) for part in ("transformer", "vae", "text_encoder"))
+    with as_released(transformer.path):
+        dit = load_dit(transformer, dtype, operations)
+    with as_released(vae.path):
+        pixels = load_vae(vae, operations)
+    if len(pixels[1]) != dit.config.channels:
+        raise CheckpointError(
+            f"The vae in {folder.name} has {len(pixels[1])} channels, its transformer {dit.config.channels}: they do "
+            "not belong together. Download the folders of zai-org/GLM-Image again."
+        )
+    with as_released(text.path):
+        return GlmImageDecoder(dit, *pixels, load_t5(text.path, dit.config.text_dim, dtype, "GLM-Image's text_encoder"))
 
 
 def open_part(folder: Path, part: str) -> Checkpoint:
@@ -118,7 +127,7 @@ def load_dit(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> DiT:
     """The diffusion transformer, in the size of its tensors."""
     tensors = checkpoint.tensors
     settings = read_settings(checkpoint.path.parent / "config.json")
-    heads, side = settings.get("num_attention_heads", _HEADS), settings.get("patch_size", 2)
+    heads, side = int(positive(settings, "num_attention_heads", _HEADS)), int(positive(settings, "patch_size", 2))
     with incomplete_without("all tensors of the diffusion transformer", checkpoint.path):
         dim, patch = tensors["image_projector.proj.weight"].shape
         config = DiTConfig(
@@ -128,6 +137,8 @@ def load_dit(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> DiT:
             tensors["time_condition_embed.condition_embedder.linear_1.weight"].shape[1] // 4,
             len(tensors["prior_token_embedding.weight"]),
         )
+    if dim % (4 * heads):  # positions rotate quarters of a head
+        raise CheckpointError(f"config.json says num_attention_heads {heads}, but the transformer has width {dim}.")
     with torch.device("meta"):
         module = DiT(config, operations)
     return load_weights(module, tensors, checkpoint, dtype)
@@ -145,6 +156,11 @@ def load_vae(checkpoint: Checkpoint, operations=nn) -> tuple[Decoder, Tensor, Te
             numbered(tensors, r"up\.0\.block\.") - 1, middle_attention=False,
         )
         mean, std = (torch.tensor(settings[f"latents_{name}"], dtype=torch.float32) for name in ("mean", "std"))
+    if not len(mean) == len(std) == config.channels or not (std > 0).all():
+        raise CheckpointError(
+            f"config.json says latents_mean {mean.tolist()} and latents_std {std.tolist()}, which are no numbers for "
+            f"{config.channels} channels. Download it again."
+        )
     with torch.device("meta"):
         module = Decoder(config, operations)
     return load_weights(module, tensors, checkpoint, torch.float32), mean, std
