@@ -3,6 +3,7 @@
 glm_image.safetensors holds what https://github.com/huggingface/diffusers 0.37.0 gave on a CPU (torch 2.12.1,
 transformers 5.20.2), for weights and inputs that ``fill`` in tests/support/tiny.py derives from names:
   velocity, velocity_null   GlmImageTransformer2DModel at times 719 and 39, with codes and without
+  block, block_text         its first block, of image and text tokens so small that the norms' epsilon matters
   glyphs_0 .. 2             GlmImagePipeline._get_glyph_embeds of PROMPTS
   prior                     GlmImagePipeline._upsample_token_ids of CODES
   denoised, denoised_unguided   GlmImagePipeline for the first codes and the second prompt, 6 steps, guidance 1.5 and 1
@@ -20,7 +21,9 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_specar.model_loaders.glm_image import decoder as glm_image
+from comfyui_specar.models.backbone import Rotation
 from comfyui_specar.models.glm_image_dit import DiT, DiTConfig, denoise, finer, schedule
+from comfyui_specar.models.positions import grid_angles
 from safetensors.torch import load_file
 
 from ..support.closeness import assert_as_exact
@@ -50,6 +53,18 @@ def test_velocity(decoder, name):
     latent, text = fill("latent embedding", (2, 4, 8, 12)), fill("text embedding", (2, 5, 24))
     codes = CODES if name == "velocity" else None
     assert_as_exact(lambda: decoder.dit(latent, text, codes, torch.tensor([719.0, 39.0])), OFFICIAL[name])
+
+
+def test_a_block(decoder):
+    shapes = {"x": (2, 24, 32), "t": (2, 5, 32), "c": (2, 16)}
+    x, text, conditions = (fill(f"{name} embedding", shape) / 50 for name, shape in shapes.items())
+
+    def compute():
+        angles = grid_angles(torch.arange(24)[None], 6, 16)
+        rotation = Rotation(angles.cos(), angles.sin(), halves=True)
+        return decoder.dit.transformer_blocks[0](x, text, conditions, rotation)
+
+    assert_as_exact(compute, [OFFICIAL["block"], OFFICIAL["block_text"]])
 
 
 @pytest.mark.parametrize("number", range(3))
