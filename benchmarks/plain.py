@@ -22,7 +22,7 @@ from .generate import block_weights
 class PlainModel:
     """The weights of a DiscreteModel without biases and head norms, and caches for ``rows`` x ``length`` tokens."""
 
-    def __init__(self, model, rows: int, prompt: int, length: int, cols: int):
+    def __init__(self, model, rows: int, prompt: int, length: int, grid: tuple[int, int]):
         backbone, config = model.backbone, model.backbone.config
         self.backbone, self.eps, self.heads = backbone, config.norm_eps, config.heads
         self.blocks = [block_weights(layer) | {"qkv": layer.attention.wqkv.weight} for layer in backbone.layers]
@@ -30,7 +30,7 @@ class PlainModel:
         shape = (config.layers, 2, rows, config.heads, total, config.head_dim)
         self.cache = torch.zeros(shape, dtype=model.dtype, device=model.device)
         self.mask = torch.ones((total, total), dtype=torch.bool, device=model.device).tril()
-        self.rotation = rotation_of(model.positions, prompt, length, cols, config.head_dim, model.device)
+        self.rotation = rotation_of(model.positions, prompt, length, grid, config.head_dim, model.device)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         wide = x.float()
@@ -77,7 +77,7 @@ def plain_loop(model, conditioning, params, layout, batch: int, behind: int, tok
         branches.append(model.prefix.unconditional(features, (layout.rows, layout.cols)))
     x = torch.cat([branch.expand(batch, -1, -1) for branch in branches]).to(model.dtype)
     prompt = x.shape[1]
-    net = PlainModel(model, len(x), prompt, layout.length, layout.cols)
+    net = PlainModel(model, len(x), prompt, layout.length, (layout.rows, layout.cols))
     logits = net(x, torch.arange(prompt, device=model.device))
     moments, drawn = [], []
     at = torch.tensor([prompt + behind], device=model.device)

@@ -6,9 +6,9 @@ It joins a backbone, a prefix (what precedes the image tokens) and a token layou
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from math import log
+from math import log, prod
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +55,10 @@ class DiscreteModel(Prompted, Placed):
     token's patch; an attached image decoder overrides it. positions: the positional encoding. row_ends: whether a
     special token follows every row; endings: the number of special tokens after the last row. These special tokens are
     the last ids of the backbone's vocabulary, in this order. longest: maximum number of tokens, prompt included (None:
-    no limit). word_ids: if image tokens are part of a language model's vocabulary, their ids in it. ``image_decoder``:
-    the one loaded with the model, if any; its code vectors are ``codebook``. ``device``: the compute device, set by
-    ComfyUI's model management. ``int8_cache``: whether keys and values are stored in int8.
+    no limit). word_ids: if image tokens are part of a language model's vocabulary, their ids in it. preview: grid of an
+    image -> grid of the smaller one that the model generates before it. guidance: was it trained with a second branch.
+    ``image_decoder``: the one loaded with the model, if any; its code vectors are ``codebook``. ``device``: the compute
+    device, set by ComfyUI's model management. ``int8_cache``: whether keys and values are stored in int8.
     """
 
     continuous = False
@@ -67,7 +68,8 @@ class DiscreteModel(Prompted, Placed):
         self, backbone: Backbone, prefix: nn.Module, family: str, grid: tuple[int, int], defaults: SamplingParams,
         prompt_encoder: PromptEncoder, pixels_per_token: int = 16, *, positions: Positions = GridPositions(),
         grids: Sequence[tuple[int, int]] = (), row_ends: bool = False, endings: int = 0, longest: int | None = None,
-        word_ids: Sequence[int] = (),
+        word_ids: Sequence[int] = (), preview: Callable[[tuple[int, int]], tuple[int, int]] | None = None,
+        guidance: bool = True,
     ):
         super().__init__()
         self.backbone, self.prefix, self.positions = backbone, prefix, positions
@@ -78,6 +80,7 @@ class DiscreteModel(Prompted, Placed):
         self.row_ends, self.endings, self.word_ids = row_ends, endings, tuple(word_ids)
         self.vocab_total = backbone.config.vocab
         self.vocab = self.vocab_total - row_ends - endings
+        self.preview, self.guidance = preview, guidance
         self.codebook: Tensor | None = None
         self.image_decoder: ImageDecoder | None = None
         self._neighbours: Tensor | None = None  # the widest table computed so far
@@ -105,6 +108,8 @@ class DiscreteModel(Prompted, Placed):
         if kept is not None:
             layout = layout.keeping(tokens, kept)
         asked = chosen_params(self.defaults, params, "models of token ids")
+        if asked.guided and not self.guidance:
+            raise ValueError(f"cfg is {asked.cfg}, but this model was trained without guidance. Set cfg to 1.")
         size = layout.rows, layout.cols
         positive = self.read(conditioning, batch, "positive", size)
         negative = negative and self.read(negative, batch, "negative", size)
@@ -207,7 +212,8 @@ class DiscreteModel(Prompted, Placed):
             width, height = (tokens * self.pixels_per_token for tokens in reversed(grid))
             raise ValueError(self.unsupported_size(width, height))
         specials = range(self.vocab, self.vocab_total)
-        return TokenLayout.ruled(*grid, specials[: self.row_ends], specials[self.row_ends :])
+        lead = prod(self.preview(grid)) if self.preview else 0
+        return TokenLayout.ruled(*grid, specials[: self.row_ends], specials[self.row_ends :], lead)
 
     def unsupported_size(self, width: int, height: int) -> str:
         """Error message for an unsupported size in pixels, with the nearest supported ones."""
@@ -287,7 +293,7 @@ class DiscreteModel(Prompted, Placed):
             config.layers, len(x), config.cached_heads, slots_of(longest, places), config.head_dim, self.dtype,
             self.device, into and into.cache, self.int8_cache,
         )
-        table = Table.of(self.positions, places, lengths, grid[1], config.head_dim, into and into.table)
+        table = Table.of(self.positions, places, lengths, grid, config.head_dim, into and into.table)
         cache.set_attention_length(longest)
         mask = cache.open(longest)
         hidden = self.backbone(x, self.positions.prompt(longest, config.head_dim, self.device), cache, mask)
@@ -325,15 +331,15 @@ class DiscreteModel(Prompted, Placed):
         """Keep ``count`` [B] tokens of the last step (of ``path`` [B, P] if given) in every branch."""
         state.cache.commit(repeated(count, state.branches), None if path is None else repeated(path, state.branches))
 
-    def forward(self, prefix: Tensor, tokens: Tensor, cols: int | None = None) -> Tensor:
+    def forward(self, prefix: Tensor, tokens: Tensor, grid: tuple[int, int] | None = None) -> Tensor:
         """For training and tests: logits [B, S, V+] (fp32) for tokens [B, S] after prefix embeddings [B, n, D].
 
-        columns: of the image (None: the default).
+        grid: (rows, cols) of the image (None: the default).
         """
         x = torch.cat((prefix.to(self.dtype), self.backbone.tok_embeddings(tokens[:, :-1]).to(self.dtype)), dim=1)
         count, head_dim = prefix.shape[1], self.backbone.config.head_dim
         rotation = rotation_of(
-            self.positions, count, tokens.shape[1] - 1, cols or self.grid[1], head_dim, x.device
+            self.positions, count, tokens.shape[1] - 1, grid or self.grid, head_dim, x.device
         )
         return self.backbone.logits(self.backbone(x, rotation)[:, count - 1 :]).float()
 
@@ -342,14 +348,17 @@ class DiscreteModel(Prompted, Placed):
         """The prediction [B, S, V+] (fp32) for each token of the sequence given those before it.
 
         tokens: an image [B, h, w], to which the layout's special tokens are added, or a whole sequence [B, S] of the
-        default grid.
+        default grid. Raises ValueError for an image of a model that generates a preview before it.
         """
         tokens = tokens.to(self.device)
         layout = self.layout(*tokens.shape[1:]) if tokens.ndim == 3 else self.layout()
+        if tokens.ndim == 3 and layout.lead:
+            raise ValueError(f"The sequence begins with {layout.lead} tokens of a preview: pass all of it, [B, S].")
         if tokens.ndim == 3:
             tokens = layout.keeping(tokens, torch.ones_like(tokens, dtype=torch.bool)).forced
-        features = self.read(conditioning, len(tokens), "conditioning", (layout.rows, layout.cols)).features
-        return self(self.prefix(features).expand(len(tokens), -1, -1), tokens, layout.cols)
+        grid = layout.rows, layout.cols
+        features = self.read(conditioning, len(tokens), "conditioning", grid).features
+        return self(self.prefix(features).expand(len(tokens), -1, -1), tokens, grid)
 
 
 def legal_grid(grid: Sequence[int]) -> tuple[int, int]:

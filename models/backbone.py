@@ -31,6 +31,7 @@ class BackboneConfig:
     normalise what its attention reads. head_norms: rows of the LayerNorm that queries and keys get per head before they
     are rotated, as in Chameleon: 0 (none), 1 (shared by all heads) or ``heads`` (``kv_heads`` for keys). head_rms: do
     they get an RMSNorm instead, shared by all heads, as in Qwen3. head_dim: channels of a head (0: dim / heads).
+    post_norms: does a block also normalise what attention and feed-forward network add to its input, as in GLM-4.
     """
 
     dim: int
@@ -45,6 +46,7 @@ class BackboneConfig:
     head_norms: int = 0
     head_rms: bool = False
     head_dim: int = 0
+    post_norms: bool = False
 
     def __post_init__(self) -> None:
         if not self.head_dim:
@@ -127,16 +129,17 @@ class Attention(nn.Module):
         self.wo = operations.Linear(self.heads * config.head_dim, config.dim, bias=False)
 
     def forward(
-        self, x: Tensor, norm: nn.Module, rotary: RotaryTable, layer: int, cache: KVCache | None, mask: Tensor | None
+        self, x: Tensor, norm: nn.Module, post_norm: nn.Module, rotary: RotaryTable, layer: int, cache: KVCache | None,
+        mask: Tensor | None,
     ) -> Tensor:
-        """x plus the attention of norm(x)."""
+        """x plus post_norm of the attention of norm(x)."""
         qkv = product(self.wqkv, x, norm).unflatten(-1, (-1, self.head_dim))  # heads of queries, of keys, of values
         if cache is None:
             attended = self._uncached(qkv, rotary, mask)
         else:
             norms = (self.q_norm.of(qkv), self.k_norm.of(qkv)) if self.normed else None
             attended = cache.attend(layer, qkv, rotary._replace(norms=norms), mask)
-        return product(self.wo, attended.flatten(2), residual=x)
+        return _added(self.wo, attended.flatten(2), post_norm, x)
 
     def _uncached(self, qkv: Tensor, rotary: RotaryTable, mask: Tensor | None) -> Tensor:
         """Attention [R, T, H, d] of tokens to each other, for their queries, keys and values [R, T, H + 2 * Hkv, d]."""
@@ -156,23 +159,35 @@ class FeedForward(nn.Module):
         self.w1_w3 = operations.Linear(config.dim, 2 * config.ffn_dim, bias=False)
         self.w2 = operations.Linear(config.ffn_dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """x plus the network's output for norm(x)."""
-        return product(self.w2, product(self.w1_w3, x, norm, gate=True), residual=x)
+    def forward(self, x: Tensor, norm: nn.Module, post_norm: nn.Module) -> Tensor:
+        """x plus post_norm of the network's output for norm(x)."""
+        return _added(self.w2, product(self.w1_w3, x, norm, gate=True), post_norm, x)
+
+
+def _added(linear: nn.Module, y: Tensor, post_norm: nn.Module, x: Tensor) -> Tensor:
+    """x + post_norm(linear(y)); without a norm, one launch."""
+    if isinstance(post_norm, nn.Identity):
+        return product(linear, y, residual=x)
+    return x + post_norm(product(linear, y))
 
 
 class Block(nn.Module):
     def __init__(self, config: BackboneConfig, operations):
         super().__init__()
-        norm = operations.RMSNorm(config.dim, eps=config.norm_eps) if config.attention_norm else nn.Identity()
-        self.attention_norm = norm
+
+        def norm(present: bool) -> nn.Module:
+            return operations.RMSNorm(config.dim, eps=config.norm_eps) if present else nn.Identity()
+
+        self.attention_norm = norm(config.attention_norm)
         self.attention = Attention(config, operations)
-        self.ffn_norm = operations.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention_post_norm = norm(config.post_norms)
+        self.ffn_norm = norm(True)
         self.feed_forward = FeedForward(config, operations)
+        self.ffn_post_norm = norm(config.post_norms)
 
     def forward(self, x: Tensor, rotary: RotaryTable, layer: int, cache: KVCache | None, mask: Tensor | None) -> Tensor:
-        x = self.attention(x, self.attention_norm, rotary, layer, cache, mask)
-        return self.feed_forward(x, self.ffn_norm)
+        x = self.attention(x, self.attention_norm, self.attention_post_norm, rotary, layer, cache, mask)
+        return self.feed_forward(x, self.ffn_norm, self.ffn_post_norm)
 
 
 def split_gates(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ class KLConfig:
     """Sizes of a model; the defaults are KL-16. Everything here can be read from tensor names and shapes.
 
     encoder_attention, decoder_attention: is there attention after every residual block of the deepest level.
+    middle_attention: and between the two of the middle.
     """
 
     channels: int = 16
@@ -28,6 +29,7 @@ class KLConfig:
     num_res_blocks: int = 2
     encoder_attention: bool = True
     decoder_attention: bool = False
+    middle_attention: bool = True
 
     @property
     def factor(self) -> int:
@@ -47,12 +49,12 @@ class Level(vq.Level):
 
 
 class Middle(nn.Module):
-    """Residual block, attention, residual block at the deepest resolution."""
+    """Residual block, attention if asked, residual block at the deepest resolution."""
 
-    def __init__(self, channels: int, operations):
+    def __init__(self, channels: int, attention: bool, operations):
         super().__init__()
         self.block_1 = ResBlock(channels, channels, operations)
-        self.attn_1 = AttentionBlock(channels, operations)
+        self.attn_1 = AttentionBlock(channels, operations) if attention else nn.Identity()
         self.block_2 = ResBlock(channels, channels, operations)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,7 +75,7 @@ class Encoder(nn.Module):
             if i < last:
                 level.downsample = Downsample(after, operations)
             self.down.append(level)
-        self.mid = Middle(widths[-1], operations)
+        self.mid = Middle(widths[-1], config.middle_attention, operations)
         self.norm_out = normalisation(widths[-1], operations)
         self.conv_out = operations.Conv2d(widths[-1], 2 * config.channels, 3, padding=1)
 
@@ -91,7 +93,7 @@ class Decoder(nn.Module):
         super().__init__()
         widths, last = config.widths, len(config.ch_mult) - 1
         self.conv_in = operations.Conv2d(config.channels, widths[-1], 3, padding=1)
-        self.mid = Middle(widths[-1], operations)
+        self.mid = Middle(widths[-1], config.middle_attention, operations)
         self.up = nn.ModuleList()
         for i, (before, after) in enumerate(zip([*widths[1:], widths[-1]], widths)):
             attention = config.decoder_attention and i == last

@@ -18,9 +18,9 @@ class Positions(Protocol):
         """Rotation [1, count, ...] of a prompt of ``count`` tokens."""
         ...
 
-    def image(self, places: Tensor, prompts: Tensor, cols: int, head_dim: int) -> Rotation:
-        """Rotation [R, T, ...] of the tokens at ``places`` [R, T] of an image of ``cols`` columns, after prompts of
-        ``prompts`` [R] tokens. Past the end of the image any rotation is valid."""
+    def image(self, places: Tensor, prompts: Tensor, grid: tuple[int, int], head_dim: int) -> Rotation:
+        """Rotation [R, T, ...] of the tokens at ``places`` [R, T] of an image of the ``grid`` (rows, cols), after
+        prompts of ``prompts`` [R] tokens. Past the end of the image any rotation is valid."""
         ...
 
 
@@ -47,9 +47,9 @@ class GridPositions:
         nothing = torch.zeros((1, count, head_dim // 2), device=device)
         return Rotation(nothing, nothing)
 
-    def image(self, places: Tensor, prompts: Tensor, cols: int, head_dim: int) -> Rotation:
+    def image(self, places: Tensor, prompts: Tensor, grid: tuple[int, int], head_dim: int) -> Rotation:
         """See Positions."""
-        angles = grid_angles(places, cols, head_dim, self.theta)
+        angles = grid_angles(places, grid[1], head_dim, self.theta)
         return Rotation(angles.cos(), angles.sin())
 
 
@@ -64,7 +64,7 @@ class SequencePositions:
         """See Positions."""
         return self._rotation(torch.arange(count, device=device)[None], head_dim)
 
-    def image(self, places: Tensor, prompts: Tensor, cols: int, head_dim: int) -> Rotation:
+    def image(self, places: Tensor, prompts: Tensor, grid: tuple[int, int], head_dim: int) -> Rotation:
         """See Positions."""
         return self._rotation(places + prompts[:, None], head_dim)
 
@@ -86,12 +86,13 @@ class Table(NamedTuple):
 
     @classmethod
     def of(
-        cls, positions: Positions, places: int, prompts: Tensor, cols: int, head_dim: int, into: Table | None = None
+        cls, positions: Positions, places: int, prompts: Tensor, grid: tuple[int, int], head_dim: int,
+        into: Table | None = None,
     ) -> Table:
-        """The table of ``places`` places of images of ``cols`` columns, after prompts of ``prompts`` [R] tokens:
-        ``into`` itself, overwritten, if it has these sizes."""
+        """The table of ``places`` places of images of the ``grid`` (rows, cols), after prompts of ``prompts`` [R]
+        tokens: ``into`` itself, overwritten, if it has these sizes."""
         every = torch.arange(places, device=prompts.device).expand(len(prompts), -1)
-        rotation = positions.image(every, prompts, cols, head_dim)
+        rotation = positions.image(every, prompts, grid, head_dim)
         cos_sin = torch.stack((rotation.cos, rotation.sin), dim=2)
         if into is None or (into.cos_sin.shape, into.cos_sin.device) != (cos_sin.shape, cos_sin.device):
             return cls(cos_sin, torch.arange(len(prompts), device=prompts.device)[:, None], rotation.halves)
@@ -105,11 +106,11 @@ class Table(NamedTuple):
 
 
 def rotation_of(
-    positions: Positions, prompt: int, count: int, cols: int, head_dim: int, device: torch.device | str
+    positions: Positions, prompt: int, count: int, grid: tuple[int, int], head_dim: int, device: torch.device | str
 ) -> Rotation:
     """Rotation [1, prompt + count, ...] of a prompt of ``prompt`` tokens and the first ``count`` of an image."""
     before = positions.prompt(prompt, head_dim, device)
     places, prompts = torch.arange(count, device=device)[None], torch.tensor([prompt], device=device)
-    image = positions.image(places, prompts, cols, head_dim)
+    image = positions.image(places, prompts, grid, head_dim)
     cos, sin = (torch.cat(pair, dim=1) for pair in ((before.cos, image.cos), (before.sin, image.sin)))
     return Rotation(cos, sin, image.halves)

@@ -14,14 +14,17 @@ class TokenLayout:
     """The token sequence of one image: a grid of codes in raster order, with forced tokens between or among them.
 
     forced [1 or B, S] (int64): -1 where the model samples, else the id at that position (an end-of-line token, or a
-    token that the user keeps). Position = row * stride + column; stride - cols forced tokens follow every row, and
-    S - rows * stride tokens follow the last.
+    token that the user keeps). Position = lead + row * stride + column; stride - cols forced tokens follow every row,
+    and S - lead - rows * stride tokens follow the last. lead: tokens before the grid, which the model samples, too (the
+    preview of GLM-Image). First guesses and adaptive trees take rows of ``stride`` from position 0 on: where lead is
+    not a multiple of it, they look at a worse neighbour, which costs acceptance and changes no distribution.
     """
 
     rows: int
     cols: int
     stride: int
     forced: Tensor
+    lead: int = 0
 
     @classmethod
     def plain(cls, rows: int, cols: int) -> TokenLayout:
@@ -29,11 +32,14 @@ class TokenLayout:
         return cls.ruled(rows, cols, (), ())
 
     @classmethod
-    def ruled(cls, rows: int, cols: int, row_end: Sequence[int], endings: Sequence[int]) -> TokenLayout:
-        """A grid with the ids ``row_end`` after every row and the ids ``endings`` after the last."""
+    def ruled(
+        cls, rows: int, cols: int, row_end: Sequence[int], endings: Sequence[int], lead: int = 0
+    ) -> TokenLayout:
+        """A grid after ``lead`` tokens, with the ids ``row_end`` after every row and the ids ``endings`` after the
+        last."""
         row = torch.tensor([-1] * cols + list(row_end), dtype=torch.int64)
-        forced = torch.cat((row.repeat(rows), torch.tensor(list(endings), dtype=torch.int64)))
-        return cls(rows, cols, len(row), forced[None])
+        before, after = row.new_full((lead,), -1), torch.tensor(list(endings), dtype=torch.int64)
+        return cls(rows, cols, len(row), torch.cat((before, row.repeat(rows), after))[None], lead)
 
     @property
     def length(self) -> int:
@@ -50,7 +56,7 @@ class TokenLayout:
         return int((self.forced < 0).sum(1).max())
 
     def position(self, row: int, col: int) -> int:
-        return row * self.stride + col
+        return self.lead + row * self.stride + col
 
     def forced_at(self, position: Tensor) -> Tensor:
         """The id forced at positions [B, T] or -1; past the end, that of the last position."""
@@ -58,7 +64,7 @@ class TokenLayout:
 
     def to_grid(self, values: Tensor) -> Tensor:
         """Values [..., S] of a sequence -> [..., rows, cols] of the image."""
-        body = values[..., : self.rows * self.stride]
+        body = values[..., self.lead : self.lead + self.rows * self.stride]
         return body.unflatten(-1, (self.rows, self.stride))[..., : self.cols]
 
     def spread(self, grid: Tensor, fill: float) -> Tensor:

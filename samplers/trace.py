@@ -62,9 +62,10 @@ CONTINUOUS_FIELDS = {  # of models of vectors: name -> dtype
 class Trace:
     """The record of a run.
 
-    positions: name -> tensor [B, S] (see POSITION_FIELDS, CONTINUOUS_FIELDS); rounds: name -> tensor [passes] or
-    [passes, B]; totals: JSON-ready numbers, those that the run counted (target_passes, draft_passes, tokens, seed, ...)
-    and those of :func:`derived_totals`; settings: JSON-ready method settings.
+    rows, cols, stride, lead: see TokenLayout. positions: name -> tensor [B, S] (see POSITION_FIELDS,
+    CONTINUOUS_FIELDS); rounds: name -> tensor [passes] or [passes, B]; totals: JSON-ready numbers, those that the run
+    counted (target_passes, draft_passes, tokens, seed, ...) and those of :func:`derived_totals`; settings: JSON-ready
+    method settings.
     """
 
     rows: int
@@ -74,6 +75,7 @@ class Trace:
     rounds: dict[str, Tensor]
     totals: dict[str, Any]
     settings: dict[str, Any] = field(default_factory=dict)
+    lead: int = 0
 
     @property
     def continuous(self) -> bool:
@@ -83,7 +85,8 @@ class Trace:
     @property
     def layout(self) -> TokenLayout:
         length = self.positions["source"].shape[1]
-        return TokenLayout(self.rows, self.cols, self.stride, torch.full((1, length), -1, dtype=torch.int64))
+        forced = torch.full((1, length), -1, dtype=torch.int64)
+        return TokenLayout(self.rows, self.cols, self.stride, forced, self.lead)
 
     def grid(self, name: str) -> Tensor:
         """A per-position record as images [B, rows, cols]."""
@@ -269,7 +272,7 @@ class Record:
             "seconds": round(seconds, 3),
         }
         totals |= derived_totals(positions, totals)
-        return Trace(layout.rows, layout.cols, layout.stride, positions, rounds, totals, settings)
+        return Trace(layout.rows, layout.cols, layout.stride, positions, rounds, totals, settings, layout.lead)
 
     def _rounds(self) -> dict[str, Tensor]:
         """The rounds recorded, without those that decided nothing."""

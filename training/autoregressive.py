@@ -60,7 +60,7 @@ class TextToImage(nn.Module):
         causal = torch.ones(length, length, dtype=torch.bool, device=x.device)
         mask = (causal.tril() & seen) | torch.eye(length, dtype=torch.bool, device=x.device)
         rotation = rotation_of(
-            GridPositions(), slots, tokens.shape[1] - 1, self.side, self.backbone.config.head_dim, x.device
+            GridPositions(), slots, tokens.shape[1] - 1, (self.side, self.side), self.backbone.config.head_dim, x.device
         )
         hidden = self.backbone(x, rotation, mask=added(mask[:, None], x.dtype))
         return self.backbone.logits(hidden[:, slots - 1 :]).float()

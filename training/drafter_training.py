@@ -88,7 +88,8 @@ def initialise(module: nn.Module) -> None:
 class EagleObjective:
     """Features of an EAGLE drafter, compared with the target's own.
 
-    Its block has the target's architecture, without the first norm. The slots of a prompt are paired with id 0.
+    Its block has the target's architecture, without the first norm and those after its two parts. The slots of a prompt
+    are paired with id 0.
 
     depth: in the second half of training the drafter also continues its own predictions, as within a draft. A pair that
     is g drafts after the last decided token attends to the decided pairs and the g - 1 drafted ones between. There is
@@ -97,7 +98,7 @@ class EagleObjective:
 
     def __init__(self, model: DiscreteModel, depth: int) -> None:
         self.model, self.depth = model, depth
-        self.module = Eagle(replace(model.backbone.config, layers=1, attention_norm=False))
+        self.module = Eagle(replace(model.backbone.config, layers=1, attention_norm=False, post_norms=False))
         initialise(self.module)
         nn.init.zeros_(self.module.fc.bias)
         self.module.tok_embeddings.weight.data.copy_(image_embeddings(model))
@@ -120,7 +121,7 @@ class EagleObjective:
         ids = F.pad(batch.tokens[:, :-1], (prompt, 0)).repeat(len(hidden) // len(batch.tokens), 1)
         head_dim = module.config.head_dim
         rotation = rotation_of(
-            self.model.positions, prompt, length - prompt, self.model.grid[1], head_dim, self.model.device
+            self.model.positions, prompt, length - prompt, self.model.grid, head_dim, self.model.device
         )
         fed = [hidden]
         for groups in range(1, depth + 1):

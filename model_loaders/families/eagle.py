@@ -113,7 +113,7 @@ class EagleDrafter:
         )
         counts = torch.tensor(pairs, device=self.device).repeat_interleave(batch)
         table = Table.of(
-            self.model.positions, places, counts, target_state.grid[1], config.head_dim, into and into.table
+            self.model.positions, places, counts, target_state.grid, config.head_dim, into and into.table
         )
         if longest > 0:
             mask = cache.open(longest)
@@ -194,7 +194,7 @@ class EagleDrafter:
         position 0 on.
         """
         rotation = rotation_of(
-            self.model.positions, prompt, ids.shape[1] - prompt, self.model.grid[1], self.module.config.head_dim,
+            self.model.positions, prompt, ids.shape[1] - prompt, self.model.grid, self.module.config.head_dim,
             self.device,
         )
         return self.module(hidden.to(self.device, self.dtype), ids.to(self.device), rotation)
@@ -276,6 +276,7 @@ def block_config(tensors: dict[str, Tensor], model: DiscreteModel, path: Path) -
         target, layers=1, ffn_dim=len(gate), attention_norm="layers.0.input_layernorm.weight" in tensors,
         head_norms=head_norms, head_rms=head_rms, kv_heads=kv_heads, vocab=rows,
         qkv_bias=f"{_LAYER}self_attn.q_proj.bias" in tensors,
+        post_norms=False,
     )
 
 

@@ -31,8 +31,8 @@ def save_trace(trace: Trace, path: str | Path) -> tuple[Path, Path]:
     path = stem(path)
     tensors = {f"positions.{k}": v.contiguous() for k, v in trace.positions.items()}
     tensors |= {f"rounds.{k}": v.contiguous() for k, v in trace.rounds.items()}
-    header = {"rows": trace.rows, "cols": trace.cols, "stride": trace.stride, "totals": trace.totals,
-              "settings": trace.settings, "schema": SCHEMA, "continuous": trace.continuous}
+    header = {"rows": trace.rows, "cols": trace.cols, "stride": trace.stride, "lead": trace.lead,
+              "totals": trace.totals, "settings": trace.settings, "schema": SCHEMA, "continuous": trace.continuous}
     contents = {
         with_ending(path, ".safetensors"): save(tensors, metadata={"specar": json.dumps(header)}),
         with_ending(path, ".json"): json.dumps(trace.report(), indent=1).encode(),
@@ -96,7 +96,7 @@ def load_trace(path: str | Path) -> Trace:
     if absent:
         raise ValueError(f"{path.name} is incomplete ({', '.join(absent)}). Save it again with Save Trace.")
     trace = Trace(header["rows"], header["cols"], header["stride"], positions, rounds, header["totals"],
-                  header["settings"])
+                  header["settings"], header.get("lead", 0))  # earlier files have no lead
     try:
         if schema == SCHEMA_1:
             trace.totals = renamed(trace.totals)
@@ -117,8 +117,10 @@ def complete(trace: Trace) -> None:
     if not all(type(size) is int for size in sizes) or not 1 <= min(sizes) or trace.stride < trace.cols:
         raise ValueError(f"invalid grid {sizes}")
     shape = trace.positions["source"].shape
-    if len(shape) != 2 or not shape[0] or trace.rows * trace.stride > shape[1]:
-        raise ValueError(f"grid {sizes} does not fit records of shape {list(shape)}")
+    if type(trace.lead) is not int or trace.lead < 0:
+        raise ValueError(f"invalid lead {trace.lead!r}")
+    if len(shape) != 2 or not shape[0] or trace.lead + trace.rows * trace.stride > shape[1]:
+        raise ValueError(f"grid {sizes} after {trace.lead} tokens does not fit records of shape {list(shape)}")
     known = POSITION_FIELDS | CONTINUOUS_FIELDS
     for name, tensor in trace.positions.items():
         if tensor.shape != shape or tensor.dtype != known.get(name, tensor.dtype):

@@ -22,6 +22,8 @@ _NAMES = {
     "self_attn.o_proj": "attention.wo", "self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm",
     "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
     "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_up_proj": "feed_forward.w1_w3",  # GLM-4's, as are the norms behind a block's two parts
+    "post_self_attn_layernorm": "attention_post_norm", "post_mlp_layernorm": "ffn_post_norm",
 }  # fmt: skip
 
 
@@ -76,8 +78,9 @@ def backbone_config(checkpoint: Checkpoint, root: str, vocab: int, known_heads: 
     tensors, path = checkpoint.tensors, checkpoint.path
     settings = text_settings(checkpoint)
     layers = {m[1] for name in tensors if (m := re.match(re.escape(root) + r"layers\.(\d+)\.", name))}
+    fused = f"{root}layers.0.mlp.gate_up_proj.weight" in tensors
     q, k, gate = (matrix(tensors, f"{root}layers.0.{part}.weight", path)
-                  for part in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"))
+                  for part in ("self_attn.q_proj", "self_attn.k_proj", f"mlp.{'gate_up' if fused else 'gate'}_proj"))
     dim = q.shape[1]
     head_norm = tensors.get(f"{root}layers.0.self_attn.q_norm.weight")
     head_rms = head_norm is not None and head_norm.ndim == 1  # LayerNorms have a row for every head, or one for all
@@ -90,10 +93,11 @@ def backbone_config(checkpoint: Checkpoint, root: str, vocab: int, known_heads: 
             "under its released name, together with its config.json, in a separate folder."
         )
     return BackboneConfig(
-        dim, len(layers), heads, len(gate), vocab, positive(settings, "rms_norm_eps", norm_eps),
+        dim, len(layers), heads, len(gate) // (1 + fused), vocab, positive(settings, "rms_norm_eps", norm_eps),
         kv_heads=kv_heads, qkv_bias=f"{root}layers.0.self_attn.q_proj.bias" in tensors,
         head_norms=0 if head_norm is None or head_rms else len(head_norm), head_rms=head_rms,
         head_dim=len(q) // heads if head_rms else 0,  # Qwen3's heads may be wider than its width divided by them
+        post_norms=f"{root}layers.0.post_self_attn_layernorm.weight" in tensors,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""flan-t5-xl, LlamaGen's text encoder: a Hugging Face folder, or one file with the encoder alone."""
+"""T5 encoders (flan-t5-xl, LlamaGen's text encoder): a Hugging Face folder, or one file with the encoder alone."""
 
 from __future__ import annotations
 
@@ -104,15 +104,16 @@ def _is_encoder(entry: Path) -> bool:
     return entry.suffix.lower() in SAFETENSORS + PICKLES
 
 
-def load_t5(path: Path, width: int, dtype: torch.dtype) -> T5:
+def load_t5(path: Path, width: int, dtype: torch.dtype, name: str = "flan-t5-xl") -> T5:
     """Build the encoder on the CPU; the decoder of a whole T5 is not read.
 
-    Raises CheckpointError for files that are damaged or not an encoder of ``width`` features per token.
+    name: what it is, for messages. Raises CheckpointError for files that are damaged or not an encoder of ``width``
+    features per token.
     """
     checkpoint = open_checkpoint(weights_in(path))
     tensors = encoder_tensors(checkpoint)
     with torch.device("meta"):
-        module = build(tensors, width, checkpoint.path)
+        module = build(tensors, width, checkpoint.path, name)
     # One embedding under two names.
     tensors["encoder.encoder.embed_tokens.weight"] = tensors["encoder.shared.weight"]
     load_weights(module, tensors, checkpoint, dtype)
@@ -130,7 +131,7 @@ def encoder_tensors(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return found if copy is None else {"encoder.shared.weight": copy} | found
 
 
-def build(tensors: dict[str, Tensor], width: int, path: Path) -> T5:
+def build(tensors: dict[str, Tensor], width: int, path: Path, name: str = "flan-t5-xl") -> T5:
     """The module in the size of the tensors. Raises CheckpointError unless they are a gated T5 encoder of ``width``
     features per token."""
     block = "encoder.encoder.block.0.layer"
@@ -142,10 +143,10 @@ def build(tensors: dict[str, Tensor], width: int, path: Path) -> T5:
     except (KeyError, ValueError) as error:
         raise CheckpointError(
             f"{path.name} cannot be read as a T5 encoder ({error} is missing or misshapen). Supported are the files of "
-            "flan-t5-xl, or its encoder alone in one file."
+            f"{name}, or its encoder alone in one file."
         ) from error
     if dim != width:
         raise CheckpointError(f"{path.name} has {dim} features per token, but the model reads {width}: it is not "
-                              "flan-t5-xl. Put flan-t5-xl into models/text_encoders.")
+                              f"{name}. Put {name} into {path.parent}.")
     layers = len({name.split(".")[3] for name in tensors if name.startswith("encoder.encoder.block.")})
     return T5(words, dim, layers, heads, inner // heads, ffn_dim, buckets)

@@ -62,7 +62,7 @@ class Family:
 def write_eagle(model: DiscreteModel, folder):
     """A random EAGLE drafter: in our own layout, or for Chameleon's family in that of LANTERN's."""
     official = model.family in ("anole", "lumina-mgpt")
-    module = Eagle(replace(model.backbone.config, layers=1, attention_norm=official))
+    module = Eagle(replace(model.backbone.config, layers=1, attention_norm=official, post_norms=False))
     for name, parameter in module.named_parameters():
         parameter.data.copy_(fill(f"drafter {name}", tuple(parameter.shape)))
     drafter_export.write_eagle(module, model, folder)

@@ -14,10 +14,12 @@ from .tiny_folder import write_folder
 WORDS = ["<pad>", "</s>", "<unk>", "a", "red", "cat"]
 
 
-def weights(dim: int, layers: int = 2, heads: int = 2, head_dim: int = 4, ffn: int = 32) -> dict[str, Tensor]:
+def weights(
+    dim: int, layers: int = 2, heads: int = 2, head_dim: int = 4, ffn: int = 32, words: int = len(WORDS)
+) -> dict[str, Tensor]:
     """Random weights of an encoder with features of ``dim`` numbers."""
     inner, generator = heads * head_dim, torch.Generator().manual_seed(0)
-    shapes = {"shared.weight": (len(WORDS), dim), "encoder.final_layer_norm.weight": (dim,),
+    shapes = {"shared.weight": (words, dim), "encoder.final_layer_norm.weight": (dim,),
               "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight": (32, heads)}
     for i in range(layers):
         attention, mlp = f"encoder.block.{i}.layer.0", f"encoder.block.{i}.layer.1"

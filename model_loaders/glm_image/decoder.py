@@ -1,0 +1,180 @@
+"""The decoder of GLM-Image (zai-org/GLM-Image): a diffusion transformer from codes to latents, its VAE, and the ByT5
+encoder that reads what a prompt puts in quotes.
+
+Reads the folders ``transformer``, ``vae`` and ``text_encoder`` of the release.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from ...models.glm_image_dit import DiT, DiTConfig, denoise
+from ...models.kl_vae import Decoder, KLConfig
+from ..files.checkpoint import WEIGHT_FILES, Checkpoint, open_checkpoint, read_settings, weight_file
+from ..files.errors import CheckpointError, as_released, incomplete_without
+from ..files.names import numbered
+from ..files.weights import load_weights
+from ..text.language_model import positive
+from ..text.t5 import T5, load_t5
+
+STEPS, CFG = 50, 1.5  # of the release
+_FILES = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json", *WEIGHT_FILES)
+_HEADS = 32
+_QUOTES = (r"'([^']*)'", r"\u201c([^\u201c\u201d]*)\u201d", r'"([^"]*)"', r"\u300c([^\u300c\u300d]*)\u300d")
+_LONGEST = 2048  # tokens of a quotation
+_PAD, _END, _BYTES = 0, 1, 3  # ids of ByT5; a byte is its value plus the last
+_VAE = (  # (pattern, replacement) from diffusers' names to latent diffusion's; levels of the decoder are turned around
+    (r"^mid_block\.resnets\.0\.", "mid.block_1."), (r"^mid_block\.resnets\.1\.", "mid.block_2."),
+    (r"\.resnets\.", ".block."), (r"\.conv_shortcut\.", ".nin_shortcut."), (r"\.upsamplers\.0\.", ".upsample."),
+    (r"^conv_norm_out\.", "norm_out."),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GlmImageDecoder:
+    """mean, std [C] (fp32): of the VAE's latents, which are shifted and scaled to the transformer's. reader: ByT5."""
+
+    dit: DiT
+    vae: Decoder
+    mean: Tensor
+    std: Tensor
+    reader: T5
+
+    @torch.inference_mode()
+    def decode_tokens(
+        self, tokens: Tensor, prompt: str, seed: int = 0, steps: int = STEPS, cfg: float = CFG,
+        callback: Callable[[int], None] = lambda step: None,
+    ) -> Tensor:
+        """Pixels [B, 32 * h, 32 * w, 3] (fp32) in 0..1 for tokens [B, h, w] (int64) of images of one prompt.
+
+        Image i starts from the noise of seed + i. callback: called after each of the ``steps``.
+        """
+        weight = self.dit.proj_out.weight
+        text, null = (self.glyphs(each).to(weight).expand(len(tokens), -1, -1) for each in (prompt, ""))
+        shape = self.dit.config.channels, 4 * tokens.shape[1], 4 * tokens.shape[2]
+        noise = torch.stack([
+            torch.randn(shape, generator=torch.Generator().manual_seed(seed + i)) for i in range(len(tokens))
+        ]).to(weight.device)  # fmt: skip
+        latent = denoise(self.dit, noise, tokens.to(weight.device), text, null, steps, cfg, callback)
+        return self.pixels(latent)
+
+    def glyphs(self, prompt: str) -> Tensor:
+        """Features [1, n, F] (fp32) of what a prompt puts in quotes, one quotation after the other."""
+        read = [self.reader(torch.tensor([ids], device=self.reader.device)) for ids in glyph_ids(prompt)]
+        return torch.cat(read, dim=1).float()
+
+    def pixels(self, latent: Tensor) -> Tensor:
+        """Pixels [B, 8 * H, 8 * W, 3] (fp32) in 0..1 for latents [B, C, H, W] of the transformer."""
+        weight = self.vae.conv_in.weight
+        scaled = latent.float() * self.std.to(latent.device)[:, None, None] + self.mean.to(latent.device)[:, None, None]
+        pixels = self.vae(scaled.to(weight)).float()
+        return rearrange(pixels / 2 + 0.5, "b c h w -> b h w c").clamp(0, 1)
+
+
+def quotations(prompt: str) -> list[str]:
+    """What a prompt puts in quotes, by kind of quote; [""] if nothing."""
+    return [quoted for pattern in _QUOTES for quoted in re.findall(pattern, prompt)] or [""]
+
+
+def glyph_ids(prompt: str) -> list[list[int]]:
+    """ByT5's ids of every quotation. An even number of them gets a pad token in front of each, as in training."""
+    found = quotations(prompt)
+    front = [_PAD] * (len(found) % 2 == 0)
+    return [[*front, *(byte + _BYTES for byte in text.encode()[: _LONGEST - 1]), _END] for text in found]
+
+
+# Files
+
+
+def load(folder: Path, dtype: torch.dtype, operations=nn) -> GlmImageDecoder:
+    """The decoder of a released folder, on the CPU; the VAE is in fp32, as fp16 overflows.
+
+    Raises CheckpointError for folders or tensors that are missing, and for tensors that are unknown, misshapen or not
+    finite.
+    """
+    transformer, vae, text = (open_part(folder, part) for part in ("transformer", "vae", "text_encoder"))
+    with as_released(transformer.path):
+        dit = load_dit(transformer, dtype, operations)
+    with as_released(vae.path):
+        pixels = load_vae(vae, operations)
+    if len(pixels[1]) != dit.config.channels:
+        raise CheckpointError(
+            f"The vae in {folder.name} has {len(pixels[1])} channels, its transformer {dit.config.channels}: they do "
+            "not belong together. Download the folders of zai-org/GLM-Image again."
+        )
+    with as_released(text.path):
+        return GlmImageDecoder(dit, *pixels, load_t5(text.path, dit.config.text_dim, dtype, "GLM-Image's text_encoder"))
+
+
+def open_part(folder: Path, part: str) -> Checkpoint:
+    """The weights in a folder of the release. Raises CheckpointError if there are none."""
+    if not any((folder / part / name).is_file() for name in _FILES):
+        raise CheckpointError(
+            f"{folder.name} has no weights in its folder {part}. To turn GLM-Image's codes into pixels, put the "
+            "folders transformer, vae and text_encoder of zai-org/GLM-Image there."
+        )
+    return open_checkpoint(weight_file(folder / part, _FILES))
+
+
+def load_dit(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> DiT:
+    """The diffusion transformer, in the size of its tensors."""
+    tensors = checkpoint.tensors
+    settings = read_settings(checkpoint.path.parent / "config.json")
+    heads, side = int(positive(settings, "num_attention_heads", _HEADS)), int(positive(settings, "patch_size", 2))
+    with incomplete_without("all tensors of the diffusion transformer", checkpoint.path):
+        dim, patch = tensors["image_projector.proj.weight"].shape
+        config = DiTConfig(
+            dim, numbered(tensors, r"transformer_blocks\."), heads, patch // side**2, side,
+            tensors["glyph_projector.net.0.proj.weight"].shape[1],
+            len(tensors["time_condition_embed.timestep_embedder.linear_1.weight"]),
+            tensors["time_condition_embed.condition_embedder.linear_1.weight"].shape[1] // 4,
+            len(tensors["prior_token_embedding.weight"]),
+        )
+    if dim % (4 * heads):  # positions rotate quarters of a head
+        raise CheckpointError(f"config.json says num_attention_heads {heads}, but the transformer has width {dim}.")
+    with torch.device("meta"):
+        module = DiT(config, operations)
+    return load_weights(module, tensors, checkpoint, dtype)
+
+
+def load_vae(checkpoint: Checkpoint, operations=nn) -> tuple[Decoder, Tensor, Tensor]:
+    """The VAE's decoder in fp32, and mean and standard deviation [C] of its latents."""
+    settings = read_settings(checkpoint.path.parent / "config.json")
+    with incomplete_without("the decoder, and the latents' mean and std in config.json,", checkpoint.path):
+        tensors = decoder_names(checkpoint.tensors)
+        levels = numbered(tensors, r"up\.")
+        widths = [len(tensors[f"up.{i}.block.0.conv1.weight"]) for i in range(levels)]
+        config = KLConfig(
+            tensors["conv_in.weight"].shape[1], tuple(width // widths[0] for width in widths), widths[0],
+            numbered(tensors, r"up\.0\.block\.") - 1, middle_attention=False,
+        )
+        mean, std = (torch.tensor(settings[f"latents_{name}"], dtype=torch.float32) for name in ("mean", "std"))
+    if not len(mean) == len(std) == config.channels or not (std > 0).all():
+        raise CheckpointError(
+            f"config.json says latents_mean {mean.tolist()} and latents_std {std.tolist()}, which are no numbers for "
+            f"{config.channels} channels. Download it again."
+        )
+    with torch.device("meta"):
+        module = Decoder(config, operations)
+    return load_weights(module, tensors, checkpoint, torch.float32), mean, std
+
+
+def decoder_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The decoder's tensors under the names of models/kl_vae.py."""
+    found = {name.removeprefix("decoder."): t for name, t in tensors.items() if name.startswith("decoder.")}
+    last = numbered(found, r"up_blocks\.") - 1
+    return {renamed(name, last): tensor for name, tensor in found.items()}
+
+
+def renamed(name: str, last: int) -> str:
+    """A name of diffusers' decoder in latent diffusion's naming. last: number of the deepest level."""
+    for pattern, replacement in _VAE:
+        name = re.sub(pattern, replacement, name)
+    return re.sub(r"^up_blocks\.(\d+)\.", lambda match: f"up.{last - int(match[1])}.", name)

@@ -1,0 +1,137 @@
+"""GLM-Image's autoregressive stage against transformers' class, live, on the same random weights.
+
+The class keeps the positions of the tokens to come inside itself, and the official pipeline samples from all rows of
+its head; both are asked here for the image codes alone, the preview first and then the image, in one sequence.
+"""
+
+import pytest
+import torch
+from comfyui_specar import api
+from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, open_checkpoint
+from comfyui_specar.model_loaders.glm_image import autoregressive as glm_image
+from comfyui_specar.models.glm_image import preview_grid
+from comfyui_specar.samplers.methods.jacobi import SJD
+from comfyui_specar.samplers.methods.next_token import NextToken
+from safetensors.torch import load_file
+
+from ..support.closeness import assert_as_exact, decided, fp64
+from ..support.tiny_glm_image import BEGIN, CODES, config, vocabulary, write
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+GRID, SIDE = (4, 6), 3
+PREVIEW = (2, 3)  # int(sqrt(4 / 6) * 3), int(sqrt(6 / 4) * 3)
+LENGTH = 2 * 3 + 4 * 6
+CODED = torch.tensor([[(7 * i + 3) % CODES for i in range(LENGTH)]])
+IDS = [vocabulary()[word] for word in (
+    "a", "red", "cup", "<sop>", "4", "6", "<eop>", "<sop>", "2", "3", "<eop>", f"<|dit_token_{BEGIN}|>"
+)]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Our model, and the reference with the file's weights, in fp64."""
+    file = write(tmp_path_factory.mktemp("release"), grid=GRID, preview_side=SIDE) / "model.safetensors"
+    settings = config()
+    del settings["specar"], settings["architectures"], settings["model_type"]
+    weights = load_file(file)
+    with fp64():
+        made = transformers.GlmImageConfig(**settings)
+        reference = transformers.GlmImageForConditionalGeneration(made).eval().requires_grad_(False)
+        missing, unexpected = reference.load_state_dict(weights, strict=False)
+    assert not unexpected and all(name.startswith(("model.visual.", "model.vqmodel.")) for name in missing)
+    return glm_image.load(open_checkpoint(file), torch.float32, None, ()), reference
+
+
+@fp64()
+@torch.inference_mode()
+def official(reference, codes=None):
+    """The official sequence, one token at a time: hidden states, logits of codes, and the tokens, which are greedy
+    unless ``codes`` [1, LENGTH] are given."""
+    grids = torch.tensor([[1, *GRID], [1, *PREVIEW]])
+    cache = transformers.DynamicCache()
+    fed = {"input_ids": torch.tensor([IDS]), "image_grid_thw": grids, "images_per_sample": torch.tensor([2])}
+    hidden, logits, tokens = [], [], []
+    for i in range(LENGTH):
+        hidden.append(reference.model(**fed, past_key_values=cache, use_cache=True).last_hidden_state[:, -1:])
+        logits.append(reference.lm_head(hidden[-1])[..., :CODES])
+        tokens.append(logits[-1].argmax(-1) if codes is None else codes[:, i : i + 1])
+        fed = {"input_ids": tokens[-1]}
+    return torch.cat(hidden, 1), torch.cat(logits, 1), torch.cat(tokens, 1)
+
+
+def test_the_prompt_names_both_grids(pair):
+    model, _ = pair
+    assert model.encode_prompt("a red cup")[0][0].flatten().tolist() == IDS
+
+
+def test_teacher_forced_logits(pair):
+    model, reference = pair
+    prompt = model.encode_prompt("a red cup")
+    assert_as_exact(lambda: model.teacher_forced(prompt, CODED), official(reference, CODED)[1])
+
+
+def test_hidden_states_and_logits_step_by_step(pair):
+    """Windows that end in the preview, cross into the image and lie in it, then single tokens."""
+    model, reference = pair
+    prompt = model.encode_prompt("a red cup")
+
+    def compute():
+        state = model.start(prompt, None, 1, model.layout(), 1, guided=False)
+        outs, position = [state.prefill], 0
+        for count in (4, 5, 7, *[1] * (LENGTH - 17)):
+            places = torch.arange(position, position + count)[None]
+            outs.append(model.step(state, CODED[:, position : position + count], places))
+            model.commit(state, torch.tensor([count]))
+            position += count
+        return torch.cat([out.hidden for out in outs], dim=1), torch.cat([out.logits for out in outs], dim=1)
+
+    assert_as_exact(compute, [*official(reference, CODED)[:2]])
+
+
+@pytest.mark.parametrize("method", [NextToken(), SJD(window=5)], ids=str)
+def test_greedy_tokens(pair, method):
+    model, reference = pair
+    prompt = model.encode_prompt("a red cup")
+    tokens = decided(lambda: api.sample(model, prompt, method, temperature=0).tokens)
+    assert tokens.flatten().tolist() == official(reference)[2][0, 6:].tolist()
+
+
+def test_positions(pair):
+    """The preview starts after 12 prompt tokens, the image after the preview's 3 columns."""
+    model, reference = pair
+    official(reference, CODED)
+    wanted = reference.model._cached_decode_position_ids[0, :, :LENGTH]
+    assert wanted[:, [0, 5, 6, LENGTH - 1]].T.tolist() == [[12, 12, 12], [12, 13, 14], [15, 15, 15], [15, 18, 20]]
+    places, theta = torch.arange(LENGTH)[None], model.positions.theta
+    found = model.positions.image(places, torch.tensor([12]), GRID, 16)
+    axes = torch.tensor([0, 1, 2, 2])  # of the 4 pairs that turn; the other 4 of 8 stay
+    angles = wanted[axes].T.float() * theta ** (-torch.arange(4) / 4)
+    torch.testing.assert_close(found.cos[0], torch.nn.functional.pad(angles, (0, 4)).cos())
+    torch.testing.assert_close(found.sin[0], torch.nn.functional.pad(angles, (0, 4)).sin())
+
+
+def test_grids_of_previews():
+    from transformers.models.glm_image.processing_glm_image import GlmImageProcessor
+
+    for rows, cols in glm_image._GRIDS:
+        wanted = GlmImageProcessor._get_target_shape(None, rows * 32, cols * 32)
+        assert (rows, cols, *preview_grid((rows, cols))) == wanted
+    assert preview_grid((36, 24)) == (19, 13)
+
+
+def test_the_released_size_fits_without_a_tensor_left_over(monkeypatch, tmp_path):
+    with torch.device("meta"):
+        reference = transformers.GlmImageForConditionalGeneration(transformers.GlmImageConfig())
+    tensors = reference.state_dict()
+    monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.ones(()))  # nothing to look at on the meta device
+    assert glm_image.recognise(tensors)
+    model = glm_image.load(Checkpoint(tensors, {}, tmp_path / "model.safetensors"), torch.bfloat16, None, ())
+    sizes = model.backbone.config
+    assert (sizes.dim, sizes.ffn_dim, sizes.layers, sizes.heads, sizes.kv_heads) == (4096, 13696, 40, 32, 2)
+    assert sizes.qkv_bias and sizes.post_norms
+    assert (model.vocab, model.prefix.words, model.grid, model.layout().lead) == (16384, 168064, (32, 32), 256)
+    assert model.positions == glm_image.AxisPositions((8, 12, 12))
+    used = [t for name, t in tensors.items() if name.startswith(("model.language_model.", "lm_head."))]
+    unused_rows = 16512 - 16384  # of the head; and the codes' rows of the word table stand in both of our tables
+    assert sum(p.numel() for p in model.parameters()) == sum(t.numel() for t in used) + (16384 - unused_rows) * 4096

@@ -1,0 +1,118 @@
+"""GLM-Image's decoder against diffusers, on the same random weights, in fp32.
+
+glm_image.safetensors holds what https://github.com/huggingface/diffusers 0.37.0 gave on a CPU (torch 2.12.1,
+transformers 5.20.2), for weights and inputs that ``fill`` in tests/support/tiny.py derives from names:
+  velocity, velocity_null   GlmImageTransformer2DModel at times 719 and 39, with codes and without
+  block, block_text         its first block, of image and text tokens so small that the norms' epsilon matters
+  glyphs_0 .. 2             GlmImagePipeline._get_glyph_embeds of PROMPTS
+  prior                     GlmImagePipeline._upsample_token_ids of CODES
+  denoised, denoised_unguided   GlmImagePipeline for the first codes and the second prompt, 6 steps, guidance 1.5 and 1
+  pixels                    the former as an image, every eighth row and column
+  decoded                   AutoencoderKL.decode of a latent of 2 x 3
+The schedule had base_shift 0.25, max_shift 0.75, base_image_seq_len 256, dynamic and linear shifting, as released.
+diffusers after 0.39 (its pull request 14011) tells the transformer shifted times instead of those it was trained on.
+RELEASED are numbers of tensors, numbers in them, and a SHA-256 of names and shapes, of the transformer as released and
+of the decoder of an AutoencoderKL with its widths.
+"""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from comfyui_specar.model_loaders.glm_image import decoder as glm_image
+from comfyui_specar.models.backbone import Rotation
+from comfyui_specar.models.glm_image_dit import DiT, DiTConfig, denoise, finer, schedule
+from comfyui_specar.models.positions import grid_angles
+from safetensors.torch import load_file
+
+from ..support.closeness import assert_as_exact
+from ..support.tiny import fill
+from ..support.tiny_glm_image import MEAN, STD, vae_shapes, write_decoder
+
+OFFICIAL = load_file(Path(__file__).parent / "glm_image.safetensors")
+PROMPTS = ("no words", 'a sign "open" and \u201cna\u00efve\u201d', "'one' only \u300c\u4e8c\u300d \"3\"")
+CODES = torch.arange(12).view(2, 2, 3) * 7 % 32
+RELEASED = {
+    "transformer": (443, 6_926_882_880, "c857a7f18e94dd1c4700c4799a6575681be4671a612f0652caef8a154ee2bf1b"),
+    "vae": (160, 233_656_835, "4e5d38c3f39d540637c04d75cf9f3968f4485a2e4486270f37788f94c34ac2fa"),
+}
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    return glm_image.load(write_decoder(tmp_path_factory.mktemp("release")), torch.float32)
+
+
+def test_codes_as_the_pipeline_takes_them():
+    assert torch.equal(finer(CODES), OFFICIAL["prior"])
+
+
+@pytest.mark.parametrize("name", ["velocity", "velocity_null"])
+def test_velocity(decoder, name):
+    latent, text = fill("latent embedding", (2, 4, 8, 12)), fill("text embedding", (2, 5, 24))
+    codes = CODES if name == "velocity" else None
+    assert_as_exact(lambda: decoder.dit(latent, text, codes, torch.tensor([719.0, 39.0])), OFFICIAL[name])
+
+
+def test_a_block(decoder):
+    shapes = {"x": (2, 24, 32), "t": (2, 5, 32), "c": (2, 16)}
+    x, text, conditions = (fill(f"{name} embedding", shape) / 50 for name, shape in shapes.items())
+
+    def compute():
+        angles = grid_angles(torch.arange(24)[None], 6, 16)
+        rotation = Rotation(angles.cos(), angles.sin(), halves=True)
+        return decoder.dit.transformer_blocks[0](x, text, conditions, rotation)
+
+    assert_as_exact(compute, [OFFICIAL["block"], OFFICIAL["block_text"]])
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_quoted_text(decoder, number):
+    assert_as_exact(lambda: decoder.glyphs(PROMPTS[number]), OFFICIAL[f"glyphs_{number}"])
+
+
+@pytest.mark.parametrize(("name", "cfg"), [("denoised", 1.5), ("denoised_unguided", 1.0)])
+def test_denoised_latents(decoder, name, cfg):
+    noise = fill("noise embedding", (1, 4, 8, 12))
+
+    def compute():
+        text, null = decoder.glyphs(PROMPTS[1]), decoder.glyphs("")
+        return denoise(decoder.dit, noise, CODES[:1], text, null, 6, cfg)
+
+    assert_as_exact(compute, OFFICIAL[name])
+
+
+def test_pixels(decoder):
+    latent = fill("small embedding", (1, 4, 2, 3))
+    mean, std = (torch.tensor(numbers).view(1, 4, 1, 1) for numbers in (MEAN, STD))
+    assert_as_exact(lambda: decoder.vae(latent * std + mean), OFFICIAL["decoded"])
+    noise = fill("noise embedding", (1, 4, 8, 12))
+
+    def whole():
+        text, null = decoder.glyphs(PROMPTS[1]), decoder.glyphs("")
+        image = decoder.pixels(denoise(decoder.dit, noise, CODES[:1], text, null, 6, 1.5))
+        return image.movedim(-1, 1)[:, :, ::8, ::8]
+
+    assert_as_exact(whole, OFFICIAL["pixels"])
+
+
+def test_times_are_those_before_the_shift():
+    """1024 x 1024 pixels: 4096 tokens of the transformer, a shift of 3.25."""
+    steps = list(schedule(50, 4096))
+    assert [time for time, *_ in steps[:3]] == [999, 979, 959] and steps[-1][0] == 19
+    assert steps[0][1] == 1 and steps[-1][2] == 0 and steps[10][1] == pytest.approx(3.25 / (3.25 + 1 / 0.8 - 1))
+    assert all(sigma == before for (_, sigma, _), (*_, before) in zip(steps[1:], steps, strict=False))
+
+
+def described(shapes):
+    lines = sorted(f"{name} {list(shape)}" for name, shape in shapes.items())
+    numbers = sum(torch.Size(shape).numel() for shape in shapes.values())
+    return len(shapes), numbers, hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def test_released_sizes_have_the_official_names_and_shapes():
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in DiT(DiTConfig()).state_dict().items()}
+    assert described(shapes) == RELEASED["transformer"]
+    assert described(vae_shapes((128, 512, 1024, 1024), 3, 16)) == RELEASED["vae"]

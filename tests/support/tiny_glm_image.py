@@ -1,0 +1,167 @@
+"""GLM-Image small enough for a test, in the layout that it was released in: autoregressive stage and decoder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from comfyui_specar.models.glm_image_dit import DiT, DiTConfig
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+from torch import Tensor
+
+from . import tiny_t5
+from .tiny import fill
+from .tiny_folder import write_folder
+
+CODES, HEADS, KV_HEADS, GRID = 32, 4, 2, (4, 4)
+BEGIN, END = CODES, CODES + 1  # of an image
+ROWS = 40  # of the head, some of them unused
+SPECIALS = ("<sop>", "<eop>", "<|image|>", "<|endoftext|>")
+WORDS = ("<unk>", *"0123456789", "a", "red", "cup", "on", "blue", "cat")
+SECTIONS = (1, 1, 2)  # of the 4 pairs of channels that turn, of 8
+
+
+def vocabulary() -> dict[str, int]:
+    """Image codes and their two signs, unused ids, words, special tokens."""
+    names = [*(f"<|dit_token_{i}|>" for i in range(ROWS)), *WORDS, *SPECIALS]
+    return {name: i for i, name in enumerate(names)}
+
+
+def tokenizer() -> Tokenizer:
+    """One id per known word or digit, and one for all other words."""
+    made = Tokenizer(models.WordLevel(vocabulary(), unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Split(Regex(r"\d"), "isolated")]
+    )
+    made.add_special_tokens([AddedToken(name, normalized=False) for name in SPECIALS])
+    return made
+
+
+def config(dim: int = 64, layers: int = 2, grid: tuple[int, int] = GRID, preview_side: int = 2) -> dict:
+    """config.json, with what only a tiny model has to tell under "specar"."""
+    ids = vocabulary()
+    text = {
+        "vocab_size": len(ids), "vision_vocab_size": ROWS, "hidden_size": dim, "intermediate_size": 96,
+        "num_hidden_layers": layers, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
+        "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "pad_token_id": ids["<|endoftext|>"], "eos_token_id": END,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+                            "mrope_section": list(SECTIONS)},
+    }  # fmt: skip
+    return {
+        "architectures": ["GlmImageForConditionalGeneration"], "model_type": "glm_image", "text_config": text,
+        "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "image_size": 64,
+                          "patch_size": 16},
+        "vq_config": {"embed_dim": 16, "num_embeddings": CODES, "latent_channels": 32},
+        "image_start_token_id": BEGIN, "image_end_token_id": END, "image_token_id": ids["<|image|>"],
+        "specar": {"grid": grid, "preview_side": preview_side},
+    }  # fmt: skip
+
+
+def shapes(settings: dict) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the language model, its head, and of some tensors that only source images need."""
+    text = settings["text_config"]
+    dim, hidden, words = (text[key] for key in ("hidden_size", "intermediate_size", "vocab_size"))
+    keys = dim * text["num_key_value_heads"] // text["num_attention_heads"]
+    root = "model.language_model"
+    found: dict[str, tuple[int, ...]] = {
+        "lm_head.weight": (text["vision_vocab_size"], dim), f"{root}.embed_tokens.weight": (words, dim),
+        f"{root}.norm.weight": (dim,), "model.vqmodel.quantize.embedding.weight": (CODES, 16),
+        "model.visual.patch_embed.proj.bias": (32,),
+    }  # fmt: skip
+    for layer in (f"{root}.layers.{i}" for i in range(text["num_hidden_layers"])):
+        for part, outputs in (("q", dim), ("k", keys), ("v", keys)):
+            found |= {f"{layer}.self_attn.{part}_proj.weight": (outputs, dim),
+                      f"{layer}.self_attn.{part}_proj.bias": (outputs,)}
+        found |= {f"{layer}.{name}.weight": shape for name, shape in (
+            ("self_attn.o_proj", (dim, dim)), ("mlp.gate_up_proj", (2 * hidden, dim)), ("mlp.down_proj", (dim, hidden)),
+            ("input_layernorm", (dim,)), ("post_attention_layernorm", (dim,)), ("post_self_attn_layernorm", (dim,)),
+            ("post_mlp_layernorm", (dim,)),
+        )}
+    return found
+
+
+def weights(settings: dict, seed: int = 0) -> dict[str, Tensor]:
+    """Random weights. Logits have a spread that makes greedy choices clear."""
+    found = {name: fill(f"{name}/{seed} embedding" if "embed_tokens" in name else f"{seed}/{name}", shape)
+             for name, shape in shapes(settings).items()}
+    return found | {"lm_head.weight": 3 * fill(f"head/{seed}", found["lm_head.weight"].shape)}
+
+
+def write(folder: Path, seed: int = 0, shards: int = 1, **sizes) -> Path:
+    """The folder ``vision_language_encoder`` of a release in ``folder``, with the tokenizer beside it. sizes: see
+    ``config``. Returns the former."""
+    settings = config(**sizes)
+    model, processor = folder / "vision_language_encoder", folder / "processor"
+    write_folder(model, weights(settings, seed), settings, shards)
+    processor.mkdir(exist_ok=True)
+    tokenizer().save(str(processor / "tokenizer.json"))
+    return model
+
+
+# The decoder
+
+DIT = DiTConfig(dim=32, layers=2, heads=2, channels=4, text_dim=24, time_dim=16, size_dim=8, codes=CODES)
+WIDTHS, BLOCKS = (32, 64, 64, 64), 1  # of the VAE
+MEAN, STD = [0.1, -0.2, 0.3, 0.0], [1.0, 0.5, 2.0, 1.5]
+
+
+def vae_shapes(widths: tuple[int, ...] = WIDTHS, blocks: int = BLOCKS, channels: int = DIT.channels) -> dict:
+    """Names and shapes of the decoder's tensors in diffusers' AutoencoderKL without attention."""
+    found: dict[str, tuple[int, ...]] = {}
+
+    def conv(name, before, after, kernel=3):
+        found[f"decoder.{name}.weight"], found[f"decoder.{name}.bias"] = (after, before, kernel, kernel), (after,)
+
+    def norm(name, width):
+        found[f"decoder.{name}.weight"] = found[f"decoder.{name}.bias"] = (width,)
+
+    def block(name, before, after):
+        norm(f"{name}.norm1", before)
+        conv(f"{name}.conv1", before, after)
+        norm(f"{name}.norm2", after)
+        conv(f"{name}.conv2", after, after)
+        if before != after:
+            conv(f"{name}.conv_shortcut", before, after, 1)
+
+    deepest = [*reversed(widths)]
+    conv("conv_in", channels, deepest[0])
+    for i in range(2):
+        block(f"mid_block.resnets.{i}", deepest[0], deepest[0])
+    for i, width in enumerate(deepest):
+        for j in range(blocks + 1):
+            block(f"up_blocks.{i}.resnets.{j}", width if j else deepest[max(i - 1, 0)], width)
+        if i < len(deepest) - 1:
+            conv(f"up_blocks.{i}.upsamplers.0.conv", width, width)
+    norm("conv_norm_out", deepest[-1])
+    conv("conv_out", deepest[-1], 3)
+    return found
+
+
+def decoder_weights() -> dict[str, dict[str, Tensor]]:
+    """Random weights of the parts of the decoder, by folder."""
+    with torch.device("meta"):
+        dit = DiT(DIT)
+    reader = tiny_t5.weights(DIT.text_dim, head_dim=8, ffn=48, words=384)
+    tables = ("shared.weight", "relative_attention_bias.weight")
+    return {
+        "transformer": {name: fill(name, tuple(tensor.shape)) for name, tensor in dit.state_dict().items()},
+        "vae": {name: fill(name, shape) for name, shape in vae_shapes().items()},
+        "text_encoder": {name: fill(f"{name} embedding" if name.endswith(tables) else name, tuple(tensor.shape))
+                         for name, tensor in reader.items()},
+    }  # fmt: skip
+
+
+def write_decoder(folder: Path) -> Path:
+    """The folders transformer, vae and text_encoder of a release in ``folder``."""
+    configs = {
+        "transformer": {"num_attention_heads": DIT.heads, "attention_head_dim": DIT.dim // DIT.heads, "patch_size": 2},
+        "vae": {"latents_mean": MEAN, "latents_std": STD}, "text_encoder": {"model_type": "t5"},
+    }
+    for part, tensors in decoder_weights().items():
+        (folder / part).mkdir(parents=True, exist_ok=True)
+        name = "model" if part == "text_encoder" else "diffusion_pytorch_model"
+        save_file(tensors, folder / part / f"{name}.safetensors")
+        (folder / part / "config.json").write_text(json.dumps(configs[part]), encoding="utf-8")
+    return folder

@@ -1,0 +1,236 @@
+"""GLM-Image's autoregressive stage: its files, prompts and sizes, what is refused in words, and every method on a
+sequence that begins with a preview."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from comfyui_specar import api
+from comfyui_specar.model_loaders.detect import weight_file
+from comfyui_specar.model_loaders.drafters import pair
+from comfyui_specar.model_loaders.families import eagle
+from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint
+from comfyui_specar.model_loaders.files.trace_files import load_trace, save_trace
+from comfyui_specar.model_loaders.glm_image import autoregressive as glm_image
+from comfyui_specar.models.glm_image import AxisPositions, preview_grid
+from comfyui_specar.models.quantised import quantise
+from comfyui_specar.samplers.contract import Request, SamplingParams
+from comfyui_specar.samplers.layout import TokenLayout
+from comfyui_specar.samplers.methods.jacobi import SJD
+from comfyui_specar.samplers.methods.next_token import NextToken
+from comfyui_specar.samplers.trace import Source
+from safetensors.torch import load_file, save_file
+
+from ..support import tiny_glm_image as tiny
+from ..support.bad_files import refused
+from ..support.every_family import METHODS, Family, write_eagle
+from ..support.tiny import fill
+from ..support.tiny_emu3 import write as write_emu3
+
+LEAD, LENGTH = 4, 20  # a preview of 2 x 2 before an image of 4 x 4
+
+
+def load(folder, grid=None, search=(), storage=None):
+    checkpoint = replace(open_checkpoint(weight_file(folder)), storage=storage)
+    return glm_image.load(checkpoint, torch.float32, grid, search)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.write(tmp_path_factory.mktemp("release"), shards=2)
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load(folder)
+
+
+def change(folder, **settings):
+    """Other settings in config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | settings), encoding="utf-8")
+    return folder
+
+
+def test_a_released_folder(model):
+    assert (model.family, model.grid, model.vocab, model.vocab_total) == ("glm-image", (4, 4), 32, 32)
+    assert (model.defaults.cfg, model.defaults.temperature, model.defaults.top_p) == (1.0, 0.9, 0.75)
+    assert (model.pixels_per_token, model.longest, model.positions) == (32, 512, AxisPositions(tiny.SECTIONS, side=2))
+    layout = model.layout()
+    assert (layout.lead, layout.length, layout.forced.unique().tolist()) == (LEAD, LENGTH, [-1])
+    out = api.sample(model, model.encode_prompt("a red cup"), SJD(window=4), batch_size=2, seed=1)
+    assert out.tokens.shape == (2, 4, 4) and out.tokens.max() < 32 and out.latent is None
+
+
+def test_models_of_other_families_are_not_taken_for_it(folder, tmp_path):
+    assert glm_image.recognise(open_checkpoint(weight_file(folder)).tensors)
+    assert not glm_image.recognise(load_file(write_emu3(tmp_path / "emu3") / "model.safetensors"))
+    words = tiny.weights(tiny.config())
+    words["lm_head.weight"] = words["model.language_model.embed_tokens.weight"]  # a GLM-4 that reads images
+    assert not glm_image.recognise(words)
+
+
+# Prompts
+
+
+def test_a_prompt_names_the_size_of_image_and_preview(tmp_path):
+    model = load(tiny.write(tmp_path, grid=(4, 6), preview_side=3))
+    ids = tiny.vocabulary()
+    words = ["a", "red", "cup", "<sop>", "4", "6", "<eop>", "<sop>", "2", "3", "<eop>"]
+    found = model.encode_prompt("a red cup")[0][0].flatten().tolist()
+    assert found == [*(ids[word] for word in words), tiny.BEGIN]
+
+
+def test_guidance_is_refused(model):
+    prompt = model.encode_prompt("a red cup")
+    for negative in (None, model.encode_prompt("blue")):
+        with pytest.raises(ValueError, match="cfg is 3.*guidance.*cfg to 1"):
+            api.sample(model, prompt, negative=negative, cfg=3.0)
+    with pytest.raises(ValueError, match="guidance.*cfg to 1"):
+        model.prefix.unconditional(torch.zeros(1, 3, 1), model.grid)
+    assert api.sample(model, prompt, negative=prompt).tokens.shape == (1, 4, 4)  # not read without guidance
+
+
+def test_without_a_tokenizer_ids_still_generate_images(tmp_path):
+    path = tiny.write(tmp_path / "release")
+    (tmp_path / "release" / "processor" / "tokenizer.json").rename(path / "tokenizer.json")
+    assert glm_image.open_tokenizer(path / "model.safetensors", []).file == path / "tokenizer.json"
+    (path / "tokenizer.json").unlink()
+    model = load(path)
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json.*zai-org/GLM-Image.*vision_language_encoder"):
+        model.encode_prompt("a cup")
+    assert api.sample(model, model.encode_ids([50, 51, tiny.BEGIN])).tokens.shape == (1, 4, 4)
+
+
+def test_the_tokenizer_of_another_model_is_refused(tmp_path):
+    path = tiny.write(tmp_path / "release")
+    other = write_emu3(tmp_path / "emu3") / "tokenizer.json"
+    (tmp_path / "release" / "processor" / "tokenizer.json").write_bytes(other.read_bytes())
+    with pytest.raises(ValueError, match="tokenizer.json.*<sop>.*another model"):
+        load(path).encode_prompt("a cup")
+
+
+# Sizes
+
+
+def test_sizes(tmp_path):
+    settings = tiny.config()
+    del settings["specar"]["grid"]
+    path = change(tiny.write(tmp_path), specar=settings["specar"])
+    model = load(path)
+    assert model.grid == (32, 32) and len(model.grids) == len(set(model.grids))
+    assert {(16, 16), (64, 64), (36, 24), (16, 64), (64, 16)} <= set(model.grids)
+    assert load(path, (36, 24)).grid == (36, 24)
+    for wrong in ((15, 32), (32, 65)):
+        refused(path, f"{wrong[0]} x {wrong[1]}", "16 to 64", loader=lambda f, wrong=wrong: load(f, wrong))
+    with pytest.raises(ValueError, match="100 x 32 tokens|3200 x 1024 pixels"):
+        model.layout(32, 100)
+    assert [preview_grid(grid) for grid in ((32, 32), (36, 24), (16, 64))] == [(16, 16), (19, 13), (8, 32)]
+
+
+def test_a_sequence_that_begins_with_a_preview(model):
+    layout = model.layout()
+    assert layout.position(0, 0) == LEAD and layout.position(3, 2) == LEAD + 14
+    numbers = torch.arange(LENGTH)[None]
+    assert torch.equal(layout.to_grid(numbers), torch.arange(LEAD, LENGTH).view(1, 4, 4))
+    keep = torch.zeros(1, 4, 4, dtype=torch.bool)
+    keep[0, 1, 2] = True
+    kept = layout.keeping(torch.full((1, 4, 4), 7), keep)
+    assert kept.forced[0].nonzero().numel() == LENGTH and kept.forced[0].tolist().index(7) == LEAD + 6
+    assert layout.spread(torch.ones(1, 4, 4), 0.5)[0].tolist() == [0.5] * LEAD + [1.0] * 16
+    assert TokenLayout.ruled(1, 2, [9], [8], lead=2).forced.tolist() == [[-1, -1, -1, -1, 9, 8]]
+    with pytest.raises(ValueError, match="4 tokens of a preview"):
+        model.teacher_forced(model.encode_prompt("a"), torch.zeros(1, 4, 4, dtype=torch.int64))
+
+
+def test_the_trace_of_a_preview_is_kept(model, tmp_path):
+    out = api.sample(model, model.encode_prompt("a red cup"), NextToken(), seed=1)
+    assert out.trace.lead == LEAD and out.trace.positions["source"].shape == (1, LENGTH)
+    assert out.trace.totals["target_passes"] == LENGTH and out.trace.grid("source").shape == (1, 4, 4)
+    save_trace(out.trace, tmp_path / "run")
+    found = load_trace(tmp_path / "run")
+    assert found.lead == LEAD and torch.equal(found.grid("p"), out.trace.grid("p"))
+    out.trace.lead = LEAD + 1  # more positions than were recorded
+    save_trace(out.trace, tmp_path / "wrong")
+    with pytest.raises(ValueError, match="wrong.safetensors is damaged"):
+        load_trace(tmp_path / "wrong")
+
+
+# Methods
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory):
+    model, small = (load(tiny.write(tmp_path_factory.mktemp("m"), seed=seed, layers=1)) for seed in (0, 1))
+    model.attach_codebook(fill("codebook embedding", (model.vocab, 4)), 32)
+    drafter = write_eagle(model, tmp_path_factory.mktemp("eagle"))
+    checkpoint = open_checkpoint(weight_file(drafter))
+    return Family(model, pair(small, model, drafter), eagle.load(checkpoint, model, torch.float32),
+                  model.encode_prompt("3"))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METHODS)
+@torch.inference_mode()
+def test_every_method(family, name):
+    """Two images of which different tokens are kept, their previews free."""
+    keep = torch.zeros((2, 4, 4), dtype=torch.bool)
+    keep[0, 1:3], keep[1, 2:], keep[1, 0, 3] = True, True, True
+    layout = family.model.layout().keeping(torch.arange(32).view(2, 4, 4), keep)
+    wanted = Request(family.model, family.prompt, layout, SamplingParams(top_k=16), seed=0, batch=2)
+    decoded = METHODS[name](family).sample(wanted)
+    assert decoded.tokens.shape == (2, LENGTH) and (decoded.tokens >= 0).all() and (decoded.tokens < 32).all()
+    assert torch.equal(decoded.tokens[layout.forced >= 0], layout.forced[layout.forced >= 0])
+    assert torch.equal(decoded.trace.positions["source"] == Source.FORCED, layout.forced >= 0)
+    assert decoded.trace.totals["target_passes"] <= LENGTH
+
+
+@torch.inference_mode()
+def test_the_same_seed_is_the_same_image(family):
+    wanted = Request(family.model, family.prompt, family.model.layout(), SamplingParams(), seed=3, batch=2)
+    image = NextToken().sample(wanted).tokens
+    assert torch.equal(SJD(window=6, reuse="gumbel").sample(wanted).tokens, image)
+
+
+# Damage
+
+
+def test_missing_and_broken_tensors(tmp_path):
+    path = tiny.write(tmp_path)
+    weights = load_file(path / "model.safetensors")
+    for name, words in (
+        ("model.language_model.norm.weight", "model.language_model.norm.weight"),
+        ("model.language_model.layers.1.mlp.gate_up_proj.weight", "layers.1.feed_forward.w1_w3.weight"),
+        ("model.language_model.layers.0.self_attn.k_proj.bias", "layers.0.self_attn.k_proj.bias"),
+        ("model.language_model.layers.1.post_self_attn_layernorm.weight", "layers.1.attention_post_norm.weight"),
+    ):  # fmt: skip
+        save_file({key: tensor for key, tensor in weights.items() if key != name}, path / "model.safetensors")
+        refused(path, words, loader=load)
+    broken = weights["lm_head.weight"].clone()
+    broken[0, 0] = float("nan")
+    save_file(weights | {"lm_head.weight": broken}, path / "model.safetensors")
+    refused(path, "NaN or infinite", loader=load)
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"partial_rotary_factor": 1.0}, ("1.0", "[1, 1, 2]", "config.json")),
+    ({"mrope_section": [1, 1, 1]}, ("[1, 1, 1]", "config.json")), ({"mrope_section": [2, 2]}, ("[2, 2]",)),
+    ({"mrope_section": "xyz"}, ("xyz",)), ({"partial_rotary_factor": None}, ("None",)),
+    ({"rope_type": "yarn"}, ("yarn", "not supported")),
+])  # fmt: skip
+def test_positions_of_another_kind(tmp_path, settings, words):
+    text = tiny.config()["text_config"]
+    text["rope_parameters"] |= settings
+    refused(change(tiny.write(tmp_path), text_config=text), *words, loader=load)
+
+
+@pytest.mark.parametrize("begin", [41, "32", 0, None, True])
+def test_a_head_that_does_not_fit_the_codes(tmp_path, begin):
+    refused(change(tiny.write(tmp_path), image_start_token_id=begin), "40", repr(begin), "config.json", loader=load)
+
+
+def test_storage_in_8_bits_permutes_scales_with_rows(folder, model):
+    """Rows of queries and keys are rounded where they were, and moved with their scales."""
+    narrow = load(folder, storage=torch.int8).backbone.layers[1].attention.wqkv
+    weight, scale = quantise(model.backbone.layers[1].attention.wqkv.weight)
+    assert torch.equal(narrow.weight, weight) and torch.equal(narrow.scale, scale)

@@ -1,0 +1,113 @@
+"""GLM-Image's decoder: from codes to pixels, what it reads of a prompt, and what is refused in words."""
+
+import json
+
+import pytest
+import torch
+from comfyui_specar.model_loaders.glm_image import decoder as glm_image
+from comfyui_specar.model_loaders.glm_image.decoder import glyph_ids, quotations
+from safetensors.torch import load_file, save_file
+
+from ..support import tiny_glm_image as tiny
+from ..support.bad_files import refused
+
+
+def load(folder):
+    return glm_image.load(folder, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory):
+    return load(tiny.write_decoder(tmp_path_factory.mktemp("release")))
+
+
+def test_codes_become_pixels(decoder):
+    tokens, steps = torch.arange(12).view(2, 2, 3), []
+    pixels = decoder.decode_tokens(tokens, 'a "sign"', seed=3, steps=2, callback=steps.append)
+    assert pixels.shape == (2, 64, 96, 3) and 0 <= pixels.min() < pixels.max() <= 1 and steps == [0, 1]
+    second = decoder.decode_tokens(tokens[1:], 'a "sign"', seed=4, steps=2)  # an image does not depend on its batch
+    torch.testing.assert_close(second, pixels[1:], rtol=0, atol=1e-4)
+    for other in (
+        decoder.decode_tokens(tokens, 'a "sign"', seed=5, steps=2), decoder.decode_tokens(tokens, "a sign", 3, 2),
+        decoder.decode_tokens(tokens.flip(0), 'a "sign"', 3, 2), decoder.decode_tokens(tokens, 'a "sign"', 3, 2, 1.0),
+    ):  # fmt: skip
+        assert not torch.allclose(other, pixels, atol=1e-3)
+
+
+def test_half_precision_weights(tmp_path, decoder):
+    """The transformer and the reader are in bf16, the VAE stays in fp32."""
+    half = glm_image.load(tiny.write_decoder(tmp_path), torch.bfloat16)
+    assert half.vae.conv_in.weight.dtype == torch.float32 and half.dit.proj_out.weight.dtype == torch.bfloat16
+    tokens = torch.arange(6).view(1, 2, 3)
+    found, wanted = (each.decode_tokens(tokens, '"a"', steps=2) for each in (half, decoder))
+    assert found.dtype == torch.float32 and found.isfinite().all()
+    assert (found - wanted).square().mean() < wanted.var() / 4  # the same image
+
+
+def test_what_is_quoted():
+    assert quotations("no words") == [""] == quotations("")
+    assert quotations('"two" \'one\' \u201cthree\u201d \u300cfour\u300d') == ["one", "three", "two", "four"]
+    assert glyph_ids("no words") == [[1]]
+    assert glyph_ids('"ab"') == [[100, 101, 1]]
+    assert glyph_ids('"a" "b"') == [[0, 100, 1], [0, 101, 1]]
+    assert [len(ids) for ids in glyph_ids(f'"{"a" * 5000}"')] == [2048]
+
+
+def change(folder, part, **settings):
+    file = folder / part / "config.json"
+    content = json.loads(file.read_text(encoding="utf-8")) | settings
+    file.write_text(json.dumps({k: v for k, v in content.items() if v is not None}), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(("part", "settings", "words"), [
+    ("transformer", {"num_attention_heads": 3}, ("num_attention_heads 3", "32")),
+    ("transformer", {"num_attention_heads": "two"}, ("num_attention_heads", "two")),
+    ("vae", {"latents_mean": None}, ("latents_mean", "config.json")),
+    ("vae", {"latents_std": [1.0, 1.0]}, ("latents_std", "4 channels")),
+    ("vae", {"latents_std": [1.0, 1.0, 1.0, 0.0]}, ("latents_std", "4 channels")),
+    ("vae", {"latents_std": "x"}, ("config.json",)),
+])  # fmt: skip
+def test_settings_that_cannot_be(tmp_path, part, settings, words):
+    refused(change(tiny.write_decoder(tmp_path), part, **settings), *words, loader=load)
+
+
+@pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder"])
+def test_missing_folders(tmp_path, part):
+    folder = tiny.write_decoder(tmp_path)
+    next((folder / part).glob("*.safetensors")).unlink()
+    refused(folder, part, "zai-org/GLM-Image", loader=load)
+
+
+@pytest.mark.parametrize(("part", "name", "words"), [
+    ("transformer", "transformer_blocks.1.norm1.linear.weight", ("transformer_blocks.1.norm1.linear.weight",)),
+    ("transformer", "image_projector.proj.weight", ("image_projector.proj.weight", "incomplete")),
+    ("vae", "decoder.mid_block.resnets.1.conv2.bias", ("mid.block_2.conv2.bias",)),
+    ("vae", "decoder.conv_in.weight", ("conv_in.weight", "incomplete")),
+    ("text_encoder", "shared.weight", ("shared.weight", "GLM-Image")),
+])  # fmt: skip
+def test_missing_and_broken_tensors(tmp_path, part, name, words):
+    folder = tiny.write_decoder(tmp_path)
+    file = next((folder / part).glob("*.safetensors"))
+    weights = load_file(file)
+    broken = weights[name].clone()
+    broken.flatten()[0] = float("nan")
+    save_file(weights | {name: broken}, file)
+    refused(folder, "NaN or infinite", loader=load)
+    save_file({key: tensor for key, tensor in weights.items() if key != name}, file)
+    refused(folder, *words, loader=load)
+
+
+def test_parts_of_different_models(tmp_path):
+    folder = tiny.write_decoder(tmp_path)
+    file = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    weights["decoder.conv_in.weight"] = weights["decoder.conv_in.weight"][:, :3].contiguous()
+    save_file(weights, file)
+    change(folder, "vae", latents_mean=[0.0] * 3, latents_std=[1.0] * 3)
+    refused(folder, "3 channels", "4", loader=load)
+    other = tiny.write_decoder(tmp_path / "other")
+    weights = tiny.decoder_weights()["text_encoder"]
+    narrow = {"shared.weight": weights["shared.weight"][:, :16].contiguous()}
+    save_file(weights | narrow, other / "text_encoder" / "model.safetensors")
+    refused(other, "16 features", "24", "GLM-Image's text_encoder", loader=load)
