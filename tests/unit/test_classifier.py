@@ -62,6 +62,7 @@ def test_the_command_writes_a_file_that_says_how_good_it_is(monkeypatch, tmp_pat
     monkeypatch.setattr(classifier, "load_images", lambda cache: images())
     monkeypatch.setattr(classifier, "BATCH", 2)
     monkeypatch.setattr(classifier, "CPU", SETTING)
+    monkeypatch.setattr(torch, "set_flush_denormal", lambda on: True)  # would stay on for all later tests
     monkeypatch.setattr("sys.argv", ["classifier", "--out", str(tmp_path), "--steps", "2", "--held-out", "10"])
     classifier.main()
     checkpoint = classifier.open_checkpoint(tmp_path / classifier.FILE)
