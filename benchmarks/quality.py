@@ -49,8 +49,8 @@ class ModelUnderTest:
     folder: Path
 
     @classmethod
-    def load(cls, name: str, cfg: float, device: torch.device, folder: Path) -> ModelUnderTest:
-        model = specar.load_model(find(name), device=device)
+    def load(cls, name: str, cfg: float, device: torch.device, dtype: torch.dtype, folder: Path) -> ModelUnderTest:
+        model = specar.load_model(find(name), device=device, dtype=dtype)
         decoder = specar.load_image_decoder(find(name), device=device)
         small = specar.load_drafter(find(f"{name}/small"), model)
         if model.continuous:
@@ -97,7 +97,7 @@ def measure(tested: ModelUnderTest, wanted: Sequence[Prompt], spaces: Spaces) ->
         rows.append(table.row(name, found, settings_of(case, tested.model)["lossless"]))
         print(line(rows[-1]), flush=True)
     return {
-        "name": tested.name, "images": len(wanted), "reference": reference.name,
+        "name": tested.name, "dtype": str(tested.model.dtype), "images": len(wanted), "reference": reference.name,
         "settings": tested.parameters or vars(tested.model.defaults),
         "missing": [case.name for case in tested.cases if case.name not in drawn],
         "sources": {"agreement": agreement(sources["shown"], wanted)},
@@ -141,13 +141,16 @@ def main() -> None:
                         help="where the images are kept (default: %(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
                         help="device (default: %(default)s)")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"),
+                        help="precision of the models, for the images and their likelihood (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own)")
     parser.add_argument("--out", type=Path, help="JSON report to write")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
     wanted, device = prompts(options.images), torch.device(options.device)
-    models = [ModelUnderTest.load(name, options.cfg, device, options.folder) for name in options.models]
+    dtype = getattr(torch, options.dtype)
+    models = [ModelUnderTest.load(name, options.cfg, device, dtype, options.folder) for name in options.models]
     names = [case.name for tested in models for case in tested.cases]
     if unknown := set(options.only or ()) - set(names):
         parser.error(f"there is no case {', '.join(sorted(unknown))}; choose from: {'; '.join(names)}")

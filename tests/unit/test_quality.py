@@ -181,7 +181,7 @@ def test_the_classifier_is_as_good_as_its_card_says():
 def test_a_small_run_of_the_command(monkeypatch, tmp_path, capsys):
     only = ["next_token", "next_token" + FLOOR, "sjd coupled w32", "Cool-SD delta 2"]
     monkeypatch.setattr(resampling, "REPEATS", 1999)
-    run = ["quality", "--models", "default", "--images", "4", "--batch", "4", "--without-imagenet",
+    run = ["quality", "--models", "default", "--images", "4", "--batch", "4", "--without-imagenet", "--dtype", "bfloat16",
            "--folder", str(tmp_path), "--out", str(tmp_path / "quality-cpu.json")]
     monkeypatch.setattr("sys.argv", [*run, "--parts", "draw", "--only", *only])
     quality.main()
@@ -189,6 +189,7 @@ def test_a_small_run_of_the_command(monkeypatch, tmp_path, capsys):
     quality.main()
     [report] = json.loads((tmp_path / "quality-cpu.json").read_text(encoding="utf-8"))["models"]
     rows = {row["name"]: row for row in report["rows"]}
+    assert report["dtype"] == "torch.bfloat16"
     assert list(rows) == [name for name in only] and report["outside"] == [] and report["images"] == 4
     assert "EAGLE-2" in report["missing"] and rows["next_token"]["passes"]["value"] == 256
     assert rows["Cool-SD delta 2"]["tv_bound"] > 0 and not rows["Cool-SD delta 2"]["lossless"]
