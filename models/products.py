@@ -25,7 +25,7 @@ def product(
         added = None if residual is None else residual.flatten(0, -2)
         return few_rows(x.flatten(0, -2), *operands, weight, eps, gate, added).unflatten(0, x.shape[:-1])
     y = x if norm is None else norm(x)
-    y = steady.linear(linear, y, isinstance(linear, nn.Linear) and _at_hand(linear, y))
+    y = steady.linear(linear, y, steady.applies(y) and isinstance(linear, nn.Linear) and _at_hand(linear, y))
     if gate:
         y = gated(y)
     return y if residual is None else residual + y
@@ -47,5 +47,7 @@ def _operands(linear: nn.Module, x: Tensor) -> Operands | None:
 
 def _at_hand(layer: nn.Module, x: Tensor) -> bool:
     """Are the parameters of a layer unpatched, on the device of x and in its dtype?"""
-    changed = any(getattr(layer, f"{part}_function", None) for part in ("weight", "bias"))  # by ComfyUI, as for LoRA
-    return not changed and all(p.device == x.device and p.dtype == x.dtype for p in layer.parameters(recurse=False))
+    if getattr(layer, "weight_function", None) or getattr(layer, "bias_function", None):  # by ComfyUI, as for LoRA
+        return False
+    parameters = layer.weight, getattr(layer, "bias", None)
+    return all(p is None or p.device == x.device and p.dtype == x.dtype for p in parameters)
