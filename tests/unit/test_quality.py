@@ -181,8 +181,8 @@ def test_the_classifier_is_as_good_as_its_card_says():
 def test_a_small_run_of_the_command(monkeypatch, tmp_path, capsys):
     only = ["next_token", "next_token" + FLOOR, "sjd coupled w32", "Cool-SD delta 2"]
     monkeypatch.setattr(resampling, "REPEATS", 1999)
-    run = ["quality", "--models", "default", "--images", "4", "--batch", "4", "--without-imagenet", "--dtype", "bfloat16",
-           "--folder", str(tmp_path), "--out", str(tmp_path / "quality-cpu.json")]
+    run = ["quality", "--models", "default", "--images", "4", "--batch", "4", "--without-imagenet",
+           "--dtype", "bfloat16", "--folder", str(tmp_path), "--out", str(tmp_path / "quality-cpu.json")]
     monkeypatch.setattr("sys.argv", [*run, "--parts", "draw", "--only", *only])
     quality.main()
     monkeypatch.setattr("sys.argv", [*run, "--parts", "measure"])
