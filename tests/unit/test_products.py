@@ -80,13 +80,13 @@ def test_whatever_a_kernel_must_not_stand_in_for_is_called(kernel, why):
     called.clear()
     with torch.set_grad_enabled(why == "training"):
         found = product(linear, x, norm, gate=True, residual=x)
-    assert torch.equal(found, wanted) and called and not kernel
+    assert torch.equal(found, wanted) and not kernel
+    usable = why in ("rows", "norm elsewhere", "training")  # a CPU may multiply by the matrix itself, see steady.plan
+    assert called or usable
 
 
-def test_on_a_cpu_layers_are_called():
+def test_no_kernel_runs_on_a_cpu(monkeypatch):
     linear, norm, x = layers(torch.bfloat16)
-    called = []
-    linear.register_forward_hook(lambda *given: called.append(given))
+    monkeypatch.setattr(products, "few_rows", lambda *given: pytest.fail("there is no Triton for CPUs"))
     with torch.no_grad():
-        product(linear, x, norm)
-    assert called
+        assert torch.equal(product(linear, x, norm), linear(norm(x)))
