@@ -91,7 +91,7 @@ def draw(file: Path) -> None:
     decided_in, tokens = fast.out.trace.grid("finalised_at")[0].numpy(), source.strength.size
     threads = torch.get_num_threads()
     measured = (f"{cpu_name()}, {threads} thread{'s' * (threads > 1)}, fp32; fastest of {RUNS} runs each, "
-                f"shown at {1 / pace:.2g} times their speed")
+                f"played at {pace:.2g} times their speed")
 
     sheets = []
     for seconds, *images in zip([*clock, clock[-1]], *animations, strict=True):
