@@ -40,6 +40,28 @@ def narrow_names(module: nn.Module, storage: torch.dtype) -> list[str]:
             if isinstance(layer, nn.Linear) and any(part in name for part in NARROW[storage])]
 
 
+def largest_matrix(module: nn.Module) -> int:
+    """Numbers in the largest matrix of a model's linear layers."""
+    return max(layer.weight.numel() for layer in module.modules() if isinstance(layer, (nn.Linear, NarrowLinear)))
+
+
+def bytes_in(module: nn.Module, dtype: torch.dtype, storage: torch.dtype | None) -> int:
+    """Bytes of a model's weights in ``dtype``, its large matrices in ``storage`` (None: as the others), in whatever the
+    model itself is loaded."""
+    total, shared = 0, set()
+    for name, layer in module.named_modules():
+        matrix = isinstance(layer, (nn.Linear, NarrowLinear))
+        for part, parameter in layer.named_parameters(recurse=False):
+            if isinstance(layer, NarrowLinear) and part == "scale":
+                continue
+            if part == "weight" and matrix and storage and any(kept in name for kept in NARROW[storage]):
+                total += parameter.numel() + (4 * len(parameter) if storage == torch.int8 else 0)
+            elif parameter not in shared:  # a head in 8 bits no longer shares the weights of the embedding
+                shared.add(parameter)
+                total += parameter.numel() * dtype.itemsize
+    return total
+
+
 def stored(weight: Tensor) -> Tensor:
     """A matrix as it is kept: int8 itself, or the bits of fp8 as uint8, which every device supports."""
     return weight.view(torch.uint8) if weight.dtype == torch.float8_e4m3fn else weight

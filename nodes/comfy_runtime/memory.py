@@ -28,8 +28,12 @@ def total_memory(device: torch.device) -> float:
 def fits(patchers: list[ModelPatcher], memory: int) -> bool:
     """Whether these models and ``memory`` bytes fit in addition to what is loaded."""
     missing = sum(patcher.model_size() - patcher.loaded_size() for patcher in patchers)
-    need = 1.1 * missing + memory + mm.minimum_inference_memory()  # 1.1: as in ComfyUI
-    return free_memory(patchers[0]) >= need
+    return free_memory(patchers[0]) >= needed(missing, memory)
+
+
+def needed(weights: int, memory: int) -> float:
+    """Bytes that must be free before ComfyUI loads all of these weights and keeps ``memory`` bytes for the run."""
+    return 1.1 * weights + memory + mm.minimum_inference_memory()  # 1.1: as in ComfyUI
 
 
 def free_memory(patcher: ModelPatcher) -> int:
