@@ -61,9 +61,10 @@ def load_model(
 
     dtype None: fp32 on CPU, bf16 elsewhere. grid: (rows, cols), needed if neither metadata nor file name determine it.
     Text encoder and image decoder (``image_decoder`` of a discrete model) are searched for beside the file and in
-    ``search_folders``; a missing one raises an error when it is used. storage: 8-bit format of the large matrices
-    (models of token ids): torch.int8 (with a scale per row) or torch.float8_e4m3fn; other weights and all computation
-    have ``dtype``. int8_cache: store keys and values in int8, with a scale each (models of token ids).
+    ``search_folders``; a missing one raises an error when it is used. storage: format of the large matrices (models of
+    token ids): torch.int8 (with a scale per row), torch.float8_e4m3fn or torch.uint4 (4 bits, with step and minimum per
+    group of 64); other weights and all computation have ``dtype``. int8_cache: store keys and values in int8, with a
+    scale each (models of token ids).
     Raises CheckpointError (a ValueError) for unsupported or damaged files, ValueError for an invalid grid or storage.
     """
     if storage is not None and storage not in NARROW:
@@ -97,8 +98,8 @@ def build(
         raise CheckpointError(unknown_model(checkpoint))
     if checkpoint.storage is not None and family.continuous:
         raise CheckpointError(
-            f"{title(checkpoint.path)} is a continuous model: int8 and fp8 storage are supported only for models of "
-            "token ids. Choose another dtype."
+            f"{title(checkpoint.path)} is a continuous model: int8, fp8 and int4 storage are supported only for models "
+            "of token ids. Choose another dtype."
         )
     with as_released(checkpoint.path):
         model = family.load(checkpoint, dtype, grid, search, operations)

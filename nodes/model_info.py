@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from comfy_api.latest import io
 
-from ..kernels.linear import STORED
+from ..kernels.linear import stored_as
 from ..model_loaders.ar_model import DiscreteModel
 from ..model_loaders.continuous_model import ContinuousBase
 from ..model_loaders.decoders.image_decoder import Autoencoder
@@ -71,7 +71,7 @@ def summarize(
     weights = [weight for weight in model.parameters() if weight is not words]
     by_dtype: dict[str, int] = {}
     for weight in weights:
-        name = STORED.get(weight.dtype, str(weight.dtype).removeprefix("torch."))
+        name = stored_as(weight) or str(weight.dtype).removeprefix("torch.")
         by_dtype[name] = by_dtype.get(name, 0) + weight.numel() * weight.element_size()
     caches, specials, prompt = None, {}, 0
     if discrete:

@@ -35,7 +35,7 @@ class Checkpoint:
     """Tensors by name, the ``specar`` metadata of the pack's files (else empty), and the file they came from.
 
     The path of a sharded checkpoint is its index. Tensors may be memory-mapped (see use_mmap); then the data is read on
-    first use. storage: an 8-bit dtype of NARROW for the large matrices (see weights.load_weights).
+    first use. storage: a dtype of NARROW for the large matrices (see weights.load_weights).
     """
 
     tensors: dict[str, Tensor]

@@ -8,7 +8,7 @@ import comfy.model_management as mm
 import torch
 from comfy.model_patcher import ModelPatcher
 
-from ...kernels.linear import STORED
+from ...kernels.linear import in_groups, stored_as
 
 # Apple's GPUs, DirectML, a CPU on Linux and one on Windows raise plain RuntimeErrors for it.
 _FULL = ("out of memory", "not enough GPU video memory", "can't allocate memory", "not enough memory: you tried")
@@ -43,6 +43,6 @@ def free_memory(patcher: ModelPatcher) -> int:
 
 
 def cast_room(model: torch.nn.Module) -> int:
-    """Bytes of the two largest 8-bit matrices in the compute dtype: the one in use, and the next."""
-    stored = (weight.numel() for weight in model.parameters() if weight.dtype in STORED)
+    """Bytes of the two largest narrow matrices in the compute dtype: the one in use, and the next."""
+    stored = (weight.numel() * (2 if in_groups(weight) else 1) for weight in model.parameters() if stored_as(weight))
     return 2 * max(stored, default=0) * model.dtype.itemsize

@@ -38,7 +38,10 @@ from .previews import Palette
 
 SERVER = uuid.uuid4().hex  # wall times are comparable within one
 INT8_CACHE = "int8 (storage and KV cache)"
-STORAGE = {"fp8 (storage)": torch.float8_e4m3fn, "int8 (storage)": torch.int8, INT8_CACHE: torch.int8}
+STORAGE = {
+    "fp8 (storage)": torch.float8_e4m3fn, "int8 (storage)": torch.int8, INT8_CACHE: torch.int8,
+    "int4 (storage)": torch.uint4,
+}  # fmt: skip
 LARGE = 50_000_000  # weights from which a pass on a CPU is mostly products; smaller models stay in fp32
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, **dict.fromkeys(STORAGE)}
 

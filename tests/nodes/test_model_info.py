@@ -68,7 +68,8 @@ def test_special_tokens_words_and_sizes_of_a_language_model(tmp_path):
     assert "end of a row" in text and "word embeddings, in main memory" in text and "no decoder" in text
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8 (storage)", "int8 (storage)", "int8 (storage and KV cache)"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8 (storage)", "int8 (storage)", "int8 (storage and KV cache)",
+                                   "int4 (storage)"])
 def test_the_table_says_what_the_model_would_need_at_each_dtype(run, nodes, models, tiny, dtype):
     """Whatever it is loaded in, the rows are those of the model loaded so."""
     _, summary = info(run, nodes, tiny[0])
@@ -92,7 +93,7 @@ def test_the_table_compares_with_the_memory_of_the_device(device, beside, verdic
     monkeypatch.setattr(mm, "get_total_memory", lambda device=None, torch_total_too=False: 2**30)
     rows = memory_table(model, 128, torch.bfloat16, device)
     assert [row.dtype for row in rows] == ["fp32", "bf16, fp16", "fp8 (storage)", "int8 (storage)",
-                                           "int8 (storage and KV cache)"]
+                                           "int8 (storage and KV cache)", "int4 (storage)"]
     wide, half = rows[:2]
     total = max(int(1.1 * half.weights) + half.cache, wide.cache) + 1 + beside
     monkeypatch.setattr(mm, "get_total_memory", lambda device=None, torch_total_too=False: total)
