@@ -26,7 +26,7 @@ from ...model_loaders.detect import (
     load_drafter,
     load_image_decoder,
     load_model,
-    stays_fp8,
+    stays_narrow,
 )
 from ...model_loaders.families import CONTINUOUS_NAMES
 from ...model_loaders.text.t5 import T5, T5Encoder
@@ -109,7 +109,7 @@ def open_model(choice: str, dtype: str, grid: tuple[int, int] | None) -> LoadedM
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}.")
     device = mm.get_torch_device()
-    storage = torch.float8_e4m3fn if dtype == "auto" and stays_fp8(path) else STORAGE.get(dtype)
+    storage = stays_narrow(path) if dtype == "auto" else STORAGE.get(dtype)
     model = load_model(
         path, dtype=DTYPES[dtype] or auto_dtype(device, path), grid=grid, search_folders=search_folders(),
         operations=Operations, storage=storage, int8_cache=dtype == INT8_CACHE,

@@ -4,7 +4,7 @@ import comfy.model_management as mm
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders.detect import load_model, stays_fp8
+from comfyui_specar.model_loaders.detect import load_model, stays_narrow
 from comfyui_specar.model_loaders.files.checkpoint import holds_fp8, weight_file
 from comfyui_specar.nodes.comfy_runtime import memory
 from comfyui_specar.nodes.comfy_runtime.models import DTYPES, open_model
@@ -156,7 +156,7 @@ def test_a_continuous_model_stored_in_fp8_is_widened(vectors, tmp_path):
         about = opened.metadata()
     save_file({name: tensor.to(torch.float8_e4m3fn) if tensor.ndim == 2 else tensor
                for name, tensor in load_file(str(vectors / "model.safetensors")).items()}, file, about)
-    assert holds_fp8(file) and not stays_fp8(file)
+    assert holds_fp8(file) and stays_narrow(file) is None
 
 
 def test_caches_are_reserved_for_the_real_prompts(models, nodes, run, monkeypatch):
