@@ -3,6 +3,8 @@
 import json
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -65,3 +67,13 @@ def quantise_file(tensors, kind, chosen=lambda name: ".layers." in f".{name}", a
         else:
             narrow[name] = wide[name] = tensor
     return narrow, wide
+
+
+def rewritten(path, change):
+    """Replace the tensors of every weight file at ``path`` by change(tensors) -> (tensors, metadata to add)."""
+    for file in [path] if path.is_file() else sorted(path.glob("model*.safetensors")):
+        with safe_open(str(file), "pt") as opened:
+            about = opened.metadata() or {}
+        tensors, more = change(load_file(str(file)))
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(file), about | more)
+    return path

@@ -11,25 +11,14 @@ from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_
 from comfyui_specar.model_loaders.files.scaled import ScaledMatrix, with_scales
 from comfyui_specar.models.quantised import NarrowLinear
 from comfyui_specar.samplers.methods.next_token import NextToken
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ..support import comfy_quant, tiny_mar
-from ..support.comfy_quant import FP8, INT8, quantise_file
+from ..support.comfy_quant import FP8, INT8, quantise_file, rewritten
 from ..support.every_family import FAMILIES
 
 SELF_CONTAINED = [name for name in FAMILIES if name != "llamagen-t2i"]  # those whose folder has a text encoder
 KINDS = {"float8_e4m3fn": FP8, "int8_tensorwise": INT8, "int8 by row": INT8, "nvfp4": None}
-
-
-def rewritten(path, change):
-    """Replace the tensors of every weight file at ``path`` by change(tensors) -> (tensors, metadata)."""
-    for file in [path] if path.is_file() else sorted(path.glob("model*.safetensors")):
-        with safe_open(str(file), "pt") as opened:
-            about = opened.metadata() or {}
-        tensors, more = change(load_file(str(file)))
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(file), about | more)
-    return path
 
 
 def both(name, tmp_path, kind, **options):
