@@ -9,7 +9,8 @@
     continuous  the same for the continuous model (MAR with its small drafter)
     quality     likelihood, prompt agreement and distances of every method's images; a check of the lossless ones
     loading     time and memory to load checkpoints of released sizes
-    storage     how weights in bf16, fp8 and int8 change a model's predictions
+    storage     how weights in bf16, fp8, int8 and int4 change a model's predictions
+    streaming   bytes of weights copied per image if half of them are in main memory (ComfyUI: COMFYUI_PATH)
     soak        hundreds of prompts over all workflows on one ComfyUI server: memory, files, repeated images
     fuzz        how every loader handles damaged and malicious files
     faults      how the server handles workflows with one invalid input
@@ -28,7 +29,7 @@ import sys
 from importlib import import_module
 
 WHAT = ("speed", "gpu", "launches", "methods", "continuous", "quality", "loading", "storage", "throughput", "previews",
-        "soak", "determinism", "same_seed", "fuzz", "faults", "documents")
+        "streaming", "soak", "determinism", "same_seed", "fuzz", "faults", "documents")
 
 
 def main(arguments: list[str]) -> None:

@@ -102,6 +102,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "determinism": found.determinism,
     "same seed": found.same_seed,
     "storage": found.storage,
+    "streaming": found.streaming,
     "faults": found.faults,
     **{f"published, {row.method}": partial(found.published, row.method) for row in PUBLISHED},
 }

@@ -209,6 +209,18 @@ def storage() -> str:
     return grid(("stored", "change, mean", "99 % of tokens", "same most likely token"), rows)
 
 
+def streaming() -> str:
+    """Copies of a model of which half is streamed, by method."""
+    rows = []
+    for loaded in results("streaming-cpu")["loaded"]:
+        first = loaded["rows"][0]
+        rows += [(loaded["dtype"], row["method"], f"{row['passes']:.0f}", f"{row['copied'] / 2**30:.2f}",
+                  f"{row['seconds, calculated'] * 1000:.0f}", f"{first['passes'] / row['passes']:.2f}",
+                  f"{first['copied'] / row['copied']:.2f}") for row in loaded["rows"]]
+    return grid(("dtype", "method", "forward passes", "GiB copied", "ms at 25 GB/s, calculated", "fewer passes",
+                 "fewer copies"), rows)
+
+
 def faults() -> str:
     """Damaged files, invalid prompts and a long run."""
     fuzz, prompts, soak = results("fuzz"), results("faults"), results("soak")

@@ -19,11 +19,12 @@ import torch
 from .report import commit, find, machine, versions, write
 from .runs import PROMPTS
 
-FP8, INT8 = torch.float8_e4m3fn, torch.int8
+FP8, INT8, INT4 = torch.float8_e4m3fn, torch.int8, torch.uint4
 CASES = {  # name -> dtype that is computed in, storage of the large matrices, whether keys and values are in int8
     "bf16": (torch.bfloat16, None, False), "fp16": (torch.float16, None, False),
     "fp8, computed in fp32": (torch.float32, FP8, False), "fp8, computed in bf16": (torch.bfloat16, FP8, False),
     "int8, computed in fp32": (torch.float32, INT8, False), "int8, computed in bf16": (torch.bfloat16, INT8, False),
+    "int4, computed in fp32": (torch.float32, INT4, False), "int4, computed in bf16": (torch.bfloat16, INT4, False),
     "KV cache in int8, computed in fp32": (torch.float32, None, True),
     "KV cache in int8, computed in bf16": (torch.bfloat16, None, True),
     "int8 and KV cache in int8, computed in fp32": (torch.float32, INT8, True),

@@ -1,11 +1,16 @@
 """Products of few rows with large matrices, fused with the norm before and the gate or residual after them.
 
-A matrix has the dtype of the rows (bf16 or fp16), or one byte per number: int8 with a scale for every row, or the bits
-of fp8 (e4m3). The bits are stored as uint8, because Apple's GPUs do not support torch's fp8 dtype at all.
+A matrix [N, K] has the dtype of the rows (bf16 or fp16), or is narrow:
+
+* int8 [N, K] with a scale for every row;
+* the bits of fp8 (e4m3) as uint8 [N, K], because Apple's GPUs do not support torch's fp8 dtype at all;
+* 4 bits per number in groups of GROUP along K: uint8 [N, ceil(K / GROUP), GROUP / 2], whose byte j of a group holds its
+  number j in the lower half and number j + GROUP / 2 in the upper, with step and minimum of every group. (torch's own
+  int4 products expect an order of bytes that differs by device, but weights are moved between devices.)
 
 A forward pass of few tokens is bound by reading the weights. So narrow weights are widened where they are multiplied:
 in the registers of a GPU, or block by block in the cache of a CPU, and never written in a wider form. Prompts have many
-tokens, and are multiplied with a widened copy of the matrix.
+tokens, and are multiplied with a widened copy of the matrix; so is every pass with 4 bits on a GPU.
 """
 
 from __future__ import annotations
@@ -17,19 +22,32 @@ from torch import Tensor
 from .dispatch import accelerated
 from .gating import gated
 
-STORED = {torch.int8: "int8", torch.uint8: "float8_e4m3fn"}  # dtype of a matrix -> format of its numbers
+GROUP = 64  # numbers in 4 bits that share step and minimum
 FEW = 128  # rows up to which a forward pass is bound by reading its weights
 _BLOCK = 2**18  # weights widened at once on a CPU
 
 
-def linear_narrow(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
-    """x [..., K] times the rows of ``weight`` [N, K] (int8, or the bits of fp8 in uint8), row n multiplied by scale[n].
+def stored_as(weight: Tensor) -> str | None:
+    """The format of a narrow matrix; None for other tensors."""
+    if weight.dtype == torch.uint8:
+        return "int4" if in_groups(weight) else "float8_e4m3fn"
+    return "int8" if weight.dtype == torch.int8 else None
 
-    scale [N] (fp32); None: 1. Returns [..., N] in the dtype of x (fp32, bf16 or fp16), summed in fp32.
+
+def in_groups(weight: Tensor) -> bool:
+    """Whether a matrix is stored in 4 bits per number."""
+    return weight.ndim == 3
+
+
+def linear_narrow(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+    """x [..., K] times the rows of a narrow matrix [N, K].
+
+    scale: of int8 or fp8: [N] (fp32), by which row n is multiplied; None: 1. Of 4 bits: step and minimum of every group
+    [N, groups, 2] (bf16). Returns [..., N] in the dtype of x (fp32, bf16 or fp16), summed in fp32.
     """
     rows = x.flatten(0, -2)
-    in_place = x.device.type == "cpu" or len(rows) <= FEW
-    product = few_rows(rows, weight, scale) if in_place else F.linear(rows, widened(weight, scale, x.dtype))
+    in_place = x.device.type == "cpu" or (len(rows) <= FEW and not in_groups(weight))
+    product = few_rows(rows, weight, scale) if in_place else _widened_product(rows, weight, scale)
     return product.unflatten(0, x.shape[:-1])
 
 
@@ -60,14 +78,25 @@ def few_rows(
 def _narrow(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     """``linear_narrow`` for x [M, K], in blocks on a CPU; on a GPU each block would be a launch."""
     if x.device.type != "cpu":
-        return F.linear(x, widened(weight, scale, x.dtype))
-    blocks = weight.split(max(1, _BLOCK // weight.shape[1]))
-    product = torch.cat([F.linear(x.float(), widened(block, None, torch.float32)) for block in blocks], dim=-1)
+        return _widened_product(x, weight, scale)
+    rows, wide = max(1, _BLOCK // x.shape[1]), x.float()
+    if in_groups(weight):
+        blocks = zip(weight.split(rows), scale.split(rows), strict=True)
+        return torch.cat([_widened_product(wide, *block) for block in blocks], dim=-1).to(x.dtype)
+    product = torch.cat([_widened_product(wide, block, None) for block in weight.split(rows)], dim=-1)
     return (product if scale is None else product * scale).to(x.dtype)
 
 
+def _widened_product(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    return F.linear(x, widened(weight, scale, x.dtype)[:, : x.shape[1]])  # groups may be padded
+
+
 def widened(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """A narrow matrix [N, K] times its scales, in a wide dtype."""
+    """A narrow matrix [N, K] with its scales, in a wide dtype; in groups, K is rounded up to a multiple of GROUP."""
+    if in_groups(weight):
+        step, minimum = scale[..., None].to(dtype).unbind(2)
+        levels = torch.cat((weight & 15, weight >> 4), dim=-1).to(dtype)
+        return torch.addcmul(minimum, levels, step).flatten(1)
     if weight.dtype == torch.int8:
         wide = weight.to(dtype)
     elif weight.is_cuda:

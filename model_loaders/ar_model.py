@@ -20,6 +20,7 @@ from ..models.cache import KVCache, slots_of
 from ..models.placed import Placed
 from ..models.positions import GridPositions, Positions, Table, rotation_of
 from ..models.prefix import TextPrefix
+from ..models.quantised import bytes_in, largest_matrix
 from ..models.vq import nearest_codes
 from ..samplers.contract import Callback, Request, SamplingParams, StepOut, chosen_params
 from ..samplers.layout import TokenLayout
@@ -247,15 +248,27 @@ class DiscreteModel(Prompted, Placed):
         config = self.backbone.config
         return rows * tokens * (8 * config.dim + 4 * config.ffn_dim) * self.dtype.itemsize
 
-    def kv_bytes(self, batch: int, layout: TokenLayout, slack: int, guided: bool, prompt: int = 0) -> int:
+    def weight_bytes(self, dtype: torch.dtype, storage: torch.dtype | None) -> int:
+        """Bytes of the weights, were the model loaded in ``dtype`` and ``storage`` (see ``load_model``)."""
+        return bytes_in(self, dtype, storage)
+
+    @property
+    def largest_matrix(self) -> int:
+        """Numbers in the largest matrix of a linear layer."""
+        return largest_matrix(self)
+
+    def kv_bytes(
+        self, batch: int, layout: TokenLayout, slack: int, guided: bool, prompt: int = 0,
+        dtype: torch.dtype | None = None, int8_cache: bool | None = None,
+    ) -> int:
         """Bytes of the key/value caches of a run with prompts of ``prompt`` tokens (0: any caption or class), and of
-        the copy in which a layer reads caches in int8."""
-        config = self.backbone.config
+        the copy in which a layer reads caches in int8. dtype and int8_cache: None: this model's."""
+        config, dtype = self.backbone.config, dtype or self.dtype
         slots = slots_of(prompt or getattr(self.prefix, "slots", 1), layout.length + slack)
         vectors = 2 * batch * (1 + guided) * slots * config.cached_heads  # per layer
-        wide = vectors * config.head_dim * self.dtype.itemsize
-        if self.int8_cache:
-            return config.layers * vectors * (config.head_dim + self.dtype.itemsize) + wide
+        wide = vectors * config.head_dim * dtype.itemsize
+        if self.int8_cache if int8_cache is None else int8_cache:
+            return config.layers * vectors * (config.head_dim + dtype.itemsize) + wide
         return config.layers * wide
 
     # Decoding

@@ -34,6 +34,7 @@ from .files.checkpoint import (
     weight_file,
 )
 from .files.errors import CheckpointError, as_released
+from .files.scaled import ScaledMatrix
 from .registry import Family
 
 _SCALED = (  # suffixes of the names of scales
@@ -61,9 +62,10 @@ def load_model(
 
     dtype None: fp32 on CPU, bf16 elsewhere. grid: (rows, cols), needed if neither metadata nor file name determine it.
     Text encoder and image decoder (``image_decoder`` of a discrete model) are searched for beside the file and in
-    ``search_folders``; a missing one raises an error when it is used. storage: 8-bit format of the large matrices
-    (models of token ids): torch.int8 (with a scale per row) or torch.float8_e4m3fn; other weights and all computation
-    have ``dtype``. int8_cache: store keys and values in int8, with a scale each (models of token ids).
+    ``search_folders``; a missing one raises an error when it is used. storage: format of the large matrices (models of
+    token ids): torch.int8 (with a scale per row), torch.float8_e4m3fn or torch.uint4 (4 bits, with step and minimum per
+    group of 64); other weights and all computation have ``dtype``. int8_cache: store keys and values in int8, with a
+    scale each (models of token ids).
     Raises CheckpointError (a ValueError) for unsupported or damaged files, ValueError for an invalid grid or storage.
     """
     if storage is not None and storage not in NARROW:
@@ -97,8 +99,8 @@ def build(
         raise CheckpointError(unknown_model(checkpoint))
     if checkpoint.storage is not None and family.continuous:
         raise CheckpointError(
-            f"{title(checkpoint.path)} is a continuous model: int8 and fp8 storage are supported only for models of "
-            "token ids. Choose another dtype."
+            f"{title(checkpoint.path)} is a continuous model: int8, fp8 and int4 storage are supported only for models "
+            "of token ids. Choose another dtype."
         )
     with as_released(checkpoint.path):
         model = family.load(checkpoint, dtype, grid, search, operations)
@@ -117,12 +119,13 @@ def refuse_part(path: Path) -> None:
 
 
 def refuse_scaled(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError for weights that need separate scales (int8, int4, scaled fp8)."""
+    """Raise CheckpointError for weights with scales in other formats than those of ``files.scaled``."""
     scaled = next((name for name in checkpoint.tensors if name.endswith(_SCALED)), None)
     if scaled is not None:
         raise CheckpointError(
             f"{checkpoint.path.name} is quantised with scales ({scaled}), which is not supported. Use the "
-            "weights as they were released (fp32, bf16 or fp16), or plain fp8 (float8_e4m3fn)."
+            "weights as they were released (fp32, bf16 or fp16), plain fp8 (float8_e4m3fn), or a file of ComfyUI's own "
+            "quantised formats (float8_e4m3fn, int8_tensorwise, nvfp4)."
         )
 
 
@@ -249,11 +252,18 @@ def decoder_files(path: Path, family: str, search_folders: Sequence[Path]) -> li
     return [*filter(None, [own_decoder(path.parent)]), *own, *named]
 
 
-def stays_fp8(path: str | Path) -> bool:
-    """Whether a model of token ids is stored in fp8. Only names, shapes and dtypes are read."""
+def stays_narrow(path: str | Path) -> torch.dtype | None:
+    """The storage in which a model of token ids keeps the numbers of its file: fp8 or int8; None for wide files, and
+    for nvfp4, which is widened. Only names, shapes and dtypes are read."""
     file = weight_file(Path(path))
-    family = family_of(outline(file))
-    return holds_fp8(file) and not (family and family.continuous)
+    checkpoint = outline(file)
+    family = family_of(checkpoint)
+    if family and family.continuous:
+        return None
+    scaled = {matrix.numbers.dtype for matrix in checkpoint.tensors.values() if isinstance(matrix, ScaledMatrix)}
+    if torch.int8 in scaled:
+        return torch.int8
+    return torch.float8_e4m3fn if torch.float8_e4m3fn in scaled or holds_fp8(file) else None
 
 
 def count_weights(path: str | Path) -> int:

@@ -43,7 +43,8 @@ class LoadCheckpoint(io.ComfyNode):
                     "models if the processor is faster in it. Lower precision halves memory and changes the image of a "
                     "seed. fp8 and int8 (storage): the large matrices are stored in 8 bits, half the memory of bf16, "
                     "and computed as in auto. int8 has the smaller rounding error. int8 (storage and KV cache): keys "
-                    "and values too, for long images.",
+                    "and values too, for long images. int4 (storage): in 4 bits, a bit more than a quarter, with a "
+                    "much larger error, for weights that do not fit otherwise.",
                 ),
                 io.Combo.Input(
                     "grid", options=list(GRIDS), default="auto",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from comfy_api.latest import io
 
-from ..kernels.linear import STORED
+from ..kernels.linear import stored_as
 from ..model_loaders.ar_model import DiscreteModel
 from ..model_loaders.continuous_model import ContinuousBase
 from ..model_loaders.decoders.image_decoder import Autoencoder
@@ -18,6 +20,8 @@ from ..model_loaders.families import eagle
 from ..model_loaders.files.checkpoint import CheckpointError, outline, weight_file
 from ..model_loaders.registry import Family
 from .comfy_runtime import folders, models
+from .comfy_runtime.memory import total_memory
+from .memory_table import MemoryRow, memory_table
 from .search import FAMILIES, found_by
 from .sockets import ARModel
 
@@ -67,7 +71,7 @@ def summarize(
     weights = [weight for weight in model.parameters() if weight is not words]
     by_dtype: dict[str, int] = {}
     for weight in weights:
-        name = STORED.get(weight.dtype, str(weight.dtype).removeprefix("torch."))
+        name = stored_as(weight) or str(weight.dtype).removeprefix("torch.")
         by_dtype[name] = by_dtype.get(name, 0) + weight.numel() * weight.element_size()
     caches, specials, prompt = None, {}, 0
     if discrete:
@@ -90,8 +94,8 @@ def summarize(
     )  # fmt: skip
 
 
-def report(name: str, summary: ModelSummary, missing: str) -> str:
-    """The summary as text. missing: the line for a model without an image decoder."""
+def report(name: str, summary: ModelSummary, missing: str, memory: Sequence[str] = ()) -> str:
+    """The summary as text. missing: the line for a model without an image decoder. memory: lines of the table."""
     memory = ", ".join(f"{in_units(number)} {dtype}" for dtype, number in summary.bytes_by_dtype.items())
     rows, cols = summary.picture
     lines = [
@@ -108,6 +112,7 @@ def report(name: str, summary: ModelSummary, missing: str) -> str:
         plain, guided = map(in_units, summary.caches)
         cache = "KV cache per image in int8" if summary.int8_cache else "KV cache per image"
         lines.append(f"{cache}, after {summary.prompt} prompt tokens: {plain}, with guidance {guided}")
+    lines += memory
     if summary.longest:
         lines.append(f"prompt and image together: at most {summary.longest} tokens")
     shown = ", ".join(f"{width} x {height}" for width, height in summary.sizes[:SHOWN_SIZES])
@@ -120,6 +125,17 @@ def report(name: str, summary: ModelSummary, missing: str) -> str:
     lines.append(decoder if summary.decoder else missing)
     lines.append("compatible drafters: " + (", ".join(summary.drafters) or "none"))
     return "\n".join(lines)
+
+
+def memory_lines(rows: Iterable[MemoryRow], device: torch.device, guided: bool) -> list[str]:
+    """The memory table as text."""
+    total = total_memory(device)
+    has = "" if math.isinf(total) else f" of {in_units(int(total))}"
+    image = "one image with guidance" if guided else "one image"
+    return [f"memory by dtype on {device}{has} (weights + KV cache of {image}, calculated):", *(
+        f"  {row.dtype}: {in_units(row.weights)} + {in_units(row.cache)} = {in_units(row.weights + row.cache)}"
+        + (f", {row.verdict}" if row.verdict else "") for row in rows
+    )]
 
 
 def in_units(number: int) -> str:
@@ -173,9 +189,15 @@ class ModelInfo(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: models.LoadedModel) -> io.NodeOutput:
-        family = family_of(outline(weight_file(folders.resolve(model.name, folders.MODELS))))
+        path = folders.resolve(model.name, folders.MODELS)
+        family = family_of(outline(weight_file(path)))
         drafters = {name: folders.resolve(name, folders.DRAFTERS) for name in folders.drafter_choices()}
         decoder = model.decoder and model.decoder.decoder
         summary = summarize(model.model, decoder, compatible(drafters, model.model, family))
-        text = report(model.name, summary, missing_decoder(model.name, model.model.family))
-        return io.NodeOutput(text, ui={"text": [text], "specar": [asdict(summary)]})
+        device, rows, lines = model.patcher.load_device, [], []
+        if isinstance(model.model, DiscreteModel):
+            rows = memory_table(model.model, summary.prompt, models.auto_dtype(device, path), device)
+            lines = memory_lines(rows, device, model.model.guidance)
+        text = report(model.name, summary, missing_decoder(model.name, model.model.family), lines)
+        about = asdict(summary) | {"memory": [asdict(row) for row in rows]}
+        return io.NodeOutput(text, ui={"text": [text], "specar": [about]})

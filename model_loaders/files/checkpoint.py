@@ -16,6 +16,7 @@ from torch import Tensor
 from . import safetensors_files
 from .errors import CheckpointError, raise_if_out_of_memory
 from .pickles import read_pickle, refuse_unreal
+from .scaled import MARK, marks, with_scales
 from .torchscript import read_torchscript
 
 SAFETENSORS = (".safetensors", ".sft")
@@ -35,7 +36,8 @@ class Checkpoint:
     """Tensors by name, the ``specar`` metadata of the pack's files (else empty), and the file they came from.
 
     The path of a sharded checkpoint is its index. Tensors may be memory-mapped (see use_mmap); then the data is read on
-    first use. storage: an 8-bit dtype of NARROW for the large matrices (see weights.load_weights).
+    first use. Matrices of quantised files are ScaledMatrix. storage: a dtype of NARROW for the large matrices (see
+    weights.load_weights).
     """
 
     tensors: dict[str, Tensor]
@@ -124,13 +126,16 @@ def open_checkpoint(path: Path, mapped: bool | None = None) -> Checkpoint:
     Raises CheckpointError for a missing, truncated, empty or code-carrying file, and if memory is short.
     """
     mapped = _mapped if mapped is None else mapped
-    return _open(path, _map if mapped else safetensors_files.read, mapped)
+    checkpoint = _open(path, _map if mapped else safetensors_files.read, mapped)
+    return replace(checkpoint, tensors=with_scales(checkpoint.tensors, path))
 
 
 def outline(path: Path) -> Checkpoint:
     """A checkpoint whose tensors are on the meta device: names, shapes and dtypes. Raises as open_checkpoint does."""
     checkpoint = _open(path, safetensors_files.outline, mapped=True)
-    return replace(checkpoint, tensors={name: tensor.to("meta") for name, tensor in checkpoint.tensors.items()})
+    tensors = {name: tensor if name.endswith(MARK) else tensor.to("meta")  # marks of the metadata are known
+               for name, tensor in checkpoint.tensors.items()}
+    return replace(checkpoint, tensors=with_scales(tensors, path))
 
 
 _Read = Callable[[Path], tuple[dict[str, Tensor], dict[str, str]]]  # safetensors file -> tensors, metadata
@@ -194,6 +199,7 @@ def _open_safetensors(path: Path, read: _Read) -> Checkpoint:
     try:
         tensors, strings = read(path)
         metadata = json.loads(strings.get("specar", "{}"))
+        tensors |= marks(strings, path)
     except (SafetensorError, ValueError, RuntimeError, OSError, MemoryError) as error:
         raise_if_out_of_memory(error, path)
         if isinstance(error, OSError):

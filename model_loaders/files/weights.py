@@ -9,9 +9,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...models.quantised import narrow_names, put_narrow, quantise, stored
+from ...models.quantised import narrow_names, put_narrow, quantise, quantise_groups, stored
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
+from .scaled import ScaledMatrix
 
 M = TypeVar("M", bound=nn.Module)
 Weights = Mapping[str, Tensor | tuple[Tensor, ...]]  # by the names of a module; tuples are concatenated
@@ -74,26 +75,58 @@ def _check_shapes(wanted: Mapping[str, Tensor], found: Mapping[str, Sequence[Ten
 def _narrow(
     parts: Sequence[Tensor], storage: torch.dtype, dtype: torch.dtype, name: str, path: Path
 ) -> tuple[Tensor, Tensor | None]:
-    """Weight and scale of a NarrowLinear that stores a matrix in int8 or fp8 and computes in ``dtype``."""
-    if storage == torch.int8:
-        rounded, scales = zip(*(_quantised(part, dtype, name, path) for part in parts), strict=True)
-        return _joined(rounded), _joined(scales)
-    return stored(_joined([_cast(part, storage, True, name, path) for part in parts])), None
+    """Weight and scale of a NarrowLinear that stores a matrix in ``storage`` and computes in ``dtype``."""
+    rounded, scales = zip(*(_rounded(part, storage, dtype, name, path) for part in parts), strict=True)
+    if all(scale is None for scale in scales):
+        return _joined(rounded), None
+    return _joined(rounded), _joined([torch.ones(len(part)) if scale is None else scale
+                                      for part, scale in zip(rounded, scales, strict=True)])
+
+
+def _rounded(
+    part: Tensor, storage: torch.dtype, dtype: torch.dtype, name: str, path: Path
+) -> tuple[Tensor, Tensor | None]:
+    if isinstance(part, ScaledMatrix) and part.numbers.dtype == storage:
+        return _as_stored(part, dtype, name, path)
+    if storage == torch.float8_e4m3fn:
+        return stored(_cast(part, storage, True, name, path)), None
+    return _quantised(part, storage, dtype, name, path)
+
+
+def _as_stored(matrix: ScaledMatrix, dtype: torch.dtype, name: str, path: Path) -> tuple[Tensor, Tensor]:
+    """Numbers and scales of a file in int8 or fp8. Raises CheckpointError as _cast does."""
+    top = 128 if matrix.numbers.dtype == torch.int8 else torch.finfo(matrix.numbers.dtype).max
+    scale = matrix.scale[:, 0].contiguous()
+    if not (_finite(matrix.numbers) and torch.isfinite(scale).all()):
+        raise CheckpointError(f"{path.name}: {name} contains NaN or infinite values: download it again, it is damaged.")
+    if top * scale.abs().max() > torch.finfo(dtype).max:
+        raise CheckpointError(f"{path.name}: {name} has values that are too large for {dtype}. Load it in bf16.")
+    return stored(matrix.numbers), scale
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
 
 
-def _quantised(tensor: Tensor, dtype: torch.dtype, name: str, path: Path) -> tuple[Tensor, Tensor]:
-    """A matrix in int8 and its scales, for computing in ``dtype``. Raises CheckpointError as _cast does."""
+def _quantised(
+    tensor: Tensor, storage: torch.dtype, dtype: torch.dtype, name: str, path: Path
+) -> tuple[Tensor, Tensor]:
+    """A matrix in int8 or 4 bits, and its scales, for computing in ``dtype``. Raises CheckpointError as _cast does."""
     _refuse_integers(tensor, name, path)
-    rounded, scale = quantise(tensor)
+    rounded, scale = quantise(tensor) if storage == torch.int8 else quantise_groups(tensor)
     if not torch.isfinite(scale).all():
         raise CheckpointError(f"{path.name}: {name} contains NaN or infinite values: download it again, it is damaged.")
-    if 127 * scale.max() > torch.finfo(dtype).max:
+    if _largest(scale) > torch.finfo(dtype).max:
         raise CheckpointError(f"{path.name}: {name} has values that are too large for {dtype}. Load it in bf16.")
     return rounded, scale
+
+
+def _largest(scale: Tensor) -> Tensor:
+    """The largest magnitude that the levels of a row or group can have. scale: see linear_narrow."""
+    if scale.ndim == 1:
+        return 127 * scale.max()
+    step, minimum = scale.float().unbind(-1)
+    return torch.maximum(minimum.abs(), (minimum + 15 * step).abs()).max()
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, real: bool, name: str, path: Path) -> Tensor:

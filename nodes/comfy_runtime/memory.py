@@ -8,7 +8,7 @@ import comfy.model_management as mm
 import torch
 from comfy.model_patcher import ModelPatcher
 
-from ...kernels.linear import STORED
+from ...kernels.linear import in_groups, stored_as
 
 # Apple's GPUs, DirectML, a CPU on Linux and one on Windows raise plain RuntimeErrors for it.
 _FULL = ("out of memory", "not enough GPU video memory", "can't allocate memory", "not enough memory: you tried")
@@ -28,8 +28,12 @@ def total_memory(device: torch.device) -> float:
 def fits(patchers: list[ModelPatcher], memory: int) -> bool:
     """Whether these models and ``memory`` bytes fit in addition to what is loaded."""
     missing = sum(patcher.model_size() - patcher.loaded_size() for patcher in patchers)
-    need = 1.1 * missing + memory + mm.minimum_inference_memory()  # 1.1: as in ComfyUI
-    return free_memory(patchers[0]) >= need
+    return free_memory(patchers[0]) >= needed(missing, memory)
+
+
+def needed(weights: int, memory: int) -> float:
+    """Bytes that must be free before ComfyUI loads all of these weights and keeps ``memory`` bytes for the run."""
+    return 1.1 * weights + memory + mm.minimum_inference_memory()  # 1.1: as in ComfyUI
 
 
 def free_memory(patcher: ModelPatcher) -> int:
@@ -39,6 +43,6 @@ def free_memory(patcher: ModelPatcher) -> int:
 
 
 def cast_room(model: torch.nn.Module) -> int:
-    """Bytes of the two largest 8-bit matrices in the compute dtype: the one in use, and the next."""
-    stored = (weight.numel() for weight in model.parameters() if weight.dtype in STORED)
+    """Bytes of the two largest narrow matrices in the compute dtype: the one in use, and the next."""
+    stored = (weight.numel() * (2 if in_groups(weight) else 1) for weight in model.parameters() if stored_as(weight))
     return 2 * max(stored, default=0) * model.dtype.itemsize

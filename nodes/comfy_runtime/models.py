@@ -26,7 +26,7 @@ from ...model_loaders.detect import (
     load_drafter,
     load_image_decoder,
     load_model,
-    stays_fp8,
+    stays_narrow,
 )
 from ...model_loaders.families import CONTINUOUS_NAMES
 from ...model_loaders.text.t5 import T5, T5Encoder
@@ -38,7 +38,10 @@ from .previews import Palette
 
 SERVER = uuid.uuid4().hex  # wall times are comparable within one
 INT8_CACHE = "int8 (storage and KV cache)"
-STORAGE = {"fp8 (storage)": torch.float8_e4m3fn, "int8 (storage)": torch.int8, INT8_CACHE: torch.int8}
+STORAGE = {
+    "fp8 (storage)": torch.float8_e4m3fn, "int8 (storage)": torch.int8, INT8_CACHE: torch.int8,
+    "int4 (storage)": torch.uint4,
+}  # fmt: skip
 LARGE = 50_000_000  # weights from which a pass on a CPU is mostly products; smaller models stay in fp32
 DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, **dict.fromkeys(STORAGE)}
 
@@ -106,7 +109,7 @@ def open_model(choice: str, dtype: str, grid: tuple[int, int] | None) -> LoadedM
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}.")
     device = mm.get_torch_device()
-    storage = torch.float8_e4m3fn if dtype == "auto" and stays_fp8(path) else STORAGE.get(dtype)
+    storage = stays_narrow(path) if dtype == "auto" else STORAGE.get(dtype)
     model = load_model(
         path, dtype=DTYPES[dtype] or auto_dtype(device, path), grid=grid, search_folders=search_folders(),
         operations=Operations, storage=storage, int8_cache=dtype == INT8_CACHE,

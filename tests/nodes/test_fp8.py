@@ -4,7 +4,7 @@ import comfy.model_management as mm
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders.detect import load_model, stays_fp8
+from comfyui_specar.model_loaders.detect import load_model, stays_narrow
 from comfyui_specar.model_loaders.files.checkpoint import holds_fp8, weight_file
 from comfyui_specar.nodes.comfy_runtime import memory
 from comfyui_specar.nodes.comfy_runtime.models import DTYPES, open_model
@@ -69,6 +69,22 @@ def test_int8_takes_a_byte_per_number_and_four_per_row(models, tiny, nodes, run)
     assert latent["ar_tokens"].shape == (1, GRID, GRID) and trace.totals["tokens"] == GRID * GRID
 
 
+def test_int4_takes_half_a_byte_per_number(models, tiny, nodes, run):
+    loaded, clip, _ = run(nodes["SpecARLoadCheckpoint"], model_name="tiny", dtype="int4 (storage)", grid="auto").result
+    whole = tiny[0].model
+    kept = matrices(loaded.model)
+    assert set(kept) == {name for name, p in whole.named_parameters() if p.ndim == 2 and ".layers." in name}
+    packed = max(parameter.numel() for parameter in kept.values())
+    assert memory.cast_room(loaded.model) == 2 * 4 * 2 * packed
+    node = nodes["SpecARSJDSampler"]
+    latent, trace = run(node, **defaults(node) | {
+        "model": loaded, "positive": clip.encode_from_tokens_scheduled("red apple"), "window": 4,
+        "latent_image": {"samples": torch.zeros(1, 8, GRID, GRID)}, "seed": 1}).result
+    assert latent["ar_tokens"].shape == (1, GRID, GRID) and trace.totals["tokens"] == GRID * GRID
+    [text] = run(nodes["SpecARModelInfo"], model=loaded).result
+    assert "int4" in text.splitlines()[1]
+
+
 def test_int8_caches_too(models, nodes, run):
     loaded, clip, _ = run(nodes["SpecARLoadCheckpoint"], model_name="tiny", dtype="int8 (storage and KV cache)",
                           grid="auto").result
@@ -88,7 +104,7 @@ def test_int8_caches_too(models, nodes, run):
 def test_choices_of_dtype_keep_their_order():
     """Workflows that were saved remember the choice; new ones come last."""
     assert list(DTYPES) == ["auto", "fp32", "bf16", "fp16", "fp8 (storage)", "int8 (storage)",
-                            "int8 (storage and KV cache)"]
+                            "int8 (storage and KV cache)", "int4 (storage)"]
 
 
 def test_a_file_in_fp8_stays_in_fp8(models, tmp_path):
@@ -140,7 +156,7 @@ def test_a_continuous_model_stored_in_fp8_is_widened(vectors, tmp_path):
         about = opened.metadata()
     save_file({name: tensor.to(torch.float8_e4m3fn) if tensor.ndim == 2 else tensor
                for name, tensor in load_file(str(vectors / "model.safetensors")).items()}, file, about)
-    assert holds_fp8(file) and not stays_fp8(file)
+    assert holds_fp8(file) and stays_narrow(file) is None
 
 
 def test_caches_are_reserved_for_the_real_prompts(models, nodes, run, monkeypatch):

@@ -1,8 +1,12 @@
 """AR Model Info."""
 
+import comfy.model_management as mm
+import pytest
 import torch
 from comfyui_specar.model_loaders.detect import load_model
-from comfyui_specar.nodes.model_info import in_units, report, summarize
+from comfyui_specar.nodes.comfy_runtime.models import open_model
+from comfyui_specar.nodes.memory_table import memory_table
+from comfyui_specar.nodes.model_info import in_units, memory_lines, report, summarize
 
 from ..support import tiny_chameleon, tiny_emu3
 
@@ -29,6 +33,7 @@ def test_summary_of_a_model_of_token_ids(run, nodes, tiny, drafters):
 def test_summary_of_a_continuous_model(run, nodes, continuous, small_vectors, drafters):
     text, summary = info(run, nodes, continuous[0])
     assert summary["tokens"] == "vectors" and summary["caches"] is None and summary["codes"] is None
+    assert summary["memory"] == []
     assert "vectors.safetensors" in summary["drafters"] and "eagle" not in summary["drafters"]
     assert "caches" not in text
 
@@ -61,6 +66,50 @@ def test_special_tokens_words_and_sizes_of_a_language_model(tmp_path):
     assert summary.sizes[0] == (cols * model.pixels_per_token, rows * model.pixels_per_token)
     text = report("Emu3", summary, "no decoder")
     assert "end of a row" in text and "word embeddings, in main memory" in text and "no decoder" in text
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8 (storage)", "int8 (storage)", "int8 (storage and KV cache)",
+                                   "int4 (storage)"])
+def test_the_table_says_what_the_model_would_need_at_each_dtype(run, nodes, models, tiny, dtype):
+    """Whatever it is loaded in, the rows are those of the model loaded so."""
+    _, summary = info(run, nodes, tiny[0])
+    loaded = open_model("tiny", dtype, None)
+    _, same = info(run, nodes, loaded)
+    assert same["memory"] == summary["memory"]
+    [row] = [row for row in same["memory"] if dtype in row["dtype"].split(", ")]
+    model = loaded.model
+    assert row["weights"] == sum(p.numel() * p.element_size() for p in set(model.parameters()))
+    assert row["cache"] == model.kv_bytes(1, model.layout(), 0, True, same["prompt"]) and row["verdict"] == "fits"
+
+
+@pytest.mark.parametrize(("device", "beside", "verdicts"), [
+    ("cuda:0", 0, ["fits", "fits with streamed weights"]), ("cpu", 0, ["fits", "does not fit"]),
+    ("cuda:0", -10**9, ["does not fit"]),
+])
+def test_the_table_compares_with_the_memory_of_the_device(device, beside, verdicts, tmp_path, monkeypatch):
+    model, device = load_model(tiny_emu3.write(tmp_path)), torch.device(device)
+    model.offload_embedding()
+    monkeypatch.setattr(mm, "minimum_inference_memory", lambda: 0)
+    monkeypatch.setattr(mm, "get_total_memory", lambda device=None, torch_total_too=False: 2**30)
+    rows = memory_table(model, 128, torch.bfloat16, device)
+    assert [row.dtype for row in rows] == ["fp32", "bf16, fp16", "fp8 (storage)", "int8 (storage)",
+                                           "int8 (storage and KV cache)", "int4 (storage)"]
+    wide, half = rows[:2]
+    total = max(int(1.1 * half.weights) + half.cache, wide.cache) + 1 + beside
+    monkeypatch.setattr(mm, "get_total_memory", lambda device=None, torch_total_too=False: total)
+    rows = memory_table(model, 128, torch.bfloat16, device)
+    assert rows[1].verdict == verdicts[0] and rows[0].verdict == verdicts[-1]
+    text = memory_lines(rows, device, True)
+    assert f"{device} of {in_units(total)}" in text[0] and "with guidance" in text[0]
+    assert text[2].strip().startswith("bf16, fp16: ") and text[2].endswith(f", {verdicts[0]}")
+
+
+def test_unknown_memory_has_no_verdict(tmp_path, monkeypatch):
+    """ComfyUI assumes 1 GiB under DirectML."""
+    model, device = load_model(tiny_emu3.write(tmp_path)), torch.device("cuda:0")
+    monkeypatch.setattr(mm, "directml_enabled", True, raising=False)
+    rows = memory_table(model, 128, torch.bfloat16, device)
+    assert {row.verdict for row in rows} == {None} and "fit" not in "".join(memory_lines(rows, device, False))
 
 
 def test_fp8_is_distinguished(tmp_path):

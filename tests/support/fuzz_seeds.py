@@ -18,7 +18,7 @@ from tempfile import mkdtemp
 import comfyui_specar
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders.detect import find_image_decoder, stays_fp8
+from comfyui_specar.model_loaders.detect import find_image_decoder, stays_narrow
 from comfyui_specar.model_loaders.families import emu3
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 from comfyui_specar.model_loaders.text.tiktoken_file import RankTokenizer
@@ -50,7 +50,7 @@ class Seed:
 def use_model(folder: Path, name: str, prompt: str = "a red cat", storage: torch.dtype | None = None) -> None:
     """What Load AR Checkpoint, CLIP Text Encode, a sampler and VAE Decode do."""
     path = folder / name if name else folder
-    model = api.load_model(path, storage=torch.float8_e4m3fn if stays_fp8(path) else storage)
+    model = api.load_model(path, storage=stays_narrow(path) or storage)
     draw(model, prompt)
     decoder = getattr(model, "image_decoder", None)
     if decoder is None and (found := find_image_decoder(path, model.family)):

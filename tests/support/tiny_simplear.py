@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from .comfy_quant import quantise_file, rewritten
 from .tiny import fill
 from .tiny_family import Files, Tiny, Workflow
 from .tiny_folder import byte_tokenizer, write_folder
@@ -180,5 +181,13 @@ def install(models: Path) -> None:
 
 
 TINY = {"simplear": Tiny(write)}
-FILES = {"SimpleAR": Files(write_files)}
+def write_quantised(folder: Path) -> None:
+    """As ComfyUI's tools store it: the first layer in int8, the others in nvfp4."""
+    write_files(folder)
+    for kind, first in (("int8_tensorwise", True), ("nvfp4", False)):
+        rewritten(folder, lambda tensors, kind=kind, first=first: (quantise_file(
+            tensors, kind, lambda name: ".layers." in name and (".layers.0." in name) == first)[0], {}))
+
+
+FILES = {"SimpleAR": Files(write_files), "SimpleAR quantised": Files(write_quantised)}
 WORKFLOWS = {"43 SimpleAR (download)": Workflow("SimpleAR 0.5B, 1.5B", install)}

@@ -30,7 +30,7 @@ from ..support import fuzz, fuzz_archives, fuzz_files
 from ..support.fuzz_seeds import LONGEST, ROOT, SEEDS, Seed, examine, target
 
 LIGHT = ("LlamaGen with words", "LlamaGen of classes", "Janus-Pro", "Cosmos", "MAR", "Harmon", "Emu3's ranks", "trace",
-         "EAGLE drafter", "VQ")  # of every format one; the others are in the long run
+         "EAGLE drafter", "VQ", "SimpleAR quantised")  # of every format one; the others are in the long run
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..support.triton_kernels import compiled_everywhere, interpreted
 
-INT8, FP8 = torch.int8, torch.float8_e4m3fn
+INT8, FP8, INT4 = torch.int8, torch.float8_e4m3fn, torch.uint4
 BOTH = list(itertools.product((False, True), repeat=2))
 SHAPES = [(1, 1, 1), (2, 5, 3), (17, 70, 300), (33, 33, 129), (100, 64, 256)]  # rows, N, K
 
@@ -24,6 +24,10 @@ def problem(rows, outer, inner, storage, dtype=torch.float32):
     x = torch.randn(rows, inner, generator=generator).to(dtype)
     if storage == FP8:
         return x, stored((torch.randn(outer, inner, generator=generator) * 3).to(FP8)), None
+    if storage == INT4:
+        groups = -(-inner // linear.GROUP)
+        weight = torch.randint(256, (outer, groups, linear.GROUP // 2), generator=generator, dtype=torch.uint8)
+        return x, weight, torch.randn(outer, groups, 2, generator=generator).bfloat16()
     weight = torch.randint(-127, 128, (outer, inner), generator=generator, dtype=INT8)
     return x, weight, torch.rand(outer, generator=generator)
 
@@ -34,7 +38,12 @@ def assert_near(found, x, weight, scale):
     Roundings of n terms are independent, so that they hardly ever add up to more than sqrt(n) of the size of all terms
     together (Higham and Mary, 2019).
     """
-    wide = weight.view(FP8).double() if scale is None else weight.double() * scale.double()[:, None]
+    if scale is None:
+        wide = weight.view(FP8).double()
+    elif scale.ndim == 3:
+        wide = linear.widened(weight, scale, torch.float64)[:, : x.shape[1]]
+    else:
+        wide = weight.double() * scale.double()[:, None]
     exact, terms = x.double() @ wide.T, x.double().abs() @ wide.abs().T
     sums = torch.finfo(torch.float32).eps * (2 + x.shape[-1] ** 0.5) * terms
     assert ((found - exact).abs() <= sums + torch.finfo(found.dtype).eps * exact.abs()).all()
@@ -46,7 +55,7 @@ def every_number():
     return numbers[~torch.isnan(numbers.view(FP8).float())][None]
 
 
-@pytest.mark.parametrize("storage", [INT8, FP8], ids=str)
+@pytest.mark.parametrize("storage", [INT8, FP8, INT4], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_product_is_that_with_the_wide_matrix(shape, dtype, storage):
@@ -58,8 +67,9 @@ def test_a_product_is_that_with_the_wide_matrix(shape, dtype, storage):
     assert torch.equal(batched[0, :, 0], found)
 
 
-def test_matrices_are_widened_in_blocks(monkeypatch):
-    x, weight, scale = problem(3, 70, 30, INT8)
+@pytest.mark.parametrize("storage", [INT8, INT4], ids=str)
+def test_matrices_are_widened_in_blocks(monkeypatch, storage):
+    x, weight, scale = problem(3, 70, 30, storage)
     monkeypatch.setattr(linear, "_BLOCK", 64)  # two rows
     widened, sizes = linear.widened, []
     monkeypatch.setattr(linear, "widened", lambda part, *rest: sizes.append(len(part)) or widened(part, *rest))
@@ -77,12 +87,16 @@ class Counting(TorchDispatchMode):
         return operation(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("storage", [INT8, FP8], ids=str)
+@pytest.mark.parametrize("storage", [INT8, FP8, INT4], ids=str)
 @pytest.mark.parametrize("rows", [1, linear.FEW, linear.FEW + 1])
 def test_devices_without_a_kernel_of_ours_multiply_once(rows, storage):
     """Each of the blocks that a CPU makes would be several launches there, hundreds for a matrix."""
     x, weight = (torch.empty(shape, device="meta") for shape in ((rows, 4096), (11008, 4096)))
-    weight, scale = stored(weight.to(storage)), torch.empty(11008, device="meta") if storage == INT8 else None
+    if storage == INT4:
+        weight, scale = (torch.empty(11008, 64, size, dtype=dtype, device="meta")
+                         for size, dtype in ((32, torch.uint8), (2, torch.bfloat16)))
+    else:
+        weight, scale = stored(weight.to(storage)), torch.empty(11008, device="meta") if storage == INT8 else None
     with Counting() as operations:
         assert linear.linear_narrow(x, weight, scale).shape == (rows, 11008)
     assert operations.count < 16
@@ -92,6 +106,16 @@ def test_devices_without_a_kernel_of_ours_multiply_once(rows, storage):
 def test_every_number_in_fp8_is_widened_exactly(dtype):
     numbers = every_number()
     assert torch.equal(linear.widened(numbers, None, dtype), numbers.view(FP8).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_both_numbers_of_a_byte_are_widened_in_their_places(dtype):
+    half = linear.GROUP // 2
+    lower, upper = torch.arange(half) % 16, torch.arange(half) // 2
+    weight = (lower + 16 * upper).to(torch.uint8).view(1, 1, half).repeat(2, 2, 1)
+    scale = torch.tensor([[[2, -3], [0.5, 1]], [[-1, 0], [1, 8]]]).bfloat16()
+    wanted = torch.cat((lower, upper)) * scale[..., :1].float() + scale[..., 1:].float()
+    assert torch.equal(linear.widened(weight, scale, dtype), wanted.flatten(1).to(dtype))
 
 
 def test_a_copy_for_prompts_holds_scaled_numbers():

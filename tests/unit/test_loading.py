@@ -35,7 +35,8 @@ def twice():
     return copies, specar.load_model(folder, dtype=torch.float32)
 kept = {"bfloat16": watch(lambda: specar.load_model(folder, dtype=torch.bfloat16)),
         "float32": watch(lambda: specar.load_model(folder, dtype=torch.float32)), "twice": watch(twice),
-        "int8": watch(lambda: specar.load_model(folder, dtype=torch.bfloat16, storage=torch.int8))}
+        "int8": watch(lambda: specar.load_model(folder, dtype=torch.bfloat16, storage=torch.int8)),
+        "int4": watch(lambda: specar.load_model(folder, dtype=torch.bfloat16, storage=torch.uint4))}
 use_mmap(False)
 kept["read"] = watch(lambda: specar.load_model(folder, dtype=torch.bfloat16))
 print(json.dumps({name: costs for name, (_, costs) in kept.items()}))
@@ -66,6 +67,10 @@ def test_rounded_weights_are_held_once_and_never_whole_in_another_precision(cost
     """The matrices of the layers are there in int8 alone; the rest stays maps of the file."""
     assert LAYERS < costs["int8"]["anonymous peak"] < LAYERS + SLACK < 2 * LAYERS
     assert costs["int8"]["anonymous"] < 1.2 * LAYERS
+
+
+def test_rounded_to_4_bits_they_take_little_more_than_half_of_that(costs):
+    assert 0.56 * LAYERS < costs["int4"]["anonymous peak"] < 0.57 * LAYERS + SLACK
 
 
 def test_weights_that_are_read_are_held_once_but_for_what_is_joined(costs):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from comfyui_specar.kernels import dispatch
 from comfyui_specar.models import products
 from comfyui_specar.models.products import product
-from comfyui_specar.models.quantised import NarrowLinear, quantise
+from comfyui_specar.models.quantised import NarrowLinear, quantise, quantise_groups
 from torch import nn
 
 DIM = 32
@@ -53,6 +53,13 @@ def test_narrow_matrices_take_it_too(kernel):
     rows = torch.randn(products.FEW_WIDE + 1, DIM).bfloat16()
     product(narrow, rows)
     assert len(kernel) == 2, "they are widened where they are multiplied, which pays for longer"
+
+
+def test_matrices_in_4_bits_are_widened_by_their_layer(kernel):
+    """The kernel does not know them."""
+    linear, norm, x = layers()
+    narrow = NarrowLinear(*quantise_groups(linear.weight), None, DIM)
+    assert torch.equal(product(narrow, x, norm, True, x), by_layers(narrow, norm, x)) and not kernel
 
 
 @pytest.mark.parametrize("why", [

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from comfyui_specar import api
+from comfyui_specar.kernels.linear import GROUP, widened
 from comfyui_specar.model_loaders.detect import load_drafter, load_model
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 from comfyui_specar.models import quantised
-from comfyui_specar.models.quantised import NarrowLinear, quantise
+from comfyui_specar.models.quantised import NarrowLinear, quantise, quantise_groups
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
 from hypothesis import given, settings
@@ -20,7 +21,7 @@ from ..support.every_family import FAMILIES
 from ..support.tiny import write_llamagen
 from ..support.tiny_simplear import write as write_simplear
 
-INT8, FP8 = torch.int8, torch.float8_e4m3fn
+INT8, FP8, INT4 = torch.int8, torch.float8_e4m3fn, torch.uint4
 SELF_CONTAINED = [name for name in FAMILIES if name != "llamagen-t2i"]  # those whose folder has a text encoder
 
 
@@ -28,6 +29,10 @@ def restored(narrow: NarrowLinear) -> torch.Tensor:
     """The matrix that a narrow one stands for."""
     if narrow.scale is None:
         return narrow.weight.view(FP8).float()
+    if narrow.scale.ndim == 3:
+        step, minimum = narrow.scale.float().split(1, dim=-1)
+        levels = torch.cat((narrow.weight % 16, narrow.weight // 16), dim=-1)
+        return (levels * step + minimum).flatten(1)[:, : narrow.in_features]
     return narrow.weight.float() * narrow.scale[:, None]
 
 
@@ -68,6 +73,60 @@ def test_what_is_not_finite_shows_in_the_scale(value):
     assert torch.isfinite(quantise(weight)[1]).tolist() == [True, False, True]
 
 
+# Groups of 4 bits
+
+
+def by_groups(weight):
+    """[N, K] -> [N, groups, GROUP], the last number repeated."""
+    last = weight[:, -1:].expand(-1, -weight.shape[1] % GROUP)
+    return torch.cat((weight, last), dim=1).unflatten(1, (-1, GROUP))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 9), st.integers(1, 200), st.integers(-30, 30), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_no_number_moves_by_more_than_a_thirtieth_of_its_groups_range(rows, columns, power, dtype):
+    """But for the rounding of step and minimum to bf16, of 2^-9 each."""
+    generator = torch.Generator().manual_seed(rows * 100 + columns)
+    magnitudes = 10.0 ** torch.linspace(-2, 2, rows)[:, None] * 10.0**power
+    weight = (torch.randn(rows, columns, generator=generator) * magnitudes).to(dtype)
+    rounded, scale = quantise_groups(weight)
+    groups = -(-columns // GROUP)
+    assert rounded.dtype == torch.uint8 and rounded.shape == (rows, groups, GROUP // 2)
+    assert scale.dtype == torch.bfloat16 and scale.shape == (rows, groups, 2)
+    found = widened(rounded, scale, torch.float64)
+    wanted = by_groups(weight).double()
+    spread, largest = wanted.amax(-1) - wanted.amin(-1), wanted.abs().amax(-1)
+    bound = spread / 30 * (1 + 2**-8) + largest * 2**-8
+    assert ((found.view_as(wanted) - wanted).abs() <= bound[..., None]).all()
+
+
+def test_groups_use_all_levels_and_know_no_others():
+    """A group far from zero keeps its resolution, and an outlier costs only its own group."""
+    weight = torch.linspace(-1, 1, GROUP).repeat(2, 3)
+    weight[0, GROUP : 2 * GROUP] += 100
+    weight[1, 5] = 1000
+    rounded, scale = quantise_groups(weight)
+    levels = torch.cat((rounded & 15, rounded >> 4), dim=-1)
+    assert levels[1, 1:].flatten(0).unique().tolist() == list(range(16))
+    assert torch.equal(scale[0, 0], scale[1, 2]) and torch.equal(rounded[0, 0], rounded[1, 2])
+    error = (widened(rounded, scale, torch.float32) - weight).abs().view(2, 3, GROUP).amax(-1)
+    assert (error[0] <= torch.tensor([0.068, 0.068 + 0.25, 0.068])).all() and (error[1, 1:] <= 0.068).all()
+
+
+def test_groups_of_equal_numbers_are_kept():
+    for value in (0.0, 1.0, -0.375, 1e30, 1e-30):
+        weight = torch.full((2, 70), value).bfloat16()
+        assert torch.equal(widened(*quantise_groups(weight), torch.bfloat16)[:, :70], weight)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_shows_in_the_scale_of_its_group(value):
+    weight = torch.ones(3, 2 * GROUP)
+    weight[1, 2] = value
+    finite = torch.isfinite(quantise_groups(weight)[1]).all(-1)
+    assert finite.tolist() == [[True, True], [False, True], [True, True]]
+
+
 # Models
 
 
@@ -77,7 +136,9 @@ def open_both(name, folder, storage):
     return load_model(folder), load_model(folder, storage=storage)
 
 
-@pytest.mark.parametrize(("name", "storage"), [*((name, INT8) for name in SELF_CONTAINED), ("simplear", FP8)], ids=str)
+@pytest.mark.parametrize(("name", "storage"), [
+    *((name, storage) for storage in (INT8, INT4) for name in SELF_CONTAINED), ("simplear", FP8),
+], ids=str)
 def test_every_family_computes_with_the_rounded_weights(name, storage, tmp_path):
     whole, narrow = open_both(name, tmp_path, storage)
     layers = {n: m for n, m in narrow.named_modules() if isinstance(m, NarrowLinear)}
@@ -92,7 +153,11 @@ def test_every_family_computes_with_the_rounded_weights(name, storage, tmp_path)
     for n, layer in layers.items():
         linear = whole.get_submodule(n)
         difference = (restored(layer) - linear.weight).abs()
-        bound = 0.501 * layer.scale[:, None] if storage == INT8 else linear.weight.abs() / 16 + 2**-10
+        bound = {
+            INT8: lambda: 0.501 * layer.scale[:, None], FP8: lambda: linear.weight.abs() / 16 + 2**-10,
+            INT4: lambda: 0.501 * layer.scale[..., :1].repeat(1, 1, GROUP).flatten(1)[:, : linear.in_features]
+            + linear.weight.abs().amax() * 2**-8,
+        }[storage]()  # fmt: skip
         assert (difference <= bound).all() and difference.any()
         linear.weight.copy_(restored(layer))
     found = narrow.teacher_forced(prompt, tokens)
@@ -100,10 +165,11 @@ def test_every_family_computes_with_the_rounded_weights(name, storage, tmp_path)
     assert (found - before).abs().max() > 1e-3, "rounding shows"
 
 
+@pytest.mark.parametrize("storage", [INT8, INT4], ids=str)
 @pytest.mark.parametrize("name", SELF_CONTAINED)
-def test_every_family_generates_in_int8(name, tmp_path):
+def test_every_family_generates_in_narrow_storage(name, storage, tmp_path):
     """With Gumbel noise, SJD generates what the next-token sampler generates: how wide a pass is does not matter."""
-    _, model = open_both(name, tmp_path, INT8)
+    _, model = open_both(name, tmp_path, storage)
     prompt, methods = model.encode_prompt("3"), (NextToken(), SJD(window=5, reuse="gumbel"))
     wanted, found = (api.sample(model, prompt, method, cfg=2.0, top_k=16, seed=1).tokens for method in methods)
     assert torch.equal(found, wanted)
@@ -120,7 +186,7 @@ def test_a_matrix_in_several_tensors_is_rounded_row_by_row(tmp_path):
     assert layer.bias is not None and layer.bias.dtype == torch.float32
 
 
-@pytest.mark.parametrize("storage", [INT8, FP8], ids=str)
+@pytest.mark.parametrize("storage", [INT8, FP8, INT4], ids=str)
 def test_a_layer_is_one_graph(storage, tmp_path):
     """Nothing in it is read on the host."""
     _, model = open_both("simplear", tmp_path, storage)
@@ -135,6 +201,15 @@ def test_int8_takes_a_quarter_of_fp32(tmp_path):
             size = sum(p.numel() * p.element_size() for p in layer.parameters())
             weight = whole.get_submodule(name).weight
             assert size == weight.numel() + 4 * len(weight)
+
+
+def test_int4_takes_four_and_a_half_bits(tmp_path):
+    whole, narrow = open_both("llamagen-c2i", tmp_path, INT4)
+    for name, layer in narrow.named_modules():
+        if isinstance(layer, NarrowLinear):
+            size = sum(p.numel() * p.element_size() for p in layer.parameters())
+            rows, columns = whole.get_submodule(name).weight.shape
+            assert size == rows * -(-columns // GROUP) * GROUP * 4.5 / 8
 
 
 def test_other_precisions_compute_with_the_same_levels(tmp_path):
@@ -170,16 +245,18 @@ def spoilt(tmp_path, change):
     (lambda w: w.to(torch.int8), "w2.weight.*torch.int8.*quantisation"),
     (lambda w: w[:, :-1].contiguous(), "w2.weight.*shape"),
 ], ids=["NaN", "infinite", "whole", "shape"])
-def test_files_that_cannot_be_rounded(tmp_path, change, message):
+@pytest.mark.parametrize("storage", [INT8, INT4], ids=str)
+def test_files_that_cannot_be_rounded(tmp_path, change, message, storage):
     with pytest.raises(CheckpointError, match=message):
-        load_model(spoilt(tmp_path, change), storage=INT8)
+        load_model(spoilt(tmp_path, change), storage=storage)
 
 
-def test_numbers_too_large_for_the_precision(tmp_path):
+@pytest.mark.parametrize("storage", [INT8, INT4], ids=str)
+def test_numbers_too_large_for_the_precision(tmp_path, storage):
     file = spoilt(tmp_path, lambda w: w * 1e6)
-    load_model(file, dtype=torch.bfloat16, storage=INT8)
+    load_model(file, dtype=torch.bfloat16, storage=storage)
     with pytest.raises(CheckpointError, match="w2.weight.*too large.*torch.float16"):
-        load_model(file, dtype=torch.float16, storage=INT8)
+        load_model(file, dtype=torch.float16, storage=storage)
 
 
 @pytest.mark.parametrize("storage", [torch.uint8, torch.float16, torch.float8_e5m2], ids=str)
@@ -188,7 +265,7 @@ def test_other_storage_is_refused(tmp_path, storage):
         load_model(tmp_path, storage=storage)
 
 
-@pytest.mark.parametrize("storage", [INT8, FP8], ids=str)
+@pytest.mark.parametrize("storage", [INT8, FP8, INT4], ids=str)
 def test_continuous_models_are_refused(tmp_path, storage):
     file = tiny_mar.write_mar(tmp_path / "vectors.safetensors")
     with pytest.raises(CheckpointError, match="vectors.*continuous.*int8"):

@@ -1,0 +1,51 @@
+"""What a model needs at every choice of dtype, calculated from its sizes, and whether a device has as much."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ..model_loaders.ar_model import DiscreteModel
+from .comfy_runtime import memory
+from .comfy_runtime.models import DTYPES, INT8_CACHE, STORAGE
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """dtype: choices of Load AR Checkpoint. weights, cache: bytes on the compute device, of one image with guidance
+    (without, if the model has none). verdict: whether they fit; None if the memory of the device is unknown."""
+
+    dtype: str
+    weights: int
+    cache: int
+    verdict: str | None
+
+
+def memory_table(model: DiscreteModel, prompt: int, auto: torch.dtype, device: torch.device) -> list[MemoryRow]:
+    """A row for every choice of dtype, bf16 and fp16 in one. prompt: tokens. auto: the dtype of choices that only say
+    how weights are stored.
+
+    Fits: by ComfyUI's own estimate, if nothing else is loaded. Beside narrow weights there must be memory for the two
+    largest matrices in ``auto``, as in ``cast_room``.
+    """
+    rows = {}
+    for choice in (choice for choice in DTYPES if choice != "auto"):
+        dtype, storage = DTYPES[choice] or auto, STORAGE.get(choice)
+        weights = model.weight_bytes(dtype, storage)
+        cache = model.kv_bytes(1, model.layout(), 0, model.guidance, prompt, dtype, choice == INT8_CACHE)
+        room = 2 * model.largest_matrix * dtype.itemsize if storage else 0
+        names, _ = rows.get((weights, cache), ([], None))
+        rows[weights, cache] = [*names, choice], verdict(device, weights, cache + room)
+    return [MemoryRow(", ".join(names), *sizes, found) for sizes, (names, found) in rows.items()]
+
+
+def verdict(device: torch.device, weights: int, rest: int) -> str | None:
+    """Whether weights and the ``rest`` of a run fit in the total memory of a device."""
+    total = memory.total_memory(device)
+    if math.isinf(total):
+        return None
+    if memory.needed(weights, rest) <= total:
+        return "fits"
+    return "does not fit" if device.type == "cpu" or rest > total else "fits with streamed weights"

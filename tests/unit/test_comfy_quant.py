@@ -1,0 +1,217 @@
+"""Files that ComfyUI's tools quantised: what is read of them, in which storage it stays, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from comfyui_specar import api
+from comfyui_specar.model_loaders.detect import count_weights, load_model, stays_narrow
+from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_checkpoint, outline, use_mmap
+from comfyui_specar.model_loaders.files.scaled import ScaledMatrix, with_scales
+from comfyui_specar.models.quantised import NarrowLinear
+from comfyui_specar.samplers.methods.next_token import NextToken
+from safetensors.torch import load_file, save_file
+
+from ..support import comfy_quant, tiny_mar
+from ..support.comfy_quant import FP8, INT8, quantise_file, rewritten
+from ..support.every_family import FAMILIES
+
+SELF_CONTAINED = [name for name in FAMILIES if name != "llamagen-t2i"]  # those whose folder has a text encoder
+KINDS = {"float8_e4m3fn": FP8, "int8_tensorwise": INT8, "int8 by row": INT8, "nvfp4": None}
+
+
+def both(name, tmp_path, kind, **options):
+    """Paths of a tiny model quantised, and of the same in the wide values of its numbers."""
+    for which in ("narrow", "wide"):
+        (tmp_path / which).mkdir(parents=True)
+    narrow, wide = (FAMILIES[name].write(tmp_path / which, layers=2) for which in ("narrow", "wide"))
+    rewritten(narrow, lambda tensors: (quantise_file(tensors, kind, **options)[0], {}))
+    rewritten(wide, lambda tensors: (quantise_file(tensors, kind, **options)[1], {}))
+    return narrow, wide
+
+
+@pytest.mark.parametrize(("name", "kind"), [
+    (name, kind) for name in SELF_CONTAINED for kind in KINDS
+    if (name, kind) != ("emu3.5", "nvfp4")  # the tiny one's width is not a multiple of 16
+])
+def test_every_family_loads_every_format(name, kind, tmp_path):
+    narrow, wide = both(name, tmp_path, kind)
+    assert stays_narrow(narrow) == KINDS[kind] and stays_narrow(wide) is None
+    assert count_weights(narrow) == count_weights(wide)
+    widened, wanted = load_model(narrow), load_model(wide)
+    for key, parameter in wanted.named_parameters():
+        assert torch.equal(widened.get_parameter(key), parameter), "loaded in fp32, they are widened"
+    if KINDS[kind] is None:
+        return
+    kept = load_model(narrow, storage=KINDS[kind])
+    layers = [layer for layer in kept.modules() if isinstance(layer, NarrowLinear)]
+    assert len(layers) >= 8 and all(layer.scale is not None for layer in layers)
+    if KINDS[kind] == FP8:  # which leaves heads wide
+        prompt, tokens = kept.encode_prompt("3"), torch.arange(16).view(1, 4, 4) % kept.vocab
+        found = kept.teacher_forced(prompt, tokens)
+        torch.testing.assert_close(found, wanted.teacher_forced(prompt, tokens), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [kind for kind, storage in KINDS.items() if storage])
+def test_numbers_and_scales_stay_what_they_are(kind, tmp_path):
+    narrow, wide = both("simplear", tmp_path, kind)
+    file, model = load_file(str(narrow / "model.safetensors")), load_model(narrow, storage=KINDS[kind])
+    layer = model.backbone.layers[1].feed_forward.w2
+    numbers = file["model.layers.1.mlp.down_proj.weight"]
+    assert torch.equal(layer.weight, numbers.view(torch.uint8) if KINDS[kind] == FP8 else numbers)
+    scale = file["model.layers.1.mlp.down_proj.weight_scale"]
+    assert torch.equal(layer.scale, scale.flatten().expand(len(numbers)))
+    stacked = model.backbone.layers[0].attention.wqkv
+    scales = [file[f"model.layers.0.self_attn.{part}_proj.weight_scale"] for part in "qkv"]
+    assert {float(scale) for scale in stacked.scale} == {float(one) for scale in scales for one in scale.flatten()}
+    restored = layer.weight.view(KINDS[kind]).float() * layer.scale[:, None]
+    assert torch.equal(restored, load_model(wide).backbone.layers[1].feed_forward.w2.weight)
+    prompt = model.encode_prompt("3")
+    assert api.sample(model, prompt, NextToken(), top_k=16, seed=1).tokens.shape == (1, 4, 4)
+
+
+@pytest.mark.parametrize(("kind", "storage"), [
+    (kind, storage) for kind, own in KINDS.items() for storage in (FP8, INT8, torch.uint4) if storage != own
+], ids=str)
+def test_other_storage_rounds_the_wide_values(kind, storage, tmp_path):
+    narrow, wide = (load_model(path, storage=storage) for path in both("simplear", tmp_path, kind))
+    for key, tensor in wide.state_dict().items():
+        assert torch.equal(narrow.state_dict()[key], tensor)
+
+
+def test_a_matrix_with_a_part_that_was_not_quantised(tmp_path):
+    """fp8 without a scale beside fp8 with one."""
+    narrow, wide = both("simplear", tmp_path, "float8_e4m3fn", chosen=lambda name: "q_proj" in name)
+    model, plain = load_model(narrow, storage=FP8), load_model(wide)
+    layer, matrix = model.backbone.layers[0].attention.wqkv, plain.backbone.layers[0].attention.wqkv.weight
+    rows = len(load_file(str(narrow / "model.safetensors"))["model.layers.0.self_attn.q_proj.weight"])
+    restored = layer.weight.view(FP8).float() * layer.scale[:, None]
+    assert torch.equal(restored[:rows], matrix[:rows])
+    assert torch.equal(restored[rows:], matrix[rows:].to(FP8).float()) and (layer.scale[rows:] == 1).all()
+
+
+@pytest.mark.parametrize("name", SELF_CONTAINED)
+def test_tables_and_heads_may_be_quantised_too(name, tmp_path):
+    """Families read parts of their rows, and look into some."""
+    narrow, wide = map(load_model, both(name, tmp_path, "int8 by row", chosen=lambda key: True))
+    for key, parameter in wide.named_parameters():
+        assert torch.equal(narrow.get_parameter(key), parameter), key
+
+
+def marked_in_metadata(tensors):
+    narrow, _ = quantise_file(tensors, "nvfp4")
+    layers = {name.removesuffix(".comfy_quant"): json.loads(bytes(tensor.tolist()))
+              for name, tensor in narrow.items() if name.endswith(".comfy_quant")}
+    rest = {name: tensor for name, tensor in narrow.items() if not name.endswith(".comfy_quant")}
+    return rest, {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_layers_may_be_marked_in_the_metadata(tmp_path, mapped):
+    narrow, wide = both("simplear", tmp_path, "nvfp4")
+    other = rewritten(FAMILIES["simplear"].write(tmp_path / "other", layers=2), marked_in_metadata)
+    try:
+        use_mmap(mapped)
+        found, wanted = load_model(other).state_dict(), load_model(wide).state_dict()
+    finally:
+        use_mmap(True)
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+    shapes = {name: tensor.shape for name, tensor in outline(other / "model.safetensors").tensors.items()}
+    assert shapes == {name: tensor.shape for name, tensor in load_file(str(wide / "model.safetensors")).items()}
+
+
+def test_scales_may_lie_in_another_shard(tmp_path):
+    narrow, wide = both("simplear", tmp_path, "int8_tensorwise")
+    tensors = load_file(str(narrow / "model.safetensors"))
+    first = {name: tensor for name, tensor in tensors.items() if name.endswith(".weight")}
+    second = {name: tensor for name, tensor in tensors.items() if name not in first}
+    (narrow / "model.safetensors").unlink()
+    shards = {f"model-0000{number}-of-00002.safetensors": part for number, part in ((1, first), (2, second))}
+    for file, part in shards.items():
+        save_file(part, str(narrow / file))
+    index = {name: file for file, part in shards.items() for name in part}
+    (narrow / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    assert stays_narrow(narrow) == INT8
+    found, wanted = load_model(narrow).state_dict(), load_model(wide).state_dict()
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+
+
+def test_parts_of_rows_are_not_widened():
+    """So that a large matrix is widened in parts when it is rounded again."""
+    for kind in KINDS:
+        parts, wide = comfy_quant.quantised(torch.randn(300, 64), kind)
+        marked = {f"a.{name}": part for name, part in parts.items()}
+        marked["a.comfy_quant"] = comfy_quant.mark({"format": "int8_tensorwise" if "int8" in kind else kind})
+        matrix = with_scales(marked, Path("file"))["a.weight"]
+        assert torch.equal(matrix.float(), wide) and torch.equal(matrix + 0, wide) and matrix.shape == wide.shape
+        for found, wanted in ((matrix[7:140], wide[7:140]), *zip(matrix.split(100), wide.split(100), strict=True)):
+            assert isinstance(found, ScaledMatrix) and torch.equal(found.float(), wanted)
+        assert torch.equal(matrix[torch.tensor([5, 2])], wide[[5, 2]]) and torch.equal(matrix[:, 3:5], wide[:, 3:5])
+
+
+def test_continuous_models_are_widened(tmp_path):
+    files = [tiny_mar.write_mar(tmp_path / f"{which}.safetensors") for which in ("narrow", "wide")]
+    for file, which in zip(files, (0, 1), strict=True):
+        rewritten(file, lambda tensors, which=which: (
+            quantise_file(tensors, "float8_e4m3fn", lambda name: "blocks." in name)[which], {}))
+    assert stays_narrow(files[0]) is None
+    found, wanted = (load_model(file).state_dict() for file in files)
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+
+
+# What is refused
+
+LAYER = "model.layers.1.mlp.down_proj"
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda t: t | {f"{LAYER}.comfy_quant": comfy_quant.mark({"format": "mxfp8"})}, f"{LAYER}.*mxfp8.*not supported"),
+    (lambda t: t | {f"{LAYER}.comfy_quant": comfy_quant.mark({"format": "int8_tensorwise", "convrot": True})},
+     f"{LAYER}.*rotated.*not supported"),
+    (lambda t: t | {f"{LAYER}.comfy_quant": comfy_quant.mark({"format": "int8_tensorwise", "params": {"convrot": 1}})},
+     f"{LAYER}.*rotated.*not supported"),
+    (lambda t: t | {f"{LAYER}.pre_quant_scale": torch.ones(4)}, f"{LAYER}.*not supported"),
+    (lambda t: t | {f"{LAYER}.comfy_quant": comfy_quant.mark({"format": "nvfp4"})}, f"{LAYER}.weight has.*int8"),
+    (lambda t: t | {f"{LAYER}.comfy_quant": torch.zeros(3, dtype=torch.uint8)}, f"{LAYER}.comfy_quant cannot be read"),
+    (lambda t: t | {f"{LAYER}.comfy_quant": torch.ones(3)}, f"{LAYER}.comfy_quant cannot be read"),
+    (lambda t: t | {f"{LAYER}.comfy_quant": comfy_quant.mark([1])}, f"{LAYER}.comfy_quant cannot be read"),
+    (lambda t: {name: tensor for name, tensor in t.items() if name != f"{LAYER}.weight_scale"},
+     f"lacks {LAYER}.weight_scale"),
+    (lambda t: {name: tensor for name, tensor in t.items() if name != f"{LAYER}.weight"}, f"lacks {LAYER}.weight"),
+    (lambda t: {name: tensor for name, tensor in t.items() if name != f"{LAYER}.comfy_quant"}, f"{LAYER}.weight_scale"),
+    (lambda t: t | {f"{LAYER}.weight_scale": torch.ones(3)}, rf"{LAYER}.weight_scale has.*\[3\]"),
+    (lambda t: t | {f"{LAYER}.weight_scale": torch.ones((), dtype=torch.int32)}, f"{LAYER}.weight_scale has.*int32"),
+    (lambda t: t | {f"{LAYER}.weight_scale": torch.tensor(float("nan"))}, "w2.weight.*NaN"),
+    (lambda t: t | {f"{LAYER}.weight": t[f"{LAYER}.weight"][:, :-16].contiguous()}, "w2.weight.*shape"),
+], ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize("storage", [None, INT8], ids=str)
+def test_what_cannot_be_read_is_refused_in_words(tmp_path, change, message, storage):
+    path, _ = both("simplear", tmp_path, "int8_tensorwise")
+    rewritten(path, lambda tensors: (change(tensors), {}))
+    with pytest.raises(CheckpointError, match=message):
+        load_model(path, storage=storage)
+
+
+@pytest.mark.parametrize("part", ["weight_scale", "weight_scale_2"])
+def test_scales_of_nvfp4_are_checked(tmp_path, part):
+    path, _ = both("simplear", tmp_path, "nvfp4")
+    name = f"{LAYER}.{part}"
+    rewritten(path, lambda tensors: (tensors | {name: tensors[name].flatten().repeat(2)}, {}))
+    with pytest.raises(CheckpointError, match=f"{name} has"):
+        open_checkpoint(path / "model.safetensors")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"layers": []}', '{"layers": {"a": 3}}'])
+def test_metadata_that_cannot_be_read(tmp_path, text):
+    path = rewritten(FAMILIES["simplear"].write(tmp_path / "a"), lambda t: (t, {"_quantization_metadata": text}))
+    with pytest.raises(CheckpointError, match="_quantization_metadata|comfy_quant|lacks a.weight"):
+        load_model(path)
+
+
+def test_scales_too_large_for_the_precision(tmp_path):
+    path, _ = both("simplear", tmp_path, "int8_tensorwise")
+    rewritten(path, lambda t: (t | {f"{LAYER}.weight_scale": torch.tensor(1e4)}, {}))
+    load_model(path, dtype=torch.bfloat16, storage=INT8)
+    with pytest.raises(CheckpointError, match="w2.weight.*too large.*torch.float16"):
+        load_model(path, dtype=torch.float16, storage=INT8)
