@@ -58,7 +58,7 @@ def recognise(tensors: Mapping[str, Tensor]) -> bool:
     root = language_root(tensors, (_ROOT,))
     if root is None or _HEAD not in tensors or f"{root}layers.0.post_mlp_layernorm.weight" not in tensors:
         return False
-    return len(tensors[_HEAD]) < len(tensors[_TABLE])
+    return tensors[_HEAD].shape[:1] < tensors[_TABLE].shape[:1]
 
 
 def load(
