@@ -21,7 +21,7 @@ from ...models.glm_image import PREVIEW, AxisPositions, preview_grid
 from ...models.prefix import TextPrefix
 from ...samplers.contract import SamplingParams
 from ..ar_model import DiscreteModel, legal_grid
-from ..files.checkpoint import Checkpoint
+from ..files.checkpoint import Checkpoint, bounded_int
 from ..files.errors import CheckpointError
 from ..files.weights import load_weights
 from ..registry import Family, ReleasedDecoder, Source
@@ -86,7 +86,7 @@ def load(
             f"{grids[0][0]} to {grids[-1][0]}, and the longer one at most {_ASPECT} times the shorter one."
         )
     config = backbone_config(checkpoint, _ROOT, codes, _HEADS, norm_eps=1e-5)
-    side = meta.get("preview_side", PREVIEW)
+    side = bounded_int("preview_side", meta.get("preview_side", PREVIEW), 1, 64)
     positions = positions_of(settings, config.head_dim, side)
 
     def preview(size: tuple[int, int]) -> tuple[int, int]:

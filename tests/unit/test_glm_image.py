@@ -228,6 +228,31 @@ def test_a_head_that_does_not_fit_the_codes(tmp_path, begin):
     refused(change(tiny.write(tmp_path), image_start_token_id=begin), "40", repr(begin), "config.json", loader=load)
 
 
+@pytest.mark.parametrize("side", ["2", 0, 2.5, None])
+def test_a_preview_that_cannot_be(tmp_path, side):
+    refused(change(tiny.write(tmp_path), specar={"grid": [4, 4], "preview_side": side}), "preview_side", "1 to 64",
+            loader=load, error=ValueError)  # fmt: skip
+
+
+def test_rules_compare_codes_by_the_direction_of_their_vectors(tmp_path):
+    """With latents that stay the ids."""
+    path = tiny.write(tmp_path)
+    weights = load_file(path / "model.safetensors")
+    vectors = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
+    vectors[7] = 100 * vectors[3] + 0.01
+    save_file(weights | {"model.vqmodel.quantize.embedding.weight": vectors}, path / "model.safetensors")
+    model = load(path)
+    assert model.neighbours(1)[3] == 7 and model.neighbours(1)[7] == 3
+    tokens = torch.arange(16).view(1, 4, 4)
+    assert model.latent_channels == 1 and torch.equal(model.quantize(model.dequantize(tokens)), tokens)
+    save_file(weights | {"model.vqmodel.quantize.embedding.weight": vectors[:9].clone()}, path / "model.safetensors")
+    refused(path, "codebook of 9 codes", "32", loader=load)
+    weights.pop("model.vqmodel.quantize.embedding.weight")
+    save_file(weights, path / "model.safetensors")
+    with pytest.raises(ValueError, match="code vectors"):
+        load(path).neighbours(1)
+
+
 def test_storage_in_8_bits_permutes_scales_with_rows(folder, model):
     """Rows of queries and keys are rounded where they were, and moved with their scales."""
     narrow = load(folder, storage=torch.int8).backbone.layers[1].attention.wqkv
