@@ -58,8 +58,9 @@ class DiscreteModel(Prompted, Placed):
     the last ids of the backbone's vocabulary, in this order. longest: maximum number of tokens, prompt included (None:
     no limit). word_ids: if image tokens are part of a language model's vocabulary, their ids in it. preview: grid of an
     image -> grid of the smaller one that the model generates before it. guidance: was it trained with a second branch.
-    ``image_decoder``: the one loaded with the model, if any; its code vectors are ``codebook``. ``device``: the compute
-    device, set by ComfyUI's model management. ``int8_cache``: whether keys and values are stored in int8.
+    ``image_decoder``: the one loaded with the model, if any; its code vectors are ``codebook``. ``id_latents``: whether
+    latents contain token ids although there is a codebook. ``device``: the compute device, set by ComfyUI's model
+    management. ``int8_cache``: whether keys and values are stored in int8.
     """
 
     continuous = False
@@ -83,6 +84,7 @@ class DiscreteModel(Prompted, Placed):
         self.vocab = self.vocab_total - row_ends - endings
         self.preview, self.guidance = preview, guidance
         self.codebook: Tensor | None = None
+        self.id_latents = False
         self.image_decoder: ImageDecoder | None = None
         self._neighbours: Tensor | None = None  # the widest table computed so far
         self.sessions: dict[Hashable, Any] = {}
@@ -161,15 +163,27 @@ class DiscreteModel(Prompted, Placed):
         self.sessions.clear()  # captured steps refer to the previous table
         self.codebook, self.pixels_per_token = codebook.detach().float().cpu(), pixels_per_token
 
-    def dequantize(self, tokens: Tensor) -> Tensor:
-        """Code vectors [B, C, h, w] (fp32) of tokens [B, h, w]. Raises ValueError before a codebook is attached."""
-        return self._codes()[tokens.cpu()].movedim(-1, 1).contiguous()
+    def attach_semantics(self, vectors: Tensor) -> None:
+        """Set code vectors [V, C] by which codes are compared, but which no image decoder reads."""
+        self.attach_codebook(vectors, self.pixels_per_token)
+        self.id_latents = True
 
-    def quantize(self, latent: Tensor) -> Tensor:
-        """Tokens [B, h, w] of the code vectors nearest to those of a latent [B, C, h, w].
+    def dequantize(self, tokens: Tensor) -> Tensor:
+        """Latents of tokens [B, h, w]: their code vectors [B, C, h, w] (fp32), or the ids themselves as one channel.
 
         Raises ValueError before a codebook is attached.
         """
+        if self.id_latents:
+            return tokens[:, None].float().cpu()
+        return self._codes()[tokens.cpu()].movedim(-1, 1).contiguous()
+
+    def quantize(self, latent: Tensor) -> Tensor:
+        """Tokens [B, h, w] of a latent [B, C, h, w]: of the nearest code vectors, or of the nearest ids.
+
+        Raises ValueError before a codebook is attached.
+        """
+        if self.id_latents:
+            return latent[:, 0].round().long().clamp(0, self.vocab - 1)
         return nearest_codes(latent.cpu(), self._codes())
 
     def _codes(self) -> Tensor:
@@ -199,8 +213,8 @@ class DiscreteModel(Prompted, Placed):
 
     @property
     def latent_channels(self) -> int:
-        """Channels of latents: those of the code vectors, or 1 (token ids) without an image decoder."""
-        return 1 if self.codebook is None else self.codebook.shape[1]
+        """Channels of latents: those of the code vectors that an image decoder reads, or 1 (token ids)."""
+        return 1 if self.codebook is None or self.id_latents else self.codebook.shape[1]
 
     def typical_latents(self, count: int) -> Tensor:
         """Typical latents [count, C] of the model; deterministic."""

@@ -15,11 +15,13 @@ class ReleasedDecoder:
     """The image decoder that models were released with; by default it is part of their weights.
 
     names: file names without the extension, after the folder's name if it has its own folder. home: for messages: the
-    file to put beside the model, and its repository.
+    file to put beside the model, and its repository. node: the one that decodes instead of VAE Decode, where tokens
+    alone do not determine an image.
     """
 
     names: tuple[str, ...] = ()
     home: str = ""
+    node: str = ""
 
 
 @dataclass(frozen=True)

@@ -197,6 +197,11 @@ class DiT(nn.Module):
         x = self.proj_out(modulated(x, shift, scale)).unflatten(2, (-1, side, side)).unflatten(1, (rows, cols))
         return x.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
 
+    def activation_bytes(self, tokens: int) -> int:
+        """Rough bytes of the activations of a forward pass over so many tokens of image and text: of a feed-forward
+        network, its input, twice its four times wider middle, and what waits for it."""
+        return 12 * tokens * self.config.dim * self.proj_out.weight.dtype.itemsize
+
     def _prior(self, codes: Tensor | None, like: Tensor) -> Tensor:
         """Embeddings [B, T, dim] of codes [B, h, w], each for 2 x 2 tokens; zeros without codes."""
         if codes is None:

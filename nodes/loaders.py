@@ -7,10 +7,11 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..model_loaders.detect import missing_decoder
-from ..model_loaders.families import CONTINUOUS_NAMES
+from ..model_loaders.families import CONTINUOUS_NAMES, RELEASED_DECODERS
 from .checks import available
 from .comfy_runtime import folders, models
 from .comfy_runtime.clip import ARClip
+from .comfy_runtime.glm_image import GlmImageVae
 from .comfy_runtime.vae import ARVae
 from .latents import empty_latent
 from .search import FAMILIES, START, found_by
@@ -77,7 +78,11 @@ class LoadCheckpoint(io.ComfyNode):
             raise ValueError(f"grid is {grid!r}; choose one of {', '.join(GRIDS)}.")
         side = None if grid == "auto" else (int(grid), int(grid))
         loaded = models.open_model(model_name, dtype, side)
-        vae = ARVae(loaded.decoder, missing_decoder(model_name, loaded.model.family))
+        family = loaded.model.family
+        if RELEASED_DECODERS[family].node:
+            vae = GlmImageVae(model_name)
+        else:
+            vae = ARVae(loaded.decoder, missing_decoder(model_name, family))
         return io.NodeOutput(loaded, ARClip(loaded.model), vae)
 
 

@@ -16,7 +16,7 @@ from ..model_loaders.ar_model import DiscreteModel
 from ..model_loaders.continuous_model import ContinuousBase
 from ..model_loaders.decoders.image_decoder import Autoencoder
 from ..model_loaders.detect import family_of, load_drafter, missing_decoder
-from ..model_loaders.families import eagle
+from ..model_loaders.families import RELEASED_DECODERS, eagle
 from ..model_loaders.files.checkpoint import CheckpointError, outline, weight_file
 from ..model_loaders.registry import Family
 from .comfy_runtime import folders, models
@@ -35,10 +35,11 @@ class ModelSummary:
     """bytes_by_dtype: of the weights without the word embeddings, which the nodes keep in main memory.
 
     caches: bytes of the key/value caches per image of the default size, without and with guidance (models of token ids
-    only). int8_cache: whether these are stored in int8. prompt: the prompt tokens that they include. picture: rows and
-    columns of image tokens; sequence: their number, special tokens included. sizes: (width, height) in pixels, the
-    default first. specials: ids of the special tokens by what they mark. longest: maximum tokens of prompt and image
-    together.
+    only; one number for models without guidance). int8_cache: whether these are stored in int8. prompt: the prompt
+    tokens that they include. picture: rows and columns of image tokens; sequence: their number, special tokens and
+    those of a preview included; preview: how many of the latter. sizes: (width, height) in pixels, the default first.
+    specials: ids of the special tokens by what they mark. longest: maximum tokens of prompt and image together.
+    decoder: name of the image decoder, or of the node that decodes instead.
     """
 
     family: str
@@ -50,7 +51,8 @@ class ModelSummary:
     specials: dict[str, list[int]]
     picture: tuple[int, int]
     sequence: int
-    caches: tuple[int, int] | None
+    preview: int
+    caches: tuple[int, ...] | None
     int8_cache: bool
     prompt: int
     longest: int | None
@@ -76,7 +78,8 @@ def summarize(
     caches, specials, prompt = None, {}, 0
     if discrete:
         prompt = PROMPT_TOKENS if words is not None else getattr(model.prefix, "slots", 1)
-        caches = tuple(model.kv_bytes(1, model.layout(), 0, guided, prompt) for guided in (False, True))
+        branches = (False, True)[: 1 + model.guidance]
+        caches = tuple(model.kv_bytes(1, model.layout(), 0, guided, prompt) for guided in branches)
         ids = list(range(model.vocab, model.vocab_total))
         specials = {"end of a row": ids[: model.row_ends], "end of the image": ids[model.row_ends :]}
     grids = [model.grid, *(grid for grid in model.grids if grid != model.grid)] if discrete else [model.grid]
@@ -85,11 +88,12 @@ def summarize(
         parameters=sum(w.numel() for w in [*weights, *([] if words is None else [words])]), bytes_by_dtype=by_dtype,
         bytes_of_words=0 if words is None else words.numel() * words.element_size(),
         codes=model.vocab if discrete else None, specials={name: ids for name, ids in specials.items() if ids},
-        picture=(rows, cols), sequence=model.layout().length if discrete else rows * cols, caches=caches,
+        picture=(rows, cols), sequence=model.layout().length if discrete else rows * cols,
+        preview=model.layout().lead if discrete else 0, caches=caches,
         int8_cache=discrete and model.int8_cache, prompt=prompt,
         longest=model.longest if discrete else None,
         sizes=[(c * side, r * side) for r, c in grids], defaults=asdict(model.defaults),
-        decoder=decoder and decoder.name, drafters=list(drafters),
+        decoder=decoder.name if decoder else RELEASED_DECODERS[model.family].node or None, drafters=list(drafters),
         decoder_bytes=sum(p.numel() * p.element_size() for p in decoder.module.parameters()) if decoder else 0,
     )  # fmt: skip
 
@@ -106,12 +110,14 @@ def report(name: str, summary: ModelSummary, missing: str, memory: Sequence[str]
         lines.append(f"word embeddings, in main memory: {in_units(summary.bytes_of_words)}")
     codes = f" of {summary.codes} codes" if summary.codes else ""
     specials = ", ".join(f"{what} ({', '.join(map(str, ids))})" for what, ids in summary.specials.items())
+    preview = f" with a preview of {summary.preview}" if summary.preview else ""
     lines.append(f"an image: {rows} rows of {cols} tokens{codes}" + (
-        f", {summary.sequence} in all with special tokens: {specials}" if specials else f", {summary.sequence} in all"))
+        f", {summary.sequence} in all with special tokens: {specials}" if specials
+        else f", {summary.sequence} in all{preview}"))
     if summary.caches:
-        plain, guided = map(in_units, summary.caches)
         cache = "KV cache per image in int8" if summary.int8_cache else "KV cache per image"
-        lines.append(f"{cache}, after {summary.prompt} prompt tokens: {plain}, with guidance {guided}")
+        sizes = ", with guidance ".join(map(in_units, summary.caches))
+        lines.append(f"{cache}, after {summary.prompt} prompt tokens: {sizes}")
     lines += memory
     if summary.longest:
         lines.append(f"prompt and image together: at most {summary.longest} tokens")
@@ -121,7 +127,9 @@ def report(name: str, summary: ModelSummary, missing: str, memory: Sequence[str]
     settings = {key: value for key, value in summary.defaults.items() if value is not None}
     lines.append("default settings: " + ", ".join(
         f"{key} {' then '.join(value) if isinstance(value, tuple) else value}" for key, value in settings.items()))
-    decoder = f"image decoder: {summary.decoder} ({in_units(summary.decoder_bytes)})"
+    decoder = f"image decoder: {summary.decoder}"
+    if summary.decoder_bytes:
+        decoder += f" ({in_units(summary.decoder_bytes)})"
     lines.append(decoder if summary.decoder else missing)
     lines.append("compatible drafters: " + (", ".join(summary.drafters) or "none"))
     return "\n".join(lines)

@@ -106,6 +106,9 @@ SCENES = {
     "SpecARContinuePicture": Scene(
         "13 Continue an image", {PREVIEW: (0, 0, 300, 240), "SpecARContinuePicture": (0, None, 300),
                               "RepeatLatentBatch": (0, None, 0), SAVE: (COLUMN, 0, 360, 400)}),
+    "SpecARDecodeGLMImage": Scene(
+        "51 GLM-Image (download)", {CHECKPOINT: (0, 0, 320), TEXT: (370, 0, 300, 110), LATENT: (370, 160, 300),
+                                    SJD: (720, 0, 0), "SpecARDecodeGLMImage": (720, 60, 300)}, run=False),
     "SpecARModelInfo": Scene(
         "05 Acceptance map", {CHECKPOINT: (0, 0, 300), "SpecARModelInfo": (370, 0, 460, 300)},
         added={"SpecARModelInfo": {}}, wires=((CHECKPOINT, "AR_MODEL", "SpecARModelInfo", "model"),)),

@@ -1,8 +1,10 @@
 """Families of models: one module per family, listed in the order in which messages name them."""
 
-from . import chameleon, emu3, emu35, harmon, janus, llamagen, mar, simplear, xar
+from . import chameleon, emu3, emu35, glm_image, harmon, janus, llamagen, mar, simplear, xar
 
-FAMILIES = tuple(module.FAMILY for module in (llamagen, janus, simplear, chameleon, emu3, emu35, mar, xar, harmon))
+FAMILIES = tuple(
+    module.FAMILY for module in (llamagen, janus, simplear, chameleon, emu3, emu35, glm_image, mar, xar, harmon)
+)
 NAMES = ", ".join(label for family in FAMILIES for label in family.labels)
 CONTINUOUS_NAMES = ", ".join(label for family in FAMILIES if family.continuous for label in family.labels)
 RELEASED_DECODERS = {kind: decoder for family in FAMILIES for kind, decoder in family.decoders.items()}

@@ -43,6 +43,7 @@ def discrete(name: str) -> Subject:
         with TemporaryDirectory() as folder:
             family = make_family(name, Path(folder))
         drafters = {"eagle": family.eagle, "small": family.small}
+        options["cfg"] = 2.0 if family.model.guidance else 1.0
         # Only the text-to-image LlamaGen has no text encoder here: it gets features.
         negative = None if name == "llamagen-t2i" else family.model.encode_prompt("5")
         return Subject(family.model, family.prompt, negative, drafters, family.model.layout(), options)

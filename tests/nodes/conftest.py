@@ -37,6 +37,8 @@ from comfyui_specar.nodes.comfy_runtime import previews  # noqa: E402
 from comfyui_specar.nodes.comfy_runtime import progress as nodes_progress  # noqa: E402
 
 from ..custom_nodes.simulated_dynamic_vram import ENABLED  # noqa: E402
+from ..support import tiny_glm_image  # noqa: E402
+from ..support.families import Placed  # noqa: E402
 from ..support.fixtures import on_tape  # noqa: E402, F401
 from ..support.simulated_gpu import gpu  # noqa: E402, F401
 
@@ -194,6 +196,16 @@ def nodes() -> dict[str, type]:
 def tiny(models, nodes, run):
     """(AR_MODEL, CLIP, VAE) of the tiny text model."""
     return run(nodes["SpecARLoadCheckpoint"], model_name="tiny", dtype="auto", grid="auto").result
+
+
+@pytest.fixture(scope="module")
+def glm_image(models, nodes, run):
+    """(AR_MODEL, CLIP, VAE) of a tiny GLM-Image, whose files are there while the module's tests run."""
+    placed = Placed(models.parent)
+    tiny_glm_image.install(models.parent)
+    name = "GLM-Image/vision_language_encoder"
+    yield run(nodes["SpecARLoadCheckpoint"], model_name=name, dtype="auto", grid="auto").result
+    placed.remove()
 
 
 @pytest.fixture

@@ -31,7 +31,9 @@ def test_a_template_reports_what_its_loaders_report(template):
 
 
 def place_of(model: dict) -> str:
-    return f"models/{model['directory']}/{model['name']}".rpartition("/")[0]
+    """The folder of its repository, or ComfyUI's own."""
+    folders = f"models/{model['directory']}/{model['name']}".split("/")[:-1]
+    return "/".join(folders[:3])
 
 
 @pytest.mark.parametrize(("choice", "words"), [

@@ -18,7 +18,7 @@ from .conftest import CODES, GRID, KL, defaults
 REFUSALS = (ValueError, FileNotFoundError)
 NAMES = [node.GET_SCHEMA().node_id for node in extension.node_classes()]
 CHEAP = {"SpecARSJDSampler": {"window": 4}, "SpecARFindFastest": {"tokens": 16, "seconds": 1},
-         "SpecARTimeline": {"frames": 2, "hold": 1}}
+         "SpecARTimeline": {"frames": 2, "hold": 1}, "SpecARDecodeGLMImage": {"steps": 1}}
 
 
 def fuzz(share: float = 1.0):
@@ -60,14 +60,17 @@ def sound_sockets(node, tiny, drafter, continuous, small_vectors, trace):
     return inputs
 
 
-@pytest.fixture(scope="session")
-def sound(nodes, tiny, drafter, continuous, small_vectors, traces, run):
+@pytest.fixture(scope="module")
+def sound(nodes, tiny, drafter, continuous, small_vectors, glm_image, traces, run):
     """sound(name) -> legal inputs of a node."""
 
     def sound(name: str) -> dict:
         inputs = sound_sockets(nodes[name], tiny, drafter, continuous, small_vectors, traces["ids"])
         inputs |= {"SpecAREmptyLatent": {"width": 32, "height": 32}, "SpecARLoadCheckpoint": {"model_name": "tiny"},
                    "SpecARLoadDrafter": {"drafter_name": "eagle"}}.get(name, {})
+        if name == "SpecARDecodeGLMImage":
+            prompt = glm_image[1].encode_from_tokens_scheduled("a red cup")
+            inputs |= {"samples": {"samples": torch.ones(1, 1, 2, 2)}, "vae": glm_image[2], "positive": prompt}
         if name == "SpecARLoadTrace":
             [file, _] = run(nodes["SpecARSaveTrace"], trace=traces["ids"], filename_prefix="faults/t").ui["files"]
             inputs["trace_name"] = f"{file['subfolder']}/{file['filename']} [output]".replace(".json", ".safetensors")

@@ -20,8 +20,8 @@ NAMES = [name for name in FAMILIES if name != "llamagen-t2i"]  # those with a te
 
 
 def run(model, prompt):
-    """One step after a prompt, with guidance."""
-    state = model.start(prompt, None, 1, model.layout(), 4, True)
+    """One step after a prompt, with guidance if the model has it."""
+    state = model.start(prompt, None, 1, model.layout(), 4, model.guidance)
     places = torch.zeros(1, 2, dtype=torch.int64, device=GPU)
     out = model.step(state, places, places)
     model.commit(state, places[:, 0])

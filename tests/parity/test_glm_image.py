@@ -7,8 +7,8 @@ its head; both are asked here for the image codes alone, the preview first and t
 import pytest
 import torch
 from comfyui_specar import api
+from comfyui_specar.model_loaders.families import glm_image
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, open_checkpoint
-from comfyui_specar.model_loaders.glm_image import autoregressive as glm_image
 from comfyui_specar.models.glm_image import preview_grid
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
@@ -124,6 +124,7 @@ def test_the_released_size_fits_without_a_tensor_left_over(monkeypatch, tmp_path
     with torch.device("meta"):
         reference = transformers.GlmImageForConditionalGeneration(transformers.GlmImageConfig())
     tensors = reference.state_dict()
+    assert tensors.pop("model.vqmodel.quantize.embedding.weight").shape == (16384, 2048)  # its values would be read
     monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.ones(()))  # nothing to look at on the meta device
     assert glm_image.recognise(tensors)
     model = glm_image.load(Checkpoint(tensors, {}, tmp_path / "model.safetensors"), torch.bfloat16, None, ())

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from comfyui_specar.model_loaders.glm_image import decoder as glm_image
+from comfyui_specar.model_loaders.decoders import glm_image
 from comfyui_specar.models.backbone import Rotation
 from comfyui_specar.models.glm_image_dit import DiT, DiTConfig, denoise, finer, schedule
 from comfyui_specar.models.positions import grid_angles
@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 
 from ..support.closeness import assert_as_exact
 from ..support.tiny import fill
-from ..support.tiny_glm_image import MEAN, STD, vae_shapes, write_decoder
+from ..support.tiny_glm_image import vae_shapes, write_decoder
 
 OFFICIAL = load_file(Path(__file__).parent / "glm_image.safetensors")
 PROMPTS = ("no words", 'a sign "open" and \u201cna\u00efve\u201d', "'one' only \u300c\u4e8c\u300d \"3\"")
@@ -69,7 +69,7 @@ def test_a_block(decoder):
 
 @pytest.mark.parametrize("number", range(3))
 def test_quoted_text(decoder, number):
-    assert_as_exact(lambda: decoder.glyphs(PROMPTS[number]), OFFICIAL[f"glyphs_{number}"])
+    assert_as_exact(lambda: decoder.read(PROMPTS[number])[0], OFFICIAL[f"glyphs_{number}"])
 
 
 @pytest.mark.parametrize(("name", "cfg"), [("denoised", 1.5), ("denoised_unguided", 1.0)])
@@ -77,7 +77,7 @@ def test_denoised_latents(decoder, name, cfg):
     noise = fill("noise embedding", (1, 4, 8, 12))
 
     def compute():
-        text, null = decoder.glyphs(PROMPTS[1]), decoder.glyphs("")
+        text, null = decoder.read(PROMPTS[1])
         return denoise(decoder.dit, noise, CODES[:1], text, null, 6, cfg)
 
     assert_as_exact(compute, OFFICIAL[name])
@@ -85,13 +85,12 @@ def test_denoised_latents(decoder, name, cfg):
 
 def test_pixels(decoder):
     latent = fill("small embedding", (1, 4, 2, 3))
-    mean, std = (torch.tensor(numbers).view(1, 4, 1, 1) for numbers in (MEAN, STD))
-    assert_as_exact(lambda: decoder.vae(latent * std + mean), OFFICIAL["decoded"])
+    assert_as_exact(lambda: decoder.vae.module.decode(latent), OFFICIAL["decoded"])
     noise = fill("noise embedding", (1, 4, 8, 12))
 
     def whole():
-        text, null = decoder.glyphs(PROMPTS[1]), decoder.glyphs("")
-        image = decoder.pixels(denoise(decoder.dit, noise, CODES[:1], text, null, 6, 1.5))
+        text, null = decoder.read(PROMPTS[1])
+        image = decoder.vae.decode(denoise(decoder.dit, noise, CODES[:1], text, null, 6, 1.5))
         return image.movedim(-1, 1)[:, :, ::8, ::8]
 
     assert_as_exact(whole, OFFICIAL["pixels"])

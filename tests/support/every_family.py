@@ -97,5 +97,5 @@ def asked(family: Family, guided: bool, seed: int = 0, temperature: float = 1.0)
     keep = torch.zeros((2, ROWS, COLS), dtype=torch.bool)
     keep[0, 1:3], keep[1, 2:], keep[1, 0, 3] = True, True, True
     layout = model.layout().keeping(torch.arange(2 * ROWS * COLS).view(2, ROWS, COLS) % model.vocab, keep)
-    params = SamplingParams(cfg=2.0 if guided else 1.0, temperature=temperature, top_k=16)
+    params = SamplingParams(cfg=2.0 if guided and model.guidance else 1.0, temperature=temperature, top_k=16)
     return Request(model, family.prompt, layout, params, seed=seed, batch=2)

@@ -18,6 +18,7 @@ from tempfile import mkdtemp
 import comfyui_specar
 import torch
 from comfyui_specar import api
+from comfyui_specar.model_loaders.decoders import glm_image
 from comfyui_specar.model_loaders.detect import find_image_decoder, stays_narrow
 from comfyui_specar.model_loaders.families import emu3
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
@@ -25,7 +26,7 @@ from comfyui_specar.model_loaders.text.tiktoken_file import RankTokenizer
 from comfyui_specar.reports.run_report import check_words
 from comfyui_specar.samplers.trace import Source
 
-from . import tiny, tiny_chameleon, tiny_emu3, tiny_mar, tiny_simplear
+from . import tiny, tiny_chameleon, tiny_emu3, tiny_glm_image, tiny_mar, tiny_simplear
 from .fuzz_files import CANARY
 from .tiny_family import declared
 
@@ -88,6 +89,10 @@ def use_decoder(folder: Path, name: str) -> None:
     paint(api.load_image_decoder(folder / name if name else folder))
 
 
+def use_glm_image(folder: Path) -> None:
+    glm_image.load(folder, torch.float32).decode_tokens(torch.zeros(1, 1, 1, dtype=torch.int64), 'a "b"', steps=1)
+
+
 @cache
 def target():
     """A model that drafters are loaded for."""
@@ -141,6 +146,7 @@ SEEDS = {
     "MoVQ": Seed(tiny_emu3.write_decoder, partial(use_decoder, name="")),
     "Cosmos": Seed(lambda folder: tiny_simplear.write_cosmos(folder, suffix=".jit"), partial(use_decoder, name="")),
     "KL": Seed(tiny_mar.write_kl_vae, partial(use_decoder, name="kl16.safetensors")),
+    "GLM-Image's decoder": Seed(tiny_glm_image.write_decoder, use_glm_image),
     "trace": Seed(trace, use_trace),
 }
 

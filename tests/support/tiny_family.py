@@ -38,11 +38,13 @@ class Files:
 @dataclass(frozen=True)
 class Workflow:
     """What the workflow of a family asks for, in ``WORKFLOWS`` by the workflow's name: ``write`` puts it into ComfyUI's
-    models folder. title: of the workflow's card. changes: what its inputs must be for the tiny files."""
+    models folder. title: of the workflow's card. changes: what its inputs must be for the tiny files. tokens: that its
+    model samples."""
 
     title: str
     write: Callable[[Path], Any]
     changes: Mapping[str, Any] = field(default_factory=dict)
+    tokens: int = 16
 
 
 def declared(table: str, continuous: bool | None = None) -> dict[str, Any]:

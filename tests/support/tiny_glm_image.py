@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import tiny_t5
 from .tiny import fill
+from .tiny_family import Files, Tiny, Workflow
 from .tiny_folder import write_folder
 
 CODES, HEADS, KV_HEADS, GRID = 32, 4, 2, (4, 4)
@@ -165,3 +166,12 @@ def write_decoder(folder: Path) -> Path:
         save_file(tensors, folder / part / f"{name}.safetensors")
         (folder / part / "config.json").write_text(json.dumps(configs[part]), encoding="utf-8")
     return folder
+
+
+def install(models: Path) -> None:
+    write_decoder(write(models / "ar_models/GLM-Image", shards=4).parent)
+
+
+TINY = {"glm-image": Tiny(write)}
+FILES = {"GLM-Image": Files(write, "vision_language_encoder")}
+WORKFLOWS = {"51 GLM-Image (download)": Workflow("GLM-Image 8.9B + 7B", install, {"steps": 2}, tokens=20)}

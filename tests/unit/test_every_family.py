@@ -27,8 +27,8 @@ def test_what_is_forced_is_in_place(family, name):
     guided = (list(METHODS).index(name) + list(FAMILIES).index(family.model.family)) % 2 > 0
     wanted = asked(family, guided)
     decoded = METHODS[name](family).sample(wanted)
-    tokens, forced = decoded.tokens, wanted.layout.forced
-    assert tokens.shape == (2, ROWS * COLS + specials) and (forced >= family.model.vocab).sum() == 2 * specials
+    tokens, forced, lead = decoded.tokens, wanted.layout.forced, wanted.layout.lead
+    assert tokens.shape == (2, lead + ROWS * COLS + specials) and (forced >= family.model.vocab).sum() == 2 * specials
     assert torch.equal(tokens[forced >= 0], forced[forced >= 0])
     assert (tokens >= 0).all() and (wanted.layout.to_grid(tokens) < family.model.vocab).all()
     assert torch.equal(decoded.trace.positions["source"] == Source.FORCED, forced >= 0)

@@ -40,7 +40,7 @@ def copied(folders, tmp_path):
 
 
 def start(model, prompt, negative=None):
-    return model.start(prompt, negative, 1, model.layout(), 2, guided=True)
+    return model.start(prompt, negative, 1, model.layout(), 2, guided=model.guidance or negative is not None)
 
 
 @pytest.fixture(params=WRITE)

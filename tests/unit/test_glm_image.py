@@ -9,10 +9,9 @@ import torch
 from comfyui_specar import api
 from comfyui_specar.model_loaders.detect import weight_file
 from comfyui_specar.model_loaders.drafters import pair
-from comfyui_specar.model_loaders.families import eagle
+from comfyui_specar.model_loaders.families import eagle, glm_image
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint
 from comfyui_specar.model_loaders.files.trace_files import load_trace, save_trace
-from comfyui_specar.model_loaders.glm_image import autoregressive as glm_image
 from comfyui_specar.models.glm_image import AxisPositions, preview_grid
 from comfyui_specar.models.quantised import quantise
 from comfyui_specar.samplers.contract import Request, SamplingParams
@@ -60,7 +59,7 @@ def test_a_released_folder(model):
     layout = model.layout()
     assert (layout.lead, layout.length, layout.forced.unique().tolist()) == (LEAD, LENGTH, [-1])
     out = api.sample(model, model.encode_prompt("a red cup"), SJD(window=4), batch_size=2, seed=1)
-    assert out.tokens.shape == (2, 4, 4) and out.tokens.max() < 32 and out.latent is None
+    assert out.tokens.shape == (2, 4, 4) and out.tokens.max() < 32 and torch.equal(out.latent[:, 0], out.tokens.float())
 
 
 def test_models_of_other_families_are_not_taken_for_it(folder, tmp_path):
@@ -227,6 +226,31 @@ def test_positions_of_another_kind(tmp_path, settings, words):
 @pytest.mark.parametrize("begin", [41, "32", 0, None, True])
 def test_a_head_that_does_not_fit_the_codes(tmp_path, begin):
     refused(change(tiny.write(tmp_path), image_start_token_id=begin), "40", repr(begin), "config.json", loader=load)
+
+
+@pytest.mark.parametrize("side", ["2", 0, 2.5, None])
+def test_a_preview_that_cannot_be(tmp_path, side):
+    refused(change(tiny.write(tmp_path), specar={"grid": [4, 4], "preview_side": side}), "preview_side", "1 to 64",
+            loader=load, error=ValueError)  # fmt: skip
+
+
+def test_rules_compare_codes_by_the_direction_of_their_vectors(tmp_path):
+    """With latents that stay the ids."""
+    path = tiny.write(tmp_path)
+    weights = load_file(path / "model.safetensors")
+    vectors = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
+    vectors[7] = 100 * vectors[3] + 0.01
+    save_file(weights | {"model.vqmodel.quantize.embedding.weight": vectors}, path / "model.safetensors")
+    model = load(path)
+    assert model.neighbours(1)[3] == 7 and model.neighbours(1)[7] == 3
+    tokens = torch.arange(16).view(1, 4, 4)
+    assert model.latent_channels == 1 and torch.equal(model.quantize(model.dequantize(tokens)), tokens)
+    save_file(weights | {"model.vqmodel.quantize.embedding.weight": vectors[:9].clone()}, path / "model.safetensors")
+    refused(path, "codebook of 9 codes", "32", loader=load)
+    weights.pop("model.vqmodel.quantize.embedding.weight")
+    save_file(weights, path / "model.safetensors")
+    with pytest.raises(ValueError, match="code vectors"):
+        load(path).neighbours(1)
 
 
 def test_storage_in_8_bits_permutes_scales_with_rows(folder, model):

@@ -162,11 +162,11 @@ def test_captured_steps_give_the_same(family):
 
 def test_bytes(family):
     model, layout = family.model, family.model.layout()
-    state = model.start(family.prompt, None, 2, layout, 7, guided=True)
-    prompt = model.prompt_tokens(family.prompt, None, 2, layout, guided=True)
+    state = model.start(family.prompt, None, 2, layout, 7, model.guidance)
+    prompt = model.prompt_tokens(family.prompt, None, 2, layout, model.guidance)
     held = state.cache.buffer.nbytes + state.cache.scales.nbytes
     copy = state.cache.buffer[0].numel() * 4
-    assert model.kv_bytes(2, layout, 7, True, prompt) == held + copy
+    assert model.kv_bytes(2, layout, 7, model.guidance, prompt) == held + copy
 
 
 def test_only_models_of_token_ids(tmp_path):

@@ -13,7 +13,7 @@ from ..support.tiny_family import declared
 
 ROOT = Path(comfyui_specar.__file__).parent
 NO_FAMILIES = {"eagle"}  # drafters
-NO_KINDS = {"image_decoder"}  # what all kinds share
+NO_KINDS = {"image_decoder", "glm_image"}  # what all kinds share; a decoder that reads the prompt, too
 
 
 def modules(package) -> set[str]:

@@ -7,12 +7,11 @@ Reads the folders ``transformer``, ``vae`` and ``text_encoder`` of the release.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from ...models.glm_image_dit import DiT, DiTConfig, denoise
@@ -23,8 +22,10 @@ from ..files.names import numbered
 from ..files.weights import load_weights
 from ..text.language_model import positive
 from ..text.t5 import T5, load_t5
+from .image_decoder import Autoencoder
 
 STEPS, CFG = 50, 1.5  # of the release
+PARTS = ("transformer", "vae", "text_encoder")
 _FILES = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json", *WEIGHT_FILES)
 _HEADS = 32
 _QUOTES = (r"'([^']*)'", r"\u201c([^\u201c\u201d]*)\u201d", r'"([^"]*)"', r"\u300c([^\u300c\u300d]*)\u300d")
@@ -37,45 +38,68 @@ _VAE = (  # (pattern, replacement) from diffusers' names to latent diffusion's; 
 )  # fmt: skip
 
 
+class Pixels(nn.Module):
+    """The VAE's decoder. mean, std [C]: of its latents, which are shifted and scaled to the transformer's."""
+
+    def __init__(self, config: KLConfig, operations=nn):
+        super().__init__()
+        self.config = config
+        self.decoder = Decoder(config, operations)
+        self.register_buffer("mean", torch.zeros(config.channels))
+        self.register_buffer("std", torch.ones(config.channels))
+
+    def decode(self, latent: Tensor) -> Tensor:
+        """Latents [B, C, H, W] of the transformer -> [B, 3, 8 * H, 8 * W], about [-1, 1], not clamped."""
+        mean, std = (each.to(latent)[:, None, None] for each in (self.mean, self.std))
+        return self.decoder(latent * std + mean)
+
+
 @dataclass(frozen=True)
 class GlmImageDecoder:
-    """mean, std [C] (fp32): of the VAE's latents, which are shifted and scaled to the transformer's. reader: ByT5."""
+    """reader: ByT5."""
 
     dit: DiT
-    vae: Decoder
-    mean: Tensor
-    std: Tensor
+    vae: Autoencoder
     reader: T5
 
-    @torch.inference_mode()
     def decode_tokens(
         self, tokens: Tensor, prompt: str, seed: int = 0, steps: int = STEPS, cfg: float = CFG,
         callback: Callable[[int], None] = lambda step: None,
     ) -> Tensor:
         """Pixels [B, 32 * h, 32 * w, 3] (fp32) in 0..1 for tokens [B, h, w] (int64) of images of one prompt.
 
-        Image i starts from the noise of seed + i. callback: called after each of the ``steps``.
+        See ``read`` and ``latents``, which may be called one by one, each with its module on the compute device.
         """
-        weight = self.dit.proj_out.weight
-        text, null = (self.glyphs(each).to(weight).expand(len(tokens), -1, -1) for each in (prompt, ""))
-        shape = self.dit.config.channels, 4 * tokens.shape[1], 4 * tokens.shape[2]
-        noise = torch.stack([
-            torch.randn(shape, generator=torch.Generator().manual_seed(seed + i)) for i in range(len(tokens))
-        ]).to(weight.device)  # fmt: skip
-        latent = denoise(self.dit, noise, tokens.to(weight.device), text, null, steps, cfg, callback)
-        return self.pixels(latent)
+        device = self.dit.proj_out.weight.device
+        return self.vae.decode(self.latents(tokens, *self.read(prompt), seed, steps, cfg, device, callback))
 
-    def glyphs(self, prompt: str) -> Tensor:
-        """Features [1, n, F] (fp32) of what a prompt puts in quotes, one quotation after the other."""
+    @torch.inference_mode()
+    def read(self, prompt: str) -> tuple[Tensor, Tensor]:
+        """Features [1, n, F] (fp32) of what a prompt puts in quotes, and of a prompt without quotations, which the
+        second branch of guidance reads."""
+        return self._glyphs(prompt), self._glyphs("")
+
+    def _glyphs(self, prompt: str) -> Tensor:
         read = [self.reader(torch.tensor([ids], device=self.reader.device)) for ids in glyph_ids(prompt)]
         return torch.cat(read, dim=1).float()
 
-    def pixels(self, latent: Tensor) -> Tensor:
-        """Pixels [B, 8 * H, 8 * W, 3] (fp32) in 0..1 for latents [B, C, H, W] of the transformer."""
-        weight = self.vae.conv_in.weight
-        scaled = latent.float() * self.std.to(latent.device)[:, None, None] + self.mean.to(latent.device)[:, None, None]
-        pixels = self.vae(scaled.to(weight)).float()
-        return rearrange(pixels / 2 + 0.5, "b c h w -> b h w c").clamp(0, 1)
+    @torch.inference_mode()
+    def latents(
+        self, tokens: Tensor, text: Tensor, null: Tensor, seed: int, steps: int, cfg: float,
+        device: torch.device | str, callback: Callable[[int], None] = lambda step: None,
+    ) -> Tensor:
+        """The VAE's latents [B, C, 4 * h, 4 * w] (fp32) for tokens [B, h, w] (int64) and the features of ``read``.
+
+        Images are denoised one after the other, as the tokens of one keep a device busy; image i starts from the noise
+        of seed + i. device: on which the transformer computes. callback: called after each of the B * ``steps`` steps.
+        """
+        shape = 1, self.dit.config.channels, 4 * tokens.shape[1], 4 * tokens.shape[2]
+        text, null = (each.to(device, self.dit.proj_out.weight.dtype) for each in (text, null))
+        made = []
+        for i, image in enumerate(tokens):
+            noise = torch.randn(shape, generator=torch.Generator().manual_seed((seed + i) % 2**64))
+            made.append(denoise(self.dit, noise.to(device), image[None].to(device), text, null, steps, cfg, callback))
+        return torch.cat(made)
 
 
 def quotations(prompt: str) -> list[str]:
@@ -93,32 +117,47 @@ def glyph_ids(prompt: str) -> list[list[int]]:
 # Files
 
 
+def find(model: Path, search: Sequence[Path]) -> Path:
+    """The folder that contains the decoder's, for the folder or file of a model: that of the release, or one named
+    GLM-Image in the search folders. Raises CheckpointError if there is none."""
+    folder = model if model.is_dir() else model.parent
+    home = folder.parent if folder.name == "vision_language_encoder" else folder
+    folders = (home, *(place / "GLM-Image" for place in search))
+    found = next((each for each in folders if all((each / part).is_dir() for part in PARTS)), None)
+    if found is None:
+        raise CheckpointError(
+            f"GLM-Image's image decoder was not found. Put the folders {', '.join(PARTS)} of zai-org/GLM-Image into "
+            f"{home}."
+        )
+    return found
+
+
 def load(folder: Path, dtype: torch.dtype, operations=nn) -> GlmImageDecoder:
     """The decoder of a released folder, on the CPU; the VAE is in fp32, as fp16 overflows.
 
     Raises CheckpointError for folders or tensors that are missing, and for tensors that are unknown, misshapen or not
     finite.
     """
-    transformer, vae, text = (open_part(folder, part) for part in ("transformer", "vae", "text_encoder"))
+    transformer, vae, text = (open_part(folder, part) for part in PARTS)
     with as_released(transformer.path):
         dit = load_dit(transformer, dtype, operations)
     with as_released(vae.path):
         pixels = load_vae(vae, operations)
-    if len(pixels[1]) != dit.config.channels:
+    if pixels.channels != dit.config.channels:
         raise CheckpointError(
-            f"The vae in {folder.name} has {len(pixels[1])} channels, its transformer {dit.config.channels}: they do "
+            f"The vae in {folder.name} has {pixels.channels} channels, its transformer {dit.config.channels}: they do "
             "not belong together. Download the folders of zai-org/GLM-Image again."
         )
     with as_released(text.path):
-        return GlmImageDecoder(dit, *pixels, load_t5(text.path, dit.config.text_dim, dtype, "GLM-Image's text_encoder"))
+        return GlmImageDecoder(dit, pixels, load_t5(text.path, dit.config.text_dim, dtype, "GLM-Image's text_encoder"))
 
 
 def open_part(folder: Path, part: str) -> Checkpoint:
     """The weights in a folder of the release. Raises CheckpointError if there are none."""
     if not any((folder / part / name).is_file() for name in _FILES):
         raise CheckpointError(
-            f"{folder.name} has no weights in its folder {part}. To turn GLM-Image's codes into pixels, put the "
-            "folders transformer, vae and text_encoder of zai-org/GLM-Image there."
+            f"{folder.name} has no weights in its folder {part}. Download the folders {', '.join(PARTS)} of "
+            "zai-org/GLM-Image again."
         )
     return open_checkpoint(weight_file(folder / part, _FILES))
 
@@ -144,16 +183,16 @@ def load_dit(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> DiT:
     return load_weights(module, tensors, checkpoint, dtype)
 
 
-def load_vae(checkpoint: Checkpoint, operations=nn) -> tuple[Decoder, Tensor, Tensor]:
-    """The VAE's decoder in fp32, and mean and standard deviation [C] of its latents."""
+def load_vae(checkpoint: Checkpoint, operations=nn) -> Autoencoder:
+    """The VAE's decoder, in fp32."""
     settings = read_settings(checkpoint.path.parent / "config.json")
     with incomplete_without("the decoder, and the latents' mean and std in config.json,", checkpoint.path):
         tensors = decoder_names(checkpoint.tensors)
-        levels = numbered(tensors, r"up\.")
-        widths = [len(tensors[f"up.{i}.block.0.conv1.weight"]) for i in range(levels)]
+        levels = numbered(tensors, r"decoder\.up\.")
+        widths = [len(tensors[f"decoder.up.{i}.block.0.conv1.weight"]) for i in range(levels)]
         config = KLConfig(
-            tensors["conv_in.weight"].shape[1], tuple(width // widths[0] for width in widths), widths[0],
-            numbered(tensors, r"up\.0\.block\.") - 1, middle_attention=False,
+            tensors["decoder.conv_in.weight"].shape[1], tuple(width // widths[0] for width in widths), widths[0],
+            numbered(tensors, r"decoder\.up\.0\.block\.") - 1, middle_attention=False,
         )
         mean, std = (torch.tensor(settings[f"latents_{name}"], dtype=torch.float32) for name in ("mean", "std"))
     if not len(mean) == len(std) == config.channels or not (std > 0).all():
@@ -162,15 +201,16 @@ def load_vae(checkpoint: Checkpoint, operations=nn) -> tuple[Decoder, Tensor, Te
             f"{config.channels} channels. Download it again."
         )
     with torch.device("meta"):
-        module = Decoder(config, operations)
-    return load_weights(module, tensors, checkpoint, torch.float32), mean, std
+        module = Pixels(config, operations)
+    tensors |= {"mean": mean, "std": std}
+    return Autoencoder.load(module, config.factor, config.channels, tensors, checkpoint, torch.float32)
 
 
 def decoder_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The decoder's tensors under the names of models/kl_vae.py."""
     found = {name.removeprefix("decoder."): t for name, t in tensors.items() if name.startswith("decoder.")}
     last = numbered(found, r"up_blocks\.") - 1
-    return {renamed(name, last): tensor for name, tensor in found.items()}
+    return {f"decoder.{renamed(name, last)}": tensor for name, tensor in found.items()}
 
 
 def renamed(name: str, last: int) -> str:

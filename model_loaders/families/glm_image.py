@@ -1,8 +1,9 @@
 """GLM-Image (zai-org/GLM-Image): its autoregressive stage, a GLM-4 language model that generates the codes of a small
 preview, then those of the image, 32 pixels each.
 
-The codes describe what an image shows; a diffusion transformer of its own turns them into pixels. Reads the folder
-``vision_language_encoder`` of the release. The encoder of source images in the same files is not read.
+The codes describe what an image shows; a diffusion transformer, which also reads the prompt, turns them into pixels
+(see decoders/glm_image.py). Reads the folder ``vision_language_encoder`` of the release. Of the encoder of source
+images in the same files only the codebook is read, by which rules compare codes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...models.backbone import Backbone
@@ -19,9 +21,10 @@ from ...models.glm_image import PREVIEW, AxisPositions, preview_grid
 from ...models.prefix import TextPrefix
 from ...samplers.contract import SamplingParams
 from ..ar_model import DiscreteModel, legal_grid
-from ..files.checkpoint import Checkpoint
+from ..files.checkpoint import Checkpoint, bounded_int
 from ..files.errors import CheckpointError
 from ..files.weights import load_weights
+from ..registry import Family, ReleasedDecoder, Source
 from ..text.language_model import (
     Tokenizer,
     backbone_config,
@@ -38,6 +41,7 @@ from ..text.prompt_encoders import TextEncoder
 
 _NAME = "glm-image"
 _ROOT, _TABLE, _HEAD = "model.language_model.", "model.language_model.embed_tokens.weight", "lm_head.weight"
+_CODEBOOK = "model.vqmodel.quantize.embedding.weight"  # compared by direction alone
 _HEADS = {4096: 32}  # width -> heads
 _CODES = 16_384  # their ids are the first of the vocabulary; the next one begins an image
 _SIDES, _ASPECT = range(16, 65), 4  # tokens per side: 512 to 2048 pixels
@@ -54,7 +58,7 @@ def recognise(tensors: Mapping[str, Tensor]) -> bool:
     root = language_root(tensors, (_ROOT,))
     if root is None or _HEAD not in tensors or f"{root}layers.0.post_mlp_layernorm.weight" not in tensors:
         return False
-    return len(tensors[_HEAD]) < len(tensors[_TABLE])
+    return tensors[_HEAD].shape[:1] < tensors[_TABLE].shape[:1]
 
 
 def load(
@@ -82,7 +86,7 @@ def load(
             f"{grids[0][0]} to {grids[-1][0]}, and the longer one at most {_ASPECT} times the shorter one."
         )
     config = backbone_config(checkpoint, _ROOT, codes, _HEADS, norm_eps=1e-5)
-    side = meta.get("preview_side", PREVIEW)
+    side = bounded_int("preview_side", meta.get("preview_side", PREVIEW), 1, 64)
     positions = positions_of(settings, config.head_dim, side)
 
     def preview(size: tuple[int, int]) -> tuple[int, int]:
@@ -110,7 +114,15 @@ def load(
             named[name] = (*apart(q, config.head_dim, rotated), *apart(k, config.head_dim, rotated), v)
     named |= word_tensors(table, head, len(table), range(codes))
     model.dtype = dtype
-    return load_weights(model, named, checkpoint, dtype)
+    load_weights(model, named, checkpoint, dtype)
+    if _CODEBOOK in tensors:
+        vectors = matrix(tensors, _CODEBOOK, path)
+        if len(vectors) != codes:
+            raise CheckpointError(
+                f"{path.name} has a codebook of {len(vectors)} codes, but a model of {codes}. Download it again."
+            )
+        model.attach_semantics(F.normalize(vectors.float(), dim=-1))
+    return model
 
 
 def positions_of(settings: Mapping[str, Any], head_dim: int, side: int) -> AxisPositions:
@@ -161,3 +173,12 @@ def open_tokenizer(path: Path, search: Sequence[Path]) -> Tokenizer:
         f"{path.name} reads prompts through its tokenizer, which was not found. Put processor/tokenizer.json of "
         f"zai-org/GLM-Image into {path.parent}.",
     )
+
+
+FAMILY = Family(
+    labels=("GLM-Image",),
+    decoders={_NAME: ReleasedDecoder(node="GLM-Image Decode")},
+    recognise=recognise,
+    load=load,
+    releases={r"GLM-Image(/vision_language_encoder)?": (Source("zai-org/GLM-Image", "ar_models/GLM-Image"),)},
+)

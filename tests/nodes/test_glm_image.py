@@ -1,0 +1,204 @@
+"""GLM-Image: its tokens, the node that decodes them, and what ComfyUI's own nodes do with them."""
+
+import logging
+from pathlib import Path
+
+import comfy.model_management as mm
+import folder_paths
+import pytest
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfyui_specar.model_loaders.decoders import glm_image as decoders
+from comfyui_specar.nodes.comfy_runtime.operations import Operations
+from safetensors.torch import load_file
+
+import nodes as core
+
+from ..support import tiny_glm_image
+from ..support.simulated_gpu import CPU, GPU
+from .conftest import defaults
+
+PROMPT = 'a red cup "7"'
+
+
+@pytest.fixture(scope="module")
+def positive(glm_image):
+    return core.CLIPTextEncode().encode(glm_image[1], PROMPT)[0]
+
+
+@pytest.fixture(scope="module")
+def sample(glm_image, positive, nodes, run):
+    """sample(batch, **inputs) -> the LATENT of SJD."""
+
+    def sample(batch: int = 1, **inputs):
+        latent = run(nodes["SpecAREmptyLatent"], model=glm_image[0], width=0, height=0, batch_size=batch).result[0]
+        node = nodes["SpecARSJDSampler"]
+        inputs = {"model": glm_image[0], "positive": positive, "latent_image": latent, "seed": 3, "window": 4} | inputs
+        return run(node, **defaults(node) | inputs).result[0]
+
+    return sample
+
+
+@pytest.fixture(scope="module")
+def decode(glm_image, positive, nodes, run):
+    """decode(latent, **inputs) -> the IMAGE of GLM-Image Decode."""
+
+    def decode(latent, **inputs):
+        node = nodes["SpecARDecodeGLMImage"]
+        inputs = {"samples": latent, "vae": glm_image[2], "positive": positive, "steps": 2} | inputs
+        return run(node, **defaults(node) | inputs).result[0]
+
+    return decode
+
+
+def test_a_batch_is_decoded_as_its_images_are(sample, decode):
+    latent = sample(batch=2)
+    assert latent["samples"].shape == (2, 1, 4, 4)
+    image = decode(latent)
+    assert image.shape == (2, 128, 128, 3) and image.dtype == torch.float32 and 0 <= image.min() < image.max() <= 1
+    (second,) = core.LatentFromBatch().frombatch(latent, 1, 1)
+    torch.testing.assert_close(decode(second, seed=1), image[1:], rtol=0, atol=1e-4)
+    for other in ({"seed": 9}, {"cfg": 1.0}, {"steps": 3}):
+        assert not torch.allclose(decode(latent, **other), image, atol=1e-3)
+
+
+def test_it_is_the_decoder_s_image(sample, decode, glm_image):
+    latent = sample()
+    decoder = decoders.load(Path(folder_paths.get_folder_paths("ar_models")[0]) / "GLM-Image", torch.float32)
+    wanted = decoder.decode_tokens(latent["ar_tokens"], PROMPT, seed=5, steps=2)
+    torch.testing.assert_close(decode(latent, seed=5), wanted, rtol=0, atol=1e-4)
+    assert not torch.allclose(decoder.decode_tokens(latent["ar_tokens"], "a red cup", seed=5, steps=2), wanted)
+
+
+def test_a_saved_latent_has_the_tokens(sample, decode, monkeypatch, tmp_path):
+    """As docs/models.md says to those who give them to diffusers."""
+    latent = sample()
+    saver = core.SaveLatent()
+    monkeypatch.setattr(saver, "output_dir", str(tmp_path))
+    [file] = saver.save(latent, "glm")["ui"]["latents"]
+    tokens = load_file(tmp_path / file["filename"])["latent_tensor"][:, 0].round().long()
+    assert torch.equal(tokens, latent["ar_tokens"])
+    assert torch.equal(decode({"samples": tokens[:, None].float()}), decode(latent))
+
+
+@pytest.mark.parametrize("node", ["VAEDecode", "VAEDecodeTiled", "VAEEncode"])
+def test_core_s_vae_nodes_name_the_node(node, sample, glm_image):
+    vae = glm_image[2]
+    with pytest.raises((ValueError, AttributeError), match="GLM-Image"):
+        if node == "VAEEncode":
+            core.VAEEncode().encode(vae, torch.rand(1, 128, 128, 3))
+        else:
+            getattr(core, node)().decode(vae, sample(), *([512] if "Tiled" in node else []))
+    with pytest.raises(ValueError, match="GLM-Image Decode"):
+        core.VAEDecode().decode(vae, sample())
+
+
+@pytest.mark.parametrize(("samples", "words"), [
+    (torch.zeros(1, 1, 4, 4), "no image, only a size"), (torch.randn(1, 16, 4, 4), r"not of GLM-Image.*0 to 31"),
+    (torch.full((1, 1, 4, 4), 32.0), "not of GLM-Image"), (torch.full((1, 1, 4, 4), -1.0), "not of GLM-Image"),
+    (torch.full((1, 1, 4, 4), 2.5), "not of GLM-Image"),
+])  # fmt: skip
+def test_other_latents_are_refused(samples, words, decode):
+    with pytest.raises(ValueError, match=words):
+        decode({"samples": samples})
+
+
+def test_prompts_and_decoders_of_other_models_are_refused(sample, decode, tiny, positive):
+    latent = sample()
+    for prompt in (tiny[1].encode_from_tokens_scheduled("red apple"), positive * 2, [[torch.zeros(1, 7, 8), {}]]):
+        with pytest.raises(ValueError, match="positive is not a prompt of GLM-Image"):
+            decode(latent, positive=prompt)
+    with pytest.raises(ValueError, match="vae.*GLM-Image.*VAE Decode"):
+        decode(latent, vae=tiny[2])
+
+
+def test_files_are_read_once_and_again_when_they_change(sample, decode, glm_image, monkeypatch):
+    read = []
+    load = decoders.load
+    monkeypatch.setattr(decoders, "load", lambda *inputs: read.append(inputs) or load(*inputs))
+    latent, folder = sample(), Path(folder_paths.get_folder_paths("ar_models")[0]) / "GLM-Image"
+    image = decode(latent)
+    assert torch.equal(decode(latent), image) and not read
+    moved = (folder / "vae").rename(folder / "elsewhere")
+    with pytest.raises(ValueError, match=r"transformer, vae, text_encoder.*GLM-Image"):
+        decode(latent)
+    tiny_glm_image.write_decoder(folder)
+    assert torch.equal(decode(latent), image) and len(read) == 1
+    for file in moved.iterdir():
+        file.unlink()
+
+
+def test_progress_and_interruption(sample, decode, progress):
+    latent = sample(batch=2)
+    progress.clear()
+    decode(latent, steps=3)
+    assert [event[:2] for event in progress] == [(done, 6) for done in range(1, 7)]
+    mm.interrupt_current_processing()
+    with pytest.raises(mm.InterruptProcessingException):
+        decode(latent)
+    assert decode(latent).shape == (2, 128, 128, 3)
+
+
+def test_tiles_if_the_pixels_do_not_fit(sample, decode, monkeypatch, caplog):
+    module = decoders.Pixels
+    plain = module.decode
+
+    def short(self, latent):
+        if latent.shape[-1] > 32:
+            raise mm.OOM_EXCEPTION("CUDA out of memory")
+        return plain(self, latent)
+
+    monkeypatch.setattr(module, "decode", short)
+    with caplog.at_level(logging.WARNING):
+        image = decode({"samples": torch.arange(20.0).view(1, 1, 2, 10)})
+    assert image.shape == (1, 64, 320, 3) and "tiles of 256 pixels" in caplog.text
+
+
+def test_memory_is_asked_for_before_each_part(sample, decode, monkeypatch):
+    """ByT5, the transformer with its activations, the VAE with those of a whole image."""
+    asked, load = [], mm.load_models_gpu
+
+    def noted(models, **options):
+        asked.append((type(models[0].model).__name__, options.get("memory_required", 0)))
+        return load(models, **options)
+
+    monkeypatch.setattr(mm, "load_models_gpu", noted)
+    decode(sample())
+    parts = [part for part in asked if part[0] in ("T5", "DiT", "Pixels")]
+    assert [name for name, _ in parts] == ["T5", "DiT", "Pixels"]
+    assert parts[1][1] > 0 and parts[2][1] == 5 * 64 * 128 * 128 * 4
+
+
+def test_the_transformer_runs_when_half_of_it_stays_in_main_memory(tmp_path, request):
+    dit = decoders.load(tiny_glm_image.write_decoder(tmp_path), torch.float32, Operations).dit
+    request.getfixturevalue("gpu")
+    patcher = ModelPatcher(dit, GPU, CPU)
+    patcher.load(GPU, lowvram_model_memory=patcher.model_size() // 2)
+    assert {parameter.device for parameter in dit.parameters()} == {GPU, CPU}
+    noise, text = torch.zeros(1, 4, 8, 8, device=GPU), torch.zeros(1, 1, 24, device=GPU)
+    tokens = torch.zeros(1, 2, 2, dtype=torch.int64, device=GPU)
+    assert dit(noise, text, tokens, torch.zeros(1, device=GPU)).device == GPU
+
+
+def test_about_the_model(glm_image, nodes, run):
+    out = run(nodes["SpecARModelInfo"], model=glm_image[0])
+    assert "image decoder: GLM-Image Decode\n" in out.result[0] and "with guidance" not in out.result[0]
+    assert "4 rows of 4 tokens of 32 codes, 20 in all with a preview of 4\n" in out.result[0]
+
+
+def test_guidance_is_refused_and_parts_are_kept(sample):
+    with pytest.raises(ValueError, match="cfg is 3.*guidance.*cfg to 1"):
+        sample(cfg=3.0)
+    first = sample()
+    mask = torch.ones(1, 4, 4)
+    mask[:, :2] = 0
+    again = sample(latent_image={**first, "noise_mask": mask}, seed=8)
+    assert torch.equal(again["ar_tokens"][:, :2], first["ar_tokens"][:, :2])
+    assert not torch.equal(again["ar_tokens"], first["ar_tokens"])
+
+
+def test_the_fastest_method_is_found(glm_image, positive, nodes, run):
+    node = nodes["SpecARFindFastest"]
+    latent = {"samples": torch.zeros(1, 1, 4, 4)}
+    inputs = {"model": glm_image[0], "positive": positive, "latent_image": latent, "tokens": 16, "seconds": 1}
+    assert run(node, **defaults(node) | inputs).ui["specar"][0]["trials"]
