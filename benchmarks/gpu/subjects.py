@@ -61,7 +61,7 @@ def whole_vocabulary(size: sizes.Size) -> sizes.Size:
 def random_subject(name: str, size: sizes.Size, device: torch.device, dtype: torch.dtype, tokens: int,
                    most: int = 0) -> Subject:
     """A model of a size with random weights that generates ``tokens`` in the middle of an image. A name may say how the
-    matrices are stored (X:int8, X:fp8)."""
+    matrices are stored (X:int8, X:fp8, X:int4)."""
     storage = name.partition(":")[2]
     model = sizes.build(size, dtype, device, STORAGES[storage] if storage else None)
     return Subject(name, model, sizes.prompt(model), model.defaults, Stretch.middle(model.layout(), tokens),
