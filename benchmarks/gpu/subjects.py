@@ -44,7 +44,7 @@ def need_graphs(dry: bool) -> None:
 def tiny(size: sizes.Size) -> sizes.Size:
     """The same family with two narrow layers, 64 codes and an image of 8 x 8 tokens."""
     config = replace(size.config, dim=32, layers=2, heads=4, kv_heads=min(size.config.kv_heads, 2), ffn_dim=64,
-                     vocab=64 + sum(size.specials))
+                     vocab=64 + sum(size.specials), head_dim=0)  # 0: that of these sizes
     return replace(size, config=config, grid=(8, 8), defaults=replace(size.defaults, cfg=3.0, top_k=20))
 
 
