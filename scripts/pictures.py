@@ -107,7 +107,7 @@ SCENES = {
         "13 Continue an image", {PREVIEW: (0, 0, 300, 240), "SpecARContinuePicture": (0, None, 300),
                               "RepeatLatentBatch": (0, None, 0), SAVE: (COLUMN, 0, 360, 400)}),
     "SpecARModelInfo": Scene(
-        "05 Acceptance map", {CHECKPOINT: (0, 0, 300), "SpecARModelInfo": (370, 0, 460, 300)},
+        "05 Acceptance map", {CHECKPOINT: (0, 0, 300), "SpecARModelInfo": (370, 0, 560, 240)},
         added={"SpecARModelInfo": {}}, wires=((CHECKPOINT, "AR_MODEL", "SpecARModelInfo", "model"),)),
     SAMPLER: Scene("01 Text to image", {SAMPLER: (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)}),
     "SpecARNextTokenSampler": Scene(
