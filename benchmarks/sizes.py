@@ -20,7 +20,7 @@ from comfyui_specar.models.eagle import Eagle
 from comfyui_specar.models.janus import CodeEmbedding, CodeHead
 from comfyui_specar.models.positions import GridPositions, SequencePositions
 from comfyui_specar.models.prefix import CaptionPrefix, TextPrefix
-from comfyui_specar.models.quantised import narrow_names, put_narrow, quantise, stored
+from comfyui_specar.models.quantised import narrow_names, narrowed, put_narrow
 from comfyui_specar.samplers.contract import SamplingParams
 from torch import nn
 
@@ -124,10 +124,10 @@ def build(
 
 
 def narrow(model: DiscreteModel, storage: torch.dtype) -> None:
-    """Keep the large matrices in int8 or fp8."""
+    """Keep the large matrices in a narrow storage."""
     for name in narrow_names(model, storage):
         weight = model.get_submodule(name).weight.detach()
-        put_narrow(model, name, *(quantise(weight) if storage == torch.int8 else (stored(weight.to(storage)), None)))
+        put_narrow(model, name, *narrowed(weight, storage))
 
 
 def prompt(model: DiscreteModel) -> list:

@@ -26,7 +26,7 @@ METHODS = (  # those of the README's table (documents.METHODS) among them
 )
 SMALL = ("chain of 5, small model",)  # of the bundled model, which has a small one
 ONLY_BASELINES = ("janus-small", "chameleon-small", "emu3-small")
-STORAGES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # llamagen-b:int8
+STORAGES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint4}  # llamagen-b:int8
 BASELINE_TOKENS = 128  # that baselines generate where nothing stops them
 
 

@@ -10,7 +10,7 @@ A matrix [N, K] has the dtype of the rows (bf16 or fp16), or is narrow:
 
 A forward pass of few tokens is bound by reading the weights. So narrow weights are widened where they are multiplied:
 in the registers of a GPU, or block by block in the cache of a CPU, and never written in a wider form. Prompts have many
-tokens, and are multiplied with a widened copy of the matrix; so is every pass with 4 bits on a GPU.
+tokens, and are multiplied with a widened copy of the matrix.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def linear_narrow(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Ten
     [N, groups, 2] (bf16). Returns [..., N] in the dtype of x (fp32, bf16 or fp16), summed in fp32.
     """
     rows = x.flatten(0, -2)
-    in_place = x.device.type == "cpu" or (len(rows) <= FEW and not in_groups(weight))
+    in_place = x.device.type == "cpu" or len(rows) <= FEW
     product = few_rows(rows, weight, scale) if in_place else _widened_product(rows, weight, scale)
     return product.unflatten(0, x.shape[:-1])
 

@@ -17,8 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .linear import GROUP, stored_as
+
 WIDE = 8192  # rows of a matrix that fill a GPU even with larger tiles, which read x less often
-STORED = torch.int8, torch.uint8  # int8, and the bits of fp8
+STORED = {"int8": 1, "float8_e4m3fn": 2, "int4": 3}  # formats of linear.stored_as; 0: the dtype of x
 
 
 def few_rows(
@@ -30,14 +32,15 @@ def few_rows(
         x, norm = F.rms_norm(x, norm.shape, norm, eps), None
     (count, inner), outer = x.shape, len(weight) // (1 + gate)
     out = x.new_empty(count, outer)
-    stored = 0 if weight.dtype == x.dtype else STORED.index(weight.dtype) + 1
+    stored = STORED.get(stored_as(weight), 0)
     rows, columns, warps = (16, 16, 2) if count <= 16 else (32, 64 if len(weight) >= WIDE and not gate else 32, 4)
     few = triton.cdiv(count, rows)
     given = (out if t is None else t.contiguous() for t in (scale, bias, norm, residual))  # unused if None
     _few_rows[(few * triton.cdiv(outer, columns),)](
-        x.contiguous(), weight.view(torch.int8) if stored else weight, *given, out, few, count, outer, inner, eps,
-        STORED=stored, SCALED=scale is not None, BIASED=bias is not None, NORMED=norm is not None, GATED=gate,
-        ADDED=residual is not None, ROWS=rows, COLUMNS=columns, DEPTH=32 if x.dtype == torch.float32 else 128,
+        x.contiguous(), weight.view(torch.int8) if stored == 2 else weight, *given, out, few, count, outer, inner, eps,
+        STORED=stored, GROUP=GROUP, SCALED=scale is not None, BIASED=bias is not None, NORMED=norm is not None,
+        GATED=gate, ADDED=residual is not None, ROWS=rows, COLUMNS=columns,
+        DEPTH=32 if x.dtype == torch.float32 else 128,
         num_warps=warps, num_stages=2 if x.dtype == torch.float32 else 4 if rows == 16 else 3,
     )
     return out
@@ -46,36 +49,43 @@ def few_rows(
 @triton.jit
 def _few_rows(
     x, weight, scale, bias, norm, residual, out, few, count, outer, inner, eps, STORED: tl.constexpr,
-    SCALED: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr, GATED: tl.constexpr,
+    ADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):
     """ROWS rows and COLUMNS columns of the result, DEPTH numbers of K at a time.
 
     few: the number of row tiles; the programs of one column tile are consecutive, so they read the same part of the
-    matrix at the same time. STORED: 0 the dtype of x, 1 int8, 2 bits of fp8.
+    matrix at the same time. STORED: 0 the dtype of x, 1 int8, 2 bits of fp8, 3 groups of 4 bits.
     """
     row = tl.program_id(0) % few * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) // few * COLUMNS + tl.arange(0, COLUMNS)
     there = row[:, None] < count
     wanted = column[None, :] < outer
+    WIDTH: tl.constexpr = DEPTH // 2 if STORED == 3 else DEPTH  # entries of a row of the matrix that are read at once
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     value = tl.zeros((ROWS, COLUMNS), tl.float32)
-    squares = tl.zeros((ROWS, DEPTH), tl.float32)
-    for start in range(0, inner, DEPTH):
-        k = start + tl.arange(0, DEPTH)
-        inside = wanted & (k < inner)[:, None]
-        a = tl.load(x + row[:, None] * inner + k[None, :], there & (k < inner)[None, :], 0.0)
-        if NORMED:
-            squares += a.to(tl.float32) * a.to(tl.float32)
-            a = (a.to(tl.float32) * tl.load(norm + k, k < inner, 0.0).to(tl.float32)[None, :]).to(a.dtype)
-        place = weight + column[None, :] * inner + k[:, None]
-        total = tl.dot(a, _widened(tl.load(place, inside, 0), a, STORED), total, input_precision="ieee")
-        if GATED:
-            b = tl.load(place + outer * inner, inside, 0)
-            value = tl.dot(a, _widened(b, a, STORED), value, input_precision="ieee")
+    squares = tl.zeros((ROWS, WIDTH), tl.float32)
+    if STORED == 3:
+        total, value, squares = _in_groups(
+            x, weight, scale, norm, row, column, outer, inner, there, wanted, total, value, squares, GROUP, NORMED,
+            GATED, WIDTH,
+        )
+    else:
+        for start in range(0, inner, DEPTH):
+            k = start + tl.arange(0, DEPTH)
+            inside = wanted & (k < inner)[:, None]
+            a = tl.load(x + row[:, None] * inner + k[None, :], there & (k < inner)[None, :], 0.0)
+            if NORMED:
+                squares += a.to(tl.float32) * a.to(tl.float32)
+                a = (a.to(tl.float32) * tl.load(norm + k, k < inner, 0.0).to(tl.float32)[None, :]).to(a.dtype)
+            place = weight + column[None, :] * inner + k[:, None]
+            total = tl.dot(a, _widened(tl.load(place, inside, 0), a, STORED), total, input_precision="ieee")
+            if GATED:
+                b = tl.load(place + outer * inner, inside, 0)
+                value = tl.dot(a, _widened(b, a, STORED), value, input_precision="ieee")
     shrink = tl.full((ROWS,), 1.0, tl.float32)
     if NORMED:
-        shrink = tl.rsqrt(in_order(squares, ROWS, DEPTH) / inner + eps)
+        shrink = tl.rsqrt(in_order(squares, ROWS, WIDTH) / inner + eps)
     total = _finished(total, shrink, scale, bias, column, outer, STORED, SCALED, BIASED)
     if GATED:
         value = _finished(value, shrink, scale + outer, bias + outer, column, outer, STORED, SCALED, BIASED)
@@ -95,6 +105,41 @@ def _widened(b, a, STORED: tl.constexpr):
 
 
 @triton.jit
+def _in_groups(
+    x, weight, scale, norm, row, column, outer, inner, there, wanted, total, value, squares, GROUP: tl.constexpr,
+    NORMED: tl.constexpr, GATED: tl.constexpr, WIDTH: tl.constexpr,
+):
+    """The loop of _few_rows for groups of 4 bits, WIDTH bytes at a time: the products with their lower halves, then
+    those with their upper halves, which are GROUP / 2 numbers further on."""
+    HALF: tl.constexpr = GROUP // 2
+    groups = (inner + GROUP - 1) // GROUP
+    for start in range(0, groups * HALF, WIDTH):
+        byte = start + tl.arange(0, WIDTH)
+        inside = wanted & (byte < groups * HALF)[:, None]
+        place = weight + column[None, :] * (groups * HALF) + byte[:, None]
+        group = scale + 2 * (column[None, :] * groups + byte[:, None] // HALF)
+        for half in tl.static_range(2):
+            k = byte // HALF * GROUP + half * HALF + byte % HALF
+            a = tl.load(x + row[:, None] * inner + k[None, :], there & (k < inner)[None, :], 0.0)
+            if NORMED:
+                squares += a.to(tl.float32) * a.to(tl.float32)
+                a = (a.to(tl.float32) * tl.load(norm + k, k < inner, 0.0).to(tl.float32)[None, :]).to(a.dtype)
+            total = tl.dot(a, _of_group(place, group, inside, half, a), total, input_precision="ieee")
+            if GATED:
+                b = _of_group(place + outer * groups * HALF, group + 2 * outer * groups, inside, half, a)
+                value = tl.dot(a, b, value, input_precision="ieee")
+    return total, value, squares
+
+
+@triton.jit
+def _of_group(place, group, inside, half, a):
+    """The lower (half 0) or upper numbers of bytes, in the dtype of a. group: places of the steps; minima are next."""
+    levels = ((tl.load(place, inside, 0) >> 4 * half) & 15).to(tl.float32)
+    step, minimum = tl.load(group, inside, 0.0).to(tl.float32), tl.load(group + 1, inside, 0.0).to(tl.float32)
+    return (levels * step + minimum).to(a.dtype)
+
+
+@triton.jit
 def _finished(
     total, shrink, scale, bias, column, outer, STORED: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr
 ):
@@ -102,7 +147,7 @@ def _finished(
     total *= shrink[:, None]
     if STORED == 2:
         total *= 256
-    if SCALED:
+    if SCALED and STORED != 3:
         total *= tl.load(scale + column, column < outer, 0.0)[None, :]
     if BIASED:
         total += tl.load(bias + column, column < outer, 0.0).to(tl.float32)[None, :]

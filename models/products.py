@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..kernels import dispatch, steady
 from ..kernels.gating import gated
-from ..kernels.linear import FEW, few_rows, in_groups
+from ..kernels.linear import FEW, few_rows
 from .quantised import NarrowLinear
 
 FEW_WIDE = 64  # rows; for more of them torch's own kernels multiply a 16-bit matrix faster
@@ -38,7 +38,7 @@ def _operands(linear: nn.Module, x: Tensor) -> Operands | None:
         return None
     rows = x.numel() // x.shape[-1]
     if isinstance(linear, NarrowLinear):
-        here = linear.weight.device == x.device and rows <= FEW and not in_groups(linear.weight)
+        here = linear.weight.device == x.device and rows <= FEW
         return (linear.weight, linear.scale, linear.bias) if here else None
     if isinstance(linear, nn.Linear) and rows <= FEW_WIDE and _at_hand(linear, x):
         return linear.weight, None, linear.bias

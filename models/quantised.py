@@ -81,6 +81,13 @@ def stored(weight: Tensor) -> Tensor:
     return weight.view(torch.uint8) if weight.dtype == torch.float8_e4m3fn else weight
 
 
+def narrowed(weight: Tensor, storage: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Weight and scale of a NarrowLinear for a matrix, rounded to ``storage``."""
+    if storage == torch.float8_e4m3fn:
+        return stored(weight.to(storage)), None
+    return quantise(weight) if storage == torch.int8 else quantise_groups(weight)
+
+
 def put_narrow(module: nn.Module, name: str, weight: Tensor, scale: Tensor | None) -> None:
     """Replace a Linear by a NarrowLinear. weight and scale: see there."""
     above, _, last = name.rpartition(".")

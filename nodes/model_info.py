@@ -100,11 +100,11 @@ def summarize(
 
 def report(name: str, summary: ModelSummary, missing: str, memory: Sequence[str] = ()) -> str:
     """The summary as text. missing: the line for a model without an image decoder. memory: lines of the table."""
-    memory = ", ".join(f"{in_units(number)} {dtype}" for dtype, number in summary.bytes_by_dtype.items())
+    weights = ", ".join(f"{in_units(number)} {dtype}" for dtype, number in summary.bytes_by_dtype.items())
     rows, cols = summary.picture
     lines = [
         f"{name}: {summary.family}, {summary.parameters / 1e6:,.1f} million parameters, tokens are {summary.tokens}",
-        f"weights on the compute device: {memory}",
+        f"weights on the compute device: {weights}",
     ]
     if summary.bytes_of_words:
         lines.append(f"word embeddings, in main memory: {in_units(summary.bytes_of_words)}")

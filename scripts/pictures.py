@@ -110,7 +110,7 @@ SCENES = {
         "51 GLM-Image (download)", {CHECKPOINT: (0, 0, 320), TEXT: (370, 0, 300, 110), LATENT: (370, 160, 300),
                                     SJD: (720, 0, 0), "SpecARDecodeGLMImage": (720, 60, 300)}, run=False),
     "SpecARModelInfo": Scene(
-        "05 Acceptance map", {CHECKPOINT: (0, 0, 300), "SpecARModelInfo": (370, 0, 460, 300)},
+        "05 Acceptance map", {CHECKPOINT: (0, 0, 300), "SpecARModelInfo": (370, 0, 560, 240)},
         added={"SpecARModelInfo": {}}, wires=((CHECKPOINT, "AR_MODEL", "SpecARModelInfo", "model"),)),
     SAMPLER: Scene("01 Text to image", {SAMPLER: (0, 0, 330), SAVE: (COLUMN, 0, 240, 235)}),
     "SpecARNextTokenSampler": Scene(

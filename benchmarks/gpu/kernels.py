@@ -109,7 +109,7 @@ def models(dry: bool) -> dict[str, sizes.Size]:
     if dry:
         return {name: subjects.flat(subjects.tiny(sizes.SIZES[first])) for name in (first, f"{first}:int8")}
     found = {name: subjects.flat(sizes.SIZES[name]) for name in (first, *others)}
-    found |= {f"{first}:{storage}": found[first] for storage in ("int8", "fp8")}
+    found |= {f"{first}:{storage}": found[first] for storage in subjects.STORAGES}
     return found | {"emu3-8b, all ids": subjects.whole_vocabulary(found["emu3-8b"])}
 
 

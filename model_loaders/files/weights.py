@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...models.quantised import narrow_names, put_narrow, quantise, quantise_groups, stored
+from ...models.quantised import narrow_names, narrowed, put_narrow, stored
 from .checkpoint import Checkpoint
 from .errors import CheckpointError
 from .scaled import ScaledMatrix
@@ -113,7 +113,7 @@ def _quantised(
 ) -> tuple[Tensor, Tensor]:
     """A matrix in int8 or 4 bits, and its scales, for computing in ``dtype``. Raises CheckpointError as _cast does."""
     _refuse_integers(tensor, name, path)
-    rounded, scale = quantise(tensor) if storage == torch.int8 else quantise_groups(tensor)
+    rounded, scale = narrowed(tensor, storage)
     if not torch.isfinite(scale).all():
         raise CheckpointError(f"{path.name}: {name} contains NaN or infinite values: download it again, it is damaged.")
     if _largest(scale) > torch.finfo(dtype).max:

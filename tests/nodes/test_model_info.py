@@ -27,6 +27,9 @@ def test_summary_of_a_model_of_token_ids(run, nodes, tiny, drafters):
     assert summary["sizes"] == [(32, 32)] and summary["sequence"] == 16 and summary["defaults"]["cfg"] == 2.0
     assert summary["decoder"] == "vq.safetensors"
     assert summary["drafters"] == ["eagle", "small.safetensors"], "the bundled ones are of another size"
+    rows = [line for line in text.splitlines() if line.startswith("  ")]
+    assert [row.split(":")[0].strip() for row in rows] == [row["dtype"] for row in summary["memory"]]
+    assert all(row.endswith(", fits") for row in rows) and "memory by dtype on cpu" in text
     assert "tiny: llamagen-t2i" in text and "sizes (width x height): 32 x 32" in text and "cfg 2.0" in text
 
 

@@ -206,6 +206,7 @@ def test_the_shapes_are_those_of_the_released_models():
     found = kernels.models(dry=False)
     assert {name: (size.config.dim, size.config.vocab) for name, size in found.items()} == {
         "llamagen-xl": (1280, 16384), "llamagen-xl:int8": (1280, 16384), "llamagen-xl:fp8": (1280, 16384),
+        "llamagen-xl:int4": (1280, 16384),
         "janus-pro-1b": (2048, 16384), "lumina-mgpt-7b": (4096, 8194), "emu3-8b": (4096, 32772),
         "emu3-8b, all ids": (4096, 184_622)}
     assert all(size.config.layers == 1 for size in found.values())

@@ -32,8 +32,10 @@ def problem(rows, outer, inner, storage, dtype=torch.float32):
     return x, weight, torch.rand(outer, generator=generator)
 
 
-def assert_near(found, x, weight, scale):
+def assert_near(found, x, weight, scale, wide_in=torch.float64):
     """Equal to the product in fp64, but for sums in fp32 in any order, the scale, and one rounding.
+
+    wide_in: what 4 bits are widened to; on a GPU the dtype of x.
 
     Roundings of n terms are independent, so that they hardly ever add up to more than sqrt(n) of the size of all terms
     together (Higham and Mary, 2019).
@@ -41,7 +43,7 @@ def assert_near(found, x, weight, scale):
     if scale is None:
         wide = weight.view(FP8).double()
     elif scale.ndim == 3:
-        wide = linear.widened(weight, scale, torch.float64)[:, : x.shape[1]]
+        wide = linear.widened(weight, scale, wide_in)[:, : x.shape[1]].double()
     else:
         wide = weight.double() * scale.double()[:, None]
     exact, terms = x.double() @ wide.T, x.double().abs() @ wide.abs().T
@@ -73,8 +75,9 @@ def test_matrices_are_widened_in_blocks(monkeypatch, storage):
     monkeypatch.setattr(linear, "_BLOCK", 64)  # two rows
     widened, sizes = linear.widened, []
     monkeypatch.setattr(linear, "widened", lambda part, *rest: sizes.append(len(part)) or widened(part, *rest))
-    assert_near(linear.few_rows(x, weight, scale), x, weight, scale)
+    found = linear.few_rows(x, weight, scale)
     assert sizes == [2] * 35
+    assert_near(found, x, weight, scale)
 
 
 class Counting(TorchDispatchMode):
@@ -126,18 +129,18 @@ def test_a_copy_for_prompts_holds_scaled_numbers():
     torch.testing.assert_close(found, torch.tensor([[20000.0, 2000.0, 0.0]]).half(), rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("storage", [INT8, FP8], ids=str)
+@pytest.mark.parametrize("storage", [INT8, FP8, INT4], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_kernel_agrees(shape, storage):
     given = problem(*shape, storage)
-    assert_near(interpreted("linear.few_rows", *given), *given)
+    assert_near(interpreted("linear.few_rows", *given), *given, torch.float32)
 
 
-@pytest.mark.parametrize("storage", [INT8, FP8], ids=str)
+@pytest.mark.parametrize("storage", [INT8, FP8, INT4], ids=str)
 def test_the_kernel_agrees_in_fp16(storage):
     """Triton's interpreter cannot turn whole numbers into bf16, for which the same kernel is only compiled (below)."""
     given = problem(17, 20, 300, storage, torch.float16)
-    assert_near(interpreted("linear.few_rows", *given), *given)
+    assert_near(interpreted("linear.few_rows", *given), *given, torch.float16)
 
 
 def test_the_kernel_knows_every_number_in_fp8():
@@ -173,7 +176,7 @@ def test_the_reference_is_what_a_block_does():
 
 @pytest.mark.parametrize(("norm", "gate"), BOTH)
 @pytest.mark.parametrize("shape", [(2, 40, 300), (17, 70, 256), (40, 33, 130)], ids=str)
-@pytest.mark.parametrize("storage", [None, INT8, FP8], ids=str)
+@pytest.mark.parametrize("storage", [None, INT8, FP8, INT4], ids=str)
 def test_the_kernel_does_what_a_block_does(shape, norm, gate, storage):
     given = transformer(*shape, torch.float32, norm, gate, storage)
     wanted, found = linear.few_rows(*given), interpreted("linear.few_rows", *given)
@@ -190,27 +193,33 @@ def test_large_numbers_in_fp16_are_normalised_before_they_are_multiplied(gate):
     assert wanted.isfinite().all() and torch.allclose(found, wanted, rtol=0.01, atol=0.01 * float(wanted.abs().max()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(("dtype", "storage"), [
+    (torch.float32, None), (torch.float16, None), (torch.float16, INT4),
+], ids=str)
 @pytest.mark.parametrize(("norm", "gate"), BOTH)
-def test_a_row_does_not_depend_on_the_number_of_rows(norm, gate, dtype):
+def test_a_row_does_not_depend_on_the_number_of_rows(norm, gate, dtype, storage):
     """To the last bit, whatever the tile. Here numpy multiplies; of the GPU's instruction see below."""
-    x, weight, _, bias, scale, eps, _, residual = transformer(70, 40, 300, dtype, norm, gate)
-    every = interpreted("linear.few_rows", x, weight, None, bias, scale, eps, gate, residual)
+    x, weight, levels, bias, scale, eps, _, residual = transformer(70, 40, 300, dtype, norm, gate, storage)
+    every = interpreted("linear.few_rows", x, weight, levels, bias, scale, eps, gate, residual)
     for rows in (1, 8, 16, 17, 64):
-        few = interpreted("linear.few_rows", x[:rows], weight, None, bias, scale, eps, gate, residual[:rows])
+        few = interpreted("linear.few_rows", x[:rows], weight, levels, bias, scale, eps, gate, residual[:rows])
         assert torch.equal(few, every[:rows])
 
 
 @pytest.mark.parametrize(("storage", "dtype"), [
-    (None, torch.bfloat16), (INT8, torch.bfloat16), (FP8, torch.float16),
+    (None, torch.bfloat16), (INT8, torch.bfloat16), (FP8, torch.float16), (INT4, torch.bfloat16),
 ], ids=str)
 def test_it_compiles(storage, dtype):
     """Everywhere, at the sizes of a model of 7B. Whatever the number of rows, tensor cores sum in the same order by the
     same instruction, which keeps a row's result what it is."""
     instructions = set()
     for rows, outer, gate in ((1, 4096, False), (2, 11008, True), (64, 11008, True), (64, 12288, False)):
-        x, weight = torch.empty(rows, 4096, dtype=dtype), torch.empty((1 + gate) * outer, 4096, dtype=storage or dtype)
-        scale = torch.empty(len(weight)) if storage == INT8 else None
+        x, size = torch.empty(rows, 4096, dtype=dtype), (1 + gate) * outer
+        scale = torch.empty(size) if storage == INT8 else None
+        if storage == INT4:
+            weight, scale = torch.empty(size, 64, 32, dtype=torch.uint8), torch.empty(size, 64, 2).bfloat16()
+        else:
+            weight = torch.empty(size, 4096, dtype=storage or dtype)
         norm = torch.empty(4096, dtype=dtype) if outer > 4096 else None
         residual = torch.empty(rows, outer, dtype=dtype) if norm is None else None
         given = x, stored(weight), scale, None, norm, 1e-5, gate, residual
@@ -222,7 +231,7 @@ def test_it_compiles(storage, dtype):
     assert instructions == {f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32"}
 
 
-@pytest.mark.parametrize("storage", [INT8, FP8], ids=str)
+@pytest.mark.parametrize("storage", [INT8, FP8, INT4], ids=str)
 def test_it_compiles_for_rows_in_fp32(storage):
     for rows in (2, 64):
         compiled_everywhere("linear.few_rows", *problem(rows, 8192, 1024, storage))

@@ -45,21 +45,15 @@ def test_few_rows_take_one_kernel(kernel, dtype, bias):
     assert len(kernel) == 2 and kernel[0][0].shape == (6, DIM)
 
 
-def test_narrow_matrices_take_it_too(kernel):
+@pytest.mark.parametrize("rounding", [quantise, quantise_groups])
+def test_narrow_matrices_take_it_too(kernel, rounding):
     linear, norm, x = layers()
-    narrow = NarrowLinear(*quantise(linear.weight), None)
+    narrow = NarrowLinear(*rounding(linear.weight), None, DIM)
     torch.testing.assert_close(product(narrow, x, norm, True, x), by_layers(narrow, norm, x))
-    assert kernel[0][1].dtype == torch.int8
+    assert kernel[0][1] is narrow.weight
     rows = torch.randn(products.FEW_WIDE + 1, DIM).bfloat16()
     product(narrow, rows)
     assert len(kernel) == 2, "they are widened where they are multiplied, which pays for longer"
-
-
-def test_matrices_in_4_bits_are_widened_by_their_layer(kernel):
-    """The kernel does not know them."""
-    linear, norm, x = layers()
-    narrow = NarrowLinear(*quantise_groups(linear.weight), None, DIM)
-    assert torch.equal(product(narrow, x, norm, True, x), by_layers(narrow, norm, x)) and not kernel
 
 
 @pytest.mark.parametrize("why", [
