@@ -74,6 +74,7 @@ class Lane:
     strays: dict[str, Work] = field(default_factory=dict)  # taken back while it was silent
     outdated: list[str] = field(default_factory=list)  # prompts of an earlier run, whose jobs were changed since
     foreign: int = 0
+    versions: dict[str, str] | None = None  # None: not asked since it was away
     answered: float | None = None  # when it last did
     failures: int = 0
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -171,7 +172,7 @@ class Batch:
                 lane.answered, lane.failures = time.monotonic(), 0
                 pause = max(pause, min(SLOW, 4 * (lane.answered - asked)))
             except ServerAwayError as error:
-                lane.failures += 1
+                lane.failures, lane.versions = lane.failures + 1, None
                 if lane.failures == 1:
                     logger.warning("%s", error)
                     if not any(other.up or other.unknown for other in self.lanes):
@@ -197,6 +198,8 @@ class Batch:
 
     async def _visit(self, lane: Lane) -> None:
         """Collects what has ended, hands over what was given to it."""
+        if lane.versions is None:
+            lane.versions = await lane.server.versions()
         if lane.outdated:
             await lane.server.cancel(lane.outdated)
             lane.outdated.clear()
@@ -285,7 +288,7 @@ class Batch:
             "id": work.job.id, "status": found.outcome, "overrides": work.job.overrides, "server": lane.server.url,
             "prompt_id": prompt_id, "attempt": work.attempt, "seconds": round(found.seconds, 3),
             "files": found.files, "traces": found.traces, "warnings": found.warnings,
-            "error": error,
+            "error": error, "versions": lane.versions or {},
         }
 
     def _end(self, record: dict[str, Any]) -> None:
