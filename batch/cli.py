@@ -13,8 +13,8 @@ from typing import Any
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from .dispatch import Batch, Options, fetch_missing
-from .jobs import Job, JobsError, read_jobs
+from .dispatch import FIRST_PATIENCE, PATIENCE, Batch, Options, fetch_missing
+from .jobs import SHOWN, Job, JobsError, RowsError, read_jobs
 from .journal import Journal, JournalError
 from .maps import check_ids, with_maps
 from .overrides import OverrideError, Workflow, fingerprint, prompts_of, read_workflow
@@ -25,12 +25,15 @@ DONE, FAILED, BAD_INPUT, CANCELLED = 0, 1, 2, 130
 EPILOG = """A column of the jobs file sets the input of that name in all nodes of the workflow (seed, cfg, window, ...),
 `prompt` and `negative` the texts, `Title.input` or `12.input` one node's input; `id` names the job. The same command
 again goes on where it stopped. Exit code: 0 all jobs are done, 1 some are not, 2 nothing was begun, 130 cancelled."""
+FOR_SERVERS = ("server", "workflow", "in_flight", "patience")
+FOR_RAY = ("model", "decoder", "drafter", "method", "dtype", "actors", "cpus", "gpus")
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
+        refuse_unused(options, arguments)
         jobs = read_jobs(options.jobs)
         if options.out and options.out.exists() and not options.out.is_dir():
             raise JobsError(f"--out {options.out} is a file: name a folder, which need not be there")
@@ -39,6 +42,9 @@ def main(arguments: list[str] | None = None) -> int:
             if not options.out:
                 raise JobsError("--maps needs --out FOLDER, where the maps go")
         return on_ray(options, jobs) if options.ray else on_servers(options, jobs)
+    except RowsError as error:
+        say(f"error: {options.jobs.name}, {error}")
+        return BAD_INPUT
     except (JobsError, OverrideError, JournalError) as error:
         say(f"error: {error}")
         return BAD_INPUT
@@ -59,16 +65,17 @@ def parser() -> argparse.ArgumentParser:
                      help="save the acceptance map of every image beside it, as ID_map.png (needs --out)")
     top.add_argument("--retry-failed", action="store_true", help="make those again that failed before")
     top.add_argument("--dry-run", action="store_true", help="only check that all jobs fit the workflow")
+    top.add_argument("--retries", type=int, default=Options.retries, metavar="N",
+                     help="how often a job is handed out again whose server or actor was lost (default: %(default)s)")
     comfy = top.add_argument_group("on ComfyUI servers")
     comfy.add_argument("--server", action="append", metavar="URL", help=f"may be repeated (default: {SERVER})")
     comfy.add_argument("--workflow", type=Path, default=WORKFLOW,
                        help=f"in API format (default: {WORKFLOW.name} of this pack)")
     comfy.add_argument("--in-flight", type=positive, default=Options.in_flight, metavar="N",
                        help="jobs that a server has at a time (default: %(default)s: one runs, the next one waits)")
-    comfy.add_argument("--retries", type=int, default=Options.retries, metavar="N",
-                       help="how often a job is handed out again when its server was lost (default: %(default)s)")
-    comfy.add_argument("--patience", type=float, default=Options.patience, metavar="SECONDS",
-                       help="give up when no server answered for so long (default: %(default)s)")
+    comfy.add_argument("--patience", type=float, metavar="SECONDS",
+                       help=f"give up when no server answered for so long (default: {PATIENCE:g}, but "
+                       f"{FIRST_PATIENCE:g} if none ever did; give it to wait for one that is starting)")
     fleet = top.add_argument_group('on a Ray cluster (pip install -e ".[ray]" in this repository)')
     fleet.add_argument("--ray", nargs="?", const="local", metavar="ADDRESS", help="a cluster's address, or `auto`; "
                        "without one, Ray is started on this machine")
@@ -77,12 +84,26 @@ def parser() -> argparse.ArgumentParser:
     fleet.add_argument("--drafter", help="bundled name, file or folder, for methods that need one")
     fleet.add_argument("--method", default="sjd", help="sjd, next_token, cool_sd, ... (default: %(default)s; a wrong "
                        "name lists all); columns of the jobs file set its settings")
+    fleet.add_argument("--dtype", default="auto", metavar="NAME", help="fp32, bf16, ..., as in Load AR Checkpoint "
+                       "(default: %(default)s: fp32 on a CPU, bf16 on a GPU; a wrong name lists all)")
     fleet.add_argument("--actors", type=positive, default=1, metavar="N",
                        help="models that generate at a time (default: %(default)s)")
     fleet.add_argument("--cpus", type=positive, default=1, metavar="N", help="threads of one (default: %(default)s)")
     fleet.add_argument("--gpus", type=float, default=0, metavar="N",
                        help="GPUs of one; 0.5 if two share it (default: %(default)s)")
     return top
+
+
+def refuse_unused(options: argparse.Namespace, arguments: list[str] | None) -> None:
+    """Raises JobsError for options that the chosen way, servers or Ray, would ignore, also where they are given as
+    their defaults."""
+    nothing = argparse.Namespace(**dict.fromkeys(vars(options)))  # so that no default is filled in
+    given = vars(parser().parse_args(arguments, nothing))
+    unused = [f"--{name.replace('_', '-')}" for name in (FOR_SERVERS if options.ray else FOR_RAY)
+              if given[name] is not None]
+    if unused:
+        why = "not used with --ray" if options.ray else "only for --ray; on servers the workflow decides"
+        raise JobsError(f"{', '.join(unused)}: {why}")
 
 
 def positive(text: str) -> int:
@@ -126,7 +147,7 @@ def on_ray(options: argparse.Namespace, jobs: list[Job]) -> int:
     if not options.out and not options.dry_run:
         raise JobsError("--ray needs --out DIR, where the images go")
     device = "cuda" if options.gpus else "cpu"
-    studio = Studio(options.model, options.method, options.decoder, options.drafter, device)
+    studio = Studio(options.model, options.method, options.decoder, options.drafter, device, options.dtype)
     studio.check()
     settings = studio.settings(jobs)
     if options.dry_run:
@@ -178,16 +199,18 @@ def followed(journal: Journal, jobs: list[Job], open_jobs: list[Job], work: Call
 
     begun = {job.id for job in open_jobs}
     with bar, logging_redirect_tqdm():
-        for job in jobs:
-            if job.id not in begun and not journal.done(job.id):
-                say(f"{job.id}: failed before: {journal.results[job.id]['error']}")
+        failed = [job.id for job in jobs if job.id not in begun and not journal.done(job.id)]
+        for job_id in failed[:SHOWN]:
+            say(f"{job_id}: failed before: {journal.results[job_id]['error']}")
+        if len(failed) > SHOWN:
+            say(f"... and {len(failed) - SHOWN} more failed before")
         cancelled = work(on_result)
     records = [journal.results.get(job.id) for job in jobs]
     made, open_still = sum(r is not None and r["status"] == "success" for r in records), records.count(None)
     failed = len(jobs) - made - open_still
     say(f"{made} of {len(jobs)} jobs are done, {failed} failed, {open_still} are still to do. {journal.path}")
     if failed and not cancelled:
-        say("The same command with --retry-failed makes the failed ones again.")
+        say("Correct their rows and repeat the command, or repeat it with --retry-failed.")
     if cancelled:
         return CANCELLED
     return FAILED if failed or open_still else DONE

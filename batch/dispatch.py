@@ -29,20 +29,22 @@ GONE = 0.1  # of the grace, where the server has ended: its queue is lost with i
 LAST_WORDS = 3.0  # seconds in which the servers are told to forget the last prompts
 HELLO = 2.0  # seconds in which all servers are waited for, to find the least busy one
 SLOW = 5.0  # seconds: the longest pause before a server is asked again that takes long to answer
+PATIENCE = 300.0  # seconds without any server after which a batch gives up ...
+FIRST_PATIENCE = 10.0  # ... and where none ever answered: then the address is wrong
 
 
 @dataclass(frozen=True)
 class Options:
     """in_flight: prompts that a server has at a time (with 2 it never waits for the next). retries: how often a job is
     handed out again because its server was lost. grace: seconds after which the jobs of a silent server go to others.
-    patience: seconds without any server after which the batch gives up. download: a folder for copies of the files.
-    maps: save and copy acceptance maps, too."""
+    patience: seconds without any server after which the batch gives up (None: PATIENCE, or FIRST_PATIENCE). download: a
+    folder for copies of the files. maps: save and copy acceptance maps, too."""
 
     in_flight: int = 2
     retries: int = 3
     download: Path | None = None
     grace: float = 20.0
-    patience: float = 300.0
+    patience: float | None = None
     poll: float = 0.5
     maps: bool = False
 
@@ -72,6 +74,7 @@ class Lane:
     strays: dict[str, Work] = field(default_factory=dict)  # taken back while it was silent
     outdated: list[str] = field(default_factory=list)  # prompts of an earlier run, whose jobs were changed since
     foreign: int = 0
+    versions: dict[str, str] | None = None  # None: not asked since it was away
     answered: float | None = None  # when it last did
     failures: int = 0
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -164,12 +167,16 @@ class Batch:
             try:
                 asked = time.monotonic()
                 await self._visit(lane)
+                if lane.failures:
+                    logger.warning("%s answers%s.", lane.server.url, " again" if lane.answered else "")
                 lane.answered, lane.failures = time.monotonic(), 0
                 pause = max(pause, min(SLOW, 4 * (lane.answered - asked)))
             except ServerAwayError as error:
-                lane.failures += 1
+                lane.failures, lane.versions = lane.failures + 1, None
                 if lane.failures == 1:
                     logger.warning("%s", error)
+                    if not any(other.up or other.unknown for other in self.lanes):
+                        logger.warning("Waiting up to %g s for a server.", self._patience())
                 silent = time.monotonic() - (lane.answered or begun)
                 if silent > self.options.grace * (GONE if error.gone else 1):
                     self._give_back(lane)
@@ -191,6 +198,8 @@ class Batch:
 
     async def _visit(self, lane: Lane) -> None:
         """Collects what has ended, hands over what was given to it."""
+        if lane.versions is None:
+            lane.versions = await lane.server.versions()
         if lane.outdated:
             await lane.server.cancel(lane.outdated)
             lane.outdated.clear()
@@ -279,7 +288,7 @@ class Batch:
             "id": work.job.id, "status": found.outcome, "overrides": work.job.overrides, "server": lane.server.url,
             "prompt_id": prompt_id, "attempt": work.attempt, "seconds": round(found.seconds, 3),
             "files": found.files, "traces": found.traces, "warnings": found.warnings,
-            "error": error,
+            "error": error, "versions": lane.versions or {},
         }
 
     def _end(self, record: dict[str, Any]) -> None:
@@ -309,10 +318,14 @@ class Batch:
             self.waiting.appendleft(lane.given.pop())
 
     def _abandoned(self, begun: float) -> bool:
-        """Has no server answered for long? Less long where none ever did: then the address is wrong."""
-        answers = [lane.answered for lane in self.lanes if lane.answered]
-        patience = self.options.patience if answers else min(self.options.patience, self.options.grace / 2)
-        return time.monotonic() - max(answers, default=begun) > patience
+        """Has no server answered for long?"""
+        answers = (lane.answered for lane in self.lanes if lane.answered)
+        return time.monotonic() - max(answers, default=begun) > self._patience()
+
+    def _patience(self) -> float:
+        if self.options.patience is not None:
+            return self.options.patience
+        return PATIENCE if any(lane.answered for lane in self.lanes) else FIRST_PATIENCE
 
     def _assign(self) -> None:
         """Each waiting job to the least busy server that has what it names. Where others have filled a server's queue,

@@ -76,6 +76,7 @@ def started(fleet: Fleet):
     """The ray module, connected."""
     probe(fleet.address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reports home unless told otherwise
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # it calls what happens in every run an error
     try:
         import ray
         import ray.data

@@ -14,12 +14,17 @@ DELIMITERS = ",;\t"
 ID = re.compile(r"[\w-]{1,100}")  # becomes part of file names, on any system
 ID_BYTES = 200  # of the 255 that a file's name may have; prefix, attempt, counter and ending need the others
 DEVICE = re.compile(r"con|prn|aux|nul|(com|lpt)[0-9¹²³]", re.IGNORECASE)  # on Windows, whatever the ending of the file
-SHOWN = 10  # problems that one message lists
+SHOWN = 10  # problems or jobs that one message lists
+SHOWN_LINES = 3  # that it names of equal problems
 Row = tuple[int, dict[str, Any]]  # the line it begins on, and its values
 
 
 class JobsError(ValueError):
     """The jobs file cannot be used; the message names the lines and what to do about them."""
+
+
+class RowsError(JobsError):
+    """Rows do not fit what is to be run; the message begins with their lines."""
 
 
 @dataclass(frozen=True)
@@ -139,14 +144,14 @@ def with_ids(rows: list[Row], name: str) -> list[Job]:
         given = values.pop("id", None)
         job_id = automatic_id(number, values) if given is None else str(given).strip()
         if not ID.fullmatch(job_id) or len(job_id.encode()) > ID_BYTES:
-            problems.append(f"line {line}: the id {job_id!r} may have only letters, digits, _ and - (100 at most, "
-                            f"{ID_BYTES} bytes), because files are named after it")
+            problems.append((line, f"the id {job_id!r} may have only letters, digits, _ and - (100 at most, "
+                             f"{ID_BYTES} bytes), because files are named after it"))
         if DEVICE.fullmatch(job_id):
-            problems.append(f"line {line}: the id {job_id!r} is the name of a device on Windows, so it cannot be the "
-                            "name of a file there: add something to it")
+            problems.append((line, f"the id {job_id!r} is the name of a device on Windows, so it cannot be the name of "
+                             "a file there: add something to it"))
         first = lines.setdefault(job_id.casefold(), line)  # some file systems do not tell A from a
         if first != line:
-            problems.append(f"line {line}: the id {job_id!r} was used on line {first}")
+            problems.append((line, f"the id {job_id!r} was used on line {first}"))
         jobs.append(Job(job_id, values, line))
     if problems:
         raise JobsError(f"{name}, {several(problems)}")
@@ -163,7 +168,18 @@ def warnings_of(unknown: list[str]) -> list[str]:
     return [f"Not in the model's vocabulary, ignored: {', '.join(dict.fromkeys(unknown))}"] if unknown else []
 
 
-def several(problems: list[str]) -> str:
-    """A few problems, a line each, and how many more there are."""
-    more = [f"... and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-    return "\n".join([*problems[:SHOWN], *more])
+def several(problems: list[tuple[int, str]]) -> str:
+    """A few problems, each with the lines that have it, and how many more there are."""
+    lines: dict[str, list[int]] = {}
+    for line, problem in problems:
+        lines.setdefault(problem, []).append(line)
+    texts = [f"line{'s' if len(found) > 1 else ''} {listed(found, SHOWN_LINES)}: {problem}"
+             for problem, found in lines.items()]
+    more = [f"... and {len(texts) - SHOWN} more"] if len(texts) > SHOWN else []
+    return "\n".join([*texts[:SHOWN], *more])
+
+
+def listed(items: list[Any], most: int = SHOWN) -> str:
+    """The first items, and how many more there are."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(map(str, items[:most])) + more

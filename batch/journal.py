@@ -10,6 +10,8 @@ import uuid
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from .jobs import listed
+
 SCHEMA = "specar.batch/1"
 FAR = 1 << 30  # a byte beyond the file's contents, to lock on Windows, where locked bytes cannot be read
 
@@ -101,9 +103,9 @@ class Journal:
 
     def check(self, prints: dict[str, str]) -> None:
         """Jobs that have their image are those of these fingerprints; what has none may be corrected under its id.
-        Raises JournalError with all that are not."""
+        Raises JournalError with those that are not."""
         if others := [job for job, known in prints.items() if self.done(job) and self.changed(job, known)]:
-            raise JournalError(f"{', '.join(others)}: already in {self.path} with an image of other settings or of "
+            raise JournalError(f"{listed(others)}: already in {self.path} with an image of other settings or of "
                                "another workflow. Give such jobs other ids, or choose other --results")
 
     def done(self, job: str) -> bool:

@@ -4,7 +4,7 @@ import copy
 import re
 from pathlib import Path
 
-from .jobs import Job, JobsError
+from .jobs import Job, RowsError, several
 from .overrides import OverrideError, Workflow
 
 SAMPLER = re.compile(r"SpecAR\w*Sampler")  # class of the nodes whose outputs are LATENT and AR_TRACE
@@ -58,8 +58,8 @@ def map_of(image: Path) -> Path:
 
 
 def check_ids(jobs: list[Job]) -> None:
-    """Raises JobsError where a job's image would have the name of another one's map."""
+    """Raises RowsError where a job's image would have the name of another one's map."""
     ids = {job.id.casefold() for job in jobs}
     if taken := [job for job in jobs if (job.id + MAP).casefold() in ids]:
-        raise JobsError(f"line {taken[0].line}: with --maps, the map of {taken[0].id} has the name of the job "
-                        f"{taken[0].id}{MAP}: give that job another id")
+        raise RowsError(several([(job.line, f"with --maps, the map of {job.id} has the name of the job {job.id}{MAP}: "
+                                  "give that job another id") for job in taken]))

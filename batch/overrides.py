@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .jobs import Job, JobsError, several
+from .jobs import Job, RowsError, several
 
 Workflow = dict[str, dict]
 Place = tuple[str, str]  # node id, input
@@ -33,20 +33,21 @@ def read_workflow(path: Path) -> Workflow:
     if not workflow or not all(
         isinstance(node, dict) and "class_type" in node and isinstance(node.get("inputs"), dict) for node in nodes
     ):
-        raise OverrideError(f"{path} is not in API format (in ComfyUI: Workflow > Export (API))")
+        raise OverrideError(f"{path} is not in API format (in ComfyUI: Workflow > Export (API); those of this pack are "
+                            "in workflows/api)")
     return workflow
 
 
 def prompts_of(workflow: Workflow, jobs: list[Job]) -> dict[str, Workflow]:
-    """Job id -> its workflow. Raises JobsError with the lines of all jobs that do not fit."""
+    """Job id -> its workflow. Raises RowsError with the lines of all jobs that do not fit."""
     prompts, problems = {}, []
     for job in jobs:
         try:
             prompts[job.id] = with_overrides(workflow, job.overrides)
         except OverrideError as error:
-            problems.append(f"line {job.line}: {error}")
+            problems.append((job.line, str(error)))
     if problems:
-        raise JobsError(several(problems))
+        raise RowsError(several(problems))
     return prompts
 
 

@@ -12,6 +12,7 @@ from .overrides import Workflow
 BUSY_GATEWAY = (502, 503, 504)  # what a proxy says whose server is away
 NO_SUCH_NODE = ("invalid_prompt", "missing_node_type")  # types of ComfyUI's errors: of old and newer versions
 NO_SUCH_VALUE = ("value_not_in_list", "custom_validation_failed")  # of combos: models, images, options
+VERSIONS = {"comfyui": "comfyui_version", "torch": "pytorch_version"}  # in a result -> in /system_stats
 ENDS = {"execution_success": "success", "execution_error": "error", "execution_interrupted": "interrupted"}
 
 
@@ -56,6 +57,12 @@ class Server:
         state = await self._json("GET", "/queue")
         running, pending = ({item[1] for item in state[f"queue_{name}"]} for name in ("running", "pending"))
         return running, pending
+
+    async def versions(self) -> dict[str, str]:
+        """Of ComfyUI and PyTorch, as far as the server tells them."""
+        _, answer = await self._request("GET", "/system_stats")
+        system = answer.get("system") if isinstance(answer, dict) else None
+        return {name: system[key] for name, key in VERSIONS.items() if key in system} if system else {}
 
     async def submit(self, prompt: Workflow, prompt_id: str, client_id: str) -> Refusal | None:
         """Queues a prompt; returns why the server will not make all of it (None: it will)."""

@@ -13,9 +13,10 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from .. import api
+from ..model_loaders.conditions import DTYPES, INT8_CACHE, STORAGE, conditions
 from ..samplers.contract import Method
 from ..samplers.registry import METHODS, PUBLISHED
-from .jobs import Job, JobsError, several, warnings_of
+from .jobs import Job, JobsError, RowsError, several, warnings_of
 from .overrides import OverrideError, converted
 
 EXAMPLES = {"int": 0, "int | None": 0, "float": 0.0, "bool": False, "str": "", "str | None": ""}  # of settable types
@@ -48,16 +49,20 @@ RECIPES |= {each.name: Recipe(each.build, each.settings) for each in PUBLISHED.v
 
 @dataclass(frozen=True)
 class Studio:
-    """Which files to use, and how. Every one is the name of a bundled model, or a path that all machines have."""
+    """Which files to use, and how. Every one is the name of a bundled model, or a path that all machines have. dtype: a
+    name of DTYPES."""
 
     model: str
     method: str
     decoder: str | None = None
     drafter: str | None = None
     device: str = "cpu"
+    dtype: str = "auto"
 
     def check(self) -> None:
-        """Raises JobsError for a file that is not there."""
+        """Raises JobsError for a precision that there is not, and for a file that is not there."""
+        if self.dtype not in DTYPES:
+            raise JobsError(f"there is no dtype {self.dtype}; there are {', '.join(DTYPES)}")
         for name in filter(None, (self.model, self.decoder, self.drafter)):
             try:
                 find(name)
@@ -74,7 +79,7 @@ class Studio:
         return recipe
 
     def settings(self, jobs: list[Job]) -> dict[str, dict[str, Any]]:
-        """Job id -> its settings in their types. Raises JobsError with the lines of all jobs that do not fit."""
+        """Job id -> its settings in their types. Raises RowsError with the lines of all jobs that do not fit."""
         known = TEXTS | SAMPLING | self.recipe().columns()
         found, problems = {}, []
         for job in jobs:
@@ -83,9 +88,9 @@ class Studio:
                 if "prompt" not in job.overrides:
                     raise OverrideError("there is no prompt")
             except OverrideError as error:
-                problems.append(f"line {job.line}: {error}")
+                problems.append((job.line, str(error)))
         if problems:
-            raise JobsError(several(problems))
+            raise RowsError(several(problems))
         return found
 
 
@@ -103,13 +108,16 @@ class Painter:
 
     def __init__(self, studio: Studio, maps: bool = False):
         self.studio, self.recipe, self.maps = studio, studio.recipe(), maps
-        self.model = api.load_model(find(studio.model), device=studio.device)
+        self.model = api.load_model(
+            find(studio.model), device=studio.device, dtype=DTYPES[studio.dtype], storage=STORAGE.get(studio.dtype),
+            int8_cache=studio.dtype == INT8_CACHE,
+        )
         self.decoder = api.load_image_decoder(find(studio.decoder or studio.model), device=studio.device)
         self.drafter = api.load_drafter(find(studio.drafter), self.model) if studio.drafter else None
 
     def generate(self, settings: dict[str, Any]) -> tuple[bytes, bytes, dict[str, Any]]:
-        """PNGs of the image and of its acceptance map (empty unless wanted), with the settings and totals in them under
-        `specar`; and the run's totals. Raises what the sampler raises."""
+        """PNGs of the image and of its acceptance map (empty unless wanted), with what it takes to repeat the image and
+        the totals in them under `specar`; and the run's totals. Raises what the sampler raises."""
         given = dict(settings)
         prompt, negative = (given.pop(name, None) for name in TEXTS)
         sampling = {name: given.pop(name) for name in SAMPLING if name in given}
@@ -120,7 +128,9 @@ class Painter:
         decoded = self.decoder.decode(out.latent)
         pixels = (decoded[0] * 255).clamp(0, 255).byte().cpu().numpy()  # as Save Image does
         totals = {"method": out.trace.settings.get("method"), **out.trace.summary()}
-        about = {"settings": settings, "model": self.studio.model, "totals": totals}
+        files = {name: getattr(self.studio, name) for name in ("model", "decoder", "drafter")}
+        about = {"settings": settings, "method": out.trace.settings, **files, **conditions(self.model),
+                 "totals": totals}
         overlay = png(api.acceptance_map(out.trace, decoded)[0], about) if self.maps else b""
         return png(pixels, about), overlay, totals
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ..model_loaders.ar_model import DiscreteModel
+from ..model_loaders.conditions import DTYPES, INT8_CACHE, STORAGE
 from .comfy_runtime import memory
-from .comfy_runtime.models import DTYPES, INT8_CACHE, STORAGE
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 from comfy_api.latest import io
 from torch import Tensor
 
+from ..model_loaders.conditions import conditions
 from ..model_loaders.text.prompts import Conditioning
 from ..reports.run_report import FIRST_DRAFTS
 from ..samplers.contract import Method
@@ -108,11 +109,14 @@ def sample(
 
 def origin(inputs: CommonInputs, drafter: models.LoadedDrafter | None) -> dict[str, Any]:
     """The origin of a run, for its trace. unknown_words: those of the prompts that the model ignored, if any."""
+    model = inputs.model.model
     origin = {"model": inputs.model.name, "prompt": text_of(inputs.positive), "server": models.SERVER}
     texts = (text_of(prompt) or "" for prompt in (inputs.positive, inputs.negative))
-    if unknown := [word for text in texts for word in inputs.model.model.unknown_words(text)]:
+    if unknown := [word for text in texts for word in model.unknown_words(text)]:
         origin["unknown_words"] = unknown
-    return origin if drafter is None else origin | {"drafter_name": drafter.name}
+    if drafter is not None:
+        origin["drafter_name"] = drafter.name
+    return origin | conditions(model)
 
 
 class NextTokenSampler(io.ComfyNode):

@@ -77,7 +77,8 @@ class WordEncoder:
             some = ", ".join([w for w in self.words if not w.startswith("bg_")][:40])
             raise ValueError(
                 f"The bundled model knows none of the words in the prompt {text[:200]!r}. It was trained on a small "
-                f"vocabulary; words it knows include: {some}. The model card lists all of them."
+                f"vocabulary; words it knows include: {some}. The model card, assets/default/README.md, "
+                "lists all of them."
             )
         if unknown:
             log.warning("The bundled model does not know: %s (ignored).", ", ".join(unknown))

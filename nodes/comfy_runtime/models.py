@@ -18,6 +18,7 @@ from torch import Tensor
 from ...kernels import graphs
 from ...kernels.half import bf16_is_faster
 from ...model_loaders.ar_model import DiscreteModel
+from ...model_loaders.conditions import DTYPES, INT8_CACHE, STORAGE
 from ...model_loaders.continuous_model import ContinuousBase
 from ...model_loaders.decoders.image_decoder import Autoencoder
 from ...model_loaders.detect import (
@@ -37,13 +38,7 @@ from .patcher import Patcher
 from .previews import Palette
 
 SERVER = uuid.uuid4().hex  # wall times are comparable within one
-INT8_CACHE = "int8 (storage and KV cache)"
-STORAGE = {
-    "fp8 (storage)": torch.float8_e4m3fn, "int8 (storage)": torch.int8, INT8_CACHE: torch.int8,
-    "int4 (storage)": torch.uint4,
-}  # fmt: skip
 LARGE = 50_000_000  # weights from which a pass on a CPU is mostly products; smaller models stay in fp32
-DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, **dict.fromkeys(STORAGE)}
 
 
 @dataclass(eq=False)

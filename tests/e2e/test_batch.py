@@ -12,6 +12,7 @@ from pathlib import Path
 import comfyui_specar as specar
 import numpy as np
 import pytest
+from comfyui_specar.model_loaders.conditions import VERSION
 from comfyui_specar.model_loaders.files.trace_files import load_trace
 from PIL import Image
 
@@ -66,6 +67,7 @@ def test_every_job_has_one_image_although_a_server_is_killed(comfy, comfyui, tmp
         [trace] = record["traces"]
         assert (trace["seed"], trace["method"], trace["tokens"]) == (seed, "sjd", 256)
         assert 0 < trace["target_passes"] < 256
+        assert record["versions"]["comfyui"] and record["versions"]["torch"]
         assert record["seconds"] > 0 and comfy.get(f"/history/{record['prompt_id']}") == {}
         with Image.open(tmp_path / f"out/{job}.png") as image:
             assert image.size == (cols * model.pixels_per_token, rows * model.pixels_per_token)
@@ -97,6 +99,7 @@ def test_equal_jobs_have_an_image_each_and_a_refused_one_says_why(comfy, equal_j
     assert "aple" in one["warnings"][0] and two["warnings"] == one["warnings"]
     [saved] = comfy.output.rglob("trace_two_*.safetensors")
     trace_of_two = load_trace(saved)
+    assert trace_of_two.settings.items() >= {"dtype": "fp32", "device": "cpu", "pack": VERSION}.items()
     assert json.dumps(one["traces"]) == json.dumps([{"method": trace_of_two.settings["method"], **trace_of_two.totals}])
     assert {Path(file["filename"]).stem[:-7] for file in two["files"]} == {"image_two", "trace_two"}
     assert (equal_jobs / "out/one.png").exists() and (equal_jobs / "out/two.png").exists()

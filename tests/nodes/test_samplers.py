@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from comfy.cli_args import LatentPreviewMethod, args
+from comfyui_specar.model_loaders.conditions import VERSION
 
 BOTH = pytest.mark.parametrize("method", ["NextToken", "SJD"])
 
@@ -15,6 +16,7 @@ def test_latent_holds_the_code_vectors_of_the_tokens(method, sample, tiny):
     assert latent["ar_tokens"].shape == (2, 4, 4) and latent["ar_tokens"].dtype == torch.int64
     assert torch.equal(latent["samples"], tiny[0].model.dequantize(latent["ar_tokens"]))
     assert trace.settings["prompt"] == "red apple" and trace.settings["model"] == "tiny"
+    assert trace.settings.items() >= {"dtype": "fp32", "device": "cpu", "pack": VERSION}.items()
 
 
 def test_the_trace_has_the_words_that_the_model_ignored(sample, tiny):

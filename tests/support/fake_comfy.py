@@ -57,7 +57,8 @@ class FakeComfy:
         self._forget_everything()
         app = web.Application()
         app.add_routes([
-            web.get("/queue", self._queue), web.post("/queue", self._delete), web.post("/prompt", self._prompt),
+            web.get("/system_stats", self._stats), web.post("/prompt", self._prompt),
+            web.get("/queue", self._queue), web.post("/queue", self._delete),
             web.get("/history/{id}", self._history), web.post("/history", self._forget),
             web.post("/interrupt", self._interrupt), web.get("/view", self._view),
         ])
@@ -107,6 +108,9 @@ class FakeComfy:
         messages = [["execution_start", {"timestamp": 1000}], [event, {"timestamp": 1250, **data}]]
         status = "success" if event == "execution_success" else "error"
         return {"outputs": outputs, "status": {"status_str": status, "messages": messages}}
+
+    async def _stats(self, _request: web.Request) -> web.Response:
+        return web.json_response({"system": {"os": "linux", "comfyui_version": "0.1", "pytorch_version": "2.0"}})
 
     async def _queue(self, _request: web.Request) -> web.Response:
         running = [[0, self.running]] if self.running else []

@@ -99,6 +99,7 @@ def test_a_result_has_files_seconds_and_each_trace_once(tmp_path):
                 "prompt_id": journal_of.prompt_id("j0", 1), "seconds": 0.25, "error": "",
                 "files": [{"filename": "p_j0_00001_.png", "subfolder": "", "type": "output", "node": "9"}],
                 "traces": [{"method": "sjd", "target_passes": 5}], "warnings": [],
+                "versions": {"comfyui": "0.1", "torch": "2.0"},
             }
             assert one.drawn == ["p_j0"]
 
@@ -115,7 +116,49 @@ def test_where_no_server_is_the_first_line_says_at_once_how_to_get_one(tmp_path,
             batch.stop()
 
         await run(tmp_path / "r.jsonl", [nobody], jobs_of(1), during=during)
-        assert len(said) == 1 and nobody.url in said[0] and "main.py" in said[0] and "--server" in said[0]
+        assert nobody.url in said[0] and "main.py" in said[0] and "--server" in said[0]
+        assert len(said) == 2 and "0.4 s" in said[1]
+
+    asyncio.run(check())
+
+
+def test_a_server_that_is_starting_is_waited_for_where_patience_is_given(tmp_path, clock, caplog):
+    async def check():
+        one, jobs = FakeComfy(), jobs_of(2)
+
+        async def begin(batch):
+            await clock.away(batch, 6 * dispatch.FIRST_PATIENCE - 1)
+            await one.start()
+
+        options = Options(poll=QUICK.poll, grace=QUICK.grace, patience=6 * dispatch.FIRST_PATIENCE)
+        await run(tmp_path / "r.jsonl", [one], jobs, options, during=begin)
+        assert_each_once(tmp_path / "r.jsonl", jobs, one)
+        assert caplog.messages[1:] == ["Waiting up to 60 s for a server.", f"{one.url} answers."]
+        await one.die()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_without_patience_a_server_that_once_answered_is_waited_for_longer(tmp_path, clock, caplog, answered):
+    async def check():
+        one, patience = FakeComfy(), dispatch.PATIENCE if answered else dispatch.FIRST_PATIENCE
+        if answered:
+            await one.start()
+            one.ends = lambda: False
+
+        async def wait(batch):
+            if answered:
+                await until(lambda: one.running)
+                await one.die()
+            await clock.away(batch, patience - 1)
+            noticed = batch.lanes[0].failures
+            await until(lambda: batch.lanes[0].failures > noticed + 1)
+            assert not batch.stopping
+            clock.now += 2
+
+        await run(tmp_path / "r.jsonl", [one], jobs_of(1), Options(poll=QUICK.poll, grace=QUICK.grace), during=wait)
+        assert f"{patience:g} s" in caplog.messages[1] and "given up" in caplog.messages[-1]
 
     asyncio.run(check())
 
@@ -280,7 +323,7 @@ def test_rows_that_wait_for_the_one_server_with_their_file_hold_no_other_row_up(
     asyncio.run(check())
 
 
-def test_jobs_of_a_dying_server_go_to_the_other(tmp_path, clock):
+def test_jobs_of_a_dying_server_go_to_the_other(tmp_path, clock, caplog):
     """It dies while it generates its second image."""
     async def check():
         async with FakeComfy() as mortal, FakeComfy() as other:
@@ -297,6 +340,7 @@ def test_jobs_of_a_dying_server_go_to_the_other(tmp_path, clock):
             assert len(lines(tmp_path / "r.jsonl")) == 10
             recorded = Counter(record["files"][0]["filename"] for record in lines(tmp_path / "r.jsonl"))
             assert max(recorded.values()) == 1
+            assert not any("Waiting" in said for said in caplog.messages)
             # Only an image that was finished, but not yet fetched, when the server died may have been generated again.
             assert set(jobs_drawn(mortal, other)) == {job.id for job in jobs}
             assert max(jobs_drawn(other).values()) == 1 and jobs_drawn(mortal, other).total() <= 11
@@ -305,8 +349,8 @@ def test_jobs_of_a_dying_server_go_to_the_other(tmp_path, clock):
 
 
 @pytest.mark.parametrize("missed", [False, True])
-def test_a_server_that_restarts_gets_its_jobs_again_under_another_name(tmp_path, clock, missed):
-    """Also where it was away for so long that its jobs were taken back."""
+def test_a_server_that_restarts_gets_its_jobs_again_under_another_name(tmp_path, clock, caplog, missed):
+    """Also where it was away for so long that its jobs were taken back, which is said, and that it is back."""
     async def check():
         async with FakeComfy() as one:
             one.ends = lambda: False
@@ -324,6 +368,8 @@ def test_a_server_that_restarts_gets_its_jobs_again_under_another_name(tmp_path,
             await run(tmp_path / "r.jsonl", [one], jobs, during=restart)
             assert_each_once(tmp_path / "r.jsonl", jobs, one)
             assert "p_j0.try2" in one.drawn
+            if missed:
+                assert caplog.messages[1:] == ["Waiting up to 0.4 s for a server.", f"{one.url} answers again."]
 
     asyncio.run(check())
 

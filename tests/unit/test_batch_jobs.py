@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from comfyui_specar.batch.jobs import JobsError, read_jobs
+from comfyui_specar.batch.jobs import JobsError, RowsError, read_jobs
 from comfyui_specar.batch.overrides import (
     OverrideError,
     converted,
@@ -211,11 +211,20 @@ def test_numbers_survive_the_way_through_a_table(value):
 
 
 def test_all_bad_jobs_are_named_at_once(tmp_path, workflow):
-    jobs = jobs_in(tmp_path, "a.csv", "seed\n" + "1\nx\n" * 12)
-    with pytest.raises(JobsError) as caught:
+    jobs = jobs_in(tmp_path, "a.csv", "seed\n" + "".join(f"1\nx{number}\n" for number in range(12)))
+    with pytest.raises(RowsError) as caught:
         prompts_of(workflow, jobs)
     message = str(caught.value).splitlines()
-    assert re.match("line 3: seed.*number.*'x'", message[0]) and "2 more" in message[-1] and len(message) == 11
+    assert re.match("line 3: seed.*number.*'x0'", message[0]) and "2 more" in message[-1] and len(message) == 11
+
+
+@pytest.mark.parametrize(("rows", "lines"), [
+    (1, "line 2: "), (3, "lines 2, 3, 4: "), (50, "lines 2, 3, 4 and 47 more: "),
+])
+def test_what_is_wrong_with_every_row_is_said_once(tmp_path, workflow, rows, lines):
+    with pytest.raises(RowsError) as caught:
+        prompts_of(workflow, jobs_in(tmp_path, "a.csv", "sed\n" + "1\n" * rows))
+    assert re.match(f"{lines}.*no sed", str(caught.value)) and "\n" not in str(caught.value)
 
 
 def test_every_file_of_a_job_has_its_name(workflow):
@@ -242,5 +251,5 @@ def test_the_example_fits_every_shipped_text_workflow():
 def test_what_is_no_api_workflow_is_refused(tmp_path, content):
     path = tmp_path / "w.json"
     path.write_text(content, encoding="utf-8")
-    with pytest.raises(OverrideError, match="API format|cannot read"):
+    with pytest.raises(OverrideError, match="API format.*workflows/api|cannot read"):
         read_workflow(path)

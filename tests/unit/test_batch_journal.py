@@ -87,6 +87,11 @@ def test_a_job_that_has_its_image_cannot_change_under_its_id(tmp_path):
         journal.check({"a": "old", "b": "old", "c": "new", "d": "new", "e": "new"})
         with pytest.raises(JournalError, match=r"^a, b: .*r\.jsonl.*settings.*workflow"):
             journal.check(dict.fromkeys("abcde", "new"))
+        for number in range(50):
+            journal.write_queued(f"j{number}", "old", 1, "http://x")
+            journal.write_result(RECORD | {"id": f"j{number}"})
+        with pytest.raises(JournalError, match=r"^j0, .*, j9 and 40 more: "):
+            journal.check({f"j{number}": "new" for number in range(50)})
         left = [job for job in "abcde" if not journal.ended(job, "old", retry_failed=False)]
         corrected = [job for job in "abcde" if not journal.ended(job, "new", retry_failed=False)]
         assert left == ["d", "e"] and corrected == ["c", "d", "e"]
@@ -213,7 +218,7 @@ def test_failed_jobs_are_reported_and_run_again_only_when_asked(table, here, cap
     (table / "jobs.csv").write_text("id,prompt\ngood,cat\nbad,fail\n", encoding="utf-8")
     assert run_beside(FakeComfy()) == cli.FAILED
     said = capsys.readouterr().err
-    for part in ("bad: Encoder: no such word", "1 of 2 jobs are done, 1 failed", "--retry-failed"):
+    for part in ("bad: Encoder: no such word", "1 of 2 jobs are done, 1 failed", "Correct", "--retry-failed"):
         assert part in said
     again = FakeComfy()
     assert run_beside(again) == cli.FAILED and again.drawn == []
@@ -222,6 +227,15 @@ def test_failed_jobs_are_reported_and_run_again_only_when_asked(table, here, cap
     assert run_beside(again, "--retry-failed") == cli.DONE and again.drawn == ["p_bad.try2"]
     assert {record["status"] for record in recorded(table / "jobs.results.jsonl").values()} == {"success"}
     assert run_beside(again, "--retry-failed") == cli.DONE and again.drawn == ["p_bad.try2"]
+
+
+def test_of_many_jobs_that_failed_before_some_are_named(table, here, capsys):
+    (table / "jobs.csv").write_text("id,prompt\n" + "".join(f"j{number},fail\n" for number in range(12)), "utf-8")
+    assert run_beside(FakeComfy()) == cli.FAILED
+    capsys.readouterr()
+    assert run_beside(FakeComfy()) == cli.FAILED
+    said = capsys.readouterr().err
+    assert said.count("failed before: Encoder") == 10 and "2 more failed before" in said and "12 failed" in said
 
 
 def test_words_that_the_model_does_not_know_are_printed_and_recorded(table, here, capsys):
@@ -260,7 +274,7 @@ def test_a_failed_row_is_corrected_under_its_id_by_the_same_command(table, here)
 
 
 @pytest.mark.parametrize(("jobs", "arguments", "message"), [
-    ("id,sed\na,1\n", (), "line 2: .*no sed.*prompt, filename_prefix, seed"),
+    ("id,sed\na,1\n", (), "jobs.csv, line 2: .*no sed.*prompt, filename_prefix, seed"),
     ("", (), "jobs.csv.*no jobs"),
     ("seed\n1\n", ("--workflow", "jobs.csv"), "workflow.*jobs.csv"),
     ("id,seed\na,1\n", ("--out", "full"), r"full.*files.* a\b"),
@@ -274,6 +288,19 @@ def test_bad_input_begins_nothing(table, capsys, jobs, arguments, message):
     assert cli.main(command("--server", "http://127.0.0.1:9", *arguments)) == cli.BAD_INPUT
     assert re.search(message, capsys.readouterr().err)
     assert not (table / "jobs.results.jsonl").exists() or (table / "jobs.results.jsonl").read_text("utf-8") == ""
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("--method", "next_token", "--model", "foo"), "--model, --method: .*--ray.*workflow"),
+    (("--method", "sjd", "--gpus", "0"), "--method, --gpus: .*--ray"),  # the defaults, but given
+    (("--dtype", "bf16"), "--dtype: .*--ray"),
+    (("--ray", "--out", "out", "--server", "http://127.0.0.1:9", "--patience", "9"),
+     "--server, --workflow, --patience: not .*--ray"),
+])
+def test_options_that_would_be_ignored_are_refused(table, capsys, arguments, message):
+    assert cli.main(command(*arguments)) == cli.BAD_INPUT
+    assert re.search(message, capsys.readouterr().err)
+    assert sorted(path.name for path in table.iterdir()) == ["jobs.csv", "workflow.json"]
 
 
 def test_the_help_can_be_printed_in_the_console_of_any_system(monkeypatch):

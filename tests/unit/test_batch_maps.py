@@ -137,7 +137,6 @@ def test_a_job_that_has_the_name_of_a_map_is_refused():
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ((), "--maps needs --out"),
-    (("--ray",), "--maps needs --out"),
     (("--out", "out", "--workflow", str(ROOT / "workflows/api" / SAVES_NO_IMAGE)), "--maps.*trace"),
     (("--out", "out", "--workflow", str(ROOT / "workflows/api" / SAVES_NO_IMAGE), "--dry-run"), "--maps.*trace"),
 ])
@@ -146,4 +145,6 @@ def test_where_no_map_can_be_saved_nothing_is_begun(tmp_path, monkeypatch, capsy
     (tmp_path / "jobs.csv").write_text("prompt\ncat\n", encoding="utf-8")
     assert cli.main(["jobs.csv", "--maps", "--server", "http://127.0.0.1:9", *arguments]) == cli.BAD_INPUT
     assert re.search(message, capsys.readouterr().err)
+    assert cli.main(["jobs.csv", "--maps", "--ray"]) == cli.BAD_INPUT
+    assert "--maps needs --out" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["jobs.csv"]

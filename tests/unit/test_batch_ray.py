@@ -16,6 +16,7 @@ from comfyui_specar.batch.jobs import Job, JobsError, read_jobs
 from comfyui_specar.batch.journal import Journal
 from comfyui_specar.batch.overrides import fingerprint
 from comfyui_specar.batch.studio import RECIPES, Painter, Studio
+from comfyui_specar.model_loaders.conditions import VERSION, precision
 from comfyui_specar.tests.support.mortal import MortalPainter
 from PIL import Image
 
@@ -66,13 +67,18 @@ def test_actors_run_the_jobs_but_not_those_that_were_run_before(table, monkeypat
     about = json.loads(image.text["specar"])
     assert about["settings"]["seed"] == 2 and about["totals"]["target_passes"] == out.trace.summary()["target_passes"]
     assert json.dumps([about["totals"]]) == json.dumps(records["late"]["traces"])
+    assert about["method"] == json.loads(json.dumps(out.trace.settings))  # and it can be generated again
+    assert {name: about[name] for name in ("model", "decoder", "drafter")} == {
+        "model": "default", "decoder": None, "drafter": None}
+    assert about.items() >= {"dtype": "fp32", "device": "cpu", "pack": VERSION}.items()
 
 
 @pytest.mark.parametrize(("table_text", "arguments", "message"), [
-    ("prompt,windw\ncat,3\n", (), "line 2: .*windw.*prompt, negative, seed, cfg"),
+    ("prompt,windw\ncat,3\n", (), "jobs.csv, line 2: .*windw.*prompt, negative, seed, cfg"),
     ("prompt,window\ncat,2.5\n", (), "line 2: window.*(whole|integer).*'2.5'"),
     ("seed\n3\n", (), "line 2: .*prompt"),
     ("prompt\ncat\n", ("--method", "sdj"), "method sdj.*next_token, jacobi, sjd"),
+    ("prompt\ncat\n", ("--dtype", "bf61"), "dtype bf61.*auto, fp32, bf16"),
     ("prompt\ncat\n", ("--method", "cool_sd"), "cool_sd.*--drafter.*default/eagle"),
     ("prompt\ncat\n", ("--model", "models/gone"), "models/gone.*bundled.*default"),
     ("prompt\ncat\n", ("--method", "cool_sd", "--drafter", "gone"), "gone.*default"),
@@ -147,6 +153,12 @@ def test_every_method_generates_with_its_settings(method, monkeypatch):
     [((_, prompt, built), named)] = drawn
     assert named["cfg"] == 2 and named["negative"] is not None and prompt is not None and "seed" not in named
     assert built == RECIPES[method].build(built.drafter if hasattr(built, "drafter") else None)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8 (storage)", "int8 (storage and KV cache)"])
+def test_a_precision_is_that_of_the_loader(dtype):
+    painter = Painter(Studio("default", "cool_sd", drafter="default/eagle", dtype=dtype))
+    assert precision(painter.model).split(", ")[-1] == dtype and painter.model.int8_cache == ("KV" in dtype)
 
 
 def test_a_setting_of_a_method_that_needs_a_drafter_reaches_it():

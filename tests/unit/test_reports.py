@@ -31,12 +31,14 @@ def example(tmp_path_factory) -> dict[str, dict]:
     return found
 
 
-def test_the_documents_example_saves_a_map_as_large_as_it_says(example):
+def test_the_documents_example_saves_its_image_and_a_map_as_large_as_it_says(example):
     overlay = example["discrete"]["overlay"]
     assert overlay.dtype == np.uint8 and overlay.shape[0] == 1 and overlay.shape[2:] == (SHORTEST, 3)
     assert overlay.shape[1] > SHORTEST, "the legend is below"
     with Image.open(example["discrete"]["folder"] / "map.png") as saved:
         assert np.array_equal(np.asarray(saved), overlay[0])
+    with Image.open(example["discrete"]["folder"] / "image.png") as saved:
+        assert saved.size == (256, 256) and np.ptp(np.asarray(saved)) > 100
 
 
 @pytest.mark.parametrize("kind", KINDS)
