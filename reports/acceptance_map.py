@@ -24,7 +24,7 @@ SOURCES = {  # Source -> (name in the legend, colour)
     Source.RESIDUAL: ("resampled after rejection", (213, 94, 0)),
     Source.BONUS: ("sampled without a draft", (240, 228, 66)),
     Source.PREFILL: ("from the prompt's pass", (0, 0, 0)),
-    Source.SKIPPED: ("taken unverified", (0, 158, 115)),
+    Source.SKIPPED: ("accepted unverified", (0, 158, 115)),
     Source.FORCED: ("kept or fixed", GREY),
 }
 CONTINUOUS_NAMES = {  # the same for runs that sampled vectors, where the names differ
@@ -36,7 +36,7 @@ TREE = {  # metric -> (record of the trace, title)
     "tree width": ("tree_width", "Most drafts on one level of the token's tree"),
 }
 MARKS = {  # metric -> (Source that is marked, title)
-    "skipped": (Source.SKIPPED, "Tokens taken unverified"),
+    "skipped": (Source.SKIPPED, "Tokens accepted unverified"),
     "accepted by relaxation": (Source.RELAXED, "Tokens that no exact test would have accepted"),
 }
 DISCRETE = ("ratio p/q", "entropy", "top-1 probability", *TREE, "skipped", "TV leak")  # metrics of token ids ...
