@@ -24,7 +24,7 @@ CARD_PAGE = """<style>
 body {{ margin: 0; width: {width}px; height: {height}px; background: #141414; color: #eee; font-family: "DejaVu Sans";
         display: flex; flex-direction: column; }}
 img {{ width: 100%; flex: 1; min-height: 0; object-fit: cover; object-position: top left; }}
-p {{ margin: 0; padding: 10px 18px 14px; font-size: 30px; font-weight: bold; border-top: 4px solid #d55e00; }}
+p {{ margin: 0; padding: 10px 18px 14px; font-size: 24px; font-weight: bold; border-top: 4px solid #d55e00; }}
 small {{ display: block; color: #bbb; font-size: 20px; font-weight: normal; margin-top: 3px; }}
 </style><body><img src="data:image/png;base64,{graph}"><p>{title}<small>{needs}</small></p></body>"""
 TITLES = {name: workflow.title for name, workflow in WORKFLOWS.items()}  # of workflows whose models do not ship
@@ -98,7 +98,8 @@ def needed(graph: dict) -> list[str]:
     sources = [source for choice in choices for source in sources_of(choice)]
     ours = {source.folder.partition("/")[0] for source in sources}
     names = [source.folder.partition("/")[2] or source.files for source in sources]
-    return list(dict.fromkeys(names + [each["name"] for each in graph["models"] if each["directory"] not in ours]))
+    names += [each["name"].removesuffix(".safetensors") for each in graph["models"] if each["directory"] not in ours]
+    return list(dict.fromkeys(names))
 
 
 def card(page: Frontend, file: Path) -> Image.Image:
