@@ -47,8 +47,8 @@ METRICS = (
 )
 LOG_RATIOS = 10  # the log ratio's colours reach from minus this to this
 NOT_JUDGED = "no draft was verified"
-MARGIN, LINE, SWATCH = 10, 27, 18  # pixels of the legend, which shrinks with the map on its node
-TITLE, TEXT = 19, 18  # its font sizes
+MARGIN, LINE, SWATCH = 10, 30, 20  # pixels of the legend, which shrinks with the map on its node
+TITLE, TEXT = 21, 21  # its font sizes
 TOKEN_PIXELS = 16  # side of a token in maps without an image
 
 
@@ -248,7 +248,7 @@ def _log_ratio(ratio: np.ndarray, judged: np.ndarray) -> TokenMap:
     position = (np.clip(ratio, -LOG_RATIOS, LOG_RATIOS) / LOG_RATIOS + 1) / 2
     colours = np.where(judged[..., None], gradient(position, RATIO), GREY).astype(np.uint8)
     strength = np.where(judged, np.exp(np.minimum(ratio, 0)), 0).astype(np.float32)
-    legend = (Scale(RATIO, f"-{LOG_RATIOS} or less, rejected", f"{LOG_RATIOS} or more, accepted"),
+    legend = (Scale(RATIO, f"-{LOG_RATIOS}, rejected", f"{LOG_RATIOS}, accepted"),
               *_grey(~judged, NOT_JUDGED))
     return TokenMap(colours, strength, "Log ratio of the test", legend)
 
