@@ -242,8 +242,9 @@ class FindFastest(io.ComfyNode):
                              "to try; the number of a whole image is surest. If time is short, trials take fewer, "
                              "but at least 64. Default: 256."),
                 io.Int.Input("seconds", default=60, min=1, max=3600,
-                             tooltip="Approximate time for all trials. More makes the choice more certain; 30 to 120 "
-                             "is sensible. The report lists what was not tried. Default: 60."),
+                             tooltip="Approximate time for all trials. More makes the choice more certain: 15 for "
+                             "a first look, 30 to 120 to rely on it. The report lists what was not tried. "
+                             "Default: 60."),
                 ARDrafter.Input("drafter", optional=True,
                                 tooltip="A drafter from Load AR Drafter, to try draft trees as well."),
                 negative_input(),

@@ -157,8 +157,8 @@ class SJDSampler(io.ComfyNode):
                 io.Combo.Input("refinement", options=list(REFINEMENTS), default="coupled (exact)",
                                tooltip="What happens to draft tokens that are not accepted yet. The exact options "
                                "keep the distribution of the next-token sampler; coupled (default) usually needs the "
-                               "fewest passes of them. SJD++ reuse as in the paper is biased. same seed: the same "
-                               "image as the next-token sampler."),
+                               "fewest passes of them. SJD++ reuse as in the paper is biased. same seed, same "
+                               "picture: the image of the next-token sampler, up to rounding."),
                 io.Float.Input("threshold", default=0.5, min=0.01, max=10, step=0.01, round=0.001,
                                tooltip="For the two SJD++ refinements: reuse a draft token whose probability ratio "
                                "is above this. Higher resamples more, which takes more passes; 0.2 to 1 is sensible. "

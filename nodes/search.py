@@ -13,9 +13,9 @@ FAMILIES, CONTINUOUS = NAMES.split(", "), CONTINUOUS_NAMES.split(", ")
 START = ("autoregressive", "text to image", "start")
 SAMPLER = ("speculative decoding", "generate image", "fast sampler")
 WITH_DRAFTER = (*SAMPLER, "drafter", "draft model", "eagle")
-RULE = ("speculative decoding", "acceptance rule")
+RULE = ("acceptance rule",)
 RELAXED = (*RULE, "relaxed", "lossy", "approximate")
-REPORT = ("speculative decoding", "statistics", "diagnostics", "trace")
+REPORT = ("statistics", "diagnostics", "trace")
 
 
 def found_by(*words: str) -> dict[str, list[str]]:

@@ -279,20 +279,21 @@ class VVSSampler(io.ComfyNode):
             category="SpecAR/sampling",
             **found_by(*WITH_DRAFTER, "skip verification", "lossy"),
             description="Accepts some drafts without verifying them, which saves whole forward passes of the model. "
-            "Approximate: images drift from the model's own distribution, and nothing limits how far.",
+            "Approximate: images drift from the model's own distribution. Nothing limits how far in advance; the "
+            "report tells it afterwards.",
             inputs=folded([
                 *common_inputs(),
                 drafter_input(),
                 structure_input(DYNAMIC),
                 io.Combo.Input("schedule", options=list(SCHEDULES), default="uniform",
-                               tooltip="When verification is skipped. uniform: every interval-th time. dynamic: when "
-                               "the paths of the tree are similar."),
+                               tooltip="Which drafts are accepted unverified. uniform: every interval-th. dynamic: "
+                               "those whose paths in the tree are similar."),
                 io.Int.Input("interval", default=4, min=2, max=1024,
                              tooltip="For uniform: one draft in this many is accepted unverified. Lower is faster "
                              "and drifts further; the paper uses 2 to 4. Default: 4."),
                 io.Float.Input("threshold", default=0.7, min=0, max=1.01, step=0.01, round=0.001,
-                               tooltip="For dynamic: skip if the paths are at least this similar (0 to 1). Lower "
-                               "skips more often, which is faster and drifts further; the paper uses 0.65 to 0.8. "
+                               tooltip="For dynamic: a draft is accepted unverified if its paths are at least this "
+                               "similar (0 to 1). Lower is faster and drifts further; the paper uses 0.65 to 0.8. "
                                "Above 1: never. Default: 0.7."),
                 io.Combo.Input("path", options=list(PATHS), default="at random (paper)",
                                tooltip="Which path of the tree is accepted unverified: any of them at random, as in "
@@ -302,8 +303,8 @@ class VVSSampler(io.ComfyNode):
                                  tooltip="On (default): cut an unverified path to the mean length of the tree's "
                                  "paths, so that fewer tokens go unverified."),
                 io.Boolean.Input("refresh", default=True,
-                                 tooltip="On (default): after a skip, rerun the drafter on the model's true "
-                                 "features, which takes a little longer. Off: keep the outdated features, as the "
+                                 tooltip="On (default): after an unverified draft, rerun the drafter on the model's "
+                                 "true features, which takes a little longer. Off: keep the outdated features, as the "
                                  "official code does."),
                 negative_input(),
                 rule_input(),

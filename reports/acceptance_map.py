@@ -24,7 +24,7 @@ SOURCES = {  # Source -> (name in the legend, colour)
     Source.RESIDUAL: ("resampled after rejection", (213, 94, 0)),
     Source.BONUS: ("sampled without a draft", (240, 228, 66)),
     Source.PREFILL: ("from the prompt's pass", (0, 0, 0)),
-    Source.SKIPPED: ("taken unverified", (0, 158, 115)),
+    Source.SKIPPED: ("accepted unverified", (0, 158, 115)),
     Source.FORCED: ("kept or fixed", GREY),
 }
 CONTINUOUS_NAMES = {  # the same for runs that sampled vectors, where the names differ
@@ -36,7 +36,7 @@ TREE = {  # metric -> (record of the trace, title)
     "tree width": ("tree_width", "Most drafts on one level of the token's tree"),
 }
 MARKS = {  # metric -> (Source that is marked, title)
-    "skipped": (Source.SKIPPED, "Tokens taken unverified"),
+    "skipped": (Source.SKIPPED, "Tokens accepted unverified"),
     "accepted by relaxation": (Source.RELAXED, "Tokens that no exact test would have accepted"),
 }
 DISCRETE = ("ratio p/q", "entropy", "top-1 probability", *TREE, "skipped", "TV leak")  # metrics of token ids ...
@@ -47,8 +47,8 @@ METRICS = (
 )
 LOG_RATIOS = 10  # the log ratio's colours reach from minus this to this
 NOT_JUDGED = "no draft was verified"
-MARGIN, LINE, SWATCH = 10, 27, 18  # pixels of the legend, which shrinks with the map on its node
-TITLE, TEXT = 19, 18  # its font sizes
+MARGIN, LINE, SWATCH = 10, 30, 20  # pixels of the legend, which shrinks with the map on its node
+TITLE, TEXT = 21, 21  # its font sizes
 TOKEN_PIXELS = 16  # side of a token in maps without an image
 
 
@@ -248,7 +248,7 @@ def _log_ratio(ratio: np.ndarray, judged: np.ndarray) -> TokenMap:
     position = (np.clip(ratio, -LOG_RATIOS, LOG_RATIOS) / LOG_RATIOS + 1) / 2
     colours = np.where(judged[..., None], gradient(position, RATIO), GREY).astype(np.uint8)
     strength = np.where(judged, np.exp(np.minimum(ratio, 0)), 0).astype(np.float32)
-    legend = (Scale(RATIO, f"-{LOG_RATIOS} or less, rejected", f"{LOG_RATIOS} or more, accepted"),
+    legend = (Scale(RATIO, f"-{LOG_RATIOS}, rejected", f"{LOG_RATIOS}, accepted"),
               *_grey(~judged, NOT_JUDGED))
     return TokenMap(colours, strength, "Log ratio of the test", legend)
 

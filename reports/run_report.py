@@ -100,11 +100,11 @@ def describe(trace: Trace) -> str:
         rate = f"{totals['acceptance_rate']:.0%} of those verified"
         lines.append(f"accepted drafts: {totals['accepted_drafts']} ({rate})")
     if skipped := totals["sources"].get("skipped"):
-        lines.append(f"taken unverified: {skipped}")
+        lines.append(f"accepted unverified: {skipped}")
     if failed := totals.get("failed_resamples"):
         lines.append(f"resampling failed: {failed} (the last try was taken)")
     lines.append(drawing(settings))
-    lines.append(f"seed {totals['seed']}, {totals['seconds']:.2f} s")
+    lines.append(f"seed {totals['seed']}, {totals['seconds']:.2f} s of sampling")
     return "\n".join(lines)
 
 

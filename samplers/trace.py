@@ -27,7 +27,7 @@ class Source(IntEnum):
     RESIDUAL = 3  # resampled after a draft token was rejected
     BONUS = 4  # sampled after the last draft token, from the same forward pass
     FORCED = 5  # kept by the user, or fixed by the layout (an end of line)
-    SKIPPED = 6  # a draft token taken without verification
+    SKIPPED = 6  # a draft token accepted unverified
 
 
 POSITION_FIELDS = {  # of models of token ids: name -> dtype
@@ -167,7 +167,7 @@ ROUND_FIELDS = {  # name -> dtype, of every round and image
     "width": torch.int64,  # tokens fed to the target
     "nodes": torch.int64,  # drafts of the tree
     "depth": torch.int64,  # its levels
-    "skipped": torch.bool,  # was the draft taken unverified
+    "skipped": torch.bool,  # was the draft accepted unverified
 }
 
 

@@ -41,16 +41,16 @@ def browse(page: Frontend) -> None:
     page.page.wait_for_timeout(3000)  # for thumbnails
 
 
-def after_run(workflow: str, group: str = "", height: int = VIEW["height"]) -> Callable[[Frontend], None]:
-    """A template after one run: as it opens, or from the left edge of a group on, large enough to read. height: of the
-    page in pixels."""
+def after_run(workflow: str, group: str = "", zoom: float = ZOOM, **size: int) -> Callable[[Frontend], None]:
+    """A template after one run: as it opens, or from the left edge of a group on, large enough to read. size: other
+    widths and heights of the page than those of VIEW."""
 
     def draw(page: Frontend) -> None:
-        page.page.set_viewport_size(VIEW | {"height": height})
+        page.page.set_viewport_size(VIEW | size)
         page.load(json.loads((WORKFLOWS / f"{workflow}.json").read_text(encoding="utf-8")), workflow)
         page.run()
         if group:
-            page.page.evaluate(FROM_GROUP, [group, ZOOM])
+            page.page.evaluate(FROM_GROUP, [group, zoom])
         else:
             page.page.evaluate("() => app.extensionManager.command.execute('Comfy.Canvas.FitView')")
         page.page.wait_for_timeout(1000)
@@ -60,7 +60,7 @@ def after_run(workflow: str, group: str = "", height: int = VIEW["height"]) -> C
 
 SHOTS: dict[str, Callable[[Frontend], None]] = {
     "first-image": after_run("01 Text to image"),
-    "same-image": after_run("02 Same image, fewer passes", "One token per pass", 1180),
+    "same-image": after_run("02 Same image, fewer passes", "2 Prompt, size, seed", 0.62, width=1500, height=1180),
     "acceptance-map": after_run("05 Acceptance map", "2 Prompt and size"),
     "templates": browse,  # last: its dialog stays open
 }

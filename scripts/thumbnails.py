@@ -4,10 +4,12 @@ import asyncio
 import base64
 import io
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
 from comfyui_specar.batch.client import Run, run_prompt, view
+from comfyui_specar.nodes.downloads import sources_of
 from comfyui_specar.tests.support.families import REFINED, WORKFLOWS
 from frontend import Frontend, FrontendError
 from PIL import Image, ImageSequence
@@ -22,11 +24,12 @@ CARD_PAGE = """<style>
 body {{ margin: 0; width: {width}px; height: {height}px; background: #141414; color: #eee; font-family: "DejaVu Sans";
         display: flex; flex-direction: column; }}
 img {{ width: 100%; flex: 1; min-height: 0; object-fit: cover; object-position: top left; }}
-p {{ margin: 0; padding: 10px 18px 14px; font-size: 30px; font-weight: bold; border-top: 4px solid #d55e00; }}
+p {{ margin: 0; padding: 10px 18px 14px; font-size: 24px; font-weight: bold; border-top: 4px solid #d55e00; }}
 small {{ display: block; color: #bbb; font-size: 20px; font-weight: normal; margin-top: 3px; }}
 </style><body><img src="data:image/png;base64,{graph}"><p>{title}<small>{needs}</small></p></body>"""
 TITLES = {name: workflow.title for name, workflow in WORKFLOWS.items()}  # of workflows whose models do not ship
-TITLES[REFINED] = "Janus-Pro 1B, upscaled and refined"
+TITLES[REFINED] = "Janus-Pro 1B, refined with SDXL"
+WEIGHTS = re.compile(r"In bf16: ([\d.]+ GB) of weights")  # in the workflow's note
 
 
 def tiles(images: list[Image.Image], side: int, columns: int) -> Image.Image:
@@ -89,12 +92,25 @@ def result(url: str, file: Path) -> Image.Image:
     return layout([*before[:1], *square, *([] if before else maps[:1])] if len(square) == 1 else square)
 
 
+def needed(graph: dict) -> list[str]:
+    """The files and folders that its models are downloaded as, the model first, and last those of core nodes."""
+    choices = [node["widgets_values"][0] for node in graph["nodes"] if node["type"].startswith("SpecARLoad")]
+    sources = [source for choice in choices for source in sources_of(choice)]
+    ours = {source.folder.partition("/")[0] for source in sources}
+    names = [source.folder.partition("/")[2] or source.files for source in sources]
+    names += [each["name"].removesuffix(".safetensors") for each in graph["models"] if each["directory"] not in ours]
+    return list(dict.fromkeys(names))
+
+
 def card(page: Frontend, file: Path) -> Image.Image:
-    """The workflow's graph, or the left of a wide one, with the names of its model's files under it."""
+    """The workflow's graph, or the left of a wide one, with its size and the names of its models' files under it."""
     graph = json.loads(file.read_text(encoding="utf-8"))
-    loaders = {node["type"]: node["widgets_values"][0] for node in graph["nodes"] if "SpecARLoad" in node["type"]}
-    size = next(node["widgets_values"] for node in graph["nodes"] if node["type"] == "SpecAREmptyLatent")
-    needs = f"needs {' and '.join(loaders.values())}, which you download"
+    widgets = {node["type"]: node["widgets_values"] for node in graph["nodes"]}
+    size = widgets["ImageScale"][1:3] if "ImageScale" in widgets else widgets["SpecAREmptyLatent"]
+    weights = WEIGHTS.search(widgets["MarkdownNote"][0])[1]
+    model, *others = needed(graph)
+    listed = ", ".join([f"{model} ({weights} in bf16, calculated)", *others])
+    needs = f"needs {' and '.join(listed.rsplit(', ', 1)) if others else listed}, which you download"
     page.load(graph)
     counted: Counter[str] = Counter()
     shown = {}

@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Protocol
 
@@ -69,6 +70,12 @@ class WordEncoder:
                 elif part not in self.stop_words:
                     unknown.append(part)
         return list(dict.fromkeys(known)), unknown
+
+    def resembling(self, word: str) -> str:
+        """The known word that an unknown one may be a misspelling of; "" if there is none."""
+        words = [known for known in self.words if not known.startswith("bg_")]
+        words += [*self.synonyms, *self.backgrounds, "background"]
+        return "".join(get_close_matches(word, words, 1, cutoff=0.75))
 
     def encode(self, text: str) -> Tensor:
         """Features [1, n, F]. Raises ValueError if no word is known."""

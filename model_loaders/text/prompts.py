@@ -43,6 +43,11 @@ class Prompted:
         """Words of a prompt that the model ignores, because it was not trained with them."""
         return self.prompt_encoder.parse(text)[1] if isinstance(self.prompt_encoder, WordEncoder) else []
 
+    def unknown_words_with_hints(self, text: str) -> list[str]:
+        """The same words, each with the known word that it resembles, if any: "aple (apple?)"."""
+        hints = ((word, self.prompt_encoder.resembling(word)) for word in self.unknown_words(text))
+        return [f"{word} ({known}?)" if known else word for word, known in hints]
+
     def encode_class(self, number: int) -> Conditioning:
         """CONDITIONING of a class number, for class-conditional models."""
         return self.encode_prompt(str(number))

@@ -22,7 +22,8 @@ class ARClip:
 
     def encode_from_tokens_scheduled(self, tokens: str, **_options: Any) -> Conditioning:
         """CONDITIONING of a prompt. Raises ValueError or FileNotFoundError with a remedy."""
-        send("specar.unknown_words", words=self._model.unknown_words(tokens))  # none: takes away what was shown before
+        # None of them takes away what was shown before.
+        send("specar.unknown_words", words=self._model.unknown_words_with_hints(tokens))
         if not tokens.strip():
             return [[torch.zeros(1, 0, 1), {"ar": {"family": self._model.family, "text": ""}}]]
         return self._model.encode_prompt(tokens)

@@ -169,7 +169,7 @@ class RoundStep:
         """Verify the trees with one forward pass of the target: the state, new tokens, and accepted drafts [B].
 
         Only the images ``verifying`` [B] (bool) advance. The pass also computes the probabilities of uncached tokens
-        that were taken unverified. These stay decided, but are recorded, and their true key/value states are cached.
+        that were accepted unverified. These stay decided, but are recorded, and their true key/value states are cached.
         """
         uncached = state.uncached
         out, position = self.feed(state, tree)
@@ -299,7 +299,7 @@ class RoundStep:
         )
 
     def record_uncached(self, state: RoundState, logits: Tensor, position: Tensor, verifying: Tensor) -> None:
-        """Record what the pass says about the tokens taken unverified before it; logits and position as fed.
+        """Record what the pass says about the tokens accepted unverified before it; logits and position as fed.
 
         Not testing a token drifts as accepting it for certain does: by [1 - p/q]+ if it was sampled from q, and by
         1 - p (q = 1) if it was not.

@@ -25,7 +25,7 @@ class Uncached:
     """Decided tokens [B, P] (int64) that are not yet in the target's cache.
 
     The first ``count`` [B] are valid, the last of them is the root. q [B, P]: the draft probability of tokens that were
-    taken unverified.
+    accepted unverified.
     """
 
     token: Tensor

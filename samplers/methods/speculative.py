@@ -5,14 +5,14 @@ One loop for every method of this kind. They differ in four parts, each in a fil
 drafter     small AR model or EAGLE feature drafter                      (contract.Drafter)
 structure   chain, static tree, dynamic tree, adjacency-adaptive tree    drafts/
 rule        exact, LANTERN, LANTERN++, UniformRSD, Cool-SD, ...          rules/
-skipping    some drafts are taken unverified (VVS)                       skipping.py
+skipping    some drafts are accepted unverified (VVS)                       skipping.py
 
 A round (round_step.py): the drafter observes the tokens of the last round and grows a tree after the last one decided
 (the root). One forward pass of the target feeds the root and all drafts. Verification accepts a path of the tree and
 samples the token after it, the next root. The caches keep the accepted path.
 
-The root is decided but not yet in the target's cache, and neither are tokens that were taken unverified after it. They
-are ``uncached``, and the next forward pass feeds them before the tree (rounds.py).
+The root is decided but not yet in the target's cache, and neither are tokens that were accepted unverified after it.
+They are ``uncached``, and the next forward pass feeds them before the tree (rounds.py).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class DraftTree(Method):
                              "rule.")
 
     def width(self, request: Request) -> int:
-        """The root and the tree, and after a skipped round the tokens taken unverified."""
+        """The root and the tree, and after a skipped round the tokens accepted unverified."""
         drafts, levels = self.structure.size()
         return 1 + drafts + (levels if self.skipping else 0)
 

@@ -88,7 +88,7 @@ def test_descriptions_say_what_matters(runs, sample, rule):
     assert "approximate" in biased and "bound" not in biased
     assert "LANTERN++ (neighbours 5, ratio 3)" in describe(sample("Lantern", neighbours=5, ratio=3.0)[1])
     skipping = describe(sample("VVS", interval=2, structure="chain")[1])
-    assert "VVS: one draft in 2 unverified, the others exact" in skipping and "taken unverified: " in skipping
+    assert "VVS: one draft in 2 unverified, the others exact" in skipping and "accepted unverified: " in skipping
     assert "ADT-Tree, horizontal" in describe(sample("ADTTree")[1])
 
 

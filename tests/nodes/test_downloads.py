@@ -1,12 +1,13 @@
 """What to download, and into which folder: the message of the node, the note and the list of the template agree."""
 
+import itertools
 import json
 import re
 from pathlib import Path
 
 import pytest
 from comfyui_specar.nodes.comfy_runtime import folders
-from comfyui_specar.nodes.downloads import where_to_get
+from comfyui_specar.nodes.downloads import sources_of, where_to_get
 
 TEMPLATES = sorted((Path(__file__).parents[2] / "workflows").glob("* (download).json"))
 REPOSITORY = re.compile(r"https://huggingface\.co/([\w.-]+/[\w.-]+)")
@@ -28,6 +29,9 @@ def test_a_template_reports_what_its_loaders_report(template):
     assert {place_of(model) for model in ours} <= {*PLACE.findall(instructions)}
     assert {REPOSITORY.match(model["url"])[1] for model in graph["models"]} <= {*REPOSITORY.findall(note)}
     assert all(place_of(model) in note for model in graph["models"])
+    for source in itertools.chain(*map(sources_of, choices)):
+        names = re.findall(r"\w[\w.-]*\.\w+", source.files) or [f"all files of [{source.repository}]"]
+        assert all(name in note for name in names)
 
 
 def place_of(model: dict) -> str:

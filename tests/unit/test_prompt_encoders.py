@@ -47,6 +47,13 @@ def test_words_of_a_prompt(encoder, prompt, known, unknown):
     assert encoder.parse(prompt) == (known, unknown)
 
 
+@pytest.mark.parametrize(("word", "known"), [
+    ("catt", "cat"), ("kiten", "kitten"), ("backgroud", "background"), ("bleu", "blue"), ("quantum", ""),
+])
+def test_a_misspelled_word_resembles_a_known_one(encoder, word, known):
+    assert encoder.resembling(word) == known
+
+
 def test_features_are_rows_of_the_table_in_order(encoder):
     features = encoder.encode("a dog with glasses on a blue background")
     assert features.shape == (1, 3, CAPTION) and features.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""VVS: when drafts are taken unverified and which, against the same worked out path by path."""
+"""VVS: when drafts are accepted unverified and which, against the same worked out path by path."""
 
 import itertools
 import math

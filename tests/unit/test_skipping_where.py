@@ -1,4 +1,4 @@
-"""Skipping only where a mask allows it: nothing outside is ever taken unverified, whatever else is chosen."""
+"""Skipping only where a mask allows it: nothing outside is ever accepted unverified, whatever else is chosen."""
 
 from dataclasses import replace
 

@@ -75,7 +75,7 @@ function executingNode(id) {
 /** Which words of a prompt the model ignores, on the node that encodes it (see nodes/comfy_runtime/clip.py). */
 function showUnknownWords({ detail: { node, words } }) {
   const encoder = executingNode(node);
-  const text = words.length ? `Not in this model's vocabulary, ignored: ${words.join(", ")}` : "";
+  const text = words.length ? `Unknown, ignored: ${words.join(", ")}` : "";
   if (encoder) showReport(encoder, text);
 }
 
