@@ -28,7 +28,7 @@ NEGATIVE = "You are a helpful assistant. USER: {} ASSISTANT: <|extra_100|>"
 # Grids (rows, columns) by the aspect ratios of the official code, the default first, and that of 512 x 512 pixels.
 SIZES = ((55, 73), (64, 64), (73, 55), (52, 78), (78, 52), (47, 85), (85, 47), (41, 97), (32, 32))
 _ROOT = "model."
-_SPECIALS = ranked(131072)  # the special tokens after the ranks, those of the image codes at the end
+_CODES = 131072
 _IDS = 282926
 _PATCH = 16
 _IMAGE, _DECODER = "Emu3.5-Image", "Emu3.5-VisionTokenizer"
@@ -56,10 +56,11 @@ def load(
             f"{name} is a language model with the layers of {_IMAGE}, but its vocabulary of {ids} ids has no image "
             f"tokens, so it writes only text. {_IMAGE} has {_IDS} ids: download BAAI/{_IMAGE}."
         )
-    words = Words.of(checkpoint, _SPECIALS)
+    specials = ranked(_CODES)  # here: their names take 11 MB
+    words = Words.of(checkpoint, specials)
     own = checkpoint.own_settings
     grids = (legal_grid(own["grid"]),) if "grid" in own else SIZES
-    tokenizer = open_tokenizer(path, search, _SPECIALS, f"BAAI/{_IMAGE}")
+    tokenizer = open_tokenizer(path, search, specials, f"BAAI/{_IMAGE}")
 
     def framed(text: str, size: tuple[int, int]) -> list[int]:
         return prompt_ids(words, tokenizer, text, size)
