@@ -51,6 +51,7 @@ def test_every_job_has_one_image_although_a_server_is_killed(comfy, comfyui, tmp
         wait_for(lambda: {record["server"] for record in results(tmp_path)} == {comfy.url, second.url}, batch)
         batch.kill()  # the client first: what it handed out goes on without it
         batch.communicate()
+        ended = {record["id"] for record in results(tmp_path)}  # the last of them may still be in a server's history
         os.killpg(second.process.pid, signal.SIGKILL)
         batch = start(tmp_path, *servers)
         _, said = batch.communicate(timeout=PATIENCE)
@@ -68,7 +69,7 @@ def test_every_job_has_one_image_although_a_server_is_killed(comfy, comfyui, tmp
         assert (trace["seed"], trace["method"], trace["tokens"]) == (seed, "sjd", 256)
         assert 0 < trace["target_passes"] < 256
         assert record["versions"]["comfyui"] and record["versions"]["torch"]
-        assert record["seconds"] > 0 and comfy.get(f"/history/{record['prompt_id']}") == {}
+        assert record["seconds"] > 0 and (job in ended or comfy.get(f"/history/{record['prompt_id']}") == {})
         with Image.open(tmp_path / f"out/{job}.png") as image:
             assert image.size == (cols * model.pixels_per_token, rows * model.pixels_per_token)
             assert json.loads(image.text["prompt"])["5"]["inputs"]["seed"] == seed

@@ -26,7 +26,7 @@ def test_demo_leaves_images_map_and_traces_and_prints_the_passes(comfyui):
     files = [ROOT / "output" / line.strip() for line in done.stdout.splitlines() if "_0" in line]
     assert files and all(file.is_file() for file in files)
     names = " ".join(file.name for file in files)
-    for word in ("sjd", "next_token", "map", "trace"):
+    for word in ("same_image", "next_token", "map", "trace"):
         assert word in names
     reports = [json.loads(file.read_text("utf-8")) for file in files if file.suffix == ".json"]
     assert {report["totals"]["seed"] for report in reports} == {11}
