@@ -219,7 +219,7 @@ class ADTTreeSampler(io.ComfyNode):
                                "in the paper), the upper one's, random ones, or a weighted mean of the surroundings."),
                 io.Combo.Input("children", options=list(CHILDREN), default="most likely (paper)",
                                tooltip="Which children a draft token gets. Sampled ones (drawn at random) are accepted "
-                               "more often at temperature 1."),
+                               "slightly less often by the bundled model."),
                 io.Float.Input("beta", default=1.0, min=0, max=1, step=0.05, round=0.001,
                                tooltip="The tree grows deeper if at least this fraction of the last tree's levels "
                                "was accepted; lower makes deeper trees. 0.5 to 1 is sensible. Default: 1, as in the "

@@ -7,7 +7,7 @@ SJD      Teng et al., "Accelerating auto-regressive text-to-image generation wit
 MC-SJD   So et al., "MC-SJD: maximal coupling speculative Jacobi decoding for autoregressive visual generation
          acceleration", 2025 (arXiv:2510.24211): guesses are coupled from pass to pass     reuse="coupled"
 SJD++    Teng et al., 2025 (arXiv:2512.07503): guesses of high confidence are reused
-         (section 3.3); biased                                                             reuse="threshold_paper"
+         (section 4.1); biased                                                             reuse="threshold_paper"
 ours     a lossless variant of that reuse                                                  reuse="threshold_exact"
          Gumbel-Jacobi: fixed noise, the test is equality, the image is next-token's       reuse="gumbel"
 
