@@ -2,11 +2,12 @@
 
 import asyncio
 import itertools
+import statistics
 
 from benchmarks import soak
 
 QUICK = ["01 Text to image", "05 Acceptance map", "31 Continuous tokens"]
-GROWTH = 64  # MiB that 16 prompts may add once every workflow has run twice; a kept model or image is 20 or more
+GROWTH = 64  # MiB that 16 prompts may add once every workflow has run twice; a kept model or image is 20 or more each
 
 
 def test_prompts_of_two_clients_leave_nothing_behind(comfy):
@@ -15,8 +16,8 @@ def test_prompts_of_two_clients_leave_nothing_behind(comfy):
     seen = asyncio.run(soak.soak(comfy.url, comfy.pid, jobs, clients=2))
     assert seen.outcomes == {"success": 24}, seen.failures
     assert len(seen.images) == 9 and all(len(kinds) == 1 for kinds in seen.images.values())
-    resident = [m["rss"] for m in seen.memory]
-    assert max(resident[8:]) - max(resident[:8]) < GROWTH, resident
+    resident = [m["rss"] for m in seen.memory]  # some while the other client's prompt runs, so medians
+    assert statistics.median(resident[8:]) - statistics.median(resident[:8]) < GROWTH, resident
     assert set(comfy.get("/history")) == before
     queue = comfy.get("/queue")
     assert not queue["queue_running"] and not queue["queue_pending"]
