@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels.linear import stored_as
 from ..models.quantised import NarrowLinear
 from .ar_model import DiscreteModel
 from .continuous_model import ContinuousBase
@@ -26,7 +25,7 @@ def conditions(model: DiscreteModel | ContinuousBase) -> dict[str, str]:
 def precision(model: DiscreteModel | ContinuousBase) -> str:
     """What a model computes in and, where that differs, how its large matrices are stored: "bf16, int8 (storage)"."""
     computed = next((name for name, dtype in DTYPES.items() if dtype == model.dtype), str(model.dtype))
-    narrow = {stored_as(layer.weight) for layer in model.modules() if isinstance(layer, NarrowLinear)}
+    narrow = {layer.format for layer in model.modules() if isinstance(layer, NarrowLinear)}
     if not narrow:
         return computed
     if model.int8_cache:

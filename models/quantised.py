@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ..kernels.linear import GROUP, linear_narrow
+from ..kernels.linear import GROUP, linear_narrow, stored_as
 
 NARROW = {  # storage -> parts of the names of the matrices kept in it. fp8 and 4 bits are too coarse for heads.
     torch.int8: (".layers.", "backbone.output"), torch.float8_e4m3fn: (".layers.",), torch.uint4: (".layers.",),
@@ -31,6 +31,11 @@ class NarrowLinear(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.scale = None if scale is None else nn.Parameter(scale, requires_grad=False)
         self.bias = bias
+
+    @property
+    def format(self) -> str:
+        """Of its numbers: int8, float8_e4m3fn or int4."""
+        return stored_as(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N] in the dtype of x."""

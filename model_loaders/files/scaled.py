@@ -31,6 +31,7 @@ _LONGEST_MARK = 2**16  # bytes
 _BLOCK = 16  # numbers of nvfp4 that share a scale
 _TILE = 128, 4  # rows and columns of scales in a tile of cuBLAS
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_SPLITS = torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default
 _DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "int8_tensorwise": torch.int8, "nvfp4": torch.uint8}
 
 
@@ -59,7 +60,7 @@ class ScaledMatrix(Tensor):
         matrix, *rest = args
         if operation == torch.ops.aten.slice.Tensor and rest[0] == 0:
             return cls(*(operation(part, *rest) for part in (matrix.numbers, matrix.scale)))
-        if operation == torch.ops.aten.split.Tensor and rest[1:] in ([], [0]):
+        if operation in _SPLITS and rest[1:] in ([], [0]):
             parts = (part.split(rest[0]) for part in (matrix.numbers, matrix.scale))
             return [cls(*both) for both in zip(*parts, strict=True)]
         given, named = tree_map(lambda each: each.widened() if isinstance(each, cls) else each, (args, kwargs or {}))

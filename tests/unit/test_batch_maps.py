@@ -55,7 +55,7 @@ def test_shipped_workflows_get_a_map_of_every_image_that_they_save_and_of_no_cha
     mapped = with_maps(plain)
     assert {key: mapped[key] for key in plain} == plain
     images = {key for key, content in plain.items() if content["class_type"] == "SaveImage"
-              and plain[content["inputs"]["images"][0]]["class_type"].startswith("VAEDecode")}
+              and plain[content["inputs"]["images"][0]]["class_type"].startswith(("VAEDecode", "SpecARDecode"))}
     assert images and mapped.keys() - plain.keys() == {key + end for key in images for end in ("_map", "_overlay")}
     for key in images:
         overlay = mapped[key + "_overlay"]["inputs"]

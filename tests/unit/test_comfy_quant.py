@@ -1,6 +1,7 @@
 """Files that ComfyUI's tools quantised: what is read of them, in which storage it stays, and what is refused."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,9 @@ def test_every_family_loads_every_format(name, kind, tmp_path):
     layers = [layer for layer in kept.modules() if isinstance(layer, NarrowLinear)]
     assert len(layers) >= 8 and all(layer.scale is not None for layer in layers)
     if KINDS[kind] == FP8:  # which leaves heads wide
-        prompt, tokens = kept.encode_prompt("3"), torch.arange(16).view(1, 4, 4) % kept.vocab
+        layout = kept.layout()
+        shape = (1, layout.length) if layout.lead else (1, 4, 4)  # with the tokens before the image, or an image
+        prompt, tokens = kept.encode_prompt("3"), torch.arange(math.prod(shape)).view(shape) % kept.vocab
         found = kept.teacher_forced(prompt, tokens)
         torch.testing.assert_close(found, wanted.teacher_forced(prompt, tokens), rtol=1e-4, atol=1e-4)
 
@@ -131,7 +134,7 @@ def test_scales_may_lie_in_another_shard(tmp_path):
     for file, part in shards.items():
         save_file(part, str(narrow / file))
     index = {name: file for file, part in shards.items() for name in part}
-    (narrow / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (narrow / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}), encoding="utf-8")
     assert stays_narrow(narrow) == INT8
     found, wanted = load_model(narrow).state_dict(), load_model(wide).state_dict()
     assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
@@ -145,7 +148,9 @@ def test_parts_of_rows_are_not_widened():
         marked["a.comfy_quant"] = comfy_quant.mark({"format": "int8_tensorwise" if "int8" in kind else kind})
         matrix = with_scales(marked, Path("file"))["a.weight"]
         assert torch.equal(matrix.float(), wide) and torch.equal(matrix + 0, wide) and matrix.shape == wide.shape
-        for found, wanted in ((matrix[7:140], wide[7:140]), *zip(matrix.split(100), wide.split(100), strict=True)):
+        sizes = (100, (30, 100, 170))
+        pieces = (pair for size in sizes for pair in zip(matrix.split(size), wide.split(size), strict=True))
+        for found, wanted in ((matrix[7:140], wide[7:140]), *pieces):
             assert isinstance(found, ScaledMatrix) and torch.equal(found.float(), wanted)
         assert torch.equal(matrix[torch.tensor([5, 2])], wide[[5, 2]]) and torch.equal(matrix[:, 3:5], wide[:, 3:5])
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from comfyui_specar import api
+from comfyui_specar.model_loaders.decoders import glm_image
 from comfyui_specar.model_loaders.files import checkpoint, weights
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 from comfyui_specar.samplers.methods.next_token import NextToken
@@ -15,7 +16,8 @@ from ..support.mapped_files import maps
 from ..support.tiny import VOCAB, llamagen, vq_weights, write_llamagen
 from ..support.toy import ToyModel, plain, request
 
-LOADERS = ("load_model", "load_drafter", "load_image_decoder", "load_trace")
+LOADERS = [(api, name) for name in ("load_model", "load_drafter", "load_image_decoder", "load_trace")]
+LOADERS += [(glm_image, "load")]
 KINDS = [name for name in SEEDS if name != "MAR as released"]  # too small to be known without metadata
 COPIED = {"Emu3's ranks", "Cosmos", "trace"}  # that keep no map in any case
 WITH_TEXT = "text_encoder.safetensors"
@@ -30,14 +32,14 @@ def without_maps():
 
 @pytest.fixture
 def kept(monkeypatch):
-    """What the loaders of the headless interface return, kept alive."""
+    """What the loaders of the headless interface and of GLM-Image's decoder return, kept alive."""
     found = []
-    for name in LOADERS:
-        def load(*given, loader=getattr(api, name), **more):
+    for module, name in LOADERS:
+        def load(*given, loader=getattr(module, name), **more):
             found.append(loader(*given, **more))
             return found[-1]
 
-        monkeypatch.setattr(api, name, load)
+        monkeypatch.setattr(module, name, load)
     return found
 
 
