@@ -1,7 +1,7 @@
 """GLM-Image's decoder, a diffusion transformer: from noise, and the codes of an image, to latents of its VAE.
 
 Text and image tokens attend to each other with one set of weights. The text is what the prompt puts in quotes, read
-byte by byte, so that letters come out right; everything else is told by the codes. Parameter names follow the released
+byte by byte, so that letters come out right; the codes hold everything else. Parameter names follow the released
 files (zai-org/GLM-Image, ``transformer``).
 """
 

@@ -37,7 +37,7 @@ _DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "int8_tensorwise": torch.int8, 
 
 class ScaledMatrix(Tensor):
     """A matrix [N, K] of a quantised file. It acts as the fp32 tensor that it stands for, which is computed for every
-    operation anew, but parts of its rows are matrices of its kind.
+    operation again, but parts of its rows are matrices of its kind.
 
     numbers: fp8 or int8 [N, K], or uint8 [N, K / 2]: pairs in e2m1. scale (fp32): [N, 1], or [N, K / 16] of e2m1.
     """

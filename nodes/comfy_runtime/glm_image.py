@@ -30,7 +30,7 @@ class LoadedVae(LoadedDecoder):
 class GlmImageVae:
     """The decoder of a model of Load AR Checkpoint, read from the folders beside the model's on first use.
 
-    ComfyUI's own VAE nodes, which have no prompt, are told which node decodes.
+    ComfyUI's own VAE nodes, which have no prompt, get an error that names the node.
     """
 
     def __init__(self, model_name: str):

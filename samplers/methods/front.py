@@ -3,7 +3,7 @@
 Where the first draft of a window is rejected, a pass decides one token only. With K front drafts it is fed K - 1 more
 drafts for that position, each after the root. They are tested one after the other by recursive rejection sampling
 (kernels/verification.py), which leaves the distribution exactly p: the first one is the window's own, sampled from q,
-and the others are sampled from q without replacement, anew in every pass.
+and the others are sampled from q without replacement, again in every pass.
 
 What the target predicts after them is of use as well. After an accepted one it decides the next token; after a
 rejection, the prediction after the draft most like the token sampled instead refines the next position.
