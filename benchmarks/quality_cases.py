@@ -59,14 +59,15 @@ def first_seed(name: str) -> int:
 
 
 def published(eagle) -> list[Case]:
-    """Settings as printed in the papers, where the cases of runs.py have our defaults. LANTERN's 1000 neighbours are a
-    sixteenth of LlamaGen's codebook, but nearly all of the bundled model's: 63 are a sixteenth of it."""
+    """The papers' settings, where the cases of runs.py have our defaults: "as published" where all of them are. LANTERN's
+    1000 neighbours are a sixteenth of LlamaGen's codebook, but nearly all of the bundled model's: 63 are a sixteenth of
+    it. First drafts of SJD++ are uniform with their true distribution, not with the certainty of the official code."""
     m, r = specar.methods, specar.rules
     lantern = {"neighbours": 1000, "redraw": "paper"}
     return [
         Case("LANTERN delta 0.1, as published", m.Lantern(eagle, delta=0.1, **lantern)),
         Case("LANTERN delta 0.3, as published", m.Lantern(eagle, delta=0.3, **lantern)),
-        Case("LANTERN k 63, delta 0.3, as published", m.Lantern(eagle, delta=0.3, **lantern | {"neighbours": 63})),
+        Case("LANTERN k 63, delta 0.3, paper's redraw", m.Lantern(eagle, delta=0.3, **lantern | {"neighbours": 63})),
         Case("LANTERN++ k 10, lambda 2, as published", m.LanternPP(eagle, redraw="paper")),
         Case("Cool-SD delta 1.1, as published", m.CoolSD(eagle, delta=1.1, decay=0.7, floor=False)),
         Case("Cool-SD delta 2, as published", m.CoolSD(eagle, delta=2.0, decay=0.7, floor=False)),
@@ -74,7 +75,7 @@ def published(eagle) -> list[Case]:
                                                   refresh=False)),
         Case("VVS every 2nd, as published", m.VVS(eagle, rule=r.Lantern(delta=0.1, **lantern), interval=2,
                                                   refresh=False)),
-        Case("SJD++ window 96, as published", m.SJD(window=96, reuse="threshold_paper", threshold=0.5,
+        Case("SJD++ reuse (paper), window 96", m.SJD(window=96, reuse="threshold_paper", threshold=0.5,
                                                     initial="uniform")),
     ]
 
