@@ -16,7 +16,6 @@ from comfyui_specar.benchmarks.quality_cases import (
     discrete_cases,
     first_seed,
     prompts,
-    published,
 )
 from comfyui_specar.benchmarks.quality_draw import Drawn, draw, origin, read
 from comfyui_specar.benchmarks.quality_measure import Measurement, check, log_probs, right
