@@ -59,9 +59,12 @@ def first_seed(name: str) -> int:
 
 
 def published(eagle) -> list[Case]:
-    """The papers' settings, where the cases of runs.py have our defaults: "as published" where all of them are. LANTERN's
-    1000 neighbours are a sixteenth of LlamaGen's codebook, but nearly all of the bundled model's: 63 are a sixteenth of
-    it. First drafts of SJD++ are uniform with their true distribution, not with the certainty of the official code."""
+    """The papers' settings, where the cases of runs.py have our defaults: "as published" where nothing differs.
+
+    LANTERN's 1000 neighbours are a sixteenth of LlamaGen's codebook, but nearly all of the bundled model's: 63 are a
+    sixteenth of it. First drafts of SJD++ are uniform with their true distribution, not with the certainty of the
+    official code.
+    """
     m, r = specar.methods, specar.rules
     lantern = {"neighbours": 1000, "redraw": "paper"}
     return [
