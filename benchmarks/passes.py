@@ -160,6 +160,10 @@ class Sampler:
     batch: int = 1
     most: int = 0
 
+    def asked(self, conditioning: Any) -> Sampler:
+        """The same with another prompt."""
+        return replace(self, conditioning=conditioning)
+
     def output(self, seed: int, callback: Callable[[Any], None] | None = None) -> Output:
         """The images of one run."""
         return specar.sample(
@@ -202,6 +206,10 @@ class Baseline:
     name: str
     device: torch.device
     loop: Callable[[], list[float]]
+
+    def asked(self, conditioning: Any) -> Baseline:
+        """Itself: it generates every token in a pass of its own, whatever the prompt says."""
+        return self
 
     def __call__(self, seed: int) -> Run:
         torch.manual_seed(seed)

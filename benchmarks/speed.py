@@ -9,7 +9,7 @@ warm-up. ``default`` is the bundled model, and ``default@llamagen-b`` the same w
 widen.py): they generate whole images, the second at the cost of the larger model. The others have released shapes and
 random weights: they generate ``--tokens`` tokens in the middle of an image (on a CPU only the first ``--passes`` passes
 of them), and only the cost of a pass is measured on them. The number of passes that a method needs is taken from the
-bundled model.
+bundled model. Images need more passes for one prompt than for another: ``--prompts 6`` takes those of ``methods``.
 
 Parts of a report (--parts): methods (every method compared with the baselines), widths (a pass by its number of
 tokens), sizes (a pass by the size of the image, at its start, middle and end), batches (a pass by images), kernels and
@@ -37,6 +37,7 @@ from comfyui_specar.samplers.layout import TokenLayout
 from . import profiles
 from .passes import Run, Stretch, bandwidth, bytes_of_a_pass, chain, timed, weights_read, with_memory
 from .report import commit, machine, spread, versions, write
+from .runs import PROMPTS
 from .sizes import SIZES
 from .subjects import BASE, CURVES, METHODS, ONLY_BASELINES, SMALL, Subject, subject
 from .tables import row_of, table
@@ -91,6 +92,8 @@ class Report:
 def methods(case: Subject, names: list[str], entry: dict, options, report: Report, passes: dict[str, float]) -> None:
     """Every method and the baselines, in turns. ``passes``: those of the bundled model by method (filled by it)."""
     device, memory, contestants = case.model.device, {}, []
+    asked = case.conditionings(PROMPTS[: options.prompts])
+    entry["prompts"] = len(asked)
     for contestant in (*(case.sampler(name) for name in names), *case.baselines()):
         with report.going_on(f"{case.name}: {contestant.name}"):
             for _ in range(options.warm_up - 1):
@@ -102,9 +105,10 @@ def methods(case: Subject, names: list[str], entry: dict, options, report: Repor
         if seed > 1 and not report.in_time:
             report.missing(f"{case.name}: repetitions {seed} to {options.repetitions}", "out of time")
             break
-        for contestant in contestants:
-            runs[contestant.name].append(contestant(seed))
-        entry["rows"] = [row_of(name, runs, memory[name], BASE) for name in runs]
+        for conditioning in asked:
+            for contestant in contestants:
+                runs[contestant.name].append(contestant.asked(conditioning)(seed))
+        entry["rows"] = [row_of(name, runs, memory[name], BASE, len(asked)) for name in runs]
         for row in entry["rows"]:
             row |= beside_the_floor(case, row, entry["copy_bytes_per_second"])
             if not entry["random_weights"]:
@@ -183,11 +187,10 @@ def image_sizes(case: Subject, options, report: Report) -> Iterator[dict]:
 
 def batches(case: Subject, options, report: Report) -> Iterator[dict]:
     """A pass of 1, 4 and 16 images (whole ones of the bundled model)."""
-    whole = case.small is not None
-    stretch = case.stretch if whole else Stretch.middle(case.stretch.layout, CURVE_TOKENS)
+    stretch = case.stretch if case.whole else Stretch.middle(case.stretch.layout, CURVE_TOKENS)
     found = curve(case, [({"pictures": batch}, stretch, batch) for batch in BATCHES], options, report)
     for entry in found:
-        yield entry | {"whole": whole}
+        yield entry | {"whole": case.whole}
 
 
 def measure(name: str, cfg: float | None, options, report: Report, passes: dict[str, float], full: bool) -> None:
@@ -198,7 +201,7 @@ def measure(name: str, cfg: float | None, options, report: Report, passes: dict[
     entry: dict[str, Any] = {
         "name": name, "dtype": options.dtype, "parameters": sum(p.numel() for p in case.model.backbone.parameters()),
         "weights_read": weights, "copy_bytes_per_second": int(bandwidth(device, weights)),
-        "settings": asdict(case.params), "random_weights": case.small is None,
+        "settings": asdict(case.params), "random_weights": not case.whole,
         "picture_tokens": case.stretch.layout.length, "drawn": {"behind": case.stretch.behind,
                                                                 "tokens": case.stretch.tokens},
     }  # fmt: skip
@@ -254,6 +257,8 @@ def main() -> None:
                         help="parts of the report (default: all)")
     parser.add_argument("--cfg", type=float, nargs="+", default=[1.0, 2.0],
                         help="guidance scales of the bundled model; all methods run at the last, a few at the others")
+    parser.add_argument("--prompts", type=int, default=1, choices=range(1, len(PROMPTS) + 1),
+                        help="prompts of the bundled model, in turns; every repetition runs all (default: %(default)s)")
     parser.add_argument("--tokens", type=int,
                         help="tokens to generate with random weights (default: 64 on a CPU, 1024 on a GPU)")
     parser.add_argument("--passes", type=int,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,10 +13,9 @@ from comfyui_specar.samplers.contract import SamplingParams
 from . import sizes
 from .passes import Baseline, Sampler, Span, StagedDrafter, Stretch, baselines, sampler
 from .report import find
-from .runs import Case, cases, drafter_cases
+from .runs import PROMPTS, Case, cases, drafter_cases
 from .widen import widen, widen_eagle, widen_small
 
-PROMPT = "heart, 3d, on a blue background"
 BASE = "next_token"
 CURVES = (BASE, "sjd coupled w16", "sjd coupled w32")
 METHODS = (  # those of the README's table (documents.METHODS) among them
@@ -42,6 +41,15 @@ class Subject:
     eagle: Any
     small: Any = None
     most: int = 0  # passes of a run
+
+    def conditionings(self, prompts: Sequence[str]) -> list[Any]:
+        """Of these prompts; its own one where the prompt changes nothing that is measured."""
+        return [self.model.encode_prompt(prompt) for prompt in prompts] if self.whole else [self.conditioning]
+
+    @property
+    def whole(self) -> bool:
+        """Does it generate whole images, with weights that were trained?"""
+        return self.small is not None
 
     @property
     def prompt(self) -> int:
@@ -78,8 +86,7 @@ class Subject:
         """Those that can have its weights."""
         if self.narrow:
             return []
-        whole = self.small is not None
-        tokens = self.stretch.tokens if whole else min(self.stretch.tokens, 1 + (self.most or BASELINE_TOKENS))
+        tokens = self.stretch.tokens if self.whole else min(self.stretch.tokens, 1 + (self.most or BASELINE_TOKENS))
         return baselines(self.model, self.conditioning, self.stretch, self.params, tokens,
                          plain=self.model.family.startswith("llamagen"))
 
@@ -107,4 +114,4 @@ def subject(name: str, cfg: float | None, device: torch.device, dtype: torch.dty
         sizes.narrow(model, STORAGES[storage])
     layout = model.layout()
     stretch = Stretch(layout, 0, layout.length)
-    return Subject(name, model, model.encode_prompt(PROMPT), SamplingParams(cfg=cfg or 1.0), stretch, eagle, small)
+    return Subject(name, model, model.encode_prompt(PROMPTS[0]), SamplingParams(cfg=cfg or 1.0), stretch, eagle, small)

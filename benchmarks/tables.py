@@ -8,6 +8,7 @@ from typing import Any
 
 from .passes import Run
 from .report import spread
+from .runs import PROMPTS
 
 OTHERS = ("generate, static cache", "generate, dynamic cache", "plain loop")
 LEGEND = "\n".join((
@@ -21,13 +22,15 @@ LEGEND = "\n".join((
     "over those of the method, which with random weights are those of the bundled model (at the highest guidance "
     "measured); **faster** is one over the other, measured for whole images of the bundled model and predicted "
     "elsewhere. **quotient**: *faster* over *fewer passes*, the share of the saved passes that is saved time.",
+    "* With several prompts, *cost* and the time of an image relative to next-token's are their means.",
     "* **x static, x dynamic, x loop**: milliseconds per pass of `generate` of transformers with static and dynamic "
     "cache, and of a plain loop like the published ones, over ours.",
 ))
 
 
-def row_of(name: str, runs: dict[str, list[Run]], memory: int, base: str) -> dict[str, Any]:
-    """A contestant's row. runs: all contestants' runs, equal indices being neighbours in time; memory: bytes."""
+def row_of(name: str, runs: dict[str, list[Run]], memory: int, base: str, prompts: int = 1) -> dict[str, Any]:
+    """A contestant's row. runs: all contestants' runs, equal indices being neighbours in time, ``prompts`` of them in
+    turns; memory: bytes."""
     own = runs[name]
     pass_ms = spread([run.pass_ms for run in own])
     parts = sorted({part for run in own for part in run.parts_ms} - {"prompt"})
@@ -41,17 +44,26 @@ def row_of(name: str, runs: dict[str, list[Run]], memory: int, base: str) -> dic
         "seconds": spread([run.seconds for run in own]),
         "memory": memory,
         "shares": shares,
-        "ms_over": {other: _paired(runs[other], own, lambda run: run.pass_ms) for other in (base, *OTHERS)
-                    if other in runs},
-        "seconds_over": {other: _paired(runs[other], own, lambda run: run.seconds) for other in (base, *OTHERS)
-                         if other in runs},
     }  # fmt: skip
+    compared = [other for other in (base, *OTHERS) if other in runs]
+    for key, of in (("ms_over", lambda run: run.pass_ms), ("seconds_over", lambda run: run.seconds)):
+        row[key] = {other: _rounded(statistics.harmonic_mean(_paired(runs[other], own, of, prompts)))
+                    for other in compared}
+    if prompts > 1:
+        faster = _paired(runs[base], own, lambda run: run.seconds, prompts)
+        row["by_prompt"] = [{"passes": statistics.fmean(run.passes for run in own[prompt::prompts]),
+                             "seconds_over": _rounded(ratio)} for prompt, ratio in enumerate(faster)]
     return row
 
 
-def _paired(others: Sequence[Run], own: Sequence[Run], of) -> float:
-    """Median ratio of another contestant's runs to the own ones beside them."""
-    return float(f"{statistics.median(of(a) / of(b) for a, b in zip(others, own, strict=False)):.4g}")
+def _paired(others: Sequence[Run], own: Sequence[Run], of, prompts: int) -> list[float]:
+    """For each prompt, the median ratio of another contestant's runs to the own ones beside them."""
+    ratios = [of(a) / of(b) for a, b in zip(others, own, strict=False)]
+    return [statistics.median(ratios[prompt::prompts]) for prompt in range(prompts)]
+
+
+def _rounded(ratio: float) -> float:
+    return float(f"{ratio:.4g}")
 
 
 def table(report: dict[str, Any]) -> str:
@@ -84,6 +96,11 @@ def _model(model: dict[str, Any]) -> list[str]:
     ]
     if model.get("rows"):
         found.append(_methods(model))
+    if model.get("prompts", 1) > 1:
+        found += ["*Faster*, by prompt:", grid(
+            ("method", *PROMPTS[: model["prompts"]]),
+            [(row["name"], *(f"{one['seconds_over']:.2f}" for one in row["by_prompt"])) for row in model["rows"]],
+        )]  # fmt: skip
     if model.get("widths"):
         found += ["A pass of the model alone, by its tokens:", grid(
             ("tokens", *(str(w["tokens"]) for w in model["widths"])),

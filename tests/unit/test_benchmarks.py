@@ -11,7 +11,8 @@ from comfyui_specar import api
 from comfyui_specar.benchmarks import plain, profiles, sizes, speed, subjects
 from comfyui_specar.benchmarks.generate import counterpart, generate
 from comfyui_specar.benchmarks.gpu import subjects as gpu_subjects
-from comfyui_specar.benchmarks.passes import Staged, Stretch, weights_read
+from comfyui_specar.benchmarks.passes import Sampler, Staged, Stretch, weights_read
+from comfyui_specar.benchmarks.runs import PROMPTS
 from comfyui_specar.models.positions import SequencePositions
 from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.layout import TokenLayout
@@ -75,6 +76,7 @@ def small_world(monkeypatch):
         if name == "tiny":
             return found
         layout = TokenLayout.plain(3, 6)
+        found.model.encode_prompt = lambda text: sizes.prompt(found.model)
         return replace(found, name=name, stretch=Stretch(layout, 0, layout.length), small=found.eagle, most=0)
 
     monkeypatch.setattr(speed, "subject", find_subject)
@@ -119,6 +121,29 @@ def test_a_report_is_complete(small_world, monkeypatch, tmp_path, capsys):
     printed = out.with_suffix(".md").read_text(encoding="utf-8")
     assert printed.strip() in capsys.readouterr().out
     assert all(f"| {name} |" in printed for name in methods + baselines) and "| 64 | end |" in printed
+
+
+def test_prompts_take_turns(small_world, monkeypatch, tmp_path):
+    out, asked = tmp_path / "speed.json", []
+    output = Sampler.output
+    monkeypatch.setattr(Sampler, "output", lambda self, seed, *rest: asked.append((self.name, seed, self.conditioning))
+                        or output(self, seed, *rest))
+    measured(monkeypatch, "--models", "bundled", "tiny", "--methods", "next_token", "chain of 5", "--parts", "methods",
+             "--tokens", "16", "--passes", "4", "--cfg", "3", "--repetitions", "2", "--prompts", "3", "--out", str(out))
+    bundled, random = json.loads(out.read_text(encoding="utf-8"))["models"]
+    timed = [(name, seed, id(prompt)) for name, seed, prompt in asked if seed]
+    prompts = list(dict.fromkeys(prompt for _, _, prompt in timed[:6]))
+    assert len(prompts) == 3
+    assert timed[:12] == [(name, seed, prompt) for seed in (1, 2) for prompt in prompts
+                          for name in ("next_token", "chain of 5")]
+    assert (bundled["prompts"], random["prompts"]) == (3, 1)
+    base, chain, *_ = bundled["rows"]
+    assert [one["seconds_over"] for one in base["by_prompt"]] == [1, 1, 1] and "by_prompt" not in random["rows"][0]
+    relative = [1 / one["seconds_over"] for one in chain["by_prompt"]]
+    assert math.isclose(1 / chain["seconds_over"]["next_token"], sum(relative) / 3, rel_tol=1e-3)
+    assert math.isclose(chain["passes"], sum(one["passes"] for one in chain["by_prompt"]) / 3)
+    printed = out.with_suffix(".md").read_text(encoding="utf-8")
+    assert f"| method | {' | '.join(PROMPTS[:3])} |" in printed and "| next_token | 1.00 | 1.00 | 1.00 |" in printed
 
 
 @pytest.mark.parametrize("storage", ["int8", "fp8"])
