@@ -14,7 +14,7 @@ from typing import Any
 from .published import CONDITIONS, PUBLISHED
 
 RESULTS = Path(__file__).parent / "results"
-REUSE = {"coupled": "SJD, coupled", "gumbel": "SJD, same seed", "resample": "SJD, as published",
+REUSE = {"coupled": "SJD, coupled", "gumbel": "SJD, same seed", "resample": "SJD, redraw",
          "threshold_exact": "SJD++ reuse (exact)", "threshold_paper": "SJD++ reuse (paper)"}
 
 PAIRED = ("EAGLE-1, 57 drafts", "EAGLE-2", "LANTERN++ k 10, lambda 2", "Cool-SD delta 1.1", "Cool-SD delta 2",
