@@ -24,6 +24,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
 CAPABILITIES = 80, 86, 89, 90, 120  # A100; RTX 30; RTX 40; H100; RTX 50
@@ -87,10 +88,16 @@ def _begin(interpret: str) -> None:
     os.environ["TRITON_INTERPRET"] = interpret
     torch.set_num_threads(1)
     if interpret == "1":
-        _teach_bf16()
+        _teach_products()
 
 
-def _teach_bf16() -> None:
+def _product(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Matrix product [..., M, N] that sums every element in the same order, as a tensor core does. With np.matmul a
+    row's last bits depend on its place among the rows on some processors (seen on AMD, Zen 5)."""
+    return (a.astype(dtype)[..., :, :, None] * b.astype(dtype)[..., None, :, :]).sum(-2, dtype=dtype)
+
+
+def _teach_products() -> None:
     """Triton's interpreter keeps bf16 as whole numbers, its bits, and would multiply these."""
     from triton.language import bfloat16, float32
     from triton.runtime.interpreter import InterpreterBuilder
@@ -98,7 +105,8 @@ def _teach_bf16() -> None:
     multiply = InterpreterBuilder.create_dot
 
     def create_dot(self, a, b, *rest):
-        return multiply(self, *(self.cast_impl(x, float32) if x.dtype == bfloat16 else x for x in (a, b)), *rest)
+        with patch.object(np, "matmul", _product):
+            return multiply(self, *(self.cast_impl(x, float32) if x.dtype == bfloat16 else x for x in (a, b)), *rest)
 
     InterpreterBuilder.create_dot = create_dot
 

@@ -200,7 +200,8 @@ def equal_bits(a, b):
 
 @pytest.mark.parametrize(("row", "token"), [(0, 0), (0, 15), (1, 16), (1, 31)])
 def test_a_query_does_not_depend_on_the_others(window, row, token):
-    """To the last bit, alone as among 32 in two rows. Here numpy multiplies; of the GPU's instruction see below."""
+    """To the last bit, alone as among 32 in two rows. Triton's interpreter multiplies; of the GPU's instruction see
+    below."""
     given, together = window
     assert equal_bits(alone(given, row, token), together[row : row + 1, token : token + 1])
 
