@@ -3,22 +3,26 @@
 In 16-bit floats, a processor adds up the products of 2 rows in another order than those of 64, and those of one row in
 a third order. The last bit then differs, at some point a near-tie between two tokens is decided the other way, and the
 rest of the image changes: SJD in Gumbel mode would not give the image of next-token sampling, and a batch not those of
-its members. So products are computed in blocks of rows that share one order, and never for one row or a few queries.
+its members. So products are computed in blocks of rows that share one order, and never for one row or a few queries;
+and attention reads only such numbers of keys as share one order, too.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 HALF = (torch.bfloat16, torch.float16)
 QUERIES = 32  # queries per block of torch's attention on a CPU
 FEWEST = 8  # queries per block; torch multiplies fewer by other routines
+KEYS = 512  # keys per block of torch's attention on a CPU
+BUCKET = 32  # numbers of keys are multiples of it
 _BLOCKS = (128, 64, 32, 16, 8, 4)  # rows per block, tried in this order; the last is used untested
 _TIMED = (2, 34)  # rows of a pass with guidance: of one token, and of a window of 17
 _TRIES = 3
@@ -117,3 +121,31 @@ def enough(q: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     more = FEWEST - last
     q, mask = (torch.cat((x, x[:, :, -1:].expand(-1, -1, more, -1)), dim=2) for x in (q, mask))
     return q, mask
+
+
+def reach(keys: int, dtype: torch.dtype) -> int:
+    """How many keys attention on a CPU reads, some of them masked, so that more masked ones change nothing: the next
+    multiple of BUCKET, of which in 16-bit floats some are left out.
+
+    A shorter last block of keys may be summed in an order that depends on its length (on AMD's Zen 5 between 192 and
+    384 keys).
+    """
+    whole, rest = divmod(keys, KEYS)
+    lengths = steady_lengths(dtype) if dtype in HALF else range(BUCKET, KEYS + 1, BUCKET)
+    return whole * KEYS + (next(length for length in lengths if length >= rest) if rest else 0)
+
+
+@cache
+def steady_lengths(dtype: torch.dtype) -> tuple[int, ...]:
+    """Lengths of the last block of keys, up to KEYS, at which attention gives what it gives with KEYS keys of which the
+    others are masked. Found by trying, on enough numbers that their last bits tell."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(4, 16, n, 64, generator=generator).to(dtype) for n in (QUERIES, KEYS, KEYS))
+
+    def steady(length: int) -> bool:
+        mask = torch.zeros(1, 1, QUERIES, KEYS, dtype=dtype)
+        mask[..., length:] = -torch.inf
+        short = F.scaled_dot_product_attention(q, k[:, :, :length], v[:, :, :length], attn_mask=mask[..., :length])
+        return torch.equal(short, F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+
+    return *filter(steady, range(BUCKET, KEYS, BUCKET)), KEYS

@@ -13,17 +13,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels import steady
 from ..kernels.attention import FEW, attend_cached, attend_int8
 from ..kernels.cache import keep_path, open_slots
 from ..kernels.rotation import Norms
 
 BUCKET = 128  # slots per allocation step: prompts of similar lengths lead to steps of one shape
-CPU_BUCKET = 32  # of the slots a step attends to: a CPU has no graphs that a new shape would have to capture
 
 
-def rounded(slots: int, bucket: int = BUCKET) -> int:
-    """``slots`` rounded up to a multiple of ``bucket``."""
-    return -(-slots // bucket) * bucket
+def rounded(slots: int) -> int:
+    """``slots`` rounded up to a multiple of BUCKET."""
+    return -(-slots // BUCKET) * BUCKET
 
 
 def slots_of(prompt: int, places: int) -> int:
@@ -32,6 +32,11 @@ def slots_of(prompt: int, places: int) -> int:
     Both are rounded up: prompts of 1 to 128 tokens lead to caches of one size, and to one set of graphs.
     """
     return rounded(prompt) + rounded(places)
+
+
+def _read(slots: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Slots that a step attends to. A CPU has no graphs that a new shape would have to capture."""
+    return steady.reach(slots, dtype) if device.type == "cpu" else rounded(slots)
 
 
 class RotaryTable(NamedTuple):
@@ -97,6 +102,8 @@ class KVCache:
         into: KVCache | None = None, narrow: bool = False,
     ) -> KVCache:
         """An empty cache of ``slots`` slots: ``into`` itself, emptied, if it has these sizes."""
+        if device.type == "cpu" and dtype in steady.HALF:
+            slots = steady.reach(slots, dtype)  # a whole cache may be read, too
         asked = (layers, rows, 2 * heads, slots, head_dim), dtype, device, narrow
         if into is None or (into.buffer.shape, into.dtype, into.buffer.device, into.scales is not None) != asked:
             return cls(layers, rows, heads, slots, head_dim, dtype, device, narrow)
@@ -108,8 +115,8 @@ class KVCache:
 
     def set_attention_length(self, slots: int | None) -> int:
         """Declare that only the first ``slots`` (None: all) will be used. Returns it, rounded up to a bucket."""
-        bucket = CPU_BUCKET if self.buffer.device.type == "cpu" else BUCKET
-        self.attention_length = self.capacity if slots is None else min(rounded(slots, bucket), self.capacity)
+        read = self.capacity if slots is None else _read(slots, self.dtype, self.buffer.device)
+        self.attention_length = min(read, self.capacity)
         return self.attention_length
 
     def open(self, count: int, tree_mask: Tensor | None = None, uncommitted: int = 0) -> Tensor:

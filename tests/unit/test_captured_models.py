@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from comfyui_specar.kernels import steady
 from comfyui_specar.kernels.graphs import leaves, mapped
 from comfyui_specar.model_loaders.detect import load_drafter
-from comfyui_specar.models.cache import BUCKET, CPU_BUCKET
+from comfyui_specar.models.cache import BUCKET
 
 from ..support.closeness import fp64
 from ..support.tape import TapeGraphs
@@ -122,7 +123,7 @@ def test_a_promise_is_rounded_up_and_ends_with_the_run(models):
     capacity = 2 * BUCKET  # for up to 128 tokens of the prompt, and as many of the image
     assert state.cache.capacity == capacity and state.longest == 9
     lengths = [model.set_attention_length(state, n) for n in (1, 23, 24, 500)]
-    assert lengths == [CPU_BUCKET, CPU_BUCKET, 2 * CPU_BUCKET, capacity]
+    assert lengths == [steady.BUCKET, steady.BUCKET, 2 * steady.BUCKET, capacity]
     model.set_attention_length(state, 1)
     assert model.set_attention_length(state, None) == capacity, "nothing is promised"
     model.set_attention_length(state, 1)

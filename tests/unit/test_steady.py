@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from comfyui_specar import api
 from comfyui_specar.kernels import steady
 from comfyui_specar.kernels.attention import added, attend
-from comfyui_specar.models.cache import CPU_BUCKET, rounded
+from comfyui_specar.models.cache import KVCache
 from torch import nn
 
 COUNTS = (1, 2, 3, 4, 5, 7, 8, 16, 31, 32, 33, 36, 64, 65)
@@ -56,17 +56,47 @@ def test_a_way_that_rounds_otherwise_is_not_taken(monkeypatch):
 @pytest.mark.parametrize("dtype", steady.HALF)
 def test_a_query_does_not_depend_on_the_others_nor_on_what_is_masked(dtype, shared):
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 256, 64).to(dtype) for heads in (6, 6 // shared, 6 // shared))
+    most = steady.reach(256, dtype)
+    q, k, v = (torch.randn(2, heads, most, 64).to(dtype) for heads in (6, 6 // shared, 6 // shared))
 
     def attention(first: int, count: int, reach: int) -> torch.Tensor:
         seen = torch.arange(reach) <= 130 + first + torch.arange(count)[:, None]
         mask = added(seen.expand(2, 1, -1, -1), dtype)
         return attend(q[:, :, first : first + count], k[:, :, :reach], v[:, :, :reach], mask)
 
-    together = attention(0, 64, 256)
+    together = attention(0, 64, most)
     for count in COUNTS[:-1]:
-        for reach in (256, rounded(130 + count, CPU_BUCKET)):  # a cache is read in whole buckets
+        for reach in {most, steady.reach(130 + count, dtype)}:
             assert torch.equal(attention(0, count, reach), together[:, :, :count])
+
+
+@pytest.fixture
+def fickle_attention(monkeypatch):
+    """Sums more than 192 keys in another order, and fewer than 384 in a third."""
+    attend = F.scaled_dot_product_attention
+
+    def attention(q, k, v, attn_mask):
+        return attend(q, k, v, attn_mask=attn_mask) * (1.1 if 192 < k.shape[2] < 384 else 1.0)
+
+    monkeypatch.setattr(steady.F, "scaled_dot_product_attention", attention)
+    steady.steady_lengths.cache_clear()
+    yield
+    steady.steady_lengths.cache_clear()
+
+
+@pytest.mark.parametrize(("keys", "half", "full"), [
+    (0, 0, 0), (1, 32, 32), (192, 192, 192), (193, 384, 224), (385, 416, 416), (512, 512, 512), (514, 544, 544),
+    (705, 896, 736),
+])
+def test_lengths_at_which_keys_are_summed_otherwise_are_left_out(fickle_attention, keys, half, full):
+    assert steady.reach(keys, torch.bfloat16) == half and steady.reach(keys, torch.float32) == full
+
+
+def test_a_cache_has_a_length_that_can_be_read(fickle_attention):
+    cache = KVCache.of(1, 2, 3, 256, 8, torch.bfloat16, torch.device("cpu"))
+    assert cache.capacity == cache.set_attention_length(None) == 384
+    assert KVCache.of(1, 2, 3, 256, 8, torch.bfloat16, torch.device("cpu"), into=cache) is cache
+    assert [cache.set_attention_length(n) for n in (100, 200, 500)] == [128, 384, 384]
 
 
 class Fickle(nn.Module):
