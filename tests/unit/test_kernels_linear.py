@@ -198,7 +198,7 @@ def test_large_numbers_in_fp16_are_normalised_before_they_are_multiplied(gate):
 ], ids=str)
 @pytest.mark.parametrize(("norm", "gate"), BOTH)
 def test_a_row_does_not_depend_on_the_number_of_rows(norm, gate, dtype, storage):
-    """To the last bit, whatever the tile. Here numpy multiplies; of the GPU's instruction see below."""
+    """To the last bit, whatever the tile. Here the interpreter multiplies; of the GPU's instruction see below."""
     x, weight, levels, bias, scale, eps, _, residual = transformer(70, 40, 300, dtype, norm, gate, storage)
     every = interpreted("linear.few_rows", x, weight, levels, bias, scale, eps, gate, residual)
     for rows in (1, 8, 16, 17, 64):

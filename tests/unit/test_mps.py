@@ -100,6 +100,9 @@ def test_vectors_are_those_of_the_cpu(write, mode, keeping, tmp_path):
 
     def drawn(device):
         model = load_model(file, device, torch.float32)
+        if device == "cpu":  # from the mapped file to where copies lie: last bits depend on the address on AMD's Zen 5
+            for weight in model.backbone.parameters():
+                weight.data = weight.data.clone()
         method = api.methods.ContinuousNextToken(8)
         if mode != "plain":
             method = api.methods.ContinuousSpeculative(model, length=3, mode=mode, tolerance=0.5)
