@@ -121,10 +121,10 @@ def test_a_window_of_two_has_no_guess_to_settle():
 
 def test_where_the_prefix_does_not_matter_settling_is_exact():
     """There a refined guess is a sample from the very p of the next pass."""
-    model = ToyModel(plain(2, 3), memory=0)
-    found = draw(replace(EXACT, settle=1e-6), model=model, batch=2000)
+    model, most = ToyModel(plain(2, 3), memory=0), 1e-6  # what rounding moves settles, too, or not: both are exact
+    found = draw(replace(EXACT, settle=most), model=model, batch=2000)
     assert torch.equal(found.tokens, draw(EXACT, model=model, batch=2000).tokens)
-    assert (found.trace.positions["tv_bound"] < 1e-6).all()
+    assert (found.trace.positions["tv_bound"] < most).all()
 
 
 def test_guesses_settle_one_after_the_other():
@@ -138,7 +138,7 @@ def test_guesses_settle_one_after_the_other():
 def test_moved_is_the_total_variation():
     p, q = torch.randn(2, 7, 5, generator=torch.Generator().manual_seed(0)).softmax(-1)
     torch.testing.assert_close(settling.moved(p, q), (p - q).abs().sum(-1) / 2)
-    assert (settling.moved(p, p) < 1e-6).all()
+    assert (settling.moved(p, p) <= p.shape[-1] * torch.finfo(p.dtype).eps).all(), "a sum of so many may round"
 
 
 def test_the_trace_tells_of_settling():
