@@ -117,10 +117,10 @@ class Measurement:
 
     def row(self, case: str, drawn: Drawn, lossless: bool) -> dict[str, Any]:
         """Everything that is reported of a case."""
-        seen, bound = self.seen[case], float(drawn.tv_bound.mean())
+        seen, bound = self.seen[case], float(drawn.tv_bound.mean()) / drawn.content[0].numel()
         return {
             "name": case, "lossless": lossless, "images": len(drawn),
-            "passes": bootstrap(drawn.passes), "tv_bound": None if math.isnan(bound) else bound,
+            "passes": bootstrap(drawn.passes), "tv_bound_per_token": None if math.isnan(bound) else bound,
             **({"log_p": self.likelihood(seen["log_p"], drawn.content)} if "log_p" in seen else {}),
             "agreement": agreement(seen["shown"], self.prompts),
             "distances": {space: self.distances(case, space) for space in self.sources},

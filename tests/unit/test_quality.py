@@ -12,6 +12,7 @@ from comfyui_specar.benchmarks import (
     quality_map,
     quality_reports,
     quality_sources,
+    quality_tables,
     resampling,
     results_tables,
 )
@@ -160,7 +161,7 @@ def test_the_check_passes_what_is_exact_and_names_what_is_not():
     assert [row.get("inside") for row in rows] == [None, True, True, True, False, False]
     reference, floor = rows[0], rows[1]
     assert reference["p_values"] == {} and "reference" not in reference["distances"]["own"]
-    assert set(floor["p_values"]) == {"kernel, own", "agreement", "log_p"} and floor["tv_bound"] is None
+    assert set(floor["p_values"]) == {"kernel, own", "agreement", "log_p"} and floor["tv_bound_per_token"] is None
     low, high = floor["distances"]["own"]["reference"]["kernel"]["interval"]
     assert low < 0 < high
     assert reference["changes"] == {} and set(floor["changes"]) == {"agreement", "log_p"}
@@ -259,7 +260,7 @@ def test_a_small_run_of_the_command(monkeypatch, tmp_path, capsys):
     assert list(rows) == only and report["outside"] == [] and report["images"] == 4
     assert all(set(row["measured"]) == {"machine", "versions", "commit"} for row in rows.values())
     assert "EAGLE-2" in report["missing"] and rows["next_token"]["passes"]["value"] == 256
-    assert rows["Cool-SD delta 2"]["tv_bound"] > 0 and not rows["Cool-SD delta 2"]["lossless"]
+    assert rows["Cool-SD delta 2"]["tv_bound_per_token"] > 0 and not rows["Cool-SD delta 2"]["lossless"]
     for row in rows.values():
         assert set(row["agreement"]) == {*LABELS, "all"} and -4 < row["log_p"]["value"] < 0
         assert row["agreement"]["background"]["value"] >= 0.75, "the model nearly always draws the background"
@@ -268,14 +269,11 @@ def test_a_small_run_of_the_command(monkeypatch, tmp_path, capsys):
     assert looked and all(file.stat().st_mtime_ns == then for file, then in looked.items()), "read again"
 
     monkeypatch.setattr(results_tables, "RESULTS", tmp_path)
-    results_tables.results.cache_clear()
-    try:
-        tables = results_tables.quality("default"), results_tables.quality_distances("default")
-        for table, more in zip(tables, (1, 0), strict=True):  # a row of source images
-            assert len(table.splitlines()) == 2 + len(rows) + more + 2 and table.endswith("4 images of each method.")
-            assert "| SJD, coupled, window 32 |" in table and "| next token, other seeds |" in table
-    finally:
-        results_tables.results.cache_clear()
+    table = quality_tables.quality("default")
+    assert len(table.splitlines()) == 2 + len(rows) + 1 + 2 and "4 images of each, bfloat16." in table
+    assert "| SJD, coupled, window 32 | " in table and "| next token, other seeds | 256 | exact |" in table
+    table = quality_tables.distances("default", "own")
+    assert len(table.splitlines()) == 2 + len(rows) + 2 and "Not measured yet: " in table
 
     monkeypatch.setattr("sys.argv", [*run, "--parts", "draw", "--only", "nonsense"])
     with pytest.raises(SystemExit):
