@@ -25,6 +25,7 @@ from .results_tables import cases, drift, grid, results
 
 ROOT = Path(__file__).resolve().parents[1]
 CHART, QUALITY_CHART = ROOT / "docs/pictures/passes.svg", ROOT / "docs/pictures/quality.svg"
+SHIPPED = ROOT / "reports/quality.json"  # what Find Fastest shows of a setting's images
 TABLE = re.compile(r"(<!-- table: ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NUMBER = re.compile(r"(<!-- n: ([^>]+) -->).*?(<!-- /n -->)")
 GUIDANCE = 2.0  # of all numbers in the README: the bundled model's own
@@ -222,9 +223,11 @@ def chart_of_quality() -> str | None:
     ])
 
 
-def charts() -> dict[Path, str]:
-    """The pictures that follow from the results."""
-    made = {CHART: chart(), QUALITY_CHART: chart_of_quality()}
+def generated() -> dict[Path, str]:
+    """The files that follow from the results."""
+    shipped = quality_tables.shipped()
+    made = {CHART: chart(), QUALITY_CHART: chart_of_quality(),
+            SHIPPED: json.dumps(shipped, indent=1) + "\n" if shipped else None}
     return {file: text for file, text in made.items() if text is not None}
 
 
@@ -237,7 +240,7 @@ def main() -> None:
                             formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for file in files():
         file.write_text(written(file.read_text(encoding="utf-8")), encoding="utf-8")
-    for file, text in charts().items():
+    for file, text in generated().items():
         file.write_text(text, encoding="utf-8")
 
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from comfyui_specar.reports.quality import class_of
+
 from . import results_tables
 from .published import CONDITIONS, SCORES
 from .results_tables import grid, said
@@ -106,6 +108,23 @@ def brief(row: dict[str, Any] | None) -> tuple[str, str]:
         return "", ""
     change = row["changes"].get("log_p")
     return interval(change, 2, sign="+") if change else "0", f"{row['agreement']['all']['value']:.0%}"
+
+
+def shipped() -> list[dict[str, Any]]:
+    """What Find Fastest shows (reports/quality.py): a row for each class of settings of the bundled model, the first of
+    the class that was measured."""
+    found, rows = model("default"), []
+    for row in found["rows"] if found else ():
+        one = class_of(found["cases"][row["name"]])
+        if one not in [other["class"] for other in rows]:
+            change = row["changes"].get("log_p", {"value": 0.0, "interval": [0.0, 0.0]})  # the reference has none
+            low, high = change["interval"]
+            rows.append({"name": row["name"], "class": one, "quality": {
+                "images": row["images"], "loss": -change["value"], "error": (high - low) / 2,
+                "agreement": row["agreement"]["all"]["value"],
+                "plain_agreement": found["rows"][0]["agreement"]["all"]["value"],
+            }})  # fmt: skip
+    return rows
 
 
 def how_many(found: dict[str, Any]) -> str:

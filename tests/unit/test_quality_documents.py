@@ -8,6 +8,8 @@ from comfyui_specar.benchmarks import documents, quality_tables, results_tables
 from comfyui_specar.benchmarks.published import SCORES
 from comfyui_specar.benchmarks.quality_cases import discrete_cases
 from comfyui_specar.benchmarks.quality_chart import Box, Panel, Point, front, quality_chart
+from comfyui_specar.reports import quality as reports_quality
+from comfyui_specar.reports.quality import quality_of
 
 from ..support import quality_report
 
@@ -36,7 +38,7 @@ def test_without_a_report_there_are_no_numbers(results):
         if name.startswith(("quality, d", "quality, c", "distances", "sampling", "quality chart")):
             assert "ot measured yet" in table() or "尚未测量" in table(), name
     assert "as asked" not in documents.methods("en") and documents.chart_of_quality() is None
-    assert list(documents.charts()) == [documents.CHART]
+    assert list(documents.generated()) == [documents.CHART]
     assert "ours" not in quality_tables.papers().splitlines()[0]
 
 
@@ -63,6 +65,32 @@ def test_the_map_is_a_table(results):
     write(results, quality_report.model("default" + quality_tables.MAP, points))
     assert len(quality_tables.sampling().splitlines()) == 2 + 2 + 2 and "| guidance 5 | " in quality_tables.sampling()
     assert quality_tables.measured("default") == {}
+
+
+def test_what_find_fastest_shows_is_of_settings_with_the_same_drafts_and_rule(results, monkeypatch):
+    """Of the first such setting: sizes of windows and trees, and the drafter, do not matter."""
+    def window(size: int, **more) -> dict:
+        return {"method": "sjd", "window": size, "reuse": "coupled", "rule": {"rule": "exact"}, "lossless": True} | more
+
+    def tree(kind: str, drafter: str = "eagle") -> dict:
+        rule = {"rule": "cool_sd", "delta": 2.0}
+        return {"method": "cool_sd", "drafter": drafter, "structure": {"kind": kind}, "rule": rule, "lossless": False}
+
+    file = results / "shipped.json"
+    monkeypatch.setattr(reports_quality, "FILE", file)
+    assert quality_of(window(32)) is None
+    cases = {"next_token": {"method": "next_token", "lossless": True}, "window": window(32), "tree": tree("static"),
+             "other": tree("static", "model"), "settling": window(32, settle=0.05, lossless=False)}
+    write(results, quality_report.model("default", cases))
+    assert quality_of(window(32)) is None, "the table is not written yet"
+    file.write_text(documents.generated()[documents.SHIPPED], encoding="utf-8")
+    row = quality_tables.measured("default")["tree"]
+    found = quality_of(tree("static") | {"method": "draft_tree"})
+    assert found.loss == -row["changes"]["log_p"]["value"] and found.error == pytest.approx(0.03) and found.images == 64
+    assert found == quality_of(tree("static", "model")) and found.agreement < found.plain_agreement == 0.95
+    assert quality_of(window(16)).loss == 0 and quality_of(cases["next_token"]).loss == 0
+    assert quality_of(window(16, settle=0.05, lossless=False)).loss > 0
+    assert quality_of(tree("chain")) is None and quality_of(tree("static") | {"rule": {"rule": "grouped"}}) is None
 
 
 def test_published_scores_are_of_cases():
