@@ -32,7 +32,8 @@ from . import quality_map
 from .feature_spaces import Spaces
 from .quality_cases import PROMPTS, prompts
 from .quality_model import ModelUnderTest
-from .quality_reports import merged, rounded
+from .quality_reports import check_joins, merged, rounded
+from .quality_tables import MAP
 from .report import commit, machine, versions, write
 
 PARTS = ("draw", "measure")
@@ -90,13 +91,17 @@ def main() -> None:
     measured = {"machine": machine(device), "versions": versions(), "commit": commit()}
     outside = []
     for tested in models:
-        model = quality_map.measure(tested, wanted, spaces) if options.map else tested.measure(wanted, spaces)
-        model["rows"] = [{**row, "measured": measured} for row in model["rows"]]
-        report = rounded({"alarm_rate": ALARM_RATE, "classifier": classifier, "models": [model]})
-        report = merged(earlier_report(options.out) or report, report)
+        name = tested.name + MAP if options.map else tested.name
+        model = {"name": name, **tested.conditions(wanted, spaces)}
+        new = rounded({"alarm_rate": ALARM_RATE, "classifier": classifier, "models": [model]})
+        earlier = earlier_report(options.out) or new | {"models": []}
+        check_joins(earlier, new)  # before it takes minutes
+        found = quality_map.measure(tested, wanted, spaces) if options.map else tested.measure(wanted, spaces)
+        found["rows"] = [{**row, "measured": measured} for row in found["rows"]]
+        report = merged(earlier, new | {"models": [rounded(model | found)]})
         if options.out:
             write(report, options.out)
-        [found] = (found for found in report["models"] if found["name"] == model["name"])
+        [found] = (found for found in report["models"] if found["name"] == name)
         outside += [f"{found['name']}: {name}" for name in found["outside"]]
     if outside:
         sys.exit(f"Lossless methods outside the floor (false-alarm rate {ALARM_RATE:.0%}): {', '.join(outside)}.")

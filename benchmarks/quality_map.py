@@ -15,7 +15,6 @@ from .feature_spaces import Spaces
 from .quality_cases import Prompt
 from .quality_draw import Drawn
 from .quality_model import ModelUnderTest
-from .quality_tables import MAP
 
 AXES = {"cfg": (1.0, 2.0, 3.0, 5.0), "temperature": (0.7, 0.85, 1.0), "top_k": (100, 400), "top_p": (0.8, 0.95)}
 WORDS = {"cfg": "guidance", "temperature": "temperature", "top_k": "top-k", "top_p": "top-p"}
@@ -40,6 +39,7 @@ def draw(tested: ModelUnderTest, wanted: Sequence[Prompt], batch: int, only: Seq
     """The images of all points, or of ``only`` some."""
     for name, parameters in points(tested.parameters).items():
         if not only or name in only:
+            print(name, flush=True)
             point = at(tested, parameters)
             for case in point.cases:
                 point.draw(case, wanted, batch)
@@ -60,4 +60,4 @@ def measure(tested: ModelUnderTest, wanted: Sequence[Prompt], spaces: Spaces) ->
         if plain is not None and fast is not None:
             drawn[name] = replace(plain, passes=fast.passes)
             seen[name] = point.look(point.cases[0], plain, wanted, spaces, tested.parameters["cfg"])
-    return tested.report(tested.name + MAP, every, drawn, seen, wanted, spaces)
+    return tested.report(every, drawn, seen, wanted, spaces)

@@ -92,6 +92,14 @@ class ModelUnderTest:
         return {file.relative_to(folder).as_posix(): zlib.crc32(file.read_bytes())
                 for file in sorted(folder.rglob("*.safetensors"))}
 
+    def conditions(self, wanted: Sequence[Prompt], spaces: Spaces) -> dict[str, Any]:
+        """What all rows of a report on the model have in common."""
+        return {
+            "weights": self.weights(), "dtype": str(self.model.dtype), "images": len(wanted),
+            "prompts": zlib.crc32("\n".join(prompt.text for prompt in wanted).encode()), "settings": self.settings,
+            "spaces": spaces.names,
+        }  # fmt: skip
+
     def measure(self, wanted: Sequence[Prompt], spaces: Spaces) -> dict[str, Any]:
         """The report on the cases of which enough images were drawn. Raises ValueError without those of the
         reference."""
@@ -101,10 +109,9 @@ class ModelUnderTest:
         cfg = self.parameters.get("cfg")
         seen = {case.name: self.look(case, found, wanted, spaces, cfg) for case, found in drawn.items()}
         settings = {case.name: settings_of(case, self.model) for case in self.cases}
-        return self.report(self.name, settings, {case.name: found for case, found in drawn.items()}, seen, wanted,
-                           spaces)
+        return self.report(settings, {case.name: found for case, found in drawn.items()}, seen, wanted, spaces)
 
-    def report(self, name: str, cases: dict[str, dict[str, Any]], drawn: dict[str, Drawn],
+    def report(self, cases: dict[str, dict[str, Any]], drawn: dict[str, Drawn],
                seen: dict[str, dict[str, Tensor]], wanted: Sequence[Prompt], spaces: Spaces) -> dict[str, Any]:
         """cases: settings of all of them, those not ``drawn`` as well; the first is the reference."""
         sources = quality_sources.read(spaces, len(wanted))
@@ -114,12 +121,8 @@ class ModelUnderTest:
         for case, found in drawn.items():
             rows.append(table.row(case, found, cases[case].get("lossless", False)))
             print(line(rows[-1]), flush=True)
-        return {
-            "name": name, "weights": self.weights(), "dtype": str(self.model.dtype), "images": len(wanted),
-            "prompts": zlib.crc32("\n".join(prompt.text for prompt in wanted).encode()),
-            "settings": self.settings, "reference": table.reference, "spaces": spaces.names,
-            "sources": {"agreement": agreement(sources["shown"], wanted)}, "cases": cases, "rows": rows,
-        }  # fmt: skip
+        return {"reference": table.reference, "sources": {"agreement": agreement(sources["shown"], wanted)},
+                "cases": cases, "rows": rows}
 
 
 def line(row: dict[str, Any]) -> str:

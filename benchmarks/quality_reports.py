@@ -9,7 +9,7 @@ from typing import Any
 from .quality_measure import check
 
 # What must be equal in all rows on a model, besides the classifier. weights: checksums of the model's files by name.
-SAME = ("weights", "dtype", "images", "prompts", "settings", "reference", "spaces")
+SAME = ("weights", "dtype", "images", "prompts", "settings", "spaces")
 
 
 def rounded(tree: Any) -> Any:
@@ -31,8 +31,7 @@ def merged(earlier: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
     Raises ValueError, which says what differs, unless all rows are of the same model, classifier, prompts and settings.
     """
-    for key in ("classifier", "alarm_rate"):
-        _same(key, earlier[key], new[key])
+    check_joins(earlier, new)
     models = {model["name"]: model for model in earlier["models"]}
     for model in new["models"]:
         known = models.get(model["name"])
@@ -40,10 +39,19 @@ def merged(earlier: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     return {**new, "models": list(models.values())}
 
 
+def check_joins(earlier: dict[str, Any], new: dict[str, Any]) -> None:
+    """Raises ValueError unless rows of the ``new`` report may join the ``earlier`` one. Of models only SAME is
+    compared: ``merged`` looks at the settings of single cases."""
+    for key in ("classifier", "alarm_rate"):
+        _same(key, earlier[key], new[key])
+    for model in new["models"]:
+        for known in (known for known in earlier["models"] if known["name"] == model["name"]):
+            for key in SAME:
+                _same(f"{model['name']}, {key}", known[key], model[key])
+
+
 def _joined(earlier: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """A model's rows of both."""
-    for key in SAME:
-        _same(f"{new['name']}, {key}", earlier[key], new[key])
     rows = {row["name"]: row for row in earlier["rows"]}
     replaced = {row["name"] for row in new["rows"]}
     for name in rows.keys() - replaced:

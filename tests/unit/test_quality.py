@@ -200,7 +200,7 @@ def test_a_report_keeps_its_other_models():
 
 
 @pytest.mark.parametrize(("key", "value"), [("weights", {"model": 8}), ("dtype", "fp32"), ("images", 5), ("prompts", 6),
-                                            ("settings", {"cfg": 3.0}), ("reference", "b"), ("spaces", ["own", "x"])])
+                                            ("settings", {"cfg": 3.0}), ("spaces", ["own", "x"])])
 def test_rows_under_other_conditions_do_not_join(key, value):
     new = a_report(a=1, b=0.5)
     new["models"][0][key] = value
@@ -267,6 +267,10 @@ def test_a_small_run_of_the_command(monkeypatch, tmp_path, capsys):
     looked = {file: file.stat().st_mtime_ns for file in tmp_path.glob("*/seen/*")}
     called("--parts", "measure")
     assert looked and all(file.stat().st_mtime_ns == then for file, then in looked.items()), "read again"
+
+    with pytest.raises(ValueError, match="default, images"):
+        called("--parts", "measure", "--images", "3")
+    assert json.loads(out.read_text(encoding="utf-8"))["models"] == [report], "nothing was measured, nor written"
 
     monkeypatch.setattr(results_tables, "RESULTS", tmp_path)
     table = quality_tables.quality("default")
