@@ -53,8 +53,8 @@ SETTINGS = ("Bundled model, {tokens} tokens per image, guidance {guidance:g}, te
             "token = 1, median of the ratios of neighbouring runs, which alternate, on {threads} threads of one "
             "{processor} with bf16 products.")
 QUALITY = (" Quality: of {images} images each ({dtype}), the change of their tokens' mean log-probability from next "
-           "token's, in nats per token with 95 % intervals, and the fraction that shows all that was asked for "
-           "([quality](docs/quality.md)).")
+           "token's, in nats per token, and the fraction that shows all that was asked for, both with 95 % intervals; "
+           "exact methods differ by chance only ([quality](docs/quality.md)).")
 HOW_TO_READ = ("Every point is a method or a setting: further left it needs fewer forward passes, further down its "
                "images are closer to next token's. Exact methods are on the line at the bottom; no setting is below "
                "the dashed steps, so take one on them.")
@@ -62,7 +62,8 @@ UNMEASURED = "The [quality](docs/quality.md) of every method's images: not measu
 CHINESE = {
     "change of log p": "log p的变化", "as asked": "符合提示词", "Quality against forward passes": "质量与前向次数",
     QUALITY: " 质量：每种方法{images}张图像（{dtype}），token的平均对数概率与逐token相比的变化"
-             "（每个token，nat，95 %区间），以及完全符合提示词的图像的比例（[质量](docs/quality.md)）。",
+             "（每个token，nat），以及完全符合提示词的图像的比例，均附95 %区间；"
+             "精确的方法之间的差别只是偶然（[质量](docs/quality.md)）。",
     HOW_TO_READ: "每个点是一种方法或一种设置：越靠左，前向次数越少；越靠下，图像越接近逐token的图像。"
                  "精确的方法在最下面的线上；没有任何设置低于虚线，所以请选虚线上的设置。",
     UNMEASURED: "各种方法的图像[质量](docs/quality.md)：尚未测量。",

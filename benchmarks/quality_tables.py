@@ -107,7 +107,7 @@ def brief(row: dict[str, Any] | None) -> tuple[str, str]:
     if row is None:
         return "", ""
     change = row["changes"].get("log_p")
-    return interval(change, 2, sign="+") if change else "0", f"{row['agreement']['all']['value']:.0%}"
+    return interval(change, 2, sign="+") if change else "0", f"{interval(row['agreement']['all'], 0, 100)} %"
 
 
 def shipped() -> list[dict[str, Any]]:
@@ -120,7 +120,7 @@ def shipped() -> list[dict[str, Any]]:
             change = row["changes"].get("log_p", {"value": 0.0, "interval": [0.0, 0.0]})  # the reference has none
             low, high = change["interval"]
             rows.append({"name": row["name"], "class": one, "quality": {
-                "images": row["images"], "loss": -change["value"], "error": (high - low) / 2,
+                "images": row["images"], "loss": 0.0 - change["value"], "error": float(f"{(high - low) / 2:.5g}"),
                 "agreement": row["agreement"]["all"]["value"],
                 "plain_agreement": found["rows"][0]["agreement"]["all"]["value"],
             }})  # fmt: skip

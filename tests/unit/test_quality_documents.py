@@ -53,11 +53,11 @@ def test_a_report_with_some_cases_and_one_model(results):
     [measured] = [line for line in readme if line.startswith("| [LANTERN, delta 0.3]")]
     row = quality_tables.measured("default")["LANTERN delta 0.3"]
     assert measured.endswith(f"| {row['changes']['log_p']['value']:+.2f} ± 0.03 | "
-                             f"{row['agreement']['all']['value']:.0%} |")
+                             f"{100 * row['agreement']['all']['value']:.0f} ± 2 % |")
     [other] = [line for line in readme if line.startswith("| [Cool-SD, delta 2]")]
     assert other.endswith(" |  |  |") and "64 images each (bfloat16)" in readme[-1]
     assert "docs/pictures/quality.svg" in documents.TABLES["quality chart"]()
-    assert "| 0 | 95% |" in readme[2], "next token has no change from itself"
+    assert "| 0 | 95 ± 2 % |" in readme[2], "next token has no change from itself"
 
 
 def test_the_map_is_a_table(results):
