@@ -220,8 +220,13 @@ def chart_of_quality() -> str | None:
     return quality_chart([
         ("Change of log p per token, up or down", quality_points(lambda row: row["changes"]["log_p"])),
         (f"Kernel distance from next token's images ({quality_tables.SPACES[space]} features)",
-         quality_points(lambda row: row["distances"][space]["reference"]["kernel"])),
+         quality_points(lambda row: _above_zero(row["distances"][space]["reference"]["kernel"]))),
     ])
+
+
+def _above_zero(distance: dict[str, Any]) -> dict[str, Any]:
+    """An unbiased distance that came out below 0 is 0."""
+    return {"value": max(0.0, distance["value"]), "interval": [max(0.0, end) for end in distance["interval"]]}
 
 
 def generated() -> dict[Path, str]:

@@ -124,23 +124,29 @@ class Panel:
         return found
 
     def labels(self, best: Sequence[Point]) -> list[str]:
-        """Beside the points where there is room: the front's first, then those that are listed, then the others."""
+        """Beside the points where there is room: the front's first, then those that are listed, then the others. Of the
+        first two also across lines, if there is no other room."""
         dots = [(self.x(point.passes), self.y(point.loss)) for point in self.points]
         taken = [Box(x - 4, y - 4, x + 4, y + 4) for x, y in dots]
-        taken += [Box(self.x(p.passes) - 1, self.y(p.interval[1]), self.x(p.passes) + 1, self.y(p.interval[0]))
+        lines = [Box(self.x(p.passes) - 1, self.y(p.interval[1]), self.x(p.passes) + 1, self.y(p.interval[0]))
                   for p in self.points if not p.exact]  # fmt: skip
         above = (self.worst, *(point.loss for point in best))  # the front's line above each point on it
-        taken += [Box(self.x(p.passes) - 1, self.y(loss), self.x(p.passes) + 1, self.y(p.loss))
+        lines += [Box(self.x(p.passes) - 1, self.y(loss), self.x(p.passes) + 1, self.y(p.loss))
                   for p, loss in zip(best, above, strict=False)]  # fmt: skip
         parts = []
         for point in sorted(self.points, key=lambda point: (point not in best, not point.listed)):
             x, y, wide = self.x(point.passes), self.y(point.loss), LETTER * len(point.name)
-            for left, base in ((x + 7, y + 4), (x - 7 - wide, y + 4), (x + 3, y - 7), (x - wide - 3, y - 7),
-                               (x + 3, y + 15), (x - wide - 3, y + 15)):
+            places = [(x + 3, y - 7), (x - wide - 3, y - 7), (x + 3, y + 15), (x - wide - 3, y + 15)]
+            if point not in best:  # whose line goes right
+                places = [(x + 7, y + 4), (x - 7 - wide, y + 4), *places]
+            tries = [(place, [*taken, *lines]) for place in places]
+            if point in best or point.listed:
+                tries += [(place, taken) for place in places]
+            for (left, base), obstacles in tries:
                 box = Box(left, base - FONT + 1, left + wide, base + 2)
                 across = LEFT <= left and box.right <= WIDTH - 2
                 down = self.top - 4 <= box.top and box.bottom <= self.floor
-                if across and down and not any(box.meets(other) for other in taken):
+                if across and down and not any(box.meets(other) for other in obstacles):
                     taken.append(box)
                     parts.append(f'<text class="label" x="{left:.1f}" y="{base:.1f}">{escape(point.name)}</text>')
                     break

@@ -126,6 +126,8 @@ def test_an_interval_around_nothing_begins_at_the_line(results):
     write(results, model)
     points = {p.name: p for p in documents.quality_points(lambda row: row["changes"]["log_p"])}
     assert points["LANTERN, delta 0.3"].interval == (0, 0.03) and points["LANTERN, delta 0.3"].loss == 0.01
+    below = documents._above_zero({"value": -0.01, "interval": [-0.03, 0.02]})
+    assert below == {"value": 0, "interval": [0, 0.02]}
 
 
 def test_the_chart_has_every_point_and_no_label_on_another(results):
