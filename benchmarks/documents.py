@@ -16,13 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from . import quality_tables
 from . import results_tables as found
 from .chart import passes_chart
 from .published import PUBLISHED
+from .quality_chart import Point, quality_chart
 from .results_tables import cases, drift, grid, results
 
 ROOT = Path(__file__).resolve().parents[1]
-CHART = ROOT / "docs/pictures/passes.svg"
+CHART, QUALITY_CHART = ROOT / "docs/pictures/passes.svg", ROOT / "docs/pictures/quality.svg"
+SHIPPED = ROOT / "reports/quality.json"  # what Find Fastest shows of a setting's images
 TABLE = re.compile(r"(<!-- table: ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NUMBER = re.compile(r"(<!-- n: ([^>]+) -->).*?(<!-- /n -->)")
 GUIDANCE = 2.0  # of all numbers in the README: the bundled model's own
@@ -49,7 +52,21 @@ SETTINGS = ("Bundled model, {tokens} tokens per image, guidance {guidance:g}, te
             "the mean (SJD, coupled: {sjd:.0f}; EAGLE-1: {eagle:.0f}), at LlamaGen-B's size (87 M parameters), next "
             "token = 1, median of the ratios of neighbouring runs, which alternate, on {threads} threads of one "
             "{processor} with bf16 products.")
+QUALITY = (" Quality: of {images} images each ({dtype}), the change of their tokens' mean log-probability from next "
+           "token's, in nats per token, and the fraction that shows all that was asked for, both with 95 % intervals; "
+           "exact methods differ by chance only ([quality](docs/quality.md)).")
+HOW_TO_READ = ("Every point is a method or a setting: further left it needs fewer forward passes, further down its "
+               "images are closer to next token's. Exact methods are on the line at the bottom; no setting is below "
+               "the dashed steps, so take one on them.")
+UNMEASURED = "The [quality](docs/quality.md) of every method's images: not measured yet."
 CHINESE = {
+    "change of log p": "log p的变化", "as asked": "符合提示词", "Quality against forward passes": "质量与前向次数",
+    QUALITY: " 质量：每种方法{images}张图像（{dtype}），token的平均对数概率与逐token相比的变化"
+             "（每个token，nat），以及完全符合提示词的图像的比例，均附95 %区间；"
+             "精确的方法之间的差别只是偶然（[质量](docs/quality.md)）。",
+    HOW_TO_READ: "每个点是一种方法或一种设置：越靠左，前向次数越少；越靠下，图像越接近逐token的图像。"
+                 "精确的方法在最下面的线上；没有任何设置低于虚线，所以请选虚线上的设置。",
+    UNMEASURED: "各种方法的图像[质量](docs/quality.md)：尚未测量。",
     "method": "方法", "node": "节点", "exact": "精确", "yes": "是", "forward passes": "前向次数",
     "time, bf16": "时间，bf16", "time, fp32": "时间，fp32", "next token": "逐token",
     "SJD, coupled (MC-SJD)": "SJD，耦合（MC-SJD）", "SJD, redraw": "SJD，重新采样",
@@ -84,18 +101,30 @@ def methods(language: str) -> str:
     measured, report, machine = cases("default-cpu", GUIDANCE), results("default-cpu"), results(HALF)["machine"]
     half, full = found.times(LARGE, GUIDANCE, HALF), found.times(LARGE, GUIDANCE, FULL)
     timed = {row["name"]: row["pictures_passes"] for row in found.measured_speed(LARGE, GUIDANCE, HALF)["rows"]}
-    rows = []
+    rows, images = [], quality_tables.measured("default")
     for label, page, node, case in METHODS:
         row = measured[case]
         rows.append((f"[{word(label)}](docs/methods/{page}.md)", nodes[node]["display_name"], exactness(row, word),
-                     f"{row['passes']:.0f}", half[case], full[case]))
+                     f"{row['passes']:.0f}", half[case], full[case], *quality_tables.brief(images.get(case))))
     settings = word(SETTINGS).format(
         tokens=found.tokens(measured["next_token"]), guidance=GUIDANCE, temperature=report["settings"]["temperature"],
         images=report["pictures_per_method"], threads=machine["threads"], processor=machine["processor"],
         sjd=timed["sjd coupled w32"], eagle=timed["EAGLE-1, 57 drafts"],
     )  # fmt: skip
-    head = tuple(map(word, ("method", "node", "exact", "forward passes", "time, bf16", "time, fp32")))
+    if images:
+        about = quality_tables.model("default")
+        settings += word(QUALITY).format(images=about["images"], dtype=about["dtype"].removeprefix("torch."))
+    head = tuple(map(word, ("method", "node", "exact", "forward passes", "time, bf16", "time, fp32",
+                            "change of log p", "as asked")))
     return grid(head, rows) + f"\n\n{settings}"
+
+
+def picture(language: str, folder: str) -> str:
+    """The chart of quality, and how to read it; or that there is none yet."""
+    word = (lambda text: CHINESE.get(text, text)) if language == "zh" else str
+    if not quality_tables.measured("default"):
+        return word(UNMEASURED).replace("docs/", folder)
+    return f"![{word('Quality against forward passes')}]({folder}pictures/quality.svg)\n\n{word(HOW_TO_READ)}"
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -117,14 +146,16 @@ TABLES: dict[str, Callable[[], str]] = {
     "storage": found.storage,
     "streaming": found.streaming,
     "faults": found.faults,
+    "quality chart": partial(picture, "en", "docs/"),
+    "quality chart, Chinese": partial(picture, "zh", "docs/"),
+    "quality chart, page": partial(picture, "en", ""),
+    "quality, papers": quality_tables.papers,
+    "sampling parameters": quality_tables.sampling,
+    **{f"quality, {model}": partial(quality_tables.quality, model) for model in ("default", "continuous")},
+    **{f"distances, {model}, {space}": partial(quality_tables.distances, model, space)
+       for model in ("default", "continuous") for space in quality_tables.SPACES},
     **{f"published, {row.method}": partial(found.published, row.method) for row in PUBLISHED},
 }
-
-if (found.RESULTS / "quality-cpu.json").exists():
-    for model in ("default", "continuous"):
-        TABLES |= {f"quality, {model}": partial(found.quality, model),
-                   f"distances, {model}": partial(found.quality_distances, model)}
-
 
 def fewer() -> str:
     """How many times fewer passes SJD with coupled refinement needs, as the README says."""
@@ -167,6 +198,45 @@ def chart() -> str:
     return passes_chart([(label, row["passes"], drift(row) == 0) for label, row in rows])
 
 
+def quality_points(loss: Callable[[dict[str, Any]], dict[str, Any]]) -> list[Point]:
+    """The cases of the quality report. loss: of a row, a value with its interval. Exact methods that passed the check
+    lose nothing."""
+    labels, points = {case: label for label, *_, case in METHODS}, []
+    for name, row in quality_tables.measured("default").items():
+        exact = row["lossless"] and row.get("inside", True)
+        value, ends = (0.0, (0.0, 0.0)) if exact else (loss(row)["value"], loss(row)["interval"])
+        low, high = sorted(map(abs, ends)) if min(ends) * max(ends) >= 0 else (0.0, max(map(abs, ends)))
+        points.append(Point(labels.get(name, found.said(name)), row["passes"]["value"], abs(value), (low, high),
+                            row["lossless"], name in labels))
+    return points
+
+
+def chart_of_quality() -> str | None:
+    """docs/pictures/quality.svg, if quality was measured."""
+    model = quality_tables.model("default")
+    if model is None:
+        return None
+    space = model["spaces"][-1]
+    return quality_chart([
+        ("Change of log p per token, up or down", quality_points(lambda row: row["changes"]["log_p"])),
+        (f"Kernel distance from next token's images ({quality_tables.SPACES[space]} features)",
+         quality_points(lambda row: _above_zero(row["distances"][space]["reference"]["kernel"]))),
+    ])
+
+
+def _above_zero(distance: dict[str, Any]) -> dict[str, Any]:
+    """An unbiased distance that came out below 0 is 0."""
+    return {"value": max(0.0, distance["value"]), "interval": [max(0.0, end) for end in distance["interval"]]}
+
+
+def generated() -> dict[Path, str]:
+    """The files that follow from the results."""
+    shipped = quality_tables.shipped()
+    made = {CHART: chart(), QUALITY_CHART: chart_of_quality(),
+            SHIPPED: json.dumps(shipped, indent=1) + "\n" if shipped else None}
+    return {file: text for file, text in made.items() if text is not None}
+
+
 def files() -> list[Path]:
     return sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
@@ -176,7 +246,8 @@ def main() -> None:
                             formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for file in files():
         file.write_text(written(file.read_text(encoding="utf-8")), encoding="utf-8")
-    CHART.write_text(chart(), encoding="utf-8")
+    for file, text in generated().items():
+        file.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

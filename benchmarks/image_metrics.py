@@ -14,12 +14,10 @@ def frechet_distance(a: Tensor, b: Tensor) -> float:
     size. Raises ValueError for sets of fewer than two."""
     if min(len(a), len(b)) < 2:
         raise ValueError(f"The sets have {len(a)} and {len(b)} images, but a covariance needs at least 2.")
-    a, b = a.double(), b.double()
-    first, second = a.T.cov(), b.T.cov()
-    values, vectors = torch.linalg.eigh(first)
-    root = vectors * values.clamp(min=0).sqrt() @ vectors.T
-    product = torch.linalg.eigvalsh(root @ second @ root).clamp(min=0).sqrt().sum()  # trace of (C1 C2)^(1/2)
-    return float((a.mean(0) - b.mean(0)).square().sum() + first.trace() + second.trace() - 2 * product)
+    apart = (a.double().mean(0) - b.double().mean(0)).square().sum()
+    a, b = ((x.double() - x.double().mean(0)) / (len(x) - 1) ** 0.5 for x in (a, b))  # C = a.T a
+    product = torch.linalg.svdvals(a @ b.T).sum()  # trace of (C1 C2)^(1/2), of matrices no larger than the sets
+    return float(apart + a.square().sum() + b.square().sum() - 2 * product)
 
 
 def kernel(a: Tensor, b: Tensor) -> Tensor:

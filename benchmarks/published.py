@@ -1,4 +1,4 @@
-"""Speed-ups that papers publish, for the models they name, on their GPUs. None of them was reproduced here."""
+"""Speed-ups and scores that papers publish, for the models they name, on their GPUs. None was reproduced here."""
 
 from __future__ import annotations
 
@@ -17,8 +17,21 @@ class Published(NamedTuple):
     source: str
 
 
+class Scores(NamedTuple):
+    """What a paper prints of images. case: our name of the setting (quality_cases.py); fewer: forward passes saved
+    ("" if not given); scores: each with next token's of the same table."""
+
+    case: str
+    what: str
+    model: str
+    fewer: str
+    scores: dict[str, tuple[str, str]]
+    source: str
+
+
 SJD, MC_SJD, LUMINA2 = "SJD++, table 1", "MC-SJD, abstract", "Lumina-mGPT 2.0, README"
 COOL, ADT, VVS, CONTINUOUS = "Cool-SD, table 1", "ADT-Tree, table I", "VVS, table 1", "continuous, table 1"
+ADT_IMAGES = "ADT-Tree, tables I and III"
 CONDITIONS = {  # what the papers say of how a source's numbers were measured
     SJD: "prompts of MS-COCO 2017, guidance 3, top-k 2000, window 96 (Emu3, Lumina-mGPT) or 32, SJD++'s threshold 0.5; "
          "temperature not stated; one GPU, not named.",
@@ -28,6 +41,8 @@ CONDITIONS = {  # what the papers say of how a source's numbers were measured
     COOL: "5000 captions of MS-COCO 2017, EAGLE-1's static tree, LANTERN's set-up, temperature not "
           "stated; one A100 (40 GB).",
     ADT: "100 captions of MS-COCO 2017, temperature 1, guidance 3; GPU not named.",
+    ADT_IMAGES: "100 captions of MS-COCO 2017, temperature 1, guidance 3; with LANTERN at delta 0.4, k 1000, "
+                "as figure 7 says.",
     VVS: "5000 captions of MS-COCO 2017, stages I (256 pixels) and II (512), temperature 1; one A40.",
     CONTINUOUS: "ImageNet, 256 pixels, draft length 4 to 32; one A100.",
 }
@@ -57,4 +72,36 @@ PUBLISHED = (
     Published("vvs", "VVS, every 2nd, LANTERN delta 0.1", "LlamaGen-XL, stage II", "2.86x", "1.76x", VVS),
     Published("continuous", "one image", "MAR-H with MAR-B", "", "1.11x to 1.44x", CONTINUOUS),
     Published("continuous", "256 images", "MAR-H with MAR-B", "", "1.62x to 2.33x", CONTINUOUS),
+)
+SCORES = (
+    Scores("sjd resample w32", "SJD", "LlamaGen", "2.10x",
+           {"FID": ("32.40", "32.25"), "CLIP": ("30.33", "30.45"), "HPSv2": ("0.2651", "0.2674")}, SJD),
+    Scores("sjd threshold_paper w32", "SJD++", "LlamaGen", "3.26x",
+           {"FID": ("32.58", "32.25"), "CLIP": ("30.20", "30.45"), "HPSv2": ("0.2630", "0.2674")}, SJD),
+    Scores("SJD++ reuse (paper), window 96", "SJD++", "Lumina-mGPT", "6.44x",
+           {"FID": ("31.48", "30.77"), "CLIP": ("31.27", "31.52"), "HPSv2": ("0.2817", "0.2857")}, SJD),
+    Scores("EAGLE-1, 57 drafts", "EAGLE-1", "LlamaGen-XL", "",
+           {"FID": ("20.97", "21.08"), "CLIP": ("0.3157", "0.3162"), "ImageReward": ("-0.0859", "-0.0763")}, COOL),
+    Scores("EAGLE-2", "EAGLE-2", "LlamaGen-XL, stage I", "1.22x",
+           {"FID": ("25.28", "24.88"), "CLIP": ("0.3220", "0.3220"), "recall": ("0.6690", "0.6684"),
+            "HPSv2": ("0.2353", "0.2350")}, VVS),
+    Scores("ADT-Tree", "ADT-Tree", "Anole", "",
+           {"FID": ("22.20", "20.52"), "CLIP": ("0.3047", "0.3042"), "HPSv2": ("0.2367", "0.2360")}, ADT_IMAGES),
+    Scores("ADT-Tree, LANTERN delta 0.3", "ADT-Tree with LANTERN", "Anole", "",
+           {"FID": ("22.36", "20.52"), "CLIP": ("0.3016", "0.3042"), "HPSv2": ("0.2331", "0.2360")}, ADT_IMAGES),
+    Scores("LANTERN delta 0.3, as published", "LANTERN, delta 0.3", "LlamaGen-XL, stage I", "2.10x",
+           {"FID": ("24.97", "24.88"), "CLIP": ("0.3223", "0.3220"), "recall": ("0.6438", "0.6684"),
+            "HPSv2": ("0.2293", "0.2350")}, VVS),
+    Scores("LANTERN++ k 10, lambda 2, as published", "LANTERN++, k 10, lambda 2", "LlamaGen-XL", "",
+           {"FID": ("21.17", "21.08"), "CLIP": ("0.3157", "0.3162"), "ImageReward": ("-0.1155", "-0.0763")}, COOL),
+    Scores("Cool-SD delta 1.1, as published", "Cool-SD, delta 1.1", "LlamaGen-XL", "",
+           {"FID": ("21.02", "21.08"), "CLIP": ("0.3167", "0.3162"), "ImageReward": ("-0.0997", "-0.0763")}, COOL),
+    Scores("Cool-SD delta 2, as published", "Cool-SD, delta 2", "LlamaGen-XL", "",
+           {"FID": ("21.20", "21.08"), "CLIP": ("0.3154", "0.3162"), "ImageReward": ("-0.1353", "-0.0763")}, COOL),
+    Scores("VVS every 4th, as published", "VVS, every 4th, LANTERN delta 0.2", "LlamaGen-XL, stage I", "2.24x",
+           {"FID": ("24.96", "24.88"), "CLIP": ("0.3210", "0.3220"), "recall": ("0.6486", "0.6684"),
+            "HPSv2": ("0.2241", "0.2350")}, VVS),
+    Scores("VVS every 2nd, as published", "VVS, every 2nd, LANTERN delta 0.1", "LlamaGen-XL, stage II", "2.86x",
+           {"FID": ("47.19", "48.23"), "CLIP": ("0.2886", "0.2939"), "recall": ("0.4588", "0.5784"),
+            "HPSv2": ("0.2172", "0.2386")}, VVS),
 )

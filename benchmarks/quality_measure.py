@@ -117,14 +117,15 @@ class Measurement:
 
     def row(self, case: str, drawn: Drawn, lossless: bool) -> dict[str, Any]:
         """Everything that is reported of a case."""
-        seen, bound = self.seen[case], float(drawn.tv_bound.mean())
+        seen, bound = self.seen[case], float(drawn.tv_bound.mean()) / drawn.content[0].numel()
         return {
             "name": case, "lossless": lossless, "images": len(drawn),
-            "passes": bootstrap(drawn.passes), "tv_bound": None if math.isnan(bound) else bound,
+            "passes": bootstrap(drawn.passes), "tv_bound_per_token": None if math.isnan(bound) else bound,
             **({"log_p": self.likelihood(seen["log_p"], drawn.content)} if "log_p" in seen else {}),
             "agreement": agreement(seen["shown"], self.prompts),
             "distances": {space: self.distances(case, space) for space in self.sources},
-            "p_values": {} if case == self.reference else self.tests(case),
+            **({"changes": {}, "p_values": {}} if case == self.reference else
+               {"changes": self.changes(case), "p_values": self.tests(case)}),
         }
 
     def likelihood(self, log_p: Tensor, tokens: Tensor) -> dict[str, Any]:
@@ -152,17 +153,24 @@ class Measurement:
             }
         return found
 
+    def differences(self, case: str) -> dict[str, Tensor]:
+        """What each image [N] has more than the reference's of its prompt: whether it shows all that was asked for, and
+        its log-probability."""
+        own, base = self.seen[case], self.seen[self.reference]
+        agree, agree_base = (right(seen["shown"], self.prompts)["all"] for seen in (own, base))
+        return {"agreement": agree - agree_base, **({"log_p": own["log_p"] - base["log_p"]} if "log_p" in own else {})}
+
+    def changes(self, case: str) -> dict[str, dict[str, Any]]:
+        """The means of the differences."""
+        return {name: bootstrap(values) for name, values in self.differences(case).items()}
+
     def tests(self, case: str) -> dict[str, float]:
         """How probable each difference from the reference is, if image and reference of a prompt are of one
         distribution."""
-        own, base = self.seen[case], self.seen[self.reference]
-        agree, agree_base = (right(seen["shown"], self.prompts)["all"] for seen in (own, base))
         found = {f"kernel, {space}": exchange_test(kernel_terms(self.features(case, space),
                                                                 self.features(self.reference, space)))
                  for space in self.sources}
-        found["agreement"] = paired_test(agree - agree_base)
-        if "log_p" in own:
-            found["log_p"] = paired_test(own["log_p"] - base["log_p"])
+        found |= {name: paired_test(values) for name, values in self.differences(case).items()}
         return found
 
 

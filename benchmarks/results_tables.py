@@ -142,56 +142,6 @@ def continuous_paper() -> str:
     return grid(("draft length", "accepted", "squared distance", "1 image", "8 images"), rows)
 
 
-def quality(model: str, report: str = "quality-cpu") -> str:
-    """Likelihood and prompt agreement of every method's images, with half the width of 95 % intervals; and what the
-    classifier says of source images of the same prompts."""
-    found, rows = measured_quality(model, report), []
-    for row in found["rows"]:
-        log_p = row.get("log_p")
-        rows.append((
-            said(row["name"]), f"{row['passes']['value']:.0f}", interval(log_p, 2) if log_p else "",
-            f"{log_p['token_entropy']['value']:.2f}" if log_p else "", *_agreement(row),
-            {True: "yes", False: "no"}.get(row.get("inside"), ""),
-        ))  # fmt: skip
-    rows.append(("source images", "", "", "", *_agreement(found["sources"]), ""))
-    head = ("method", "passes", "log p per token", "token entropy", "as asked, %", "subject", "style", "background",
-            "inside the floor")
-    return f"{grid(head, rows)}\n\n{found['images']} images of each method."
-
-
-def _agreement(row: dict[str, Any]) -> tuple[str, ...]:
-    parts = (f"{row['agreement'][part]['value']:.1%}" for part in ("subject", "style", "background"))
-    return interval(row["agreement"]["all"], 1, 100), *parts
-
-
-def quality_distances(model: str, report: str = "quality-cpu") -> str:
-    """Distances of every method's images from the source images and from the reference's. Kernel distances are in
-    thousandths."""
-    found, rows = measured_quality(model, report), []
-    for row in found["rows"]:
-        spaces, own = row["distances"], row["distances"]["own"]["sources"]
-        rows.append((
-            said(row["name"]), interval(own["frechet"], 2), f"{own['precision']:.2f}", f"{own['recall']:.2f}",
-            *(interval(each[other]["kernel"], 1, 1e3) if other in each else "" for other in ("sources", "reference")
-              for each in spaces.values()),
-        ))  # fmt: skip
-    reference = said(found["reference"])
-    head = ("method", "Frechet", "precision", "recall", *(f"kernel, {space}, from {other}" for other in
-            ("sources", reference) for space in found["rows"][0]["distances"]))
-    return f"{grid(head, rows)}\n\n{found['images']} images of each method."
-
-
-def measured_quality(model: str, report: str) -> dict[str, Any]:
-    """What a quality report has of a model."""
-    return next(found for found in results(report)["models"] if found["name"] == model)
-
-
-def interval(found: dict[str, Any], digits: int, times: float = 1) -> str:
-    """A value and half the width of its interval."""
-    low, high = (times * end for end in found["interval"])
-    return f"{times * found['value']:.{digits}f} ± {(high - low) / 2:.{digits}f}"
-
-
 def determinism() -> str:
     ways = results("determinism-cpu")["ways"].items()
     return grid(("repeated", "images", "equal"), [(way, found["pictures"], found["same"]) for way, found in ways])

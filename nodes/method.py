@@ -7,6 +7,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
+from ..reports.quality import Quality, quality_of
 from ..reports.run_report import drafting, judgement
 from ..samplers.contract import Method
 from .comfy_runtime.runs import LoadedDrafter, LoadedModel
@@ -43,6 +44,11 @@ class ChosenMethod:
     def exact(self) -> bool:
         """Whether it samples the model's distribution exactly."""
         return self.settings["lossless"]
+
+    @property
+    def quality(self) -> Quality | None:
+        """What was measured of images with such settings, of the bundled model; None if nothing was."""
+        return quality_of(self.settings)
 
     def follow(self, model: LoadedModel) -> Method:
         """The method for ``model``, which is the one it was chosen for, or the same files loaded again (see

@@ -6,13 +6,14 @@ A method counts as faster than another only where every one of its runs was, and
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Protocol
 
 import numpy as np
 
 from .comparison import Column, bars, written_table
+from .quality import Quality
 
 SCHEMA = "specar.trials/2"
 TIME_UP = "not tried, as time was up"  # a note
@@ -26,6 +27,7 @@ class Method(Protocol):
     acceptance: str
     by_hand: str
     exact: bool
+    quality: Quality | None
 
 
 @dataclass
@@ -112,6 +114,10 @@ def summary(trials: list[Trial], verdict: Verdict, setting: str, budget: float) 
             doubt = "ran only once" if len(best.seconds) < 2 else f"was {least:.2f} to {most:.2f} times as fast"
             lines = [f"Too noisy to tell; probably {title(best)} ({times:.1f} times). Raise seconds, or measure when "
                      "the machine is idle.", *lines, f"{title(best)} {doubt}."]
+    if not chosen.method.exact and (found := chosen.method.quality):
+        lines.append(f"Images with such settings, measured on the bundled model ({found.images} images): log p per "
+                     f"token {_sign(-found.loss)} ± {found.error:.2f} from next token's; {found.agreement:.0%} show "
+                     f"what was asked for (next token: {found.plain_agreement:.0%}).")
     notes: dict[str, list[str]] = {}
     for trial in trials:
         notes.setdefault(trial.note, []).append(title(trial))
@@ -133,7 +139,7 @@ def report(trials: list[Trial], verdict: Verdict) -> dict[str, Any]:
         "trials": [
             {"method": t.method.name, "acceptance": t.method.acceptance, "exact": t.method.exact,
              "by_hand": t.method.by_hand, "seconds_per_token": t.seconds, "tokens": t.tokens, "passes": t.passes,
-             "tv_bound": t.tv_bound, "note": t.note}
+             "tv_bound": t.tv_bound, "quality": t.method.quality and asdict(t.method.quality), "note": t.note}
             for t in trials
         ],
     }
@@ -163,7 +169,16 @@ def columns(trials: list[Trial], plain: Trial) -> list[Column]:
     if any(not trial.method.exact for trial in trials):
         bounds = [t and t.tv_bound_per_token for t in measured]
         chosen.append(Column("drift bound", "per token", "lower", bounds, "{:.3f}".format))
+    qualities = [trial.method.quality for trial in trials]
+    if any(quality and not trial.method.exact for trial, quality in zip(trials, qualities, strict=True)):
+        losses = [t and q and q.loss for t, q in zip(measured, qualities, strict=True)]
+        chosen.append(Column("log p loss", "bundled model", "lower", losses, lambda loss: _sign(loss).lstrip("+")))
     return chosen
+
+
+def _sign(value: float) -> str:
+    """With its sign, but 0.00 without."""
+    return f"{round(value, 2):+.2f}" if round(value, 2) else "0.00"
 
 
 def table(trials: list[Trial], verdict: Verdict) -> str:

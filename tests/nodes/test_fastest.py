@@ -9,6 +9,7 @@ import comfy.model_management as mm
 import pytest
 import torch
 from comfyui_specar.nodes import candidates, fastest
+from comfyui_specar.reports import quality
 from comfyui_specar.reports.run_report import labels
 from comfyui_specar.reports.trials import TIME_UP
 from comfyui_specar.samplers.drafts.structures import Static
@@ -113,6 +114,18 @@ def test_a_budget_brings_relaxed_methods_and_bounds_the_choice(find):
     chosen = trials(out)[out.ui["specar"][0]["chosen"]]
     assert chosen["tv_bound"] / chosen["tokens"] <= 1e-4 * (1 + 1e-5)
     assert "drift bound (per token)" in out.result[2]
+
+
+def test_what_was_measured_of_images_with_a_setting_is_shown(find, monkeypatch, tmp_path):
+    monkeypatch.setattr(quality, "FILE", tmp_path / "quality.json")
+    rule = {"rule": "cool_sd", "delta": 2.0, "decay": 0.2, "steps": 5, "schedule": "exponential", "floor": True}
+    row = {"class": {"drafts": "sjd", "lossless": False, "reuse": "coupled", "rule": rule},
+           "quality": {"images": 512, "loss": 0.07, "error": 0.03, "agreement": 0.9, "plain_agreement": 0.95}}
+    quality.FILE.write_text(json.dumps([row]), encoding="utf-8")
+    out = find(leak_budget=1.0, drafter=None)
+    shown = {t["acceptance"]: t["quality"] for t in trials(out) if t["quality"]}
+    assert shown == {"Cool-SD (delta 2, decay 0.2)": row["quality"]}
+    assert "log p loss (bundled model)" in out.result[2] and "| 0.07 " in out.result[2]
 
 
 def test_fast_methods_are_repeated_in_turns_with_the_baseline(find, monkeypatch):

@@ -68,10 +68,13 @@ def test_tables_and_numbers_are_those_of_the_results(file):
     assert documents.written(text) == text, "run: python -m benchmarks documents"
 
 
-def test_every_table_is_in_a_document_and_the_chart_is_that_of_the_results():
+def test_every_table_is_in_a_document_and_generated_files_are_those_of_the_results():
     texts = "".join(file.read_text(encoding="utf-8") for file in documents.files())
     assert {found[1] for found in documents.TABLE.findall(texts)} == documents.TABLES.keys()
-    assert documents.CHART.read_text(encoding="utf-8") == documents.chart(), "run: python -m benchmarks documents"
+    for file, content in documents.generated().items():
+        assert file.read_text(encoding="utf-8") == content, "run: python -m benchmarks documents"
+    for file in (documents.QUALITY_CHART, documents.SHIPPED):
+        assert file.exists() == (file in documents.generated())
 
 
 def test_a_wrong_number_is_noticed():

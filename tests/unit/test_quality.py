@@ -6,7 +6,16 @@ from dataclasses import replace
 import comfyui_specar as specar
 import pytest
 import torch
-from comfyui_specar.benchmarks import quality, quality_draw, quality_sources, resampling, results_tables
+from comfyui_specar.benchmarks import (
+    quality,
+    quality_draw,
+    quality_map,
+    quality_reports,
+    quality_sources,
+    quality_tables,
+    resampling,
+    results_tables,
+)
 from comfyui_specar.benchmarks.feature_spaces import FOLDER, Spaces
 from comfyui_specar.benchmarks.quality_cases import (
     FLOOR,
@@ -152,11 +161,63 @@ def test_the_check_passes_what_is_exact_and_names_what_is_not():
     assert [row.get("inside") for row in rows] == [None, True, True, True, False, False]
     reference, floor = rows[0], rows[1]
     assert reference["p_values"] == {} and "reference" not in reference["distances"]["own"]
-    assert set(floor["p_values"]) == {"kernel, own", "agreement", "log_p"} and floor["tv_bound"] is None
+    assert set(floor["p_values"]) == {"kernel, own", "agreement", "log_p"} and floor["tv_bound_per_token"] is None
     low, high = floor["distances"]["own"]["reference"]["kernel"]["interval"]
     assert low < 0 < high
+    assert reference["changes"] == {} and set(floor["changes"]) == {"agreement", "log_p"}
+    assert floor["changes"]["log_p"]["value"] == pytest.approx(floor["log_p"]["value"] - reference["log_p"]["value"])
     assert floor["log_p"]["quantiles"]["0.5"] == pytest.approx(float(found[floor["name"]]["log_p"].median()), abs=0.1)
     assert 2.6 < floor["log_p"]["token_entropy"]["value"] <= 2.7726  # of 16 codes, as likely as each other
+
+
+def a_report(**rows: float) -> dict:
+    """Of cases a (the reference), b and c; each row with the p-value of its only test."""
+    return quality_reports.rounded({"alarm_rate": 0.01, "classifier": {"checksum": "1"}, "models": [{
+        "name": "default", "weights": {"model": 7}, "dtype": "bf16", "images": 4, "prompts": 5, "settings": {"cfg": 2},
+        "reference": "a", "spaces": ("own",), "cases": {name: {"lossless": True, "n": (1, 2)} for name in "abc"},
+        "rows": [{"name": name, "lossless": True, "p_values": {} if name == "a" else {"log_p": p}, "measured": p}
+                 for name, p in rows.items()]}]})
+
+
+def joined(earlier: dict, new: dict) -> dict:
+    return quality_reports.merged(json.loads(json.dumps(earlier)), json.loads(json.dumps(new)))["models"][0]
+
+
+def test_a_report_grows():
+    first = quality_reports.merged(a_report(a=1, c=0.006), a_report(a=1, c=0.006))
+    assert first["models"][0]["missing"] == ["b"] and first["models"][0]["outside"] == ["c"]
+    found = joined(first, a_report(a=0.5, b=0.4))
+    assert [(row["name"], row["measured"]) for row in found["rows"]] == [("a", 0.5), ("b", 0.4), ("c", 0.006)]
+    assert found["missing"] == [] and found["outside"] == [], "of two tests, 0.006 is no alarm"
+    assert joined({**first, "models": [found]}, a_report(a=1, b=0.001))["outside"] == ["b", "c"], "Holm's next step"
+
+
+def test_a_report_keeps_its_other_models():
+    other = a_report(a=1)
+    other["models"][0]["name"] = "continuous"
+    assert [model["name"] for model in quality_reports.merged(a_report(a=1), other)["models"]] == [
+        "default", "continuous"]
+
+
+@pytest.mark.parametrize(("key", "value"), [("weights", {"model": 8}), ("dtype", "fp32"), ("images", 5), ("prompts", 6),
+                                            ("settings", {"cfg": 3.0}), ("spaces", ["own", "x"])])
+def test_rows_under_other_conditions_do_not_join(key, value):
+    new = a_report(a=1, b=0.5)
+    new["models"][0][key] = value
+    with pytest.raises(ValueError, match=f"default, {key}.*--out"):
+        joined(a_report(a=1, c=0.5), new)
+
+
+def test_rows_of_another_classifier_or_setting_do_not_join():
+    new = a_report(a=1, b=0.5)
+    with pytest.raises(ValueError, match="classifier"):
+        joined(a_report(a=1), new | {"classifier": {"checksum": "2"}})
+    new["models"][0]["cases"]["c"]["n"] = [1, 3]
+    with pytest.raises(ValueError, match="settings of 'c'"):
+        joined(a_report(a=1, c=0.5), new)
+    assert joined(a_report(a=1), new)["missing"] == ["c"], "no row depends on that setting"
+    new["models"][0]["rows"].append({"name": "c", "lossless": True, "p_values": {"log_p": 0.3}})
+    assert joined(a_report(a=1, c=0.5), new)["missing"] == [], "the row with that setting is replaced"
 
 
 def test_sources_of_another_classifier_are_refused():
@@ -179,39 +240,72 @@ def test_the_classifier_is_as_good_as_its_card_says():
 def test_a_small_run_of_the_command(monkeypatch, tmp_path, capsys):
     only = ["next_token", "next_token" + FLOOR, "sjd coupled w32", "Cool-SD delta 2"]
     monkeypatch.setattr(resampling, "REPEATS", 1999)
+    out = tmp_path / "quality-cpu.json"
     run = ["quality", "--models", "default", "--images", "4", "--batch", "4", "--without-imagenet",
-           "--dtype", "bfloat16", "--folder", str(tmp_path), "--out", str(tmp_path / "quality-cpu.json")]
-    monkeypatch.setattr("sys.argv", [*run, "--parts", "draw", "--only", *only])
-    quality.main()
-    monkeypatch.setattr("sys.argv", [*run, "--parts", "measure"])
-    quality.main()
-    [report] = json.loads((tmp_path / "quality-cpu.json").read_text(encoding="utf-8"))["models"]
+           "--dtype", "bfloat16", "--folder", str(tmp_path), "--out", str(out)]
+
+    def called(*more: str) -> dict:
+        monkeypatch.setattr("sys.argv", [*run, *more])
+        quality.main()
+        return json.loads(out.read_text(encoding="utf-8"))["models"][0] if out.exists() else {}
+
+    assert called("--parts", "draw", "--only", *only[:3]) == {}
+    assert [row["name"] for row in called("--parts", "measure")["rows"]] == only[:3]
+    called("--parts", "draw", "--only", only[3])
+    for name in only[1:3]:
+        next(tmp_path.glob(f"*/images/{quality_draw.file_of(tmp_path, Case(name, None)).name}")).unlink()
+    report = called("--parts", "measure")
     rows = {row["name"]: row for row in report["rows"]}
-    assert report["dtype"] == "torch.bfloat16"
-    assert list(rows) == [name for name in only] and report["outside"] == [] and report["images"] == 4
+    assert report["dtype"] == "torch.bfloat16" and set(report["weights"]) >= {"model.safetensors", "vq.safetensors"}
+    assert list(rows) == only and report["outside"] == [] and report["images"] == 4
+    assert all(set(row["measured"]) == {"machine", "versions", "commit"} for row in rows.values())
     assert "EAGLE-2" in report["missing"] and rows["next_token"]["passes"]["value"] == 256
-    assert rows["Cool-SD delta 2"]["tv_bound"] > 0 and not rows["Cool-SD delta 2"]["lossless"]
+    assert rows["Cool-SD delta 2"]["tv_bound_per_token"] > 0 and not rows["Cool-SD delta 2"]["lossless"]
     for row in rows.values():
         assert set(row["agreement"]) == {*LABELS, "all"} and -4 < row["log_p"]["value"] < 0
         assert row["agreement"]["background"]["value"] >= 0.75, "the model nearly always draws the background"
     looked = {file: file.stat().st_mtime_ns for file in tmp_path.glob("*/seen/*")}
-    quality.main()
+    called("--parts", "measure")
     assert looked and all(file.stat().st_mtime_ns == then for file, then in looked.items()), "read again"
 
+    with pytest.raises(ValueError, match="default, images"):
+        called("--parts", "measure", "--images", "3")
+    assert json.loads(out.read_text(encoding="utf-8"))["models"] == [report], "nothing was measured, nor written"
+
     monkeypatch.setattr(results_tables, "RESULTS", tmp_path)
-    results_tables.results.cache_clear()
-    try:
-        tables = results_tables.quality("default"), results_tables.quality_distances("default")
-        for table, more in zip(tables, (1, 0), strict=True):  # a row of source images
-            assert len(table.splitlines()) == 2 + len(rows) + more + 2 and table.endswith("4 images of each method.")
-            assert "| SJD, coupled, window 32 |" in table and "| next token, other seeds |" in table
-    finally:
-        results_tables.results.cache_clear()
+    table = quality_tables.quality("default")
+    assert len(table.splitlines()) == 2 + len(rows) + 1 + 2 and "4 images of each, bfloat16." in table
+    assert "| SJD, coupled, window 32 | " in table and "| next token, other seeds | 256 | exact |" in table
+    table = quality_tables.distances("default", "own")
+    assert len(table.splitlines()) == 2 + len(rows) + 2 and "Not measured yet: " in table
 
     monkeypatch.setattr("sys.argv", [*run, "--parts", "draw", "--only", "nonsense"])
     with pytest.raises(SystemExit):
         quality.main()
     assert "nonsense" in capsys.readouterr().err
+
+
+def test_the_map_has_one_axis_at_a_time():
+    found = quality_map.points(PARAMETERS)
+    assert list(found)[0] == "guidance 2, temperature 1" and found["guidance 2, temperature 1"] == PARAMETERS
+    assert found["top-k 100"] == PARAMETERS | {"top_k": 100} and found["guidance 5"] == PARAMETERS | {"cfg": 5.0}
+    assert len(found) == 10
+    assert all(sum(point[key] != PARAMETERS[key] for key in point) <= 1 for point in found.values())
+
+
+def test_a_small_map(monkeypatch, tmp_path):
+    points, out = ["guidance 2, temperature 1", "temperature 0.7"], tmp_path / "report.json"
+    monkeypatch.setattr(resampling, "REPEATS", 1999)
+    monkeypatch.setattr("sys.argv", ["quality", "--map", "--images", "4", "--batch", "4", "--without-imagenet",
+                                     "--folder", str(tmp_path), "--out", str(out), "--only", *points])
+    quality.main()
+    [report] = json.loads(out.read_text(encoding="utf-8"))["models"]
+    assert report["name"] == "default, sampling parameters" and len(report["missing"]) == 8
+    base, cool = report["rows"]
+    assert [base["name"], cool["name"]] == points and report["reference"] == points[0]
+    assert max(row["passes"]["value"] for row in report["rows"]) < 200, "those of SJD"
+    assert cool["changes"]["log_p"]["value"] > 0.1, "the same yardstick for both"
+    assert {file.parts[-3] for file in tmp_path.glob("*/images/*")} == {"default-2", "default-2-temperature-0.7"}
 
 
 def test_a_model_of_vectors_is_drawn_as_latents(tmp_path):

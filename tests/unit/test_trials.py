@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 from comfyui_specar.reports import trials
 from comfyui_specar.reports.comparison import BAR, CHOSEN, EXACT, HEAD, LABELS, MARGIN, ROW, WIDTH
+from comfyui_specar.reports.quality import Quality
 from comfyui_specar.reports.trials import Trial, judge
 
 
@@ -13,6 +14,7 @@ class Method:
     name: str
     acceptance: str = "exact"
     by_hand: str = "a node"
+    quality: Quality | None = None
 
     @property
     def exact(self) -> bool:
@@ -110,6 +112,24 @@ def test_drift_bounds_are_shown_where_a_relaxed_method_was_tried():
     row = trials.table(tried, judge(tried, 0.1)).splitlines()[2]
     assert "a (chosen)" in row and "| 0.030 " in row and "relaxed" in row
     assert trials.title(tried[1]) == "a, relaxed"
+
+
+def test_quality_is_shown_where_it_was_measured():
+    tried = [PLAIN, trial("a", 5, 6, tv_bound=0.03), trial("b", 7, 8, tv_bound=0.03), trial("c", 9, 9)]
+    verdict = judge(tried, 0.1)
+    text = trials.in_words(tried, verdict, "", 0.1)
+    assert "bundled model" not in text and trials.report(tried, verdict)["trials"][1]["quality"] is None
+    tried[0].method = Method("next token", quality=Quality(512, 0.0, 0.0, 0.95, 0.95))
+    tried[3].method = Method("c", quality=Quality(512, 0.004, 0.03, 0.95, 0.95))
+    assert "bundled model" not in trials.in_words(tried, verdict, "", 0.1), "exact methods alone need no column"
+    tried[1].method = Method("a", "relaxed", quality=Quality(512, 0.13, 0.03, 0.9, 0.95))
+    text = trials.in_words(tried, verdict, "", 0.1)
+    assert "bundled model (512 images): log p per token -0.13 ± 0.03 from next token's; 90% show" in text
+    rows = {row.split("|")[1].strip(): row.split("|")[-3].strip() for row in text.splitlines() if row.startswith("|")}
+    assert rows["method"] == "log p loss (bundled model)"
+    assert [rows[name] for name in ("a (chosen)", "b", "c", "next token")] == ["0.13", "-", "0.00", "0.00"]
+    assert trials.report(tried, verdict)["trials"][1]["quality"]["agreement"] == 0.9
+    assert trials.chart(tried, verdict, "").shape[1] == WIDTH
 
 
 def test_the_chart_marks_what_was_chosen_and_says_what_was_not_tried():

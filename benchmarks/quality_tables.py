@@ -1,0 +1,158 @@
+"""What the report of ``python -m benchmarks quality`` says, as tables in Markdown. All of them work with a report that
+has some of the cases, or with none."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from comfyui_specar.reports.quality import class_of
+
+from . import results_tables
+from .published import CONDITIONS, SCORES
+from .results_tables import grid, said
+
+REPORT = "quality-cpu"
+MAP = ", sampling parameters"  # after a model's name: its report on these
+NONE = "Not measured yet (`python -m benchmarks quality`)."
+SPACES = {"own": "classifier", "imagenet": "ImageNet"}  # the features in which sets are compared
+
+
+def model(name: str) -> dict[str, Any] | None:
+    """What the report has of a model, if it has anything."""
+    file = results_tables.RESULTS / f"{REPORT}.json"
+    if not file.exists():
+        return None
+    report = json.loads(file.read_text(encoding="utf-8"))
+    return next((found for found in report["models"] if found["name"] == name), None)
+
+
+def measured(name: str) -> dict[str, dict[str, Any]]:
+    """The rows of a model, by case."""
+    found = model(name)
+    return {row["name"]: row for row in found["rows"]} if found else {}
+
+
+def quality(name: str) -> str:
+    """Passes, drift, likelihood and prompt agreement of every method's images, and what the classifier says of source
+    images of the same prompts."""
+    found = model(name)
+    if found is None:
+        return NONE
+    rows = []
+    for row in found["rows"]:
+        log_p = row.get("log_p")
+        rows.append((said(row["name"]), f"{row['passes']['value']:.0f}", drift(row),
+                     interval(log_p, 2) if log_p else "", *_agreement(row), inside(row)))
+    rows.append(("source images", "", "", "", *_agreement(found["sources"]), ""))
+    head = ("method", "passes", "drift per token", "log p per token", "as asked, %", "subject", "style", "background",
+            "inside the floor")
+    return f"{grid(head, rows)}\n\n{how_many(found)}"
+
+
+def distances(name: str, space: str) -> str:
+    """How far every method's images are from the source images, and from next token's, in a space of features. Kernel
+    distances are in thousandths."""
+    found = model(name)
+    if found is None or space not in found["spaces"]:
+        return NONE
+    rows = []
+    for row in found["rows"]:
+        apart = row["distances"][space]
+        sources, reference = apart["sources"], apart.get("reference")
+        both = sources, reference
+        rows.append((said(row["name"]), *(interval(each["frechet"], 2) if each else "" for each in both),
+                     *(interval(each["kernel"], 1, 1e3) if each else "" for each in both),
+                     f"{sources['precision']:.2f}", f"{sources['recall']:.2f}", inside(row)))
+    other = said(found["reference"])
+    head = ("method", "Frechet, sources", f"Frechet, {other}", "kernel, sources", f"kernel, {other}", "precision",
+            "recall", "inside the floor")
+    return f"{grid(head, rows)}\n\n{how_many(found)}"
+
+
+def sampling() -> str:
+    """The map of guidance, temperature, top-k and top-p."""
+    found = model("default" + MAP)
+    if found is None:
+        return NONE.replace("quality`", "quality --map`")
+    space = found["spaces"][-1]
+    rows = [(row["name"], interval(row["passes"], 1), interval(row["log_p"], 2),
+             interval(row["agreement"]["all"], 1, 100), interval(row["distances"][space]["sources"]["kernel"], 1, 1e3))
+            for row in found["rows"]]
+    head = ("sampling parameters", "SJD's passes", "log p per token", "as asked, %",
+            f"kernel, {SPACES[space]}, sources")
+    return f"{grid(head, rows)}\n\n{how_many(found)}"
+
+
+def papers() -> str:
+    """Our images with the settings of papers beside what the papers print for theirs."""
+    rows, found = [], measured("default")
+    base = next(iter(found.values()), None)
+    for paper in SCORES:
+        row = found.get(paper.case)
+        ours = ("", "", "")
+        if row and base:
+            ours = (f"{base['passes']['value'] / row['passes']['value']:.2f}x", *brief(row))
+        scores = ", ".join(f"{name} {own} ({plain})" for name, (own, plain) in paper.scores.items())
+        rows.append((said(paper.case), *ours, paper.model, paper.fewer, scores, paper.source))
+    head = ("setting", "fewer passes, ours", "change of log p", "as asked", "paper's model", "fewer passes, paper",
+            "paper (next token)", "source")
+    sources = [f"* **{source}**: {CONDITIONS[source]}" for source in dict.fromkeys(paper.source for paper in SCORES)]
+    return "\n".join([grid(head, rows), "", *sources])
+
+
+def brief(row: dict[str, Any] | None) -> tuple[str, str]:
+    """A row in two cells: change of log p per token from the reference, and the fraction of images as asked. Empty
+    where nothing was measured."""
+    if row is None:
+        return "", ""
+    change = row["changes"].get("log_p")
+    return interval(change, 2, sign="+") if change else "0", f"{interval(row['agreement']['all'], 0, 100)} %"
+
+
+def shipped() -> list[dict[str, Any]]:
+    """What Find Fastest shows (reports/quality.py): a row for each class of settings of the bundled model, the first of
+    the class that was measured."""
+    found, rows = model("default"), []
+    for row in found["rows"] if found else ():
+        one = class_of(found["cases"][row["name"]])
+        if one not in [other["class"] for other in rows]:
+            change = row["changes"].get("log_p", {"value": 0.0, "interval": [0.0, 0.0]})  # the reference has none
+            low, high = change["interval"]
+            rows.append({"name": row["name"], "class": one, "quality": {
+                "images": row["images"], "loss": 0.0 - change["value"], "error": float(f"{(high - low) / 2:.5g}"),
+                "agreement": row["agreement"]["all"]["value"],
+                "plain_agreement": found["rows"][0]["agreement"]["all"]["value"],
+            }})  # fmt: skip
+    return rows
+
+
+def how_many(found: dict[str, Any]) -> str:
+    """How many images stand behind each row, and which rows are to come."""
+    text = f"{found['images']} images of each, {found['dtype'].removeprefix('torch.')}."
+    missing = "; ".join(map(said, found["missing"]))
+    return f"{text} Not measured yet: {missing}." if missing else text
+
+
+def drift(row: dict[str, Any]) -> str:
+    """The drift bound per token."""
+    if row["lossless"]:
+        return "exact"
+    bound = row["tv_bound_per_token"]
+    return "unknown" if bound is None else f"{bound:.2f}"
+
+
+def inside(row: dict[str, Any]) -> str:
+    """Whether the tests could not tell a row's images from the reference's."""
+    return {True: "yes", False: "no"}[row["inside"]] if "inside" in row and row["p_values"] else ""
+
+
+def _agreement(row: dict[str, Any]) -> tuple[str, ...]:
+    parts = (f"{row['agreement'][part]['value']:.1%}" for part in ("subject", "style", "background"))
+    return interval(row["agreement"]["all"], 1, 100), *parts
+
+
+def interval(found: dict[str, Any], digits: int, times: float = 1, sign: str = "") -> str:
+    """A value and half the width of its interval."""
+    low, high = (times * end for end in found["interval"])
+    return f"{times * found['value']:{sign}.{digits}f} ± {(high - low) / 2:.{digits}f}"

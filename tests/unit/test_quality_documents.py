@@ -1,0 +1,153 @@
+"""What documents make of a quality report: of none, of one with some cases, and the chart."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from comfyui_specar.benchmarks import documents, quality_tables, results_tables
+from comfyui_specar.benchmarks.published import SCORES
+from comfyui_specar.benchmarks.quality_cases import discrete_cases
+from comfyui_specar.benchmarks.quality_chart import Box, Panel, Point, front, quality_chart
+from comfyui_specar.reports import quality as reports_quality
+from comfyui_specar.reports.quality import quality_of
+
+from ..support import quality_report
+
+EXACT, RELAXED = {"lossless": True}, {"lossless": False}
+CASES = {"next_token": EXACT, "next_token, other seeds": EXACT, "sjd coupled w32": EXACT, "EAGLE-2": EXACT,
+         "LANTERN delta 0.3": RELAXED, "Cool-SD delta 2, as published": RELAXED, "VVS every 4th, EAGLE-1": RELAXED}
+
+
+@pytest.fixture
+def results(monkeypatch, tmp_path):
+    """An empty folder for a quality report, beside the other results."""
+    for file in results_tables.RESULTS.glob("*.json"):
+        if file.stem != quality_tables.REPORT:
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    monkeypatch.setattr(results_tables, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def write(results, *models) -> None:
+    file = results / f"{quality_tables.REPORT}.json"
+    file.write_text(json.dumps(quality_report.report(*models)), encoding="utf-8")
+
+
+def test_without_a_report_there_are_no_numbers(results):
+    for name, table in documents.TABLES.items():
+        if name.startswith(("quality, d", "quality, c", "distances", "sampling", "quality chart")):
+            assert "ot measured yet" in table() or "尚未测量" in table(), name
+    assert "as asked" not in documents.methods("en") and documents.chart_of_quality() is None
+    assert list(documents.generated()) == [documents.CHART]
+    assert "ours" not in quality_tables.papers().splitlines()[0]
+
+
+def test_a_report_with_some_cases_and_one_model(results):
+    write(results, quality_report.model("default", CASES, measured=5))
+    assert all(table() for table in documents.TABLES.values())
+    table = quality_tables.quality("default")
+    assert "Not measured yet: Cool-SD delta 2, as published; VVS every 4th, EAGLE-1." in table
+    assert "| LANTERN delta 0.3 | " in table and "\n| source images |  |  |  | 97.0 ± 1.0 |" in table
+    assert quality_tables.distances("continuous", "own") == quality_tables.NONE
+    readme = documents.methods("en").splitlines()
+    [measured] = [line for line in readme if line.startswith("| [LANTERN, delta 0.3]")]
+    row = quality_tables.measured("default")["LANTERN delta 0.3"]
+    assert measured.endswith(f"| {row['changes']['log_p']['value']:+.2f} ± 0.03 | "
+                             f"{100 * row['agreement']['all']['value']:.0f} ± 2 % |")
+    [other] = [line for line in readme if line.startswith("| [Cool-SD, delta 2]")]
+    assert other.endswith(" |  |  |") and "64 images each (bfloat16)" in readme[-1]
+    assert "docs/pictures/quality.svg" in documents.TABLES["quality chart"]()
+    assert "| 0 | 95 ± 2 % |" in readme[2], "next token has no change from itself"
+
+
+def test_the_map_is_a_table(results):
+    points = {name: {"cfg": 2.0} for name in ("guidance 2, temperature 1", "guidance 5")}
+    write(results, quality_report.model("default" + quality_tables.MAP, points))
+    assert len(quality_tables.sampling().splitlines()) == 2 + 2 + 2 and "| guidance 5 | " in quality_tables.sampling()
+    assert quality_tables.measured("default") == {}
+
+
+def test_what_find_fastest_shows_is_of_settings_with_the_same_drafts_and_rule(results, monkeypatch):
+    """Of the first such setting: sizes of windows and trees, and the drafter, do not matter."""
+    def window(size: int, **more) -> dict:
+        return {"method": "sjd", "window": size, "reuse": "coupled", "rule": {"rule": "exact"}, "lossless": True} | more
+
+    def tree(kind: str, drafter: str = "eagle") -> dict:
+        rule = {"rule": "cool_sd", "delta": 2.0}
+        return {"method": "cool_sd", "drafter": drafter, "structure": {"kind": kind}, "rule": rule, "lossless": False}
+
+    file = results / "shipped.json"
+    monkeypatch.setattr(reports_quality, "FILE", file)
+    assert quality_of(window(32)) is None
+    cases = {"next_token": {"method": "next_token", "lossless": True}, "window": window(32), "tree": tree("static"),
+             "other": tree("static", "model"), "settling": window(32, settle=0.05, lossless=False)}
+    write(results, quality_report.model("default", cases))
+    assert quality_of(window(32)) is None, "the table is not written yet"
+    file.write_text(documents.generated()[documents.SHIPPED], encoding="utf-8")
+    row = quality_tables.measured("default")["tree"]
+    found = quality_of(tree("static") | {"method": "draft_tree"})
+    assert found.loss == -row["changes"]["log_p"]["value"] and found.error == pytest.approx(0.03) and found.images == 64
+    assert found == quality_of(tree("static", "model")) and found.agreement < found.plain_agreement == 0.95
+    assert quality_of(window(16)).loss == 0 and quality_of(cases["next_token"]).loss == 0
+    assert quality_of(window(16, settle=0.05, lossless=False)).loss > 0
+    assert quality_of(tree("chain")) is None and quality_of(tree("static") | {"rule": {"rule": "grouped"}}) is None
+
+
+def test_published_scores_are_of_cases():
+    named = {case.name for case in discrete_cases(None, None)}
+    assert {paper.case for paper in SCORES} <= named and {case for *_, case in documents.METHODS} <= named
+
+
+def point(passes: float, loss: float, exact: bool = False) -> Point:
+    return Point(f"{passes:g}, {loss:g}", passes, loss, (loss * 0.9, loss * 1.1), exact, False)
+
+
+def test_the_front():
+    points = [point(256, 0, True), point(48, 0, True), point(40, 0.5), point(45, 0.1), point(45, 0.2), point(60, 0.05)]
+    assert [(p.passes, p.loss) for p in front(points)] == [(40, 0.5), (45, 0.1), (48, 0)]
+
+
+def test_exact_methods_are_on_the_line_and_others_where_they_were_measured(results):
+    cases = CASES | {"biased": EXACT}
+    model = quality_report.model("default", cases)
+    model["rows"][-1] |= {"inside": False, "changes": {"log_p": quality_report.around(-0.2, 0.1)}}
+    write(results, model)
+    points = {p.name: p for p in documents.quality_points(lambda row: row["changes"]["log_p"])}
+    assert points["SJD, coupled (MC-SJD)"].loss == 0 and points["SJD, coupled (MC-SJD)"].listed
+    row = quality_tables.measured("default")["LANTERN delta 0.3"]["changes"]["log_p"]
+    lantern = points["LANTERN, delta 0.3"]
+    assert lantern.loss == -row["value"] > 0 and lantern.interval == (-row["interval"][1], -row["interval"][0])
+    assert points["biased"].loss == 0.2 and points["biased"].interval == pytest.approx((0.1, 0.3))
+
+
+def test_an_interval_around_nothing_begins_at_the_line(results):
+    model = quality_report.model("default", CASES)
+    model["rows"][4]["changes"]["log_p"] = {"value": 0.01, "interval": [-0.03, 0.02]}
+    write(results, model)
+    points = {p.name: p for p in documents.quality_points(lambda row: row["changes"]["log_p"])}
+    assert points["LANTERN, delta 0.3"].interval == (0, 0.03) and points["LANTERN, delta 0.3"].loss == 0.01
+    below = documents._above_zero({"value": -0.01, "interval": [-0.03, 0.02]})
+    assert below == {"value": 0, "interval": [0, 0.02]}
+
+
+def test_the_chart_has_every_point_and_no_label_on_another(results):
+    write(results, quality_report.model("default", CASES))
+    svg = documents.chart_of_quality()
+    root = ElementTree.fromstring(svg)
+    circles = root.findall(".//{*}circle")
+    assert len(circles) == 2 * len(CASES) + 2, "in two panels, and the legend"
+    width, height = (float(size) for size in root.get("viewBox").split()[2:])
+    assert all(0 < float(circle.get("cx")) < width and 0 < float(circle.get("cy")) < height for circle in circles)
+    assert "prefers-color-scheme: dark" in svg
+    panel = Panel("x", [point(40 + i, 0.01 * (i % 3)) for i in range(30)], 30)
+    labels = ElementTree.fromstring(f"<g>{''.join(panel.labels(front(panel.points)))}</g>")
+    places = [(float(label.get("x")), float(label.get("y")), 6.5 * len(label.text)) for label in labels]
+    boxes = [Box(x, y - 10, x + wide, y + 2) for x, y, wide in places]
+    assert 3 <= len(boxes) < 30
+    assert not any(a.meets(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+def test_a_chart_of_exact_methods_alone_and_its_scale():
+    assert "<svg" in quality_chart([("nothing is lost", [point(48, 0, True), point(256, 0, True)])])
+    ticks = Panel("x", [point(40, 0.9), point(256, 0, True)], 30).ticks()
+    assert ticks[0] == 0 and {0.5, 0.2} < set(ticks) and max(ticks) <= 1.1 * 0.9 * 1.1
