@@ -14,7 +14,7 @@ from torch import nn
 from ..models.quantised import NARROW
 from .ar_model import DiscreteModel, legal_grid
 from .continuous_model import ContinuousBase
-from .decoders import KINDS
+from .decoders import KINDS, glm_image
 from .decoders.image_decoder import Autoencoder
 from .drafters import ModelDrafter
 from .families import FAMILIES, NAMES, RELEASED_DECODERS, eagle
@@ -189,6 +189,8 @@ def unknown_model(checkpoint: Checkpoint) -> str:
         return f"{path.name} is an image decoder, not a model. Load it with Load AR Image Decoder."
     if eagle.recognise(tensors):
         return f"{path.name} is an EAGLE drafter, not a model. Load it with Load AR Drafter, together with its model."
+    if (path.parent.parent / glm_image.MODEL).is_dir():
+        return f"{path.parent.name} does not generate GLM-Image's tokens. Choose its folder {glm_image.MODEL}."
     names = ", ".join(sorted(tensors)[:4])
     architecture = checkpoint.settings.get("architectures") or checkpoint.settings.get("model_type")
     says = f"Its config.json says {architecture}; its" if architecture else "Its"

@@ -25,6 +25,7 @@ from ..text.t5 import T5, load_t5
 from .image_decoder import Autoencoder
 
 STEPS, CFG = 50, 1.5  # of the release
+MODEL = "vision_language_encoder"  # the folder of a release whose model generates the tokens
 PARTS = ("transformer", "vae", "text_encoder")
 _FILES = ("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json", *WEIGHT_FILES)
 _HEADS = 32
@@ -121,7 +122,7 @@ def find(model: Path, search: Sequence[Path]) -> Path:
     """The folder that contains the decoder's, for the folder or file of a model: that of the release, or one named
     GLM-Image in the search folders. Raises CheckpointError if there is none."""
     folder = model if model.is_dir() else model.parent
-    home = folder.parent if folder.name == "vision_language_encoder" else folder
+    home = folder.parent if folder.name == MODEL else folder
     folders = (home, *(place / "GLM-Image" for place in search))
     found = next((each for each in folders if all((each / part).is_dir() for part in PARTS)), None)
     if found is None:

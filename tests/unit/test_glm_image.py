@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from comfyui_specar import api
-from comfyui_specar.model_loaders.detect import weight_file
+from comfyui_specar.model_loaders.detect import load_model, weight_file
 from comfyui_specar.model_loaders.drafters import pair
 from comfyui_specar.model_loaders.families import eagle, glm_image
 from comfyui_specar.model_loaders.files.checkpoint import open_checkpoint
+from comfyui_specar.model_loaders.files.errors import CheckpointError
 from comfyui_specar.model_loaders.files.trace_files import load_trace, save_trace
 from comfyui_specar.models.glm_image import AxisPositions, preview_grid
 from comfyui_specar.models.quantised import quantise
@@ -68,6 +69,12 @@ def test_models_of_other_families_are_not_taken_for_it(folder, tmp_path):
     words = tiny.weights(tiny.config())
     words["lm_head.weight"] = words["model.language_model.embed_tokens.weight"]  # a GLM-4 that reads images
     assert not glm_image.recognise(words)
+
+
+def test_other_parts_of_a_release_name_the_part_with_the_tokens(tmp_path):
+    release = tiny.write_decoder(tiny.write(tmp_path / "GLM-Image").parent)
+    with pytest.raises(CheckpointError, match="text_encoder does not generate.* its folder vision_language_encoder"):
+        load_model(release / "text_encoder", torch.device("cpu"), torch.float32)
 
 
 # Prompts
