@@ -15,6 +15,11 @@ SIDEBAR, BARS = 70, 110  # ComfyUI's own, on the left and at the top, in pixels 
 LETTER = 14  # width of a letter of a group's title at its font size of 24
 SLOT = 20  # distance of sockets
 READABLE = 0.6  # at smaller scales, the canvas leaves out widgets and text
+LEAST = 0.5  # of templates that beginners do not start with, so that their parts can still be told apart
+BEGINNERS = range(1, 15)
+FOUR = "03 Compare methods"  # four open samplers, their images and a chart: they need more room
+WINDOW = 1600, 1000  # of a browser, in pixels
+FITTED, MARGIN = 0.75, 10  # share of it that the front end fits a template into, and what it adds on each side
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
@@ -24,9 +29,26 @@ def graph(request) -> dict:
     return json.loads(request.param.read_text(encoding="utf-8"))
 
 
+def collapsed(node: dict) -> bool:
+    return node["flags"].get("collapsed", False)
+
+
 def box(node: dict) -> Box:
+    """A collapsed node is at most as wide as open: its title, which is cut off there."""
     (x, y), (width, height) = node["pos"], node["size"]
-    return x, y - TITLE, x + width, y + height
+    return x, y - TITLE, x + width, y + (0 if collapsed(node) else height)
+
+
+def socket(node: dict, slot: int) -> float:
+    """Distance from the top of the canvas; all sockets of a collapsed node are in the middle of its title."""
+    return node["pos"][1] + (-TITLE / 2 if collapsed(node) else SLOT * slot)
+
+
+def fitted_scale(graph: dict) -> float:
+    """The scale at which the template browser opens it: its front end (1.58.1, fitToBounds) fits the nodes."""
+    boxes = [box(node) for node in graph["nodes"]]
+    sides = [max(each[axis + 2] for each in boxes) - min(each[axis] for each in boxes) for axis in (0, 1)]
+    return min(FITTED * window / (side + 2 * MARGIN) for window, side in zip(WINDOW, sides, strict=True))
 
 
 def frame(group: dict) -> Box:
@@ -81,7 +103,7 @@ def test_wires_from_one_column_to_another_do_not_cross(graph):
     """But those of the loader, and of outputs with several wires: three that lead to the same three nodes have to."""
     drawn = [wire for wire in wires(graph) if wire[0]["type"] != LOADER and wire[2]["pos"][0] >= box(wire[0])[2]]
     count = Counter((source["id"], output) for source, output, *_ in wires(graph))
-    lines = [((box(source)[2], source["pos"][1] + SLOT * output), (target["pos"][0], target["pos"][1] + SLOT * slot))
+    lines = [((box(source)[2], socket(source, output)), (target["pos"][0], socket(target, slot)))
              for source, output, target, slot in drawn if count[source["id"], output] == 1]
     assert not [pair for pair in itertools.combinations(lines, 2) if cross(*pair)]
 
@@ -93,6 +115,13 @@ def cross(first: tuple, second: tuple) -> bool:
         return (u - x) * (point[1] - y) - (v - y) * (point[0] - x)
 
     return all(side(a, b[0]) * side(a, b[1]) < 0 for a, b in ((first, second), (second, first)))
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_the_template_browser_opens_it_readable(path):
+    number = int(path.stem.split()[0])
+    least = READABLE if number in BEGINNERS and path.stem != FOUR else LEAST
+    assert fitted_scale(json.loads(path.read_text(encoding="utf-8"))) >= least
 
 
 def test_the_first_view_is_readable_and_clear_of_the_bars(graph):
