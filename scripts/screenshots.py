@@ -60,7 +60,7 @@ def after_run(workflow: str, group: str = "", zoom: float = ZOOM, **size: int) -
 
 SHOTS: dict[str, Callable[[Frontend], None]] = {
     "first-image": after_run("01 Text to image"),
-    "same-image": after_run("02 Same image, fewer passes", "2 Prompt, size, seed", 0.62, width=1500, height=1180),
+    "same-image": after_run("02 Same image, fewer passes", "One token per pass", 0.68, width=1230, height=1060),
     "acceptance-map": after_run("05 Acceptance map", "2 Prompt and size"),
     "templates": browse,  # last: its dialog stays open
 }
