@@ -22,7 +22,8 @@ from torch import Tensor
 from .. import calls, sizes
 from ..passes import Enough
 from ..profiles import Eager
-from ..subjects import BASE, PROMPT
+from ..runs import PROMPTS
+from ..subjects import BASE
 from . import packages, subjects
 from .findings import Findings, NotRun
 
@@ -189,7 +190,7 @@ def continuous_runs(device: torch.device) -> None:
     for mode in ("block", "exact"):
         method = specar.methods.ContinuousSpeculative(drafter, 4, prefill=0.0, mode=mode)
         with suppress(Enough):
-            specar.sample(model, model.encode_prompt(PROMPT), method, callback=enough)
+            specar.sample(model, model.encode_prompt(PROMPTS[0]), method, callback=enough)
 
 
 def launched(name: str, given: tuple) -> Any:
