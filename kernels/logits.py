@@ -1,4 +1,4 @@
-"""Logits -> probabilities: guidance, special ids, temperature, top-k, top-p, softmax, forced tokens."""
+"""Logits -> probabilities: guidance, special ids, temperature, entropy temperature, filters, softmax, forced tokens."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from torch import Tensor
 
 from .dispatch import accelerated
 from .sampling import at, nobody, point_mass
+from .sampling import entropy as entropy_of
 
 
 @accelerated
 def probabilities(
     logits: Tensor, forced: Tensor | None, cfg: float, temperature: float, vocab: int, top_k: int, top_p: float,
-    order: tuple[str, str], numbers: Tensor | None = None,
+    order: tuple[str, str], entropy: tuple[float, float, float] | None = None, numbers: Tensor | None = None,
 ) -> Tensor:
     """Probabilities [B, T, V+] (fp32) from logits [R, T, V+]; R = 2B with guidance (cfg other than 1), else B.
 
@@ -25,14 +26,18 @@ def probabilities(
     So equal logits are kept or dropped together, and at least one is kept. The second filter counts only what the first
     one kept.
 
+    entropy (a, b, c): the temperature of a row is multiplied by a exp(-H / b) + c, with H its entropy (nats) without a
+    temperature, after the filters, which then come before the temperature. None: off.
+
     A row with a NaN, with +inf or with only -inf becomes all NaN, which the record of the tokens reports.
 
-    numbers [4] (fp32): the values of cfg, temperature, top_k and top_p, read on the device, so that a captured step can
-    be replayed with other values. The arguments of these names then only say what is off.
+    numbers [7] (fp32): the values of cfg, temperature, top_k, top_p and entropy, read on the device, so that a captured
+    step can be replayed with other values. The arguments of these names then only say what is off.
     """
     guided, greedy, heated, by_rank, by_mass = cfg != 1, temperature == 0, temperature != 1, top_k > 0, top_p < 1
     if numbers is not None:
-        (cfg, temperature, top_k, top_p), heated = numbers.unbind(), True
+        (cfg, temperature, top_k, top_p, *law), heated = numbers.unbind(), True
+        entropy = entropy and tuple(law)
     z = logits[..., :vocab].float()
     if guided:
         z = guide(z, cfg)
@@ -40,14 +45,16 @@ def probabilities(
         best = z.argmax(-1)
         p = point_mass(best, vocab).mul_((1 + 0 * at(z, best)).unsqueeze(-1))
     else:
-        if heated:
+        if heated and entropy is None:
             z = z / temperature
-        p = z.softmax(-1)
+        lowest = None
         if by_rank or by_mass:
             lowest = _lowest_kept(z, top_k if by_rank else None, top_p if by_mass else None, order)
-            # Multiplying by a float mask and renormalising is many times faster than filling with -inf.
-            p = p.mul_(torch.ge(z, lowest, out=torch.empty_like(z)))
-            p = p.div_(p.sum(-1, keepdim=True))
+        p = _softmax(z, z, lowest)
+        if entropy is not None:
+            first, decay, last = entropy
+            heat = temperature * (first * torch.exp(-entropy_of(p) / decay) + last)
+            p = _softmax(z / heat.unsqueeze(-1), z, lowest)
     p = F.pad(p, (0, logits.shape[-1] - vocab)) if vocab < logits.shape[-1] else p
     if forced is None:
         return p
@@ -68,6 +75,16 @@ def guide(logits: Tensor, scale: float | Tensor) -> Tensor:
     if isinstance(scale, Tensor):
         return torch.addcmul(unconditional, conditional - unconditional, scale)
     return torch.add(unconditional, conditional - unconditional, alpha=scale)
+
+
+def _softmax(heated: Tensor, z: Tensor, lowest: Tensor | None) -> Tensor:
+    """Softmax of rows [..., V] over the entries where z >= ``lowest`` [..., 1] (None: all)."""
+    p = heated.softmax(-1)
+    if lowest is None:
+        return p
+    # Multiplying by a float mask and renormalising is many times faster than filling with -inf.
+    p = p.mul_(torch.ge(z, lowest, out=torch.empty_like(z)))
+    return p.div_(p.sum(-1, keepdim=True))
 
 
 def _lowest_kept(

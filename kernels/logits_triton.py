@@ -16,7 +16,7 @@ BLOCK = 2**13  # ids held at once, 16 per thread
 
 def probabilities(
     logits: Tensor, forced: Tensor | None, cfg: float, temperature: float, vocab: int, top_k: int, top_p: float,
-    order: tuple[str, str], numbers: Tensor | None = None,
+    order: tuple[str, str], entropy: tuple[float, float, float] | None = None, numbers: Tensor | None = None,
 ) -> Tensor:
     """See logits.probabilities."""
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
@@ -28,9 +28,10 @@ def probabilities(
     values = logits if numbers is None else numbers  # unused if None
     _probabilities[(batch * steps,)](
         logits, *logits.stride()[:2], where, *where.stride()[:2], p, batch * logits.stride(0), steps, total, vocab,
-        float(cfg), float(temperature), top_k, float(top_p), values, NUMBERS=numbers is not None, GUIDED=cfg != 1,
-        GREEDY=temperature == 0, FORCED=forced is not None, TOP_K=top_k > 0, TOP_P=top_p < 1,
-        K_FIRST=order[0] == "top_k", BLOCK=block, num_warps=max(block // 512, 4),
+        float(cfg), float(temperature), top_k, float(top_p), *map(float, entropy or (0, 1, 1)), values,
+        NUMBERS=numbers is not None, GUIDED=cfg != 1, GREEDY=temperature == 0, ENTROPY=entropy is not None,
+        FORCED=forced is not None, TOP_K=top_k > 0, TOP_P=top_p < 1, K_FIRST=order[0] == "top_k", BLOCK=block,
+        num_warps=max(block // 512, 4),
     )
     return p
 
@@ -38,16 +39,20 @@ def probabilities(
 @triton.jit
 def _probabilities(
     logits, row_stride, step_stride, forced, forced_row, forced_step, p, unconditional, steps, total, vocab, cfg,
-    temperature, top_k, top_p, values, NUMBERS: tl.constexpr, GUIDED: tl.constexpr, GREEDY: tl.constexpr,
-    FORCED: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, K_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    temperature, top_k, top_p, first, decay, last, values, NUMBERS: tl.constexpr, GUIDED: tl.constexpr,
+    GREEDY: tl.constexpr, ENTROPY: tl.constexpr, FORCED: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
+    K_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """One row of p [B, steps, total]. ``unconditional``: offset from a row's conditional to its unconditional logits;
-    ``values``: the memory of cfg, temperature, top_k and top_p, with NUMBERS."""
+    ``values``: the memory of cfg, temperature, top_k, top_p and the three of entropy, with NUMBERS."""
     if NUMBERS:
         cfg = tl.load(values)
         temperature = tl.load(values + 1)
         top_k = tl.load(values + 2).to(tl.int32)
         top_p = tl.load(values + 3)
+        first = tl.load(values + 4)
+        decay = tl.load(values + 5)
+        last = tl.load(values + 6)
     row = tl.program_id(0) // steps
     step = tl.program_id(0) % steps
     logits += row.to(tl.int64) * row_stride + step.to(tl.int64) * step_stride
@@ -60,7 +65,7 @@ def _probabilities(
         if GUIDED:
             u = tl.load(logits + unconditional + i, mask=i < vocab, other=0.0).to(tl.float32)
             z = u + cfg * (z - u)
-        if not GREEDY:
+        if not GREEDY and not ENTROPY:
             z = z / temperature
         tl.store(p + i, z, mask=i < vocab)
         maxima = tl.maximum(maxima, z)
@@ -80,6 +85,11 @@ def _probabilities(
             lowest = tl.maximum(lowest, _dropped(p, largest, lowest, top_p, vocab, BLOCK) + 1)
         if TOP_K and not K_FIRST:
             lowest = tl.maximum(lowest, _kth(p, top_k, vocab, BLOCK))
+        if ENTROPY:
+            heat = temperature * (first * tl.exp(-_entropy(p, largest, lowest, vocab, BLOCK) / decay) + last)
+            _heat(p, lowest, heat, vocab, BLOCK)
+            largest = largest / heat
+            lowest = tl.full((), 0, tl.uint32)
         mass = _mass(p, largest, lowest, vocab, BLOCK)
     if FORCED:
         given = tl.load(forced + row.to(tl.int64) * forced_row + step.to(tl.int64) * forced_step)
@@ -125,6 +135,32 @@ def _mass(row, largest, lowest, vocab, BLOCK: tl.constexpr):
         z = _block(row, start, vocab, BLOCK)
         sums += tl.where(_ordered_bits(z) >= lowest, tl.exp(z - largest), 0.0)
     return tl.sum(sums, 0)
+
+
+@triton.jit
+def _entropy(row, largest, lowest, vocab, BLOCK: tl.constexpr):
+    """The entropy (nats) of the softmax over the logits whose ordered bits are at least ``lowest``."""
+    sums = tl.zeros([BLOCK], tl.float32)
+    moments = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocab, BLOCK):
+        z = _block(row, start, vocab, BLOCK)
+        kept = (_ordered_bits(z) >= lowest) & (z > float("-inf"))
+        weight = tl.where(kept, tl.exp(z - largest), 0.0)
+        sums += weight
+        moments += tl.where(kept, weight * (z - largest), 0.0)
+    mass = tl.sum(sums, 0)
+    return tl.log(mass) - tl.sum(moments, 0) / mass
+
+
+@triton.jit
+def _heat(row, lowest, heat, vocab, BLOCK: tl.constexpr):
+    """Divide the logits whose ordered bits are at least ``lowest`` by ``heat``, and set the others to -inf."""
+    tl.debug_barrier()  # other threads may still read
+    for start in range(0, vocab, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        z = _block(row, start, vocab, BLOCK)
+        tl.store(row + i, tl.where(_ordered_bits(z) >= lowest, z / heat, float("-inf")), mask=i < vocab)
+    tl.debug_barrier()  # other threads read what this one wrote
 
 
 @triton.jit

@@ -5,6 +5,7 @@ ARModel and Drafter are all that methods know of discrete models; continuous_con
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields, replace
@@ -148,6 +149,10 @@ class SamplingParams:
 
     cfg >= 1 (1: no guidance); temperature 0 (greedy) or >= COLDEST; top_k 0 (off) .. V; top_p in (0, 1];
     order: the base model's own sequence of the two filters, ("top_k", "top_p") or ("top_p", "top_k").
+
+    entropy (T0, alpha, theta): the temperature of a token is multiplied by T0 exp(-H / alpha) + theta, where H is the
+    entropy (nats) of its distribution after the filters; None: off. Ma et al., NeurIPS 2025, arXiv:2510.09012, eq. 2
+    (2.5, 3, 0.6 there). This is another distribution, which exact methods sample exactly; temperature 0 ignores it.
     """
 
     cfg: float = 1.0
@@ -155,6 +160,7 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     order: tuple[str, str] = ("top_k", "top_p")
+    entropy: tuple[float, float, float] | None = None
 
     @property
     def guided(self) -> bool:
@@ -165,7 +171,8 @@ class SamplingParams:
     def switches(self) -> tuple[Hashable, ...]:
         """What is on. This decides which operations a step has; these read the values as numbers."""
         filters = self.top_k > 0, self.top_p < 1
-        return self.guided, self.temperature == 0, *filters, self.order if all(filters) else None
+        order = self.order if all(filters) else None
+        return self.guided, self.temperature == 0, *filters, order, self.entropy is not None
 
     def check(self, vocab: int) -> None:
         """Raise ValueError naming the parameter and its legal range."""
@@ -177,6 +184,18 @@ class SamplingParams:
             raise ValueError(f"top_k is {self.top_k}, but this model has {vocab} image tokens. Use 0 (off) to {vocab}.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}, but must be above 0 and at most 1 (off).")
+        if self.entropy is not None:
+            check_entropy(*self.entropy)
+
+
+def check_entropy(first: float, decay: float, last: float) -> None:
+    """Raise ValueError unless these are legal values T0, alpha, theta of an entropy temperature."""
+    if not 0 <= first < math.inf:
+        raise ValueError(f"The entropy temperature's T0 is {first}, but must be at least 0.")
+    if not 0 < decay < math.inf:
+        raise ValueError(f"The entropy temperature's alpha is {decay}, but must be above 0.")
+    if not COLDEST <= last < math.inf:
+        raise ValueError(f"The entropy temperature's theta is {last}, but must be at least {COLDEST:g}.")
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from .contract import SamplingParams, StepOut
 
 @dataclass(frozen=True)
 class DeviceParams(SamplingParams):
-    """Sampling parameters of a captured step, whose values are ``numbers`` [4] (fp32, on the device: cfg, temperature,
-    top_k, top_p), so that it can be replayed with others. The fields of these names only tell what is off."""
+    """Sampling parameters of a captured step, whose values are ``numbers`` [7] (fp32, on the device: cfg, temperature,
+    top_k, top_p, entropy), so that it can be replayed with others. The fields of these names only tell what is off."""
 
     numbers: Tensor | None = field(default=None, compare=False)
 
@@ -22,10 +22,11 @@ class DeviceParams(SamplingParams):
     def of(cls, params: SamplingParams, device: torch.device, into: Tensor | None) -> DeviceParams:
         """``params`` with its numbers on the device, written to ``into`` if there is one."""
         # Greedy decoding uses no temperature for p, and temperature 1 for drafts.
-        numbers = torch.tensor([params.cfg, params.temperature or 1.0, params.top_k, params.top_p])
+        entropy = params.entropy or (0.0, 1.0, 1.0)
+        numbers = torch.tensor([params.cfg, params.temperature or 1.0, params.top_k, params.top_p, *entropy])
         numbers = numbers.to(device) if into is None else into.copy_(numbers)
         on = 1 + params.guided, float(params.temperature > 0), int(params.top_k > 0), 1.0 if params.top_p == 1 else 0.5
-        return cls(*on, params.order, numbers)
+        return cls(*on, params.order, params.entropy, numbers)
 
 
 def check_finite(prefill: StepOut) -> None:
@@ -44,6 +45,6 @@ def probabilities(logits: Tensor, params: SamplingParams, vocab: int, forced: Te
     position is a point mass. Elsewhere ids >= ``vocab`` (special tokens) have probability 0.
     """
     return kernels.probabilities(
-        logits, forced, params.cfg, params.temperature, vocab, params.top_k, params.top_p, params.order,
+        logits, forced, params.cfg, params.temperature, vocab, params.top_k, params.top_p, params.order, params.entropy,
         params.numbers if isinstance(params, DeviceParams) else None,
     )

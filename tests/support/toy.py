@@ -156,8 +156,10 @@ class ToyModel:
 def next_token_probs(
     conditional: list[float], unconditional: list[float], vocab: int, params: SamplingParams
 ) -> list[float]:
-    """Guidance, temperature, top-k and top-p (in this order) on the first ``vocab`` logits, written independently."""
-    z = [(u + params.cfg * (c - u)) / params.temperature for c, u in zip(conditional[:vocab], unconditional)]
+    """Guidance, temperature, top-k and top-p (in this order) on the first ``vocab`` logits, written independently. With
+    an entropy temperature the filters come before the temperature."""
+    heat = 1.0 if params.entropy else params.temperature
+    z = [(u + params.cfg * (c - u)) / heat for c, u in zip(conditional[:vocab], unconditional)]
     ranked = sorted(range(vocab), key=lambda i: -z[i])
     if params.top_k:
         ranked = ranked[: params.top_k]
@@ -168,6 +170,12 @@ def next_token_probs(
             kept.append(i)
         mass += weight[i]
     total = sum(weight[i] for i in kept)
+    if params.entropy:
+        first, decay, last = params.entropy
+        entropy = -sum(weight[i] / total * math.log(weight[i] / total) for i in kept)
+        heat = params.temperature * (first * math.exp(-entropy / decay) + last)
+        weight = {i: weight[i] ** (1 / heat) for i in kept}
+        total = sum(weight.values())
     return [weight[i] / total if i in kept else 0.0 for i in range(vocab)]
 
 

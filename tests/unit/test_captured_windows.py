@@ -72,12 +72,14 @@ def test_strength_and_kept_tokens_are_inputs_of_a_graph():
 
 
 MOVED = [{"cfg": 2.5}, {"temperature": 0.5}, {"top_k": 1}, {"top_p": 0.6}]
+HEATED = [{"temperature": 0.5}, {"entropy": (5.0, 2.0, 0.9)}]
 
 
 @pytest.mark.parametrize("method", [NextToken(), SJD(3), SJD(3, "gumbel"), SJD(3, front=2)], ids=str)
-def test_moved_sliders_need_no_other_graph(method):
-    base = SamplingParams(1.5, 1.2, 2, 0.9)
-    settings = [base, *(replace(base, **moved) for moved in MOVED)]
+@pytest.mark.parametrize(("more", "moves"), [({}, MOVED), ({"entropy": (2.5, 1.0, 0.6)}, HEATED)], ids=str)
+def test_moved_sliders_need_no_other_graph(more, moves, method):
+    base = SamplingParams(1.5, 1.2, 2, 0.9, **more)
+    settings = [base, *(replace(base, **moved) for moved in moves)]
     model = ToyModel(plain(2, 3))
     asked = [request(model, plain(2, 3), params, batch=40) for params in settings]
     wanted = [method.sample(one) for one in asked]
@@ -89,7 +91,9 @@ def test_moved_sliders_need_no_other_graph(method):
     assert len({tuple(one.tokens.flatten().tolist()) for one in found}) == len(found), "each was heeded"
 
 
-@pytest.mark.parametrize("switched", [{"temperature": 0}, {"top_k": 2}, {"top_p": 0.6}], ids=str)
+@pytest.mark.parametrize(
+    "switched", [{"temperature": 0}, {"top_k": 2}, {"top_p": 0.6}, {"entropy": (2.5, 1.0, 0.6)}], ids=str
+)
 @pytest.mark.parametrize("method", [NextToken(), SJD(3)], ids=str)
 def test_what_is_switched_on_is_another_graph_on_the_same_memory(method, switched):
     model = ToyModel(plain(2, 3))
@@ -235,6 +239,7 @@ TOYS = {name: ToyModel(layout, specials) for name, (layout, specials) in LAYOUTS
     (SJD(reuse="threshold_paper", initial="upper"), {"temperature": 0}, "row"),
     (SJD(reuse="threshold_exact", initial="uniform"), {"top_p": 0.8}, "line_ends"),
     (SJD(reuse="resample", initial="repeat"), {"top_k": 2}, "kept"),
+    (SJD(), {"top_p": 0.8, "entropy": (2.5, 1.0, 0.6)}, "row"),
 ], ids=str)
 def test_a_window_compiles_as_one_graph(method, options, name):
     torch.compiler.reset()

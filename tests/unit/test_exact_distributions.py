@@ -78,6 +78,12 @@ def test_guidance_temperature_and_filters_are_part_of_the_distribution(method):
     assert_exact(method, "row", SamplingParams(cfg=1.5, temperature=0.9, top_k=2))
 
 
+@pytest.mark.parametrize("method", [NextToken(), *(SJD(window=3, reuse=reuse) for reuse in LOSSLESS)], ids=str)
+def test_so_is_the_entropy_temperature(method):
+    assert_exact(method, "row", SamplingParams(entropy=(2.5, 0.7, 0.6)))
+    assert_exact(method, "line_ends", SamplingParams(cfg=1.5, temperature=0.8, top_p=0.9, entropy=(1.5, 1, 0.5)))
+
+
 # Variants that must fail. Each is the real sampler with one function replaced.
 
 

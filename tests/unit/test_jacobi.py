@@ -59,7 +59,7 @@ def test_image_i_of_a_batch_is_the_run_with_seed_plus_i(models, method, text):
 @pytest.mark.parametrize("initial", INITIAL)
 @pytest.mark.parametrize("text", [True, False])
 def test_gumbel_gives_the_next_token_image(models, text, initial):
-    for options in ({}, {"cfg": 1.0}, {"top_k": 5, "temperature": 0.8}, {"top_p": 0.7}):
+    for options in ({}, {"cfg": 1.0}, {"top_k": 5, "temperature": 0.8}, {"top_p": 0.7}, {"entropy": (2.5, 3, 0.6)}):
         wanted = sample(models, NextToken(), text, seed=2, batch_size=3, **options)
         for window in (2, 7, 16):
             found = sample(models, SJD(window, "gumbel", initial), text, seed=2, batch_size=3, **options)

@@ -62,6 +62,37 @@ def test_filters_act_on_the_tempered_distribution():
     assert int((probs(PROBS.log(), temperature=1, top_p=0.7) > 0).sum()) == 2
 
 
+def heated(p, temperature):
+    """p^(1 / temperature), normalised, in double precision."""
+    weights = torch.as_tensor(p, dtype=torch.float64) ** (1 / temperature)
+    return (weights / weights.sum()).float()
+
+
+def test_the_entropy_temperature_is_that_of_the_paper():
+    entropy = -sum(p * math.log(p) for p in PROBS.tolist())
+    for params in ({}, {"temperature": 0.7}):
+        wanted = params.get("temperature", 1) * (2.5 * math.exp(-entropy / 3) + 0.6)
+        assert close(probs(PROBS.log(), entropy=(2.5, 3, 0.6), **params), heated(PROBS, wanted))
+
+
+def test_the_entropy_is_that_of_the_filtered_distribution_before_the_temperature():
+    """Top-p .7 keeps two of the tokens at temperature 1, as here, and three at temperature 2."""
+    entropy = -(0.625 * math.log(0.625) + 0.375 * math.log(0.375))
+    wanted = heated([0.625, 0.375, 0, 0], 2 * (math.exp(-entropy) + 0.5))
+    assert close(probs(PROBS.log(), temperature=2, top_p=0.7, entropy=(1, 1, 0.5)), wanted)
+    assert close(probs(PROBS.log(), temperature=2, top_k=2, entropy=(1, 1, 0.5)), wanted)
+
+
+def test_an_entropy_temperature_of_one_changes_no_bit_and_greedy_decoding_and_forced_tokens_ignore_it():
+    rows = 3 * torch.randn(5, 64, generator=torch.Generator().manual_seed(2))
+    for row in rows:
+        for params in ({}, {"top_k": 9}, {"top_p": 0.8}):
+            assert torch.equal(probs(row, entropy=(0, 3, 1), **params), probs(row, **params))
+        assert torch.equal(probs(row, temperature=0, entropy=(2.5, 3, 0.6)), probs(row, temperature=0))
+        forced = torch.tensor([[7]])
+        assert torch.equal(probs(row, forced=forced, entropy=(2.5, 3, 0.6)), probs(row, forced=forced))
+
+
 def test_guidance_comes_before_everything():
     conditional, unconditional = torch.tensor([1.0, 2.0, 0.0]), torch.tensor([0.0, 3.0, -1.0])
     rows = torch.stack((conditional, unconditional))[:, None]
@@ -102,6 +133,8 @@ def test_half_precision_logits_are_processed_in_fp32():
     ({"temperature": -1}, "temperature.*-1.* 0"), ({"top_k": 33}, "top_k.*33.* 0.* to 32"),
     ({"top_k": -1}, "top_k.*-1.* 0.* to 32"), ({"top_p": 0}, "top_p.* 0.*above 0"),
     ({"top_p": 1.1}, "top_p.*1.1"), ({"temperature": math.nan}, "temperature.*nan"),
+    ({"entropy": (-1, 3, 0.6)}, "T0.*-1.* 0"), ({"entropy": (math.inf, 3, 0.6)}, "T0.*inf"),
+    ({"entropy": (2.5, 0, 0.6)}, "alpha.* 0.*above 0"), ({"entropy": (2.5, 3, 0)}, "theta.* 0.*at least 1e-06"),
 ])
 def test_illegal_parameters_are_named(params, words):
     with pytest.raises(ValueError, match=words):
