@@ -68,10 +68,10 @@ def sample(
     method: one of ``methods`` (None: SJD, for continuous models ContinuousNextToken). strength [rows, cols] (0..1): how
     far a relaxed rule or settling may go at each token, 0 being exact. skippable [rows, cols] (bool): where a skipping
     schedule may take drafts unverified. ``more``: grid (rows, cols); tokens and kept (bool), both [B, rows, cols], to
-    keep parts of an image; and for continuous models cfg_schedule, steps, kind and iterations (see ContinuousParams),
-    while layout, top_k, top_p, strength and skippable are for models of token ids. Raises ValueError where a parameter
-    is outside its range or not supported (the message says which), TypeError where the method is none or lacks its
-    drafter.
+    keep parts of an image; entropy (T0, alpha, theta: see SamplingParams); and for continuous models cfg_schedule,
+    steps, kind and iterations (see ContinuousParams), while layout, top_k, top_p, entropy, strength and skippable are
+    for models of token ids. Raises ValueError where a parameter is outside its range or not supported (the message says
+    which), TypeError where the method is none or lacks its drafter.
     """
     if not 0 <= seed < SEEDS:
         raise ValueError(f"seed is {seed}, but must be 0 to {SEEDS - 1}.")

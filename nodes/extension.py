@@ -7,6 +7,7 @@ from comfy_api.latest import ComfyExtension, io
 from . import (
     continuous,
     diagnostics,
+    entropy_temperature,
     fastest,
     glm_image,
     loaders,
@@ -48,6 +49,7 @@ def node_classes() -> list[type[io.ComfyNode]]:
         continuous.ContinuousNextTokenSampler,
         continuous.ContinuousSampler,
         method.MethodSampler,
+        entropy_temperature.EntropyTemperature,
         *rules.NODES,
         diagnostics.AcceptanceMap,
         timeline.Timeline,

@@ -86,7 +86,8 @@ def request_of(inputs: CommonInputs, where: Tensor | None = None, skip: Tensor |
         tokens, keep = tokens_of(latent, model), kept(latent["noise_mask"], batch, *grid)
     return model.request(
         positive, negative, seed=inputs.seed + first_image(latent), batch=batch, grid=grid, tokens=tokens, kept=keep,
-        strength=strength(where, batch, *grid), skippable=skippable(skip, batch, *grid), **inputs.params(),
+        strength=strength(where, batch, *grid), skippable=skippable(skip, batch, *grid),
+        **inputs.model.sampling, **inputs.params(),
     )
 
 

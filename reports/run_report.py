@@ -123,7 +123,9 @@ def check_words(trace: Trace, name: str) -> None:
 def drawing(settings: dict[str, Any]) -> str:
     """The sampling parameters of the model."""
     if "kind" not in settings:
-        return ", ".join(f"{name} {settings[name]:g}" for name in ("cfg", "temperature", "top_k", "top_p"))
+        words = ", ".join(f"{name} {settings[name]:g}" for name in ("cfg", "temperature", "top_k", "top_p"))
+        by_entropy = settings.get("entropy")  # not in traces of older versions
+        return words + (", entropy temperature {:g}, {:g}, {:g}".format(*by_entropy) if by_entropy else "")
     cfg = f"cfg {settings['cfg']:g}" + (f" ({settings['cfg_schedule']})" if settings["cfg"] != 1 else "")
     return f"{cfg}, temperature {settings['temperature']:g}, {settings['kind']} with {settings['steps']} steps a token"
 

@@ -134,6 +134,12 @@ SCENES = {
     "SpecARRuleCoolSD": Scene(
         "15 Exact inside a mask", {"MaskPreview": (0, 0, 300, 220), "SpecARRuleCoolSD": (0, None, 300),
                                  TREE: (0, None, 0), SAVE: (0, 580, 300, 240), MAP: (COLUMN, 0, 330, 700)}),
+    "SpecAREntropyTemperature": Scene(
+        "01 Text to image", {"SpecAREntropyTemperature": (0, 0, 300), SAMPLER: (COLUMN, 0, 300),
+                             SAVE: (2 * COLUMN, 0, 240, 235)},
+        added={"SpecAREntropyTemperature": {"strength": 1, "decay": 1}},
+        wires=((CHECKPOINT, "AR_MODEL", "SpecAREntropyTemperature", "model"),
+               ("SpecAREntropyTemperature", "AR_MODEL", SAMPLER, "model"))),
     MAP: Scene("05 Acceptance map", {SAVE: (0, 0, 240, 220), MAP: (300, 0, 420, 640)}),
     "SpecARTimeline": Scene(
         "06 Watch it being decoded", {"SpecARTimeline": (0, 0, 330, 480), PREVIEW: (COLUMN, 0, 420, 480)},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,8 @@ class LoadedDecoder:
 class LoadedModel:
     """An AR model under ComfyUI's memory management, its image decoder if one was found, and its name.
 
-    source: equal for models loaded from the same files with the same options.
+    source: equal for models loaded from the same files with the same options. sampling: sampling parameters that a node
+    before the sampler chose.
     """
 
     model: DiscreteModel | ContinuousBase
@@ -82,6 +83,7 @@ class LoadedModel:
     decoder: LoadedDecoder | None
     name: str
     source: Hashable = field(default_factory=object)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def check_kind(self, continuous: bool) -> None:
         """Raise ValueError if the sampler is for the other kind of models."""
