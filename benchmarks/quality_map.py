@@ -1,4 +1,4 @@
-"""How guidance, temperature, top-k and top-p change next-token images, and the passes that speculation takes:
+"""How guidance, temperatures, top-k and top-p change next-token images, and the passes that speculation takes:
 ``python -m benchmarks quality --map``.
 
 One axis at a time, around the settings of everything else that is measured. Likelihood is always the model's at those
@@ -14,10 +14,14 @@ from typing import Any
 from .feature_spaces import Spaces
 from .quality_cases import Prompt
 from .quality_draw import Drawn
-from .quality_model import ModelUnderTest
+from .quality_model import ModelUnderTest, in_words
 
-AXES = {"cfg": (1.0, 2.0, 3.0, 5.0), "temperature": (0.7, 0.85, 1.0), "top_k": (100, 400), "top_p": (0.8, 0.95)}
-WORDS = {"cfg": "guidance", "temperature": "temperature", "top_k": "top-k", "top_p": "top-p"}
+AXES: dict[str, Sequence[Any]] = {
+    "cfg": (1.0, 2.0, 3.0, 5.0), "temperature": (0.7, 0.85, 1.0), "top_k": (100, 400), "top_p": (0.8, 0.95),
+    "entropy": ((2.5, 3.0, 0.6), (1.0, 1.0, 0.6)),  # the paper's, and one that cools what is less certain than 0.9 nats
+}
+WORDS = {"cfg": "guidance", "temperature": "temperature", "top_k": "top-k", "top_p": "top-p",
+         "entropy": "entropy temperature"}
 PLAIN, FAST = "next_token", "sjd coupled w32"  # whose images are measured; whose passes are counted
 
 
@@ -25,9 +29,8 @@ def points(base: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Sampling parameters by name: ``base`` first, then those that differ from it in one."""
     found = {f"guidance {base['cfg']:g}, temperature {base['temperature']:g}": base}
     for key, values in AXES.items():
-        found |= {f"{WORDS[key]} {value:g}": base | {key: value} for value in values if value != base[key]}
+        found |= {f"{WORDS[key]} {in_words(value)}": base | {key: value} for value in values if value != base.get(key)}
     return found
-
 
 def at(tested: ModelUnderTest, parameters: dict[str, Any]) -> ModelUnderTest:
     """The model with the two cases of the map, at a point of it. Its images are those of a run with this guidance."""

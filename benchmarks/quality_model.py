@@ -23,6 +23,11 @@ from .runs import Case
 BASE = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}  # of the discrete model, besides guidance
 
 
+def in_words(value: float | tuple[float, ...], between: str = ", ") -> str:
+    """A sampling parameter's value."""
+    return between.join(f"{number:g}" for number in (value if isinstance(value, tuple) else (value,)))
+
+
 @dataclass
 class ModelUnderTest:
     """A bundled model, its image decoder and cases, and the sampling parameters of all of them ({}: the model's own).
@@ -54,7 +59,7 @@ class ModelUnderTest:
     @property
     def images(self) -> Path:
         """The folder of the images with these parameters: "default-2", "default-2-temperature-0.7"."""
-        others = [f"-{key}-{value:g}" for key, value in self.parameters.items() if value != BASE.get(key)]
+        others = [f"-{key}-{in_words(value, '-')}" for key, value in self.parameters.items() if value != BASE.get(key)]
         return self.folder / f"{self.name}{''.join(others).replace('-cfg', '', 1)}"
 
     def file(self, case: Case, kind: str = "images") -> Path:

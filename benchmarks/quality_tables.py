@@ -71,7 +71,7 @@ def distances(name: str, space: str) -> str:
 
 
 def sampling() -> str:
-    """The map of guidance, temperature, top-k and top-p."""
+    """The map of guidance, temperatures, top-k and top-p."""
     found = model("default" + MAP)
     if found is None:
         return NONE.replace("quality`", "quality --map`")

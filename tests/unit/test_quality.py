@@ -289,23 +289,27 @@ def test_the_map_has_one_axis_at_a_time():
     found = quality_map.points(PARAMETERS)
     assert list(found)[0] == "guidance 2, temperature 1" and found["guidance 2, temperature 1"] == PARAMETERS
     assert found["top-k 100"] == PARAMETERS | {"top_k": 100} and found["guidance 5"] == PARAMETERS | {"cfg": 5.0}
-    assert len(found) == 10
-    assert all(sum(point[key] != PARAMETERS[key] for key in point) <= 1 for point in found.values())
+    assert found["entropy temperature 2.5, 3, 0.6"] == PARAMETERS | {"entropy": (2.5, 3.0, 0.6)}
+    assert len(found) == 12
+    assert all(sum(point[key] != PARAMETERS.get(key) for key in point) <= 1 for point in found.values())
 
 
 def test_a_small_map(monkeypatch, tmp_path):
-    points, out = ["guidance 2, temperature 1", "temperature 0.7"], tmp_path / "report.json"
+    points = ["guidance 2, temperature 1", "temperature 0.7", "entropy temperature 2.5, 3, 0.6"]
+    out = tmp_path / "report.json"
     monkeypatch.setattr(resampling, "REPEATS", 1999)
     monkeypatch.setattr("sys.argv", ["quality", "--map", "--images", "4", "--batch", "4", "--without-imagenet",
                                      "--folder", str(tmp_path), "--out", str(out), "--only", *points])
     quality.main()
     [report] = json.loads(out.read_text(encoding="utf-8"))["models"]
-    assert report["name"] == "default, sampling parameters" and len(report["missing"]) == 8
-    base, cool = report["rows"]
-    assert [base["name"], cool["name"]] == points and report["reference"] == points[0]
+    assert report["name"] == "default, sampling parameters" and len(report["missing"]) == 9
+    base, cool, hot = report["rows"]
+    assert [base["name"], cool["name"], hot["name"]] == points and report["reference"] == points[0]
     assert max(row["passes"]["value"] for row in report["rows"]) < 200, "those of SJD"
-    assert cool["changes"]["log_p"]["value"] > 0.1, "the same yardstick for both"
-    assert {file.parts[-3] for file in tmp_path.glob("*/images/*")} == {"default-2", "default-2-temperature-0.7"}
+    change = {row["name"]: row["changes"]["log_p"]["value"] for row in (cool, hot)}
+    assert change[points[1]] > 0.1 and change[points[2]] < -0.1, "the same yardstick for all"
+    assert {file.parts[-3] for file in tmp_path.glob("*/images/*")} == {
+        "default-2", "default-2-temperature-0.7", "default-2-entropy-2.5-3-0.6"}
 
 
 def test_a_model_of_vectors_is_drawn_as_latents(tmp_path):
