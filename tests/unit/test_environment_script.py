@@ -33,8 +33,8 @@ def checkout(tmp_path):
     for name in ("scripts/environment.sh", "requirements-dev.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
     (tmp_path / "stub/pip").mkdir(parents=True)
-    (tmp_path / "stub/pip/__init__.py").write_text("")
-    (tmp_path / "stub/pip/__main__.py").write_text(PIP)
+    (tmp_path / "stub/pip/__init__.py").write_text("", encoding="utf-8")
+    (tmp_path / "stub/pip/__main__.py").write_text(PIP, encoding="utf-8")
     return folder
 
 
@@ -44,13 +44,13 @@ def source(checkout, **variables):
     found = {"PATH": os.environ["PATH"], "HOME": str(root), "PYTHONPATH": str(root / "stub"), **variables}
     script = 'set -euo pipefail; source "$0/scripts/environment.sh" >&3; echo "$PYTHON"; echo "$COMFYUI_PATH"'
     run = subprocess.run(["bash", "-c", f"exec 3>/dev/null; {script}", checkout], env=found, capture_output=True,
-                         text=True)
+                         encoding="utf-8")
     assert (run.returncode, run.stderr) == (0, "")
     return run.stdout.splitlines()
 
 
 def commands(checkout):
-    return (checkout.parent / "stub/commands").read_text().splitlines()
+    return (checkout.parent / "stub/commands").read_text(encoding="utf-8").splitlines()
 
 
 def test_an_empty_machine_gets_environment_and_tree_once(checkout):
@@ -66,13 +66,13 @@ def test_an_empty_machine_gets_environment_and_tree_once(checkout):
 def test_another_tree_comes_from_an_archive_and_has_an_environment_of_its_own(checkout, tmp_path):
     tree = tmp_path / "ComfyUI-new"
     tree.mkdir()
-    (tree / "main.py").write_text("")
-    (tree / "requirements.txt").write_text("torch\ncomfyui-frontend-package==1.0.0\neinops\n")
+    (tree / "main.py").write_text("", encoding="utf-8")
+    (tree / "requirements.txt").write_text("torch\ncomfyui-frontend-package==1.0.0\neinops\n", encoding="utf-8")
     with tarfile.open(tmp_path / "new.tar.gz", "w:gz") as archive:
         archive.add(tree, "ComfyUI-new")
     python, unpacked = source(checkout, COMFYUI_PATH=str(tmp_path / "new.tar.gz"))
     assert python.startswith(str(checkout / ".venv-trees"))
     assert os.path.isfile(f"{unpacked}/main.py") and unpacked != str(tree)
     (wanted,) = (tmp_path / ".cache/comfyui-specar").glob("tree-*/requirements.txt")
-    kept, front_end = wanted.read_text().splitlines()  # torch is the shared environment's
+    kept, front_end = wanted.read_text(encoding="utf-8").splitlines()  # torch is the shared environment's
     assert kept == "einops" and front_end.split("==")[0] == "comfyui-frontend-package" and "1.0.0" not in front_end
