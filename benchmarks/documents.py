@@ -154,6 +154,8 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"quality, {model}": partial(quality_tables.quality, model) for model in ("default", "continuous")},
     **{f"distances, {model}, {space}": partial(quality_tables.distances, model, space)
        for model in ("default", "continuous") for space in quality_tables.SPACES},
+    **{f"quality of {node}, {language}": partial(quality_tables.help_page, node, language)
+       for node in quality_tables.HELP_PAGES for language in quality_tables.HELP},
     **{f"published, {row.method}": partial(found.published, row.method) for row in PUBLISHED},
 }
 
@@ -238,7 +240,7 @@ def generated() -> dict[Path, str]:
 
 
 def files() -> list[Path]:
-    return sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+    return sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("web/docs/*/*.md")])
 
 
 def main() -> None:

@@ -83,12 +83,23 @@ def published(eagle) -> list[Case]:
     ]
 
 
+def defaults(eagle) -> list[Case]:
+    """Relaxed settings that are the defaults of nodes, and of which neither runs.py nor the papers have a case."""
+    m, r = specar.methods, specar.rules
+    return [
+        Case("SJD coupled, TV budget 0.1, w32", m.SJD(window=32, rule=r.TVMetered(0.1))),  # "fastest, may drift"
+        Case("SJD coupled, entropy rule, w32", m.SJD(window=32, rule=r.Entropy())),
+        Case("VVS every 4th, EAGLE-2", m.VVS(eagle, rule=r.Exact(), interval=4)),
+    ]
+
+
 def discrete_cases(eagle, small) -> list[Case]:
-    """Next token, the same with other seeds (the floor), every method of the README, MORE, and the papers' settings."""
+    """Next token, the same with other seeds (the floor), every method of the README, MORE, the papers' settings, and
+    defaults of nodes."""
     listed = {case.name: case for case in (*cases((32,)), *drafter_cases(eagle, small))}
     readme = [case for *_, case in documents.METHODS]
     chosen = [listed[name] for name in dict.fromkeys((*readme, *MORE))]
-    return [*_with_floor(chosen), *published(eagle)]
+    return [*_with_floor(chosen), *published(eagle), *defaults(eagle)]
 
 
 def continuous_cases(drafter) -> list[Case]:

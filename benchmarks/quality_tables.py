@@ -17,6 +17,32 @@ MAP = ", sampling parameters"  # after a model's name: its report on these
 NONE = "Not measured yet (`python -m benchmarks quality`)."
 SPACES = {"own": "classifier", "imagenet": "ImageNet"}  # the features in which sets are compared
 
+COOL_SD = ("Cool-SD delta 1.1", "Cool-SD delta 2")
+HELP_PAGES = {  # node -> the cases that its help page shows, the default first
+    "SpecARSampler": ("SJD coupled, TV budget 0.1, w32",),
+    "SpecARSJDSampler": ("sjd threshold_paper w32", "sjd coupled w32, settling 0.05"),
+    "SpecARLanternSampler": ("LANTERN++ k 10, lambda 2", "LANTERN delta 0.1", "LANTERN delta 0.3"),
+    "SpecARCoolSDSampler": COOL_SD,
+    "SpecARVVSSampler": ("VVS every 4th, EAGLE-2", "VVS every 4th, EAGLE-1"),
+    "SpecARRuleLantern": ("LANTERN delta 0.1", "LANTERN delta 0.3", "ADT-Tree, LANTERN delta 0.3"),
+    "SpecARRuleLanternPP": ("LANTERN++ k 10, lambda 2",),
+    "SpecARRuleUniformRSD": ("UniformRSD delta 2",),
+    "SpecARRuleCoolSD": (*COOL_SD, "SJD coupled, Cool-SD delta 2, w32"),
+    "SpecARRuleGrouped": ("grouped",),
+    "SpecARRuleTVMetered": ("TV-metered 0.05", "SJD coupled, TV budget 0.1, w32"),
+    "SpecARRuleEntropy": ("SJD coupled, entropy rule, w32",),
+}
+HELP = {  # language -> head, what the table shows, and that there is none
+    "en": (("setting", "forward passes", "change of log p", "as asked"),
+           "Bundled model, {images} images each at guidance 2 and temperature 1: the change of a token's mean "
+           "log-probability from next token's, in nats, and the fraction of images that show all that was asked for, ± "
+           "half a 95 % interval. Another model may lose more or less.", "Not measured yet."),
+    "zh": (("设置", "前向次数", "log p 的变化", "符合提示词"),
+           "内置模型，每项 {images} 张图像，引导 2，温度 1：每个 token 的平均对数概率与逐 token 相比的变化（nat），"
+           "以及完全符合提示词的图像所占的比例，± 为 95 % 区间的一半。其他模型的损失可能更大或更小。",
+           "尚未测量。"),
+}
+
 
 def model(name: str) -> dict[str, Any] | None:
     """What the report has of a model, if it has anything."""
@@ -108,6 +134,17 @@ def brief(row: dict[str, Any] | None) -> tuple[str, str]:
         return "", ""
     change = row["changes"].get("log_p")
     return interval(change, 2, sign="+") if change else "0", f"{interval(row['agreement']['all'], 0, 100)} %"
+
+
+def help_page(node: str, language: str) -> str:
+    """What the help page of a node with relaxed settings says of their images, beside next token's."""
+    found, (head, about, none) = model("default"), HELP[language]
+    rows = measured("default")
+    wanted = [rows[name] for name in HELP_PAGES[node] if name in rows]
+    if not wanted:
+        return none
+    cells = [(said(row["name"]), f"{row['passes']['value']:.0f}", *brief(row)) for row in (found["rows"][0], *wanted)]
+    return f"{grid(head, cells)}\n\n{about.format(images=found['images'])}"
 
 
 def shipped() -> list[dict[str, Any]]:

@@ -98,6 +98,19 @@ def test_published_scores_are_of_cases():
     assert {paper.case for paper in SCORES} <= named and {case for *_, case in documents.METHODS} <= named
 
 
+@pytest.mark.parametrize("node", quality_tables.HELP_PAGES)
+def test_help_pages_of_relaxed_methods_show_what_was_measured(results, node):
+    cases = quality_tables.HELP_PAGES[node]
+    assert set(cases) <= {case.name for case in discrete_cases(None, None)}
+    write(results, quality_report.model("default", CASES | dict.fromkeys(cases[:1], RELAXED)))
+    for language, words in (("en", "64 images each"), ("zh", "每项 64 张图像")):
+        table = documents.TABLES[f"quality of {node}, {language}"]()
+        shown = [name for name in cases if name in {*CASES, cases[0]}]
+        assert len(table.splitlines()) == 2 + 1 + len(shown) + 2 and words in table
+        page = (documents.ROOT / f"web/docs/{node}/{language}.md").read_text(encoding="utf-8")
+        assert f"<!-- table: quality of {node}, {language} -->" in page
+
+
 def point(passes: float, loss: float, exact: bool = False) -> Point:
     return Point(f"{passes:g}, {loss:g}", passes, loss, (loss * 0.9, loss * 1.1), exact, False)
 
