@@ -48,10 +48,9 @@ METHODS = (
     ("VVS, every 4th, EAGLE-1 tree", "vvs", "SpecARVVSSampler", "VVS every 4th, EAGLE-1"),
 )
 SETTINGS = ("Bundled model, {tokens} tokens per image, guidance {guidance:g}, temperature {temperature:g}, SJD with "
-            "window 32; passes: mean of {images} images. Time: of **one prompt**, whose images need fewer passes than "
-            "the mean (SJD, coupled: {sjd:.0f}; EAGLE-1: {eagle:.0f}), at LlamaGen-B's size (87 M parameters), next "
-            "token = 1, median of the ratios of neighbouring runs, which alternate, on {threads} threads of one "
-            "{processor} with bf16 products.")
+            "window 32; passes: mean of {images} images, of {prompts} prompts. Time, next token = 1: these passes at "
+            "the cost of a round (a pass with its drafts and its sampling), which was measured with one prompt at "
+            "LlamaGen-B's size (87 M parameters) on {threads} threads of one {processor} with bf16 products.")
 QUALITY = (" Quality: of {images} images each ({dtype}), the change of their tokens' mean log-probability from next "
            "token's, in nats per token, and the fraction that shows all that was asked for, both with 95 % intervals; "
            "exact methods differ by chance only ([quality](docs/quality.md)).")
@@ -79,8 +78,8 @@ CHINESE = {
     "no, drift measured {:.2f} per token (not limited in advance)": "否，测得每个token偏移{:.2f}（事先没有限制）",
     SETTINGS:
         "自带模型，每张图像{tokens}个token，引导{guidance:g}，温度{temperature:g}，SJD的窗口为32；"
-        "前向次数是{images}张图像的平均值。时间只测了**一个提示词**，它的图像所需的前向次数少于平均值（SJD耦合：{sjd:.0f}；"
-        "EAGLE-1：{eagle:.0f}），模型为LlamaGen-B的大小（8700万参数），以逐token为1，是交替运行中相邻两次之比的中位数，在支持bf16乘法的{processor}的{threads}个线程上测得。",
+        "前向次数是{prompts}个提示词的{images}张图像的平均值。时间以逐token为1：按这些前向次数和每一轮（一次前向，连同草稿和采样）的代价计算，"
+        "后者用一个提示词、在LlamaGen-B的大小（8700万参数）、支持bf16乘法的{processor}的{threads}个线程上测得。",
 }  # fmt: skip
 
 
@@ -100,16 +99,16 @@ def methods(language: str) -> str:
     nodes = json.loads((ROOT / f"locales/{language}/nodeDefs.json").read_text(encoding="utf-8"))
     measured, report, machine = cases("default-cpu", GUIDANCE), results("default-cpu"), results(HALF)["machine"]
     half, full = found.times(LARGE, GUIDANCE, HALF), found.times(LARGE, GUIDANCE, FULL)
-    timed = {row["name"]: row["pictures_passes"] for row in found.measured_speed(LARGE, GUIDANCE, HALF)["rows"]}
     rows, images = [], quality_tables.measured("default")
     for label, page, node, case in METHODS:
         row = measured[case]
         rows.append((f"[{word(label)}](docs/methods/{page}.md)", nodes[node]["display_name"], exactness(row, word),
-                     f"{row['passes']:.0f}", half[case], full[case], *quality_tables.brief(images.get(case))))
+                     f"{row['passes']:.0f}", *(f"{of[case]:.2f}".replace("nan", "-") for of in (half, full)),
+                     *quality_tables.brief(images.get(case))))
     settings = word(SETTINGS).format(
         tokens=found.tokens(measured["next_token"]), guidance=GUIDANCE, temperature=report["settings"]["temperature"],
-        images=report["pictures_per_method"], threads=machine["threads"], processor=machine["processor"],
-        sjd=timed["sjd coupled w32"], eagle=timed["EAGLE-1, 57 drafts"],
+        images=report["pictures_per_method"], prompts=len(report["prompts"]), threads=machine["threads"],
+        processor=machine["processor"],
     )  # fmt: skip
     if images:
         about = quality_tables.model("default")
@@ -166,25 +165,20 @@ def fewer() -> str:
 
 
 def faster() -> str:
-    """How many times faster exact SJD is at LlamaGen-B's size in bf16, for the prompt that was timed."""
-    rows = found.measured_speed(LARGE, GUIDANCE, HALF)["rows"]
-    return f"{next(row['seconds_over']['next_token'] for row in rows if row['name'] == 'sjd coupled w32'):.1f}"
+    """How many times faster exact SJD is at LlamaGen-B's size in bf16, with its mean passes."""
+    return f"{1 / found.times(LARGE, GUIDANCE, HALF)['sjd coupled w32']:.1f}"
 
 
-def mean_times(*named: str) -> str:
-    """Time relative to next token's at LlamaGen-B's size in bf16, calculated: what a pass costs, times the mean passes.
-    From the least to the most of these cases."""
-    measured = cases("default-cpu", GUIDANCE)
-    rows = {row["name"]: row for row in found.measured_speed(LARGE, GUIDANCE, HALF)["rows"]}
-    base = measured["next_token"]["passes"]
-    times = [measured[name]["passes"] / base / rows[name]["ms_over"]["next_token"] for name in named]
-    return " to ".join(dict.fromkeys(f"{time:.1f}" for time in (min(times), max(times))))
+def exact_trees() -> str:
+    """The time of draft trees that are exact, at LlamaGen-B's size in bf16: from the least to the most."""
+    measured, times = cases("default-cpu", GUIDANCE), found.times(LARGE, GUIDANCE, HALF)
+    trees = [times[case] for _, _, node, case in METHODS
+             if node in ("SpecARDraftTreeSampler", "SpecARADTTreeSampler") and not drift(measured[case])]
+    return f"{min(trees):.1f} to {max(trees):.1f}"
 
 
-TREES = tuple(case for _, _, node, case in METHODS if node not in ("SpecARNextTokenSampler", "SpecARSJDSampler"))
-NUMBERS = {"fewer passes": fewer, "times faster": faster, "mean time, SJD": partial(mean_times, "sjd coupled w32"),
-           "mean time, trees": partial(mean_times, *TREES),
-           "mean time, trees, Chinese": lambda: mean_times(*TREES).replace(" to ", "至")}
+NUMBERS = {"fewer passes": fewer, "times faster": faster, "time, exact trees": exact_trees,
+           "time, exact trees, Chinese": lambda: exact_trees().replace(" to ", "至")}
 
 
 def written(text: str) -> str:

@@ -8,6 +8,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +63,23 @@ def grid(head: tuple[str, ...], rows: Sequence[tuple[Any, ...]]) -> str:
     return "\n".join("| " + " | ".join(str(line[i]) for i in filled) + " |" for line in lines)
 
 
+def over_prompts(report: str, each: Sequence[float]) -> float:
+    """Standard error of a mean over a report's images, which come prompt by prompt: that of the prompts' means, as
+    images of a prompt are alike."""
+    prompts = len(results(report)["prompts"])
+    seeds = len(each) // prompts
+    means = [statistics.fmean(each[at : at + seeds]) for at in range(0, len(each), seeds)]
+    return statistics.stdev(means) / prompts**0.5
+
+
 def passes(guidance: float) -> str:
     """Everything that was measured of all methods at a guidance."""
     measured, rows = cases("default-cpu", guidance), []
     for row in measured.values():
         bound = drift(row)
         rows.append((said(row["name"]), "unknown" if bound is None else f"{bound:.2f}" if bound else "exact",
-                     f"{row['passes']:.0f} ± {row['passes_std_error']:.0f}", round(row["draft_passes"]) or "",
+                     f"{row['passes']:.0f} ± {over_prompts('default-cpu', row['passes_each']):.0f}",
+                     round(row["draft_passes"]) or "",
                      f"{row['acceptance_rate']:.0%}" if row["acceptance_rate"] else ""))
     return grid(("method", "drift per token", "passes", "draft passes", "accepted"), rows)
 
@@ -79,7 +90,7 @@ def paired(guidance: float) -> str:
     base = measured[PAIRED[0]]["passes_each"]
     for name in PAIRED:
         apart = [own - other for own, other in zip(measured[name]["passes_each"], base, strict=True)]
-        error = statistics.stdev(apart) / len(apart) ** 0.5
+        error = over_prompts("default-cpu", apart)
         rows.append((said(name), f"{measured[name]['passes']:.0f}",
                      f"{statistics.fmean(apart):+.1f} ± {error:.1f}" if error else ""))
     return grid(("method", "passes", "difference"), rows)
@@ -90,23 +101,27 @@ def measured_speed(name: str, guidance: float, report: str) -> dict[str, Any]:
     return next(m for m in results(report)["models"] if (m["name"], m["settings"]["cfg"]) == (name, guidance))
 
 
-def times(name: str, guidance: float, report: str) -> dict[str, str]:
-    """Time of whole images relative to next token's, by case: one over the median ratio of neighbouring runs. "-" for
-    a case that was not measured."""
+def times(name: str, guidance: float, report: str) -> dict[str, float]:
+    """Time of an image relative to next token's, calculated for the mean passes of ``methods``: a round's cost, which
+    is the same for all prompts, times the passes over next token's. By case, NaN where one of them was not measured."""
+    mean = cases("default-cpu", guidance)
+    base = mean["next_token"]["passes"]
     rows = measured_speed(name, guidance, report)["rows"]
-    return defaultdict(lambda: "-", {row["name"]: f"{1 / row['seconds_over']['next_token']:.2f}" for row in rows})
+    return defaultdict(lambda: nan, {
+        row["name"]: mean[row["name"]]["passes"] / base / row["ms_over"]["next_token"] for row in rows
+        if row["name"] in mean})  # fmt: skip
 
 
 def speed(name: str, guidance: float, report: str) -> str:
-    """Seconds, passes, and a pass's milliseconds and cost; how much faster a method is, and how much of the passes that
-    it saves becomes time."""
+    """Seconds, passes, and a round's milliseconds and cost; how much faster a method is, and how much of the passes
+    that it saves becomes time."""
     rows = []
     for row in measured_speed(name, guidance, report)["rows"]:
         cost, faster = 1 / row["ms_over"]["next_token"], row["seconds_over"]["next_token"]
         fewer = 256 / row["pictures_passes"]
         rows.append((said(row["name"]), f"{row['seconds']['median']:.3g}", round(row["pictures_passes"]),
                      f"{row['pass_ms']['median']:.3g}", f"{cost:.2f}", f"{faster:.2f}", f"{faster / fewer:.2f}"))
-    return grid(("method", "seconds", "passes", "ms per pass", "cost of a pass", "times faster", "quotient"), rows)
+    return grid(("method", "seconds", "passes", "ms per round", "cost of a round", "times faster", "quotient"), rows)
 
 
 def throughput(layout: str) -> str:

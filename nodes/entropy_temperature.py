@@ -21,7 +21,8 @@ class EntropyTemperature(io.ComfyNode):
             category="SpecAR/sampling",
             **found_by("dynamic temperature", "sampling parameter", "certainty", "model patch"),
             description="Raises the temperature where the model is certain of a token (flat areas) and lowers it where "
-            "it is not (detail). For every AR sampler of token ids; exact methods stay exact.",
+            "it is very uncertain (detail; by default from 5.5 nats on). For every AR sampler of token ids; exact "
+            "methods stay exact.",
             inputs=[
                 ARModel.Input("model", tooltip="The model, from Load AR Checkpoint."),
                 io.Float.Input("strength", default=2.5, min=0, max=10, step=0.1, round=0.001,

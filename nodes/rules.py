@@ -98,7 +98,7 @@ class LanternRule(io.ComfyNode):
                              "1000, as LANTERN uses of 16384."),
                 io.Float.Input("delta", default=0.1, min=0, max=1, step=0.01, round=0.001,
                                tooltip="Maximum probability added to a draft token's own. Higher is faster and "
-                               "drifts further; 0 is exact, and the paper uses 0.1 to 0.6. Default: 0.1."),
+                               "drifts further; 0 is exact, and papers use 0.1 to 0.6. Default: 0.1."),
                 redraw_input(),
                 where_input(),
             ], "redraw"),

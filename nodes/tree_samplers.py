@@ -140,7 +140,7 @@ class LanternSampler(io.ComfyNode):
                              "(auto), the paper's value: 1000 for LANTERN, 10 for LANTERN++."),
                 io.Float.Input("delta", default=0.1, min=0, max=1, step=0.01, round=0.001,
                                tooltip="For LANTERN: maximum probability added to a draft token's own. Higher is "
-                               "faster and drifts further; 0 is exact, and the paper uses 0.1 to 0.6. Default: 0.1."),
+                               "faster and drifts further; 0 is exact, and papers use 0.1 to 0.6. Default: 0.1."),
                 io.Float.Input("ratio", default=2.0, min=1, max=1000, step=0.1, round=0.01,
                                tooltip="For LANTERN++: the paper's lambda, the maximum factor by which a draft "
                                "token's probability may grow. Higher is faster and drifts further; 1 is exact, and "

@@ -176,8 +176,8 @@ def next_window(
     index = verified.count[:, None] + counting(run.width + 1, position.device)
     still = None
     if verified.moved is not None:
-        most = run.method.settle * strength_at(state, position)
-        still = settled(verified.moved, most, verified.exists, verified.count)
+        limit = run.method.settle * strength_at(state, position)
+        still = settled(verified.moved, limit, verified.exists, verified.count)
     return Window(window.committed + verified.count, sequence.gather(1, index), still)
 
 

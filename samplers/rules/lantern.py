@@ -129,7 +129,7 @@ class Lantern(NeighbourRule):
     """Budget delta in 0..1, whatever the draft's probability (0: exact). neighbours: k, the draft not counted."""
 
     neighbours: int = setting(DEFAULT_NEIGHBOURS, 1)
-    delta: float = setting(0.1, 0, 1, exact=0, advice="the paper uses 0.1 to 0.6")
+    delta: float = setting(0.1, 0, 1, exact=0, advice="papers use 0.1 to 0.6")
     redraw: str = setting("optimal", options=REDRAW)
     table: Tensor | None = field(default=None, repr=False, compare=False)
     name, label, paper = "lantern", "LANTERN", "Jang et al., ICLR 2025"

@@ -1,6 +1,7 @@
 """Documents tell the truth: links and anchors lead somewhere, tables are those of the results, commands exist."""
 
 import json
+import math
 import re
 import shlex
 import shutil
@@ -95,13 +96,22 @@ def test_the_speed_report_is_asked_for_every_row_of_the_readme():
     assert len({*subjects.METHODS}) == len(subjects.METHODS)
 
 
-def test_times_that_were_not_measured_are_dashes(monkeypatch):
-    row = {"name": "next_token", "seconds_over": {"next_token": 1.0}}
-    half = {"name": "fast", "seconds_over": {"next_token": 2.0}}
-    report = {"models": [{"name": "default", "settings": {"cfg": 3.0}, "rows": [row, half]}]}
+def test_times_are_those_of_the_mean_passes(monkeypatch):
+    """A round costs twice as much, and 60 of 240 passes are left."""
+    timed = [{"name": name, "ms_over": {"next_token": ratio}} for name, ratio in (("next_token", 1.0), ("fast", 0.5))]
+    counted = [{"name": "next_token", "passes": 240.0}, {"name": "fast", "passes": 60.0}]
+    report = {"models": [{"name": "default", "settings": {"cfg": 3.0}, "rows": timed}],
+              "runs": [{"cfg": 3.0, "methods": counted}]}
     monkeypatch.setattr(results_tables, "results", lambda name: report)
     found = results_tables.times("default", 3.0, "speed-cpu")
-    assert [found[name] for name in ("next_token", "fast", "absent")] == ["1.00", "0.50", "-"]
+    assert found["next_token"] == 1 and found["fast"] == 0.5 and math.isnan(found["absent"])
+
+
+def test_the_error_of_a_mean_is_that_of_its_prompts(monkeypatch):
+    """Images of a prompt that are alike say no more than one."""
+    monkeypatch.setattr(results_tables, "results", lambda name: {"prompts": ["a", "b"]})
+    assert results_tables.over_prompts("", [1, 1, 1, 3, 3, 3]) == pytest.approx(1.0)
+    assert results_tables.over_prompts("", [1, 3, 2, 2]) == 0
 
 
 @pytest.fixture(scope="module")
