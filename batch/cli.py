@@ -5,6 +5,7 @@ import asyncio
 import logging
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -17,21 +18,24 @@ from .dispatch import FIRST_PATIENCE, PATIENCE, Batch, Options, fetch_missing
 from .jobs import SHOWN, Job, JobsError, RowsError, read_jobs
 from .journal import Journal, JournalError
 from .maps import check_ids, with_maps
-from .overrides import OverrideError, Workflow, fingerprint, prompts_of, read_workflow
+from .overrides import ROLES, OverrideError, Workflow, fingerprint, places, prompts_of, read_workflow, texts_reaching
 
 WORKFLOW = Path(__file__).resolve().parent.parent / "workflows/api/05 Acceptance map.json"
 SERVER = "http://127.0.0.1:8188"
-DONE, FAILED, BAD_INPUT, CANCELLED = 0, 1, 2, 130
+DONE, LEFT, BAD_INPUT, FAILED, CANCELLED = 0, 1, 2, 3, 130
 EPILOG = """A column of the jobs file sets the input of that name in all nodes of the workflow (seed, cfg, window, ...),
 `prompt` and `negative` the texts, `Title.input` or `12.input` one node's input; `id` names the job. The same command
-again goes on where it stopped. Exit code: 0 all jobs are done, 1 some are not, 2 nothing was begun, 130 cancelled."""
+again goes on where it stopped. Exit code: 0 all jobs are done, 1 some are still to do: repeat the command, 2 nothing
+was begun, 3 all others are done, but some failed: correct their rows, 130 cancelled."""
+CLOCK = "%H:%M:%S"
 FOR_SERVERS = ("server", "workflow", "in_flight", "patience")
 FOR_RAY = ("model", "decoder", "drafter", "method", "dtype", "actors", "cpus", "gpus")
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.basicConfig(level=logging.WARNING, format=f"{'' if sys.stderr.isatty() else '%(asctime)s '}%(message)s",
+                        datefmt=CLOCK)
     try:
         refuse_unused(options, arguments)
         jobs = read_jobs(options.jobs)
@@ -52,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         return CANCELLED
     except (OSError, RuntimeError) as error:
         say(f"error: {error}; the same command goes on where this stopped")
-        return FAILED
+        return LEFT
 
 
 def parser() -> argparse.ArgumentParser:
@@ -113,7 +117,19 @@ def positive(text: str) -> int:
 
 
 def say(text: str) -> None:
-    tqdm.write(text, file=sys.stderr)
+    """A line for the user; in a log with the time."""
+    tqdm.write(text if sys.stderr.isatty() else f"{time.strftime(CLOCK)} {text}", file=sys.stderr)
+
+
+def tell_of_prompts(workflow: Workflow, jobs: list[Job]) -> None:
+    """Says how many rows have no prompt, as the workflow's own, an example, is drawn for them."""
+    own = texts_reaching(workflow, ROLES["prompt"])
+    without = [job.id for job in jobs
+               if not any(place in own for name in job.overrides for place in places(workflow, name))]
+    if own and without:
+        node, field = own[0]
+        say(f"no prompt in {len(without)} of {len(jobs)} rows, the first being {without[0]}: they use the workflow's, "
+            f"{workflow[node]['inputs'][field]!r}")
 
 
 def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
@@ -121,6 +137,7 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
     prompts = prompts_of(workflow, jobs)
     if options.maps:
         with_maps(workflow)  # or refuse it before anything is begun
+    tell_of_prompts(workflow, jobs)
     if options.dry_run:
         say(f"{len(jobs)} jobs fit {options.workflow.name}")
         return DONE
@@ -137,7 +154,7 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
                         lambda on_result: drive(journal, urls, chosen, open_jobs, prompts, on_result))
         if not options.out and any(journal.done(job.id) for job in jobs):
             say("The images are in the output folders of the servers. The same command with --out FOLDER copies them.")
-        return code or (FAILED if without else DONE)
+        return LEFT if without and code == DONE else code
 
 
 def on_ray(options: argparse.Namespace, jobs: list[Job]) -> int:
@@ -213,7 +230,7 @@ def followed(journal: Journal, jobs: list[Job], open_jobs: list[Job], work: Call
         say("Correct their rows and repeat the command, or repeat it with --retry-failed.")
     if cancelled:
         return CANCELLED
-    return FAILED if failed or open_still else DONE
+    return LEFT if open_still else FAILED if failed else DONE
 
 
 def drive(journal: Journal, urls: list[str], options: Options, jobs: list[Job], prompts: dict[str, Workflow],

@@ -7,6 +7,7 @@ that was handed to a server). Every line is on disk before the next step is take
 import json
 import os
 import uuid
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -124,14 +125,20 @@ class Journal:
     def write_queued(self, job: str, fingerprint: str, attempt: int, server: str) -> None:
         """To be called before the server is asked."""
         entry = {"job": job, "attempt": attempt, "server": server, "prompt_id": self.prompt_id(job, attempt),
-                 "fingerprint": fingerprint}
+                 "fingerprint": fingerprint, "time": now()}
         self._journal.append(entry)
         self.queued.setdefault(job, []).append(entry)
 
     def write_result(self, record: dict[str, Any]) -> None:
-        """To be called before the server forgets it."""
+        """To be called before the server forgets it. A line that is written again keeps the time of the first."""
+        record = {**record, "ended": record.get("ended") or now()}
         self._results.append(record)
         self.results[record["id"]] = record
+
+
+def now() -> str:
+    """The time of a line: UTC, to the second, as "2026-11-23T02:14:05Z"."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:

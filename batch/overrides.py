@@ -53,7 +53,8 @@ def prompts_of(workflow: Workflow, jobs: list[Job]) -> dict[str, Workflow]:
 
 def with_overrides(workflow: Workflow, overrides: dict[str, Any]) -> Workflow:
     """A copy with these settings. A name is `prompt` or `negative` (the texts that feed such inputs), an input's own
-    name (in every node that has it), or one node's: `Title.input` or `12.input`. The latter win. Raises OverrideError.
+    name (in every node that has it), or one node's: `Title.input`, `12.input` or `Class.input`. The latter win. Raises
+    OverrideError.
     """
     changed = copy.deepcopy(workflow)
     found = {name: places(workflow, name) for name in overrides}
@@ -120,15 +121,16 @@ def places(workflow: Workflow, name: str) -> list[Place]:
 
 
 def place_of(workflow: Workflow, name: str) -> Place:
-    """The place that `Title.input` or `12.input` means."""
+    """The place that `Title.input`, `12.input` or `Class.input` means."""
     who, field = name.rsplit(".", 1)
     found = [who] if who in workflow else [key for key, node in workflow.items() if title(node) == who]
+    found = found or [key for key, node in workflow.items() if node["class_type"] == who]
     if not found:
         titles = sorted({title(node) for node in workflow.values()})
-        raise OverrideError(f"{name}: no node has the id or title {who!r}; there are {', '.join(titles)}")
+        raise OverrideError(f"{name}: no node has the id, title or class {who!r}; there are {', '.join(titles)}")
     if len(found) > 1:
         by_id = ", ".join(f"{key}.{field}" for key in found)
-        raise OverrideError(f"{name}: {len(found)} nodes have the title {who!r}; use one of {by_id}")
+        raise OverrideError(f"{name}: {len(found)} nodes are called {who!r}; use one of {by_id}")
     place = source(workflow, found[0], field)
     if not place:
         own = [key for key in workflow[found[0]]["inputs"] if source(workflow, found[0], key)]

@@ -121,6 +121,8 @@ class Server:
         if isinstance(getattr(error, "os_error", None), ConnectionRefusedError):
             return ServerAwayError(f"{self.url}: no ComfyUI answers there. Start it (python main.py in its "
                                    "folder), or name another address with --server.", gone=True)
+        if isinstance(error, asyncio.TimeoutError):
+            return ServerAwayError(f"{self.url} does not answer in time. Other servers get its jobs, if there are any.")
         return ServerAwayError(f"{self.url}: {str(error) or type(error).__name__}")
 
 

@@ -93,22 +93,33 @@ def exactness(row: dict[str, Any], word: Callable[[str], str]) -> str:
     return word("no, drift bound {:.2f} per token").format(bound) if bound else word("yes")
 
 
+def mean_passes() -> tuple[dict[str, float], int, int]:
+    """Mean forward passes of the README's methods, of how many images and prompts: those of the quality report once it
+    has them all, each image of which has a prompt of its own, else those of ``methods``."""
+    wanted, images = [case for *_, case in METHODS], quality_tables.measured("default")
+    if images.keys() >= {*wanted}:
+        count = quality_tables.model("default")["images"]
+        return {case: images[case]["passes"]["value"] for case in wanted}, count, count
+    report, measured = results("default-cpu"), cases("default-cpu", GUIDANCE)
+    return {case: measured[case]["passes"] for case in wanted}, report["pictures_per_method"], len(report["prompts"])
+
+
 def methods(language: str) -> str:
     """The README's table, and the settings that it was measured with."""
     word = (lambda text: CHINESE.get(text, text)) if language == "zh" else str
     nodes = json.loads((ROOT / f"locales/{language}/nodeDefs.json").read_text(encoding="utf-8"))
     measured, report, machine = cases("default-cpu", GUIDANCE), results("default-cpu"), results(HALF)["machine"]
-    half, full = found.times(LARGE, GUIDANCE, HALF), found.times(LARGE, GUIDANCE, FULL)
+    passes, count, prompts = mean_passes()
+    half, full = (found.times(LARGE, GUIDANCE, report, passes) for report in (HALF, FULL))
     rows, images = [], quality_tables.measured("default")
     for label, page, node, case in METHODS:
         row = measured[case]
         rows.append((f"[{word(label)}](docs/methods/{page}.md)", nodes[node]["display_name"], exactness(row, word),
-                     f"{row['passes']:.0f}", *(f"{of[case]:.2f}".replace("nan", "-") for of in (half, full)),
+                     f"{passes[case]:.0f}", *(f"{of[case]:.2f}".replace("nan", "-") for of in (half, full)),
                      *quality_tables.brief(images.get(case))))
     settings = word(SETTINGS).format(
         tokens=found.tokens(measured["next_token"]), guidance=GUIDANCE, temperature=report["settings"]["temperature"],
-        images=report["pictures_per_method"], prompts=len(report["prompts"]), threads=machine["threads"],
-        processor=machine["processor"],
+        images=count, prompts=prompts, threads=machine["threads"], processor=machine["processor"],
     )  # fmt: skip
     if images:
         about = quality_tables.model("default")
@@ -160,18 +171,18 @@ TABLES: dict[str, Callable[[], str]] = {
 
 def fewer() -> str:
     """How many times fewer passes SJD with coupled refinement needs, as the README says."""
-    measured = cases("default-cpu", GUIDANCE)
-    return f"{measured['next_token']['passes'] / measured['sjd coupled w32']['passes']:.1f}"
+    passes, *_ = mean_passes()
+    return f"{passes['next_token'] / passes['sjd coupled w32']:.1f}"
 
 
 def faster() -> str:
     """How many times faster exact SJD is at LlamaGen-B's size in bf16, with its mean passes."""
-    return f"{1 / found.times(LARGE, GUIDANCE, HALF)['sjd coupled w32']:.1f}"
+    return f"{1 / found.times(LARGE, GUIDANCE, HALF, mean_passes()[0])['sjd coupled w32']:.1f}"
 
 
 def exact_trees() -> str:
     """The time of draft trees that are exact, at LlamaGen-B's size in bf16: from the least to the most."""
-    measured, times = cases("default-cpu", GUIDANCE), found.times(LARGE, GUIDANCE, HALF)
+    measured, times = cases("default-cpu", GUIDANCE), found.times(LARGE, GUIDANCE, HALF, mean_passes()[0])
     trees = [times[case] for _, _, node, case in METHODS
              if node in ("SpecARDraftTreeSampler", "SpecARADTTreeSampler") and not drift(measured[case])]
     return f"{min(trees):.1f} to {max(trees):.1f}"
@@ -190,8 +201,8 @@ def written(text: str) -> str:
 def chart() -> str:
     """docs/pictures/passes.svg."""
     measured = cases("default-cpu", GUIDANCE)
-    rows = [(label, measured[case]) for label, _, _, case in METHODS]
-    return passes_chart([(label, row["passes"], drift(row) == 0) for label, row in rows])
+    passes, *_ = mean_passes()
+    return passes_chart([(label, passes[case], drift(measured[case]) == 0) for label, _, _, case in METHODS])
 
 
 def quality_points(loss: Callable[[dict[str, Any]], dict[str, Any]]) -> list[Point]:

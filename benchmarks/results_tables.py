@@ -6,7 +6,7 @@ import json
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from math import nan
 from pathlib import Path
@@ -101,15 +101,13 @@ def measured_speed(name: str, guidance: float, report: str) -> dict[str, Any]:
     return next(m for m in results(report)["models"] if (m["name"], m["settings"]["cfg"]) == (name, guidance))
 
 
-def times(name: str, guidance: float, report: str) -> dict[str, float]:
-    """Time of an image relative to next token's, calculated for the mean passes of ``methods``: a round's cost, which
-    is the same for all prompts, times the passes over next token's. By case, NaN where one of them was not measured."""
-    mean = cases("default-cpu", guidance)
-    base = mean["next_token"]["passes"]
+def times(name: str, guidance: float, report: str, passes: Mapping[str, float]) -> dict[str, float]:
+    """Time of an image relative to next token's, calculated for these mean ``passes``: a round's cost, which is the
+    same for all prompts, times the passes over next token's. By case, NaN where one of them was not measured."""
     rows = measured_speed(name, guidance, report)["rows"]
     return defaultdict(lambda: nan, {
-        row["name"]: mean[row["name"]]["passes"] / base / row["ms_over"]["next_token"] for row in rows
-        if row["name"] in mean})  # fmt: skip
+        row["name"]: passes[row["name"]] / passes["next_token"] / row["ms_over"]["next_token"] for row in rows
+        if row["name"] in passes})  # fmt: skip
 
 
 def speed(name: str, guidance: float, report: str) -> str:

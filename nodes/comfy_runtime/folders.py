@@ -139,7 +139,7 @@ def companions() -> str:
     encoders and tokenizers in all search folders."""
     roots = [root for key in (MODELS, "vae", "text_encoders") for root in folder_paths.get_folder_paths(key)]
     files = [Path(root, file) for root in roots for file in files_below(root) if may_be_used(file)]
-    return hashlib.sha256(stamp([file for file in files if file.is_file()]).encode()).hexdigest()
+    return stamp([file for file in files if file.is_file()])
 
 
 def may_be_used(file: str) -> bool:
@@ -152,8 +152,10 @@ def may_be_used(file: str) -> bool:
 
 
 def stamp(files: list[Path]) -> str:
-    """Path, modification time and size of files."""
-    return str([(str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in files])
+    """A hash of paths, modification times and sizes of files. ComfyUI writes it into every image that it saves, and
+    nobody's folders belong there."""
+    known = [(str(f), f.stat().st_mtime_ns, f.stat().st_size) for f in files]
+    return hashlib.sha256(str(known).encode()).hexdigest()
 
 
 # Traces

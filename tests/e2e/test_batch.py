@@ -93,7 +93,7 @@ def test_equal_jobs_have_an_image_each_and_a_refused_one_says_why(comfy, equal_j
     saved all the same."""
     done = subprocess.run([sys.executable, str(PACK / "batch"), "jobs.jsonl", "--server", comfy.url, "--out", "out"],
                           cwd=equal_jobs, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 1 and "2 of 3 jobs are done, 1 failed" in done.stderr
+    assert done.returncode == 3 and "2 of 3 jobs are done, 1 failed" in done.stderr
     results = (equal_jobs / "jobs.results.jsonl").read_text(encoding="utf-8").splitlines()
     one, two, bad = map(json.loads, sorted(results, key=lambda line: '"one" "two" "bad"'.find(line[7:12])))
     assert two["traces"] == one["traces"] != []
@@ -130,7 +130,7 @@ def test_rows_name_the_pictures_to_inpaint_and_a_server_that_lacks_one_is_named(
     Image.fromarray(pixels).save(comfy.base / "input/right.png")
     batch = start(inpainting, "--server", comfy.url, "--workflow", "inpaint.json")
     _, said = batch.communicate(timeout=PATIENCE)
-    assert batch.returncode == 1 and "1 of 2 jobs are done, 1 failed" in said, said
+    assert batch.returncode == 3 and "1 of 2 jobs are done, 1 failed" in said, said
     records = {record["id"]: record for record in results(inpainting)}
     assert comfy.url in records["missing"]["error"] and "gone.png" in records["missing"]["error"]
     with Image.open(inpainting / "out/there.png") as image:

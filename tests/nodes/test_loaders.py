@@ -103,6 +103,7 @@ def test_fingerprint_changes_when_a_file_is_replaced(nodes, models):
     assert before == loader.fingerprint_inputs(**inputs)
     weights.touch()
     assert before != loader.fingerprint_inputs(**inputs)
+    assert str(models) not in before, "ComfyUI writes it into every image"
 
 
 def test_replacing_a_loaded_model_leaves_no_dead_ones_behind(run, nodes, models):

@@ -99,7 +99,7 @@ def test_a_result_has_files_seconds_and_each_trace_once(tmp_path):
                 "prompt_id": journal_of.prompt_id("j0", 1), "seconds": 0.25, "error": "",
                 "files": [{"filename": "p_j0_00001_.png", "subfolder": "", "type": "output", "node": "9"}],
                 "traces": [{"method": "sjd", "target_passes": 5}], "warnings": [],
-                "versions": {"comfyui": "0.1", "torch": "2.0"},
+                "versions": {"comfyui": "0.1", "torch": "2.0"}, "ended": record["ended"],
             }
             assert one.drawn == ["p_j0"]
 

@@ -152,6 +152,17 @@ def test_settings_go_to_every_input_of_the_name_or_to_the_node_that_is_addressed
     assert found["1"]["inputs"]["model_name"] == "5"
 
 
+def test_a_node_can_be_addressed_by_its_class(workflow):
+    """As programs know it. A title comes first; of two nodes of a class, the number says which."""
+    workflow["6"] |= {"class_type": "OneSampler", "_meta": {"title": "First"}}
+    assert with_overrides(workflow, {"OneSampler.cfg": "9"})["6"]["inputs"]["cfg"] == 9
+    workflow["7"]["class_type"] = "OneSampler"
+    with pytest.raises(OverrideError, match=r"2 nodes are called 'OneSampler'; use one of 6\.cfg, 7\.cfg"):
+        with_overrides(workflow, {"OneSampler.cfg": "9"})
+    workflow["7"]["_meta"] = {"title": "OneSampler"}
+    assert with_overrides(workflow, {"OneSampler.cfg": "9"})["7"]["inputs"]["cfg"] == 9
+
+
 def test_a_seed_that_nodes_share_is_set_where_it_is_typed(workflow):
     workflow["10"] = {"class_type": "PrimitiveInt", "inputs": {"value": 2}, "_meta": {"title": "Seed"}}
     workflow["11"] = {"class_type": "PrimitiveString", "inputs": {"value": "cat"}}

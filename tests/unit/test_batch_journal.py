@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from datetime import datetime, timezone
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -166,7 +167,7 @@ def test_kill_9_again_and_again_loses_and_repeats_nothing(table):
             servers = ["--server", one.url, "--server", other.url, "--out", "out"]
             for write in range(1, 7):  # 21 of the 25 writes
                 code, said = await code_of(await started(killed_at(write), *servers))
-                assert code not in (cli.DONE, cli.FAILED) and "Traceback" not in said, said
+                assert code not in (cli.DONE, cli.LEFT, cli.FAILED) and "Traceback" not in said, said
             code, said = await code_of(await started(COMMAND, *servers))
             assert code == cli.DONE, said
             names = [name for server in (one, other) for name in server.drawn]
@@ -229,6 +230,38 @@ def test_failed_jobs_are_reported_and_run_again_only_when_asked(table, here, cap
     assert run_beside(again, "--retry-failed") == cli.DONE and again.drawn == ["p_bad.try2"]
 
 
+def test_rows_without_a_prompt_are_counted(table, here, capsys):
+    """The workflow's own prompt, an example, would be drawn for a lost cell."""
+    (table / "jobs.csv").write_text("id,prompt,seed\none,cat,1\ntwo,,2\nthree,,3\n", encoding="utf-8")
+    assert cli.main(command("--dry-run")) == cli.DONE
+    own = json.loads((table / "workflow.json").read_text(encoding="utf-8"))["1"]["inputs"]["text"]
+    assert f"no prompt in 2 of 3 rows, the first being two: they use the workflow's, {own!r}" in capsys.readouterr().err
+    (table / "jobs.csv").write_text("id,1.text,seed\none,cat,1\n", encoding="utf-8")
+    assert cli.main(command("--dry-run")) == cli.DONE and "no prompt" not in capsys.readouterr().err
+
+
+def test_a_python_without_the_two_packages_is_told_so(tmp_path):
+    program = ("import importlib.util, runpy, sys; find = importlib.util.find_spec\n"
+               "importlib.util.find_spec = lambda name, *more: None if name == 'tqdm' else find(name, *more)\n"
+               "runpy.run_path(sys.argv[1], run_name='__main__')")
+    folder = Path(cli.__file__).parent
+    run = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, encoding="utf-8", cwd=tmp_path)
+    assert run.returncode == cli.BAD_INPUT and "Traceback" not in run.stderr
+    assert "no tqdm" in run.stderr and run.stderr.endswith("pip install tqdm\n")
+
+
+def test_lines_have_the_time(tmp_path):
+    with Journal(tmp_path / "r.jsonl") as journal:
+        journal.write_queued("a", "", 1, "here")
+        journal.write_result({"id": "a", "status": "success"})
+        first = journal.results["a"]
+        journal.write_result({**first, "copies": [], "ended": "2026-01-02T03:04:05Z"})
+        assert journal.results["a"]["ended"] == "2026-01-02T03:04:05Z", "it ended then; its copies came later"
+    times = first["ended"], journal.queued["a"][0]["time"]
+    assert all(abs((datetime.now(timezone.utc) - datetime.fromisoformat(time.replace("Z", "+00:00"))).total_seconds())
+               < PATIENCE for time in times)
+
+
 def test_of_many_jobs_that_failed_before_some_are_named(table, here, capsys):
     (table / "jobs.csv").write_text("id,prompt\n" + "".join(f"j{number},fail\n" for number in range(12)), "utf-8")
     assert run_beside(FakeComfy()) == cli.FAILED
@@ -253,7 +286,8 @@ def test_copies_can_be_had_later(table, here, capsys):
     (table / "out").mkdir()
     (table / "out/j0.png").write_text("there", encoding="utf-8")
     away = cli.main(command("--server", server.url, "--out", "out"))
-    assert away == cli.FAILED and re.search(rf"^j7: .*copy.*{server.url}", capsys.readouterr().err, re.MULTILINE)
+    said = capsys.readouterr().err
+    assert away == cli.LEFT and re.search(rf"^[\d:]{{8}} j7: .*copy.*{server.url}", said, re.MULTILINE)
     assert run_beside(server, "--out", "out") == cli.DONE and len(server.drawn) == 8
     assert {path.name for path in (table / "out").iterdir()} == {f"j{i}.png" for i in range(8)}
     assert (table / "out/j0.png").read_text("utf-8") == "there"
@@ -320,7 +354,7 @@ def test_without_a_server_it_says_so_soon(table, here, capsys, monkeypatch):
     """By a clock that goes on by a tenth of a second whenever it is asked."""
     asked = itertools.count()
     monkeypatch.setattr(dispatch, "time", SimpleNamespace(monotonic=lambda: next(asked) / 10))
-    assert cli.main(command("--server", "127.0.0.1:9", "--patience", "0.5")) == cli.FAILED
+    assert cli.main(command("--server", "127.0.0.1:9", "--patience", "0.5")) == cli.LEFT
     assert next(asked) / 10 < 2 and "8 are still to do" in capsys.readouterr().err
 
 
@@ -334,6 +368,6 @@ def test_a_full_disk_stops_the_batch_and_loses_nothing(table, here, capsys, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "write_result", full)
-        assert run_beside(one) == cli.FAILED
+        assert run_beside(one) == cli.LEFT
     assert "No space left on device; the same command goes on" in capsys.readouterr().err
     assert run_beside(one) == cli.DONE and len(recorded(table / "jobs.results.jsonl")) == 8

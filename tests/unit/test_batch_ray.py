@@ -110,7 +110,7 @@ def test_an_image_that_another_program_holds_open_costs_that_job_alone(tmp_path,
 def test_where_no_cluster_listens_it_says_so_at_once(table, monkeypatch, capsys, address):
     monkeypatch.setitem(sys.modules, "ray", None)  # which is not asked
     (table / "jobs.csv").write_text("prompt\ncat\n", encoding="utf-8")
-    assert cli.main(["jobs.csv", "--ray", address, "--out", "out"]) == cli.FAILED
+    assert cli.main(["jobs.csv", "--ray", address, "--out", "out"]) == cli.LEFT
     assert f"no Ray at {address}: " in capsys.readouterr().err
 
 
@@ -122,7 +122,7 @@ def test_a_job_that_ray_never_ended_is_no_job_of_the_batch(table, monkeypatch, c
     errors = SimpleNamespace(RayError=ConnectionError, RayTaskError=ConnectionError)
     monkeypatch.setattr(fleet, "started", lambda _fleet: SimpleNamespace(exceptions=errors, shutdown=lambda: None))
     monkeypatch.setattr(fleet, "rows", dies)
-    assert cli.main(COMMAND) == cli.FAILED and "went away" in capsys.readouterr().err
+    assert cli.main(COMMAND) == cli.LEFT and "went away" in capsys.readouterr().err
     with Journal(table / "jobs.results.jsonl") as journal:
         assert journal.queued == {} == journal.results
 

@@ -99,11 +99,9 @@ def test_the_speed_report_is_asked_for_every_row_of_the_readme():
 def test_times_are_those_of_the_mean_passes(monkeypatch):
     """A round costs twice as much, and 60 of 240 passes are left."""
     timed = [{"name": name, "ms_over": {"next_token": ratio}} for name, ratio in (("next_token", 1.0), ("fast", 0.5))]
-    counted = [{"name": "next_token", "passes": 240.0}, {"name": "fast", "passes": 60.0}]
-    report = {"models": [{"name": "default", "settings": {"cfg": 3.0}, "rows": timed}],
-              "runs": [{"cfg": 3.0, "methods": counted}]}
+    report = {"models": [{"name": "default", "settings": {"cfg": 3.0}, "rows": timed}]}
     monkeypatch.setattr(results_tables, "results", lambda name: report)
-    found = results_tables.times("default", 3.0, "speed-cpu")
+    found = results_tables.times("default", 3.0, "speed-cpu", {"next_token": 240.0, "fast": 60.0})
     assert found["next_token"] == 1 and found["fast"] == 0.5 and math.isnan(found["absent"])
 
 
