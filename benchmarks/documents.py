@@ -47,10 +47,15 @@ METHODS = (
     ("Cool-SD, delta 2", "cool-sd", "SpecARCoolSDSampler", "Cool-SD delta 2"),
     ("VVS, every 4th, EAGLE-1 tree", "vvs", "SpecARVVSSampler", "VVS every 4th, EAGLE-1"),
 )
+CHOICES = {  # case -> how AR Sampler calls it
+    "next_token": "AR Sampler, *next token*", "sjd coupled w32": "AR Sampler, *fast, exact*",
+    "sjd gumbel w32": "AR Sampler, *same image as next token*",
+}
 SETTINGS = ("Bundled model, {tokens} tokens per image, guidance {guidance:g}, temperature {temperature:g}, SJD with "
             "window 32; passes: mean of {images} images, of {prompts} prompts. Time, next token = 1: these passes at "
-            "the cost of a round (a pass with its drafts and its sampling), which was measured with one prompt at "
-            "LlamaGen-B's size (87 M parameters) on {threads} threads of one {processor} with bf16 products.")
+            "the cost of a round (a pass with its drafts and its sampling), which was measured with one prompt on the "
+            "same model enlarged to LlamaGen-B's size (87 M parameters, the same images) on {threads} threads of one "
+            "{processor} with bf16 products.")
 QUALITY = (" Quality: of {images} images each ({dtype}), the change of their tokens' mean log-probability from next "
            "token's, in nats per token, and the fraction that shows all that was asked for, both with 95 % intervals; "
            "exact methods differ by chance only ([quality](docs/quality.md)).")
@@ -79,7 +84,7 @@ CHINESE = {
     SETTINGS:
         "自带模型，每张图像{tokens}个token，引导{guidance:g}，温度{temperature:g}，SJD的窗口为32；"
         "前向次数是{prompts}个提示词的{images}张图像的平均值。时间以逐token为1：按这些前向次数和每一轮（一次前向，连同草稿和采样）的代价计算，"
-        "后者用一个提示词、在LlamaGen-B的大小（8700万参数）、支持bf16乘法的{processor}的{threads}个线程上测得。",
+        "后者用一个提示词、在放大到LlamaGen-B大小（8700万参数，图像相同）的同一模型上、支持bf16乘法的{processor}的{threads}个线程上测得。",
 }  # fmt: skip
 
 
@@ -114,7 +119,8 @@ def methods(language: str) -> str:
     rows, images = [], quality_tables.measured("default")
     for label, page, node, case in METHODS:
         row = measured[case]
-        rows.append((f"[{word(label)}](docs/methods/{page}.md)", nodes[node]["display_name"], exactness(row, word),
+        names = filter(None, (CHOICES.get(case), nodes[node]["display_name"]))
+        rows.append((f"[{word(label)}](docs/methods/{page}.md)", "; ".join(names), exactness(row, word),
                      f"{passes[case]:.0f}", *(f"{of[case]:.2f}".replace("nan", "-") for of in (half, full)),
                      *quality_tables.brief(images.get(case))))
     settings = word(SETTINGS).format(
