@@ -32,13 +32,13 @@ HELP_PAGES = {  # node -> the cases that its help page shows, the default first
     "SpecARRuleTVMetered": ("TV-metered 0.05", "SJD coupled, TV budget 0.1, w32"),
     "SpecARRuleEntropy": ("SJD coupled, entropy rule, w32",),
 }
-HELP = {  # language -> head, what the table shows, and that there is none
-    "en": (("setting", "forward passes", "change of log p", "as asked"),
-           "Bundled model, {images} images each at guidance 2 and temperature 1: the change of a token's mean "
-           "log-probability from next token's, in nats, and the fraction of images that show all that was asked for, ± "
-           "half a 95 % interval. Another model may lose more or less.", "Not measured yet."),
-    "zh": (("设置", "前向次数", "log p 的变化", "符合提示词"),
-           "内置模型，每项 {images} 张图像，引导 2，温度 1：每个 token 的平均对数概率与逐 token 相比的变化（nat），"
+HELP = {  # language -> a line, what the lines show, and that there are none
+    "en": ("* {}: {} forward passes, log p {} per token, {} as asked",
+           "Bundled model, {images} images each at guidance 2 and temperature 1: how a token's mean log-probability "
+           "(nats) differs from next token's, and the fraction of images that show all that was asked for, ± half a "
+           "95 % interval. Another model may lose more or less.", "Not measured yet."),
+    "zh": ("* {}：前向 {} 次，每个 token 的 log p {}，{} 符合提示词",
+           "内置模型，每项 {images} 张图像，引导 2，温度 1：每个 token 的平均对数概率（nat）与逐 token 的差，"
            "以及完全符合提示词的图像所占的比例，± 为 95 % 区间的一半。其他模型的损失可能更大或更小。",
            "尚未测量。"),
 }
@@ -138,13 +138,14 @@ def brief(row: dict[str, Any] | None) -> tuple[str, str]:
 
 def help_page(node: str, language: str) -> str:
     """What the help page of a node with relaxed settings says of their images, beside next token's."""
-    found, (head, about, none) = model("default"), HELP[language]
+    found, (line, about, none) = model("default"), HELP[language]
     rows = measured("default")
     wanted = [rows[name] for name in HELP_PAGES[node] if name in rows]
     if not wanted:
         return none
-    cells = [(said(row["name"]), f"{row['passes']['value']:.0f}", *brief(row)) for row in (found["rows"][0], *wanted)]
-    return f"{grid(head, cells)}\n\n{about.format(images=found['images'])}"
+    lines = [line.format(said(row["name"]), f"{row['passes']['value']:.0f}", *brief(row))
+             for row in (found["rows"][0], *wanted)]
+    return "\n".join([*lines, "", about.format(images=found["images"])])
 
 
 def shipped() -> list[dict[str, Any]]:
