@@ -48,8 +48,7 @@ METHODS = (
     ("VVS, every 4th, EAGLE-1 tree", "vvs", "SpecARVVSSampler", "VVS every 4th, EAGLE-1"),
 )
 CHOICES = {  # case -> how AR Sampler calls it
-    "next_token": "AR Sampler, *next token*", "sjd coupled w32": "AR Sampler, *fast, exact*",
-    "sjd gumbel w32": "AR Sampler, *same image as next token*",
+    "next_token": "next token", "sjd coupled w32": "fast, exact", "sjd gumbel w32": "same image as next token",
 }
 SETTINGS = ("Bundled model, {tokens} tokens per image, guidance {guidance:g}, temperature {temperature:g}, SJD with "
             "window 32; passes: mean of {images} images, of {prompts} prompts. Time, next token = 1: these passes at "
@@ -119,7 +118,9 @@ def methods(language: str) -> str:
     rows, images = [], quality_tables.measured("default")
     for label, page, node, case in METHODS:
         row = measured[case]
-        names = filter(None, (CHOICES.get(case), nodes[node]["display_name"]))
+        names = [nodes[node]["display_name"]]
+        if choice := CHOICES.get(case):
+            names.insert(0, f"{nodes['SpecARSampler']['display_name']}, *{choice}*")
         rows.append((f"[{word(label)}](docs/methods/{page}.md)", "; ".join(names), exactness(row, word),
                      f"{passes[case]:.0f}", *(f"{of[case]:.2f}".replace("nan", "-") for of in (half, full)),
                      *quality_tables.brief(images.get(case))))
