@@ -154,7 +154,7 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
                         lambda on_result: drive(journal, urls, chosen, open_jobs, prompts, on_result))
         if not options.out and any(journal.done(job.id) for job in jobs):
             say("The images are in the output folders of the servers. The same command with --out FOLDER copies them.")
-        return LEFT if without and code == DONE else code
+        return LEFT if without and code in (DONE, FAILED) else code
 
 
 def on_ray(options: argparse.Namespace, jobs: list[Job]) -> int:

@@ -298,6 +298,15 @@ def test_copies_can_be_had_later(table, here, capsys):
     assert (table / "jobs.results.jsonl").read_bytes() == before
 
 
+def test_a_copy_that_is_missing_is_something_to_do_although_a_row_failed(table, here, capsys):
+    """A loop that repeats the command while it returns 1 gets it."""
+    (table / "jobs.csv").write_text("id,prompt\ngood,cat\nbad,fail\n", encoding="utf-8")
+    server = FakeComfy()
+    assert run_beside(server) == cli.FAILED
+    assert cli.main(command("--server", server.url, "--out", "out")) == cli.LEFT
+    assert run_beside(server, "--out", "out") == cli.FAILED and (table / "out/good.png").exists()
+
+
 def test_a_failed_row_is_corrected_under_its_id_by_the_same_command(table, here):
     (table / "jobs.csv").write_text("id,prompt\ngood,cat\nbad,fail\n", encoding="utf-8")
     assert run_beside(FakeComfy()) == cli.FAILED
