@@ -1,6 +1,7 @@
 """Acceptance Map, Compare Runs, Save Trace, Load Trace, and the drawing of acceptance_map."""
 
 import json
+import re
 from pathlib import Path
 
 import folder_paths
@@ -323,6 +324,7 @@ def test_traces_survive_saving_and_loading(run, nodes, sample):
     choice = "specar/t_00002_.safetensors [output]"
     loader = nodes["SpecARLoadTrace"]
     assert choice in loader.INPUT_TYPES()["required"]["trace_name"][1]["options"]
+    assert re.fullmatch("[0-9a-f]+", loader.fingerprint_inputs(trace_name=choice)), "in every image: no folder's name"
     (loaded,) = run(loader, trace_name=choice).result
     assert as_json(loaded) == as_json(trace)
     for name, values in trace.positions.items():

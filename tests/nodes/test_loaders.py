@@ -1,5 +1,7 @@
 """Load AR Checkpoint, Load AR Image Decoder, Empty AR Latent."""
 
+import re
+
 import comfy.model_management as mm
 import pytest
 import torch
@@ -103,7 +105,19 @@ def test_fingerprint_changes_when_a_file_is_replaced(nodes, models):
     assert before == loader.fingerprint_inputs(**inputs)
     weights.touch()
     assert before != loader.fingerprint_inputs(**inputs)
-    assert str(models) not in before, "ComfyUI writes it into every image"
+
+
+def test_fingerprints_are_hashes_which_name_no_folder(nodes, models, drafters):
+    """ComfyUI writes them into every image that it saves."""
+    for node, widget, choice, file in (
+        ("SpecARLoadCheckpoint", "model_name", "tiny", models / "tiny/model.safetensors"),
+        ("SpecARLoadDrafter", "drafter_name", "eagle", drafters / "eagle/model.safetensors"),
+        ("SpecARLoadImageDecoder", "decoder_name", "tiny/vq.safetensors", models / "tiny/vq.safetensors"),
+    ):
+        before = nodes[node].fingerprint_inputs(**{widget: choice})
+        file.touch()
+        after = nodes[node].fingerprint_inputs(**{widget: choice})
+        assert before != after and re.fullmatch("[0-9a-f]+", before + after), node
 
 
 def test_replacing_a_loaded_model_leaves_no_dead_ones_behind(run, nodes, models):
