@@ -179,7 +179,7 @@ class Batch:
                         logger.warning("Waiting up to %g s for a server.", self._patience())
                 silent = time.monotonic() - (lane.answered or begun)
                 if silent > self.options.grace * (GONE if error.gone else 1):
-                    self._give_back(lane)
+                    self._give_back(lane, silent)
                 if self._abandoned(begun):
                     logger.error("No server answers: given up. Start one, or name its address with --server.")
                     self.stopping = True
@@ -308,9 +308,13 @@ class Batch:
         else:
             self.waiting.appendleft(work)
 
-    def _give_back(self, lane: Lane) -> None:
-        """The server is silent: its jobs go to others, those first that it had not come to: the job that was running
-        may be what kills servers, and should not take the same neighbours with it each time."""
+    def _give_back(self, lane: Lane, silent: float) -> None:
+        """The server has been silent for so many seconds: its jobs go to others, those first that it had not come to:
+        the job that was running may be what kills servers, and should not take the same neighbours with it each time.
+        """
+        if lane.own:
+            logger.warning("%s has not answered for %.0f s. Its jobs (%d) go to servers that answer.", lane.server.url,
+                           silent, lane.own)
         for prompt_id in list(lane.sent):
             work = lane.strays[prompt_id] = lane.sent.pop(prompt_id)
             self._again(work, lane, "is silent")

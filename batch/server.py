@@ -122,7 +122,7 @@ class Server:
             return ServerAwayError(f"{self.url}: no ComfyUI answers there. Start it (python main.py in its "
                                    "folder), or name another address with --server.", gone=True)
         if isinstance(error, asyncio.TimeoutError):
-            return ServerAwayError(f"{self.url} does not answer in time. Other servers get its jobs, if there are any.")
+            return ServerAwayError(f"{self.url} does not answer in time.")
         return ServerAwayError(f"{self.url}: {str(error) or type(error).__name__}")
 
 

@@ -221,6 +221,20 @@ def test_a_server_that_never_answers_holds_nobody_up(tmp_path, clock, monkeypatc
     assert caplog.messages == []
 
 
+def test_a_server_that_hangs_is_named_without_the_words_of_its_socket(monkeypatch):
+    monkeypatch.setattr(dispatch, "ANSWER_SECONDS", 0.01)
+
+    async def check(url: str):
+        async with dispatch.session_of() as session:
+            await server.Server(session, url).queue()
+
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        url = f"http://127.0.0.1:{hung.getsockname()[1]}"
+        with pytest.raises(server.ServerAwayError, match=f"^{url} does not answer in time") as error:
+            asyncio.run(check(url))
+    assert "socket" not in str(error.value) and not error.value.gone
+
+
 def test_a_server_that_others_keep_busy_is_left_to_them(tmp_path):
     async def check():
         async with FakeComfy() as busy, FakeComfy() as free:
@@ -369,7 +383,9 @@ def test_a_server_that_restarts_gets_its_jobs_again_under_another_name(tmp_path,
             assert_each_once(tmp_path / "r.jsonl", jobs, one)
             assert "p_j0.try2" in one.drawn
             if missed:
-                assert caplog.messages[1:] == ["Waiting up to 0.4 s for a server.", f"{one.url} answers again."]
+                waiting, moved, again = caplog.messages[1:]
+                assert waiting == "Waiting up to 0.4 s for a server." and again == f"{one.url} answers again."
+                assert moved.startswith(one.url) and "jobs (2)" in moved
 
     asyncio.run(check())
 

@@ -250,6 +250,14 @@ def test_a_python_without_the_two_packages_is_told_so(tmp_path):
     assert "no tqdm" in run.stderr and run.stderr.endswith("pip install tqdm\n")
 
 
+def test_every_line_of_a_log_has_the_time_in_front(table):
+    """What the command says, and what it logs on the way."""
+    program = [*COMMAND, *command("--server", "http://127.0.0.1:9", "--patience", "0.1")]
+    run = subprocess.run(program, capture_output=True, encoding="utf-8", timeout=PATIENCE)
+    assert run.returncode == cli.LEFT and "given up" in run.stderr and "8 are still to do" in run.stderr
+    assert all(re.match(r"\d\d:\d\d:\d\d \S", line) for line in run.stderr.splitlines()), run.stderr
+
+
 def test_lines_have_the_time(tmp_path):
     with Journal(tmp_path / "r.jsonl") as journal:
         journal.write_queued("a", "", 1, "here")
