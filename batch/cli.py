@@ -24,9 +24,9 @@ WORKFLOW = Path(__file__).resolve().parent.parent / "workflows/api/05 Acceptance
 SERVER = "http://127.0.0.1:8188"
 DONE, LEFT, BAD_INPUT, FAILED, CANCELLED = 0, 1, 2, 3, 130
 EPILOG = """A column of the jobs file sets the input of that name in all nodes of the workflow (seed, cfg, window, ...),
-`prompt` and `negative` the texts, `Title.input` or `12.input` one node's input; `id` names the job. The same command
-again goes on where it stopped. Exit code: 0 all jobs are done, 1 some are still to do: repeat the command, 2 nothing
-was begun, 3 all others are done, but some failed: correct their rows, 130 cancelled."""
+`prompt` and `negative` the texts, `Title.input`, `12.input` or `Class.input` one node's input; `id` names the job. The
+same command again goes on where it stopped. Exit code: 0 all jobs are done, 1 some are still to do or lack a copy:
+repeat the command, 2 nothing was begun, 3 all others are done, but some failed: correct their rows, 130 cancelled."""
 CLOCK = "%H:%M:%S"
 FOR_SERVERS = ("server", "workflow", "in_flight", "patience")
 FOR_RAY = ("model", "decoder", "drafter", "method", "dtype", "actors", "cpus", "gpus")
