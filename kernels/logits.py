@@ -36,8 +36,8 @@ def probabilities(
     """
     guided, greedy, heated, by_rank, by_mass = cfg != 1, temperature == 0, temperature != 1, top_k > 0, top_p < 1
     if numbers is not None:
-        (cfg, temperature, top_k, top_p, *law), heated = numbers.unbind(), True
-        entropy = entropy and tuple(law)
+        (cfg, temperature, top_k, top_p, *curve), heated = numbers.unbind(), True
+        entropy = entropy and tuple(curve)
     z = logits[..., :vocab].float()
     if guided:
         z = guide(z, cfg)
