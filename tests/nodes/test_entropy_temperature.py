@@ -11,7 +11,7 @@ SAME_SEED = "same seed, same picture (Gumbel, exact)"
 
 @pytest.fixture(scope="module")
 def heated(tiny, nodes, run):
-    """heated(model, **widgets) -> the model behind the node."""
+    """heated(model, **widgets) -> the node's model."""
     node = nodes["SpecAREntropyTemperature"]
 
     def heated(model=tiny[0], **widgets):
@@ -49,7 +49,7 @@ def test_the_same_seed_gives_the_image_of_next_token(sample, heated):
     assert torch.equal(plain["ar_tokens"], same["ar_tokens"])
 
 
-def test_a_drafter_of_the_model_serves_it_behind_the_node_too(sample, heated):
+def test_a_drafter_of_the_model_serves_the_node_s_model_too(sample, heated):
     _, trace = sample("DraftTree", model=heated())
     assert trace.settings["lossless"] and trace.settings["entropy"] == (2.5, 3.0, 0.6)
 
