@@ -71,7 +71,7 @@ def worth_trying(modules: Iterable[nn.Module], rows: int) -> bool:
     if sum(weight.numel() for module in modules for weight in module.parameters()) > LARGEST:
         return False
     layers = [layer for module in modules for layer in module.modules() if isinstance(layer, nn.Linear)]
-    shapes = {(layer.in_features, layer.out_features, layer.weight.dtype) for layer in layers}
+    shapes = dict.fromkeys((layer.in_features, layer.out_features, layer.weight.dtype) for layer in layers)
     return all(same_alone(*shape, torch.get_num_threads()) for shape in shapes)
 
 
