@@ -4,6 +4,7 @@
     python -m benchmarks quality --parts draw                  # the images only: hours, can be stopped and goes on
     python -m benchmarks quality --parts measure --out FILE    # of the images drawn so far: minutes
     python -m benchmarks quality --map --out FILE              # sampling parameters: guidance, temperature, filters
+    python -m benchmarks quality --sheet FILE                  # some of the images drawn so far, as a picture
 
 All methods get the same prompts, each image with its own seed, at temperature 1 without filters (continuous models:
 with their own settings). A second set of next-token images with other seeds is the floor: no method can come closer.
@@ -28,7 +29,7 @@ from typing import Any
 
 import torch
 
-from . import quality_map
+from . import quality_map, quality_sheet
 from .feature_spaces import Spaces
 from .quality_cases import PROMPTS, prompts
 from .quality_model import ModelUnderTest
@@ -53,6 +54,7 @@ def main() -> None:
     parser.add_argument("--cfg", type=float, default=2.0, help="guidance of the discrete model (default: %(default)s)")
     parser.add_argument("--map", action="store_true", help="instead of the methods: next token at other guidances, "
                         "temperatures, top-k and top-p, and the passes of SJD there; of the discrete model only")
+    parser.add_argument("--sheet", type=Path, help="instead of measuring: the picture of docs/quality.md")
     parser.add_argument("--without-imagenet", action="store_true",
                         help="compare in the classifier's features only: those of ImageNet need two packages")
     parser.add_argument("--folder", type=Path, default=Path("runs/quality"),
@@ -70,10 +72,13 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     wanted, device = prompts(options.images), torch.device(options.device)
     dtype = getattr(torch, options.dtype)
-    chosen = ["default"] if options.map else options.models
+    chosen = ["default"] if options.map or options.sheet else options.models
     models = [ModelUnderTest.load(name, options.cfg, device, dtype, options.folder) for name in chosen]
     names = [name for tested in models for name in (
         quality_map.points(tested.parameters) if options.map else [case.name for case in tested.cases])]
+    if options.sheet:
+        quality_sheet.sheet(models[0]).save(options.sheet, quality=85, method=6)
+        return
     if unknown := set(options.only or ()) - set(names):
         parser.error(f"there is no case {', '.join(sorted(unknown))}; choose from: {'; '.join(names)}")
     if "draw" in options.parts:

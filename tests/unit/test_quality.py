@@ -11,6 +11,7 @@ from comfyui_specar.benchmarks import (
     quality_draw,
     quality_map,
     quality_reports,
+    quality_sheet,
     quality_sources,
     quality_tables,
     resampling,
@@ -28,6 +29,7 @@ from comfyui_specar.benchmarks.quality_cases import (
 )
 from comfyui_specar.benchmarks.quality_draw import Drawn, draw, origin, read
 from comfyui_specar.benchmarks.quality_measure import Measurement, check, log_probs, right
+from comfyui_specar.benchmarks.quality_model import ModelUnderTest
 from comfyui_specar.benchmarks.runs import Case
 from comfyui_specar.samplers.contract import Output
 from comfyui_specar.training.classifier import LABELS
@@ -324,3 +326,19 @@ def test_a_model_of_vectors_is_drawn_as_latents(tmp_path):
     shown = vae.decode(out.latent).permute(0, 3, 1, 2) * 2 - 1
     assert images.shape == (2, 3, 256, 256) and (images - shown).abs().max() < 0.02  # fp16 of latents
     assert replace(drawn, passes=drawn.passes[:1]).first(1).content.shape[0] == 1
+
+
+def test_the_sheet_shows_the_first_prompts_that_its_page_names(model, tmp_path):
+    images = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
+    drawn = quality_sheet.arranged([(("a method", "9 forward passes"), images), (("another",), images)])
+    left = quality_sheet.LABEL + quality_sheet.SIDE + quality_sheet.GAP
+    dark, bright = (drawn.crop((x, 0, x + quality_sheet.SIDE, quality_sheet.SIDE)).resize((1, 1)).getpixel((0, 0))
+                    for x in (quality_sheet.LABEL, left))
+    assert all(low < 128 < high for low, high in zip(dark, bright, strict=True)), "in their order"
+    cases = [Case(name, SJD.method) for name in quality_sheet.CASES]
+    tested = ModelUnderTest("default", model, None, cases, PARAMETERS, tmp_path)
+    with pytest.raises(ValueError, match="There are no 8 images of 'next_token'"):
+        quality_sheet.sheet(tested)
+    page = (FOLDER.parents[1] / "docs/quality.md").read_text(encoding="utf-8")
+    named = "; ".join(prompt.text for prompt in prompts(quality_sheet.COLUMNS))
+    assert named in " ".join(page.split())
