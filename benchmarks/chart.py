@@ -9,7 +9,7 @@ WIDTH, ROW, LABEL, TOP = 640, 26, 220, 12  # pixels
 LONGEST = WIDTH - LABEL - 60
 STYLE = """<style>
 text { font: 14px sans-serif; fill: #24292f }
-.exact { fill: #2f81c7 } .drifts { fill: #d9822b }
+.exact { fill: #0072b2 } .drifts { fill: #cc79a7 }
 @media (prefers-color-scheme: dark) { text { fill: #e6edf3 } }
 </style>"""
 

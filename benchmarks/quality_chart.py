@@ -11,8 +11,8 @@ WIDTH, PANEL, LEFT, RIGHT, TOP, GAP, CLOSE = 640, 250, 60, 16, 30, 50, 24  # pix
 FONT, LETTER = 11, 6.5  # of labels: their height, and the width of a letter
 STYLE = """<style>
 text { font: 12px sans-serif; fill: #24292f } .label { font-size: 11px } .title { font-weight: bold }
-.exact { fill: #2f81c7 } .drifts { fill: #d9822b }
-line.drifts { stroke: #d9822b; stroke-width: 1 } .axis { stroke: #8c959f; stroke-width: 1; fill: none }
+.exact { fill: #0072b2 } .drifts { fill: #cc79a7 }
+line.drifts { stroke: #cc79a7; stroke-width: 1 } .axis { stroke: #8c959f; stroke-width: 1; fill: none }
 .grid { stroke: #8c959f; stroke-width: 1; stroke-opacity: 0.25 }
 .front { stroke: #57606a; stroke-width: 1.5; stroke-dasharray: 5 3; fill: none }
 @media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .front { stroke: #c9d1d9 } }

@@ -47,7 +47,7 @@ METRICS = (
 )
 LOG_RATIOS = 10  # the log ratio's colours reach from minus this to this
 NOT_JUDGED = "no draft was verified"
-MARGIN, LINE, SWATCH = 10, 30, 20  # pixels of the legend, which shrinks with the map on its node
+MARGIN, LINE, SWATCH, SWATCH_WIDTH = 10, 30, 21, 25  # pixels of the legend, which shrinks with the map on its node
 TITLE, TEXT = 21, 21  # its font sizes
 TOKEN_PIXELS = 16  # side of a token in maps without an image
 
@@ -296,7 +296,8 @@ def overlay(token_map: TokenMap, image: np.ndarray | None, opacity: float, short
     if image is not None:
         grey = image @ [0.299, 0.587, 0.114]
         canvas = opacity * canvas + (1 - opacity) * enlarge(grey, height, width)[..., None]
-    return np.concatenate((canvas.round().astype(np.uint8), draw_legend(token_map, width)))
+    legend = draw_legend(token_map, width, 1.0 if image is None else opacity)
+    return np.concatenate((canvas.round().astype(np.uint8), legend))
 
 
 def legend_height(token_map: TokenMap) -> int:
@@ -304,21 +305,25 @@ def legend_height(token_map: TokenMap) -> int:
     return (1 + len(token_map.legend)) * LINE + 2 * MARGIN
 
 
-def draw_legend(token_map: TokenMap, width: int) -> np.ndarray:
-    """A white strip [n, width, 3] (uint8): title, then one line per swatch, or a colour bar with its ends."""
+def draw_legend(token_map: TokenMap, width: int, opacity: float = 1.0) -> np.ndarray:
+    """A white strip [n, width, 3] (uint8): title, then one line per swatch, or a colour bar with its ends. A swatch has
+    the colours that its tokens have over an image: over black on its left, over white on its right."""
     strip = Image.new("RGB", (width, legend_height(token_map)), "white")
     draw, bold, font = ImageDraw.Draw(strip), ImageFont.load_default(TITLE), ImageFont.load_default(TEXT)
     draw.text((MARGIN, MARGIN), token_map.title, "black", bold)
     for i, item in enumerate(token_map.legend):
         top = MARGIN + (i + 1) * LINE + 2
         if isinstance(item, Swatch):
-            draw.rectangle((MARGIN, top, MARGIN + 24, top + SWATCH), item.colour, "black")
+            below = np.linspace(0, 255, SWATCH_WIDTH)[None, :, None]
+            shades = opacity * np.array(item.colour) + (1 - opacity) * below.repeat(SWATCH, 0)
+            strip.paste(Image.fromarray(shades.round().astype(np.uint8)), (MARGIN, top))
+            draw.rectangle((MARGIN, top, MARGIN + SWATCH_WIDTH - 1, top + SWATCH - 1), outline="black")
             draw.text((MARGIN + 34, top - 1), item.text, "black", font)
         else:
             end = width - MARGIN - int(draw.textlength(item.high, font)) - 8
             begin = MARGIN + int(draw.textlength(item.low, font)) + 8
             draw.text((MARGIN, top - 1), item.low, "black", font)
             draw.text((end + 8, top - 1), item.high, "black", font)
-            bar = gradient(np.linspace(0, 1, end - begin)[None].repeat(SWATCH + 1, 0), item.colours)
+            bar = gradient(np.linspace(0, 1, end - begin)[None].repeat(SWATCH, 0), item.colours)
             strip.paste(Image.fromarray(bar.round().astype(np.uint8)), (begin, top))
     return np.asarray(strip)

@@ -2,7 +2,8 @@
 
 ``written_table`` and ``bars`` also show the trials of Find Fastest (trials.py).
 
-The two bar colours are Okabe and Ito's blue and vermilion, which stay apart with every common colour-vision deficiency.
+Bars are Okabe and Ito's blue, or their purple, which acceptance maps have for tokens that a relaxed rule accepted. The
+two stay apart with every common colour-vision deficiency.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from ..samplers.trace import Trace
+from ..samplers.trace import Source, Trace
+from .acceptance_map import SOURCES
 from .run_report import exact, labels
 
-EXACT, APPROXIMATE = (0, 114, 178), (213, 94, 0)
+EXACT, APPROXIMATE = (0, 114, 178), SOURCES[Source.RELAXED][1]
 INK, RULE, CHOSEN = (20, 20, 20), (205, 205, 205), (255, 243, 199)
 WIDTH, LABELS, ROW, HEAD, MARGIN, BAR = 1024, 340, 58, 78, 16, 16  # pixels
 

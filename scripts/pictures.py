@@ -147,7 +147,7 @@ SCENES = {
         wires=(("SpecARTimeline", "frames", PREVIEW, "images"),)),
     "SpecARFindFastest": Scene(
         "07 Find the fastest method", {"SpecARFindFastest": (0, 0, 480, 900)},
-        values={"SpecARFindFastest": {"seconds": 180}}),
+        values={"SpecARFindFastest": {"seconds": 120}}),
     "SpecARCompareTraces": Scene("27 Compare all methods", {"SpecARCompareTraces": (0, 0, 760, 700)}),
     "SpecARSaveTrace": Scene("05 Acceptance map", {SJD: (0, 0, 0), "SpecARSaveTrace": (300, 0, 340, 240)}),
     "SpecARLoadTrace": Scene("05 Acceptance map", {"SpecARLoadTrace": (0, 0, 340), MAP: (400, 0, 340, 620)},

@@ -202,6 +202,29 @@ def test_the_first_templates_are_apps_that_run(own_page, template):
 FIT = "() => { Object.assign(app.canvas.ds, {scale: 0.3, offset: [200, 300]}); app.canvas.setDirty(true, true); }"
 
 
+def test_the_map_replaces_the_picture_that_an_earlier_graph_left_under_its_id(own_page, tmp_path):
+    """Newer front ends draw what they have of a node's id at once when a graph is loaded over another."""
+    page, template = own_page, ROOT / "workflows/05 Acceptance map.json"
+    [number] = (node["id"] for node in json.loads(template.read_text("utf-8"))["nodes"]
+                if node["type"] == "SpecARAcceptanceMap")
+    graph = json.loads(TEMPLATES[0].read_text("utf-8"))
+    [saved] = (node["id"] for node in graph["nodes"] if node["type"] == "SaveImage")
+    ids = {saved: number} | {node["id"]: node["id"] + 100 for node in graph["nodes"] if node["id"] != saved}
+    for node in graph["nodes"]:
+        node["id"] = ids[node["id"]]
+    for link in graph["links"]:
+        link[1], link[3] = ids[link[1]], ids[link[3]]
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text(json.dumps(graph), encoding="utf-8")
+    for each in (earlier, template):
+        load(page, each)
+        page.evaluate(FIT)
+        page.wait_for_timeout(500)  # for drawing it
+        run(page)
+    page.wait_for_function("""() => app.graph._nodes.find(node => node.type === 'SpecARAcceptanceMap')
+        .widgets.map(widget => widget.name).join() === 'metric,opacity,specar_map'""")
+
+
 @pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
 @pytest.mark.parametrize("name", [DEFAULT, "31 Continuous tokens"])
 def test_template_runs_and_shows_images_and_map(page, renderer, name):

@@ -12,6 +12,7 @@ const MAP_NODE = "SpecARAcceptanceMap";
 const MAP = "specar_map";
 const MAP_WIDTH = 400; // at least, when it first appears
 const MAP_HEIGHT = 490;
+const PICTURE = "$$canvas-image-preview"; // ComfyUI's own, for results that an earlier graph left under the node's id
 
 document.head.append(Object.assign(document.createElement("link"), {
   rel: "stylesheet", href: new URL("./specar.css", import.meta.url).href,
@@ -20,6 +21,8 @@ document.head.append(Object.assign(document.createElement("link"), {
 const view = (file) => `/view?${new URLSearchParams(file)}`;
 
 function mapWidget(node) {
+  const picture = node.widgets.find((widget) => widget.name === PICTURE);
+  if (picture) node.widgets.splice(node.widgets.indexOf(picture), 1);
   const map = new MapView({
     fetchFile: (file) => app.api.fetchApi(view(file)),
     addressOf: (file) => app.api.apiURL(view(file)),
