@@ -22,15 +22,21 @@ from .chart import passes_chart
 from .published import PUBLISHED
 from .quality_chart import Point, quality_chart
 from .results_tables import cases, drift, grid, results
+from .size_chart import size_chart
 
 ROOT = Path(__file__).resolve().parents[1]
-CHART, QUALITY_CHART = ROOT / "docs/pictures/passes.svg", ROOT / "docs/pictures/quality.svg"
+CHART, SIZE_CHART, QUALITY_CHART = (ROOT / f"docs/pictures/{name}.svg" for name in ("passes", "sizes", "quality"))
 SHIPPED = ROOT / "reports/quality.json"  # what Find Fastest shows of a setting's images
 TABLE = re.compile(r"(<!-- table: ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NUMBER = re.compile(r"(<!-- n: ([^>]+) -->).*?(<!-- /n -->)")
 GUIDANCE = 2.0  # of all numbers in the README: the bundled model's own
-LARGE = "default@llamagen-b"  # the model of the README's times
-FULL, HALF = "speed-cpu-fp32", "speed-cpu-bf16"  # its speed reports
+B, L = "default@llamagen-b", "default@llamagen-l"  # the models of the README's times
+TIMED = {B: ("speed-cpu-bf16", "speed-cpu-bf16-amd"), L: ("speed-cpu-bf16-l-amd",)}  # their reports, by processor
+FULL = "speed-cpu-fp32"  # that of the first in fp32
+GROWING = (("default", "speed-cpu-amd"), (B, TIMED[B][-1]), (L, TIMED[L][-1]))  # models by size, on one processor
+PAYING = ("sjd coupled w16", "sjd coupled w32", "chain of 5", "EAGLE-1, 57 drafts", "Cool-SD delta 2")  # methods there
+SHORT = {"float32": "fp32", "bfloat16": "bf16"}
+PROCESSORS = {"Intel(R) Xeon(R) Processor": "Intel Xeon (AMX)", "AMD EPYC": "AMD EPYC (Zen 5)"}
 
 # Methods in the README: name with its settings, page in docs/methods, node, and the name of the measured case.
 METHODS = (
@@ -52,9 +58,9 @@ CHOICES = {  # case -> how AR Sampler calls it
 }
 SETTINGS = ("Bundled model, {tokens} tokens per image, guidance {guidance:g}, temperature {temperature:g}, SJD with "
             "window 32; passes: mean of {images} images, of {prompts} prompts. Time, next token = 1: these passes at "
-            "the cost of a round (a pass with its drafts and its sampling), which was measured with one prompt on the "
-            "same model enlarged to LlamaGen-B's size (87 M parameters, the same images) on {threads} threads of one "
-            "{processor} with bf16 products.")
+            "the cost of a round (a pass with its drafts and its sampling), which was measured on the same model "
+            "enlarged to the sizes of LlamaGen-B and -L (87 and {millions} M parameters, the same images), in bf16 on "
+            "{threads} threads of {processors}, -L on the second only.")
 QUALITY = (" Quality: of {images} images each ({dtype}), the change of their tokens' mean log-probability from next "
            "token's, in nats per token, and the fraction that shows all that was asked for, both with 95 % intervals; "
            "exact methods differ by chance only ([quality](docs/quality.md)).")
@@ -71,7 +77,7 @@ CHINESE = {
                  "精确的方法在最下面的线上；没有任何设置低于虚线，所以请选虚线上的设置。",
     UNMEASURED: "各种方法的图像[质量](docs/quality.md)：尚未测量。",
     "method": "方法", "node": "节点", "exact": "精确", "yes": "是", "forward passes": "前向次数",
-    "time, bf16": "时间，bf16", "time, fp32": "时间，fp32", "next token": "逐token",
+    "time, LlamaGen-B": "时间，LlamaGen-B", "time, LlamaGen-L": "时间，LlamaGen-L", "next token": "逐token",
     "SJD, coupled (MC-SJD)": "SJD，耦合（MC-SJD）", "SJD, redraw": "SJD，重新采样",
     "SJD, same seed": "SJD，相同种子", "SJD++ reuse (paper)": "SJD++复用（论文）",
     "EAGLE-1, 57 drafts": "EAGLE-1，57个草稿token", "EAGLE-2, 58 drafts": "EAGLE-2，58个草稿token",
@@ -83,7 +89,9 @@ CHINESE = {
     SETTINGS:
         "自带模型，每张图像{tokens}个token，引导{guidance:g}，温度{temperature:g}，SJD的窗口为32；"
         "前向次数是{prompts}个提示词的{images}张图像的平均值。时间以逐token为1：按这些前向次数和每一轮（一次前向，连同草稿和采样）的代价计算，"
-        "后者用一个提示词、在放大到LlamaGen-B大小（8700万参数，图像相同）的同一模型上、支持bf16乘法的{processor}的{threads}个线程上测得。",
+        "后者在放大到LlamaGen-B和-L大小（8700万和{millions}00万参数，图像相同）的同一模型上、以bf16用{processors}的"
+        "{threads}个线程测得，-L只用了后者。",
+    "{} and {}": "{}和{}", "{} to {}": "{}至{}",
 }  # fmt: skip
 
 
@@ -108,13 +116,25 @@ def mean_passes() -> tuple[dict[str, float], int, int]:
     return {case: measured[case]["passes"] for case in wanted}, report["pictures_per_method"], len(report["prompts"])
 
 
+def times(case: str, size: str) -> list[float]:
+    """The time of a method's image relative to next token's at a size in bf16, with its mean passes, by processor."""
+    passes, *_ = mean_passes()
+    return [found.times(size, GUIDANCE, report, passes)[case] for report in TIMED[size]]
+
+
+def span(numbers: list[float], decimals: int, word: Callable[[str], str] = str) -> str:
+    """From the least to the most: "0.39 to 0.51"."""
+    low, high = f"{min(numbers):.{decimals}f}", f"{max(numbers):.{decimals}f}"
+    return low if low == high else word("{} to {}").format(low, high)
+
+
 def methods(language: str) -> str:
     """The README's table, and the settings that it was measured with."""
     word = (lambda text: CHINESE.get(text, text)) if language == "zh" else str
     nodes = json.loads((ROOT / f"locales/{language}/nodeDefs.json").read_text(encoding="utf-8"))
-    measured, report, machine = cases("default-cpu", GUIDANCE), results("default-cpu"), results(HALF)["machine"]
+    measured, report = cases("default-cpu", GUIDANCE), results("default-cpu")
+    machines = [results(name)["machine"] for name in TIMED[B]]
     passes, count, prompts = mean_passes()
-    half, full = (found.times(LARGE, GUIDANCE, report, passes) for report in (HALF, FULL))
     rows, images = [], quality_tables.measured("default")
     for label, page, node, case in METHODS:
         row = measured[case]
@@ -122,16 +142,18 @@ def methods(language: str) -> str:
         if choice := CHOICES.get(case):
             names.insert(0, f"{nodes['SpecARSampler']['display_name']}, *{choice}*")
         rows.append((f"[{word(label)}](docs/methods/{page}.md)", "; ".join(names), exactness(row, word),
-                     f"{passes[case]:.0f}", *(f"{of[case]:.2f}".replace("nan", "-") for of in (half, full)),
+                     f"{passes[case]:.0f}", *(span(times(case, size), 2, word) for size in TIMED),
                      *quality_tables.brief(images.get(case))))
     settings = word(SETTINGS).format(
         tokens=found.tokens(measured["next_token"]), guidance=GUIDANCE, temperature=report["settings"]["temperature"],
-        images=count, prompts=prompts, threads=machine["threads"], processor=machine["processor"],
+        images=count, prompts=prompts, threads=machines[0]["threads"],
+        millions=round(found.measured_speed(L, GUIDANCE, TIMED[L][0])["parameters"] / 1e6),
+        processors=word("{} and {}").format(*(PROCESSORS[machine["processor"]] for machine in machines)),
     )  # fmt: skip
     if images:
         about = quality_tables.model("default")
         settings += word(QUALITY).format(images=about["images"], dtype=about["dtype"].removeprefix("torch."))
-    head = tuple(map(word, ("method", "node", "exact", "forward passes", "time, bf16", "time, fp32",
+    head = tuple(map(word, ("method", "node", "exact", "forward passes", "time, LlamaGen-B", "time, LlamaGen-L",
                             "change of log p", "as asked")))
     return grid(head, rows) + f"\n\n{settings}"
 
@@ -152,10 +174,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "paired, guidance 1": partial(found.paired, 1.0),
     "paired, guidance 2": partial(found.paired, 2.0),
     "speed": partial(found.speed, "default", GUIDANCE, "speed-cpu"),
-    "speed, LlamaGen-B, fp32": partial(found.speed, LARGE, GUIDANCE, FULL),
-    "speed, LlamaGen-B, bf16": partial(found.speed, LARGE, GUIDANCE, HALF),
+    "speed, speed-cpu-amd": partial(found.speed, "default", GUIDANCE, "speed-cpu-amd"),
+    "speed, LlamaGen-B, fp32": partial(found.speed, B, GUIDANCE, FULL),
+    **{f"speed, {report}": partial(found.speed, size, GUIDANCE, report)
+       for size, reports in TIMED.items() for report in reports},
     "throughput, one process": partial(found.throughput, "1x1"),
     "throughput, two processes": partial(found.throughput, "2x1"),
+    "batches, LlamaGen-B": partial(found.batches, B, GUIDANCE, "batches-cpu-bf16-amd"),
     "continuous": found.continuous,
     "continuous, paper": found.continuous_paper,
     "determinism": found.determinism,
@@ -183,19 +208,26 @@ def fewer() -> str:
 
 
 def faster() -> str:
-    """How many times faster exact SJD is at LlamaGen-B's size in bf16, with its mean passes."""
-    return f"{1 / found.times(LARGE, GUIDANCE, HALF, mean_passes()[0])['sjd coupled w32']:.1f}"
+    """How many times faster exact SJD is at LlamaGen-B's size in bf16, with its mean passes, by processor."""
+    return span([1 / time for time in times("sjd coupled w32", B)], 1)
 
 
 def exact_trees() -> str:
-    """The time of draft trees that are exact, at LlamaGen-B's size in bf16: from the least to the most."""
-    measured, times = cases("default-cpu", GUIDANCE), found.times(LARGE, GUIDANCE, HALF, mean_passes()[0])
-    trees = [times[case] for _, _, node, case in METHODS
-             if node in ("SpecARDraftTreeSampler", "SpecARADTTreeSampler") and not drift(measured[case])]
-    return f"{min(trees):.1f} to {max(trees):.1f}"
+    """The time of draft trees that are exact, at LlamaGen-B's size in bf16."""
+    measured = cases("default-cpu", GUIDANCE)
+    return span([time for _, _, node, case in METHODS for time in times(case, B)
+                 if node in ("SpecARDraftTreeSampler", "SpecARADTTreeSampler") and not drift(measured[case])], 1)
 
 
-NUMBERS = {"fewer passes": fewer, "times faster": faster, "time, exact trees": exact_trees,
+def may_drift(text: str = "{} passes, log p {}") -> str:
+    """What AR Sampler's relaxed choice needs and costs."""
+    row = quality_tables.measured("default").get("SJD coupled, TV budget 0.1, w32")
+    return text.format(f"{row['passes']['value']:.0f}", quality_tables.brief(row)[0]) if row else "not measured yet"
+
+
+NUMBERS = {"may drift": may_drift, "may drift, Chinese": lambda: may_drift("{} 次前向，log p {}"),
+           "fewer passes": fewer, "times faster": faster, "time, exact trees": exact_trees,
+           "times faster, Chinese": lambda: faster().replace(" to ", "至"),
            "time, exact trees, Chinese": lambda: exact_trees().replace(" to ", "至")}
 
 
@@ -210,6 +242,19 @@ def chart() -> str:
     measured = cases("default-cpu", GUIDANCE)
     passes, *_ = mean_passes()
     return passes_chart([(label, passes[case], drift(measured[case]) == 0) for label, _, _, case in METHODS])
+
+
+def chart_of_sizes() -> str:
+    """docs/pictures/sizes.svg."""
+    measured = cases("default-cpu", GUIDANCE)
+    passes, sizes, each = {name: row["passes"] for name, row in measured.items()}, [], []
+    for size, report in GROWING:
+        model = found.measured_speed(size, GUIDANCE, report)
+        seconds = next(row["seconds"]["median"] for row in model["rows"] if row["name"] == "next_token")
+        sizes.append((f"{model['parameters'] / 1e6:.0f} M, {SHORT[model['dtype']]}", f"next token {seconds:.2g} s"))
+        each.append(found.times(size, GUIDANCE, report, passes))
+    return size_chart(sizes, [(found.said(case), [times[case] for times in each], drift(measured[case]) == 0)
+                              for case in PAYING])
 
 
 def quality_points(loss: Callable[[dict[str, Any]], dict[str, Any]]) -> list[Point]:
@@ -246,7 +291,7 @@ def _above_zero(distance: dict[str, Any]) -> dict[str, Any]:
 def generated() -> dict[Path, str]:
     """The files that follow from the results."""
     shipped = quality_tables.shipped()
-    made = {CHART: chart(), QUALITY_CHART: chart_of_quality(),
+    made = {CHART: chart(), SIZE_CHART: chart_of_sizes(), QUALITY_CHART: chart_of_quality(),
             SHIPPED: json.dumps(shipped, indent=1) + "\n" if shipped else None}
     return {file: text for file, text in made.items() if text is not None}
 

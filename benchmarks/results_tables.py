@@ -130,6 +130,15 @@ def throughput(layout: str) -> str:
     return grid(("batch size", *map(said, names)), [(n, *(found.get((name, n), "") for name in names)) for n in sizes])
 
 
+def batches(name: str, guidance: float, report: str) -> str:
+    """Seconds per image by batch size, where the batches of a speed report are whole images."""
+    rows = measured_speed(name, guidance, report)["batches"]
+    methods = [*rows[0]["seconds"]]
+    return grid(("batch size", *map(said, methods)), [
+        (row["pictures"], *(f"{row['seconds'][method]['median'] / row['pictures']:.2f}" for method in methods))
+        for row in rows])  # fmt: skip
+
+
 def continuous() -> str:
     """All cases of the continuous pair."""
     rows = []

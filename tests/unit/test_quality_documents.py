@@ -5,6 +5,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 from comfyui_specar.benchmarks import documents, quality_tables, results_tables
+from comfyui_specar.benchmarks import size_chart as sizes
 from comfyui_specar.benchmarks.published import SCORES
 from comfyui_specar.benchmarks.quality_cases import discrete_cases
 from comfyui_specar.benchmarks.quality_chart import Box, Panel, Point, front, quality_chart
@@ -38,7 +39,7 @@ def test_without_a_report_there_are_no_numbers(results):
         if name.startswith(("quality, d", "quality, c", "distances", "sampling", "quality chart")):
             assert "ot measured yet" in table() or "尚未测量" in table(), name
     assert "as asked" not in documents.methods("en") and documents.chart_of_quality() is None
-    assert list(documents.generated()) == [documents.CHART]
+    assert list(documents.generated()) == [documents.CHART, documents.SIZE_CHART]
     assert "ours" not in quality_tables.papers().splitlines()[0]
 
 
@@ -164,3 +165,20 @@ def test_a_chart_of_exact_methods_alone_and_its_scale():
     assert "<svg" in quality_chart([("nothing is lost", [point(48, 0, True), point(256, 0, True)])])
     ticks = Panel("x", [point(40, 0.9), point(256, 0, True)], 30).ticks()
     assert ticks[0] == 0 and {0.5, 0.2} < set(ticks) and max(ticks) <= 1.1 * 0.9 * 1.1
+
+
+def test_the_chart_of_sizes_names_every_line_where_it_ends():
+    lines = [("far", [0.5, 2.0], False), ("near", [0.6, 0.52], True), ("nearer", [0.7, 0.5], True)]
+    drawn = ElementTree.fromstring(sizes.size_chart([("7 M", "fast"), ("87 M", "slow")], lines))
+    named = {element.text: element for element in drawn.iter() if element.tag.endswith("text")}
+    ends = [named[text] for text in ("far: 2.00", "next token: 1", "near: 0.52", "nearer: 0.50")]
+    heights = [float(element.get("y")) for element in ends]
+    assert all(below - above >= sizes.LINE for above, below in zip(heights, heights[1:], strict=False)), "readable"
+    assert {"7 M", "fast", "87 M", "slow", "0", "0.5", "1", "1.5", "2"} <= named.keys()
+    kinds = [element.get("class") for element in drawn.iter() if element.tag.endswith("path")]
+    assert kinds.count("exact") == 2 and kinds.count("drifts") == 1 and kinds.count("one") == 1
+
+
+def test_spans_name_both_ends_unless_they_are_written_alike():
+    assert documents.span([0.512, 0.39], 2) == "0.39 to 0.51" and documents.span([0.391, 0.389], 2) == "0.39"
+    assert documents.span([1.0, 2.0], 1, lambda text: "{}至{}") == "1.0至2.0"
