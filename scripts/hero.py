@@ -109,7 +109,7 @@ def draw(file: Path) -> None:
             panel(canvas, number, images[number], run.method, done / most, f"{done} of {most} forward passes",
                   f"{min(seconds, run.ends[-1]):.2f} s{same}")
         accepted = int((source.strength > 0)[decided_in < fast.passes(seconds)].sum())
-        panel(canvas, 2, images[2], "Acceptance Map", accepted / tokens, f"{accepted} of {tokens} tokens",
+        panel(canvas, 2, images[2], "Acceptance Map", accepted / tokens, f"{accepted} of {tokens} tokens accepted",
               "blue: accepted, orange: resampled")
         sheets.append(canvas)
     durations = [round(1000 / FPS)] * len(clock) + [round(1000 * HOLD)]

@@ -1,6 +1,7 @@
 """Makes the screenshots of docs/getting-started.md in a real ComfyUI: its page as a person sees it.
 
-Run it again (with scripts/screenshots.sh) when the front end, the nodes or the templates have changed.
+Run it again (with scripts/screenshots.sh, COMFYUI_PATH naming the newest ComfyUI) when the front end, the nodes or the
+templates have changed.
 """
 
 import argparse
@@ -28,7 +29,9 @@ FROM_GROUP = """([title, zoom]) => {
     ds.offset = [80 / zoom - x, 130 / zoom - y];
     app.canvas.setDirty(true, true);
 }"""
-PLAIN = {"Comfy.Minimap.Visible": False, "Comfy.Graph.CanvasInfo": False}  # nothing over the graph
+PLAIN = {"Comfy.Minimap.Visible": False, "Comfy.Graph.CanvasInfo": False,  # nothing over the graph
+         "Comfy.OnboardingCoachmarks.Seen": ["appMode", "firstRun"]}
+HAS_APP_MODE = "() => app.extensionManager.command.commands.some(({ id }) => id === 'Comfy.ToggleLinear')"
 
 
 def browse(page: Frontend) -> None:
@@ -58,11 +61,23 @@ def after_run(workflow: str, group: str = "", zoom: float = ZOOM, **size: int) -
     return draw
 
 
+def as_app(page: Frontend) -> None:
+    """The first template in app mode, after a run."""
+    if not page.page.evaluate(HAS_APP_MODE):
+        raise FrontendError("this front end has no app mode; set COMFYUI_PATH to a newer ComfyUI")
+    page.page.keyboard.press("Escape")  # closes the dialog of templates
+    after_run(FIRST)(page)
+    page.page.evaluate("() => app.extensionManager.command.execute('Comfy.ToggleLinear')")
+    page.page.locator("#linearCenterPanel img").first.wait_for()
+    page.page.wait_for_timeout(1000)
+
+
 SHOTS: dict[str, Callable[[Frontend], None]] = {
     "first-image": after_run("01 Text to image"),
     "same-image": after_run("02 Same image, fewer passes", "One token per pass", 0.68, width=1230, height=1060),
     "acceptance-map": after_run("05 Acceptance map", "2 Prompt and size"),
-    "templates": browse,  # last: its dialog stays open
+    "templates": browse,  # its dialog stays open
+    "app-mode": as_app,  # last: the page stays in it
 }
 
 
