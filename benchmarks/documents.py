@@ -66,7 +66,7 @@ QUALITY = (" Quality: of {images} images each ({dtype}), the change of their tok
            "exact methods differ by chance only ([quality](docs/quality.md)).")
 HOW_TO_READ = ("Every point is a method or a setting: further left it needs fewer forward passes, further down its "
                "images are closer to next token's. Exact methods are on the line at the bottom; no setting is below "
-               "the dashed steps, so take one on them.")
+               "the dashed steps, so take one on them. SJD's window is 32 if none is named.")
 UNMEASURED = "The [quality](docs/quality.md) of every method's images: not measured yet."
 CHINESE = {
     "change of log p": "log p的变化", "as asked": "符合提示词", "Quality against forward passes": "质量与前向次数",
@@ -74,7 +74,7 @@ CHINESE = {
              "（每个token，nat），以及完全符合提示词的图像的比例，均附95 %区间；"
              "精确的方法之间的差别只是偶然（[质量](docs/quality.md)）。",
     HOW_TO_READ: "每个点是一种方法或一种设置：越靠左，前向次数越少；越靠下，图像越接近逐token的图像。"
-                 "精确的方法在最下面的线上；没有任何设置低于虚线，所以请选虚线上的设置。",
+                 "精确的方法在最下面的线上；没有任何设置低于虚线，所以请选虚线上的设置。未注明时SJD的窗口为32。",
     UNMEASURED: "各种方法的图像[质量](docs/quality.md)：尚未测量。",
     "method": "方法", "node": "节点", "exact": "精确", "yes": "是", "forward passes": "前向次数",
     "time, LlamaGen-B": "时间，LlamaGen-B", "time, LlamaGen-L": "时间，LlamaGen-L", "next token": "逐token",
@@ -265,8 +265,8 @@ def quality_points(loss: Callable[[dict[str, Any]], dict[str, Any]]) -> list[Poi
         exact = row["lossless"] and row.get("inside", True)
         value, ends = (0.0, (0.0, 0.0)) if exact else (loss(row)["value"], loss(row)["interval"])
         low, high = sorted(map(abs, ends)) if min(ends) * max(ends) >= 0 else (0.0, max(map(abs, ends)))
-        points.append(Point(labels.get(name, found.said(name)), row["passes"]["value"], abs(value), (low, high),
-                            row["lossless"], name in labels))
+        label = labels.get(name, found.said(name)).replace(", window 32", "")  # SJD's window here, unless named
+        points.append(Point(label, row["passes"]["value"], abs(value), (low, high), row["lossless"], name in labels))
     return points
 
 

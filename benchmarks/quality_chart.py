@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-WIDTH, PANEL, LEFT, RIGHT, TOP, GAP, CLOSE = 640, 250, 60, 16, 30, 50, 24  # pixels
-FONT, LETTER = 11, 6.5  # of labels: their height, and the width of a letter
+WIDTH, PANEL, LEFT, RIGHT, TOP, GAP, CLOSE = 640, 300, 60, 16, 30, 50, 24  # pixels
+FONT, LETTER = 11, 6.2  # of labels: their height, and the width of a letter
 STYLE = """<style>
 text { font: 12px sans-serif; fill: #24292f } .label { font-size: 11px } .title { font-weight: bold }
 .exact { fill: #0072b2 } .drifts { fill: #cc79a7 }
 line.drifts { stroke: #cc79a7; stroke-width: 1 } .axis { stroke: #8c959f; stroke-width: 1; fill: none }
 .grid { stroke: #8c959f; stroke-width: 1; stroke-opacity: 0.25 }
+.leader { stroke: #8c959f; stroke-width: 1; fill: none }
 .front { stroke: #57606a; stroke-width: 1.5; stroke-dasharray: 5 3; fill: none }
 @media (prefers-color-scheme: dark) { text { fill: #e6edf3 } .front { stroke: #c9d1d9 } }
 </style>"""
@@ -71,7 +72,7 @@ def quality_chart(panels: Sequence[tuple[str, Sequence[Point]]]) -> str:
 
 
 class Panel:
-    """Loss (on a scale of square roots) against forward passes (on a logarithmic one), 250 pixels high."""
+    """Loss (on a scale of square roots) against forward passes (on a logarithmic one), 300 pixels high."""
 
     def __init__(self, title: str, points: Sequence[Point], top: int):
         self.title, self.points, self.top, self.floor = title, points, top, top + PANEL
@@ -125,7 +126,7 @@ class Panel:
 
     def labels(self, best: Sequence[Point]) -> list[str]:
         """Beside the points where there is room: the front's first, then those that are listed, then the others. Of the
-        first two also across lines, if there is no other room."""
+        first two also across lines or further away, with a line to the point, if there is no other room."""
         dots = [(self.x(point.passes), self.y(point.loss)) for point in self.points]
         taken = [Box(x - 4, y - 4, x + 4, y + 4) for x, y in dots]
         lines = [Box(self.x(p.passes) - 1, self.y(p.interval[1]), self.x(p.passes) + 1, self.y(p.interval[0]))
@@ -133,8 +134,9 @@ class Panel:
         above = (self.worst, *(point.loss for point in best))  # the front's line above each point on it
         lines += [Box(self.x(p.passes) - 1, self.y(loss), self.x(p.passes) + 1, self.y(p.loss))
                   for p, loss in zip(best, above, strict=False)]  # fmt: skip
-        parts = []
-        for point in sorted(self.points, key=lambda point: (point not in best, not point.listed)):
+        parts: list[str] = []
+        others = sorted((point for point in self.points if point not in best), key=lambda point: not point.listed)
+        for point in (*reversed(best), *others):
             x, y, wide = self.x(point.passes), self.y(point.loss), LETTER * len(point.name)
             places = [(x + 3, y - 7), (x - wide - 3, y - 7), (x + 3, y + 15), (x - wide - 3, y + 15)]
             if point not in best:  # whose line goes right
@@ -142,12 +144,32 @@ class Panel:
             tries = [(place, [*taken, *lines]) for place in places]
             if point in best or point.listed:
                 tries += [(place, taken) for place in places]
+                away = [(x + right, y - up) for up in range(20, PANEL, 7) for right in range(10, PANEL, 10)]
+                tries += [(place, [*taken, *lines]) for place in sorted(away, key=lambda at: math.dist(at, (x, y)))]
             for (left, base), obstacles in tries:
                 box = Box(left, base - FONT + 1, left + wide, base + 2)
                 across = LEFT <= left and box.right <= WIDTH - 2
                 down = self.top - 4 <= box.top and box.bottom <= self.floor
-                if across and down and not any(box.meets(other) for other in obstacles):
+                leader = Box(x, y, left - 2, base - 4) if base < y - 7 else None
+                free = not any(box.meets(other) for other in obstacles)
+                if across and down and free and not (leader and crosses(leader, taken)):
                     taken.append(box)
+                    if leader:
+                        taken += along(leader)
+                        parts.append(f'<path class="leader" d="M{x:.1f} {y:.1f}L{left - 2:.1f} {base - 4:.1f}"/>')
                     parts.append(f'<text class="label" x="{left:.1f}" y="{base:.1f}">{escape(point.name)}</text>')
                     break
         return parts
+
+
+def along(line: Box) -> list[Box]:
+    """Small boxes along the straight line from a box's first corner to its second, but for its first 8 pixels, where
+    the point itself is."""
+    wide, high = line.right - line.left, line.bottom - line.top
+    length = math.hypot(wide, high)
+    at = [pixels / length for pixels in range(8, int(length), 3)]
+    return [Box(x - 1, y - 1, x + 1, y + 1) for x, y in ((line.left + t * wide, line.top + t * high) for t in at)]
+
+
+def crosses(line: Box, boxes: Sequence[Box]) -> bool:
+    return any(step.meets(box) for step in along(line) for box in boxes)

@@ -8,7 +8,7 @@ from comfyui_specar.benchmarks import documents, quality_tables, results_tables
 from comfyui_specar.benchmarks import size_chart as sizes
 from comfyui_specar.benchmarks.published import SCORES
 from comfyui_specar.benchmarks.quality_cases import discrete_cases
-from comfyui_specar.benchmarks.quality_chart import Box, Panel, Point, front, quality_chart
+from comfyui_specar.benchmarks.quality_chart import LETTER, Box, Panel, Point, front, quality_chart
 from comfyui_specar.reports import quality as reports_quality
 from comfyui_specar.reports.quality import quality_of
 
@@ -154,11 +154,22 @@ def test_the_chart_has_every_point_and_no_label_on_another(results):
     assert all(0 < float(circle.get("cx")) < width and 0 < float(circle.get("cy")) < height for circle in circles)
     assert "prefers-color-scheme: dark" in svg
     panel = Panel("x", [point(40 + i, 0.01 * (i % 3)) for i in range(30)], 30)
-    labels = ElementTree.fromstring(f"<g>{''.join(panel.labels(front(panel.points)))}</g>")
-    places = [(float(label.get("x")), float(label.get("y")), 6.5 * len(label.text)) for label in labels]
+    labels = ElementTree.fromstring(f"<g>{''.join(panel.labels(front(panel.points)))}</g>").findall("text")
+    places = [(float(label.get("x")), float(label.get("y")), LETTER * len(label.text)) for label in labels]
     boxes = [Box(x, y - 10, x + wide, y + 2) for x, y, wide in places]
     assert 3 <= len(boxes) < 30
     assert not any(a.meets(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+def test_a_crowded_front_is_named_whole_with_lines_to_labels_further_away():
+    best = [point(40 + i, 0.02 * (5 - i))._replace(name=f"a rule with a long name, setting {i}") for i in range(6)]
+    panel = Panel("x", [*best, *(point(41 + i, 0.02 * (5 - i) + 0.01) for i in range(6)), point(256, 0, True)], 30)
+    drawn = ElementTree.fromstring(f"<g>{''.join(panel.labels(front(panel.points)))}</g>")
+    assert {p.name for p in best} <= {label.text for label in drawn.findall("text")}
+    leaders = [element.get("d") for element in drawn.findall("path")]
+    assert 0 < len(leaders) <= 6
+    starts = {(f"{panel.x(p.passes):.1f}", f"{panel.y(p.loss):.1f}") for p in best}
+    assert {tuple(line[1:].split("L")[0].split()) for line in leaders} <= starts
 
 
 def test_a_chart_of_exact_methods_alone_and_its_scale():
