@@ -66,9 +66,14 @@ def beside(chart: Image.Image, images: list[Image.Image]) -> Image.Image:
     return sheet
 
 
+def place(key: str) -> list[int]:
+    """Of a node's id, in subgraphs "1:8", to sort by."""
+    return [int(part) for part in key.split(":")]
+
+
 def files(url: str, run: Run, prompt: dict, kind: str) -> list[Image.Image]:
     """Outputs of the nodes of a class, in the order of their ids."""
-    keys = sorted((key for key in run.outputs if prompt[key]["class_type"] == kind), key=int)
+    keys = sorted((key for key in run.outputs if prompt[key]["class_type"] == kind), key=place)
     made = [file for key in keys for file in run.outputs[key].get("images", [])]
     return [Image.open(io.BytesIO(asyncio.run(view(url, file)))) for file in made]
 

@@ -171,6 +171,28 @@ def test_a_blueprint_is_found_by_its_name_and_its_node_generates(own_page, bluep
     screenshot(page, f"blueprint-{blueprint.stem}")
 
 
+ALL = "27 Compare all methods"
+SET_ON_SUBGRAPH = """values => {
+    const node = app.graph._nodes.find(node => node.subgraph);
+    for (const [label, value] of Object.entries(values)) {
+        const slot = node.inputs.find(input => (input.label ?? input.name) === label);
+        node.widgets.find(widget => widget.name === slot.name).value = value;
+    }
+}"""
+
+
+def test_what_is_set_on_a_subgraph_reaches_the_nodes_inside(page):
+    """The prompt, the seed and the drafters of the template whose samplers are inside of one."""
+    load(page, ROOT / f"workflows/{ALL}.json")
+    page.evaluate(SET_ON_SUBGRAPH, {"prompt": "a tree", "seed": 77, "EAGLE drafter": "small model (bundled)"})
+    prompt = page.evaluate("async () => (await app.graphToPrompt()).output")
+    found = {node["_meta"]["title"]: node["inputs"] for node in prompt.values()}
+    assert found["Prompt"]["text"] == "a tree" and found["Seed of all"]["value"] == 77
+    drafters = [node["inputs"]["drafter_name"] for node in prompt.values() if node["class_type"] == "SpecARLoadDrafter"]
+    assert drafters == ["small model (bundled)"] * 2
+    screenshot(page, "subgraph")
+
+
 NAMED_FOR_APP_MODE = """({inputs, outputs}) => [
     ...inputs.map(([id, name]) => app.graph.getNodeById(id)?.widgets.find(widget => widget.name === name)?.name),
     ...outputs.map(id => app.graph.getNodeById(id)?.type)]"""

@@ -10,6 +10,7 @@ import pytest
 LOADER = "SpecARLoadCheckpoint"
 WORKFLOWS = Path(__file__).resolve().parents[2] / "workflows"
 TEMPLATES = sorted(WORKFLOWS.glob("*.json"))
+BLUEPRINTS = sorted((WORKFLOWS.parent / "subgraphs").glob("*.json"))
 TITLE = 30  # height of a node's title bar, which is above its position
 SIDEBAR, BARS = 70, 110  # ComfyUI's own, on the left and at the top, in pixels of the page
 LETTER = 14  # width of a letter of a group's title at its font size of 24
@@ -73,6 +74,23 @@ def wires(graph: dict) -> list[tuple[dict, int, dict, int]]:
 def test_nodes_and_groups_do_not_overlap(graph):
     for boxes in ([box(node) for node in graph["nodes"]], [frame(group) for group in graph["groups"]]):
         assert not [pair for pair in itertools.combinations(boxes, 2) if overlap(*pair)]
+
+
+@pytest.mark.parametrize("path", [*TEMPLATES, *BLUEPRINTS], ids=lambda path: path.stem)
+def test_nodes_inside_of_a_subgraph_do_not_overlap(path):
+    for subgraph in json.loads(path.read_text(encoding="utf-8")).get("definitions", {"subgraphs": []})["subgraphs"]:
+        pairs = itertools.combinations(map(box, subgraph["nodes"]), 2)
+        assert not [pair for pair in pairs if overlap(*pair)], subgraph["name"]
+
+
+@pytest.mark.parametrize("path", [*TEMPLATES, *BLUEPRINTS], ids=lambda path: path.stem)
+def test_the_prompt_of_a_subgraph_is_an_input_and_nothing_else(path):
+    """Named among its proxyWidgets too, front end 1.32.9 draws it over the outputs."""
+    graph = json.loads(path.read_text(encoding="utf-8"))
+    for subgraph in graph.get("definitions", {"subgraphs": []})["subgraphs"]:
+        [node] = [node for node in graph["nodes"] if node["type"] == subgraph["id"]]
+        assert "text" in [each["name"] for each in subgraph["inputs"]]
+        assert "text" not in [name for _, name in node["properties"]["proxyWidgets"]]
 
 
 def test_every_node_but_the_note_is_inside_of_a_group(graph):
