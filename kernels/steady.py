@@ -10,7 +10,7 @@ and attention reads only such numbers of keys as share one order, too.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 HALF = (torch.bfloat16, torch.float16)
 QUERIES = 32  # queries per block of torch's attention on a CPU
-FEWEST = 8  # queries per block; torch multiplies fewer by other routines
+_FEWEST = (4, 8)  # queries per block, tried in this order; the last is used untested
 KEYS = 512  # keys per block of torch's attention on a CPU
 BUCKET = 32  # numbers of keys are multiples of it
 _BLOCKS = (128, 64, 32, 16, 8, 4)  # rows per block, tried in this order; the last is used untested
@@ -116,11 +116,35 @@ def _counts(block: int) -> set[int]:
 def enough(q: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Queries [R, H, T, d] and their mask [R, 1, T, N]; the last query is repeated if a block would have too few."""
     last = q.shape[2] % QUERIES
-    if not 0 < last < FEWEST or not applies(q):
+    if last == 0 or not applies(q):
         return q, mask
-    more = FEWEST - last
-    q, mask = (torch.cat((x, x[:, :, -1:].expand(-1, -1, more, -1)), dim=2) for x in (q, mask))
+    more = fewest(q.dtype, q.shape[-1]) - last
+    if more > 0:
+        q, mask = (torch.cat((x, x[:, :, -1:].expand(-1, -1, more, -1)), dim=2) for x in (q, mask))
     return q, mask
+
+
+@cache
+def fewest(dtype: torch.dtype, width: int) -> int:
+    """How many queries a block of a head of that width must have: torch multiplies fewer by other routines, which sum
+    in another order. Found by trying: the smallest of a few numbers from which on a query has the result that it has
+    in a whole block."""
+    *tried, last = _FEWEST
+    for count in tried:
+        if all(_same_in_part(dtype, width, keys, range(count, last)) for keys in (*steady_lengths(dtype), 2 * KEYS)):
+            return count
+    return last
+
+
+def _same_in_part(dtype: torch.dtype, width: int, keys: int, counts: Iterable[int]) -> bool:
+    """Do the first queries of a block of them have the results that they have in the whole block?"""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 12, n, width, generator=generator).to(dtype) for n in (QUERIES, keys, keys))
+    mask = torch.zeros(2, 1, QUERIES, keys, dtype=dtype)
+    mask[..., keys - 7 :] = -torch.inf
+    whole = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return all(torch.equal(F.scaled_dot_product_attention(q[:, :, :count], k, v, attn_mask=mask[:, :, :count]),
+                           whole[:, :, :count]) for count in counts)
 
 
 def reach(keys: int, dtype: torch.dtype) -> int:

@@ -71,7 +71,17 @@ def test_a_query_does_not_depend_on_the_others_nor_on_what_is_masked(dtype, shar
 
 
 @pytest.fixture
-def fickle_attention(monkeypatch):
+def forgetful():
+    """What was found out about attention is found out again, and once more afterwards."""
+    for found in (steady.steady_lengths, steady.fewest):
+        found.cache_clear()
+    yield
+    for found in (steady.steady_lengths, steady.fewest):
+        found.cache_clear()
+
+
+@pytest.fixture
+def fickle_attention(monkeypatch, forgetful):
     """Sums more than 192 keys in another order, and fewer than 384 in a third."""
     attend = F.scaled_dot_product_attention
 
@@ -79,9 +89,6 @@ def fickle_attention(monkeypatch):
         return attend(q, k, v, attn_mask=attn_mask) * (1.1 if 192 < k.shape[2] < 384 else 1.0)
 
     monkeypatch.setattr(steady.F, "scaled_dot_product_attention", attention)
-    steady.steady_lengths.cache_clear()
-    yield
-    steady.steady_lengths.cache_clear()
 
 
 @pytest.mark.parametrize(("keys", "half", "full"), [
@@ -90,6 +97,19 @@ def fickle_attention(monkeypatch):
 ])
 def test_lengths_at_which_keys_are_summed_otherwise_are_left_out(fickle_attention, keys, half, full):
     assert steady.reach(keys, torch.bfloat16) == half and steady.reach(keys, torch.float32) == full
+
+
+@pytest.mark.parametrize(("others", "found"), [((1, 2, 3), 4), ((1, 2, 3, 4), 8), ((1, 5), 8), ((1, 2, 6, 7), 8)])
+def test_the_fewest_queries_of_a_block_are_found_by_trying(monkeypatch, forgetful, others, found):
+    """If attention of so many queries (others) sums in another order."""
+    def attention(q, k, v, attn_mask):
+        return torch.full_like(q, 2.0 if q.shape[2] in others else 1.0)
+
+    monkeypatch.setattr(steady.F, "scaled_dot_product_attention", attention)
+    assert steady.fewest(torch.bfloat16, 64) == found
+    q, mask = torch.randn(1, 2, 33, 64).bfloat16(), torch.zeros(1, 1, 33, 96).bfloat16()
+    several, masks = steady.enough(q, mask)
+    assert several.shape[2] == masks.shape[2] == 32 + found and several[:, :, 32:].eq(q[:, :, 32:]).all()
 
 
 def test_a_cache_has_a_length_that_can_be_read(fickle_attention):
