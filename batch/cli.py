@@ -133,6 +133,9 @@ def tell_of_prompts(workflow: Workflow, jobs: list[Job]) -> None:
 
 
 def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
+    urls = list(dict.fromkeys(url.rstrip("/") for url in options.server or [SERVER]))
+    if strange := [url for url in urls if "://" in url and not url.startswith(("http://", "https://"))]:
+        raise JobsError(f"--server {strange[0]}: the address of a server begins with http:// or https://")
     workflow = read_workflow(options.workflow)
     prompts = prompts_of(workflow, jobs)
     if options.maps:
@@ -141,7 +144,6 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
     if options.dry_run:
         say(f"{len(jobs)} jobs fit {options.workflow.name}")
         return DONE
-    urls = list(dict.fromkeys(url.rstrip("/") for url in options.server or [SERVER]))
     chosen = Options(options.in_flight, options.retries, options.out, patience=options.patience, maps=options.maps)
     with Journal(results_of(options)) as journal:
         open_jobs = left(journal, jobs, {job: fingerprint(prompt) for job, prompt in prompts.items()}, options)
@@ -150,6 +152,8 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
             without = asyncio.run(fetch_missing(journal, done, options.out))
         for job, why in without.items():
             say(f"{job}: done before, but without a copy: {why}")
+        if done and options.maps:
+            say(f"{len(done)} jobs were done before and get no maps (for those choose other --results, another --out)")
         code = followed(journal, jobs, open_jobs,
                         lambda on_result: drive(journal, urls, chosen, open_jobs, prompts, on_result))
         if not options.out and any(journal.done(job.id) for job in jobs):

@@ -101,21 +101,33 @@ def column_names(cells: list[str], name: str, line: int) -> list[str]:
 
 
 def json_rows(text: str, name: str) -> Iterator[Row]:
+    problems = []
     for line, content in enumerate(text.split("\n"), 1):
-        if not content.strip():
-            continue
-        try:
-            row = json.loads(content, object_pairs_hook=without_repetition, parse_constant=refuse_constant)
-        except ValueError as error:
-            raise JobsError(f"{name}, line {line}: {error}") from error
-        if not isinstance(row, dict):
-            raise JobsError(f"{name}, line {line}: expected an object such as {{\"prompt\": \"cat\", \"seed\": 1}}")
-        for column, value in row.items():
-            if isinstance(value, dict | list):
-                raise JobsError(f"{name}, line {line}: {column} is neither a string nor a number nor true or false")
-            if isinstance(value, str) and not is_text(value):
-                raise JobsError(f"{name}, line {line}: {column} has half a character (a lone surrogate)")
-        yield line, {column: value for column, value in row.items() if value is not None}
+        if content.strip():
+            try:
+                yield line, json_row(content)
+            except JobsError as error:
+                problems.append((line, str(error)))
+    if problems:
+        raise JobsError(f"{name}, {several(problems)}")
+
+
+def json_row(content: str) -> dict[str, Any]:
+    """The values of a line. Raises JobsError."""
+    try:
+        row = json.loads(content, object_pairs_hook=without_repetition, parse_constant=refuse_constant)
+    except json.JSONDecodeError as error:
+        raise JobsError(f"not JSON: {error.msg} at character {error.pos + 1}") from error
+    except ValueError as error:
+        raise JobsError(str(error)) from error
+    if not isinstance(row, dict):
+        raise JobsError('expected an object such as {"prompt": "cat", "seed": 1}')
+    for column, value in row.items():
+        if isinstance(value, dict | list):
+            raise JobsError(f"{column} is neither a string nor a number nor true or false")
+        if isinstance(value, str) and not is_text(value):
+            raise JobsError(f"{column} has half a character (a lone surrogate)")
+    return {column: value for column, value in row.items() if value is not None}
 
 
 def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -58,12 +58,17 @@ def with_overrides(workflow: Workflow, overrides: dict[str, Any]) -> Workflow:
     """
     changed = copy.deepcopy(workflow)
     found = {name: places(workflow, name) for name in overrides}
-    for name in sorted(found, key=lambda name: addressed(workflow, name)):
-        for node, field in found[name]:
-            current = workflow[node]["inputs"][field]
-            changed[node]["inputs"][field] = value = converted(overrides[name], current, name)
-            if name.split(".")[-1] in SEEDS and not isinstance(value, int):  # ComfyUI would cut it off silently
-                raise OverrideError(f"{name} must be an integer, not {overrides[name]!r}")
+    for one_node in (False, True):
+        setter: dict[Place, str] = {}
+        for name in (name for name in found if addressed(workflow, name) == one_node):
+            for node, field in found[name]:
+                value = converted(overrides[name], workflow[node]["inputs"][field], name)
+                if name.split(".")[-1] in SEEDS and not isinstance(value, int):  # ComfyUI would cut it off silently
+                    raise OverrideError(f"{name} must be an integer, not {overrides[name]!r}")
+                other = setter.setdefault((node, field), name)
+                if other != name and changed[node]["inputs"][field] != value:
+                    raise OverrideError(f"{other} and {name} set the same input ({node}.{field}) to different values")
+                changed[node]["inputs"][field] = value
     return changed
 
 
@@ -121,13 +126,14 @@ def places(workflow: Workflow, name: str) -> list[Place]:
 
 
 def place_of(workflow: Workflow, name: str) -> Place:
-    """The place that `Title.input`, `12.input` or `Class.input` means."""
-    who, field = name.rsplit(".", 1)
-    found = [who] if who in workflow else [key for key, node in workflow.items() if title(node) == who]
-    found = found or [key for key, node in workflow.items() if node["class_type"] == who]
-    if not found:
-        titles = sorted({title(node) for node in workflow.values()})
-        raise OverrideError(f"{name}: no node has the id, title or class {who!r}; there are {', '.join(titles)}")
+    """The place that `Title.input`, `12.input` or `Class.input` means. Titles and inputs may have dots, too."""
+    dots = [at for at, letter in enumerate(name) if letter == "."]
+    parts = [(name[:at], name[at + 1 :]) for at in reversed(dots)]
+    called = [(who, field, nodes) for who, field in parts if (nodes := nodes_called(workflow, who))]
+    if not called:
+        there = [f"{key} ({title(node)})" for key, node in workflow.items()]
+        raise OverrideError(f"{name}: no node has the id, title or class {parts[0][0]!r}; there are {', '.join(there)}")
+    who, field, found = next((each for each in called if each[1] in workflow[each[2][0]]["inputs"]), called[0])
     if len(found) > 1:
         by_id = ", ".join(f"{key}.{field}" for key in found)
         raise OverrideError(f"{name}: {len(found)} nodes are called {who!r}; use one of {by_id}")
@@ -136,6 +142,12 @@ def place_of(workflow: Workflow, name: str) -> Place:
         own = [key for key in workflow[found[0]]["inputs"] if source(workflow, found[0], key)]
         raise OverrideError(f"{name}: this node has no {field} to set; it has {', '.join(own) or 'none'}")
     return place
+
+
+def nodes_called(workflow: Workflow, who: str) -> list[str]:
+    """Ids of the nodes that have this id, else this title, else this class."""
+    titled = [key for key, node in workflow.items() if title(node) == who]
+    return [who] if who in workflow else titled or [k for k, node in workflow.items() if node["class_type"] == who]
 
 
 def texts_reaching(workflow: Workflow, role: str) -> list[Place]:
@@ -161,7 +173,8 @@ def texts_reaching(workflow: Workflow, role: str) -> list[Place]:
 def names(workflow: Workflow) -> list[str]:
     """What jobs can set by name alone."""
     roles = [name for name, role in ROLES.items() if texts_reaching(workflow, role)]
-    return roles + sorted({field for _, field, _ in widgets(workflow)} - set(roles))
+    fields = {field for key, node in workflow.items() for field in node["inputs"] if source(workflow, key, field)}
+    return roles + sorted(fields - set(roles))
 
 
 def converted(value: Any, current: Any, name: str) -> Any:

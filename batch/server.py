@@ -163,8 +163,8 @@ def entry(found: dict[str, Any], prompt: Workflow) -> Entry:
     if outcome == "error":
         text = " ".join(str(data.get("exception_message", "no reason given")).split())
         error = f"{data.get('node_type', 'ComfyUI')}: {text}"
-    reports = [report for output in outputs.values() for report in output.get("specar", []) if "totals" in report]
-    unknown = [word for report in reports for word in report["settings"].get("unknown_words", [])]
+    reports = [found for node, output in outputs.items() for found in reports_of(prompt.get(node), output)]
+    unknown = [word for _, report in reports for word in report["settings"].get("unknown_words", [])]
     return Entry(outcome, seconds, error, files_of(outputs), traces_of(reports), warnings_of(unknown))
 
 
@@ -177,7 +177,17 @@ def files_of(outputs: dict[str, dict]) -> list[dict[str, str]]:
     return [file for file in files if file["type"] == "output"] or files
 
 
-def traces_of(reports: list[dict]) -> list[dict[str, Any]]:
-    """Method and totals of every run of a SpecAR sampler that Acceptance Map, Compare Runs or Save Trace reported."""
-    found = [{"method": report["settings"].get("method"), **report["totals"]} for report in reports]
+def reports_of(node: dict | None, output: dict) -> list[tuple[str | None, dict]]:
+    """What a node reported of the runs whose traces it got, each with the id of the node that the trace came from."""
+    reports = [report for report in output.get("specar", []) if "totals" in report]
+    inputs = node["inputs"].items() if node else ()
+    sources = [str(value[0]) for name, value in inputs if name.startswith("trace") and isinstance(value, list)]
+    if len(sources) != len(reports):  # a node added by another one
+        return [(None, report) for report in reports]
+    return list(zip(sources, reports, strict=True))
+
+
+def traces_of(reports: list[tuple[str | None, dict]]) -> list[dict[str, Any]]:
+    """Sampler, method and totals of every run that Acceptance Map, Compare Runs or Save Trace reported."""
+    found = [{"node": node, "method": report["settings"].get("method"), **report["totals"]} for node, report in reports]
     return [trace for number, trace in enumerate(found) if trace not in found[:number]]

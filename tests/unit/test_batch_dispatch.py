@@ -25,6 +25,8 @@ WORKFLOW = {
     "1": {"class_type": "Encoder", "inputs": {"text": "cat", "clip": ["2", 0]}},
     "3": {"class_type": "Sampler", "inputs": {"positive": ["1", 0], "seed": 0}},
     "9": {"class_type": "SaveImage", "inputs": {"filename_prefix": "p", "images": ["3", 0]}},
+    "10": {"class_type": "Map", "inputs": {"trace": ["3", 1]}},
+    "11": {"class_type": "Compare", "inputs": {"trace_1": ["3", 1]}},
 }
 QUICK = Options(poll=0.005, grace=0.1, patience=0.4)
 LOST = 0.05  # seconds after which the jobs of a server that has ended go to others ...
@@ -98,7 +100,7 @@ def test_a_result_has_files_seconds_and_each_trace_once(tmp_path):
                 "id": "j0", "status": "success", "overrides": {"seed": 0}, "server": one.url, "attempt": 1,
                 "prompt_id": journal_of.prompt_id("j0", 1), "seconds": 0.25, "error": "",
                 "files": [{"filename": "p_j0_00001_.png", "subfolder": "", "type": "output", "node": "9"}],
-                "traces": [{"method": "sjd", "target_passes": 5}], "warnings": [],
+                "traces": [{"node": "3", "method": "sjd", "target_passes": 5}], "warnings": [],
                 "versions": {"comfyui": "0.1", "torch": "2.0"}, "ended": record["ended"],
             }
             assert one.drawn == ["p_j0"]

@@ -97,6 +97,7 @@ def test_an_empty_cell_leaves_the_workflow_as_it_is_and_empty_lines_are_no_jobs(
 @pytest.mark.parametrize(("name", "content", "message"), [
     ("a.csv", "", "no jobs"), ("a.csv", "prompt\n", "no jobs"), ("a.jsonl", "\n\n", "no jobs"),
     ("a.txt", "prompt\ncat", r"\.csv.*\.jsonl"),
+    ("a.jsonl", '{"seed": 1}\n{"seed": }\n[1]\n', r"line 2: not JSON.*character 10\nline 3: .*object"),
     ("a.csv", "prompt,seed\napple, 3d, on blue,1\n", "line 2: 4 .*2 .*prompt, seed"),
     ("a.csv", "prompt,seed\n1\n", "line 2: 1 "),
     ("a.csv", 'prompt,seed\n"a"b,1\n', "line 2: "), ("a.csv", 'prompt,seed\n"a,1\n', "line 2: .*end"),
@@ -175,6 +176,32 @@ def test_a_seed_that_nodes_share_is_set_where_it_is_typed(workflow):
         assert found["2"]["inputs"]["text"] == found["11"]["inputs"]["value"] == "dog"
 
 
+def test_what_is_typed_in_a_primitive_node_is_named_among_what_can_be_set(workflow):
+    workflow["10"] = {"class_type": "PrimitiveInt", "inputs": {"value": 2}}
+    for node in "67":
+        workflow[node]["inputs"]["seed"] = ["10", 0]
+    with pytest.raises(OverrideError, match="no sed.* seed, "):
+        with_overrides(workflow, {"sed": 1})
+
+
+@pytest.mark.parametrize("columns", [("6.seed", "Second v1.5.seed"), ("prompt", "text")])
+def test_two_columns_do_not_set_one_input_to_different_values(workflow, columns):
+    workflow["10"] = {"class_type": "PrimitiveInt", "inputs": {"value": 2}}
+    for node in "67":
+        workflow[node]["inputs"]["seed"] = ["10", 0]
+    with pytest.raises(OverrideError, match=f"{columns[0]} and {columns[1]} set the same input .*different"):
+        with_overrides(workflow, dict(zip(columns, ("1", "2"), strict=True)))
+    assert with_overrides(workflow, dict.fromkeys(columns, "1")), "the same value is one setting"
+    assert with_overrides(workflow, {"seed": 1, "6.seed": 2})["10"]["inputs"]["value"] == 2, "one node's wins"
+
+
+def test_inputs_and_titles_may_have_dots(workflow):
+    """ComfyUI names nested inputs so."""
+    workflow["7"]["inputs"]["resize.scale"] = 1
+    for name in ("7.resize.scale", "Second v1.5.resize.scale"):
+        assert with_overrides(workflow, {name: 3})["7"]["inputs"]["resize.scale"] == 3
+
+
 def test_the_inputs_own_name_is_taken_where_no_text_feeds_the_role(workflow):
     workflow["10"] = {"class_type": "Chat", "inputs": {"prompt": "hello"}}
     assert with_overrides(workflow, {"prompt": "cat"})["10"]["inputs"]["prompt"] == "hello"
@@ -194,7 +221,7 @@ def test_a_text_that_two_roles_share_and_a_circle_are_survived(workflow):
     ("clip", 1, "clip.*another node"),
     ("Sampler.sed", 1, "Sampler.sed.*seed, cfg"),
     ("Sampler.positive", 1, "no positive"),
-    ("99.seed", 1, "'99'.*Apply, Loader"),
+    ("99.seed", 1, r"'99'.*1 \(Loader\), 2 \(good\)"),
     ("seed", "1.5", "seed.*integer.*'1.5'"), ("Second v1.5.seed", 1.5, "seed.*integer"),
     ("seed", "three", "seed.*number.*'three'"), ("seed", True, "seed.*number.*True"),
     ("cfg", "nan", "cfg.*number"), ("cfg", "1e999", "cfg.*number"), ("cfg", "1_0", "cfg.*number"),
