@@ -63,18 +63,18 @@ SETTINGS = ("Bundled model, {tokens} tokens per image, guidance {guidance:g}, te
             "{threads} threads of {processors}, -L on the second only, in one run.")
 QUALITY = (" Quality: of {images} images each ({dtype}), the change of their tokens' mean log-probability from next "
            "token's, in nats per token, and the fraction that shows all that was asked for, both with 95 % intervals; "
-           "exact methods differ by chance only ([quality](docs/quality.md)).")
-HOW_TO_READ = ("Every point is a method or a setting: further left it needs fewer forward passes, further down its "
-               "images are closer to next token's. Exact methods are on the line at the bottom; no setting is below "
-               "the dashed steps, so take one on them. SJD's window is 32 if none is named.")
+           "every image has a seed of its own, so exact methods differ by chance ([quality](docs/quality.md)).")
+HOW_TO_READ = ("Every point is a method or a setting: further left it needs fewer forward passes, further down it "
+               "changes less of that measure. Exact methods are on the line at the bottom; no setting is below the "
+               "dashed steps. SJD's window is 32 if none is named.")
 UNMEASURED = "The [quality](docs/quality.md) of every method's images: not measured yet."
 CHINESE = {
     "change of log p": "log p的变化", "as asked": "符合提示词", "Quality against forward passes": "质量与前向次数",
     QUALITY: " 质量：每种方法{images}张图像（{dtype}），token的平均对数概率与逐token相比的变化"
              "（每个token，nat），以及完全符合提示词的图像的比例，均附95 %区间；"
-             "精确的方法之间的差别只是偶然（[质量](docs/quality.md)）。",
-    HOW_TO_READ: "每个点是一种方法或一种设置：越靠左，前向次数越少；越靠下，图像越接近逐token的图像。"
-                 "精确的方法在最下面的线上；没有任何设置低于虚线，所以请选虚线上的设置。未注明时SJD的窗口为32。",
+             "每张图像的种子各不相同，所以精确的方法之间的差别只是偶然（[质量](docs/quality.md)）。",
+    HOW_TO_READ: "每个点是一种方法或一种设置：越靠左，前向次数越少；越靠下，该指标的变化越小。"
+                 "精确的方法在最下面的线上；没有任何设置低于虚线。未注明时SJD的窗口为32。",
     UNMEASURED: "各种方法的图像[质量](docs/quality.md)：尚未测量。",
     "method": "方法", "node": "节点", "exact": "精确", "yes": "是", "forward passes": "前向次数",
     "time, LlamaGen-B": "时间，LlamaGen-B", "time, LlamaGen-L": "时间，LlamaGen-L", "next token": "逐token",
@@ -95,9 +95,10 @@ CHINESE = {
 }  # fmt: skip
 
 
-def exactness(row: dict[str, Any], word: Callable[[str], str]) -> str:
-    """Whether a measured case is exact, or what is known of its drift, in the words of a language."""
-    bound = drift(row)
+def exactness(row: dict[str, Any], image: dict[str, Any] | None, word: Callable[[str], str]) -> str:
+    """Whether a measured case is exact, or what is known of its drift, in the words of a language: of the images that
+    its passes are of (image: its row of the quality report)."""
+    bound = image["tv_bound_per_token"] if image and not image["lossless"] else drift(row)
     if bound is None:
         return word("no, drift bound unknown")
     if row.get("skipped_tokens"):  # no rule limits the drift of a token that is not verified
@@ -141,9 +142,9 @@ def methods(language: str) -> str:
         names = [nodes[node]["display_name"]]
         if choice := CHOICES.get(case):
             names.insert(0, f"{nodes['SpecARSampler']['display_name']}, *{choice}*")
-        rows.append((f"[{word(label)}](docs/methods/{page}.md)", "; ".join(names), exactness(row, word),
-                     f"{passes[case]:.0f}", *(span(times(case, size), 2, word) for size in TIMED),
-                     *quality_tables.brief(images.get(case))))
+        exact = exactness(row, images.get(case), word)
+        rows.append((f"[{word(label)}](docs/methods/{page}.md)", "; ".join(names), exact, f"{passes[case]:.0f}",
+                     *(span(times(case, size), 2, word) for size in TIMED), *quality_tables.brief(images.get(case))))
     settings = word(SETTINGS).format(
         tokens=found.tokens(measured["next_token"]), guidance=GUIDANCE, temperature=report["settings"]["temperature"],
         images=count, prompts=prompts, threads=machines[0]["threads"],
@@ -178,6 +179,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "speed, LlamaGen-B, fp32": partial(found.speed, B, GUIDANCE, FULL),
     **{f"speed, {report}": partial(found.speed, size, GUIDANCE, report)
        for size, reports in TIMED.items() for report in reports},
+    "baselines": partial(found.baselines, "speed-next-token-cpu-bf16-amd"),
     "throughput, one process": partial(found.throughput, "1x1"),
     "throughput, two processes": partial(found.throughput, "2x1"),
     "batches, LlamaGen-B": partial(found.batches, B, GUIDANCE, "batches-cpu-bf16-amd"),

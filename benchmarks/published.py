@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 class Published(NamedTuple):
     """A published ratio to next-token sampling. method: the page in docs/methods; fewer: forward passes saved ("" if
-    not given; VVS calls it TPF, tokens per pass); faster: in time; source: a key of CONDITIONS."""
+    not given; VVS prints tokens per pass, Cool-SD tokens per round); faster: in time; source: a key of CONDITIONS."""
 
     method: str
     what: str
@@ -39,11 +39,12 @@ CONDITIONS = {  # what the papers say of how a source's numbers were measured
     LUMINA2: "one A100: 694 s by next-token sampling, 324 s by SJD (304 s with 4-bit weights, too); its example has "
              "768 pixels, guidance 4, top-k 4096, temperature 1, its code a window of 16.",
     COOL: "5000 captions of MS-COCO 2017, EAGLE-1's static tree, LANTERN's set-up, temperature not "
-          "stated; one A100 (40 GB).",
+          "stated; one A100 (40 GB). Fewer passes: its accepted length, tokens per round.",
     ADT: "100 captions of MS-COCO 2017, temperature 1, guidance 3; GPU not named.",
     ADT_IMAGES: "100 captions of MS-COCO 2017, temperature 1, guidance 3; with LANTERN at delta 0.4, k 1000, "
                 "as figure 7 says.",
-    VVS: "5000 captions of MS-COCO 2017, stages I (256 pixels) and II (512), temperature 1; one A40.",
+    VVS: "5000 captions of MS-COCO 2017, stages I (256 pixels) and II (512), temperature 1; one A40. Fewer "
+         "passes: its TPF, tokens per pass.",
     CONTINUOUS: "ImageNet, 256 pixels, draft length 4 to 32; one A100.",
 }
 PUBLISHED = (
@@ -55,17 +56,17 @@ PUBLISHED = (
     Published("sjd-plus-plus", "SJD++", "Emu3", "7.50x", "3.01x", SJD),
     Published("sjd-plus-plus", "SJD++", "Lumina-mGPT", "6.44x", "3.12x", SJD),
     Published("sjd-plus-plus", "SJD++", "LlamaGen", "3.26x", "2.32x", SJD),
-    Published("draft-trees", "EAGLE-1", "Lumina-mGPT", "", "2.37x", COOL),
-    Published("draft-trees", "EAGLE-1", "LlamaGen-XL", "", "2.03x", COOL),
+    Published("draft-trees", "EAGLE-1", "Lumina-mGPT", "2.76x", "2.37x", COOL),
+    Published("draft-trees", "EAGLE-1", "LlamaGen-XL", "2.42x", "2.03x", COOL),
     Published("draft-trees", "EAGLE-2", "Anole", "", "0.76x", ADT),
     Published("draft-trees", "EAGLE-2", "LlamaGen-XL, stage I", "1.22x", "0.87x", VVS),
     Published("lantern", "LANTERN", "Anole", "", "1.38x", ADT),
     Published("lantern", "LANTERN, delta 0.3", "LlamaGen-XL, stage I", "2.10x", "1.45x", VVS),
-    Published("lantern", "LANTERN++, k 10, lambda 2", "Lumina-mGPT", "", "2.48x", COOL),
-    Published("lantern", "LANTERN++, k 10, lambda 2", "LlamaGen-XL", "", "2.15x", COOL),
-    Published("cool-sd", "Cool-SD, delta 1.1", "Lumina-mGPT", "", "2.69x", COOL),
-    Published("cool-sd", "Cool-SD, delta 1.1", "LlamaGen-XL", "", "2.27x", COOL),
-    Published("cool-sd", "Cool-SD, delta 2", "LlamaGen-XL", "", "2.72x", COOL),
+    Published("lantern", "LANTERN++, k 10, lambda 2", "Lumina-mGPT", "2.99x", "2.48x", COOL),
+    Published("lantern", "LANTERN++, k 10, lambda 2", "LlamaGen-XL", "2.67x", "2.15x", COOL),
+    Published("cool-sd", "Cool-SD, delta 1.1", "Lumina-mGPT", "3.11x", "2.69x", COOL),
+    Published("cool-sd", "Cool-SD, delta 1.1", "LlamaGen-XL", "2.73x", "2.27x", COOL),
+    Published("cool-sd", "Cool-SD, delta 2", "LlamaGen-XL", "3.34x", "2.72x", COOL),
     Published("adt-tree", "ADT-Tree", "Anole", "", "1.06x", ADT),
     Published("adt-tree", "ADT-Tree with LANTERN", "Anole", "", "1.53x", ADT),
     Published("vvs", "VVS, every 4th, LANTERN delta 0.2", "LlamaGen-XL, stage I", "2.24x", "1.63x", VVS),
@@ -80,7 +81,7 @@ SCORES = (
            {"FID": ("32.58", "32.25"), "CLIP": ("30.20", "30.45"), "HPSv2": ("0.2630", "0.2674")}, SJD),
     Scores("SJD++ reuse (paper), window 96", "SJD++", "Lumina-mGPT", "6.44x",
            {"FID": ("31.48", "30.77"), "CLIP": ("31.27", "31.52"), "HPSv2": ("0.2817", "0.2857")}, SJD),
-    Scores("EAGLE-1, 57 drafts", "EAGLE-1", "LlamaGen-XL", "",
+    Scores("EAGLE-1, 57 drafts", "EAGLE-1", "LlamaGen-XL", "2.42x",
            {"FID": ("20.97", "21.08"), "CLIP": ("0.3157", "0.3162"), "ImageReward": ("-0.0859", "-0.0763")}, COOL),
     Scores("EAGLE-2", "EAGLE-2", "LlamaGen-XL, stage I", "1.22x",
            {"FID": ("25.28", "24.88"), "CLIP": ("0.3220", "0.3220"), "recall": ("0.6690", "0.6684"),
@@ -92,11 +93,11 @@ SCORES = (
     Scores("LANTERN delta 0.3, as published", "LANTERN, delta 0.3", "LlamaGen-XL, stage I", "2.10x",
            {"FID": ("24.97", "24.88"), "CLIP": ("0.3223", "0.3220"), "recall": ("0.6438", "0.6684"),
             "HPSv2": ("0.2293", "0.2350")}, VVS),
-    Scores("LANTERN++ k 10, lambda 2, as published", "LANTERN++, k 10, lambda 2", "LlamaGen-XL", "",
+    Scores("LANTERN++ k 10, lambda 2, as published", "LANTERN++, k 10, lambda 2", "LlamaGen-XL", "2.67x",
            {"FID": ("21.17", "21.08"), "CLIP": ("0.3157", "0.3162"), "ImageReward": ("-0.1155", "-0.0763")}, COOL),
-    Scores("Cool-SD delta 1.1, as published", "Cool-SD, delta 1.1", "LlamaGen-XL", "",
+    Scores("Cool-SD delta 1.1, as published", "Cool-SD, delta 1.1", "LlamaGen-XL", "2.73x",
            {"FID": ("21.02", "21.08"), "CLIP": ("0.3167", "0.3162"), "ImageReward": ("-0.0997", "-0.0763")}, COOL),
-    Scores("Cool-SD delta 2, as published", "Cool-SD, delta 2", "LlamaGen-XL", "",
+    Scores("Cool-SD delta 2, as published", "Cool-SD, delta 2", "LlamaGen-XL", "3.34x",
            {"FID": ("21.20", "21.08"), "CLIP": ("0.3154", "0.3162"), "ImageReward": ("-0.1353", "-0.0763")}, COOL),
     Scores("VVS every 4th, as published", "VVS, every 4th, LANTERN delta 0.2", "LlamaGen-XL, stage I", "2.24x",
            {"FID": ("24.96", "24.88"), "CLIP": ("0.3210", "0.3220"), "recall": ("0.6486", "0.6684"),

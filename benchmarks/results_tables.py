@@ -122,6 +122,19 @@ def speed(name: str, guidance: float, report: str) -> str:
     return grid(("method", "seconds", "passes", "ms per round", "cost of a round", "times faster", "quotient"), rows)
 
 
+def baselines(report: str) -> str:
+    """Next token in seconds per image, and the time of what users run today over it, for every model of a report."""
+    models = results(report)["models"]
+    others = [row["name"] for row in models[0]["rows"] if row["name"] != "next_token"]
+    rows = []
+    for model in models:
+        own = next(row for row in model["rows"] if row["name"] == "next_token")
+        size = model["name"].partition("@")[2] or "itself"
+        rows.append((f"{size} ({model['parameters'] / 1e6:.0f} M)", f"{own['seconds']['median']:.2f}",
+                     *(f"{own['seconds_over'][other]:.2f}" for other in others)))
+    return grid(("bundled model, widened to", "next token, s", *others), rows)
+
+
 def throughput(layout: str) -> str:
     """Machine seconds per image, from prompt to pixels, by batch size."""
     rows = [row for row in results("throughput-cpu")["rows"] if row["layout"] == layout]
