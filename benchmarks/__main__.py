@@ -18,6 +18,8 @@
     same_seed   how often the same-seed mode and batches give the image of next-token sampling
     throughput  images per second, by batch size, processes and threads
     previews    share of a run that progress and previews take in ComfyUI (its folder is read from COMFYUI_PATH)
+    find_fastest
+                what the node Find Fastest costs on models of released sizes (ComfyUI: COMFYUI_PATH)
     documents   writes the tables of the documents from the published reports
 
 python -m benchmarks WHAT --help explains the options. Reports are JSON; published ones are in benchmarks/results/.
@@ -29,7 +31,7 @@ import sys
 from importlib import import_module
 
 WHAT = ("speed", "gpu", "launches", "methods", "continuous", "quality", "loading", "storage", "throughput", "previews",
-        "streaming", "soak", "determinism", "same_seed", "fuzz", "faults", "documents")
+        "streaming", "soak", "determinism", "same_seed", "fuzz", "faults", "find_fastest", "documents")
 
 
 def main(arguments: list[str]) -> None:

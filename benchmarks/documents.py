@@ -35,7 +35,6 @@ TIMED = {B: ("speed-cpu-bf16", "speed-cpu-bf16-amd"), L: ("speed-cpu-bf16-l-amd"
 FULL = "speed-cpu-fp32"  # that of the first in fp32
 GROWING = (("default", "speed-cpu-amd"), (B, TIMED[B][-1]), (L, TIMED[L][-1]))  # models by size, on one processor
 PAYING = ("sjd coupled w16", "sjd coupled w32", "chain of 5", "EAGLE-1, 57 drafts", "Cool-SD delta 2")  # methods there
-SHORT = {"float32": "fp32", "bfloat16": "bf16"}
 PROCESSORS = {"Intel(R) Xeon(R) Processor": "Intel Xeon (AMX)", "AMD EPYC": "AMD EPYC (Zen 5)"}
 
 # Methods in the README: name with its settings, page in docs/methods, node, and the name of the measured case.
@@ -253,7 +252,8 @@ def chart_of_sizes() -> str:
     for size, report in GROWING:
         model = found.measured_speed(size, GUIDANCE, report)
         seconds = next(row["seconds"]["median"] for row in model["rows"] if row["name"] == "next_token")
-        sizes.append((f"{model['parameters'] / 1e6:.0f} M, {SHORT[model['dtype']]}", f"next token {seconds:.2g} s"))
+        precision = found.SHORT[model["dtype"]]
+        sizes.append((f"{model['parameters'] / 1e6:.0f} M, {precision}", f"next token {seconds:.2g} s"))
         each.append(found.times(size, GUIDANCE, report, passes))
     return size_chart(sizes, [(found.said(case), [times[case] for times in each], drift(measured[case]) == 0)
                               for case in PAYING])

@@ -94,16 +94,16 @@ class Timed:
         self.computing += time.thread_time() - computing
 
 
-def loaded(name: str, device: torch.device) -> tuple[Any, Any]:
-    """A model as Load AR Checkpoint hands it out, and a conditioning of it."""
+def loaded(name: str, device: torch.device, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+    """A model as Load AR Checkpoint hands it out, and a conditioning of it. dtype: of random weights (None: fp32 on a
+    CPU, otherwise bf16)."""
     from comfyui_specar.nodes.comfy_runtime import folders, models
 
     if name == "default":
         folders.register_folders()
         found = models.open_model(folders.BUNDLED, "auto", None)
         return found, found.model.encode_prompt(PROMPT)
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    model = sizes.build(sizes.SIZES[name], dtype, device)
+    model = sizes.build(sizes.SIZES[name], dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16), device)
     with torch.device(device):
         torch.manual_seed(0)
         module = VQModel(VQConfig(model.vocab, 8, (1, 1, 2, 2, 4))).eval().requires_grad_(False)

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cache
 from math import nan
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ REUSE = {"coupled": "SJD, coupled", "gumbel": "SJD, same seed", "resample": "SJD
 
 PAIRED = ("EAGLE-1, 57 drafts", "EAGLE-2", "LANTERN++ k 10, lambda 2", "Cool-SD delta 1.1", "Cool-SD delta 2",
           "VVS every 4th, EAGLE-1")  # the first is what the others are compared with
+SHORT = {"float32": "fp32", "bfloat16": "bf16"}  # precisions
 NAMES = {"next_token": "next token", "TV-metered": "TV budget", "UniformRSD": "Uniform Relaxation", "w32": "window 32"}
 
 
@@ -122,17 +124,18 @@ def speed(name: str, guidance: float, report: str) -> str:
     return grid(("method", "seconds", "passes", "ms per round", "cost of a round", "times faster", "quotient"), rows)
 
 
-def baselines(report: str) -> str:
-    """Next token in seconds per image, and the time of what users run today over it, for every model of a report."""
-    models = results(report)["models"]
+def baselines(*reports: str) -> str:
+    """Next token in seconds per image, and the time of what users run today over it, for every model of the reports."""
+    models = [model for report in reports for model in results(report)["models"]]
     others = [row["name"] for row in models[0]["rows"] if row["name"] != "next_token"]
     rows = []
-    for model in models:
+    for model in sorted(models, key=itemgetter("parameters")):
         own = next(row for row in model["rows"] if row["name"] == "next_token")
         size = model["name"].partition("@")[2] or "itself"
-        rows.append((f"{size} ({model['parameters'] / 1e6:.0f} M)", f"{own['seconds']['median']:.2f}",
+        rows.append((f"{size} ({model['parameters'] / 1e6:.0f} M)", SHORT[model["dtype"]],
+                     f"{model['settings']['cfg']:g}", f"{own['seconds']['median']:.2f}",
                      *(f"{own['seconds_over'][other]:.2f}" for other in others)))
-    return grid(("bundled model, widened to", "next token, s", *others), rows)
+    return grid(("bundled model, widened to", "precision", "guidance", "next token, s", *others), rows)
 
 
 def throughput(layout: str) -> str:
