@@ -1,11 +1,13 @@
 """Measure time and memory to load checkpoints of released sizes.
 
     python -m benchmarks loading [--models janus-pro-1b simplear-1.5b] [--folder /tmp] [--out benchmarks/results/X.json]
+    python -m benchmarks loading --models janus-pro-7b --cases bfloat16 float8_e4m3fn    # 15 GB; fp32 would need 28
 
 Writes a checkpoint with the names and shapes of the released model and random bf16 weights, in two shards, to a
 temporary folder. A separate process loads it twice, the first time with the file dropped from the page cache (as far as
 the kernel follows the request). Anonymous memory is what the process holds; file-backed memory is the checkpoint in the
-page cache, which the kernel can reclaim.
+page cache, which the kernel can reclaim. Then the first token of an image is generated, without guidance, which reads
+all weights: in bf16 they are mapped, so it reads from the disk what loading has left there.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from safetensors.torch import save_file
 
 from .report import commit, machine
 from .report import write as save
+from .sizes import PROMPT
 
 Shapes = dict[str, tuple[int, ...]]
 SHARDS = 2
@@ -77,6 +80,8 @@ def simplear(dim: int = 1536, ffn: int = 8960, layers: int = 28, words: int = 21
 
 MODELS: dict[str, tuple[Shapes, dict[str, Any]]] = {  # name -> shapes, config.json
     "janus-pro-1b": (janus(), {"model_type": "multi_modality", "language_config": {"num_attention_heads": 16}}),
+    "janus-pro-7b": (janus(4096, 11008, 30),
+                     {"model_type": "multi_modality", "language_config": {"num_attention_heads": 32}}),
     "simplear-1.5b": (simplear(), {"model_type": "qwen2", "num_attention_heads": 12, "tie_word_embeddings": True}),
 }
 
@@ -150,7 +155,26 @@ def measure(folder: Path, dtype: str, storage: str | None, threads: int) -> dict
     held = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
     read = dict(line.split(": ") for line in Path("/proc/self/io").read_text("utf-8").splitlines())["read_bytes"]
     weights, used = sum(held.values()), sum(tensor.numel() for tensor in model.parameters())
-    return {"dtype": dtype, "storage": storage, "parameters": used, "weights": weights, "read": int(read)} | costs
+    return {"dtype": dtype, "storage": storage, "parameters": used, "weights": weights, "read": int(read)} | costs | {
+        "first token": round(first_token(model), 2)}
+
+
+def first_token(model: Any) -> float:
+    """Seconds of the prompt's pass and of the token after it."""
+
+    class DecidedError(Exception):
+        """There is a token."""
+
+    def stop(progress: Any) -> None:
+        if progress.committed.any():
+            raise DecidedError
+
+    began = time.perf_counter()
+    try:
+        specar.sample(model, model.encode_ids(range(1, PROMPT + 1)), specar.methods.NextToken(), cfg=1, callback=stop)
+    except DecidedError:
+        return time.perf_counter() - began
+    raise RuntimeError("The image is finished, and no callback has seen a token of it.")
 
 
 def forget(folder: Path) -> None:
@@ -167,9 +191,11 @@ def elsewhere(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.apply(function, arguments)
 
 
-def runs(folder: Path, threads: int) -> Iterator[dict[str, Any]]:
+def runs(folder: Path, threads: int, cases: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Every case, each in a new process: with the files out of the page cache, then with them in it."""
     for dtype, storage in CASES:
+        if (storage or dtype) not in cases:
+            continue
         for cached in (False, True):
             if not cached:
                 forget(folder)
@@ -179,9 +205,11 @@ def runs(folder: Path, threads: int) -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks loading", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", choices=MODELS, nargs="+", default=list(MODELS),
-                        help="models to load (default: all)")
-    parser.add_argument("--folder", type=Path, help="folder for the temporary checkpoints of 3 to 5 GB each")
+    parser.add_argument("--models", choices=MODELS, nargs="+", default=["janus-pro-1b", "simplear-1.5b"],
+                        help="models to load (default: %(default)s)")
+    parser.add_argument("--cases", choices=(names := [storage or dtype for dtype, storage in CASES]), nargs="+",
+                        default=names, help="precisions, or that of weights stored in fewer bits (default: all)")
+    parser.add_argument("--folder", type=Path, help="folder for the temporary checkpoints, of 3 to 5 GB each (7B: 15)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
     parser.add_argument("--note", help="remark to store in the report")
     parser.add_argument("--out", type=Path, help="JSON report to write")
@@ -194,11 +222,12 @@ def main() -> None:
             size = sum(file.stat().st_size for file in folder.iterdir())
             print(f"{name}: {size / 1e9:.2f} GB in {SHARDS} shards, bf16")
             report["models"][name] = {"bytes": size, "shards": SHARDS, "runs": []}
-            for run in runs(folder, options.threads):
+            for run in runs(folder, options.threads, options.cases):
                 report["models"][name]["runs"].append(run)
                 case = f"{run['dtype']}{', stored as ' + run['storage'] if run['storage'] else ''}"
                 sizes = ", ".join(f"{key} {run[key] / 1e9:.2f}" for key in ("weights", "read", *COSTS))
-                print(f"  {case}, cached {run['cached']}: {run['seconds']} s; GB: {sizes}", flush=True)
+                print(f"  {case}, cached {run['cached']}: {run['seconds']} s, first token "
+                      f"{run['first token']} s; GB: {sizes}", flush=True)
     if options.out:
         save(report, options.out)
         print(f"written to {options.out}")
