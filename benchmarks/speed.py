@@ -194,7 +194,7 @@ def batches(case: Subject, options, report: Report) -> Iterator[dict]:
 
 
 def measure(name: str, cfg: float | None, options, report: Report, passes: dict[str, float], full: bool) -> None:
-    """All parts of one model, or only CURVES' methods beside the baselines."""
+    """All parts of one model, or (not ``full``) only some methods beside the baselines."""
     device = torch.device(options.device)
     case = subject(name, cfg, device, getattr(torch, options.dtype), options.tokens, options.passes)
     weights = weights_read(case.model.backbone)
@@ -208,10 +208,10 @@ def measure(name: str, cfg: float | None, options, report: Report, passes: dict[
     report.content["models"].append(entry)
     listed = [n for n in (*METHODS, *SMALL) if n in case.cases(lambda _: None)]
     full = full and not case.narrow
-    if not full:
-        listed = list(CURVES)
-    elif options.methods:
+    if options.methods and not case.narrow:
         listed = [BASE, *(n for n in case.cases(lambda _: None) if n in options.methods and n != BASE)]
+    elif not full:
+        listed = list(CURVES)
     if name in ONLY_BASELINES:
         listed = [BASE]
     if "methods" in options.parts:
@@ -256,7 +256,8 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS),
                         help="parts of the report (default: all)")
     parser.add_argument("--cfg", type=float, nargs="+", default=[1.0, 2.0],
-                        help="guidance scales of the bundled model; all methods run at the last, a few at the others")
+                        help="guidance scales of the bundled model; all methods run at the last, a few (or those of "
+                        "--methods) at the others")
     parser.add_argument("--prompts", type=int, default=1, choices=range(1, len(PROMPTS) + 1),
                         help="prompts of the bundled model, in turns; every repetition runs all (default: %(default)s)")
     parser.add_argument("--tokens", type=int,
