@@ -120,8 +120,15 @@ def enough(q: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         return q, mask
     more = fewest(q.dtype, q.shape[-1]) - last
     if more > 0:
-        q, mask = (torch.cat((x, x[:, :, -1:].expand(-1, -1, more, -1)), dim=2) for x in (q, mask))
+        q, mask = (_repeated(x, more) for x in (q, mask))
     return q, mask
+
+
+def _repeated(x: Tensor, more: int) -> Tensor:
+    """x [R, H, T, N] with its last query ``more`` times again."""
+    if x.shape[1] == x.shape[2] == 1:
+        return x.expand(-1, -1, 1 + more, -1)  # a mask, which torch reads as it is; a copy takes time in every layer
+    return torch.cat((x, x[:, :, -1:].expand(-1, -1, more, -1)), dim=2)
 
 
 @cache
