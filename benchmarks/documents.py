@@ -56,13 +56,15 @@ CHOICES = {  # case -> how AR Sampler calls it
     "next_token": "next token", "sjd coupled w32": "fast, exact", "sjd gumbel w32": "same image as next token",
 }
 SETTINGS = ("Bundled model, {tokens} tokens per image, guidance {guidance:g}, temperature {temperature:g}, SJD with "
-            "window 32; passes: mean of {images} images, of {prompts} prompts. Time, next token = 1: these passes at "
-            "the cost of a round (a pass with its drafts and its sampling), which was measured on the same model "
+            "window 32 (automatic in fp32 on a CPU: 16); passes: mean of {images} images, of {prompts} prompts. Time, "
+            "next token = 1: these passes at the cost of a round (a pass with its drafts and its sampling), which was measured on the same model "
             "enlarged to the sizes of LlamaGen-B and -L (87 and {millions} M parameters, the same images), in bf16 on "
             "{threads} threads of {processors}, -L on the second only, in one run.")
 QUALITY = (" Quality: of {images} images each ({dtype}), the change of their tokens' mean log-probability from next "
            "token's, in nats per token, and the fraction that shows all that was asked for, both with 95 % intervals; "
-           "every image has a seed of its own, so exact methods differ by chance ([quality](docs/quality.md)).")
+           "every image has a seed of its own, so exact methods differ by chance. Relaxed rules resample from the "
+           "residual that drifts least, their nodes' default; with LANTERN's own the change of log p is 0 "
+           "([quality](docs/quality.md#in-short)).")
 HOW_TO_READ = ("Every point is a method or a setting: further left it needs fewer forward passes, further down it "
                "changes less of that measure. Exact methods are on the line at the bottom; no setting is below the "
                "dashed steps. SJD's window is 32 if none is named.")
@@ -71,7 +73,9 @@ CHINESE = {
     "change of log p": "log p的变化", "as asked": "符合提示词", "Quality against forward passes": "质量与前向次数",
     QUALITY: " 质量：每种方法{images}张图像（{dtype}），token的平均对数概率与逐token相比的变化"
              "（每个token，nat），以及完全符合提示词的图像的比例，均附95 %区间；"
-             "每张图像的种子各不相同，所以精确的方法之间的差别只是偶然（[质量](docs/quality.md)）。",
+             "每张图像的种子各不相同，所以精确的方法之间的差别只是偶然。"
+             "放宽的规则按节点的默认设置，从偏移最小的残差分布中重新采样；用LANTERN论文的残差，log p的变化为0"
+             "（[质量](docs/quality.md#in-short)）。",
     HOW_TO_READ: "每个点是一种方法或一种设置：越靠左，前向次数越少；越靠下，该指标的变化越小。"
                  "精确的方法在最下面的线上；没有任何设置低于虚线。未注明时SJD的窗口为32。",
     UNMEASURED: "各种方法的图像[质量](docs/quality.md)：尚未测量。",
@@ -86,7 +90,7 @@ CHINESE = {
     "no, drift bound {:.2f} per token": "否，每个token的偏移上界{:.2f}",
     "no, drift measured {:.2f} per token (not limited in advance)": "否，测得每个token偏移{:.2f}（事先没有限制）",
     SETTINGS:
-        "自带模型，每张图像{tokens}个token，引导{guidance:g}，温度{temperature:g}，SJD的窗口为32；"
+        "自带模型，每张图像{tokens}个token，引导{guidance:g}，温度{temperature:g}，SJD的窗口为32（在CPU上用fp32时自动取16）；"
         "前向次数是{prompts}个提示词的{images}张图像的平均值。时间以逐token为1：按这些前向次数和每一轮（一次前向，连同草稿和采样）的代价计算，"
         "后者在放大到LlamaGen-B和-L大小（8700万和{millions}00万参数，图像相同）的同一模型上、以bf16用{processors}的"
         "{threads}个线程测得，-L只用后者运行了一次。",
@@ -211,6 +215,12 @@ def fewer() -> str:
     return f"{passes['next_token'] / passes['sjd coupled w32']:.1f}"
 
 
+def fewer_in_fp32() -> str:
+    """The same with the window that is automatic in fp32 on a CPU."""
+    measured = cases("default-cpu", GUIDANCE)
+    return f"{measured['next_token']['passes'] / measured['sjd coupled w16']['passes']:.1f}"
+
+
 def faster() -> str:
     """How many times faster exact SJD is at LlamaGen-B's size in bf16, with its mean passes, by processor."""
     return span([1 / time for time in times("sjd coupled w32", B)], 1)
@@ -230,7 +240,8 @@ def may_drift(text: str = "{} passes, log p {}") -> str:
 
 
 NUMBERS = {"may drift": may_drift, "may drift, Chinese": lambda: may_drift("{} 次前向，log p {}"),
-           "fewer passes": fewer, "times faster": faster, "time, exact trees": exact_trees,
+           "fewer passes": fewer, "fewer passes, window 16": fewer_in_fp32, "times faster": faster,
+           "time, exact trees": exact_trees,
            "times faster, Chinese": lambda: faster().replace(" to ", "至"),
            "time, exact trees, Chinese": lambda: exact_trees().replace(" to ", "至")}
 

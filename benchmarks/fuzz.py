@@ -231,7 +231,8 @@ def run(options: argparse.Namespace, folder: str) -> Tally:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks fuzz", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20, help="duration (default: %(default)s)")
     parser.add_argument("--cases", type=int, help="run this many cases instead, without a time limit")
     parser.add_argument("--seed", type=int, default=0, help="seed of all cases (default: %(default)s)")

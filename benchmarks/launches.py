@@ -237,7 +237,8 @@ def table() -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks launches", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, help="count only this entry, and list its launches by operation")
     options = parser.parse_args()
     if options.case:

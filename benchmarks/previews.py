@@ -131,7 +131,8 @@ def measure(model: Any, conditioning: Any, how: str, method: Callable[..., Any])
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks previews", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
                         help="device (default: %(default)s)")
     parser.add_argument("--models", nargs="+", default=["default", "llamagen-b"], choices=["default", *sizes.SIZES],
