@@ -58,8 +58,8 @@ CHOICES = {  # case -> how AR Sampler calls it
 SETTINGS = ("Bundled model, {tokens} tokens per image, guidance {guidance:g}, temperature {temperature:g}, SJD with "
             "window 32 (automatic in fp32 on a CPU: 16); passes: mean of {images} images, of {prompts} prompts. Time, "
             "next token = 1: these passes at the cost of a round (a pass with its drafts and its sampling), which was "
-            "measured on the same model enlarged to the sizes of LlamaGen-B and -L (87 and {millions} M parameters, the "
-            "same images), in bf16 on {threads} threads of {processors}, -L on the second only, in one run.")
+            "measured on the same model enlarged to the sizes of LlamaGen-B and -L (87 and {millions} M parameters, "
+            "the same images), in bf16 on {threads} threads of {processors}, -L on the second only, in one run.")
 QUALITY = (" Quality: of {images} images each ({dtype}), the change of their tokens' mean log-probability from next "
            "token's, in nats per token, and the fraction that shows all that was asked for, both with 95 % intervals; "
            "every image has a seed of its own, so exact methods differ by chance. Relaxed rules resample from the "
