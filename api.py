@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from numbers import Integral
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,10 +72,15 @@ def sample(
     keep parts of an image; entropy (T0, alpha, theta: see SamplingParams); and for continuous models cfg_schedule,
     steps, kind and iterations (see ContinuousParams), while layout, top_k, top_p, entropy, strength and skippable are
     for models of token ids. Raises ValueError where a parameter is outside its range or not supported (the message says
-    which), TypeError where the method is none or lacks its drafter.
+    which), TypeError where it has another type, and where the method is none or lacks its drafter.
     """
+    for name, number in (("seed", seed), ("batch_size", batch_size)):
+        if not isinstance(number, Integral):
+            raise TypeError(f"{name} is {number!r}, but must be a whole number.")
     if not 0 <= seed < SEEDS:
         raise ValueError(f"seed is {seed}, but must be 0 to {SEEDS - 1}.")
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}, but must be at least 1.")
     if method is not None and not isinstance(method, Method):
         raise TypeError(f"method is {method!r}, but must be an object such as methods.SJD(); there are "
                         f"{', '.join([*(each.__name__ for each in METHODS), *PUBLISHED])}.")

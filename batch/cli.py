@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from tqdm import tqdm
@@ -110,6 +111,16 @@ def refuse_unused(options: argparse.Namespace, arguments: list[str] | None) -> N
         raise JobsError(f"{', '.join(unused)}: {why}")
 
 
+def make_folder(out: Path) -> None:
+    """Raises JobsError unless images can be written there."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise JobsError(f"--out {out}: no file can be written there ({error.strerror}). Name another folder") from error
+
+
 def positive(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError("at least 1")
@@ -144,6 +155,8 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
     if options.dry_run:
         say(f"{len(jobs)} jobs fit {options.workflow.name}")
         return DONE
+    if options.out:
+        make_folder(options.out)
     chosen = Options(options.in_flight, options.retries, options.out, patience=options.patience, maps=options.maps)
     with Journal(results_of(options)) as journal:
         open_jobs = left(journal, jobs, {job: fingerprint(prompt) for job, prompt in prompts.items()}, options)
@@ -155,7 +168,7 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
         if done and options.maps:
             say(f"{len(done)} jobs were done before and get no maps (for those choose other --results, another --out)")
         code = followed(journal, jobs, open_jobs,
-                        lambda on_result: drive(journal, urls, chosen, open_jobs, prompts, on_result))
+                        lambda on_result: drive(journal, urls, chosen, open_jobs, prompts, on_result), len(urls) > 1)
         if not options.out and any(journal.done(job.id) for job in jobs):
             say("The images are in the output folders of the servers. The same command with --out FOLDER copies them.")
         return LEFT if without and code in (DONE, FAILED) else code
@@ -174,6 +187,7 @@ def on_ray(options: argparse.Namespace, jobs: list[Job]) -> int:
     if options.dry_run:
         say(f"{len(jobs)} jobs fit {options.method}")
         return DONE
+    make_folder(options.out)
     fleet = Fleet(options.ray, options.actors, options.cpus, options.gpus, options.retries)
     prints = {job: fingerprint([asdict(studio), found]) for job, found in settings.items()}
     with Journal(results_of(options)) as journal:
@@ -205,14 +219,16 @@ def left(journal: Journal, jobs: list[Job], prints: dict[str, str], options: arg
     return found
 
 
-def followed(journal: Journal, jobs: list[Job], open_jobs: list[Job], work: Callable[[Callable], bool]) -> int:
-    """Does the work under a progress bar, says what became of it. `work(on_result)` returns: was it cancelled?"""
+def followed(journal: Journal, jobs: list[Job], open_jobs: list[Job], work: Callable[[Callable], bool],
+             several: bool = False) -> int:
+    """Does the work under a progress bar, says what became of it. `work(on_result)` returns: was it cancelled? several:
+    there is more than one server, and what fails may be its fault."""
     bar = tqdm(total=len(jobs), initial=len(jobs) - len(open_jobs), unit="job", disable=None, dynamic_ncols=True)
 
     def on_result(record: dict[str, Any]) -> None:
         bar.update()
         if record["status"] != "success":
-            say(f"{record['id']}: {record['error']}")
+            say(f"{record['id']}{' on ' + record['server'] if several else ''}: {record['error']}")
         elif bar.disable:
             say(f"{record['id']}: done")
         for warning in record["warnings"]:
@@ -231,7 +247,8 @@ def followed(journal: Journal, jobs: list[Job], open_jobs: list[Job], work: Call
     failed = len(jobs) - made - open_still
     say(f"{made} of {len(jobs)} jobs are done, {failed} failed, {open_still} are still to do. {journal.path}")
     if failed and not cancelled:
-        say("Correct their rows and repeat the command, or repeat it with --retry-failed.")
+        say("Correct their rows, or what is wrong with their server, and repeat the command with --retry-failed; "
+            "without it, it runs corrected rows only.")
     if cancelled:
         return CANCELLED
     return LEFT if open_still else FAILED if failed else DONE

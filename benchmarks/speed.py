@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's own)")
     parser.add_argument("--note", help="remark to store in the report")
     parser.add_argument("--out", type=Path, help="JSON report to write, with its table next to it")
-    parser.add_argument("--show", type=Path, help="print the table of this report without measuring")
+    parser.add_argument("--show", type=Path, help="print the table of this report and write it beside it")
     options = parser.parse_args()
     if options.show:
         show(options.show)

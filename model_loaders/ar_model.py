@@ -22,7 +22,7 @@ from ..models.positions import GridPositions, Positions, Table, rotation_of
 from ..models.prefix import TextPrefix
 from ..models.quantised import bytes_in, largest_matrix
 from ..models.vq import nearest_codes
-from ..samplers.contract import Callback, Request, SamplingParams, StepOut, chosen_params
+from ..samplers.contract import Callback, Request, SamplingParams, StepOut, check_grids, chosen_params
 from ..samplers.layout import TokenLayout
 from .branches import repeated, taken_over
 from .decoders.image_decoder import Autoencoder, ImageDecoder
@@ -108,8 +108,10 @@ class DiscreteModel(Prompted, Placed):
         Request. params: fields of SamplingParams; None: the model's default. Raises ValueError for unsupported values.
         """
         layout = layout or self.layout(*(grid or ()))
+        shape = batch, layout.rows, layout.cols
+        check_grids(shape, tokens=tokens, kept=kept, strength=strength, skippable=skippable)
         if kept is not None:
-            layout = layout.keeping(tokens, kept)
+            layout = layout.keeping(self.checked_ids(tokens, kept).expand(shape), kept.expand(shape))
         asked = chosen_params(self.defaults, params, "models of token ids")
         if asked.guided and not self.guidance:
             raise ValueError(f"cfg is {asked.cfg}, but this model was trained without guidance. Set cfg to 1.")
@@ -121,6 +123,16 @@ class DiscreteModel(Prompted, Placed):
             None if strength is None else layout.spread(strength.float(), fill=1.0),
             None if skippable is None else layout.spread(skippable, fill=True),
         )
+
+    def checked_ids(self, tokens: Tensor | None, kept: Tensor) -> Tensor:
+        """``tokens``, of which those that are ``kept`` exist. Raises ValueError for others."""
+        if tokens is None:
+            raise ValueError("kept names tokens of an image, but there are no tokens. Give both.")
+        ids = torch.where(kept, tokens, 0)
+        if not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab:
+            raise ValueError(f"tokens to keep are {int(ids.min())} to {int(ids.max())}, but this model has the image "
+                             f"tokens 0 to {self.vocab - 1}.")
+        return tokens
 
     def offload_embedding(self) -> None:
         """Keep the word embedding of a language model in main memory: up to 1.5 GiB that only prompts need. It is then

@@ -45,11 +45,12 @@ _ASSETS = Path(__file__).resolve().parent.parent / "assets"
 
 
 def bundled(name: str = "default") -> Path:
-    """Folder of a model that ships with the pack. Raises FileNotFoundError that lists the available ones."""
+    """Folder of a model or drafter that ships with the pack. Raises FileNotFoundError that lists the available ones."""
     folder = _ASSETS / name
     if not (folder / "model.safetensors").is_file():
-        there = sorted(p.parent.name for p in _ASSETS.glob("*/model.safetensors"))
-        raise FileNotFoundError(f"There is no bundled model {name!r}; available are: {', '.join(there) or 'none'}.")
+        there = sorted(p.parent.relative_to(_ASSETS).as_posix() for p in _ASSETS.rglob("model.safetensors"))
+        raise FileNotFoundError(f"There is no bundled model or drafter {name!r}; available are: "
+                                f"{', '.join(there) or 'none'}.")
     return folder
 
 

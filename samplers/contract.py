@@ -9,6 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields, replace
+from numbers import Real
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -227,12 +228,25 @@ P = TypeVar("P")
 def chosen_params(defaults: P, chosen: dict[str, Any], kind: str) -> P:
     """A model's own sampling parameters, replaced by the ``chosen`` ones that are not None.
 
-    Raises ValueError naming those that a model of this ``kind`` (such as "models of token ids") does not have.
+    Raises ValueError naming those that a model of this ``kind`` (such as "models of token ids") does not have,
+    TypeError for one that is no number and should be.
     """
     chosen = {name: value for name, value in chosen.items() if value is not None}
     if unknown := chosen.keys() - {field.name for field in fields(defaults)}:
         raise ValueError(f"{', '.join(sorted(unknown))}: not supported for {kind}. Leave it at its default.")
+    for name, value in chosen.items():
+        if isinstance(getattr(defaults, name), Real) and not isinstance(value, Real):
+            raise TypeError(f"{name} is {value!r}, but must be a number.")
     return replace(defaults, **chosen)
+
+
+def check_grids(shape: tuple[int, ...], **grids: Tensor | None) -> None:
+    """Raises ValueError naming one of ``grids`` (None: not given) that cannot be ``expand``ed to ``shape``, [B, rows,
+    cols] or more."""
+    for name, grid in grids.items():
+        if grid is not None and (grid.shape[0] not in (1, shape[0]) or grid.shape[1:] != shape[1:]):
+            raise ValueError(f"{name} has the shape {list(grid.shape)}, but must have {list(shape)}: images, rows and "
+                             "columns of tokens.")
 
 
 @dataclass(frozen=True)

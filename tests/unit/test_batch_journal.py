@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from comfyui_specar.batch import cli, dispatch
+from comfyui_specar.batch.jobs import Job
 from comfyui_specar.batch.journal import Journal, JournalError
 from comfyui_specar.tests.support.fake_comfy import FakeComfy, until
 from comfyui_specar.tests.support.patience import PATIENCE
@@ -331,6 +332,7 @@ def test_a_failed_row_is_corrected_under_its_id_by_the_same_command(table, here)
     ("id,seed\na,1\n", ("--out", "full"), r"full.*files.* a\b"),
     ("id,seed\nA,1\n", ("--out", "full"), r"full.*files.* A\b"),
     ("id,seed\nA,1\n", ("--out", "jobs.csv"), "--out jobs.csv is a file.*folder"),
+    ("id,seed\nA,1\n", ("--out", "jobs.csv/inside"), "--out jobs.csv.inside: no file can be written"),
 ])
 def test_bad_input_begins_nothing(table, capsys, jobs, arguments, message):
     (table / "jobs.csv").write_text(jobs, encoding="utf-8")
@@ -339,6 +341,15 @@ def test_bad_input_begins_nothing(table, capsys, jobs, arguments, message):
     assert cli.main(command("--server", "http://127.0.0.1:9", *arguments)) == cli.BAD_INPUT
     assert re.search(message, capsys.readouterr().err)
     assert not (table / "jobs.results.jsonl").exists() or (table / "jobs.results.jsonl").read_text("utf-8") == ""
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_failure_names_its_server_where_there_are_several(capsys, several):
+    record = {"id": "a", "status": "error", "error": "disk full", "server": "http://b:1", "warnings": []}
+    journal = SimpleNamespace(results={"a": record}, path="results", done=lambda job: False)
+    job = Job("a", {}, 1)
+    assert cli.followed(journal, [job], [job], lambda on_result: on_result(record), several) == cli.FAILED
+    assert f"a{' on http://b:1' if several else ''}: disk full" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

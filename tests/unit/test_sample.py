@@ -2,6 +2,7 @@
 
 import comfyui_specar as specar
 import pytest
+import torch
 
 
 @pytest.fixture(scope="module")
@@ -16,10 +17,44 @@ def model():
     ({"method": specar.methods.CoolSD(None)}, TypeError, "drafter.*load_drafter"),
     ({"seed": -1}, ValueError, "seed.*-1.*0 to 18446744073709551615"),
     ({"seed": 2**64}, ValueError, "seed.*0 to"),
+    ({"seed": 1.5}, TypeError, "seed is 1.5.*whole"),
+    ({"seed": "7"}, TypeError, "seed is '7'.*whole"),
+    ({"batch_size": 0}, ValueError, "batch_size is 0.*1"),
+    ({"batch_size": 1.5}, TypeError, "batch_size.*whole"),
+    ({"cfg": "a"}, TypeError, "cfg is 'a'.*number"),
+    ({"strength": torch.ones(3, 3)}, ValueError, r"strength.*\[1, 3, 3\].*\[1, 16, 16\]"),
+    ({"skippable": torch.ones(3, 3).bool()}, ValueError, "skippable.*3"),
+    ({"kept": torch.ones(1, 3, 3).bool(), "tokens": torch.zeros(1, 16, 16).long()}, ValueError, "kept.*3"),
+    ({"kept": torch.ones(16, 16).bool(), "tokens": torch.zeros(16, 16).long()}, ValueError, r"tokens.*\[16, 16\]"),
+    ({"kept": torch.ones(1, 16, 16).bool()}, ValueError, "kept.*no tokens"),
+    ({"kept": torch.ones(1, 16, 16).bool(), "tokens": torch.full((1, 16, 16), 99999)}, ValueError, "99999.*0 to 1023"),
 ])
 def test_what_cannot_be_meant_is_refused_before_anything_runs(model, given, error, message):
     with pytest.raises(error, match=message):
         specar.sample(model, model.encode_prompt("star"), **given)
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"kept": torch.ones(1, 3, 3).bool(), "tokens": torch.zeros(1, 8, 8, 16)}, "kept.*3"),
+    ({"kept": torch.ones(1, 8, 8).bool(), "tokens": torch.zeros(1, 8, 8, 3)}, "tokens.*3"),
+    ({"kept": torch.ones(1, 8, 8).bool()}, "kept.*no tokens"),
+])
+def test_so_are_tokens_of_a_continuous_model(given, message):
+    model = specar.load_model(specar.bundled("continuous"))
+    with pytest.raises(ValueError, match=message):
+        specar.sample(model, model.encode_prompt("star"), **given)
+
+
+def test_one_mask_may_be_meant_for_all_images(model):
+    """Of a batch: tokens, and which of them are kept."""
+    tokens = torch.full((1, 16, 16), 5)
+    out = specar.sample(model, model.encode_prompt("star"), batch_size=2, tokens=tokens, kept=torch.ones(1, 16, 16) > 0)
+    assert (out.tokens == 5).all() and len(out.tokens) == 2
+
+
+def test_bundled_lists_models_and_drafters():
+    with pytest.raises(FileNotFoundError, match="nope.*: continuous, continuous/small, default, default/eagle"):
+        specar.bundled("nope")
 
 
 def test_the_package_lists_its_names():
