@@ -14,12 +14,23 @@ from ..samplers.contract import Output
 from ..samplers.generate import AnyRequest
 
 Latent = dict[str, Any]
+CELL = "downscale_ratio_spacial"  # where Empty Latent Image says how many pixels wide a cell is
 Model = DiscreteModel | ContinuousBase
 
 
 def empty_latent(model: Model, rows: int, cols: int, batch: int) -> Latent:
     """A LATENT that sets only number and size of images: zeros [B, C, rows, cols]."""
     return {"samples": torch.zeros(batch, model.latent_channels, rows, cols)}
+
+
+def grid_of(latent: Latent, model: Model) -> tuple[int, int]:
+    """Rows and columns of tokens of a LATENT. An empty one of newer core nodes tells the pixels of its cells, which are
+    then those that were asked for, as for core's samplers."""
+    rows, cols = latent["samples"].shape[-2:]
+    cell = latent.get(CELL)
+    if cell is None or latent["samples"].any():
+        return rows, cols
+    return round(rows * cell / model.pixels_per_token), round(cols * cell / model.pixels_per_token)
 
 
 def image_samples(latent: Latent, model: Model) -> Tensor:
@@ -40,6 +51,7 @@ def image_samples(latent: Latent, model: Model) -> Tensor:
 
 def with_output(latent: Latent, output: Output, request: AnyRequest) -> Latent:
     """``latent`` with the generated images, the same noise mask and batch index. Kept vectors are bitwise unchanged."""
+    latent = {key: value for key, value in latent.items() if key != CELL}
     if not request.continuous:
         samples = output.tokens[:, None].float() if output.latent is None else output.latent
         return {**latent, "samples": samples, "ar_tokens": output.tokens}

@@ -18,7 +18,7 @@ from ..samplers.methods.jacobi import SJD
 from ..samplers.methods.next_token import NextToken
 from .comfy_runtime import models, runs
 from .comfy_runtime.clip import prompts_of, text_of
-from .latents import Latent, first_image, kept, skippable, strength, tokens_of, with_output
+from .latents import Latent, first_image, grid_of, kept, skippable, strength, tokens_of, with_output
 from .rules import EXACT, ChosenRule
 from .search import FAMILIES, SAMPLER, found_by
 from .widgets import auto, choose, common_inputs, folded, given, negative_input, rule_input, sampler_outputs
@@ -63,13 +63,15 @@ class Inputs(CommonInputs):
 
 def checked_grid(inputs: CommonInputs) -> tuple[int, int]:
     """The grid of latent_image in tokens. Raises ValueError for one that the model was not trained on."""
-    latent = inputs.latent_image
+    latent, model = inputs.latent_image, inputs.model.model
     try:
-        return inputs.model.model.check_grid(*latent["samples"].shape[-2:])
+        return model.check_grid(*grid_of(latent, model))
     except ValueError as error:
-        if latent.get("noise_mask") is None:
-            raise
-        raise ValueError(f"{error} Scale the image to that size (Upscale Image) before VAE Encode.") from error
+        if latent.get("noise_mask") is not None:
+            raise ValueError(f"{error} Scale the image to that size (Upscale Image) before VAE Encode.") from error
+        if latent["samples"].shape[1] != model.latent_channels:
+            raise ValueError(f"{error} Connect Empty AR Latent: Empty Latent Image counts in other cells.") from error
+        raise
 
 
 def request_of(inputs: CommonInputs, where: Tensor | None = None, skip: Tensor | None = None) -> AnyRequest:

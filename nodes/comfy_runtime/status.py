@@ -18,6 +18,7 @@ class Status:
 
     def __init__(self, request: AnyRequest):
         self.request, self.whole = request, torch.full((request.batch,), request.length)
+        self.total = request.sampled(self.whole)
         self.began = time.perf_counter()
         self.first: tuple[float, float] | None = None  # time and tokens when first asked, after the prompt was read
 
@@ -28,7 +29,7 @@ class Status:
         began, before = self.first
         if done == before:
             return self._text(progress.passes, progress.committed)
-        left = (now - began) * (self.request.sampled(self.whole) - done) / (done - before)
+        left = (now - began) * (self.total - done) / (done - before)
         return self._text(progress.passes, progress.committed, f", about {duration(left)} left")
 
     def finished(self, progress: Any) -> str:
@@ -38,6 +39,8 @@ class Status:
     def _text(self, passes: int, committed: torch.Tensor, seconds: str = "") -> str:
         if not passes:
             return "Reading the kept part of the image"
+        if not self.total:
+            return "The mask is empty: all of the image is kept"
         plain, each = self.request.next_token_passes(committed), self.request.sampled(committed) / passes
         count = f"{passes} forward pass{'es' if passes > 1 else ''}"
         fewer = f" instead of {plain:.0f}" if round(plain) > passes else ""

@@ -67,6 +67,17 @@ def test_encode_names_a_size_that_does_not_fit(tiny):
         core.VAEEncode().encode(tiny[2], torch.rand(1, 30, 32, 3))
 
 
+def test_an_empty_latent_of_core_is_read_in_pixels(tiny, sample):
+    """Where it says how large its cells are, as in newer versions; else the error names the node to use."""
+    latent = {"samples": torch.zeros(1, 4, 8, 8), "downscale_ratio_spacial": 4}  # 32 x 32 pixels, 4 x 4 tokens
+    out, _ = sample("NextToken", latent_image=latent)
+    assert out["ar_tokens"].shape == (1, 4, 4) and "downscale_ratio_spacial" not in out
+    with pytest.raises(ValueError, match="64 x 64 pixels.*only 32 x 32 pixels.*Connect Empty AR Latent"):
+        sample("NextToken", latent_image={"samples": latent["samples"]})
+    with pytest.raises(ValueError, match="128 x 128 pixels.*only 32 x 32 pixels"):
+        sample("NextToken", latent_image=latent | {"downscale_ratio_spacial": 16})
+
+
 def test_an_image_of_another_size_is_to_be_scaled_before_it_is_encoded(tiny, sample):
     (encoded,) = core.VAEEncode().encode(tiny[2], torch.rand(1, 64, 64, 3))
     with pytest.raises(ValueError, match="64 x 64 pixels.*only 32 x 32 pixels.*Upscale Image.*before VAE Encode"):

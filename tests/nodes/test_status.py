@@ -67,6 +67,12 @@ def test_kept_tokens_do_not_count(clock):
     assert status.finished(after(4, 16)).startswith("4 forward passes instead of 8\n1.5 tokens per pass")
 
 
+def test_an_empty_mask_is_named(clock):
+    tokens = torch.zeros(1, 4, 4, dtype=torch.int64)
+    layout = TokenLayout.plain(4, 4).keeping(tokens, tokens == 0)
+    assert Status(request(layout)).finished(after(1, 16)) == "The mask is empty: all of the image is kept"
+
+
 def test_kept_vectors_do_not_count(clock, continuous):
     model = continuous[0].model
     keep = torch.zeros(1, 4, 4, dtype=torch.bool)

@@ -93,6 +93,21 @@ def test_the_prompt_of_a_subgraph_is_an_input_and_nothing_else(path):
         assert "text" not in [name for _, name in node["properties"]["proxyWidgets"]]
 
 
+@pytest.mark.parametrize("path", [*TEMPLATES, *BLUEPRINTS], ids=lambda path: path.stem)
+def test_the_widgets_of_a_subgraph_have_names_of_their_own(path):
+    """Of two proxies with one name, front end 1.58.1 keeps the first. An input has the name that it gets."""
+    graph = json.loads(path.read_text(encoding="utf-8"))
+    for subgraph in graph.get("definitions", {"subgraphs": []})["subgraphs"]:
+        [node] = [node for node in graph["nodes"] if node["type"] == subgraph["id"]]
+        proxies = [name for _, name in node["properties"]["proxyWidgets"]]
+        assert len(proxies) == len({*proxies})
+        assert [each["name"] for each in node["inputs"]] == [each["name"] for each in subgraph["inputs"]]
+        inside = {each["id"]: each for each in subgraph["nodes"]}
+        for link in subgraph["links"]:
+            if link["target_id"] in inside:
+                assert inside[link["target_id"]]["inputs"][link["target_slot"]]["link"] == link["id"]
+
+
 def test_every_node_but_the_note_is_inside_of_a_group(graph):
     frames = [frame(group) for group in graph["groups"]]
     notes = [node for node in graph["nodes"] if node["type"] == "MarkdownNote"]
