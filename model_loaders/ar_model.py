@@ -128,6 +128,8 @@ class DiscreteModel(Prompted, Placed):
         """``tokens``, of which those that are ``kept`` exist. Raises ValueError for others."""
         if tokens is None:
             raise ValueError("kept names tokens of an image, but there are no tokens. Give both.")
+        if kept.dtype != torch.bool:
+            raise ValueError(f"kept is {kept.dtype}, but must be bool: which tokens to keep.")
         ids = torch.where(kept, tokens, 0)
         if not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab:
             raise ValueError(f"tokens to keep are {int(ids.min())} to {int(ids.max())}, but this model has the image "

@@ -18,6 +18,7 @@ from ..support.tiny_mar import MAR, write_mar
 from ..support.tiny_masked import CHANNELS, LENGTH, SIDE, prompt, request, tiny
 
 KEPT = (torch.arange(LENGTH) < 4).expand(2, -1)
+GRID = KEPT.unflatten(1, (SIDE, SIDE))
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +66,12 @@ def test_what_a_run_drew_can_be_kept_by_the_next(models):
     """Output.tokens [B, rows, cols, C] and a mask of the same form."""
     model = models[0]
     drawn = api.sample(model, prompt(model, 3), batch_size=2)
-    kept = KEPT.unflatten(1, (SIDE, SIDE))
-    again = api.sample(model, prompt(model, 3), seed=9, batch_size=2, tokens=drawn.tokens, kept=kept)
-    assert again.tokens.shape == (2, SIDE, SIDE, CHANNELS) and torch.equal(again.tokens[kept], drawn.tokens[kept])
+    again = api.sample(model, prompt(model, 3), seed=9, batch_size=2, tokens=drawn.tokens, kept=GRID)
+    assert again.tokens.shape == (2, SIDE, SIDE, CHANNELS) and torch.equal(again.tokens[GRID], drawn.tokens[GRID])
 
 
 @pytest.mark.parametrize(("keep", "word"), [
-    ({"kept": KEPT}, "tokens"), ({"kept": KEPT.long(), "tokens": torch.zeros(2, LENGTH, CHANNELS)}, "bool"),
+    ({"kept": GRID}, "no tokens"), ({"kept": GRID.long(), "tokens": torch.zeros(2, SIDE, SIDE, CHANNELS)}, "bool"),
 ])
 def test_illegal_kept_tokens_are_named(models, keep, word):
     with pytest.raises(ValueError, match=word):

@@ -291,7 +291,7 @@ def test_unknown_size_and_grid(tmp_path, known_size):
 
 
 def test_unknown_bundled_models_are_named():
-    with pytest.raises(FileNotFoundError, match="'nonsense'.*continuous, default"):
+    with pytest.raises(FileNotFoundError, match="'nonsense'.*continuous, .*default/eagle"):
         bundled("nonsense")
 
 

@@ -27,6 +27,7 @@ def model():
     ({"kept": torch.ones(1, 3, 3).bool(), "tokens": torch.zeros(1, 16, 16).long()}, ValueError, "kept.*3"),
     ({"kept": torch.ones(16, 16).bool(), "tokens": torch.zeros(16, 16).long()}, ValueError, r"tokens.*\[16, 16\]"),
     ({"kept": torch.ones(1, 16, 16).bool()}, ValueError, "kept.*no tokens"),
+    ({"kept": torch.ones(1, 16, 16), "tokens": torch.zeros(1, 16, 16).long()}, ValueError, "kept.*float32.*bool"),
     ({"kept": torch.ones(1, 16, 16).bool(), "tokens": torch.full((1, 16, 16), 99999)}, ValueError, "99999.*0 to 1023"),
 ])
 def test_what_cannot_be_meant_is_refused_before_anything_runs(model, given, error, message):
