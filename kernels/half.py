@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from . import steady
+from . import cpu
 
 ROWS, INPUTS, OUTPUTS = 34, 1024, 4096  # a window of 17 tokens with guidance, and a layer of 4 million weights
 GAIN = 1.5  # the two kinds of processors are far apart (times 4, times 0.3), so noise does not decide
@@ -27,10 +27,10 @@ def bf16_is_faster() -> bool:
         cases = {dtype: (nn.Linear(INPUTS, OUTPUTS, bias=False, dtype=dtype), torch.ones(ROWS, INPUTS, dtype=dtype))
                  for dtype in times}
         for dtype, (layer, x) in cases.items():
-            steady.linear(layer, x, at_hand=True)  # finds its blocks
+            cpu.linear(layer, x, at_hand=True)  # finds its routine
         for _ in range(TRIES):
             for dtype, (layer, x) in cases.items():
                 begun = time.perf_counter()
-                steady.linear(layer, x, at_hand=True)
+                cpu.linear(layer, x, at_hand=True)
                 times[dtype].append(time.perf_counter() - begun)
     return min(times[torch.float32]) > GAIN * min(times[torch.bfloat16])

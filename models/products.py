@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..kernels import dispatch, steady, two_rows
+from ..kernels import cpu, dispatch
 from ..kernels.gating import gated
 from ..kernels.linear import FEW, few_rows
 from .quantised import NarrowLinear
@@ -25,10 +25,10 @@ def product(
         added = None if residual is None else residual.flatten(0, -2)
         return few_rows(x.flatten(0, -2), *operands, weight, eps, gate, added).unflatten(0, x.shape[:-1])
     y = x if norm is None else norm(x)
-    if two_rows.applies(linear, y) and _at_hand(linear, y):
-        y = steady.transposed(linear, y.flatten(0, -2)).unflatten(0, y.shape[:-1])
+    if y.device.type == "cpu":
+        y = cpu.linear(linear, y, isinstance(linear, nn.Linear) and _at_hand(linear, y))
     else:
-        y = steady.linear(linear, y, steady.applies(y) and isinstance(linear, nn.Linear) and _at_hand(linear, y))
+        y = linear(y)
     if gate:
         y = gated(y)
     return y if residual is None else residual + y

@@ -3,7 +3,7 @@
 import comfy.model_management as mm
 import pytest
 import torch
-from comfyui_specar.kernels import half, steady
+from comfyui_specar.kernels import cpu, half
 from comfyui_specar.nodes.comfy_runtime import models as runtime
 from torch import nn
 
@@ -34,5 +34,5 @@ def test_the_trial_tells_the_faster_dtype(monkeypatch, slow, faster):
     def linear(layer: nn.Module, x: torch.Tensor, at_hand: bool) -> torch.Tensor:
         return [layer(x) for _ in range(200 if x.dtype == slow else 1)][-1]
 
-    monkeypatch.setattr(steady, "linear", linear)
+    monkeypatch.setattr(cpu, "linear", linear)
     assert half.bf16_is_faster.__wrapped__() == faster

@@ -7,7 +7,7 @@ import pytest
 import torch
 from comfyui_specar import api
 from comfyui_specar.benchmarks.report import find
-from comfyui_specar.kernels import steady, threads
+from comfyui_specar.kernels import cpu, threads
 from torch import nn
 
 
@@ -99,9 +99,9 @@ def test_only_small_models_and_narrow_passes_are_tried():
 
 def test_no_other_thread_count_if_results_would_differ(monkeypatch):
     """As with a sum that is divided among threads."""
-    product = steady.linear
+    product = cpu.linear
     monkeypatch.setattr(
-        steady, "linear",
+        cpu, "linear",
         lambda layer, x, at_hand=False: product(layer, x) + 1e-3 * torch.get_num_threads() * (len(x) == 34),
     )
     assert not threads.worth_trying([nn.Sequential(nn.Linear(8, 8))], 2)
