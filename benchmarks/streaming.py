@@ -17,9 +17,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import comfyui_specar as specar
 import torch
+from comfyui_specar.models import products
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
 from torch import nn
@@ -54,10 +56,12 @@ def streamed(model: nn.Module) -> list[nn.Module]:
 @contextmanager
 def counted(model: nn.Module) -> Iterator[Link]:
     """The link across which a partially loaded model's weights are copied meanwhile."""
-    link, layers = Link(), streamed(model)
+    link, layers, at_hand = Link(), set(streamed(model)), products._at_hand
     hooks = [layer.register_forward_pre_hook(link.carry) for layer in layers]
     try:
-        yield link
+        # Their weights would be on another device, so each layer is called.
+        with patch.object(products, "_at_hand", lambda layer, x: layer not in layers and at_hand(layer, x)):
+            yield link
     finally:
         for hook in hooks:
             hook.remove()

@@ -83,7 +83,7 @@ def open_session(method: Method, request: Request, drafter: Drafter | None = Non
     model, key = request.model, method.session_key(request)
     session = model.sessions.pop(key, None) or Session(Graphs(model.device))
     parts = [model] if drafter is None else [model, drafter.module]
-    if model.device.type == "cpu":
+    if model.device.type == "cpu" and not session.graphs.active:
         rows = request.batch * (1 + request.params.guided) * method.width(request)
         session.threads = Threads() if worth_trying(parts, rows) else None
     if session.graphs.active and not all(p.device == model.device for part in parts for p in part.parameters()):
