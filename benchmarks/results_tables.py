@@ -21,7 +21,7 @@ REUSE = {"coupled": "SJD, coupled", "gumbel": "SJD, same seed", "resample": "SJD
 
 PAIRED = ("EAGLE-1, 57 drafts", "EAGLE-2", "LANTERN++ k 10, lambda 2", "Cool-SD delta 1.1", "Cool-SD delta 2",
           "VVS every 4th, EAGLE-1")  # the first is what the others are compared with
-SHORT = {"float32": "fp32", "bfloat16": "bf16"}  # precisions
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}
 NAMES = {"next_token": "next token", "TV-metered": "TV budget", "UniformRSD": "Uniform Relaxation", "w32": "window 32"}
 
 
@@ -153,6 +153,32 @@ def batches(name: str, guidance: float, report: str) -> str:
     return grid(("batch size", *map(said, methods)), [
         (row["pictures"], *(f"{row['seconds'][method]['median'] / row['pictures']:.2f}" for method in methods))
         for row in rows])  # fmt: skip
+
+
+def loading() -> str:
+    """Seconds and memory until there is a model and until there is a token, by size and precision."""
+    rows = []
+    for name, model in results("loading-cpu")["models"].items():
+        for cold, warm in zip(model["runs"][::2], model["runs"][1::2], strict=True):
+            precision = SHORT[cold["dtype"]] + (f", stored in {SHORT[cold['storage']]}" if cold["storage"] else "")
+            rows.append((f"{name}, {model['bytes'] / 1e9:.1f} GB", precision, f"{cold['seconds']:.0f}",
+                         f"{warm['seconds']:.0f}", f"{cold['first token']:.1f}",
+                         *(f"{cold[kind] / 1e9:.1f}" for kind in ("weights", "anonymous peak", "file-backed peak"))))
+    return grid(("checkpoint", "precision", "load, s", "again, s", "first token, s", "weights, GB", "own memory, GB",
+                 "mapped file, GB"), rows)
+
+
+def find_fastest() -> str:
+    """What Find Fastest takes of the time that it is asked for."""
+    rows = []
+    for run in results("find-fastest-cpu")["runs"]:
+        ran = [trial for trial in run["trials"] if trial["ms_per_token"]]
+        token = statistics.median(run["trials"][0]["ms_per_token"]) / 1000
+        rows.append((run["model"], SHORT[run["dtype"]], f"{token * run['image_tokens']:.0f}", run["asked"],
+                     f"{run['took']:.0f}", f"{run['trial_tokens']} of {run['image_tokens']}",
+                     f"{len(ran)} of {len(run['trials'])}"))
+    return grid(("shapes", "precision", "a next-token image, s", "asked for, s", "took, s", "tokens of a trial",
+                 "methods measured"), rows)
 
 
 def continuous() -> str:

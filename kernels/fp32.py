@@ -1,28 +1,29 @@
-"""Products of a few rows in fp32 on a CPU, by the routine that is fastest on this processor.
+"""Products of a few rows in fp32 on a CPU, by one of three routines.
 
-torch's BLAS library may read a matrix once per row, or prepare it anew for every product. Two other routines do not, on
-processors where it does: oneDNN's product, and for two or three rows (a token with guidance) (W x^T)^T, with the matrix
-as its first factor. The fastest differs by processor, number of rows and size of the matrix, so it is tried. Results
-differ in the last bits, as those of other numbers of rows do in fp32. In 16-bit floats, see steady.py.
+torch's BLAS library may read a matrix once per row, and may gain nothing from threads for a few rows (both on AMD's
+Zen 5). oneDNN's product does neither. For two or three rows, a token with guidance, (W x^T)^T, with the matrix as its
+first factor, is faster still. It depends on the processor, so each is tried. Results differ in the last bits, as those
+of other numbers of rows do in fp32. In 16-bit floats, see steady.py.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from . import trials
 
 MOST_ROWS = 128  # more are computed, not read: torch's own routine is then as fast
 LARGE = 2**20  # weights of a matrix
 TRIED = {False: (1024, 256), True: (4096, 1024)}  # outputs and inputs of matrices tried, by whether they are large
 WEIGHTS = {False: 2**23, True: 2**25}  # tried in all: 32 and 128 MiB, so that none is in the processor's cache
 MOST_TRANSPOSED = 3  # rows; from four on, oneDNN's product is as fast or faster
-GAIN = 1.25  # noise does not decide
-TRIES = 3
+GAIN = 1.25
+TRIES = 2
 
 Product = Callable[[Tensor, Tensor], Tensor]  # of rows [M, K] and a matrix [N, K]: rows [M, N]
 
@@ -39,7 +40,7 @@ def linear(layer: nn.Linear, x: Tensor) -> Tensor:
     # The power of two that their number reaches: routines change there.
     power = len(rows).bit_length() - 1
     large = layer.weight.numel() >= LARGE
-    return fastest(power, large)(rows, layer.weight).view(*x.shape[:-1], -1)
+    return routine(power, large)(rows, layer.weight).view(*x.shape[:-1], -1)
 
 
 def transposed(rows: Tensor, weight: Tensor) -> Tensor:
@@ -52,28 +53,26 @@ def onednn(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 @cache
-def fastest(power: int, large: bool) -> Product:
-    """The routine for 2^power rows and up: each of them in turn, if it is ``GAIN`` times faster than the one before.
-    Tried once per process, so that runs with all threads and with one have the same numbers."""
-    routines = [F.linear]
-    routines += [onednn] if has_onednn() else []
-    routines += [transposed] if 2**power <= MOST_TRANSPOSED else []
+def routine(power: int, large: bool) -> Product:
+    """The routine for 2^power rows and up, tried once per process: ``transposed`` if it is clearly faster than torch's
+    own, else ``onednn`` unless it is clearly slower (one thread computes, and oneDNN gains more from others), else
+    torch's own. Clearly is by ``GAIN``: processors are on one side or the other, so noise does not decide."""
+    ways = [F.linear]
+    ways += [onednn] if has_onednn() else []
+    ways += [transposed] if 2**power <= MOST_TRANSPOSED else []
     outputs, inputs = TRIED[large]
     matrices = torch.ones(WEIGHTS[large] // (outputs * inputs), outputs, inputs)
     rows = torch.ones(2**power, inputs)
-    times: dict[Product, list[float]] = {routine: [] for routine in routines}
-    with torch.inference_mode():
-        for _ in range(TRIES):
-            for routine, found in times.items():
-                begun = time.perf_counter()
-                for matrix in matrices:
-                    routine(rows, matrix)
-                found.append(time.perf_counter() - begun)
-    best = F.linear
-    for routine in routines:
-        if min(times[best]) > GAIN * min(times[routine]):
-            best = routine
-    return best
+    seconds = trials.shortest({way: partial(run, way, rows, matrices) for way in ways}, len(matrices), TRIES)
+    if transposed in ways and GAIN * seconds[transposed] < seconds[F.linear]:
+        return transposed
+    if onednn in ways and seconds[onednn] < GAIN * seconds[F.linear]:
+        return onednn
+    return F.linear
+
+
+def run(way: Product, rows: Tensor, matrices: Tensor, number: int) -> Tensor:
+    return way(rows, matrices[number])
 
 
 @cache

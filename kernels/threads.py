@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Hashable, Iterable
+from functools import cache, partial
 from statistics import median
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from . import cpu
+from .attention import attend
+from .trials import limited
 
 T = TypeVar("T")
 LARGEST = 50_000_000  # weights: reading more of them takes longer than waiting for threads
@@ -51,17 +52,6 @@ class Threads:
         return result
 
 
-@contextmanager
-def limited(threads: int) -> Iterator[None]:
-    """Inside, torch computes with so many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def worth_trying(modules: Iterable[nn.Module], rows: int) -> bool:
     """May passes of up to ``rows`` rows through ``modules``, on a CPU, be computed by one thread? They must be small,
     and have the same results to the last bit, so that an image never depends on the time that something took."""
@@ -72,11 +62,14 @@ def worth_trying(modules: Iterable[nn.Module], rows: int) -> bool:
         return False
     layers = [layer for module in modules for layer in module.modules() if isinstance(layer, nn.Linear)]
     shapes = dict.fromkeys((layer.in_features, layer.out_features, layer.weight.dtype) for layer in layers)
-    return all(same_alone(*shape, torch.get_num_threads()) for shape in shapes)
+    dtypes = dict.fromkeys(dtype for *_, dtype in shapes)
+    threads = torch.get_num_threads()
+    return (all(same_products(*shape, threads) for shape in shapes)
+            and all(same_attention(dtype, threads) for dtype in dtypes))
 
 
 @cache
-def same_alone(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> bool:
+def same_products(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> bool:
     """Are products with weights [outputs, inputs] by one thread those by so many, for up to MOST_ROWS rows? By trying:
     it depends on the processor and on the libraries that torch was built with."""
     if not dtype.is_floating_point or dtype.itemsize < 2:
@@ -84,12 +77,25 @@ def same_alone(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> b
     generator = torch.Generator().manual_seed(0)
     layer = nn.Linear(inputs, outputs, bias=False, dtype=dtype)
     x = torch.randn(MOST_ROWS, inputs, generator=generator).to(dtype)
+    counts = (*range(1, 12), 16, 17, 20, 32, 33, 34, 58, 64, 66, 116, MOST_ROWS)
+    return all(same_alone(partial(cpu.linear, layer, x[:count], at_hand=True), threads) for count in counts)
+
+
+@cache
+def same_attention(dtype: torch.dtype, threads: int) -> bool:
+    """The same of attention: on AMD's Zen 5, that of a single query in fp32 is not."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 8, length, 32, generator=generator).to(dtype) for length in (MOST_ROWS // 2, 64, 64))
+    masks = torch.zeros(1, 1, q.shape[2], k.shape[2], dtype=dtype)
+    counts = (1, 2, 3, 4, 8, 16, 17, 32, q.shape[2])
+    return all(same_alone(partial(attend, q[:, :, :count], k, v, masks[:, :, :count]), threads) for count in counts)
+
+
+def same_alone(compute: Callable[[], Tensor], threads: int) -> bool:
+    """Is the result by one thread that by so many, to the last bit?"""
+    found = []
     with torch.inference_mode():
-        for rows in (*range(1, 12), 16, 17, 20, 32, 33, 34, 58, 64, 66, 116, MOST_ROWS):
-            found = []
-            for count in (threads, 1):
-                with limited(count):
-                    found.append(cpu.linear(layer, x[:rows], at_hand=True))
-            if not torch.equal(*found):
-                return False
-    return True
+        for count in (threads, 1):
+            with limited(count):
+                found.append(compute())
+    return torch.equal(*found)

@@ -15,9 +15,11 @@ from torch import nn
 def two_threads():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    threads.same_alone.cache_clear()
+    threads.same_products.cache_clear()
+    threads.same_attention.cache_clear()
     yield
-    threads.same_alone.cache_clear()
+    threads.same_products.cache_clear()
+    threads.same_attention.cache_clear()
     torch.set_num_threads(before)
 
 
@@ -87,7 +89,8 @@ def test_a_failing_step_leaves_the_threads_as_they_were():
         assert torch.get_num_threads() == 2
 
 
-def test_only_small_models_and_narrow_passes_are_tried():
+def test_only_small_models_and_narrow_passes_are_tried(monkeypatch):
+    monkeypatch.setattr(threads, "same_alone", lambda compute, count: True)  # not so on every processor
     model = nn.Sequential(nn.Linear(8, 8))
     assert threads.worth_trying([model], 2)
     assert not threads.worth_trying([model], threads.MOST_ROWS + 1)
@@ -104,6 +107,16 @@ def test_no_other_thread_count_if_results_would_differ(monkeypatch):
         cpu, "linear",
         lambda layer, x, at_hand=False: product(layer, x) + 1e-3 * torch.get_num_threads() * (len(x) == 34),
     )
+    assert not threads.same_products(8, 8, torch.float32, 2)
+
+
+def test_nor_if_those_of_attention_would(monkeypatch):
+    attend = threads.attend
+    monkeypatch.setattr(
+        threads, "attend",
+        lambda q, k, v, mask: attend(q, k, v, mask) + 1e-3 * torch.get_num_threads() * (q.shape[2] == 1),
+    )
+    monkeypatch.setattr(threads, "same_products", lambda *shape: True)
     assert not threads.worth_trying([nn.Sequential(nn.Linear(8, 8))], 2)
 
 
