@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from numbers import Integral
+from numbers import Integral, Real
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +14,14 @@ from .model_loaders.continuous_model import ContinuousBase
 from .model_loaders.detect import bundled, load_drafter, load_image_decoder, load_model
 from .model_loaders.files.trace_files import load_trace, save_trace
 from .samplers.contract import Method, Output
+from .samplers.drafts.structures import Structure
 from .samplers.generate import generate
 from .samplers.layout import TokenLayout
 from .samplers.methods.continuous_next_token import ContinuousNextToken
 from .samplers.methods.jacobi import SJD
 from .samplers.methods.skipping import Skipping
 from .samplers.registry import METHODS, PUBLISHED, RULES, STRUCTURES
+from .samplers.rules.acceptance import AcceptanceRule
 from .samplers.trace import Trace
 
 __all__ = ["Output", "Trace", "bundled", "load_drafter", "load_image_decoder", "load_model", "load_trace", "methods",
@@ -32,6 +34,12 @@ methods = SimpleNamespace(
 structures = SimpleNamespace(**{structure.__name__: structure for structure in STRUCTURES})
 rules = SimpleNamespace(**{rule.__name__: rule for rule in RULES})
 SEEDS = 2**64  # how many there are, as in ComfyUI
+PARTS = {  # a field of a method -> what it takes, and in words
+    "rule": (AcceptanceRule, "an object such as rules.Exact()"),
+    "structure": (Structure, "an object such as structures.Static()"),
+    "skipping": (Skipping | None, "None or methods.Skipping()"),
+    "window": (Integral | None, "a whole number or None"), "threshold": (Real, "a number"),
+}
 REPORTS = {
     "acceptance_map": ("acceptance_map", "acceptance_map"), "timeline_frames": ("timeline_frames", "timeline_frames"),
     "comparison_chart": ("comparison", "chart"), "comparison_table": ("comparison", "table"),
@@ -74,6 +82,8 @@ def sample(
     for models of token ids. Raises ValueError where a parameter is outside its range or not supported (the message says
     which), TypeError where it has another type, and where the method is none or lacks its drafter.
     """
+    if not isinstance(model, DiscreteModel | ContinuousBase):
+        raise TypeError(f"model is {model!r}, but must be that of load_model(path).")
     for name, number in (("seed", seed), ("batch_size", batch_size)):
         if not isinstance(number, Integral):
             raise TypeError(f"{name} is {number!r}, but must be a whole number.")
@@ -81,14 +91,24 @@ def sample(
         raise ValueError(f"seed is {seed}, but must be 0 to {SEEDS - 1}.")
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, but must be at least 1.")
-    if method is not None and not isinstance(method, Method):
-        raise TypeError(f"method is {method!r}, but must be an object such as methods.SJD(); there are "
-                        f"{', '.join([*(each.__name__ for each in METHODS), *PUBLISHED])}.")
-    if method is not None and getattr(method, "drafter", method) is None:
-        raise TypeError(f"{type(method).__name__} has no drafter: give it that of load_drafter(path, model).")
+    if method is not None:
+        check_parts(method)
     strength, skippable = (None if grid is None else grid[None] for grid in (strength, skippable))
     request = model.request(
         conditioning, negative, seed=seed, batch=batch_size, callback=callback, layout=layout, strength=strength,
         skippable=skippable, cfg=cfg, temperature=temperature, top_k=top_k, top_p=top_p, **more,
     )
     return generate(method or (ContinuousNextToken() if model.continuous else SJD()), request)
+
+
+def check_parts(method: Method) -> None:
+    """Raises TypeError if this is no method, or if one of its parts is of another type than it takes."""
+    if not isinstance(method, Method):
+        raise TypeError(f"method is {method!r}, but must be an object such as methods.SJD(); there are "
+                        f"{', '.join([*(each.__name__ for each in METHODS), *PUBLISHED])}.")
+    if hasattr(method, "drafter") and not hasattr(method.drafter, "device"):
+        raise TypeError(f"The drafter of {type(method).__name__} is {method.drafter!r}, but must be that of "
+                        "load_drafter(path, model).")
+    for part, (kind, words) in PARTS.items():
+        if hasattr(method, part) and not isinstance(value := getattr(method, part), kind):
+            raise TypeError(f"{part} is {value!r}, but must be {words}.")

@@ -67,8 +67,11 @@ def load_model(
     token ids): torch.int8 (with a scale per row), torch.float8_e4m3fn or torch.uint4 (4 bits, with step and minimum per
     group of 64); other weights and all computation have ``dtype``. int8_cache: store keys and values in int8, with a
     scale each (models of token ids).
-    Raises CheckpointError (a ValueError) for unsupported or damaged files, ValueError for an invalid grid or storage.
+    Raises CheckpointError (a ValueError) for unsupported or damaged files, ValueError for an invalid grid or storage,
+    TypeError for a dtype of another type.
     """
+    if not isinstance(dtype, torch.dtype | None):
+        raise TypeError(f"dtype is {dtype!r}, but must be None or a torch.dtype such as torch.bfloat16.")
     if storage is not None and storage not in NARROW:
         raise ValueError(f"storage is {storage}; choose None or one of {', '.join(map(str, NARROW))}.")
     device, grid = torch.device(device), grid and legal_grid(grid)

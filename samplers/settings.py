@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import Any
 
 
@@ -48,8 +49,11 @@ def settings_of(owner: Any) -> dict[str, Setting]:
 
 
 def check_settings(owner: Any) -> None:
-    """Raise ValueError naming the first illegal setting and its legal values."""
+    """Raise ValueError naming the first illegal setting and its legal values, TypeError if it is no number and should
+    be."""
     for name, legal in settings_of(owner).items():
         value = getattr(owner, name)
+        if not legal.options and not isinstance(value, Real):
+            raise TypeError(f"{name} is {value!r}, but must be a number.")
         if not legal.legal(value):
             raise ValueError(f"{name} is {value!r}; {legal}.")

@@ -69,10 +69,13 @@ class Prompted:
 
         An EncodedPrompt is returned unchanged. A prompt whose template contains the image size is encoded again for
         each grid, and so is a negative one with another template. Raises ValueError for a CONDITIONING of another
-        model, or one that was changed.
+        model, or one that was changed, TypeError for anything else.
         """
         if isinstance(conditioning, EncodedPrompt):
             return conditioning
+        if not isinstance(conditioning, list):
+            raise TypeError(f"The {name} prompt is {conditioning!r}, but must be a CONDITIONING: CLIP Text Encode's, or "
+                            "that of model.encode_prompt(\"...\").")
         if len(conditioning) != 1:
             raise ValueError(f"{name} combines {len(conditioning)} prompts; AR models take one. Use a single prompt.")
         features, extra = conditioning[0]

@@ -15,6 +15,13 @@ def model():
     ({"method": specar.methods.SJD}, TypeError, r"methods\.SJD\(\)"),
     ({"method": specar.methods.DraftTree(None)}, TypeError, "DraftTree.*drafter.*load_drafter"),
     ({"method": specar.methods.CoolSD(None)}, TypeError, "drafter.*load_drafter"),
+    ({"method": specar.methods.CoolSD(specar.bundled("default/eagle"))}, TypeError, "drafter.*load_drafter"),
+    ({"method": specar.methods.SJD(window="a")}, TypeError, "window is 'a'.*whole"),
+    ({"method": specar.methods.SJD(window=2.5)}, TypeError, "window is 2.5.*whole"),
+    ({"method": specar.methods.SJD(threshold="a")}, TypeError, "threshold is 'a'.*number"),
+    ({"method": specar.methods.SJD(rule="lantern")}, TypeError, r"rule is 'lantern'.*rules\."),
+    ({"method": specar.methods.SJD(rule=specar.rules.CoolSD(delta="1"))}, TypeError, "delta is '1'.*number"),
+    ({"negative": "ugly"}, TypeError, r"negative prompt is 'ugly'.*encode_prompt"),
     ({"seed": -1}, ValueError, "seed.*-1.*0 to 18446744073709551615"),
     ({"seed": 2**64}, ValueError, "seed.*0 to"),
     ({"seed": 1.5}, TypeError, "seed is 1.5.*whole"),
@@ -44,6 +51,22 @@ def test_so_are_tokens_of_a_continuous_model(given, message):
     model = specar.load_model(specar.bundled("continuous"))
     with pytest.raises(ValueError, match=message):
         specar.sample(model, model.encode_prompt("star"), **given)
+
+
+@pytest.mark.parametrize("prompt", ["heart", "x", None, 5, {}, torch.zeros(1, 2, 3)], ids=str)
+def test_so_is_a_prompt_that_was_not_encoded(model, prompt):
+    with pytest.raises(TypeError, match="prompt is (.|\n)*encode_prompt"):
+        specar.sample(model, prompt)
+
+
+def test_so_is_a_path_instead_of_a_model(model):
+    with pytest.raises(TypeError, match="model is .*load_model"):
+        specar.sample(specar.bundled("default"), model.encode_prompt("heart"))
+
+
+def test_a_dtype_is_torchs():
+    with pytest.raises(TypeError, match="dtype is 'bf16'.*torch.bfloat16"):
+        specar.load_model(specar.bundled("default"), dtype="bf16")
 
 
 def test_one_mask_may_be_meant_for_all_images(model):
