@@ -107,7 +107,7 @@ def check_parts(method: Method) -> None:
         raise TypeError(f"method is {method!r}, but must be an object such as methods.SJD(); there are "
                         f"{', '.join([*(each.__name__ for each in METHODS), *PUBLISHED])}.")
     if hasattr(method, "drafter") and not hasattr(method.drafter, "device"):
-        raise TypeError(f"The drafter of {type(method).__name__} is {method.drafter!r}, but must be that of "
+        raise TypeError(f"{type(method).__name__}'s drafter is {method.drafter!r}, but must be that of "
                         "load_drafter(path, model).")
     for part, (kind, words) in PARTS.items():
         if hasattr(method, part) and not isinstance(value := getattr(method, part), kind):

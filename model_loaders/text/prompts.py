@@ -74,8 +74,8 @@ class Prompted:
         if isinstance(conditioning, EncodedPrompt):
             return conditioning
         if not isinstance(conditioning, list):
-            raise TypeError(f"The {name} prompt is {conditioning!r}, but must be a CONDITIONING: CLIP Text Encode's, or "
-                            "that of model.encode_prompt(\"...\").")
+            raise TypeError(f"The {name} prompt is {conditioning!r}, but must be a CONDITIONING: that of CLIP Text "
+                            'Encode, or of model.encode_prompt("...").')
         if len(conditioning) != 1:
             raise ValueError(f"{name} combines {len(conditioning)} prompts; AR models take one. Use a single prompt.")
         features, extra = conditioning[0]
