@@ -36,11 +36,11 @@ class SimpleSampler(io.ComfyNode):
             inputs=[
                 *common_inputs(),
                 io.Combo.Input("method", options=list(METHODS), default=next(iter(METHODS)),
-                               tooltip="fast, exact: several tokens per forward pass, same quality, another image than "
-                               "next token with the same seed. same image as next token: about as fast, and the same "
-                               "seed gives the same image, up to rounding. fastest, may drift: fewer passes, slightly "
-                               "different statistics; the report bounds the drift. next token: one token per pass, the "
-                               "baseline; the only one for continuous models."),
+                               tooltip="\"fast, exact\": several tokens per forward pass, same quality, another image "
+                               "than next token with the same seed.\n\"same image as next token\": about as fast, and "
+                               "the same seed gives the same image, up to rounding.\n\"fastest, may drift\": fewer "
+                               "passes, slightly different statistics; the report bounds the drift.\n\"next token\": "
+                               "one token per pass, the baseline; the only one for continuous models."),
                 negative_input(),
             ],
             outputs=sampler_outputs(),
