@@ -75,15 +75,11 @@ function executingNode(id) {
   return graph?.getNodeById(last);
 }
 
-/** Which words of a prompt the model ignores, on the node that encodes it (see nodes/comfy_runtime/clip.py), and as a
- * message where that node cannot be seen. */
+/** Which words of a prompt the model ignores, on the node that encodes it (see nodes/comfy_runtime/clip.py). */
 function showUnknownWords({ detail: { node, words } }) {
   const encoder = executingNode(node);
   const text = words.length ? `Unknown, ignored: ${words.join(", ")}` : "";
   if (encoder) showReport(encoder, text);
-  const extra = (app.rootGraph ?? app.graph).extra;
-  const hidden = String(node).includes(":") || extra?.linearData; // in a subgraph, or behind the form of an app
-  if (hidden && text) app.extensionManager?.toast?.add({ severity: "warn", summary: text, life: 15000 });
 }
 
 /** What a run took, on its sampler, until the next run of it tells of itself (see nodes/comfy_runtime/messages.py). */
