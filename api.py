@@ -82,7 +82,7 @@ def sample(
     for models of token ids. Raises ValueError where a parameter is outside its range or not supported (the message says
     which), TypeError where it has another type, and where the method is none or lacks its drafter.
     """
-    if not isinstance(model, DiscreteModel | ContinuousBase):
+    if not hasattr(model, "request"):
         raise TypeError(f"model is {model!r}, but must be that of load_model(path).")
     for name, number in (("seed", seed), ("batch_size", batch_size)):
         if not isinstance(number, Integral):
