@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
+from urllib.parse import urlsplit
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -111,6 +112,19 @@ def refuse_unused(options: argparse.Namespace, arguments: list[str] | None) -> N
         raise JobsError(f"{', '.join(unused)}: {why}")
 
 
+def check_address(url: str) -> None:
+    """Raises JobsError for what cannot be the address of a server."""
+    if "://" in url and not url.startswith(("http://", "https://")):
+        raise JobsError(f"--server {url}: the address of a server begins with http:// or https://")
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if not parts.hostname:
+            raise ValueError("no host")
+        parts.port  # noqa: B018 (reading it checks it)
+    except ValueError as error:
+        raise JobsError(f"--server {url} is no address ({error}): one looks like {SERVER}") from error
+
+
 def make_folder(out: Path) -> None:
     """Raises JobsError unless images can be written there."""
     try:
@@ -145,8 +159,8 @@ def tell_of_prompts(workflow: Workflow, jobs: list[Job]) -> None:
 
 def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
     urls = list(dict.fromkeys(url.rstrip("/") for url in options.server or [SERVER]))
-    if strange := [url for url in urls if "://" in url and not url.startswith(("http://", "https://"))]:
-        raise JobsError(f"--server {strange[0]}: the address of a server begins with http:// or https://")
+    for url in urls:
+        check_address(url)
     workflow = read_workflow(options.workflow)
     prompts = prompts_of(workflow, jobs)
     if options.maps:
@@ -223,14 +237,17 @@ def followed(journal: Journal, jobs: list[Job], open_jobs: list[Job], work: Call
              several: bool = False) -> int:
     """Does the work under a progress bar, says what became of it. `work(on_result)` returns: was it cancelled? several:
     there is more than one server, and what fails may be its fault."""
-    bar = tqdm(total=len(jobs), initial=len(jobs) - len(open_jobs), unit="job", disable=None, dynamic_ncols=True)
+    ended = len(jobs) - len(open_jobs)
+    bar = tqdm(total=len(jobs), initial=ended, unit="job", disable=None, dynamic_ncols=True)
 
     def on_result(record: dict[str, Any]) -> None:
+        nonlocal ended
+        ended += 1
         bar.update()
         if record["status"] != "success":
             say(f"{record['id']}{' on ' + record['server'] if several else ''}: {record['error']}")
         elif bar.disable:
-            say(f"{record['id']}: done")
+            say(f"{record['id']}: done ({ended} of {len(jobs)} jobs)")
         for warning in record["warnings"]:
             say(f"{record['id']}: warning: {warning}")
 

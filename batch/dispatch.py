@@ -180,12 +180,13 @@ class Batch:
                 silent = time.monotonic() - (lane.answered or begun)
                 if silent > self.options.grace * (GONE if error.gone else 1):
                     self._give_back(lane, silent)
-                if self._abandoned(begun):
+                left = self._patience_left(begun)
+                if left <= 0:
                     logger.error("No server answers: given up. Start one, or name its address with --server.")
                     self.stopping = True
                     self._wake()
                     return
-                pause = min(self.options.poll * 2 ** min(lane.failures, 10), self.options.grace)
+                pause = min(self.options.poll * 2 ** min(lane.failures, 10), self.options.grace, left)
             self._assign()
             if not lane.given or not lane.up:
                 try:
@@ -321,10 +322,10 @@ class Batch:
         while lane.given:
             self.waiting.appendleft(lane.given.pop())
 
-    def _abandoned(self, begun: float) -> bool:
-        """Has no server answered for long?"""
+    def _patience_left(self, begun: float) -> float:
+        """Seconds until the batch gives up, if no server answers before."""
         answers = (lane.answered for lane in self.lanes if lane.answered)
-        return time.monotonic() - max(answers, default=begun) > self._patience()
+        return max(answers, default=begun) + self._patience() - time.monotonic()
 
     def _patience(self) -> float:
         if self.options.patience is not None:

@@ -63,8 +63,9 @@ def with_overrides(workflow: Workflow, overrides: dict[str, Any]) -> Workflow:
         for name in (name for name in found if addressed(workflow, name) == one_node):
             for node, field in found[name]:
                 value = converted(overrides[name], workflow[node]["inputs"][field], name)
-                if name.split(".")[-1] in SEEDS and not isinstance(value, int):  # ComfyUI would cut it off silently
-                    raise OverrideError(f"{name} must be an integer, not {overrides[name]!r}")
+                if name.split(".")[-1] in SEEDS and not (isinstance(value, int) and 0 <= value < 2**64):
+                    # ComfyUI would cut a fraction off silently.
+                    raise OverrideError(f"{name} must be a whole number from 0 to {2**64 - 1}, not {overrides[name]!r}")
                 other = setter.setdefault((node, field), name)
                 if other != name and changed[node]["inputs"][field] != value:
                     raise OverrideError(f"{other} and {name} set the same input ({node}.{field}) to different values")

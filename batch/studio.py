@@ -99,7 +99,7 @@ def typed(name: str, value: Any, known: dict[str, str]) -> Any:
         raise OverrideError(f"there is no setting {name}; this method has {', '.join(known)}")
     found = converted(value, EXAMPLES[known[name]], name)
     if known[name].startswith("int") and not isinstance(found, int):
-        raise OverrideError(f"{name} must be an integer, not {value!r}")
+        raise OverrideError(f"{name} must be a whole number, not {value!r}")
     return found
 
 

@@ -30,7 +30,7 @@ class SimpleSampler(io.ComfyNode):
             node_id="SpecARSampler",
             display_name="AR Sampler",
             category="SpecAR/sampling",
-            **found_by(*START, "ksampler", *SAMPLER, *FAMILIES),
+            **found_by(*START, "ksampler", "inpaint", *SAMPLER, *FAMILIES),
             description="Generates images with an autoregressive model; method says how fast. Needs no drafter. Every "
             "setting of the methods is on their own nodes: SJD++ Sampler, Draft-Tree Sampler (EAGLE) and the others.",
             inputs=[

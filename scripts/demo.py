@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import signal
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from comfy_server import PACK, PACK_FOLDER, ComfyServer, ServerError, free_port
 from comfyui_specar.batch.client import Run, run_prompt
 from comfyui_specar.batch.overrides import OverrideError, read_workflow, with_overrides
 from comfyui_specar.batch.server import files_of, refusal
+from comfyui_specar.reports.run_report import drafting
 
 DEFAULT_WORKFLOW = PACK / "workflows/api/02 Same image, fewer passes.json"
 OUTPUT = PACK / "output"
@@ -75,9 +77,9 @@ def make(server: ComfyServer, prompt: dict, workflow: Path) -> None:
 
 
 def costs(run: Run) -> dict[str, dict]:
-    """Totals by method, from the reports that Acceptance Map and Save Trace put into the history."""
+    """Totals by method, in words, from the reports that Acceptance Map and Save Trace put into the history."""
     reports = [report for report in run.collect("specar") if "totals" in report]  # that of AR Model Info has none
-    return {report["settings"]["method"].replace("_", " "): report["totals"] for report in reports}
+    return {drafting(report["settings"]): report["totals"] for report in reports}
 
 
 def failure(run: Run) -> str:
@@ -119,4 +121,5 @@ class ProgressBar:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server ends, too, and its folder goes
     sys.exit(main())

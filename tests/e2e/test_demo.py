@@ -1,6 +1,7 @@
 """The demo as a user runs it, with a server of its own; its errors on the tests' server, which is there already."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -31,8 +32,18 @@ def test_demo_leaves_images_map_and_traces_and_prints_the_passes(comfyui):
     reports = [json.loads(file.read_text("utf-8")) for file in files if file.suffix == ".json"]
     assert {report["totals"]["seed"] for report in reports} == {11}
     assert {report["settings"]["prompt"] for report in reports} == {"yellow star"}
-    passes = dict(re.findall(r"^  (next token|sjd): (\d+) forward passes", done.stdout, re.MULTILINE))
-    assert int(passes["sjd"]) < int(passes["next token"]) == 256
+    passes = dict(re.findall(r"^  (.*): (\d+) forward passes", done.stdout, re.MULTILINE))
+    assert list(passes) == ["SJD, same seed, window 16", "next token"]
+    assert int(passes["SJD, same seed, window 16"]) < int(passes["next token"]) == 256
+
+
+def test_a_terminated_demo_leaves_nothing_behind(comfyui, tmp_path):
+    command = [sys.executable, str(ROOT / "scripts/demo.py"), "--comfyui", str(comfyui), "--serve"]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)})
+    assert run.stdout.readline().startswith("Starting") and run.stdout.readline().startswith("Running")
+    assert list(tmp_path.iterdir())
+    run.terminate()
+    assert run.wait(PATIENCE) == 143 and not list(tmp_path.iterdir())
 
 
 def test_a_port_that_is_in_use_is_named_before_anything_starts(comfy, comfyui):

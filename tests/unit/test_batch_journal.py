@@ -333,6 +333,10 @@ def test_a_failed_row_is_corrected_under_its_id_by_the_same_command(table, here)
     ("id,seed\nA,1\n", ("--out", "full"), r"full.*files.* A\b"),
     ("id,seed\nA,1\n", ("--out", "jobs.csv"), "--out jobs.csv is a file.*folder"),
     ("id,seed\nA,1\n", ("--out", "jobs.csv/inside"), "--out jobs.csv.inside: no file can be written"),
+    ("id,seed\nA,1\n", ("--server", "127.0.0.1:8380x"), "127.0.0.1:8380x is no address .*8380x.*http://127.0.0.1:8188"),
+    ("id,seed\nA,1\n", ("--server", "http://a:99999"), "http://a:99999 is no address"),
+    ("id,seed\nA,1\n", ("--server", ""), "--server  is no address .no host"),
+    ("id,seed\nA,1\n", ("--server", "ftp://a"), "ftp://a: .*begins with http"),
 ])
 def test_bad_input_begins_nothing(table, capsys, jobs, arguments, message):
     (table / "jobs.csv").write_text(jobs, encoding="utf-8")
