@@ -44,7 +44,8 @@ class Status:
         plain, each = self.request.next_token_passes(committed), self.request.sampled(committed) / passes
         count = f"{passes} forward pass{'es' if passes > 1 else ''}"
         fewer = f" instead of {plain:.0f}" if round(plain) > passes else ""
-        return f"{count}{fewer}\n{each:.1f} tokens per pass{seconds}"
+        together = f", {self.request.batch} images together" if self.request.batch > 1 else ""
+        return f"{count}{fewer}{together}\n{each:.1f} tokens per pass{seconds}"
 
 
 def duration(seconds: float) -> str:
