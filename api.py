@@ -34,6 +34,7 @@ methods = SimpleNamespace(
 structures = SimpleNamespace(**{structure.__name__: structure for structure in STRUCTURES})
 rules = SimpleNamespace(**{rule.__name__: rule for rule in RULES})
 SEEDS = 2**64  # how many there are, as in ComfyUI
+GRIDS = ("strength", "skippable", "tokens", "kept")  # arguments with a value per token
 PARTS = {  # a field of a method -> what it takes, and in words
     "rule": (AcceptanceRule, "an object such as rules.Exact()"),
     "structure": (Structure, "an object such as structures.Static()"),
@@ -93,6 +94,9 @@ def sample(
         raise ValueError(f"batch_size is {batch_size}, but must be at least 1.")
     if method is not None:
         check_parts(method)
+    for name, grid in {"strength": strength, "skippable": skippable, **more}.items():
+        if name in GRIDS and not isinstance(grid, Tensor | None):
+            raise TypeError(f"{name} is {grid!r}, but must be a tensor with a value for every token, or None.")
     strength, skippable = (None if grid is None else grid[None] for grid in (strength, skippable))
     request = model.request(
         conditioning, negative, seed=seed, batch=batch_size, callback=callback, layout=layout, strength=strength,

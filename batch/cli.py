@@ -237,17 +237,17 @@ def followed(journal: Journal, jobs: list[Job], open_jobs: list[Job], work: Call
              several: bool = False) -> int:
     """Does the work under a progress bar, says what became of it. `work(on_result)` returns: was it cancelled? several:
     there is more than one server, and what fails may be its fault."""
-    ended = len(jobs) - len(open_jobs)
-    bar = tqdm(total=len(jobs), initial=ended, unit="job", disable=None, dynamic_ncols=True)
+    before = len(jobs) - len(open_jobs)
+    ended: set[str] = set()
+    bar = tqdm(total=len(jobs), initial=before, unit="job", disable=None, dynamic_ncols=True)
 
     def on_result(record: dict[str, Any]) -> None:
-        nonlocal ended
-        ended += 1
+        ended.add(record["id"])
         bar.update()
         if record["status"] != "success":
             say(f"{record['id']}{' on ' + record['server'] if several else ''}: {record['error']}")
         elif bar.disable:
-            say(f"{record['id']}: done ({ended} of {len(jobs)} jobs)")
+            say(f"{record['id']}: done ({before + len(ended)} of {len(jobs)} jobs)")
         for warning in record["warnings"]:
             say(f"{record['id']}: warning: {warning}")
 
@@ -259,8 +259,8 @@ def followed(journal: Journal, jobs: list[Job], open_jobs: list[Job], work: Call
         if len(failed) > SHOWN:
             say(f"... and {len(failed) - SHOWN} more failed before")
         cancelled = work(on_result)
-    records = [journal.results.get(job.id) for job in jobs]
-    made, open_still = sum(r is not None and r["status"] == "success" for r in records), records.count(None)
+    still = begun - ended  # what results have of these is of an earlier try
+    made, open_still = sum(journal.done(job.id) for job in jobs if job.id not in still), len(still)
     failed = len(jobs) - made - open_still
     say(f"{made} of {len(jobs)} jobs are done, {failed} failed, {open_still} are still to do. {journal.path}")
     if failed and not cancelled:

@@ -175,18 +175,19 @@ class Batch:
                 lane.failures, lane.versions = lane.failures + 1, None
                 if lane.failures == 1:
                     logger.warning("%s", error)
-                    if not any(other.up or other.unknown for other in self.lanes):
+                    if not self._others(lane):
                         logger.warning("Waiting up to %g s for a server.", self._patience())
                 silent = time.monotonic() - (lane.answered or begun)
                 if silent > self.options.grace * (GONE if error.gone else 1):
                     self._give_back(lane, silent)
                 left = self._patience_left(begun)
-                if left <= 0:
+                if left <= 0 and not self._others(lane):
                     logger.error("No server answers: given up. Start one, or name its address with --server.")
                     self.stopping = True
                     self._wake()
                     return
-                pause = min(self.options.poll * 2 ** min(lane.failures, 10), self.options.grace, left)
+                pause = min(self.options.poll * 2 ** min(lane.failures, 10), self.options.grace,
+                            max(left, self.options.poll))
             self._assign()
             if not lane.given or not lane.up:
                 try:
@@ -322,6 +323,11 @@ class Batch:
         while lane.given:
             self.waiting.appendleft(lane.given.pop())
 
+    def _others(self, lane: Lane) -> list[Lane]:
+        """The other servers that answer, or may yet."""
+        return [other for other in self.lanes if other is not lane and (other.up or other.unknown)
+                and not (other.draining and not other.own)]
+
     def _patience_left(self, begun: float) -> float:
         """Seconds until the batch gives up, if no server answers before."""
         answers = (lane.answered for lane in self.lanes if lane.answered)
@@ -379,14 +385,17 @@ class Batch:
             logger.warning("%s", error)
 
 
-async def copied(server: Server, copies: list[tuple[dict[str, str], Path]]) -> tuple[list[str], str]:
-    """Copies files to paths; returns the paths that succeeded, and what is wrong with another. Raises ServerAwayError.
-    """
+async def copied(server: Server, copies: list[tuple[dict[str, str], Path]],
+                 replacing: bool = True) -> tuple[list[str], str]:
+    """Copies files to paths; returns the paths that succeeded, and what is wrong with another. replacing: where there is
+    a file already; otherwise it must be the same. Raises ServerAwayError."""
     done, error = [], ""
     for file, path in copies:
         content = await server.fetch(file)
         if content is None:
             error = f"{server.url} no longer has {file['filename']}"
+        elif not replacing and path.exists() and path.read_bytes() != content:
+            error = f"{path} is there already and is not of this batch: choose another --out"
         else:
             try:
                 write_whole(path, content)
@@ -405,13 +414,14 @@ async def fetch_missing(journal: Journal, jobs: list[Job], out: Path) -> dict[st
             record = journal.results[job.id]
             files, url = record.get("files", []), record.get("server", "")
             copies = list(zip(files, copies_of(files, out / job.id), strict=True))
-            missing = [(file, path) for file, path in copies if not path.exists()]
+            ours = {Path(copy).resolve() for copy in record.get("copies", [])}
+            missing = [(file, path) for file, path in copies if not (path.exists() and path.resolve() in ours)]
             if not missing:
                 continue
             error = away.get(url)
             if not error:
                 try:
-                    _, error = await copied(Server(session, url), missing)
+                    _, error = await copied(Server(session, url), missing, replacing=False)
                 except ServerAwayError as gone:
                     error = away[url] = str(gone)
             if error:

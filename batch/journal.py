@@ -22,18 +22,27 @@ class JournalError(RuntimeError):
 
 
 class Lines:
-    """A file of JSON objects, one a line, that only grows. A last line that was cut off by a crash is removed."""
+    """A file of JSON objects, one a line, that only grows. Reading changes nothing; what a crash left of a last line is
+    removed by the next one."""
 
     def __init__(self, path: Path):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = path.open("a+b")
+        self._length: int | None = None  # of what is whole, until the first line is added
+        self._end = b""  # what the last line lacks
 
     def read(self) -> list[dict[str, Any]]:
         self.file.seek(0)
-        *lines, last = self.file.read().split(b"\n")
-        if last:
-            self._repair(lines, last)
+        content = self.file.read()
+        *lines, last = content.split(b"\n")
+        if parsed(last) is not None:  # only its end is missing, as some editors leave it
+            lines.append(last)
+            self._end = b"\n"
+        elif lines or last.startswith(b"{"):
+            self._length = len(content) - len(last)
+        elif last:  # the whole file, and none of ours
+            lines.append(last)
         records = []
         for number, line in enumerate(lines, 1):
             record = parsed(line)
@@ -43,16 +52,11 @@ class Lines:
             records.append(record)
         return records
 
-    def _repair(self, lines: list[bytes], last: bytes) -> None:
-        if parsed(last) is None:
-            self.file.truncate(sum(len(line) + 1 for line in lines))
-        else:  # only its end is missing, as some editors leave it
-            self.file.write(b"\n")
-            self.file.flush()
-            lines.append(last)
-
     def append(self, record: dict[str, Any]) -> None:
-        self.file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        if self._length is not None:
+            self.file.truncate(self._length)
+        self.file.write(self._end + json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        self._length, self._end = None, b""
         self.file.flush()
         os.fsync(self.file.fileno())
 

@@ -115,7 +115,7 @@ def source(workflow: Workflow, node: str, field: str) -> Place | None:
 
 
 def places(workflow: Workflow, name: str) -> list[Place]:
-    if name in ROLES and (found := texts_reaching(workflow, ROLES[name])):
+    if name in ROLES and (found := texts_of(workflow, name)):
         return found
     if found := [place for node in workflow if (place := source(workflow, node, name))]:
         return list(dict.fromkeys(found))
@@ -171,9 +171,16 @@ def texts_reaching(workflow: Workflow, role: str) -> list[Place]:
     return list(dict.fromkeys(found))
 
 
+def texts_of(workflow: Workflow, name: str) -> list[Place]:
+    """The prompts that a column of ROLES sets. What feeds both inputs, such as a prompt and its zeroed form, is the
+    prompt."""
+    own = texts_reaching(workflow, ROLES["prompt"])
+    return own if name == "prompt" else [place for place in texts_reaching(workflow, ROLES[name]) if place not in own]
+
+
 def names(workflow: Workflow) -> list[str]:
     """What jobs can set by name alone."""
-    roles = [name for name, role in ROLES.items() if texts_reaching(workflow, role)]
+    roles = [name for name in ROLES if texts_of(workflow, name)]
     fields = {field for key, node in workflow.items() for field in node["inputs"] if source(workflow, key, field)}
     return roles + sorted(fields - set(roles))
 

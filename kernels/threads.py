@@ -61,21 +61,25 @@ def worth_trying(modules: Iterable[nn.Module], rows: int) -> bool:
     if sum(weight.numel() for module in modules for weight in module.parameters()) > LARGEST:
         return False
     layers = [layer for module in modules for layer in module.modules() if isinstance(layer, nn.Linear)]
-    shapes = dict.fromkeys((layer.in_features, layer.out_features, layer.weight.dtype) for layer in layers)
-    dtypes = dict.fromkeys(dtype for *_, dtype in shapes)
+    shapes = dict.fromkeys(
+        (layer.in_features, layer.out_features, layer.weight.dtype, layer.bias is not None) for layer in layers)
+    dtypes = dict.fromkeys(dtype for *_, dtype, _ in shapes)
     threads = torch.get_num_threads()
     return (all(same_products(*shape, threads) for shape in shapes)
             and all(same_attention(dtype, threads) for dtype in dtypes))
 
 
 @cache
-def same_products(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> bool:
+def same_products(inputs: int, outputs: int, dtype: torch.dtype, bias: bool, threads: int) -> bool:
     """Are products with weights [outputs, inputs] by one thread those by so many, for up to MOST_ROWS rows? By trying:
-    it depends on the processor and on the libraries that torch was built with."""
+    it depends on the processor and on the libraries that torch was built with. bias: of a layer that has one."""
     if not dtype.is_floating_point or dtype.itemsize < 2:
         return False  # 8-bit storage
     generator = torch.Generator().manual_seed(0)
-    layer = nn.Linear(inputs, outputs, bias=False, dtype=dtype)
+    layer = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias, dtype=dtype)  # leaves torch's own generator alone
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator) / inputs**0.5)
     x = torch.randn(MOST_ROWS, inputs, generator=generator).to(dtype)
     counts = (*range(1, 12), 16, 17, 20, 32, 33, 34, 58, 64, 66, 116, MOST_ROWS)
     return all(same_alone(partial(cpu.linear, layer, x[:count], at_hand=True), threads) for count in counts)

@@ -17,6 +17,7 @@ from comfyui_specar.reports.run_report import drafting
 DEFAULT_WORKFLOW = PACK / "workflows/api/02 Same image, fewer passes.json"
 OUTPUT = PACK / "output"
 BAR_WIDTH = 30
+MOST_SECONDS = 86400.0  # of a run: whoever waits can end it
 
 
 class DemoError(RuntimeError):
@@ -42,7 +43,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-        print(f"error: lost ComfyUI ({error or 'no answer'}); see {log}", file=sys.stderr)
+        print(f"error: lost ComfyUI ({str(error) or 'no answer'}); see {log}", file=sys.stderr)
         return 1
     return 0
 
@@ -54,7 +55,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="the seed of all samplers")
     parser.add_argument("--workflow", type=Path, default=DEFAULT_WORKFLOW, help="a workflow in API format")
     parser.add_argument("--serve", action="store_true", help="leave ComfyUI running, to be used in a browser")
-    parser.add_argument("--port", type=int, help="the server's port (default: any free one)")
+    parser.add_argument("--port", type=int, choices=range(1, 65536), metavar="PORT", help="the server's port (default: any free one)")
     parser.add_argument("--comfyui", type=Path, required=True, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -64,7 +65,7 @@ def make(server: ComfyServer, prompt: dict, workflow: Path) -> None:
     start = time.monotonic()
     print(f"Running {workflow.name}", flush=True)
     bar = ProgressBar(prompt)
-    run = asyncio.run(run_prompt(server.url, prompt, follow=bar.follow))
+    run = asyncio.run(run_prompt(server.url, prompt, follow=bar.follow, timeout=MOST_SECONDS))
     bar.close()
     if run.outcome != "success":
         raise DemoError(f"{failure(run)}; see {server.log}")

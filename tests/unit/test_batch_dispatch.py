@@ -141,6 +141,25 @@ def test_a_server_that_is_starting_is_waited_for_where_patience_is_given(tmp_pat
     asyncio.run(check())
 
 
+def test_patience_is_not_lost_while_another_server_works(tmp_path, clock, caplog):
+    """However long a job takes there, and however long the other server has been away."""
+    async def check():
+        async with FakeComfy() as one:
+            one.ends, jobs, nobody = lambda: False, jobs_of(2), FakeComfy()
+
+            async def begin(batch):
+                await until(lambda: batch.lanes and batch.lanes[0].failures and one.running)
+                clock.now += 10 * QUICK.patience
+                await until(lambda failures=batch.lanes[0].failures: batch.lanes[0].failures > failures + 1)
+                one.ends = lambda: True
+
+            await run(tmp_path / "r.jsonl", [nobody, one], jobs, during=begin)
+            assert_each_once(tmp_path / "r.jsonl", jobs, one)
+            assert "given up" not in caplog.text
+
+    asyncio.run(check())
+
+
 @pytest.mark.parametrize("answered", [False, True])
 def test_without_patience_a_server_that_once_answered_is_waited_for_longer(tmp_path, clock, caplog, answered):
     async def check():

@@ -234,6 +234,15 @@ def test_a_setting_that_does_not_fit_says_what_does(workflow, name, value, messa
         with_overrides(workflow, {name: value})
 
 
+def test_what_is_zeroed_for_the_other_input_is_the_prompt(workflow):
+    """A negative prompt would be drawn."""
+    workflow["5"]["inputs"] = {"positive": ["2", 0], "negative": ["10", 0]}
+    workflow["10"] = {"class_type": "ConditioningZeroOut", "inputs": {"conditioning": ["2", 0]}}
+    with pytest.raises(OverrideError, match="negative"):
+        with_overrides(workflow, {"negative": "blurry"})
+    assert with_overrides(workflow, {"prompt": "cat"})["2"]["inputs"]["text"] == "cat"
+
+
 def test_two_nodes_of_one_title_are_distinguished_by_id(workflow):
     workflow["7"]["_meta"]["title"] = "Sampler"
     with pytest.raises(OverrideError, match="'Sampler'.*6.seed, 7.seed"):

@@ -289,22 +289,27 @@ def test_words_that_the_model_does_not_know_are_printed_and_recorded(table, here
 
 
 def test_copies_can_be_had_later(table, here, capsys):
-    """Those that are there stay as they are. A server that is away is named."""
+    """A server that is away is named, and what another batch left there. Copies stay as they are, also if edited."""
     server = FakeComfy()
     assert run_beside(server) == cli.DONE and "--out" in capsys.readouterr().err
     (table / "out").mkdir()
-    (table / "out/j0.png").write_text("there", encoding="utf-8")
+    (table / "out/j0.png").write_text("another's", encoding="utf-8")
     away = cli.main(command("--server", server.url, "--out", "out"))
     said = capsys.readouterr().err
     assert away == cli.LEFT and re.search(rf"^[\d:]{{8}} j7: .*copy.*{server.url}", said, re.MULTILINE)
-    assert run_beside(server, "--out", "out") == cli.DONE and len(server.drawn) == 8
+    assert run_beside(server, "--out", "out") == cli.LEFT and len(server.drawn) == 8
     assert {path.name for path in (table / "out").iterdir()} == {f"j{i}.png" for i in range(8)}
-    assert (table / "out/j0.png").read_text("utf-8") == "there"
+    assert re.search("j0: .*out.j0.png is there already and is not of this batch", capsys.readouterr().err)
+    assert (table / "out/j0.png").read_text("utf-8") == "another's"
+    (table / "out/j0.png").write_text("p_j0_00001_.png", encoding="utf-8")
+    assert run_beside(server, "--out", "out") == cli.DONE and len(server.drawn) == 8
+    (table / "out/j0.png").write_text("edited", encoding="utf-8")
     assert (table / "out/j7.png").read_text("utf-8") == "p_j7_00001_.png"
     assert recorded(table / "jobs.results.jsonl")["j7"]["copies"] == [str(Path("out/j7.png"))]
     before = (table / "jobs.results.jsonl").read_bytes()
     assert cli.main(command("--server", server.url, "--out", "out")) == cli.DONE  # which needs no server
     assert (table / "jobs.results.jsonl").read_bytes() == before
+    assert (table / "out/j0.png").read_text("utf-8") == "edited"
 
 
 def test_a_copy_that_is_missing_is_something_to_do_although_a_row_failed(table, here, capsys):
@@ -323,6 +328,23 @@ def test_a_failed_row_is_corrected_under_its_id_by_the_same_command(table, here)
     again = FakeComfy()
     assert run_beside(again) == cli.DONE and again.drawn == ["p_bad.try2"]
     assert recorded(table / "jobs.results.jsonl")["bad"]["overrides"] == {"prompt": "dog"}
+
+
+@pytest.mark.parametrize("content", ["id,seed\na,1\nb,2", "no line ends here"])
+def test_what_is_no_file_of_results_is_refused_and_stays_as_it_is(table, here, capsys, content):
+    (table / "notes.txt").write_text(content, encoding="utf-8")
+    assert cli.main(command("--server", "http://127.0.0.1:9", "--results", "notes.txt")) == cli.BAD_INPUT
+    assert "notes.txt, line 1 is damaged" in capsys.readouterr().err
+    assert (table / "notes.txt").read_text("utf-8") == content
+
+
+def test_a_corrected_row_that_was_not_run_is_still_to_do(table, here, capsys):
+    (table / "jobs.csv").write_text("id,prompt\ngood,cat\nbad,fail\n", encoding="utf-8")
+    assert run_beside(FakeComfy()) == cli.FAILED
+    (table / "jobs.csv").write_text("id,prompt\ngood,cat\nbad,dog\n", encoding="utf-8")
+    capsys.readouterr()
+    assert cli.main(command("--server", "http://127.0.0.1:9", "--patience", "0.1")) == cli.LEFT
+    assert "1 of 2 jobs are done, 0 failed, 1 are still to do" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("jobs", "arguments", "message"), [

@@ -59,6 +59,14 @@ def test_so_is_a_prompt_that_was_not_encoded(model, prompt):
         specar.sample(model, prompt)
 
 
+@pytest.mark.parametrize(("name", "value"), [
+    ("strength", 0.5), ("skippable", "sky"), ("tokens", [[1]]), ("kept", True),
+])
+def test_so_is_what_should_have_a_value_per_token(model, name, value):
+    with pytest.raises(TypeError, match=f"{name} is .*tensor"):
+        specar.sample(model, model.encode_prompt("heart"), **{name: value})
+
+
 def test_so_is_a_path_instead_of_a_model(model):
     with pytest.raises(TypeError, match="model is .*load_model"):
         specar.sample(specar.bundled("default"), model.encode_prompt("heart"))

@@ -107,7 +107,7 @@ def test_no_other_thread_count_if_results_would_differ(monkeypatch):
         cpu, "linear",
         lambda layer, x, at_hand=False: product(layer, x) + 1e-3 * torch.get_num_threads() * (len(x) == 34),
     )
-    assert not threads.same_products(8, 8, torch.float32, 2)
+    assert not threads.same_products(8, 8, torch.float32, False, 2)
 
 
 def test_nor_if_those_of_attention_would(monkeypatch):
