@@ -87,7 +87,6 @@ def defaults(eagle) -> list[Case]:
     """Relaxed settings that are the defaults of nodes, and of which neither runs.py nor the papers have a case."""
     m, r = specar.methods, specar.rules
     return [
-        Case("SJD coupled, TV budget 0.1, w32", m.SJD(window=32, rule=r.TVMetered(0.1))),  # "fastest, may drift"
         Case("SJD coupled, entropy rule, w32", m.SJD(window=32, rule=r.Entropy())),
         Case("VVS every 4th, EAGLE-2", m.VVS(eagle, rule=r.Exact(), interval=4)),
     ]

@@ -33,8 +33,8 @@ class Case:
 
 
 def cases(windows: Sequence[int]) -> list[Case]:
-    """Next-token, then every SJD variant: all reuse modes, front drafts and settling per window, all initialisations at
-    the first window."""
+    """Next-token, then every SJD variant: all reuse modes, front drafts, settling and AR Sampler's relaxed choice per
+    window, all initialisations at the first window."""
     sjd = specar.methods.SJD
     listed = [Case("next_token", specar.methods.NextToken())]
     for window in windows:
@@ -43,6 +43,8 @@ def cases(windows: Sequence[int]) -> list[Case]:
         for front in (4, 8):
             listed.append(Case(f"sjd coupled w{window}, {front} front drafts", sjd(window=window, front=front)))
         listed.append(Case(f"sjd coupled w{window}, settling 0.05", sjd(window=window, settle=0.05)))
+        rule = specar.rules.TVMetered(0.1)  # "fastest, may drift"
+        listed.append(Case(f"SJD coupled, TV budget 0.1, w{window}", sjd(window=window, rule=rule)))
     for initial in INITIAL[1:]:  # the others use the first
         listed.append(Case(f"sjd coupled w{windows[0]} init {initial}", sjd(window=windows[0], initial=initial)))
     return listed
