@@ -68,9 +68,9 @@ SETTINGS = ("Bundled model, {tokens} tokens per image, guidance {guidance:g}, te
             "second only.")
 QUALITY = (" Quality: of {images} images each ({dtype}), the change of their tokens' mean log-probability from next "
            "token's, in nats per token, and the fraction that shows all that was asked for, both with 95 % intervals; "
-           "no two methods share seeds, so exact methods differ by chance, and that set of next-token images came out low: "
-           "by 0.01 to 0.02 of log p. Relaxed rules resample from the residual that drifts least, their nodes' default; "
-           "with LANTERN's own, at delta 0.3, the change of log p is 0 and the drift bound 0.20 "
+           "no two methods share seeds, so exact methods differ by chance, and that set of next-token images came out "
+           "low, by 0.01 to 0.02 of log p. Relaxed rules resample from the residual that drifts least, their nodes' "
+           "default; with LANTERN's own, at delta 0.3, the change of log p is 0 and the drift bound 0.20 "
            "([quality](docs/quality.md#in-short)).")
 HOW_TO_READ = ("Every point is a method or a setting: further left it needs fewer forward passes, further down it "
                "changes less of that measure. Exact methods are on the line at the bottom; no setting is below the "
@@ -81,7 +81,8 @@ CHINESE = {
     QUALITY: " 质量：每种方法{images}张图像（{dtype}），token的平均对数概率与逐token相比的变化"
              "（每个token，nat），以及完全符合提示词的图像的比例，均附95 %区间；"
              "各方法的种子互不相同，所以精确的方法之间的差别只是偶然，而且那一组逐token图像的log p碰巧低0.01到0.02。"
-             "放宽的规则按节点的默认设置，从偏移最小的残差分布中重新采样；用LANTERN论文的残差（delta 0.3），log p的变化为0，偏移上界为0.20"
+             "放宽的规则按节点的默认设置，从偏移最小的残差分布中重新采样；用LANTERN论文的残差（delta 0.3），"
+             "log p的变化为0，偏移上界为0.20"
              "（[质量](docs/quality.md#in-short)）。",
     HOW_TO_READ: "每个点是一种方法或一种设置：越靠左，前向次数越少；越靠下，该指标的变化越小。"
                  "精确的方法在最下面的线上；没有任何设置低于虚线。未注明时SJD的窗口为32。",
@@ -126,13 +127,14 @@ def exactness(case: str, word: Callable[[str], str]) -> str:
 
 def mean_passes() -> tuple[dict[str, float], int, int]:
     """Mean forward passes of the README's methods, of how many images and prompts: those of the quality report once it
-    has them all, each image of which has a prompt of its own, else those of ``methods``."""
+    has them all, each image of which has a prompt of its own, else those that ``methods`` has."""
     wanted, images = [case for *_, case in METHODS], quality_tables.measured("default")
     if images.keys() >= {*wanted}:
         count = quality_tables.model("default")["images"]
         return {case: images[case]["passes"]["value"] for case in wanted}, count, count
     report, measured = results("default-cpu"), cases("default-cpu", GUIDANCE)
-    return {case: measured[case]["passes"] for case in wanted}, report["pictures_per_method"], len(report["prompts"])
+    passes = {case: measured[case]["passes"] for case in wanted if case in measured}
+    return passes, report["pictures_per_method"], len(report["prompts"])
 
 
 def times(case: str, size: str) -> list[float]:
@@ -161,6 +163,8 @@ def methods(language: str) -> str:
     passes, count, prompts = mean_passes()
     rows, images = [], quality_tables.measured("default")
     for label, page, node, case in METHODS:
+        if case not in passes:
+            continue
         names = [nodes[node]["display_name"]]
         if choice := CHOICES.get(case):
             names.insert(0, f"{nodes['SpecARSampler']['display_name']}, *{choice}*")
@@ -271,7 +275,7 @@ def written(text: str) -> str:
 def chart() -> str:
     """docs/pictures/passes.svg."""
     passes, *_ = mean_passes()
-    return passes_chart([(label, passes[case], bound_of(case) == 0) for label, _, _, case in METHODS])
+    return passes_chart([(label, passes[case], bound_of(case) == 0) for label, _, _, case in METHODS if case in passes])
 
 
 def chart_of_sizes() -> str:

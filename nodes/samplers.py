@@ -167,8 +167,8 @@ class SJDSampler(io.ComfyNode):
                                "is above this. Higher resamples more, which takes more passes; 0.2 to 1 is sensible. "
                                "Default: 0.5, the paper's tau."),
                 io.Combo.Input("initialisation", options=list(INITIAL), default="left and upper neighbour",
-                               tooltip="Where the first draft token at a position comes from. It changes the number of passes "
-                               "by a few percent; leave the default."),
+                               tooltip="Where the first draft token at a position comes from. It changes the number of "
+                               "passes by a few percent; leave the default."),
                 negative_input(),
                 rule_input(),
                 io.Int.Input("front_drafts", default=1, min=1, max=16, optional=True,

@@ -34,9 +34,9 @@ def prompt_inputs() -> list[io.Input]:
         io.Latent.Input("latent_image", tooltip="Size and batch (Empty AR Latent), or an encoded image with a noise "
                         "mask: tokens outside the mask are kept."),
         io.Int.Input("seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=True,
-                     tooltip="The same seed with the same settings gives the same image. Image i of a batch uses seed + i "
-                     "and equals a single run with that seed, so increment would repeat images of a batch: take "
-                     "randomize."),
+                     tooltip="The same seed with the same settings gives the same image. Image i of a batch uses "
+                     "seed + i and equals a single run with that seed, so increment would repeat images of a batch: "
+                     "take randomize."),
         io.Float.Input("cfg", auto("cfg", MODELS_OWN), default=MODELS_OWN, min=-1, max=30, step=0.1, round=0.01,
                        tooltip="Guidance: how strongly the prompt is followed. Higher: closer to the prompt, less "
                        f"varied; 2 to 8 is common. 1 is off, at half the cost. {OWN}"),

@@ -55,7 +55,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="the seed of all samplers")
     parser.add_argument("--workflow", type=Path, default=DEFAULT_WORKFLOW, help="a workflow in API format")
     parser.add_argument("--serve", action="store_true", help="leave ComfyUI running, to be used in a browser")
-    parser.add_argument("--port", type=int, choices=range(1, 65536), metavar="PORT", help="the server's port (default: any free one)")
+    parser.add_argument("--port", type=int, choices=range(1, 65536), metavar="PORT",
+                        help="the server's port (default: any free one)")
     parser.add_argument("--comfyui", type=Path, required=True, help=argparse.SUPPRESS)
     return parser.parse_args()
 
