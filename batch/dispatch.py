@@ -387,8 +387,8 @@ class Batch:
 
 async def copied(server: Server, copies: list[tuple[dict[str, str], Path]],
                  replacing: bool = True) -> tuple[list[str], str]:
-    """Copies files to paths; returns the paths that succeeded, and what is wrong with another. replacing: files that are
-    there already; otherwise those must be the same. Raises ServerAwayError."""
+    """Copies files to paths; returns the paths that succeeded, and what is wrong with another. replacing: files that
+    are there already; otherwise those must be the same. Raises ServerAwayError."""
     done, error = [], ""
     for file, path in copies:
         content = await server.fetch(file)
