@@ -212,7 +212,8 @@ def determinism() -> str:
 
 
 def same_seed() -> str:
-    rows = [(report["machine"]["processor"].replace("(R)", ""), dtype, said(case), found["images"], found["same images"])
+    rows = [(report["machine"]["processor"].replace("(R)", ""), dtype, said(case), found["images"],
+             found["same images"])
             for report in map(results, ("same-seed-cpu", "same-seed-cpu-amd"))
             for dtype, cases_ in report["dtypes"].items() for case, found in cases_.items()]
     return grid(("processor", "dtype", "method", "images", "equal"), rows)
