@@ -209,6 +209,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "find fastest": found.find_fastest,
     "throughput, one process": partial(found.throughput, "1x1"),
     "throughput, two processes": partial(found.throughput, "2x1"),
+    "batches, LlamaGen-XL": partial(found.passes_of_batches, "llamagen-xl", 7.5, "batches-xl-cpu-bf16-amd"),
     "batches, LlamaGen-B": partial(found.batches, B, GUIDANCE, "batches-cpu-bf16-amd"),
     "continuous": found.continuous,
     "continuous, paper": found.continuous_paper,

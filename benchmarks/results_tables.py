@@ -155,6 +155,20 @@ def batches(name: str, guidance: float, report: str) -> str:
         for row in rows])  # fmt: skip
 
 
+def passes_of_batches(name: str, guidance: float, report: str) -> str:
+    """Milliseconds of a pass by batch size, and over next token's."""
+    rows = measured_speed(name, guidance, report)["batches"]
+    base, *others = rows[0]["ms"]
+
+    def cell(row: dict[str, Any], method: str) -> str:
+        spent = row["ms"][method]["median"]
+        return f"{spent:.0f} ({spent / row['ms'][base]['median']:.1f})"
+
+    return grid(("batch size", *(f"{said(method)}, ms" for method in (base, *others))), [
+        (row["pictures"], f"{row['ms'][base]['median']:.0f}", *(cell(row, method) for method in others))
+        for row in rows])  # fmt: skip
+
+
 def loading() -> str:
     """Seconds and memory until there is a model and until there is a token, by size and precision."""
     rows = []
