@@ -108,11 +108,10 @@ CHINESE = {
 
 
 def bound_of(case: str) -> float | None:
-    """The drift bound per token of a case: of the images of the quality report, if it is not exact, else of the report
-    of passes (None: not known)."""
+    """The drift bound per token of a case: of the images of the quality report, if it has them, else of the report of
+    passes (None: not known)."""
     image = quality_tables.measured("default").get(case)
-    row = cases("default-cpu", GUIDANCE).get(case)
-    return image["tv_bound_per_token"] if image and not (image["lossless"] and row) else drift(row)
+    return image["tv_bound_per_token"] if image else drift(cases("default-cpu", GUIDANCE)[case])
 
 
 def exactness(case: str, word: Callable[[str], str]) -> str:
@@ -138,12 +137,15 @@ def mean_passes() -> tuple[dict[str, float], int, int]:
 
 
 def times(case: str, size: str) -> list[float]:
-    """The time of a method's image relative to next token's at a size in bf16, with its mean passes, by report that has
-    the method."""
+    """The time of a method's image relative to next token's at a size in bf16, with its mean passes, by report: of
+    TIMED those that have the method, else of LATER."""
     passes, *_ = mean_passes()
-    every = [found.times(size, GUIDANCE, report, passes)[case] for report in TIMED[size]]
-    later = [found.times(size, GUIDANCE, report, passes)[case] for report in LATER.get(size, ())]
-    return [time for time in every if not isnan(time)] or [time for time in later if not isnan(time)]
+
+    def of(reports: tuple[str, ...]) -> list[float]:
+        each = (found.times(size, GUIDANCE, report, passes)[case] for report in reports)
+        return [time for time in each if not isnan(time)]
+
+    return of(TIMED[size]) or of(LATER.get(size, ()))
 
 
 def span(numbers: list[float], decimals: int, word: Callable[[str], str] = str) -> str:

@@ -18,12 +18,10 @@ from .widen import widen, widen_eagle, widen_small
 
 BASE = "next_token"
 CURVES = (BASE, "sjd coupled w16", "sjd coupled w32")
-SJD_MORE = ("sjd coupled w32, 4 front drafts", "SJD coupled, TV budget 0.1, w32")
 METHODS = (  # those of the README's table (documents.METHODS) among them
-    *CURVES, "sjd resample w32", "sjd gumbel w32", "sjd threshold_paper w32", *SJD_MORE, "chain of 5",
-    "EAGLE-1, 25 drafts",
-    "EAGLE-1, 57 drafts", "EAGLE-2", "ADT-Tree", "LANTERN delta 0.3", "LANTERN++ k 10, lambda 2", "Cool-SD delta 1.1",
-    "Cool-SD delta 2", "VVS every 4th, EAGLE-1",
+    *CURVES, "sjd resample w32", "sjd gumbel w32", "sjd threshold_paper w32", "sjd coupled w32, 4 front drafts",
+    "SJD coupled, TV budget 0.1, w32", "chain of 5", "EAGLE-1, 25 drafts", "EAGLE-1, 57 drafts", "EAGLE-2", "ADT-Tree",
+    "LANTERN delta 0.3", "LANTERN++ k 10, lambda 2", "Cool-SD delta 1.1", "Cool-SD delta 2", "VVS every 4th, EAGLE-1",
 )
 SMALL = ("chain of 5, small model",)  # of the bundled model, which has a small one
 ONLY_BASELINES = ("janus-small", "chameleon-small", "emu3-small")
