@@ -22,6 +22,7 @@ from .pages import (
     set_batch,
     setting,
     still,
+    take_messages,
 )
 
 pytestmark = pytest.mark.browser
@@ -193,10 +194,26 @@ def test_what_is_set_on_a_subgraph_reaches_the_nodes_inside(page):
     screenshot(page, "subgraph")
 
 
+MESSAGE = ".p-toast-message, [data-testid=toast]"
+
+
+def test_words_that_the_model_ignores_inside_a_subgraph_are_a_message(page):
+    load(page, ROOT / f"workflows/{ALL}.json")
+    page.evaluate(SET_ON_SUBGRAPH, {"prompt": "an aple"})
+    page.evaluate("() => { window.seen.length = 0; app.queuePrompt(0, 1); }")
+    page.locator(MESSAGE).first.wait_for()
+    page.evaluate("() => app.api.interrupt()")
+    page.wait_for_function(FINISHED)
+    assert take_messages(page) == ["Unknown, ignored: aple (apple?)"]
+
+
 NAMED_FOR_APP_MODE = """({inputs, outputs}) => [
     ...inputs.map(([id, name]) => app.graph.getNodeById(id)?.widgets.find(widget => widget.name === name)?.name),
     ...outputs.map(id => app.graph.getNodeById(id)?.type)]"""
 TOGGLE_APP_MODE = "() => app.extensionManager.command.execute('Comfy.ToggleLinear')"
+
+ADD_TO_PROMPTS = """words => app.graph._nodes.filter(node => node.type === 'CLIPTextEncode')
+    .forEach(node => { node.widgets[0].value += words; })"""
 
 
 @pytest.mark.parametrize("template", TEMPLATES[:3], ids=lambda path: path.stem)
@@ -208,6 +225,8 @@ def test_the_first_templates_are_apps_that_run(own_page, template):
     if not page.evaluate(BY_CHOICE):  # 1.32.9 has no such mode and opens the graph
         return
     setting(page, "Comfy.OnboardingCoachmarks.Seen", ["appMode", "firstRun"])  # tours, which would cover the page
+    unknown = f"xy{TEMPLATES.index(template)}"  # another one each time: what was encoded before is not encoded again
+    page.evaluate(ADD_TO_PROMPTS, f" {unknown}")
     page.evaluate(TOGGLE_APP_MODE)
     page.locator("[data-testid=app-mode-widget-item]").first.wait_for()
     assert page.locator("[data-testid=app-mode-widget-item]").count() == len(shown["inputs"])
@@ -216,6 +235,7 @@ def test_the_first_templates_are_apps_that_run(own_page, template):
     page.wait_for_function(FINISHED)
     assert "execution_success" in page.evaluate("() => window.seen.map(event => event.name)")
     page.locator("#linearCenterPanel img").first.wait_for()
+    assert f"Unknown, ignored: {unknown}" in take_messages(page)
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SCREENSHOTS / f"app-{template.stem}.png")
 

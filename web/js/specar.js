@@ -12,6 +12,7 @@ const MAP_NODE = "SpecARAcceptanceMap";
 const MAP = "specar_map";
 const MAP_WIDTH = 400; // at least, when it first appears
 const MAP_HEIGHT = 490;
+const NOTICE_SECONDS = 15;
 const PICTURE = "$$canvas-image-preview"; // ComfyUI's own, for results that an earlier graph left under the node's id
 
 document.head.append(Object.assign(document.createElement("link"), {
@@ -75,11 +76,14 @@ function executingNode(id) {
   return graph?.getNodeById(last);
 }
 
-/** Which words of a prompt the model ignores, on the node that encodes it (see nodes/comfy_runtime/clip.py). */
+/** Which words of a prompt the model ignores, on the node that encodes it (see nodes/comfy_runtime/clip.py), and beside
+ * the page where that node is not on it: inside a subgraph, or behind the form of an app. */
 function showUnknownWords({ detail: { node, words } }) {
   const encoder = executingNode(node);
   const text = words.length ? `Unknown, ignored: ${words.join(", ")}` : "";
   if (encoder) showReport(encoder, text);
+  const seen = encoder?.graph === app.canvas.graph && app.canvas.canvas.getClientRects().length;
+  if (text && !seen) app.extensionManager.toast.add({ severity: "warn", summary: text, life: NOTICE_SECONDS * 1000 });
 }
 
 /** What a run took, on its sampler, until the next run of it tells of itself (see nodes/comfy_runtime/messages.py). */
