@@ -7,11 +7,11 @@
     python -m benchmarks quality --sheet FILE                  # some of the images drawn so far, as a picture
 
 All methods get the same prompts, each image with its own seed, at temperature 1 without filters (continuous models:
-with their own settings). A second set of next-token images with other seeds is the floor: no method can come closer.
-Lossless methods must be inside of it: permutation tests of likelihood, agreement and kernel distances (image and
-next-token image of a prompt are exchanged), by Holm's procedure over all lossless methods of a model. The command fails
-if one is outside. A continuous model's exact mode adds the noise of the last denoising step, which its plain sampler
-leaves out; it is far below what the features see.
+with their own settings). A second set of next-token images, with other seeds, shows what differs by chance: no method
+can come closer. Lossless methods must be indistinguishable from next token: permutation tests of likelihood, agreement
+and kernel distances (image and next-token image of a prompt are exchanged), by Holm's procedure over all lossless
+methods of a model. The command fails if one is not. A continuous model's exact mode adds the noise of the last
+denoising step, which its plain sampler leaves out; it is far below what the features see.
 
 A report grows: --out adds to the file that is there. So a run may be spread over days, and over machines, each of which
 draws some cases (--only) and has the images of the reference, drawn there or copied.
@@ -109,7 +109,7 @@ def main() -> None:
         [found] = (found for found in report["models"] if found["name"] == name)
         outside += [f"{found['name']}: {name}" for name in found["outside"]]
     if outside:
-        sys.exit(f"Lossless methods outside the floor (false-alarm rate {ALARM_RATE:.0%}): {', '.join(outside)}.")
+        sys.exit(f"Lossless methods unlike next token (false alarms {ALARM_RATE:.0%}): {', '.join(outside)}.")
 
 
 def earlier_report(out: Path | None) -> dict[str, Any] | None:

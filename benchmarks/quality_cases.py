@@ -93,22 +93,23 @@ def defaults(eagle) -> list[Case]:
 
 
 def discrete_cases(eagle, small) -> list[Case]:
-    """Next token, the same with other seeds (the floor), every method of the README, MORE, the papers' settings, and
-    defaults of nodes."""
+    """Next token, the same with other seeds (what differs by chance), every method of the README, MORE, the papers'
+    settings, and defaults of nodes."""
     listed = {case.name: case for case in (*cases((32,)), *drafter_cases(eagle, small))}
     readme = [case for *_, case in documents.METHODS]
     chosen = [listed[name] for name in dict.fromkeys((*readme, *MORE))]
-    return [*_with_floor(chosen), *published(eagle), *defaults(eagle)]
+    return [*_with_other_seeds(chosen), *published(eagle), *defaults(eagle)]
 
 
 def continuous_cases(drafter) -> list[Case]:
-    """The plain sampler, the same with other seeds (the floor), and speculation along the axes of the paper."""
+    """The plain sampler, the same with other seeds (what differs by chance), and speculation along the axes of the
+    paper."""
     listed = {case.name: Case(case.name, case.method) for case in continuous.cases(drafter) if not case.parameters}
     plain = next(iter(listed))
-    return _with_floor([listed[plain], *(listed[name] for name in CONTINUOUS)])
+    return _with_other_seeds([listed[plain], *(listed[name] for name in CONTINUOUS)])
 
 
-def _with_floor(listed: Sequence[Case]) -> list[Case]:
+def _with_other_seeds(listed: Sequence[Case]) -> list[Case]:
     reference, *others = listed
     return [reference, Case(reference.name + FLOOR, reference.method), *others]
 

@@ -63,7 +63,7 @@ def quality_chart(panels: Sequence[tuple[str, Sequence[Point]]]) -> str:
     y = height - 46
     parts.append(f'<text x="{WIDTH - RIGHT}" y="{y}" text-anchor="end">forward passes per image</text>')
     y = height - 14
-    for x, kind, text in ((LEFT, "exact", "exact: at the floor"),
+    for x, kind, text in ((LEFT, "exact", "exact: differs by chance"),
                           (LEFT + 170, "drifts", "may drift, with 95 % interval")):
         parts += [f'<circle class="{kind}" cx="{x}" cy="{y - 4}" r="5"/>', f'<text x="{x + 10}" y="{y}">{text}</text>']
     parts += [f'<path class="front" d="M{LEFT + 390} {y - 4}h28"/>',

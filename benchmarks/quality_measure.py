@@ -183,9 +183,9 @@ def _kernel(terms: Tensor, index: Tensor) -> float:
 
 
 def check(rows: Sequence[dict[str, Any]], alarm_rate: float) -> list[str]:
-    """Mark each row that was tested as "inside" the floor or not: lossless methods together, with a probability of
-    ``alarm_rate`` that any of them is found outside although all are exact; every other method by itself. Returns the
-    names of lossless methods that are outside."""
+    """Mark each row that was tested as "inside" (indistinguishable from the reference) or not: lossless methods
+    together, with a probability of ``alarm_rate`` that any of them is found outside although all are exact; every other
+    method by itself. Returns the names of lossless methods that are outside."""
     lossless = [row for row in rows if row["lossless"] and row["p_values"]]
     for group in (lossless, *([row] for row in rows if not row["lossless"])):
         outside = iter(rejected([p for row in group for p in row["p_values"].values()], alarm_rate))

@@ -72,7 +72,7 @@ def quality(name: str) -> str:
                      interval(log_p, 2) if log_p else "", *_agreement(row), inside(row)))
     rows.append(("source images", "", "", "", *_agreement(found["sources"]), ""))
     head = ("method", "passes", "drift per token", "log p per token", "as asked, %", "subject", "style", "background",
-            "inside the floor")
+            "indistinguishable")
     return f"{grid(head, rows)}\n\n{how_many(found)}"
 
 
@@ -92,7 +92,7 @@ def distances(name: str, space: str) -> str:
                      f"{sources['precision']:.2f}", f"{sources['recall']:.2f}", inside(row)))
     other = said(found["reference"])
     head = ("method", "Frechet, sources", f"Frechet, {other}", "kernel, sources", f"kernel, {other}", "precision",
-            "recall", "inside the floor")
+            "recall", "indistinguishable")
     return f"{grid(head, rows)}\n\n{how_many(found)}"
 
 
