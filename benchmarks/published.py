@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 class Published(NamedTuple):
     """A published ratio to next-token sampling. method: the page in docs/methods; fewer: forward passes saved ("" if
-    not given; VVS prints tokens per pass, Cool-SD tokens per round); faster: in time; source: a key of CONDITIONS."""
+    not given; VVS prints tokens per pass, Cool-SD and ADT-Tree tokens per round); faster: in time; source: a key of CONDITIONS."""
 
     method: str
     what: str
@@ -31,7 +31,7 @@ class Scores(NamedTuple):
 
 SJD, MC_SJD, LUMINA2 = "SJD++, table 1", "MC-SJD, abstract", "Lumina-mGPT 2.0, README"
 COOL, ADT, VVS, CONTINUOUS = "Cool-SD, table 1", "ADT-Tree, table I", "VVS, table 1", "continuous, table 1"
-ADT_IMAGES = "ADT-Tree, tables I and III"
+ADT_IMAGES, ADT_CLASSES = "ADT-Tree, tables I and III", "ADT-Tree, table V"
 GSD, ENTROPY = "GSD, abstract", "entropy, abstract"
 CONDITIONS = {  # what the papers say of how a source's numbers were measured
     SJD: "prompts of MS-COCO 2017, guidance 3, top-k 2000, window 96 (Emu3, Lumina-mGPT) or 32, SJD++'s threshold 0.5; "
@@ -41,10 +41,12 @@ CONDITIONS = {  # what the papers say of how a source's numbers were measured
              "768 pixels, guidance 4, top-k 4096, temperature 1, its code a window of 16.",
     COOL: "5000 captions of MS-COCO 2017, EAGLE-1's static tree, LANTERN's set-up, temperature not "
           "stated; one A100 (40 GB). Fewer passes: its accepted length, tokens per round.",
-    ADT: "100 captions of MS-COCO 2017, temperature 1, guidance 3; GPU not named. The abstract's 3.13x is with LANTERN "
-         "at temperature 0, where the most likely token is taken.",
+    ADT: "100 captions of MS-COCO 2017, temperature 1, guidance 3; GPU not named. Fewer passes: its tau, "
+         "tokens per cycle. The abstract's 3.13x is with LANTERN at temperature 0, which its authors' code relaxes, too; "
+         "ours relaxes nothing there.",
+    ADT_CLASSES: "classes of ImageNet, temperature 1; GPU not named. Fewer passes: its tau, tokens per cycle.",
     ADT_IMAGES: "100 captions of MS-COCO 2017, temperature 1, guidance 3; with LANTERN at delta 0.4, k 1000, "
-                "as figure 7 says.",
+                "as figure 7 says. Fewer passes: its tau, tokens per cycle.",
     VVS: "5000 captions of MS-COCO 2017, stages I (256 pixels) and II (512), temperature 1; one A40. Fewer "
          "passes: its TPF, tokens per pass.",
     GSD: "the mean over its models and settings; for the conditions see the paper.",
@@ -62,17 +64,19 @@ PUBLISHED = (
     Published("sjd-plus-plus", "SJD++", "LlamaGen", "3.26x", "2.32x", SJD),
     Published("draft-trees", "EAGLE-1", "Lumina-mGPT", "2.76x", "2.37x", COOL),
     Published("draft-trees", "EAGLE-1", "LlamaGen-XL", "2.42x", "2.03x", COOL),
-    Published("draft-trees", "EAGLE-2", "Anole", "", "0.76x", ADT),
+    Published("draft-trees", "EAGLE-2", "Anole", "1.11x", "0.76x", ADT),
     Published("draft-trees", "EAGLE-2", "LlamaGen-XL, stage I", "1.22x", "0.87x", VVS),
-    Published("lantern", "LANTERN", "Anole", "", "1.38x", ADT),
+    Published("lantern", "LANTERN", "Anole", "2.00x", "1.38x", ADT),
     Published("lantern", "LANTERN, delta 0.3", "LlamaGen-XL, stage I", "2.10x", "1.45x", VVS),
     Published("lantern", "LANTERN++, k 10, lambda 2", "Lumina-mGPT", "2.99x", "2.48x", COOL),
     Published("lantern", "LANTERN++, k 10, lambda 2", "LlamaGen-XL", "2.67x", "2.15x", COOL),
     Published("cool-sd", "Cool-SD, delta 1.1", "Lumina-mGPT", "3.11x", "2.69x", COOL),
     Published("cool-sd", "Cool-SD, delta 1.1", "LlamaGen-XL", "2.73x", "2.27x", COOL),
     Published("cool-sd", "Cool-SD, delta 2", "LlamaGen-XL", "3.34x", "2.72x", COOL),
-    Published("adt-tree", "ADT-Tree", "Anole", "", "1.06x", ADT),
-    Published("adt-tree", "ADT-Tree with LANTERN", "Anole", "", "1.53x", ADT),
+    Published("adt-tree", "ADT-Tree", "Anole", "1.10x", "1.06x", ADT),
+    Published("adt-tree", "ADT-Tree with LANTERN", "Anole", "1.87x", "1.53x", ADT),
+    Published("adt-tree", "ADT-Tree", "LlamaGen-L", "2.85x", "1.32x", ADT_CLASSES),
+    Published("adt-tree", "ADT-Tree", "LlamaGen-XL", "2.53x", "1.39x", ADT_CLASSES),
     Published("vvs", "VVS, every 4th, LANTERN delta 0.2", "LlamaGen-XL, stage I", "2.24x", "1.63x", VVS),
     Published("vvs", "VVS, every 2nd, LANTERN delta 0.1", "LlamaGen-XL, stage II", "2.86x", "1.76x", VVS),
     Published("rules", "grouped (GSD)", "mean of its models", "", "3.7x", GSD),
@@ -92,9 +96,9 @@ SCORES = (
     Scores("EAGLE-2", "EAGLE-2", "LlamaGen-XL, stage I", "1.22x",
            {"FID": ("25.28", "24.88"), "CLIP": ("0.3220", "0.3220"), "recall": ("0.6690", "0.6684"),
             "HPSv2": ("0.2353", "0.2350")}, VVS),
-    Scores("ADT-Tree", "ADT-Tree", "Anole", "",
+    Scores("ADT-Tree", "ADT-Tree", "Anole", "1.10x",
            {"FID": ("22.20", "20.52"), "CLIP": ("0.3047", "0.3042"), "HPSv2": ("0.2367", "0.2360")}, ADT_IMAGES),
-    Scores("ADT-Tree, LANTERN delta 0.3", "ADT-Tree with LANTERN", "Anole", "",
+    Scores("ADT-Tree, LANTERN delta 0.3", "ADT-Tree with LANTERN", "Anole", "1.87x",
            {"FID": ("22.36", "20.52"), "CLIP": ("0.3016", "0.3042"), "HPSv2": ("0.2331", "0.2360")}, ADT_IMAGES),
     Scores("LANTERN delta 0.3, as published", "LANTERN, delta 0.3", "LlamaGen-XL, stage I", "2.10x",
            {"FID": ("24.97", "24.88"), "CLIP": ("0.3223", "0.3220"), "recall": ("0.6438", "0.6684"),

@@ -73,7 +73,7 @@ def fidelity(trace: Trace) -> str:
         return f"the two models' samples are {apart:.3g} apart (mean squared distance)"
     if trace.tv_bound is None:
         return "approximate, by an unknown drift"
-    return f"approximate, drift bound {trace.tv_bound:.2f}, summed over an image" if trace.tv_bound else "approximate"
+    return f"approximate, drift bound {trace.tv_bound:.2f}, summed over an image"
 
 
 def describe(trace: Trace) -> str:
@@ -97,7 +97,7 @@ def describe(trace: Trace) -> str:
     if totals["draft_passes"]:
         lines.append(f"{totals['draft_passes']} passes of the drafter")
     if totals["acceptance_rate"] or totals["draft_passes"]:
-        rate = f"{totals['acceptance_rate']:.0%} of those verified"
+        rate = f"{totals['acceptance_rate']:.0%} of the positions tested"
         lines.append(f"accepted drafts: {totals['accepted_drafts']} ({rate})")
     if skipped := totals["sources"].get("skipped"):
         lines.append(f"accepted unverified: {skipped}")

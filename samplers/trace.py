@@ -106,7 +106,7 @@ class Trace:
 
     def summary(self) -> dict[str, Any]:
         """Numbers of the whole run, as they were computed at its end; but tv_bound per image, None if not known."""
-        return dict(self.totals) if self.continuous else self.totals | {"tv_bound": self.tv_bound}
+        return self.totals | {"tv_bound": self.tv_bound}
 
     def report(self) -> dict[str, Any]:
         """The versioned JSON report: schema, settings and summary."""
