@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 class Published(NamedTuple):
     """A published ratio to next-token sampling. method: the page in docs/methods; fewer: forward passes saved ("" if
-    not given; VVS prints tokens per pass, Cool-SD and ADT-Tree tokens per round); faster: in time; source: a key of CONDITIONS."""
+    not given; VVS prints tokens per pass, Cool-SD and ADT-Tree tokens per round); faster: in time; source: a key of
+    CONDITIONS."""
 
     method: str
     what: str
@@ -42,8 +43,8 @@ CONDITIONS = {  # what the papers say of how a source's numbers were measured
     COOL: "5000 captions of MS-COCO 2017, EAGLE-1's static tree, LANTERN's set-up, temperature not "
           "stated; one A100 (40 GB). Fewer passes: its accepted length, tokens per round.",
     ADT: "100 captions of MS-COCO 2017, temperature 1, guidance 3; GPU not named. Fewer passes: its tau, "
-         "tokens per cycle. The abstract's 3.13x is with LANTERN at temperature 0, which its authors' code relaxes, too; "
-         "ours relaxes nothing there.",
+         "tokens per cycle. The abstract's 3.13x is with LANTERN at temperature 0, where its authors' code relaxes and "
+         "ours does not.",
     ADT_CLASSES: "classes of ImageNet, temperature 1; GPU not named. Fewer passes: its tau, tokens per cycle.",
     ADT_IMAGES: "100 captions of MS-COCO 2017, temperature 1, guidance 3; with LANTERN at delta 0.4, k 1000, "
                 "as figure 7 says. Fewer passes: its tau, tokens per cycle.",

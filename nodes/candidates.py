@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ..samplers.contract import Request
+from ..samplers.contract import Method, Request
 from ..samplers.methods import published
 from ..samplers.methods.jacobi import SJD
 from ..samplers.methods.next_token import NextToken
@@ -16,6 +16,7 @@ from ..samplers.rules.lantern import LanternPP
 from ..samplers.rules.tv_budget import TVMetered
 from .comfy_runtime.runs import LoadedDrafter, LoadedModel
 from .method import ChosenMethod
+from .simple_sampler import METHODS
 from .tree_samplers import DYNAMIC, PRESETS, STATIC, STRUCTURES
 
 WINDOWS = (16, 32, 8, 64)
@@ -24,9 +25,16 @@ ADAPTIVE = "LlamaGen"  # preset of the ADT-Tree Sampler
 NEIGHBOURS, MOST_CODES = 10, 20000  # the table for more codes takes minutes
 
 
+def chosen(
+    model: LoadedModel, method: Method, drafter: LoadedDrafter | None, widgets: str, request: Request
+) -> ChosenMethod:
+    settings = method.describe(request)
+    same = (option for option, each in METHODS.items() if each.describe(request) == settings)
+    return ChosenMethod(model, method, drafter, widgets, settings, next(same, None))
+
+
 def next_token(model: LoadedModel, request: Request) -> ChosenMethod:
-    method = NextToken()
-    return ChosenMethod(model, method, None, "AR Sampler (next token)", method.describe(request))
+    return chosen(model, NextToken(), None, "AR Sampler (next token)", request)
 
 
 def exact_methods(model: LoadedModel, drafter: LoadedDrafter | None, request: Request) -> list[ChosenMethod]:
@@ -52,9 +60,8 @@ def relaxed_methods(
 
 
 def sjd(model: LoadedModel, window: int, request: Request) -> ChosenMethod:
-    method = SJD(window)
-    by_hand = f"SJD++ Sampler: window {window}, refinement coupled (exact)"
-    return ChosenMethod(model, method, None, by_hand, method.describe(request))
+    widgets = f"SJD++ Sampler: window {window}, refinement coupled (exact)"
+    return chosen(model, SJD(window), None, widgets, request)
 
 
 def tree(model: LoadedModel, drafter: LoadedDrafter, option: str, request: Request) -> ChosenMethod:
@@ -62,18 +69,17 @@ def tree(model: LoadedModel, drafter: LoadedDrafter, option: str, request: Reque
     structure = STRUCTURES[option]
     method = DraftTree(drafter.drafter, structure)
     depth = f", depth {structure.length}" if option == CHAIN else ""
-    by_hand = f"Draft-Tree Sampler (EAGLE): structure {option}{depth}; drafter {drafter.name}"
-    return ChosenMethod(model, method, drafter, by_hand, method.describe(request))
+    widgets = f"Draft-Tree Sampler (EAGLE): structure {option}{depth}; drafter {drafter.name}"
+    return chosen(model, method, drafter, widgets, request)
 
 
 def adaptive_tree(model: LoadedModel, drafter: LoadedDrafter, request: Request) -> ChosenMethod:
     method = published.adt_tree(drafter.drafter, Exact(), **vars(PRESETS[ADAPTIVE]))
-    by_hand = f"ADT-Tree Sampler: preset {ADAPTIVE}; drafter {drafter.name}"
-    return ChosenMethod(model, method, drafter, by_hand, method.describe(request))
+    widgets = f"ADT-Tree Sampler: preset {ADAPTIVE}; drafter {drafter.name}"
+    return chosen(model, method, drafter, widgets, request)
 
 
 def relaxed(base: ChosenMethod, rule: AcceptanceRule, request: Request) -> ChosenMethod:
     """The method with another rule."""
-    method = replace(base.method, rule=rule)
-    by_hand = f"{base.by_hand}; rule {rule.in_words(rule.describe())}"
-    return replace(base, method=method, by_hand=by_hand, settings=method.describe(request))
+    widgets = f"{base.widgets}; rule {rule.in_words(rule.describe())}"
+    return chosen(base.model, replace(base.method, rule=rule), base.drafter, widgets, request)

@@ -21,14 +21,21 @@ from .widgets import common_inputs, negative_input, sampler_outputs
 class ChosenMethod:
     """A method with its settings, model and drafter.
 
-    by_hand: the node and widgets with the same settings; settings: those that a run of it has in its trace.
+    widgets: the node and widgets with the same settings; settings: those that a run of it has in its trace; simple: the
+    choice of AR Sampler that does the same here, if there is one.
     """
 
     model: LoadedModel
     method: Method
     drafter: LoadedDrafter | None
-    by_hand: str
+    widgets: str
     settings: dict[str, Any]
+    simple: str | None = None
+
+    @property
+    def by_hand(self) -> str:
+        """How a user gets the same."""
+        return f"AR Sampler: method {self.simple}; or {self.widgets}" if self.simple else self.widgets
 
     @property
     def name(self) -> str:

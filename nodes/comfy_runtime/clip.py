@@ -22,11 +22,16 @@ class ARClip:
 
     def encode_from_tokens_scheduled(self, tokens: str, **_options: Any) -> Conditioning:
         """CONDITIONING of a prompt. Raises ValueError or FileNotFoundError with a remedy."""
-        # None of them takes away what was shown before.
-        send("specar.unknown_words", words=self._model.unknown_words_with_hints(tokens))
         if not tokens.strip():
-            return [[torch.zeros(1, 0, 1), {"ar": {"family": self._model.family, "text": ""}}]]
-        return self._model.encode_prompt(tokens)
+            words, conditioning = [], [[torch.zeros(1, 0, 1), {"ar": {"family": self._model.family, "text": ""}}]]
+        else:
+            try:
+                words, conditioning = self._model.unknown_words_with_hints(tokens), self._model.encode_prompt(tokens)
+            except (ValueError, FileNotFoundError) as error:
+                send("specar.unknown_words", refused=str(error))
+                raise
+        send("specar.unknown_words", words=words)  # none: takes away what was shown before
+        return conditioning
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"This CLIP belongs to an AR image model and has no {name}: use it with CLIP Text Encode.")

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page
+from playwright.sync_api import Browser, Page
 
 from .pages import (
     BY_CHOICE,
@@ -14,6 +14,7 @@ from .pages import (
     RENDERERS,
     ROOT,
     SCREENSHOTS,
+    Problems,
     load,
     missing_models,
     open_page,
@@ -304,13 +305,28 @@ def test_help_page_of_a_node_opens_with_its_image(page):
     screenshot(page, "help")
 
 
-def test_without_its_javascript_and_in_chinese(browser, comfy):
-    """Two things that need a page of their own: nodes have their Chinese names, and without web/js the core draws."""
+def open_in_chinese(browser: Browser, comfy, without: str | None = None) -> tuple[Page, Problems]:
     language = f"{comfy.url}/api/settings/Comfy.Locale"
     requests = browser.new_context().request
     requests.post(language, data=json.dumps("zh"))
-    page, problems = open_page(browser, comfy.url, without="**/extensions/*SpecAR*/js/*.js")
+    opened = open_page(browser, comfy.url, without)
     requests.post(language, data=json.dumps("en"))
+    return opened
+
+
+def test_a_sampler_says_what_it_took_in_chinese(browser, comfy):
+    page, problems = open_in_chinese(browser, comfy)
+    load(page, TEMPLATES[0])
+    run(page)
+    page.wait_for_function("""() => app.graph._nodes.find(node => node.type === 'SpecARSampler')
+        .widgets.find(widget => widget.name === 'specar_result')?.element.textContent.includes('instead of 256')""")
+    assert not problems
+    page.close()
+
+
+def test_without_its_javascript_and_in_chinese(browser, comfy):
+    """Two things that need a page of their own: nodes have their Chinese names, and without web/js the core draws."""
+    page, problems = open_in_chinese(browser, comfy, without="**/extensions/*SpecAR*/js/*.js")
     page.evaluate(REMIND)
     names = json.loads((ROOT / "locales/zh/nodeDefs.json").read_text("utf-8"))
     titles = page.evaluate("""() => Object.fromEntries(Object.entries(LiteGraph.registered_node_types)

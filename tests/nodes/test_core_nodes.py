@@ -25,6 +25,13 @@ def test_the_page_learns_which_words_a_model_ignores(prompt, words, page, tiny):
     assert server.events == [("specar.unknown_words", {"node": "7", "words": words}, "a page")]
 
 
+def test_the_page_learns_why_a_prompt_is_refused(page, tiny):
+    server = page()
+    with pytest.raises(ValueError, match="knows none of the words") as refused:
+        core.CLIPTextEncode().encode(tiny[1], "a quark")
+    assert server.events == [("specar.unknown_words", {"node": "7", "refused": str(refused.value)}, "a page")]
+
+
 def test_other_uses_of_the_clip_are_explained(tiny):
     with pytest.raises(AttributeError, match="AR image model"):
         core.CLIPSetLastLayer().set_last_layer(tiny[1], -1)

@@ -70,7 +70,7 @@ def find(run, nodes, tiny, drafter, positive):
 
 def request_for(model, tokens: int) -> SimpleNamespace:
     """What candidates read of a request for so many tokens."""
-    return SimpleNamespace(model=model.model, layout=SimpleNamespace(drawn=tokens))
+    return SimpleNamespace(model=model.model, length=tokens, layout=SimpleNamespace(drawn=tokens))
 
 
 def trials(out) -> list[dict]:
@@ -296,6 +296,15 @@ RULES = [None, ("TVMetered", {"epsilon": 0.3}), ("CoolSD", {"delta": 1.1}), ("Co
          ("LanternPP", {"neighbours": 10, "ratio": 2.0})]  # fmt: skip
 
 
+def test_what_ar_sampler_also_does_is_named_by_its_choice_first(tiny):
+    request = request_for(tiny[0], 64)
+    exact = [candidates.sjd(tiny[0], window, request) for window in (8, 16)]
+    relaxed = candidates.relaxed_methods(exact, 0.1, 0, request)
+    named = [chosen.by_hand for chosen in (*exact, *relaxed) if chosen.simple]
+    assert named[0] == "AR Sampler: method fast, exact; or SJD++ Sampler: window 16, refinement coupled (exact)"
+    assert len(named) == 2 and named[1].startswith("AR Sampler: method fastest, may drift; or SJD++ Sampler: window 16")
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_chosen_methods_generate_what_their_own_nodes_generate(name, sample, rule, run, nodes, tiny, drafter, positive):
     request = request_for(tiny[0], 16)
@@ -307,7 +316,7 @@ def test_chosen_methods_generate_what_their_own_nodes_generate(name, sample, rul
     if name == "SJD, coupled, window 8":  # the rules are the same for all
         methods += candidates.relaxed_methods([base], 0.3, 64, request)
     for chosen, relaxed in zip(methods, RULES, strict=False):
-        assert chosen.by_hand.startswith(display) and chosen.exact == (relaxed is None)
+        assert chosen.widgets.startswith(display) and chosen.exact == (relaxed is None)
         for widget in ("structure", "preset"):
             assert widget not in widgets or f"{widget} {widgets[widget]}" in chosen.by_hand
         more = {} if relaxed is None else {"rule": rule(relaxed[0], **relaxed[1])}

@@ -7,7 +7,7 @@ import { MapView } from "./map.js";
 import { showReport, widgetOf } from "./report.js";
 import { addResult, showResult } from "./result.js";
 
-const SAMPLERS = "SpecAR/sampling"; // their category
+const SAMPLED = "LATENT,AR_TRACE"; // what samplers give; their category is translated
 const MAP_NODE = "SpecARAcceptanceMap";
 const MAP = "specar_map";
 const MAP_WIDTH = 400; // at least, when it first appears
@@ -76,11 +76,12 @@ function executingNode(id) {
   return graph?.getNodeById(last);
 }
 
-/** Which words of a prompt the model ignores, on the node that encodes it (see nodes/comfy_runtime/clip.py), and beside
- * the page where that node is not on it: inside a subgraph, or behind the form of an app. */
-function showUnknownWords({ detail: { node, words } }) {
+/** Which words of a prompt the model ignores, or why it refuses the prompt, on the node that encodes it (see
+ * nodes/comfy_runtime/clip.py), and as a message where that node is not on the page: inside a subgraph, or behind the form
+ * of an app. */
+function showUnknownWords({ detail: { node, words, refused } }) {
   const encoder = executingNode(node);
-  const text = words.length ? `Unknown, ignored: ${words.join(", ")}` : "";
+  const text = refused ?? (words.length ? `Unknown, ignored: ${words.join(", ")}` : "");
   if (encoder) showReport(encoder, text);
   const seen = encoder?.graph === app.canvas.graph && app.canvas.canvas.getClientRects().length;
   if (text && !seen) app.extensionManager.toast.add({ severity: "warn", summary: text, life: NOTICE_SECONDS * 1000 });
@@ -113,7 +114,7 @@ app.registerExtension({
     listenToResults(app.api);
   },
   nodeCreated(node) {
-    if (node.constructor.nodeData?.category === SAMPLERS) addResult(node);
+    if (String(node.constructor.nodeData?.output) === SAMPLED) addResult(node);
   },
   async beforeRegisterNodeDef(nodeType, nodeData) {
     if (!nodeData.name.startsWith("SpecAR") || !nodeData.output_node) return;
