@@ -22,7 +22,7 @@ import comfyui_specar as specar
 import torch
 
 from .report import commit, find, machine, write
-from .runs import PROMPTS, right_background
+from .runs import PROMPTS, chosen, right_background
 from .widen_masked import SIZES, shapes_for, widen
 
 LENGTHS = (4, 8, 16, 32)
@@ -153,7 +153,8 @@ def main() -> None:
         model, drafter = map(widen, (model, drafter), shapes_for((model, drafter), options.size))
     listed = cases(drafter)
     if options.only:
-        listed = [listed[0], *(case for case in listed[1:] if case.name in options.only)]
+        only = chosen(options.only, [case.name for case in listed])
+        listed = [listed[0], *(case for case in listed[1:] if case.name in only)]
     rows = compare(model, vae, listed, options.batches, print)
 
     length = model.grid[0] * model.grid[1]

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from .report import commit, machine, versions, write
-from .runs import PROMPTS, Case, cases, drafter_cases
+from .runs import PROMPTS, Case, cases, chosen, drafter_cases, names_of_cases
 
 SCHEMA = "specar.determinism/1"
 SEED = 500
@@ -46,7 +46,8 @@ def main() -> None:
         work(options)
         return
 
-    selection = ["--pictures", str(options.pictures), *(["--only", *options.only] if options.only else [])]
+    only = chosen(options.only or (), names_of_cases())
+    selection = ["--pictures", str(options.pictures), *(["--only", *only] if only else [])]
     with tempfile.TemporaryDirectory() as folder:
         reference = drawn(Path(folder, "reference"), [*selection, "--twice"])
         found = {"again": compare(part(reference, "again"), part(reference, "first")),

@@ -73,8 +73,9 @@ QUALITY = (" Quality: of {images} images each ({dtype}), the change of their tok
            "default; with LANTERN's own, at delta 0.3, the change of log p is 0 and the drift bound 0.20 "
            "([quality](docs/quality.md#in-short)).")
 HOW_TO_READ = ("Every point is a method or a setting: further left it needs fewer forward passes, further down it "
-               "changes less of that measure. Exact methods are on the line at the bottom; no setting is below the "
-               "dashed steps. SJD's window is 32 if none is named.")
+               "changes less of that measure. Exact methods are drawn at 0, as they change nothing but by chance; no "
+               "setting is below the dashed steps. SJD's window is 32 if none is named. The vertical scale is a square "
+               "root, the horizontal one a logarithm; points without a name are other settings of *quality*'s tables.")
 UNMEASURED = "The [quality](docs/quality.md) of every method's images: not measured yet."
 CHINESE = {
     "change of log p": "log p的变化", "as asked": "符合提示词", "Quality against forward passes": "质量与前向次数",
@@ -85,7 +86,8 @@ CHINESE = {
              "log p的变化为0，偏移上界为0.20"
              "（[质量](docs/quality.md#in-short)）。",
     HOW_TO_READ: "每个点是一种方法或一种设置：越靠左，前向次数越少；越靠下，该指标的变化越小。"
-                 "精确的方法在最下面的线上；没有任何设置低于虚线。未注明时SJD的窗口为32。",
+                 "精确的方法画在0处，因为它们的变化只是偶然；没有任何设置低于虚线。未注明时SJD的窗口为32。"
+                 "纵轴为平方根刻度，横轴为对数刻度；未标名称的点是“质量”一页各表中的其他设置。",
     UNMEASURED: "各种方法的图像[质量](docs/quality.md)：尚未测量。",
     "method": "方法", "node": "节点", "exact": "精确", "yes": "是", "forward passes": "前向次数",
     "time, LlamaGen-B": "时间，LlamaGen-B", "time, LlamaGen-L": "时间，LlamaGen-L", "next token": "逐token",
@@ -315,7 +317,7 @@ def chart_of_quality() -> str | None:
         return None
     space = model["spaces"][-1]
     return quality_chart([
-        ("Change of log p per token, up or down", quality_points(lambda row: row["changes"]["log_p"])),
+        ("Change of log p per token (nats), up or down", quality_points(lambda row: row["changes"]["log_p"])),
         (f"Kernel distance from next token's images ({quality_tables.SPACES[space]} features)",
          quality_points(lambda row: _above_zero(row["distances"][space]["reference"]["kernel"]))),
     ])

@@ -14,7 +14,7 @@ import torch
 
 from .generate import seconds_of_generate
 from .report import commit, find, machine, write
-from .runs import PROMPTS, cases, compare, drafter_cases
+from .runs import PROMPTS, cases, chosen, compare, drafter_cases
 
 
 def main() -> None:
@@ -41,7 +41,8 @@ def main() -> None:
     eagle, small = (specar.load_drafter(find(name), model) for name in (options.eagle, options.small))
     listed = cases(options.windows) + drafter_cases(eagle, small)
     if options.only:
-        listed = [listed[0], *(case for case in listed[1:] if case.name in options.only)]
+        only = chosen(options.only, [case.name for case in listed])
+        listed = [listed[0], *(case for case in listed[1:] if case.name in only)]
     report = {
         "model": options.model,
         "drafters": {"eagle": options.eagle, "small": options.small},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ import torch
 from comfyui_specar.samplers.drafts.guesses import INITIAL
 from comfyui_specar.samplers.methods.jacobi import REUSE
 from comfyui_specar.training.settings import BACKGROUNDS
+
+from .results_tables import said
 
 PROMPTS = (
     "heart, 3d, on a blue background",
@@ -48,6 +51,20 @@ def cases(windows: Sequence[int]) -> list[Case]:
     for initial in INITIAL[1:]:  # the others use the first
         listed.append(Case(f"sjd coupled w{windows[0]} init {initial}", sjd(window=windows[0], initial=initial)))
     return listed
+
+
+def names_of_cases() -> list[str]:
+    """Of both lists, with the windows that reports have."""
+    return [case.name for case in (*cases((16, 32)), *drafter_cases(None, None))]
+
+
+def chosen(wanted: Sequence[str], known: Sequence[str]) -> list[str]:
+    """The names of cases that are wanted, which may also be those of the documents' tables. Exits with all names where
+    one is neither."""
+    names = {said(name): name for name in known} | {name: name for name in known}
+    if unknown := [name for name in wanted if name not in names]:
+        sys.exit(f"error: there is no method {', '.join(unknown)}; choose from: {'; '.join(known)}")
+    return [names[name] for name in wanted]
 
 
 def drafter_cases(eagle, small) -> list[Case]:

@@ -37,7 +37,7 @@ from comfyui_specar.samplers.layout import TokenLayout
 from . import profiles
 from .passes import Run, Stretch, bandwidth, bytes_of_a_pass, chain, timed, weights_read, with_memory
 from .report import commit, machine, spread, versions, write
-from .runs import PROMPTS
+from .runs import PROMPTS, chosen, names_of_cases
 from .sizes import SIZES
 from .subjects import BASE, CURVES, METHODS, ONLY_BASELINES, SMALL, Subject, subject
 from .tables import row_of, table
@@ -252,7 +252,9 @@ def main() -> None:
     parser.add_argument("--dtype", help="precision (default: float32 on a CPU, bfloat16 on a GPU)")
     parser.add_argument("--models", nargs="+",
                         help=f"default, a size ({', '.join(SIZES)}), or default@size; append :int8 or :fp8")
-    parser.add_argument("--methods", nargs="+", help="names from runs.py (default: one of each kind)")
+    parser.add_argument("--methods", nargs="+",
+                        help="names, also those of the documents' tables; a wrong one lists all (default: one of each "
+                        "kind)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS),
                         help="parts of the report (default: all)")
     parser.add_argument("--cfg", type=float, nargs="+", default=[1.0, 2.0],
@@ -275,6 +277,7 @@ def main() -> None:
     if options.show:
         show(options.show)
         return
+    options.methods = chosen(options.methods or (), names_of_cases())
     run(options)
 
 

@@ -22,7 +22,7 @@ import comfyui_specar as specar
 import torch
 
 from .report import commit, find, machine, versions, write
-from .runs import PROMPTS, cases, drafter_cases
+from .runs import PROMPTS, cases, chosen, drafter_cases, names_of_cases
 
 SCHEMA = "specar.throughput/1"
 METHODS = ("next_token", "sjd coupled w16", "EAGLE-1, 25 drafts")
@@ -37,7 +37,7 @@ class Worker:
         self.model = specar.load_model(find(model), device=device)
         self.decoder = specar.load_image_decoder(find(model), device=device)
         eagle, small = (specar.load_drafter(find(f"{model}/{name}"), self.model) for name in ("eagle", "small"))
-        self.cases = {case.name: case.method for case in (*cases((16,)), *drafter_cases(eagle, small))}
+        self.cases = {case.name: case.method for case in (*cases((16, 32)), *drafter_cases(eagle, small))}
         self.prompts = [self.model.encode_prompt(prompt) for prompt in PROMPTS]
 
     def draw(self, method: str, batch: int, number: int) -> float:
@@ -135,13 +135,15 @@ def main() -> None:
                         help="device (default: %(default)s)")
     parser.add_argument("--layouts", nargs="+", default=["1x1", "2x1", "1x2"], metavar="PROCESSESxTHREADS",
                         help="processes and threads of each (default: 1x1 2x1 1x2)")
-    parser.add_argument("--methods", nargs="+", default=METHODS, help="names from runs.py (default: %(default)s)")
+    parser.add_argument("--methods", nargs="+", default=METHODS,
+                        help="names, also those of the documents' tables; a wrong one lists all (default: %(default)s)")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16],
                         help="batch sizes (default: 1 2 4 8 16)")
     parser.add_argument("--pictures", type=int, default=4,
                         help="images that each process generates at least per measurement")
     parser.add_argument("--out", type=Path, help="JSON report to write")
     options = parser.parse_args()
+    options.methods = chosen(options.methods, names_of_cases())
 
     device = torch.device(options.device)
     report = {"schema": SCHEMA, "device": options.device, "machine": machine(device), "versions": versions(),

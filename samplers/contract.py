@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -272,8 +272,8 @@ class Output:
     """Tokens [B, rows, cols] (int64; of continuous models [B, rows, cols, C], fp32), their latent [B, C, rows, cols]
     for the image decoder (None if a discrete model has no codebook), and the trace."""
 
-    tokens: Tensor
-    latent: Tensor | None
+    tokens: Tensor = field(repr=False)
+    latent: Tensor | None = field(repr=False)
     trace: Trace
 
 

@@ -71,8 +71,8 @@ class Trace:
     rows: int
     cols: int
     stride: int
-    positions: dict[str, Tensor]
-    rounds: dict[str, Tensor]
+    positions: dict[str, Tensor] = field(repr=False)
+    rounds: dict[str, Tensor] = field(repr=False)
     totals: dict[str, Any]
     settings: dict[str, Any] = field(default_factory=dict)
     lead: int = 0

@@ -12,7 +12,7 @@ from comfyui_specar.benchmarks import plain, profiles, sizes, speed, subjects
 from comfyui_specar.benchmarks.generate import counterpart, generate
 from comfyui_specar.benchmarks.gpu import subjects as gpu_subjects
 from comfyui_specar.benchmarks.passes import Sampler, Staged, Stretch, weights_read
-from comfyui_specar.benchmarks.runs import PROMPTS
+from comfyui_specar.benchmarks.runs import PROMPTS, chosen, names_of_cases
 from comfyui_specar.models.positions import SequencePositions
 from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.layout import TokenLayout
@@ -52,6 +52,14 @@ def test_plain_loop_filters():
                           (SamplingParams(top_p=0.71), {0, 1, 2}), (SamplingParams(), {0, 1, 2, 3, 4})):
         torch.manual_seed(0)
         assert {int(plain.draw(logits, params)) for _ in range(200)} == legal
+
+
+def test_names_of_cases_are_ours_or_those_of_the_tables():
+    known = names_of_cases()
+    assert chosen(["TV budget 0.05", "sjd coupled w32", "SJD, coupled, window 16"], known) == [
+        "TV-metered 0.05", "sjd coupled w32", "sjd coupled w16"]
+    with pytest.raises(SystemExit, match="no method TV budget 5; choose from: next_token; "):
+        chosen(["sjd coupled w32", "TV budget 5"], known)
 
 
 def test_a_stretch_is_generated_after_the_tokens_before_it():
