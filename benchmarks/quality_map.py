@@ -22,15 +22,18 @@ AXES: dict[str, Sequence[Any]] = {
 }
 WORDS = {"cfg": "guidance", "temperature": "temperature", "top_k": "top-k", "top_p": "top-p",
          "entropy": "entropy temperature"}
+OWN = {"temperature": 0.9, "top_p": 0.9}  # the bundled model's own and the templates', beside its guidance of 2
 PLAIN, FAST = "next_token", "sjd coupled w32"  # whose images are measured; whose passes are counted
 
 
 def points(base: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Sampling parameters by name: ``base`` first, then those that differ from it in one."""
+    """Sampling parameters by name: ``base`` first, then the model's own, then those that differ from it in one."""
     found = {f"guidance {base['cfg']:g}, temperature {base['temperature']:g}": base}
+    found[", ".join(f"{WORDS[key]} {value:g}" for key, value in OWN.items())] = base | OWN
     for key, values in AXES.items():
         found |= {f"{WORDS[key]} {in_words(value)}": base | {key: value} for value in values if value != base.get(key)}
     return found
+
 
 def at(tested: ModelUnderTest, parameters: dict[str, Any]) -> ModelUnderTest:
     """The model with the two cases of the map, at a point of it. Its images are those of a run with this guidance."""
