@@ -198,9 +198,10 @@ def test_what_is_set_on_a_subgraph_reaches_the_nodes_inside(page):
 MESSAGE = ".p-toast-message, [data-testid=toast]"
 
 
-def test_words_that_the_model_ignores_inside_a_subgraph_are_a_message(page):
+def test_words_that_the_model_ignores_inside_a_subgraph_are_a_message(own_page):
+    page = own_page
     load(page, ROOT / f"workflows/{ALL}.json")
-    page.evaluate(SET_ON_SUBGRAPH, {"prompt": "an aple"})
+    page.evaluate(SET_ON_SUBGRAPH, {"prompt": "an aple, apple"})
     page.evaluate("() => { window.seen.length = 0; app.queuePrompt(0, 1); }")
     page.locator(MESSAGE).first.wait_for()
     page.evaluate("() => app.api.interrupt()")
