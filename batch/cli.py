@@ -6,7 +6,8 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -25,6 +26,7 @@ from .overrides import ROLES, OverrideError, Workflow, fingerprint, places, prom
 WORKFLOW = Path(__file__).resolve().parent.parent / "workflows/api/05 Acceptance map.json"
 SERVER = "http://127.0.0.1:8188"
 DONE, LEFT, BAD_INPUT, FAILED, CANCELLED = 0, 1, 2, 3, 130
+CANCELLING = (signal.SIGINT, signal.SIGTERM)
 EPILOG = """A column of the jobs file sets the input of that name in all nodes of the workflow (seed, cfg, window, ...),
 `prompt` and `negative` the texts, `Title.input`, `12.input` or `Class.input` one node's input; `id` names the job. The
 same command again goes on where it stopped. Exit code: 0 all jobs are done, 1 some are still to do or lack a copy:
@@ -209,7 +211,9 @@ def on_ray(options: argparse.Namespace, jobs: list[Job]) -> int:
 
         def work(on_result: Callable[[dict], None]) -> bool:
             try:
-                generate_all(journal, studio, fleet, open_jobs, settings, prints, options.out, on_result, options.maps)
+                with handled_by(signal.default_int_handler):
+                    generate_all(journal, studio, fleet, open_jobs, settings, prints, options.out, on_result,
+                                 options.maps)
             except KeyboardInterrupt:
                 return True
             return False
@@ -282,7 +286,7 @@ def drive(journal: Journal, urls: list[str], options: Options, jobs: list[Job], 
         def cancel() -> None:
             nonlocal cancelled
             cancelled = True
-            for number in before:
+            for number in CANCELLING:
                 signal.signal(number, signal.SIG_DFL)
             say("Cancelling: taking the jobs from the servers (Ctrl-C again: leave them there)")
             batch.stop()
@@ -290,12 +294,19 @@ def drive(journal: Journal, urls: list[str], options: Options, jobs: list[Job], 
         def handle(*_signal) -> None:
             loop.call_soon_threadsafe(cancel)
 
-        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with handled_by(handle):
             await batch.run(jobs, prompts)
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     asyncio.run(run())
     return cancelled
+
+
+@contextmanager
+def handled_by(handler: Callable) -> Iterator[None]:
+    """Ctrl-C and SIGTERM call the handler, also in a script's background, where Ctrl-C was ignored."""
+    before = {number: signal.signal(number, handler) for number in CANCELLING}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)

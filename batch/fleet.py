@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import signal
 import socket
 import warnings
 from collections.abc import Callable
@@ -73,7 +74,7 @@ def probe(address: str) -> None:
 
 
 def started(fleet: Fleet):
-    """The ray module, connected."""
+    """The ray module, connected. SIGTERM keeps its handler. Raises KeyboardInterrupt where it comes meanwhile."""
     probe(fleet.address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reports home unless told otherwise
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # it calls what happens in every run an error
@@ -87,10 +88,15 @@ def started(fleet: Fleet):
         cpus = max(os.cpu_count() or 1, fleet.actors * fleet.cpus)
         given |= {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": STORE_BYTES,
                   "_node_ip_address": "127.0.0.1"}  # nobody else may give it work
+    cancel = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(log_to_driver=False, logging_level="ERROR", **given)
+    except SystemExit as error:  # of the handler that Ray sets
+        raise KeyboardInterrupt from error
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise FleetError(f"no Ray at {fleet.address}: {error}") from error
+    finally:
+        signal.signal(signal.SIGTERM, cancel)
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False

@@ -1,7 +1,10 @@
 """The same jobs on Ray, started on this machine; and what is refused before Ray is started."""
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 from collections import Counter
 from dataclasses import asdict
@@ -18,6 +21,7 @@ from comfyui_specar.batch.overrides import fingerprint
 from comfyui_specar.batch.studio import RECIPES, Painter, Studio
 from comfyui_specar.model_loaders.conditions import VERSION, precision
 from comfyui_specar.tests.support.mortal import MortalPainter
+from comfyui_specar.tests.support.patience import PATIENCE
 from PIL import Image
 
 TABLE = """id,prompt,seed,window
@@ -29,6 +33,7 @@ late,"heart, 3d, aple, on a red background",2,
 """
 COMMAND = ["jobs.csv", "--ray", "--out", "out"]
 STUDIO = Studio("default", "sjd")
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -71,6 +76,28 @@ def test_actors_run_the_jobs_but_not_those_that_were_run_before(table, monkeypat
     assert {name: about[name] for name in ("model", "decoder", "drafter")} == {
         "model": "default", "decoder": None, "drafter": None}
     assert about.items() >= {"dtype": "fp32", "device": "cpu", "pack": VERSION}.items()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signal for one process")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_control_c_and_sigterm_cancel(table, number):
+    """Also in a script's background, where Ctrl-C is ignored at first."""
+    rows = "".join(f'j{i},"star, 3d, on a blue background"\n' for i in range(60))
+    (table / "jobs.csv").write_text(f"id,prompt\n{rows}", encoding="utf-8")
+    run = subprocess.Popen([sys.executable, str(ROOT / "batch"), *COMMAND], stderr=subprocess.PIPE, text=True,
+                           preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    assert any(": done" in line for line in run.stderr)
+    run.send_signal(number)
+    _, said = run.communicate(timeout=PATIENCE)
+    assert run.returncode == cli.CANCELLED and "of 60 jobs" in said.splitlines()[-1] and "***" not in said, said
+
+
+def test_sigterm_while_ray_starts_cancels(table, monkeypatch, capsys):
+    """Ray has its own handler of it then, which raises SystemExit."""
+    ray = SimpleNamespace(init=lambda **_given: sys.exit(signal.SIGTERM), data=None)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.data", SimpleNamespace())
+    assert cli.main(COMMAND) == cli.CANCELLED and "0 of 5 jobs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("table_text", "arguments", "message"), [
