@@ -1,8 +1,10 @@
 """The demo as a user runs it, with a server of its own; its errors on the tests' server, which is there already."""
 
+import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -66,16 +68,20 @@ def test_a_server_of_others_is_not_taken_for_ones_own(comfy, tmp_path, monkeypat
 
 
 @pytest.fixture
-def fail(comfy, monkeypatch, capsys):
-    """fail(*arguments) runs a demo that is to fail, and returns what it says about that."""
+def demo_module(monkeypatch):
+    """scripts/demo.py"""
     monkeypatch.syspath_prepend(ROOT / "scripts")
-    import demo
+    return importlib.import_module("demo")
 
-    monkeypatch.setattr(demo, "ComfyServer", lambda *_arguments, **_options: nullcontext(comfy))
+
+@pytest.fixture
+def fail(comfy, demo_module, monkeypatch, capsys):
+    """fail(*arguments) runs a demo that is to fail, and returns what it says about that."""
+    monkeypatch.setattr(demo_module, "ComfyServer", lambda *_arguments, **_options: nullcontext(comfy))
 
     def fail(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["demo.py", "--comfyui", "there", *arguments])
-        assert demo.main() == 1
+        assert demo_module.main() == 1
         return capsys.readouterr().err
 
     return fail
@@ -91,3 +97,14 @@ def test_demo_refuses_a_file_that_is_no_workflow(fail, tmp_path):
     file.write_text('{"nodes": [], "links": []}', encoding="utf-8")
     said = fail("--workflow", str(file))
     assert said.startswith("error: ") and str(file) in said and "Export (API)" in said
+
+
+@pytest.mark.parametrize(("script", "how"), [
+    ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", f"signal {signal.SIGKILL:d}"),
+    ("raise SystemExit(0)", "code 0"),
+])
+def test_a_server_that_ends_while_it_is_used_is_an_error(fail, demo_module, comfy, monkeypatch, script, how):
+    monkeypatch.setattr(demo_module, "make", lambda *_given: None)
+    monkeypatch.setattr(comfy, "process", subprocess.Popen([sys.executable, "-c", script]), raising=False)
+    [line] = fail("--serve").splitlines()
+    assert f"ComfyUI ended ({how})" in line and line.endswith("server.log")
