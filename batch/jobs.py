@@ -59,16 +59,16 @@ def read_jobs(path: Path) -> list[Job]:
 
 def csv_rows(text: str, name: str) -> Iterator[Row]:
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter_of(text), strict=True)
-    header, before = None, 0
+    header, before, problems = None, 0, []
     while True:
         line = before + 1
         try:
             cells = next(reader)
         except StopIteration:
-            return
-        except csv.Error as error:
-            raise JobsError(f"{name}, line {line}: {error} (a quotation mark inside a quoted text is written twice)"
-                            ) from error
+            break
+        except csv.Error as error:  # where the next row begins is unknown
+            problems.append((line, f"{error} (a quotation mark inside a quoted text is written twice)"))
+            break
         before = reader.line_num
         if not any(cell.strip() for cell in cells):
             continue
@@ -78,9 +78,12 @@ def csv_rows(text: str, name: str) -> Iterator[Row]:
         while len(cells) > len(header) and not cells[-1].strip():
             cells.pop()
         if len(cells) != len(header):
-            raise JobsError(f"{name}, line {line}: {len(cells)} values for the {len(header)} columns "
-                            f"{', '.join(header)} (a text that contains the separator stands in quotation marks)")
+            problems.append((line, f"{counted(len(cells), 'value')} for {counted(len(header), 'column')}, "
+                             f"{', '.join(header)} (a text that contains the separator stands in quotation marks)"))
+            continue
         yield line, {column: cell for column, cell in zip(header, cells, strict=True) if cell.strip()}
+    if problems:
+        raise JobsError(f"{name}, {several(problems)}")
 
 
 def delimiter_of(text: str) -> str:
@@ -97,6 +100,8 @@ def column_names(cells: list[str], name: str, line: int) -> list[str]:
         raise JobsError(f"{name}, line {line}: column {names.index('') + 1} has no name")
     if twice := sorted({column for column in names if names.count(column) > 1}):
         raise JobsError(f"{name}, line {line}: the column {', '.join(twice)} is there twice")
+    if len(names) == 1 and "|" in names[0]:
+        raise JobsError(f"{name}, line {line}: one column, {names[0]!r}; commas, semicolons or tabs divide columns")
     return names
 
 
@@ -189,6 +194,10 @@ def several(problems: list[tuple[int, str]]) -> str:
              for problem, found in lines.items()]
     more = [f"... and {len(texts) - SHOWN} more"] if len(texts) > SHOWN else []
     return "\n".join([*texts[:SHOWN], *more])
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def listed(items: list[Any], most: int = SHOWN) -> str:

@@ -4,7 +4,7 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,9 @@ def with_overrides(workflow: Workflow, overrides: dict[str, Any]) -> Workflow:
     """
     changed = copy.deepcopy(workflow)
     found = {name: places(workflow, name) for name in overrides}
+    if unknown := [name for name, where in found.items() if not where]:
+        known = names(workflow)
+        raise OverrideError(f"the workflow has no {with_hints(unknown, known)}; it has {', '.join(known)}")
     for one_node in (False, True):
         setter: dict[Place, str] = {}
         for name in (name for name in found if addressed(workflow, name) == one_node):
@@ -115,6 +118,7 @@ def source(workflow: Workflow, node: str, field: str) -> Place | None:
 
 
 def places(workflow: Workflow, name: str) -> list[Place]:
+    """What a column sets; nothing where the workflow has no such name. Raises OverrideError."""
     if name in ROLES and (found := texts_of(workflow, name)):
         return found
     if found := [place for node in workflow if (place := source(workflow, node, name))]:
@@ -123,7 +127,7 @@ def places(workflow: Workflow, name: str) -> list[Place]:
         return [place_of(workflow, name)]
     if any(name in node["inputs"] for node in workflow.values()):
         raise OverrideError(f"{name} is computed by another node in this workflow, so it cannot be set")
-    raise OverrideError(f"the workflow has no {name}; it has {', '.join(names(workflow))}")
+    return []
 
 
 def place_of(workflow: Workflow, name: str) -> Place:
@@ -141,7 +145,8 @@ def place_of(workflow: Workflow, name: str) -> Place:
     place = source(workflow, found[0], field)
     if not place:
         own = [key for key in workflow[found[0]]["inputs"] if source(workflow, found[0], key)]
-        raise OverrideError(f"{name}: this node has no {field} to set; it has {', '.join(own) or 'none'}")
+        raise OverrideError(f"{name}: this node has no {with_hints([field], own)} to set; it has "
+                            f"{', '.join(own) or 'none'}")
     return place
 
 
@@ -183,6 +188,13 @@ def names(workflow: Workflow) -> list[str]:
     roles = [name for name in ROLES if texts_of(workflow, name)]
     fields = {field for key, node in workflow.items() for field in node["inputs"] if source(workflow, key, field)}
     return roles + sorted(fields - set(roles))
+
+
+def with_hints(unknown: list[str], known: Iterable[str]) -> str:
+    """Unknown names, and how those are written that differ from a known one in capitals only."""
+    written = {name.casefold(): name for name in known}
+    return ", ".join(f"{name} (write {written[name.casefold()]})" if name.casefold() in written else name
+                     for name in unknown)
 
 
 def converted(value: Any, current: Any, name: str) -> Any:

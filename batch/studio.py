@@ -17,7 +17,7 @@ from ..model_loaders.conditions import DTYPES, INT8_CACHE, STORAGE, conditions
 from ..samplers.contract import Method
 from ..samplers.registry import METHODS, PUBLISHED
 from .jobs import Job, JobsError, RowsError, several, warnings_of
-from .overrides import OverrideError, converted
+from .overrides import OverrideError, converted, with_hints
 
 EXAMPLES = {"int": 0, "int | None": 0, "float": 0.0, "bool": False, "str": "", "str | None": ""}  # of settable types
 SAMPLING = {"seed": "int", "cfg": "float", "temperature": "float", "top_k": "int", "top_p": "float"}
@@ -84,7 +84,10 @@ class Studio:
         found, problems = {}, []
         for job in jobs:
             try:
-                found[job.id] = {name: typed(name, value, known) for name, value in job.overrides.items()}
+                if unknown := [name for name in job.overrides if name not in known]:
+                    raise OverrideError(f"there is no setting {with_hints(unknown, known)}; this method has "
+                                        f"{', '.join(known)}")
+                found[job.id] = {name: typed(name, value, known[name]) for name, value in job.overrides.items()}
                 if "prompt" not in job.overrides:
                     raise OverrideError("there is no prompt")
             except OverrideError as error:
@@ -94,11 +97,10 @@ class Studio:
         return found
 
 
-def typed(name: str, value: Any, known: dict[str, str]) -> Any:
-    if name not in known:
-        raise OverrideError(f"there is no setting {name}; this method has {', '.join(known)}")
-    found = converted(value, EXAMPLES[known[name]], name)
-    if known[name].startswith("int") and not isinstance(found, int):
+def typed(name: str, value: Any, kind: str) -> Any:
+    """The value in a type of EXAMPLES. Raises OverrideError."""
+    found = converted(value, EXAMPLES[kind], name)
+    if kind.startswith("int") and not isinstance(found, int):
         raise OverrideError(f"{name} must be a whole number, not {value!r}")
     return found
 

@@ -99,7 +99,11 @@ def test_an_empty_cell_leaves_the_workflow_as_it_is_and_empty_lines_are_no_jobs(
     ("a.txt", "prompt\ncat", r"\.csv.*\.jsonl"),
     ("a.jsonl", '{"seed": 1}\n{"seed": }\n[1]\n', r"line 2: not JSON.*character 10\nline 3: .*object"),
     ("a.csv", "prompt,seed\napple, 3d, on blue,1\n", "line 2: 4 .*2 .*prompt, seed"),
-    ("a.csv", "prompt,seed\n1\n", "line 2: 1 "),
+    ("a.csv", "prompt,seed\n1\n", "line 2: 1 value "),
+    ("a.csv", "prompt\na,1\n", "line 2: 2 values for 1 column, prompt"),
+    ("a.csv", "prompt,seed\na,b,1\na,1\nb,c,1\nc\n", r"lines 2, 4: 3 values .*\nline 5: 1 value "),
+    ("a.csv", 'prompt,seed\n1\n"a"b,1\n', r"line 2: 1 value .*\nline 3: .*twice"),
+    ("a.csv", "id|prompt|seed\na|cat|1\n", r"line 1: .*'id\|prompt\|seed'.*commas, semicolons or tabs"),
     ("a.csv", 'prompt,seed\n"a"b,1\n', "line 2: "), ("a.csv", 'prompt,seed\n"a,1\n', "line 2: .*end"),
     ("a.csv", "prompt,prompt\na,b\n", "line 1: .*column prompt.*twice"),
     ("a.csv", "prompt,,seed\na,,1\n", "line 1: .*column 2.*name"),
@@ -217,9 +221,11 @@ def test_a_text_that_two_roles_share_and_a_circle_are_survived(workflow):
 
 
 @pytest.mark.parametrize(("name", "value", "message"), [
+    ("Seed", 1, r"no Seed \(write seed\); it has"), ("PROMPT", 1, r"no PROMPT \(write prompt\);"),
     ("sed", 1, "no sed.*prompt, negative, cfg, filename_prefix, model_name, seed, strength"),
     ("clip", 1, "clip.*another node"),
     ("Sampler.sed", 1, "Sampler.sed.*seed, cfg"),
+    ("6.Seed", 1, r"6\.Seed: .* no Seed \(write seed\) to set"),
     ("Sampler.positive", 1, "no positive"),
     ("99.seed", 1, r"'99'.*1 \(Loader\), 2 \(good\)"),
     ("seed", "1.5", "seed.*whole number.*'1.5'"), ("Second v1.5.seed", 1.5, "seed.*whole number"),
@@ -232,6 +238,11 @@ def test_a_text_that_two_roles_share_and_a_circle_are_survived(workflow):
 def test_a_setting_that_does_not_fit_says_what_does(workflow, name, value, message):
     with pytest.raises(OverrideError, match=message):
         with_overrides(workflow, {name: value})
+
+
+def test_all_columns_that_the_workflow_lacks_are_named_at_once(workflow):
+    with pytest.raises(OverrideError, match=r"no size, method, Cfg \(write cfg\); it has prompt, "):
+        with_overrides(workflow, {"prompt": "cat", "size": 1, "method": "sjd", "Cfg": 3})
 
 
 def test_what_is_zeroed_for_the_other_input_is_the_prompt(workflow):

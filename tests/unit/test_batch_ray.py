@@ -102,6 +102,7 @@ def test_sigterm_while_ray_starts_cancels(table, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("table_text", "arguments", "message"), [
     ("prompt,windw\ncat,3\n", (), "jobs.csv, line 2: .*windw.*prompt, negative, seed, cfg"),
+    ("prompt,size,Window\ncat,3,3\n", (), r"line 2: .*size, Window \(write window\).*prompt, negative"),
     ("prompt,window\ncat,2.5\n", (), "line 2: window.*(whole|integer).*'2.5'"),
     ("seed\n3\n", (), "line 2: .*prompt"),
     ("prompt\ncat\n", ("--method", "sdj"), "method sdj.*next_token, jacobi, sjd"),
