@@ -66,9 +66,8 @@ def with_overrides(workflow: Workflow, overrides: dict[str, Any]) -> Workflow:
         for name in (name for name in found if addressed(workflow, name) == one_node):
             for node, field in found[name]:
                 value = converted(overrides[name], workflow[node]["inputs"][field], name)
-                if name.split(".")[-1] in SEEDS and not (isinstance(value, int) and 0 <= value < 2**64):
-                    # ComfyUI would cut a fraction off silently.
-                    raise OverrideError(f"{name} must be a whole number from 0 to {2**64 - 1}, not {overrides[name]!r}")
+                if name.split(".")[-1] in SEEDS:  # ComfyUI would cut a fraction off silently
+                    check_seed(name, value)
                 other = setter.setdefault((node, field), name)
                 if other != name and changed[node]["inputs"][field] != value:
                     raise OverrideError(f"{other} and {name} set the same input ({node}.{field}) to different values")
@@ -211,6 +210,11 @@ def converted(value: Any, current: Any, name: str) -> Any:
             raise OverrideError(f"{name} must be a string, not {value!r}")
         return str(value)
     return value
+
+
+def check_seed(name: str, value: Any) -> None:
+    if not (isinstance(value, int) and 0 <= value < 2**64):
+        raise OverrideError(f"{name} must be a whole number from 0 to {2**64 - 1}, not {value!r}")
 
 
 def number(value: Any, name: str) -> int | float:

@@ -16,8 +16,9 @@ from .. import api
 from ..model_loaders.conditions import DTYPES, INT8_CACHE, STORAGE, conditions
 from ..samplers.contract import Method
 from ..samplers.registry import METHODS, PUBLISHED
+from ..samplers.settings import Setting, settings_of
 from .jobs import Job, JobsError, RowsError, several, warnings_of
-from .overrides import OverrideError, converted, with_hints
+from .overrides import OverrideError, check_seed, converted, with_hints
 
 EXAMPLES = {"int": 0, "int | None": 0, "float": 0.0, "bool": False, "str": "", "str | None": ""}  # of settable types
 SAMPLING = {"seed": "int", "cfg": "float", "temperature": "float", "top_k": "int", "top_p": "float"}
@@ -80,28 +81,34 @@ class Studio:
 
     def settings(self, jobs: list[Job]) -> dict[str, dict[str, Any]]:
         """Job id -> its settings in their types. Raises RowsError with the lines of all jobs that do not fit."""
-        known = TEXTS | SAMPLING | self.recipe().columns()
+        recipe = self.recipe()
+        known, legal = TEXTS | SAMPLING | recipe.columns(), settings_of(recipe.settings)
         found, problems = {}, []
         for job in jobs:
             try:
                 if unknown := [name for name in job.overrides if name not in known]:
                     raise OverrideError(f"there is no setting {with_hints(unknown, known)}; this method has "
                                         f"{', '.join(known)}")
-                found[job.id] = {name: typed(name, value, known[name]) for name, value in job.overrides.items()}
+                found[job.id] = {name: typed(name, value, known[name], legal.get(name))
+                                 for name, value in job.overrides.items()}
                 if "prompt" not in job.overrides:
                     raise OverrideError("there is no prompt")
-            except OverrideError as error:
+            except ValueError as error:
                 problems.append((job.line, str(error)))
         if problems:
             raise RowsError(several(problems))
         return found
 
 
-def typed(name: str, value: Any, kind: str) -> Any:
-    """The value in a type of EXAMPLES. Raises OverrideError."""
+def typed(name: str, value: Any, kind: str, legal: Setting | None) -> Any:
+    """The value in a type of EXAMPLES. Raises ValueError for one that does not fit."""
     found = converted(value, EXAMPLES[kind], name)
     if kind.startswith("int") and not isinstance(found, int):
         raise OverrideError(f"{name} must be a whole number, not {value!r}")
+    if name == "seed":
+        check_seed(name, found)
+    if legal:
+        legal.check(name, found)
     return found
 
 

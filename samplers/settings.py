@@ -27,6 +27,13 @@ class Setting:
             return value in self.options
         return self.low <= value <= self.high and value < math.inf
 
+    def check(self, name: str, value: Any) -> None:
+        """Raise ValueError for an illegal value, TypeError if it is no number and should be."""
+        if not self.options and not isinstance(value, Real):
+            raise TypeError(f"{name} is {value!r}, but must be a number.")
+        if not self.legal(value):
+            raise ValueError(f"{name} is {value!r}; {self}.")
+
     def __str__(self) -> str:
         if self.options:
             return f"choose one of {', '.join(self.options)}"
@@ -50,10 +57,8 @@ def settings_of(owner: Any) -> dict[str, Setting]:
 
 def check_settings(owner: Any) -> None:
     """Raise ValueError naming the first illegal setting and its legal values, TypeError if it is no number and should
-    be."""
-    for name, legal in settings_of(owner).items():
-        value = getattr(owner, name)
-        if not legal.options and not isinstance(value, Real):
-            raise TypeError(f"{name} is {value!r}, but must be a number.")
-        if not legal.legal(value):
-            raise ValueError(f"{name} is {value!r}; {legal}.")
+    be. None is legal where it is the default: the method chooses."""
+    for each in fields(owner):
+        value = getattr(owner, each.name)
+        if "setting" in each.metadata and not (value is None and each.default is None):
+            each.metadata["setting"].check(each.name, value)

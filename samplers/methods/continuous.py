@@ -37,6 +37,7 @@ from ..contract import Method, Result
 from ..distributions import Distribution, Normal, join
 from ..layout import TokenLayout
 from ..rng import Purpose, Stream
+from ..settings import check_settings, setting
 from ..trace import Source
 
 log = logging.getLogger(__name__)
@@ -94,12 +95,12 @@ class ContinuousSpeculative(Method):
     """
 
     drafter: ContinuousModel
-    length: int = 8
-    prefill: float = 0.05
-    mode: str = "block"
-    condition: str | None = None
+    length: int = setting(8, 1)
+    prefill: float = setting(0.05, 0, 1)
+    mode: str = setting("block", options=MODES)
+    condition: str | None = setting(None, options=CONDITIONS)
     tolerance: float = 0.26
-    path: str = "off"
+    path: str = setting("off", options=tuple(PATHS))
     aligned: bool = True
     name: ClassVar[str] = "continuous_speculative"
     continuous: ClassVar[bool] = True
@@ -119,14 +120,9 @@ class ContinuousSpeculative(Method):
 
     def check(self, request: ContinuousRequest) -> None:
         request.params.check()
-        if not isinstance(self.length, int) or self.length < 1:
-            raise ValueError(f"length is {self.length}, but must be an integer >= 1.")
-        if not 0 <= self.prefill <= 1:
-            raise ValueError(f"prefill is {self.prefill}, but must be a fraction from 0 to 1.")
-        for name, value, options in (("mode", self.mode, MODES), ("path", self.path, PATHS),
-                                     ("condition", self.condition or "prefix", CONDITIONS)):
-            if value not in options:
-                raise ValueError(f"{name} is {value!r}; choose one of {', '.join(options)}.")
+        check_settings(self)
+        if not isinstance(self.length, int):
+            raise ValueError(f"length is {self.length}, but must be a whole number.")
         if not self.tolerance >= 0:
             raise ValueError(f"tolerance is {self.tolerance}, but must be at least 0.")
         if self.mode != "block" and self.condition == "prefix":

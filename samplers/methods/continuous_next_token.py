@@ -16,6 +16,7 @@ from ..continuous_contract import Canvas, ContinuousRequest, noise_bytes, noises
 from ..contract import Method, Result
 from ..layout import TokenLayout
 from ..rng import Stream
+from ..settings import check_settings, setting
 from ..trace import Source
 
 
@@ -35,7 +36,7 @@ def mask_schedule(iterations: int, length: int) -> list[int]:
 class ContinuousNextToken(Method):
     """Sample in ``iterations`` forward passes. Default: the model's own number, else one token (or cell) per pass."""
 
-    iterations: int | None = None
+    iterations: int | None = setting(None, 1)
     name: ClassVar[str] = "continuous_next_token"
     continuous: ClassVar[bool] = True
 
@@ -46,8 +47,7 @@ class ContinuousNextToken(Method):
 
     def check(self, request: ContinuousRequest) -> None:
         request.params.check()
-        if self.iterations is not None and self.iterations < 1:
-            raise ValueError(f"iterations is {self.iterations}, but must be at least 1.")
+        check_settings(self)
 
     def width(self, request: ContinuousRequest) -> int:
         return max(map(max, self.counts(request)))

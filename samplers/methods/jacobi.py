@@ -301,7 +301,7 @@ class SJD(Method):
     exact) are accepted without a test (see settling.py). Both are for reuse="coupled" only.
     """
 
-    window: int | None = None
+    window: int | None = setting(None, 2, advice="without one, the method chooses")
     reuse: str = setting("coupled", options=tuple(REUSE))
     initial: str = setting("mixed", options=INITIAL)
     threshold: float = 0.5

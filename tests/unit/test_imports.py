@@ -26,7 +26,9 @@ OWN = {  # package -> modules of the pack it may import (a package, or one modul
     "api": {"model_loaders", "samplers", "reports"},
     "reports": {"samplers.registry", "samplers.trace"},
     "nodes": {"model_loaders", "samplers", "kernels", "reports"},
-    "batch": {"api", "files", "model_loaders.conditions", "samplers.contract", "samplers.registry"},
+    "batch": {
+        "api", "files", "model_loaders.conditions", "samplers.contract", "samplers.registry", "samplers.settings",
+    },
 }
 FOREIGN = {  # package -> third-party packages; all of them come with ComfyUI
     "kernels": {"torch", "triton"},
