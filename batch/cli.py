@@ -6,6 +6,7 @@ import logging
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,19 +19,22 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from .dispatch import FIRST_PATIENCE, PATIENCE, Batch, Options, fetch_missing
-from .jobs import SHOWN, Job, JobsError, RowsError, read_jobs
+from .jobs import SHOWN, Job, JobsError, RowsError, counted, read_jobs
 from .journal import Journal, JournalError
 from .maps import check_ids, with_maps
 from .overrides import ROLES, OverrideError, Workflow, fingerprint, places, prompts_of, read_workflow, texts_reaching
+from .server import PORT
 
 WORKFLOW = Path(__file__).resolve().parent.parent / "workflows/api/05 Acceptance map.json"
-SERVER = "http://127.0.0.1:8188"
+SERVER = f"http://127.0.0.1:{PORT}"
 DONE, LEFT, BAD_INPUT, FAILED, CANCELLED = 0, 1, 2, 3, 130
 CANCELLING = (signal.SIGINT, signal.SIGTERM)
+WITHOUT_IMAGE = {"error": "failed", "interrupted": "interrupted", "lost": "given up"}  # status of a job -> in words
 EPILOG = """A column of the jobs file sets the input of that name in all nodes of the workflow (seed, cfg, window, ...),
 `prompt` and `negative` the texts, `Title.input`, `12.input` or `Class.input` one node's input; `id` names the job. The
 same command again goes on where it stopped. Exit code: 0 all jobs are done, 1 some are still to do or lack a copy:
-repeat the command, 2 nothing was begun, 3 all others are done, but some failed: correct their rows, 130 cancelled."""
+repeat the command, 2 nothing was begun, 3 all others are done, but some failed: correct their rows, or were
+interrupted or given up: --retry-failed, 130 cancelled."""
 CLOCK = "%H:%M:%S"
 FOR_SERVERS = ("server", "workflow", "in_flight", "patience")
 FOR_RAY = ("model", "decoder", "drafter", "method", "dtype", "actors", "cpus", "gpus")
@@ -71,9 +75,10 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--out", type=Path, help="folder for the images (of servers: for copies of what they saved)")
     top.add_argument("--maps", action="store_true",
                      help="save the acceptance map of every image beside it, as ID_map.png (needs --out)")
-    top.add_argument("--retry-failed", action="store_true", help="make those again that failed before")
+    top.add_argument("--retry-failed", action="store_true",
+                     help="run those again that failed, were interrupted or given up before")
     top.add_argument("--dry-run", action="store_true", help="only check that all jobs fit the workflow")
-    top.add_argument("--retries", type=int, default=Options.retries, metavar="N",
+    top.add_argument("--retries", type=not_negative, default=Options.retries, metavar="N",
                      help="how often a job is handed out again whose server or actor was lost (default: %(default)s)")
     comfy = top.add_argument_group("on ComfyUI servers")
     comfy.add_argument("--server", action="append", metavar="URL", help=f"may be repeated (default: {SERVER})")
@@ -81,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
                        help=f"in API format (default: {WORKFLOW.name} of this pack)")
     comfy.add_argument("--in-flight", type=positive, default=Options.in_flight, metavar="N",
                        help="jobs that a server has at a time (default: %(default)s: one runs, the next one waits)")
-    comfy.add_argument("--patience", type=float, metavar="SECONDS",
+    comfy.add_argument("--patience", type=amount, metavar="SECONDS",
                        help=f"give up when no server answered for so long (default: {PATIENCE:g}, but "
                        f"{FIRST_PATIENCE:g} if none ever did; give it to wait for one that is starting)")
     fleet = top.add_argument_group('on a Ray cluster (pip install -e ".[ray]" in this repository)')
@@ -97,7 +102,7 @@ def parser() -> argparse.ArgumentParser:
     fleet.add_argument("--actors", type=positive, default=1, metavar="N",
                        help="models that generate at a time (default: %(default)s)")
     fleet.add_argument("--cpus", type=positive, default=1, metavar="N", help="threads of one (default: %(default)s)")
-    fleet.add_argument("--gpus", type=float, default=0, metavar="N",
+    fleet.add_argument("--gpus", type=amount, default=0, metavar="N",
                        help="GPUs of one; 0.5 if two share it (default: %(default)s)")
     return top
 
@@ -138,8 +143,20 @@ def make_folder(out: Path) -> None:
 
 
 def positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError("at least 1")
+    return at_least(1, int(text))
+
+
+def not_negative(text: str) -> int:
+    return at_least(0, int(text))
+
+
+def amount(text: str) -> float:
+    return at_least(0, float(text))
+
+
+def at_least(low: int, value: Any) -> Any:
+    if not value >= low:
+        raise argparse.ArgumentTypeError(f"at least {low}")
     return value
 
 
@@ -155,8 +172,8 @@ def tell_of_prompts(workflow: Workflow, jobs: list[Job]) -> None:
                if not any(place in own for name in job.overrides for place in places(workflow, name))]
     if own and without:
         node, field = own[0]
-        say(f"no prompt in {len(without)} of {len(jobs)} rows, the first being {without[0]}: they use the workflow's, "
-            f"{workflow[node]['inputs'][field]!r}")
+        say(f"no prompt in {len(without)} of {counted(len(jobs), 'row')}, the first being {without[0]}: they use the "
+            f"workflow's, {workflow[node]['inputs'][field]!r}")
 
 
 def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
@@ -169,7 +186,7 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
         with_maps(workflow)  # or refuse it before anything is begun
     tell_of_prompts(workflow, jobs)
     if options.dry_run:
-        say(f"{len(jobs)} jobs fit {options.workflow.name}")
+        say(f"{fitting(jobs)} {options.workflow.name}")
         return DONE
     if options.out:
         make_folder(options.out)
@@ -182,7 +199,7 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
         for job, why in without.items():
             say(f"{job}: done before, but without a copy: {why}")
         if done and options.maps:
-            say(f"{len(done)} jobs were done before and get no maps (for those choose other --results, another --out)")
+            say(f"{counted(len(done), 'job')} done before: no maps for them (choose other --results, another --out)")
         code = followed(journal, jobs, open_jobs,
                         lambda on_result: drive(journal, urls, chosen, open_jobs, prompts, on_result), len(urls) > 1)
         if not options.out and any(journal.done(job.id) for job in jobs):
@@ -194,14 +211,14 @@ def on_ray(options: argparse.Namespace, jobs: list[Job]) -> int:
     from .fleet import Fleet, generate_all
     from .studio import Studio
 
-    if not options.out and not options.dry_run:
+    if not options.out:
         raise JobsError("--ray needs --out DIR, where the images go")
     device = "cuda" if options.gpus else "cpu"
     studio = Studio(options.model, options.method, options.decoder, options.drafter, device, options.dtype)
     studio.check()
     settings = studio.settings(jobs)
     if options.dry_run:
-        say(f"{len(jobs)} jobs fit {options.method}")
+        say(f"{fitting(jobs)} {options.method}")
         return DONE
     make_folder(options.out)
     fleet = Fleet(options.ray, options.actors, options.cpus, options.gpus, options.retries)
@@ -219,6 +236,10 @@ def on_ray(options: argparse.Namespace, jobs: list[Job]) -> int:
             return False
 
         return followed(journal, jobs, open_jobs, work)
+
+
+def fitting(jobs: list[Job]) -> str:
+    return f"{counted(len(jobs), 'job')} fit{'s' if len(jobs) == 1 else ''}"
 
 
 def results_of(options: argparse.Namespace) -> Path:
@@ -248,10 +269,11 @@ def followed(journal: Journal, jobs: list[Job], open_jobs: list[Job], work: Call
     def on_result(record: dict[str, Any]) -> None:
         ended.add(record["id"])
         bar.update()
+        progress = f" ({before + len(ended)} of {counted(len(jobs), 'job')} ended)" if bar.disable else ""
         if record["status"] != "success":
-            say(f"{record['id']}{' on ' + record['server'] if several else ''}: {record['error']}")
+            say(f"{record['id']}{' on ' + record['server'] if several else ''}: {record['error']}{progress}")
         elif bar.disable:
-            say(f"{record['id']}: done ({before + len(ended)} of {len(jobs)} jobs)")
+            say(f"{record['id']}: done{progress}")
         for warning in record["warnings"]:
             say(f"{record['id']}: warning: {warning}")
 
@@ -259,20 +281,24 @@ def followed(journal: Journal, jobs: list[Job], open_jobs: list[Job], work: Call
     with bar, logging_redirect_tqdm():
         failed = [job.id for job in jobs if job.id not in begun and not journal.done(job.id)]
         for job_id in failed[:SHOWN]:
-            say(f"{job_id}: failed before: {journal.results[job_id]['error']}")
+            found = journal.results[job_id]
+            say(f"{job_id}: {WITHOUT_IMAGE[found['status']]} before: {found['error']}")
         if len(failed) > SHOWN:
-            say(f"... and {len(failed) - SHOWN} more failed before")
+            say(f"... and {len(failed) - SHOWN} more from before")
         cancelled = work(on_result)
     still = begun - ended  # what results have of these is of an earlier try
-    made, open_still = sum(journal.done(job.id) for job in jobs if job.id not in still), len(still)
-    failed = len(jobs) - made - open_still
-    say(f"{made} of {len(jobs)} jobs are done, {failed} failed, {open_still} are still to do. {journal.path}")
-    if failed and not cancelled:
-        say("Correct their rows, or what is wrong with their server, and repeat the command with --retry-failed; "
-            "without it, it runs corrected rows only.")
+    count = Counter(journal.results[job.id]["status"] for job in jobs if job.id not in still)
+    without = ", ".join(f"{count[status]} {word}" for status, word in WITHOUT_IMAGE.items()
+                        if count[status] or status == "error")
+    say(f"{count['success']} of {counted(len(jobs), 'job')} done, {without}, {len(still)} still to do. {journal.path}")
     if cancelled:
         return CANCELLED
-    return LEFT if open_still else FAILED if failed else DONE
+    if count["error"]:
+        say("Correct the rows of failed jobs, or what is wrong with their server, and repeat the command with "
+            "--retry-failed; without it, it runs corrected rows only.")
+    elif count["interrupted"] or count["lost"]:
+        say("Repeat the command with --retry-failed to run again what was interrupted or given up.")
+    return LEFT if still else DONE if count["success"] == len(jobs) else FAILED
 
 
 def drive(journal: Journal, urls: list[str], options: Options, jobs: list[Job], prompts: dict[str, Workflow],

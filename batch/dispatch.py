@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 
 from ..files import FileInUseError, replace
-from .jobs import Job
+from .jobs import Job, counted
 from .journal import Journal
 from .maps import MAP, map_of, with_maps
 from .overrides import Workflow, fingerprint, named_after
@@ -305,8 +305,8 @@ class Batch:
         logger.info("%s %s: %s", lane.server.url, why, work.job.id)
         if work.tries > self.options.retries:
             prompt_id = self.journal.prompt_id(work.job.id, work.attempt)
-            error = f"given up after {work.tries} tries: each time its server was lost, last {lane.server.url}"
-            self._end(self._line(lane, work, prompt_id, Entry("error", 0.0, error)))
+            error = f"given up after {counted(work.tries, 'attempt')}: its server was lost, last {lane.server.url}"
+            self._end(self._line(lane, work, prompt_id, Entry("lost", 0.0, error)))
         else:
             self.waiting.appendleft(work)
 
@@ -315,8 +315,9 @@ class Batch:
         the job that was running may be what kills servers, and should not take the same neighbours with it each time.
         """
         if lane.own:
-            logger.warning("%s has not answered for %.0f s. Its jobs (%d) go to servers that answer.", lane.server.url,
-                           silent, lane.own)
+            where = "go to servers that answer" if self._others(lane) else "wait for a server that answers"
+            logger.warning("%s has not answered for %.0f s. Its jobs (%d) %s.", lane.server.url, silent, lane.own,
+                           where)
         for prompt_id in list(lane.sent):
             work = lane.strays[prompt_id] = lane.sent.pop(prompt_id)
             self._again(work, lane, "is silent")

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..files import FileInUseError
 from .dispatch import write_whole
-from .jobs import Job, JobsError
+from .jobs import Job, JobsError, counted
 from .journal import Journal
 from .maps import map_of
 from .studio import Painter, Studio
@@ -54,8 +54,9 @@ def generate_all(journal: Journal, studio: Studio, fleet: Fleet, jobs: list[Job]
             write(journal, job, record, (row["image"], row["map"]), out, on_result)
         for job in by_id.values():
             begin(journal, job, prints)
-            record = {"status": "error", "traces": [], "warnings": [], "seconds": 0.0,
-                      "error": f"given up after {fleet.retries + 1} tries: each time the process that ran it died"}
+            attempts = counted(fleet.retries + 1, "attempt")
+            record = {"status": "lost", "traces": [], "warnings": [], "seconds": 0.0,
+                      "error": f"given up after {attempts}: the process that ran it died"}
             write(journal, job, record, (b"", b""), out, on_result)
     except (ray.exceptions.RayError, ray.exceptions.RayTaskError) as error:
         raise FleetError(f"Ray gave up: {str(error).strip().splitlines()[-1]}") from error

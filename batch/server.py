@@ -9,6 +9,7 @@ import aiohttp
 from .jobs import warnings_of
 from .overrides import Workflow
 
+PORT = 8188  # of ComfyUI, unless told otherwise
 BUSY_GATEWAY = (502, 503, 504)  # what a proxy says whose server is away
 NO_SUCH_NODE = ("invalid_prompt", "missing_node_type")  # types of ComfyUI's errors: of old and newer versions
 NO_SUCH_VALUE = ("value_not_in_list", "custom_validation_failed")  # of combos: models, images, options
@@ -119,8 +120,8 @@ class Server:
         if isinstance(error, ServerAwayError):
             return error
         if isinstance(getattr(error, "os_error", None), ConnectionRefusedError):
-            return ServerAwayError(f"{self.url}: no ComfyUI answers there. Start it (python main.py in its "
-                                   "folder), or name another address with --server.", gone=True)
+            return ServerAwayError(f"{self.url}: no ComfyUI answers on port {error.port}. Start it (python main.py in "
+                                   f"its folder: port {PORT}), or name another address with --server.", gone=True)
         if isinstance(error, asyncio.TimeoutError):
             return ServerAwayError(f"{self.url} does not answer in time.")
         return ServerAwayError(f"{self.url}: {str(error) or type(error).__name__}")

@@ -56,7 +56,7 @@ def test_every_job_has_one_image_although_a_server_is_killed(comfy, comfyui, tmp
         batch = start(tmp_path, *servers)
         _, said = batch.communicate(timeout=PATIENCE)
     assert batch.returncode == 0, said
-    assert "6 of 6 jobs are done" in said
+    assert "6 of 6 jobs done" in said
 
     model = specar.load_model(specar.bundled("default"))
     rows, cols = model.grid
@@ -93,7 +93,7 @@ def test_equal_jobs_have_an_image_each_and_a_refused_one_says_why(comfy, equal_j
     saved all the same."""
     done = subprocess.run([sys.executable, str(PACK / "batch"), "jobs.jsonl", "--server", comfy.url, "--out", "out"],
                           cwd=equal_jobs, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 3 and "2 of 3 jobs are done, 1 failed" in done.stderr
+    assert done.returncode == 3 and "2 of 3 jobs done, 1 failed" in done.stderr
     results = (equal_jobs / "jobs.results.jsonl").read_text(encoding="utf-8").splitlines()
     one, two, bad = map(json.loads, sorted(results, key=lambda line: '"one" "two" "bad"'.find(line[7:12])))
     assert two["traces"] == one["traces"] != []
@@ -133,7 +133,7 @@ def test_rows_name_the_pictures_to_inpaint_and_a_server_that_lacks_one_is_named(
     Image.fromarray(pixels).save(comfy.base / "input/right.png")
     batch = start(inpainting, "--server", comfy.url, "--workflow", "inpaint.json")
     _, said = batch.communicate(timeout=PATIENCE)
-    assert batch.returncode == 3 and "1 of 2 jobs are done, 1 failed" in said, said
+    assert batch.returncode == 3 and "1 of 2 jobs done, 1 failed" in said, said
     records = {record["id"]: record for record in results(inpainting)}
     assert comfy.url in records["missing"]["error"] and "gone.png" in records["missing"]["error"]
     with Image.open(inpainting / "out/there.png") as image:
@@ -152,7 +152,7 @@ def test_a_server_that_lacks_a_node_or_model_is_named_and_no_job_fails(comfy, tm
     (tmp_path / "jobs.csv").write_text("id,seed\none,1\ntwo,2\n", encoding="utf-8")
     batch = start(tmp_path, "--server", comfy.url, "--workflow", "w.json")
     _, said = batch.communicate(timeout=PATIENCE)
-    assert batch.returncode == 1 and "0 failed, 2 are still to do" in said, said
+    assert batch.returncode == 1 and "0 failed, 2 still to do" in said, said
     assert f"{comfy.url} is set aside" in said and missing in said and results(tmp_path) == []
 
 

@@ -220,7 +220,7 @@ def test_failed_jobs_are_reported_and_run_again_only_when_asked(table, here, cap
     (table / "jobs.csv").write_text("id,prompt\ngood,cat\nbad,fail\n", encoding="utf-8")
     assert run_beside(FakeComfy()) == cli.FAILED
     said = capsys.readouterr().err
-    for part in ("bad: Encoder: no such word", "1 of 2 jobs are done, 1 failed", "Correct", "--retry-failed"):
+    for part in ("bad: Encoder: no such word", "1 of 2 jobs done, 1 failed", "Correct", "--retry-failed"):
         assert part in said
     again = FakeComfy()
     assert run_beside(again) == cli.FAILED and again.drawn == []
@@ -229,6 +229,19 @@ def test_failed_jobs_are_reported_and_run_again_only_when_asked(table, here, cap
     assert run_beside(again, "--retry-failed") == cli.DONE and again.drawn == ["p_bad.try2"]
     assert {record["status"] for record in recorded(table / "jobs.results.jsonl").values()} == {"success"}
     assert run_beside(again, "--retry-failed") == cli.DONE and again.drawn == ["p_bad.try2"]
+
+
+def test_interrupted_jobs_are_counted_apart_and_their_rows_need_no_correction(table, here, capsys):
+    (table / "jobs.csv").write_text("id,prompt\ngood,cat\nother,stop\n", encoding="utf-8")
+    one = FakeComfy()
+    one._ended = lambda prompt, _: FakeComfy._ended(one, prompt, prompt["1"]["inputs"]["text"] == "stop")
+    assert run_beside(one) == cli.FAILED
+    said = capsys.readouterr().err
+    assert "1 of 2 jobs done, 0 failed, 1 interrupted, 0 still to do" in said
+    assert "--retry-failed" in said and "Correct" not in said
+    assert "good: done (1 of 2 jobs ended)" in said and "by someone else (2 of 2 jobs ended)" in said
+    assert run_beside(one) == cli.FAILED and "other: interrupted before" in capsys.readouterr().err
+    assert run_beside(FakeComfy(), "--retry-failed") == cli.DONE
 
 
 def test_rows_without_a_prompt_are_counted(table, here, capsys):
@@ -255,7 +268,7 @@ def test_every_line_of_a_log_has_the_time_in_front(table):
     """What the command says, and what it logs on the way."""
     program = [*COMMAND, *command("--server", "http://127.0.0.1:9", "--patience", "0.1")]
     run = subprocess.run(program, capture_output=True, encoding="utf-8", timeout=PATIENCE)
-    assert run.returncode == cli.LEFT and "given up" in run.stderr and "8 are still to do" in run.stderr
+    assert run.returncode == cli.LEFT and "given up" in run.stderr and "8 still to do" in run.stderr
     assert all(re.match(r"\d\d:\d\d:\d\d \S", line) for line in run.stderr.splitlines()), run.stderr
 
 
@@ -277,7 +290,7 @@ def test_of_many_jobs_that_failed_before_some_are_named(table, here, capsys):
     capsys.readouterr()
     assert run_beside(FakeComfy()) == cli.FAILED
     said = capsys.readouterr().err
-    assert said.count("failed before: Encoder") == 10 and "2 more failed before" in said and "12 failed" in said
+    assert said.count("failed before: Encoder") == 10 and "2 more from before" in said and "12 failed" in said
 
 
 def test_words_that_the_model_does_not_know_are_printed_and_recorded(table, here, capsys):
@@ -344,7 +357,7 @@ def test_a_corrected_row_that_was_not_run_is_still_to_do(table, here, capsys):
     (table / "jobs.csv").write_text("id,prompt\ngood,cat\nbad,dog\n", encoding="utf-8")
     capsys.readouterr()
     assert cli.main(command("--server", "http://127.0.0.1:9", "--patience", "0.1")) == cli.LEFT
-    assert "1 of 2 jobs are done, 0 failed, 1 are still to do" in capsys.readouterr().err
+    assert "1 of 2 jobs done, 0 failed, 1 still to do" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("jobs", "arguments", "message"), [
@@ -391,6 +404,15 @@ def test_options_that_would_be_ignored_are_refused(table, capsys, arguments, mes
     assert sorted(path.name for path in table.iterdir()) == ["jobs.csv", "workflow.json"]
 
 
+@pytest.mark.parametrize(("option", "value"), [
+    ("--retries", "-1"), ("--patience", "-1"), ("--patience", "nan"), ("--gpus", "-0.5"), ("--in-flight", "0"),
+])
+def test_numbers_that_are_too_small_are_refused(table, capsys, option, value):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(command(option, value))
+    assert ended.value.code == cli.BAD_INPUT and re.search(f"{option}: at least [01]", capsys.readouterr().err)
+
+
 def test_the_help_can_be_printed_in_the_console_of_any_system(monkeypatch):
     """A Windows console has a code page, in which the path of the pack need not exist."""
     monkeypatch.setattr(cli, "WORKFLOW", Path("/home/\u65e5\u672c/ComfyUI") / cli.WORKFLOW.name)
@@ -401,6 +423,8 @@ def test_the_help_can_be_printed_in_the_console_of_any_system(monkeypatch):
 def test_a_dry_run_needs_no_server_and_leaves_nothing(table, capsys):
     assert cli.main(command("--dry-run")) == cli.DONE
     assert "8 jobs fit workflow.json" in capsys.readouterr().err
+    (table / "jobs.csv").write_text("id,seed\na,1\n", encoding="utf-8")
+    assert cli.main(command("--dry-run")) == cli.DONE and "1 job fits workflow.json" in capsys.readouterr().err
     assert sorted(path.name for path in table.iterdir()) == ["jobs.csv", "workflow.json"]
 
 
@@ -409,7 +433,7 @@ def test_without_a_server_it_says_so_soon(table, here, capsys, monkeypatch):
     asked = itertools.count()
     monkeypatch.setattr(dispatch, "time", SimpleNamespace(monotonic=lambda: next(asked) / 10))
     assert cli.main(command("--server", "127.0.0.1:9", "--patience", "0.5")) == cli.LEFT
-    assert next(asked) / 10 < 2 and "8 are still to do" in capsys.readouterr().err
+    assert next(asked) / 10 < 2 and "8 still to do" in capsys.readouterr().err
 
 
 def test_a_full_disk_stops_the_batch_and_loses_nothing(table, here, capsys, monkeypatch):

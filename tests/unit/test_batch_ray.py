@@ -51,13 +51,14 @@ def test_actors_run_the_jobs_but_not_those_that_were_run_before(table, monkeypat
         journal.write_result({"id": "before", "status": "success"})
     monkeypatch.setattr(fleet, "Painter", MortalPainter)
     assert cli.main([*COMMAND, "--retries", "1"]) == cli.FAILED
-    assert "late: done" in (said := capsys.readouterr().err) and "3 of 5 jobs are done, 2 failed" in said
+    said = capsys.readouterr().err
+    assert "late: done" in said and "3 of 5 jobs done, 1 failed, 1 given up, 0 still" in said
     lines = [json.loads(line) for line in (table / "jobs.results.jsonl").read_text(encoding="utf-8").splitlines()]
     assert Counter(line["id"] for line in lines) == Counter(job.id for job in jobs)
     records = {line["id"]: line for line in lines}
     assert records["star"]["status"] == records["late"]["status"] == "success"
     assert "aple" in records["late"]["warnings"][0] and records["star"]["warnings"] == []
-    assert "xyzzy" in records["nonsense"]["error"] and "2 tries" in records["poison"]["error"]
+    assert "xyzzy" in records["nonsense"]["error"] and "2 attempts" in records["poison"]["error"]
     [trace] = records["star"]["traces"]
     assert trace["method"] == "sjd" and 0 < trace["target_passes"] < 256 and trace["seed"] == 1
     assert sorted(path.name for path in Path("out").iterdir()) == ["late.png", "star.png"]
@@ -162,8 +163,9 @@ def test_a_job_that_ray_never_ended_is_no_job_of_the_batch(table, monkeypatch, c
 
 
 def test_it_asks_for_a_folder_and_for_ray(table, monkeypatch, capsys):
-    assert cli.main(["jobs.csv", "--ray"]) == cli.BAD_INPUT
-    assert "--ray needs --out" in capsys.readouterr().err
+    for arguments in ((), ("--dry-run",)):
+        assert cli.main(["jobs.csv", "--ray", *arguments]) == cli.BAD_INPUT
+        assert "--ray needs --out" in capsys.readouterr().err
     assert cli.main([*COMMAND, "--dry-run"]) == cli.DONE
     monkeypatch.setitem(sys.modules, "ray", None)  # not installed
     assert cli.main(COMMAND) == cli.BAD_INPUT
