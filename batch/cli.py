@@ -78,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--retry-failed", action="store_true",
                      help="run those again that failed, were interrupted or given up before")
     top.add_argument("--dry-run", action="store_true", help="only check that all jobs fit the workflow")
-    top.add_argument("--retries", type=not_negative, default=Options.retries, metavar="N",
+    top.add_argument("--retries", type=count, default=Options.retries, metavar="N",
                      help="how often a job is handed out again whose server or actor was lost (default: %(default)s)")
     comfy = top.add_argument_group("on ComfyUI servers")
     comfy.add_argument("--server", action="append", metavar="URL", help=f"may be repeated (default: {SERVER})")
@@ -146,7 +146,7 @@ def positive(text: str) -> int:
     return at_least(1, int(text))
 
 
-def not_negative(text: str) -> int:
+def count(text: str) -> int:
     return at_least(0, int(text))
 
 
@@ -287,18 +287,18 @@ def followed(journal: Journal, jobs: list[Job], open_jobs: list[Job], work: Call
             say(f"... and {len(failed) - SHOWN} more from before")
         cancelled = work(on_result)
     still = begun - ended  # what results have of these is of an earlier try
-    count = Counter(journal.results[job.id]["status"] for job in jobs if job.id not in still)
-    without = ", ".join(f"{count[status]} {word}" for status, word in WITHOUT_IMAGE.items()
-                        if count[status] or status == "error")
-    say(f"{count['success']} of {counted(len(jobs), 'job')} done, {without}, {len(still)} still to do. {journal.path}")
+    counts = Counter(journal.results[job.id]["status"] for job in jobs if job.id not in still)
+    without = ", ".join(f"{counts[status]} {word}" for status, word in WITHOUT_IMAGE.items()
+                        if counts[status] or status == "error")
+    say(f"{counts['success']} of {counted(len(jobs), 'job')} done, {without}, {len(still)} still to do. {journal.path}")
     if cancelled:
         return CANCELLED
-    if count["error"]:
+    if counts["error"]:
         say("Correct the rows of failed jobs, or what is wrong with their server, and repeat the command with "
             "--retry-failed; without it, it runs corrected rows only.")
-    elif count["interrupted"] or count["lost"]:
+    elif counts["interrupted"] or counts["lost"]:
         say("Repeat the command with --retry-failed to run again what was interrupted or given up.")
-    return LEFT if still else DONE if count["success"] == len(jobs) else FAILED
+    return LEFT if still else DONE if counts["success"] == len(jobs) else FAILED
 
 
 def drive(journal: Journal, urls: list[str], options: Options, jobs: list[Job], prompts: dict[str, Workflow],

@@ -27,7 +27,8 @@ class ServerAwayError(ConnectionError):
 
 @dataclass(frozen=True)
 class Entry:
-    """What the server's history keeps about a prompt that ended. outcome: success, error or interrupted."""
+    """What the server's history keeps about a prompt that ended. outcome: success, error or interrupted; or lost, with
+    its server."""
 
     outcome: str
     seconds: float
