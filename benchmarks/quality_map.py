@@ -1,8 +1,8 @@
 """How guidance, temperatures, top-k and top-p change next-token images, and the passes that speculation takes:
 ``python -m benchmarks quality --map``.
 
-One axis at a time, around the settings of everything else that is measured. Likelihood is always the model's at those
-settings, without filters, so that all rows have the same yardstick.
+One axis at a time, around the settings of everything else that is measured, and the bundled model's own.
+Likelihood is always the model's at those settings, without filters, so that all rows have the same yardstick.
 """
 
 from __future__ import annotations

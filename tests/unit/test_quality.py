@@ -292,6 +292,8 @@ def test_the_map_has_one_axis_at_a_time():
     assert list(found)[0] == "guidance 2, temperature 1" and found["guidance 2, temperature 1"] == PARAMETERS
     assert found["top-k 100"] == PARAMETERS | {"top_k": 100} and found["guidance 5"] == PARAMETERS | {"cfg": 5.0}
     assert found["entropy temperature 2.5, 3, 0.6"] == PARAMETERS | {"entropy": (2.5, 3.0, 0.6)}
+    own = found.pop("temperature 0.9, top-p 0.9")
+    assert own == PARAMETERS | {"temperature": 0.9, "top_p": 0.9}, "the model's own"
     assert len(found) == 12
     assert all(sum(point[key] != PARAMETERS.get(key) for key in point) <= 1 for point in found.values())
 
@@ -304,7 +306,7 @@ def test_a_small_map(monkeypatch, tmp_path):
                                      "--folder", str(tmp_path), "--out", str(out), "--only", *points])
     quality.main()
     [report] = json.loads(out.read_text(encoding="utf-8"))["models"]
-    assert report["name"] == "default, sampling parameters" and len(report["missing"]) == 9
+    assert report["name"] == "default, sampling parameters" and len(report["missing"]) == 10
     base, cool, hot = report["rows"]
     assert [base["name"], cool["name"], hot["name"]] == points and report["reference"] == points[0]
     assert max(row["passes"]["value"] for row in report["rows"]) < 200, "those of SJD"
