@@ -81,6 +81,13 @@ def main() -> None:
         return
     if unknown := set(options.only or ()) - set(names):
         parser.error(f"there is no case {', '.join(sorted(unknown))}; choose from: {'; '.join(names)}")
+    for tested in models:
+        first = next(iter(quality_map.points(tested.parameters))) if options.map else tested.cases[0].name
+        if "measure" in options.parts and options.only and first not in options.only:
+            try:
+                tested.check_drawn(tested.cases[0], options.images)  # before the others take hours
+            except ValueError as error:
+                parser.error(str(error))
     if "draw" in options.parts:
         for tested in models:
             if options.map:

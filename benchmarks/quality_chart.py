@@ -38,6 +38,11 @@ class Box(NamedTuple):
     right: float
     bottom: float
 
+    def nearest(self, point: tuple[float, float]) -> tuple[float, float]:
+        """Of its own points."""
+        x, y = point
+        return min(max(x, self.left), self.right), min(max(y, self.top), self.bottom)
+
     def meets(self, other: Box) -> bool:
         return (self.left < other.right and other.left < self.right
                 and self.top < other.bottom and other.top < self.bottom)
@@ -125,8 +130,9 @@ class Panel:
         return found
 
     def labels(self, best: Sequence[Point]) -> list[str]:
-        """Beside the points where there is room: the front's first, then those that are listed, then the others. Of the
-        first two also across lines or further away, with a line to the point, if there is no other room."""
+        """Beside the points where there is room and no other point is nearer: the front's first, then those that are
+        listed, then the others. Of the first two also across lines or further away, with a line to the point, if there
+        is no other room."""
         dots = [(self.x(point.passes), self.y(point.loss)) for point in self.points]
         taken = [Box(x - 4, y - 4, x + 4, y + 4) for x, y in dots]
         lines = [Box(self.x(p.passes) - 1, self.y(p.interval[1]), self.x(p.passes) + 1, self.y(p.interval[0]))
@@ -152,7 +158,9 @@ class Panel:
                 down = self.top - 4 <= box.top and box.bottom <= self.floor
                 leader = Box(x, y, left - 2, base - 4) if base < y - 7 else None
                 free = not any(box.meets(other) for other in obstacles)
-                if across and down and free and not (leader and crosses(leader, taken)):
+                own = leader or math.dist((x, y), box.nearest((x, y))) <= min(math.dist(dot, box.nearest(dot))
+                                                                              for dot in dots)
+                if across and down and free and own and not (leader and crosses(leader, taken)):
                     taken.append(box)
                     if leader:
                         taken += along(leader)

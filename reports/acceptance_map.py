@@ -37,7 +37,7 @@ TREE = {  # metric -> (record of the trace, title)
 }
 MARKS = {  # metric -> (Source that is marked, title)
     "skipped": (Source.SKIPPED, "Tokens accepted unverified"),
-    "accepted by relaxation": (Source.RELAXED, "Tokens that no exact test would have accepted"),
+    "accepted by relaxation": (Source.RELAXED, "Draft tokens that only a relaxed rule accepted"),
 }
 DISCRETE = ("ratio p/q", "entropy", "top-1 probability", *TREE, "skipped", "TV leak")  # metrics of token ids ...
 CONTINUOUS = ("distance", "log ratio", "order", "block", "tries")  # ... and of vectors; the others suit both
@@ -144,7 +144,7 @@ def token_map(trace: Trace, metric: str, image: int) -> TokenMap:
         most = max(int(lengths.max()), 1)
         return _amount(lengths, most, free, "Tokens fixed in the same pass", "0", str(most))
     if metric == "ratio p/q":
-        return _ratio(grids["ratio"], free & (grids["depth"] > 0))
+        return _ratio(grids["ratio"], free & (grids["depth"] > 0) & (source != Source.SKIPPED))
     if metric == "entropy":
         most = max(float(grids["entropy"].max()), 1e-6)
         return _amount(grids["entropy"], most, free, "Entropy of the prediction (nats)", "0, certain", f"{most:.1f}")
@@ -167,6 +167,8 @@ def lacking(trace: Trace, metric: str) -> str:
         return f"it sampled {'vectors' if trace.continuous else 'token ids'}"
     if metric in TREE and not trace.positions[TREE[metric][0]].any():
         return "it drafted no trees"
+    if metric == "tries" and not trace.positions["tries"].any():
+        return "it resampled no token by tries"
     return ""
 
 

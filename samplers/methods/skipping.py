@@ -7,7 +7,8 @@ advance.
 
 The two listings of the paper contradict each other on the flag that forbids skipping twice; here, as in its text, the
 round after a skipped one is always verified. A chain has one path, and a skipped round takes all of it. A single path
-has similarity 0, so the dynamic schedule always verifies chains, and trees of two leaves (every second leaf counts).
+has similarity 0, so at any threshold above 0 the dynamic schedule verifies chains, and trees of two leaves (every
+second leaf counts).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Skipping:
 
     schedule: str = setting("uniform", options=SCHEDULES)
     interval: int = setting(4, 2, advice="no two rounds in a row are skipped")
-    threshold: float = setting(0.7, 0, advice="0 always skips, above 1 never")
+    threshold: float = setting(0.7, 0, advice="above 1 never skips")
     decay: float = setting(0.9, 1e-6, 1)
     path: str = setting("uniform", options=PATHS)
     truncate: bool = True
