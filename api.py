@@ -92,15 +92,20 @@ def sample(
         raise ValueError(f"seed is {seed}, but must be 0 to {SEEDS - 1}.")
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, but must be at least 1.")
+    sides = more.get("grid") or (1, 1)
+    if not isinstance(sides, tuple | list) or len(sides) != 2 or not all(isinstance(side, Integral) for side in sides):
+        raise TypeError(f"grid is {sides!r}, but must be two whole numbers: rows and columns of tokens.")
     if method is not None:
         check_parts(method)
     for name, grid in {"strength": strength, "skippable": skippable, **more}.items():
         if name in GRIDS and not isinstance(grid, Tensor | None):
             raise TypeError(f"{name} is {grid!r}, but must be a tensor with a value for every token, or None.")
+    if skippable is not None and getattr(method, "skipping", None) is None:
+        raise ValueError("skippable says where drafts may be accepted unverified, which is for methods.VVS alone.")
     strength, skippable = (None if grid is None else grid[None] for grid in (strength, skippable))
     request = model.request(
-        conditioning, negative, seed=seed, batch=batch_size, callback=callback, layout=layout, strength=strength,
-        skippable=skippable, cfg=cfg, temperature=temperature, top_k=top_k, top_p=top_p, **more,
+        conditioning, negative, seed=int(seed), batch=int(batch_size), callback=callback, layout=layout,
+        strength=strength, skippable=skippable, cfg=cfg, temperature=temperature, top_k=top_k, top_p=top_p, **more,
     )
     return generate(method or (ContinuousNextToken() if model.continuous else SJD()), request)
 

@@ -22,7 +22,7 @@ from ..models.positions import GridPositions, Positions, Table, rotation_of
 from ..models.prefix import TextPrefix
 from ..models.quantised import bytes_in, largest_matrix
 from ..models.vq import nearest_codes
-from ..samplers.contract import Callback, Request, SamplingParams, StepOut, check_grids, chosen_params
+from ..samplers.contract import Callback, Request, SamplingParams, StepOut, check_both, check_grids, chosen_params
 from ..samplers.layout import TokenLayout
 from .branches import repeated, taken_over
 from .decoders.image_decoder import Autoencoder, ImageDecoder
@@ -110,6 +110,7 @@ class DiscreteModel(Prompted, Placed):
         layout = layout or self.layout(*(grid or ()))
         shape = batch, layout.rows, layout.cols
         check_grids(shape, tokens=tokens, kept=kept, strength=strength, skippable=skippable)
+        check_both(tokens, kept)
         if kept is not None:
             layout = layout.keeping(self.checked_ids(tokens, kept).expand(shape), kept.expand(shape))
         asked = chosen_params(self.defaults, params, "models of token ids")
@@ -124,10 +125,10 @@ class DiscreteModel(Prompted, Placed):
             None if skippable is None else layout.spread(skippable, fill=True),
         )
 
-    def checked_ids(self, tokens: Tensor | None, kept: Tensor) -> Tensor:
+    def checked_ids(self, tokens: Tensor, kept: Tensor) -> Tensor:
         """``tokens``, of which those that are ``kept`` exist. Raises ValueError for others."""
-        if tokens is None:
-            raise ValueError("kept names tokens of an image, but there are no tokens. Give both.")
+        if tokens.is_floating_point():
+            raise ValueError(f"tokens are {tokens.dtype}, but must be whole numbers: the ids of an image.")
         if kept.dtype != torch.bool:
             raise ValueError(f"kept is {kept.dtype}, but must be bool: which tokens to keep.")
         ids = torch.where(kept, tokens, 0)

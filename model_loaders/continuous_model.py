@@ -20,7 +20,7 @@ from ..models.diffusion_head import DiffusionHead, Schedule
 from ..models.mar import MAR, Positions
 from ..models.placed import Placed
 from ..samplers.continuous_contract import ContinuousCallback, ContinuousParams, ContinuousRequest, masked_guidance
-from ..samplers.contract import check_grids, chosen_params
+from ..samplers.contract import check_both, check_grids, chosen_params
 from ..samplers.distributions import Normal
 from .decoders.image_decoder import Autoencoder
 from .drafters import check_alike
@@ -89,8 +89,7 @@ class ContinuousBase(Prompted, Placed):
         grid = self.check_grid(*(grid or ()))
         check_grids((batch, *grid), kept=kept)
         check_grids((batch, *grid, self.channels), tokens=tokens)
-        if kept is not None and tokens is None:
-            raise ValueError("kept names tokens of an image, but there are no tokens. Give both.")
+        check_both(tokens, kept)
         asked = chosen_params(self.defaults, params, "continuous models")
         positive = self.read(conditioning, batch, "positive")
         negative = negative and self.read(negative, batch, "negative")

@@ -70,7 +70,8 @@ def checked_grid(inputs: CommonInputs) -> tuple[int, int]:
         if latent.get("noise_mask") is not None:
             raise ValueError(f"{error} Scale the image to that size (Upscale Image) before VAE Encode.") from error
         if latent["samples"].shape[1] != model.latent_channels:
-            raise ValueError(f"{error} Connect Empty AR Latent: Empty Latent Image counts in other cells.") from error
+            raise ValueError(f"{error} Connect Empty AR Latent: Empty Latent Image has a cell for 8 pixels, and this "
+                             f"model a token for {model.pixels_per_token}.") from error
         raise
 
 

@@ -168,7 +168,7 @@ def lacking(trace: Trace, metric: str) -> str:
     if metric in TREE and not trace.positions[TREE[metric][0]].any():
         return "it drafted no trees"
     if metric == "tries" and not trace.positions["tries"].any():
-        return "it resampled no token by tries"
+        return "no token took tries"
     return ""
 
 

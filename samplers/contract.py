@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, fields, replace
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -234,9 +234,12 @@ def chosen_params(defaults: P, chosen: dict[str, Any], kind: str) -> P:
     chosen = {name: value for name, value in chosen.items() if value is not None}
     if unknown := chosen.keys() - {field.name for field in fields(defaults)}:
         raise ValueError(f"{', '.join(sorted(unknown))}: not supported for {kind}. Leave it at its default.")
+    whole = {field.name for field in fields(defaults) if field.type.startswith("int")}
     for name, value in chosen.items():
         if isinstance(getattr(defaults, name), Real) and not isinstance(value, Real):
             raise TypeError(f"{name} is {value!r}, but must be a number.")
+        if name in whole and not isinstance(value, Integral):
+            raise TypeError(f"{name} is {value!r}, but must be a whole number.")
     return replace(defaults, **chosen)
 
 
@@ -247,6 +250,12 @@ def check_grids(shape: tuple[int, ...], **grids: Tensor | None) -> None:
         if grid is not None and (grid.shape[0] not in (1, shape[0]) or grid.shape[1:] != shape[1:]):
             raise ValueError(f"{name} has the shape {list(grid.shape)}, but must have {list(shape)}: images, rows and "
                              "columns of tokens.")
+
+
+def check_both(tokens: Tensor | None, kept: Tensor | None) -> None:
+    """Raises ValueError where one is there without the other."""
+    if (tokens is None) != (kept is None):
+        raise ValueError("tokens are those of an image, and kept says which of them to keep. Give both.")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 
@@ -62,3 +62,5 @@ def check_settings(owner: Any) -> None:
         value = getattr(owner, each.name)
         if "setting" in each.metadata and not (value is None and each.default is None):
             each.metadata["setting"].check(each.name, value)
+            if each.type.startswith("int") and not isinstance(value, Integral):
+                raise TypeError(f"{each.name} is {value!r}, but must be a whole number.")

@@ -90,8 +90,8 @@ class Previews:
     If time allows it is decoded, with guesses; tokens sampled or guessed since then are added as colours. decoder: None
     for colours alone. size: longest side in pixels. The time budget is exceeded by one preview at most, and by the one
     of the finished image. spent: seconds so far, to which the callback adds the time of sending previews. unfinished:
-    has something been shown that is less than the finished image. longest: longer side in pixels of what was shown, to
-    be enlarged to: that of the finished image, or ``size`` if that is smaller.
+    is what was shown last, if anything, less than the finished image. longest: longer side in pixels of what was shown,
+    to be enlarged to: that of the finished image, or ``size`` if that is smaller.
     """
 
     def __init__(self, sketch: Sketcher, palette: Palette, decoder: Autoencoder | None, factor: int, size: int):
@@ -100,7 +100,7 @@ class Previews:
         self.seen: Tensor | None = None  # ... and which decided tokens [h, w] (bool) it shows
         self.began = self.last = time.perf_counter()
         self.spent, self.cost = 0.0, 0.0  # cost: seconds of the last colour preview
-        self.unfinished, self.longest = False, size
+        self.unfinished, self.longest = True, size
 
     def __call__(self, progress: Any) -> Image.Image | None:
         """The preview, if one is due."""

@@ -41,7 +41,7 @@ class Report:
             self._tell(int(progress.committed.float().mean()), self._preview(progress))
 
     def finish(self) -> None:
-        """The run is complete: so are the bar and, if any was shown, the preview."""
+        """The run is complete: so are the bar and the preview, also that of a run too short for any before."""
         preview = self._preview(self.last, finished=True)
         if preview or self.bar.current < self.length:
             self._tell(self.length, preview)

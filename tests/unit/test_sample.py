@@ -1,6 +1,7 @@
 """What the Python interface says of arguments that cannot be meant."""
 
 import comfyui_specar as specar
+import numpy
 import pytest
 import torch
 
@@ -30,10 +31,16 @@ def model():
     ({"batch_size": 1.5}, TypeError, "batch_size.*whole"),
     ({"cfg": "a"}, TypeError, "cfg is 'a'.*number"),
     ({"strength": torch.ones(3, 3)}, ValueError, r"strength.*\[1, 3, 3\].*\[1, 16, 16\]"),
-    ({"skippable": torch.ones(3, 3).bool()}, ValueError, "skippable.*3"),
+    ({"skippable": torch.ones(16, 16).bool()}, ValueError, "skippable.*VVS"),
+    ({"top_k": 1.5}, TypeError, "top_k is 1.5.*whole"),
+    ({"method": specar.methods.SJD(front=1.5)}, TypeError, "front is 1.5.*whole"),
+    ({"grid": 16}, TypeError, "grid is 16.*rows"),
+    ({"grid": (16.0, 16.0)}, TypeError, "grid is .*whole"),
     ({"kept": torch.ones(1, 3, 3).bool(), "tokens": torch.zeros(1, 16, 16).long()}, ValueError, "kept.*3"),
     ({"kept": torch.ones(16, 16).bool(), "tokens": torch.zeros(16, 16).long()}, ValueError, r"tokens.*\[16, 16\]"),
-    ({"kept": torch.ones(1, 16, 16).bool()}, ValueError, "kept.*no tokens"),
+    ({"kept": torch.ones(1, 16, 16).bool()}, ValueError, "tokens.*kept.*both"),
+    ({"tokens": torch.zeros(1, 16, 16).long()}, ValueError, "tokens.*kept.*both"),
+    ({"kept": torch.ones(1, 16, 16).bool(), "tokens": torch.zeros(1, 16, 16)}, ValueError, "tokens.*float32.*whole"),
     ({"kept": torch.ones(1, 16, 16), "tokens": torch.zeros(1, 16, 16).long()}, ValueError, "kept.*float32.*bool"),
     ({"kept": torch.ones(1, 16, 16).bool(), "tokens": torch.full((1, 16, 16), 99999)}, ValueError, "99999.*0 to 1023"),
 ])
@@ -45,7 +52,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_runs(model, given, erro
 @pytest.mark.parametrize(("given", "message"), [
     ({"kept": torch.ones(1, 3, 3).bool(), "tokens": torch.zeros(1, 8, 8, 16)}, "kept.*3"),
     ({"kept": torch.ones(1, 8, 8).bool(), "tokens": torch.zeros(1, 8, 8, 3)}, "tokens.*3"),
-    ({"kept": torch.ones(1, 8, 8).bool()}, "kept.*no tokens"),
+    ({"kept": torch.ones(1, 8, 8).bool()}, "tokens.*kept.*both"),
 ])
 def test_so_are_tokens_of_a_continuous_model(given, message):
     model = specar.load_model(specar.bundled("continuous"))
@@ -82,6 +89,13 @@ def test_one_mask_may_be_meant_for_all_images(model):
     tokens = torch.full((1, 16, 16), 5)
     out = specar.sample(model, model.encode_prompt("star"), batch_size=2, tokens=tokens, kept=torch.ones(1, 16, 16) > 0)
     assert (out.tokens == 5).all() and len(out.tokens) == 2
+
+
+def test_numbers_of_numpy_are_numbers(model):
+    """As tables of pandas have them."""
+    prompt = model.encode_prompt("star")
+    out = specar.sample(model, prompt, seed=numpy.int64(3), batch_size=numpy.int32(2), top_k=numpy.int64(5))
+    assert torch.equal(out.tokens, specar.sample(model, prompt, seed=3, batch_size=2, top_k=5).tokens)
 
 
 def test_bundled_lists_models_and_drafters():
