@@ -36,7 +36,10 @@ class Prompted:
     device: torch.device
 
     def encode_prompt(self, text: str) -> Conditioning:
-        """CONDITIONING of a prompt (or of a class name or number). Raises ValueError with a remedy."""
+        """CONDITIONING of a prompt (or of a class name or number). Raises ValueError with a remedy, TypeError for
+        what is no text."""
+        if not isinstance(text, str):
+            raise TypeError(f"The prompt is {text!r}, but must be a text.")
         return self.encode_features(self.prompt_encoder.encode(text), text=text)
 
     def unknown_words(self, text: str) -> list[str]:

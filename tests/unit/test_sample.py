@@ -66,6 +66,11 @@ def test_so_is_a_prompt_that_was_not_encoded(model, prompt):
         specar.sample(model, prompt)
 
 
+def test_so_is_a_prompt_that_is_no_text(model):
+    with pytest.raises(TypeError, match="prompt is None.*text"):
+        model.encode_prompt(None)
+
+
 @pytest.mark.parametrize(("name", "value"), [
     ("strength", 0.5), ("skippable", "sky"), ("tokens", [[1]]), ("kept", True),
 ])
