@@ -21,7 +21,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from .dispatch import FIRST_PATIENCE, PATIENCE, Batch, Options, fetch_missing
 from .jobs import SHOWN, Job, JobsError, RowsError, counted, read_jobs
 from .journal import Journal, JournalError
-from .maps import check_ids, with_maps
+from .maps import check_ids, has_map, with_maps
 from .overrides import ROLES, OverrideError, Workflow, fingerprint, places, prompts_of, read_workflow, texts_reaching
 from .server import PORT
 
@@ -176,6 +176,15 @@ def tell_of_prompts(workflow: Workflow, jobs: list[Job]) -> None:
             f"workflow's, {workflow[node]['inputs'][field]!r}")
 
 
+def tell_of_maps(journal: Journal, jobs: list[Job]) -> None:
+    """Says how many jobs are done and have no map, as they were made without."""
+    without = [job.id for job in jobs
+               if journal.done(job.id) and not has_map(job.id, journal.results[job.id].get("copies", []))]
+    if without:
+        say(f"{counted(len(without), 'job')} done before without --maps: no maps for them (choose other --results and "
+            "another --out)")
+
+
 def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
     urls = list(dict.fromkeys(url.rstrip("/") for url in options.server or [SERVER]))
     for url in urls:
@@ -198,8 +207,8 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
             without = asyncio.run(fetch_missing(journal, done, options.out))
         for job, why in without.items():
             say(f"{job}: done before, but without a copy: {why}")
-        if done and options.maps:
-            say(f"{counted(len(done), 'job')} done before: no maps for them (choose other --results, another --out)")
+        if options.maps:
+            tell_of_maps(journal, jobs)
         code = followed(journal, jobs, open_jobs,
                         lambda on_result: drive(journal, urls, chosen, open_jobs, prompts, on_result), len(urls) > 1)
         if not options.out and any(journal.done(job.id) for job in jobs):
@@ -225,6 +234,8 @@ def on_ray(options: argparse.Namespace, jobs: list[Job]) -> int:
     prints = {job: fingerprint([asdict(studio), found]) for job, found in settings.items()}
     with Journal(results_of(options)) as journal:
         open_jobs = left(journal, jobs, prints, options)
+        if options.maps:
+            tell_of_maps(journal, jobs)
 
         def work(on_result: Callable[[dict], None]) -> bool:
             try:

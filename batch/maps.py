@@ -57,6 +57,11 @@ def map_of(image: Path) -> Path:
     return image.with_name(f"{image.stem}{MAP}.png")
 
 
+def has_map(job_id: str, copies: list[str]) -> bool:
+    """Is one of a job's copies a map? The id itself may end like one."""
+    return any(Path(copy).stem.removeprefix(job_id).endswith(MAP) for copy in copies)
+
+
 def check_ids(jobs: list[Job]) -> None:
     """Raises RowsError where a job's image would have the name of another one's map."""
     ids = {job.id.casefold() for job in jobs}
