@@ -16,6 +16,12 @@ Place = tuple[str, str]  # node id, input
 ROLES = {"prompt": "positive", "negative": "negative"}  # column -> the input whose text it is
 TEXTS = ("text", "prompt")  # what nodes that read a prompt call it
 SEEDS = ("seed", "noise_seed")
+# Inputs of this pack's nodes that are whole numbers. A workflow does not show it: ComfyUI's page saves 2.0 as 2.
+WHOLE = {
+    "batch_size", "depth", "depth_max", "depth_min", "depth_step", "draft_length", "frames", "front_drafts",
+    "head_steps", "height", "hold", "interval", "iterations", "neighbours", "nodes", "picture", "seconds", "seed",
+    "steps", "tokens", "top_k", "trial_seed", "width", "width_max", "width_min", "width_step", "window",
+}
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -66,8 +72,10 @@ def with_overrides(workflow: Workflow, overrides: dict[str, Any]) -> Workflow:
         for name in (name for name in found if addressed(workflow, name) == one_node):
             for node, field in found[name]:
                 value = converted(overrides[name], workflow[node]["inputs"][field], name)
-                if name.split(".")[-1] in SEEDS:  # ComfyUI would cut a fraction off silently
+                if name.split(".")[-1] in SEEDS:
                     check_seed(name, value)
+                elif is_whole(workflow[node], field):  # ComfyUI would cut a fraction off silently
+                    check_whole(name, value)
                 other = setter.setdefault((node, field), name)
                 if other != name and changed[node]["inputs"][field] != value:
                     raise OverrideError(f"{other} and {name} set the same input ({node}.{field}) to different values")
@@ -210,6 +218,17 @@ def converted(value: Any, current: Any, name: str) -> Any:
             raise OverrideError(f"{name} must be a string, not {value!r}")
         return str(value)
     return value
+
+
+def is_whole(node: dict, field: str) -> bool:
+    """Is the input known to be a whole number?"""
+    return node["class_type"] == "PrimitiveInt" or (node["class_type"].startswith("SpecAR") and field in WHOLE)
+
+
+def check_whole(name: str, value: Any) -> None:
+    """Refuses what `number` left a fraction."""
+    if isinstance(value, float):
+        raise OverrideError(f"{name} must be a whole number, not {value!r}")
 
 
 def check_seed(name: str, value: Any) -> None:

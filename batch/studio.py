@@ -18,7 +18,7 @@ from ..samplers.contract import Method
 from ..samplers.registry import METHODS, PUBLISHED
 from ..samplers.settings import Setting, settings_of
 from .jobs import Job, JobsError, RowsError, several, warnings_of
-from .overrides import OverrideError, check_seed, converted, with_hints
+from .overrides import OverrideError, check_seed, check_whole, converted, with_hints
 
 EXAMPLES = {"int": 0, "int | None": 0, "float": 0.0, "bool": False, "str": "", "str | None": ""}  # of settable types
 SAMPLING = {"seed": "int", "cfg": "float", "temperature": "float", "top_k": "int", "top_p": "float"}
@@ -103,8 +103,8 @@ class Studio:
 def typed(name: str, value: Any, kind: str, legal: Setting | None) -> Any:
     """The value in a type of EXAMPLES. Raises ValueError for one that does not fit."""
     found = converted(value, EXAMPLES[kind], name)
-    if kind.startswith("int") and not isinstance(found, int):
-        raise OverrideError(f"{name} must be a whole number, not {value!r}")
+    if kind.startswith("int"):
+        check_whole(name, found)
     if name == "seed":
         check_seed(name, found)
     if legal:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from comfyui_specar.batch.jobs import JobsError, RowsError, read_jobs
 from comfyui_specar.batch.overrides import (
+    WHOLE,
     OverrideError,
     converted,
     fingerprint,
@@ -238,6 +239,34 @@ def test_a_text_that_two_roles_share_and_a_circle_are_survived(workflow):
 def test_a_setting_that_does_not_fit_says_what_does(workflow, name, value, message):
     with pytest.raises(OverrideError, match=message):
         with_overrides(workflow, {name: value})
+
+
+@pytest.mark.parametrize("value", ["16.5", 16.5])
+@pytest.mark.parametrize("column", ["window", "6.window", "Size.value", "width"])
+def test_a_fraction_is_refused_with_its_line_where_a_whole_number_is_needed(tmp_path, workflow, column, value):
+    workflow["6"] |= {"class_type": "SpecARSJDSampler"}
+    workflow["6"]["inputs"]["window"] = 16
+    workflow["10"] = {"class_type": "PrimitiveInt", "inputs": {"value": 256}, "_meta": {"title": "Size"}}
+    workflow["7"]["inputs"]["width"] = ["10", 0]
+    with pytest.raises(RowsError, match=rf"^line 1: {column} must be a whole number, not 16\.5$"):
+        prompts_of(workflow, jobs_in(tmp_path, "a.jsonl", json.dumps({column: value})))
+    assert prompts_of(workflow, jobs_in(tmp_path, "a.jsonl", json.dumps({column: "16.0"})))
+
+
+def test_a_whole_number_in_a_workflow_may_stand_for_a_fraction(workflow):
+    """Of this pack's own inputs, and of all those of other nodes."""
+    workflow["6"] |= {"class_type": "SpecARSJDSampler"}
+    workflow["7"]["inputs"]["window"] = 16
+    found = with_overrides(workflow, {"cfg": 2.5, "window": "16.5"})
+    assert found["6"]["inputs"]["cfg"] == found["7"]["inputs"]["cfg"] == 2.5 and found["7"]["inputs"]["window"] == 16.5
+
+
+def test_inputs_that_are_known_to_be_whole_numbers_are_those_of_the_nodes():
+    contract = json.loads((ROOT / "tests/e2e/object_info.json").read_text(encoding="utf-8"))
+    kinds = [(name, about[0]) for node in contract.values() for group in node["inputs"].values()
+             for name, about in group.items()]
+    assert {name for name, kind in kinds if kind == "INT"} == WHOLE
+    assert not WHOLE & {name for name, kind in kinds if kind == "FLOAT"}
 
 
 def test_all_columns_that_the_workflow_lacks_are_named_at_once(workflow):
