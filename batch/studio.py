@@ -150,10 +150,9 @@ class Painter:
             job, begun, image, overlay = json.loads(text), time.monotonic(), b"", b""
             record = {"id": job["id"], "status": "success", "traces": [], "warnings": [], "error": ""}
             unknown = [word for name in TEXTS for word in self.model.unknown_words(job["settings"].get(name, ""))]
-            record["warnings"] = warnings_of(unknown)
             try:
                 image, overlay, totals = self.generate(job["settings"])
-                record["traces"] = [totals]
+                record |= {"traces": [totals], "warnings": warnings_of(unknown)}
             except Exception as error:  # of whatever kind: a job's trouble is not the batch's
                 record |= {"status": "error", "error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
             records.append(json.dumps(record | {"seconds": round(time.monotonic() - begun, 3)}))

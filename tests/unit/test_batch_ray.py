@@ -58,6 +58,7 @@ def test_actors_run_the_jobs_but_not_those_that_were_run_before(table, monkeypat
     records = {line["id"]: line for line in lines}
     assert records["star"]["status"] == records["late"]["status"] == "success"
     assert "aple" in records["late"]["warnings"][0] and records["star"]["warnings"] == []
+    assert records["nonsense"]["warnings"] == [] and "nonsense: warning" not in said
     assert "xyzzy" in records["nonsense"]["error"] and "2 attempts" in records["poison"]["error"]
     [trace] = records["star"]["traces"]
     assert trace["method"] == "sjd" and 0 < trace["target_passes"] < 256 and trace["seed"] == 1
