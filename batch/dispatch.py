@@ -182,9 +182,7 @@ class Batch:
                     self._give_back(lane, silent)
                 left = self._patience_left(begun)
                 if left <= 0 and not self._others(lane):
-                    logger.error("No server answers: given up. Start one, or name its address with --server.")
-                    self.stopping = True
-                    self._wake()
+                    self._give_up()
                     return
                 pause = min(self.options.poll * 2 ** min(lane.failures, 10), self.options.grace,
                             max(left, self.options.poll))
@@ -197,6 +195,11 @@ class Batch:
             lane.news.clear()
         if self.stopping:
             await self._cancel(lane)
+
+    def _give_up(self) -> None:
+        if not self.stopping:  # other servers may find it out at the same time
+            logger.error("No server answers: given up. Start one, or name its address with --server.")
+            self.stop()
 
     async def _visit(self, lane: Lane) -> None:
         """Collects what has ended, hands over what was given to it."""

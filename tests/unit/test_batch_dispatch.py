@@ -493,6 +493,19 @@ def test_without_any_server_it_gives_up_and_can_go_on_later(tmp_path, clock):
     asyncio.run(check())
 
 
+def test_that_no_server_answers_is_said_once(tmp_path, clock, monkeypatch, caplog):
+    """Also where all are asked when the time is over."""
+    async def silent(self):
+        await asyncio.sleep(0.02)
+        raise server.ServerAwayError(self.url)
+
+    monkeypatch.setattr(server.Server, "versions", silent)
+    long = QUICK.patience + 0.1
+    asyncio.run(run(tmp_path / "r.jsonl", ["http://a", "http://b"], jobs_of(1),
+                    during=lambda batch: clock.away(batch, long)))
+    assert sum("given up" in message for message in caplog.messages) == 1
+
+
 def test_cancelling_takes_ours_and_leaves_what_others_queued(tmp_path):
     async def check():
         async with FakeComfy() as one:
