@@ -63,8 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return CANCELLED
     except (OSError, RuntimeError) as error:
-        say(f"error: {error}; the same command goes on where this stopped")
-        return LEFT
+        return stopped(error)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -165,6 +164,12 @@ def say(text: str) -> None:
     tqdm.write(text if sys.stderr.isatty() else f"{time.strftime(CLOCK)} {text}", file=sys.stderr)
 
 
+def stopped(error: Exception) -> int:
+    """Says what stopped the batch. Returns the exit code."""
+    say(f"error: {error}; the same command goes on where this stopped")
+    return LEFT
+
+
 def tell_of_prompts(workflow: Workflow, jobs: list[Job]) -> None:
     """Says how many rows have no prompt, as the workflow's own, an example, is drawn for them."""
     own = texts_reaching(workflow, ROLES["prompt"])
@@ -202,15 +207,19 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
     chosen = Options(options.in_flight, options.retries, options.out, patience=options.patience, maps=options.maps)
     with Journal(results_of(options)) as journal:
         open_jobs = left(journal, jobs, {job: fingerprint(prompt) for job, prompt in prompts.items()}, options)
-        done, without = [job for job in jobs if journal.done(job.id)], {}
-        if options.out:
-            without = asyncio.run(fetch_missing(journal, done, options.out))
-        for job, why in without.items():
-            say(f"{job}: done before, but without a copy: {why}")
         if options.maps:
             tell_of_maps(journal, jobs)
-        code = followed(journal, jobs, open_jobs,
-                        lambda on_result: drive(journal, urls, chosen, open_jobs, prompts, on_result), len(urls) > 1)
+        without: dict[str, str] = {}  # job id -> why it has no copy
+
+        def work(on_result: Callable[[dict], None]) -> bool:
+            if options.out:
+                done = [job for job in jobs if journal.done(job.id)]
+                without.update(asyncio.run(fetch_missing(journal, done, options.out)))
+            for job, why in without.items():
+                say(f"{job}: done before, but without a copy: {why}")
+            return drive(journal, urls, chosen, open_jobs, prompts, on_result)
+
+        code = followed(journal, jobs, open_jobs, work, len(urls) > 1)
         if not options.out and any(journal.done(job.id) for job in jobs):
             say("The images are in the output folders of the servers. The same command with --out FOLDER copies them.")
         return LEFT if without and code in (DONE, FAILED) else code
@@ -296,14 +305,17 @@ def followed(journal: Journal, jobs: list[Job], open_jobs: list[Job], work: Call
             say(f"{job_id}: {WITHOUT_IMAGE[found['status']]} before: {found['error']}")
         if len(failed) > SHOWN:
             say(f"... and {len(failed) - SHOWN} more from before")
-        cancelled = work(on_result)
+        try:
+            code = CANCELLED if work(on_result) else None
+        except (OSError, RuntimeError) as error:
+            code = stopped(error)
     still = begun - ended  # what results have of these is of an earlier try
     counts = Counter(journal.results[job.id]["status"] for job in jobs if job.id not in still)
     without = ", ".join(f"{counts[status]} {word}" for status, word in WITHOUT_IMAGE.items()
                         if counts[status] or status == "error")
     say(f"{counts['success']} of {counted(len(jobs), 'job')} done, {without}, {len(still)} still to do. {journal.path}")
-    if cancelled:
-        return CANCELLED
+    if code is not None:
+        return code
     if counts["error"]:
         say("Correct the rows of failed jobs, or what is wrong with their server, and repeat the command with "
             "--retry-failed; without it, it runs corrected rows only.")

@@ -16,7 +16,7 @@ import aiohttp
 
 from ..files import FileInUseError, replace
 from .jobs import Job, counted
-from .journal import Journal
+from .journal import Journal, naming
 from .maps import MAP, map_of, with_maps
 from .overrides import Workflow, fingerprint, named_after
 from .server import Entry, Refusal, Server, ServerAwayError
@@ -465,7 +465,7 @@ def write_whole(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     try:
-        with part.open("wb") as file:
+        with naming(path), part.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -7,6 +7,8 @@ that was handed to a server). Every line is on disk before the next step is take
 import json
 import os
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -53,12 +55,17 @@ class Lines:
         return records
 
     def append(self, record: dict[str, Any]) -> None:
-        if self._length is not None:
-            self.file.truncate(self._length)
-        self.file.write(self._end + json.dumps(record, ensure_ascii=False).encode() + b"\n")
-        self._length, self._end = None, b""
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        with naming(self.path):
+            if self._length is not None:
+                self.file.truncate(self._length)
+            self.file.write(self._end + json.dumps(record, ensure_ascii=False).encode() + b"\n")
+            self._length, self._end = None, b""
+            self.file.flush()
+            os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        with suppress(OSError):  # it tries again to write what `append` could not, which has been said
+            self.file.close()
 
 
 class Journal:
@@ -99,8 +106,8 @@ class Journal:
         return self
 
     def __exit__(self, *_exc) -> None:
-        self._journal.file.close()
-        self._results.file.close()
+        self._journal.close()
+        self._results.close()
 
     def changed(self, job: str, fingerprint: str) -> bool:
         """Was it handed out with other settings, or for another workflow?"""
@@ -138,6 +145,16 @@ class Journal:
         record = {**record, "ended": record.get("ended") or now()}
         self._results.append(record)
         self.results[record["id"]] = record
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Puts the file's name into an OSError that has none, such as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def now() -> str:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 from comfyui_specar.batch import cli, dispatch
 from comfyui_specar.batch.jobs import Job
-from comfyui_specar.batch.journal import Journal, JournalError
+from comfyui_specar.batch.journal import Journal, JournalError, Lines
 from comfyui_specar.tests.support.fake_comfy import FakeComfy, until
 from comfyui_specar.tests.support.patience import PATIENCE
 
@@ -447,5 +447,32 @@ def test_a_full_disk_stops_the_batch_and_loses_nothing(table, here, capsys, monk
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "write_result", full)
         assert run_beside(one) == cli.LEFT
-    assert "No space left on device; the same command goes on" in capsys.readouterr().err
+    *_, error, counts, _where_the_images_are = capsys.readouterr().err.splitlines()
+    assert "No space left on device; the same command goes on" in error
+    assert "1 of 8 jobs done, 0 failed, 7 still to do" in counts
     assert run_beside(one) == cli.DONE and len(recorded(table / "jobs.results.jsonl")) == 8
+
+
+def test_a_full_disk_is_named_and_counted_where_only_copies_are_missing(table, here, capsys, monkeypatch):
+    one = FakeComfy()
+    assert run_beside(one) == cli.DONE
+    capsys.readouterr()
+    monkeypatch.setattr(os, "fsync", full_disk)
+    assert run_beside(one, "--out", "out") == cli.LEFT
+    *_, error, last = capsys.readouterr().err.splitlines()
+    assert "No space left on device: 'out" in error and "j0.png'; the same command goes on" in error
+    assert "8 of 8 jobs done, 0 failed, 0 still to do" in last and list(Path("out").iterdir()) == []
+
+
+def full_disk(_file: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_what_a_full_disk_did_not_take_is_an_error_once(tmp_path):
+    """Closing tries to write it again."""
+    lines = Lines(tmp_path / "r.jsonl")
+    lines.file = Path("/dev/full").open("wb")
+    with pytest.raises(OSError, match=r"No space left on device: .*r\.jsonl"):
+        lines.append(RECORD)
+    lines.close()
