@@ -32,6 +32,7 @@ def main() -> int:
         given = {"prompt": arguments.prompt, "seed": arguments.seed}
         prompt = with_overrides(read_workflow(arguments.workflow),
                                 {name: value for name, value in given.items() if value is not None})
+        make_output()
         print("Starting ComfyUI ...", flush=True)
         with ComfyServer(arguments.comfyui, log, output=OUTPUT, port=port) as server:
             make(server, prompt, arguments.workflow)
@@ -55,10 +56,22 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="the seed of all samplers")
     parser.add_argument("--workflow", type=Path, default=DEFAULT_WORKFLOW, help="a workflow in API format")
     parser.add_argument("--serve", action="store_true", help="leave ComfyUI running, to be used in a browser")
-    parser.add_argument("--port", type=int, choices=range(1, 65536), metavar="PORT",
-                        help="the server's port (default: any free one)")
+    parser.add_argument("--port", type=port_number, help="the server's port (default: any free one)")
     parser.add_argument("--comfyui", type=Path, required=True, help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def port_number(text: str) -> int:
+    if not (text.isdecimal() and 1 <= int(text) <= 65535):
+        raise argparse.ArgumentTypeError("a port is 1 to 65535")
+    return int(text)
+
+
+def make_output() -> None:
+    try:
+        OUTPUT.mkdir(exist_ok=True)
+    except FileExistsError as error:
+        raise DemoError(f"{OUTPUT} is a file: move it away, as the images go into a folder of that name") from error
 
 
 def make(server: ComfyServer, prompt: dict, workflow: Path) -> None:

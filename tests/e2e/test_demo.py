@@ -99,6 +99,19 @@ def test_demo_refuses_a_file_that_is_no_workflow(fail, tmp_path):
     assert said.startswith("error: ") and str(file) in said and "Export (API)" in said
 
 
+def test_demo_refuses_a_file_where_the_images_go(fail, demo_module, tmp_path, monkeypatch):
+    (tmp_path / "output").write_text("", encoding="utf-8")
+    monkeypatch.setattr(demo_module, "OUTPUT", tmp_path / "output")
+    [line] = fail().splitlines()
+    assert line.startswith(f"error: {tmp_path / 'output'} is a file: move it away")
+
+
+@pytest.mark.parametrize("port", ["0", "99999", "x"])
+def test_a_number_that_is_no_port_is_refused_with_those_that_are(comfyui, port):
+    done = demo(comfyui, "--port", port)
+    assert done.returncode == 2 and done.stderr.endswith("error: argument --port: a port is 1 to 65535\n")
+
+
 @pytest.mark.parametrize(("script", "how"), [
     ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", f"signal {signal.SIGKILL:d}"),
     ("raise SystemExit(0)", "code 0"),
