@@ -65,7 +65,7 @@ SETTINGS = ("Bundled model, {tokens} tokens per image, guidance {guidance:g}, te
             "next token = 1: these passes at the cost of a round (a pass with its drafts and its sampling), which was "
             "measured on the same model enlarged to the sizes of LlamaGen-B and -L (87 and {millions} M parameters, "
             "the same images), in bf16 on {threads} threads of {processors}, -L, front drafts and the TV budget on the "
-            "second only.")
+            "second only. VVS takes the first drawn path.")
 QUALITY = (" Quality: of {images} images each ({dtype}), the change of their tokens' mean log-probability from next "
            "token's, in nats per token, and the fraction that shows all that was asked for, both with 95 % intervals; "
            "no two methods share seeds, so exact methods differ by chance, and that set of next-token images came out "
@@ -104,7 +104,7 @@ CHINESE = {
         "自带模型，每张图像{tokens}个token，引导{guidance:g}，温度{temperature:g}，SJD的窗口为32（在CPU上用fp32时自动取16）；"
         "前向次数是{prompts}个提示词的{images}张图像的平均值。时间以逐token为1：按这些前向次数和每一轮（一次前向，连同草稿和采样）的代价计算，"
         "后者在放大到LlamaGen-B和-L大小（8700万和{millions}00万参数，图像相同）的同一模型上、以bf16用{processors}的"
-        "{threads}个线程测得，-L、前端草稿和TV预算只用后者测量。",
+        "{threads}个线程测得，-L、前端草稿和TV预算只用后者测量。VVS取最先抽取的路径。",
     "{} and {}": "{}和{}", "{} to {}": "{}至{}",
 }  # fmt: skip
 

@@ -241,8 +241,8 @@ def _ratio(ratio: np.ndarray, verified: np.ndarray) -> TokenMap:
     position = (np.log2(np.clip(ratio, 1 / 8, 8)) + 3) / 6
     colours = np.where(verified[..., None], gradient(position, RATIO), GREY).astype(np.uint8)
     strength = np.where(verified, np.minimum(ratio, 1), 0).astype(np.float32)
-    legend = (Scale(RATIO, "1/8: accepted 1 in 8", "8: always"), *_grey(~verified, NOT_JUDGED))
-    return TokenMap(colours, strength, "Ratio p/q of the verified draft", legend)
+    legend = (Scale(RATIO, "1/8 or less", "8 or more"), *_grey(~verified, NOT_JUDGED))
+    return TokenMap(colours, strength, "Ratio p/q (the exact test accepts min(1, p/q))", legend)
 
 
 def _log_ratio(ratio: np.ndarray, judged: np.ndarray) -> TokenMap:
@@ -250,7 +250,7 @@ def _log_ratio(ratio: np.ndarray, judged: np.ndarray) -> TokenMap:
     position = (np.clip(ratio, -LOG_RATIOS, LOG_RATIOS) / LOG_RATIOS + 1) / 2
     colours = np.where(judged[..., None], gradient(position, RATIO), GREY).astype(np.uint8)
     strength = np.where(judged, np.exp(np.minimum(ratio, 0)), 0).astype(np.float32)
-    legend = (Scale(RATIO, f"-{LOG_RATIOS}: rarely accepted", f"{LOG_RATIOS}: always"),
+    legend = (Scale(RATIO, f"-{LOG_RATIOS} or less", f"{LOG_RATIOS} or more"),
               *_grey(~judged, NOT_JUDGED))
     return TokenMap(colours, strength, "Log ratio of the test", legend)
 

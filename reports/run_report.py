@@ -44,7 +44,9 @@ def judgement(settings: dict[str, Any]) -> str:
         uniform = skipping["schedule"] == "uniform"
         which = f"one draft in {skipping['interval']}" if uniform else f"drafts alike from {skipping['threshold']:g}"
         return f"VVS: {which} unverified, the others {text}"
-    return text + (f", settling below {settings['settle']:g}" if "settle" in settings else "")
+    if settings.get("reuse") == "threshold_paper":
+        text += " test of reused drafts"  # with a distribution that is not theirs
+    return text + (f" but for settling below {settings['settle']:g}" if "settle" in settings else "")
 
 
 def _tolerance(settings: dict[str, Any]) -> str:

@@ -143,7 +143,7 @@ def test_moved_is_the_total_variation():
 
 def test_the_trace_tells_of_settling():
     trace = draw(replace(EXACT, settle=0.05), batch=4).trace
-    assert trace.settings["settle"] == 0.05 and judgement(trace.settings) == "exact, settling below 0.05"
+    assert trace.settings["settle"] == 0.05 and judgement(trace.settings) == "exact but for settling below 0.05"
     assert "settle" not in draw(EXACT, batch=4).trace.settings
     assert judgement(draw(EXACT, batch=4).trace.settings) == "exact"
 
