@@ -92,7 +92,7 @@ def sample(
         raise ValueError(f"seed is {seed}, but must be 0 to {SEEDS - 1}.")
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, but must be at least 1.")
-    sides = more.get("grid") or (1, 1)
+    sides = (1, 1) if more.get("grid") is None else more["grid"]
     if not isinstance(sides, tuple | list) or len(sides) != 2 or not all(isinstance(side, Integral) for side in sides):
         raise TypeError(f"grid is {sides!r}, but must be two whole numbers: rows and columns of tokens.")
     if method is not None:
@@ -115,8 +115,8 @@ def check_parts(method: Method) -> None:
     if not isinstance(method, Method):
         raise TypeError(f"method is {method!r}, but must be an object such as methods.SJD(); there are "
                         f"{', '.join([*(each.__name__ for each in METHODS), *PUBLISHED])}.")
-    if hasattr(method, "drafter") and not hasattr(method.drafter, "device"):
-        raise TypeError(f"{type(method).__name__}'s drafter is {method.drafter!r}, but must be that of "
+    if hasattr(method, "drafter") and not hasattr(method.drafter, "device" if method.continuous else "kind"):
+        raise TypeError(f"{type(method).__name__}'s drafter is {method.drafter!r:.60}, but must be that of "
                         "load_drafter(path, model).")
     for part, (kind, words) in PARTS.items():
         if hasattr(method, part) and not isinstance(value := getattr(method, part), kind):

@@ -222,6 +222,9 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
         code = followed(journal, jobs, open_jobs, work, len(urls) > 1)
         if not options.out and any(journal.done(job.id) for job in jobs):
             say("The images are in the output folders of the servers. The same command with --out FOLDER copies them.")
+        if without:
+            say(f"{counted(len(without), 'job')} done, but without a copy: repeat the command when its server answers; "
+                "for copies that no server has any more, leave out --out.")
         return LEFT if without and code in (DONE, FAILED) else code
 
 

@@ -118,7 +118,7 @@ class DiscreteModel(Prompted, Placed):
             raise ValueError(f"cfg is {asked.cfg}, but this model was trained without guidance. Set cfg to 1.")
         size = layout.rows, layout.cols
         positive = self.read(conditioning, batch, "positive", size)
-        negative = negative and self.read(negative, batch, "negative", size)
+        negative = None if negative is None else self.read(negative, batch, "negative", size)
         return Request(
             self, positive, layout, asked, negative, seed, batch, callback,
             None if strength is None else layout.spread(strength.float(), fill=1.0),

@@ -92,7 +92,7 @@ class ContinuousBase(Prompted, Placed):
         check_both(tokens, kept)
         asked = chosen_params(self.defaults, params, "continuous models")
         positive = self.read(conditioning, batch, "positive")
-        negative = negative and self.read(negative, batch, "negative")
+        negative = None if negative is None else self.read(negative, batch, "negative")
         tokens, kept = tokens if tokens is None else tokens.flatten(1, -2), kept if kept is None else kept.flatten(1)
         return ContinuousRequest(self, positive, grid, asked, negative, seed, batch, callback, tokens, kept)
 

@@ -145,8 +145,10 @@ def load_drafter(
     """Load a drafter for ``model`` from a file or folder: an EAGLE drafter, or a smaller model of the same family.
 
     Device and dtype None: those of the model. Raises CheckpointError (a ValueError) for unsupported or damaged files,
-    and for drafters of other models.
+    and for drafters of other models; TypeError for what is no model.
     """
+    if not hasattr(model, "request"):
+        raise TypeError(f"model is {model!r}, but must be that of load_model(path).")
     checkpoint = open_checkpoint(weight_file(Path(path)))
     dtype, family = dtype or model.dtype, family_of(checkpoint)
     if eagle.recognise(checkpoint.tensors):

@@ -22,6 +22,8 @@ def model():
     ({"method": specar.methods.SJD(threshold="a")}, TypeError, "threshold is 'a'.*number"),
     ({"method": specar.methods.SJD(rule="lantern")}, TypeError, r"rule is 'lantern'.*rules\."),
     ({"method": specar.methods.SJD(rule=specar.rules.CoolSD(delta="1"))}, TypeError, "delta is '1'.*number"),
+    ({"negative": torch.ones(2)}, TypeError, "negative prompt is .*encode_prompt"),
+    ({"grid": numpy.array([16, 16])}, TypeError, "grid is .*rows"),
     ({"negative": "ugly"}, TypeError, r"negative prompt is 'ugly'.*encode_prompt"),
     ({"seed": -1}, ValueError, "seed.*-1.*0 to 18446744073709551615"),
     ({"seed": 2**64}, ValueError, "seed.*0 to"),
@@ -77,6 +79,13 @@ def test_so_is_a_prompt_that_is_no_text(model):
 def test_so_is_what_should_have_a_value_per_token(model, name, value):
     with pytest.raises(TypeError, match=f"{name} is .*tensor"):
         specar.sample(model, model.encode_prompt("heart"), **{name: value})
+
+
+def test_so_is_a_model_that_is_no_drafter_and_a_path_that_is_no_model(model):
+    with pytest.raises(TypeError, match=r"(?s)DraftTree's drafter is DiscreteModel.*load_drafter"):
+        specar.sample(model, model.encode_prompt("heart"), specar.methods.DraftTree(model))
+    with pytest.raises(TypeError, match="model is .*load_model"):
+        specar.load_drafter(specar.bundled("default/eagle"), specar.bundled("default"))
 
 
 def test_so_is_a_path_instead_of_a_model(model):
