@@ -67,6 +67,20 @@ def test_what_a_run_took_stays_on_its_sampler(page, renderer):
     screenshot(page, f"result-{renderer}")
 
 
+def test_what_a_run_took_comes_back_with_its_tab(own_page):
+    page, text = own_page, "() => document.querySelector('.specar-result')?.textContent"
+    load(page, ROOT / f"workflows/{SJD}.json", name="one")
+    run(page)
+    page.wait_for_function(f"() => ({text})()?.includes('instead of 256')")
+    took = page.evaluate(text)
+    load(page, ROOT / f"workflows/{START}.json", name="two")
+    page.wait_for_function("() => app.graph._nodes.some(node => node.type === 'SpecARSampler')")
+    assert not page.evaluate(text)
+    page.locator(".workflow-tab", has_text="one").first.click()
+    page.wait_for_function("() => app.graph._nodes.some(node => node.type === 'SpecARSJDSampler')")
+    page.wait_for_function(f"took => ({text})() === took", arg=took)
+
+
 def test_a_model_dropped_on_the_canvas_is_offered_the_sampler(page):
     suggested = page.evaluate("() => LiteGraph.slot_types_default_out.AR_MODEL")
     assert suggested[1:4] == ["SpecARSampler", "SpecAREmptyLatent", "SpecARLoadDrafter"]

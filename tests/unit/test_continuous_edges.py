@@ -71,7 +71,7 @@ def test_what_a_run_drew_can_be_kept_by_the_next(models):
 
 
 @pytest.mark.parametrize(("keep", "word"), [
-    ({"kept": GRID}, "no tokens"), ({"kept": GRID.long(), "tokens": torch.zeros(2, SIDE, SIDE, CHANNELS)}, "bool"),
+    ({"kept": GRID}, "Give both"), ({"kept": GRID.long(), "tokens": torch.zeros(2, SIDE, SIDE, CHANNELS)}, "bool"),
 ])
 def test_illegal_kept_tokens_are_named(models, keep, word):
     with pytest.raises(ValueError, match=word):

@@ -87,10 +87,20 @@ function showUnknownWords({ detail: { node, words, refused } }) {
   if (text && !seen) app.extensionManager.toast.add({ severity: "warn", summary: text, life: NOTICE_SECONDS * 1000 });
 }
 
+const results = {}; // what runs took, by workflow and node: a tab that is opened again makes its nodes anew
+
+function resultsHere() {
+  return (results[app.extensionManager.workflow.activeWorkflow?.path] ??= {});
+}
+
 /** What a run took, on its sampler, until the next run of it tells of itself (see nodes/comfy_runtime/messages.py). */
 function listenToResults(api) {
-  api.addEventListener("specar.result", ({ detail: { node, text } }) => showResult(executingNode(node), text));
-  api.addEventListener("progress_text", ({ detail: { nodeId } }) => showResult(executingNode(nodeId), ""));
+  const tell = (node, text) => {
+    resultsHere()[node] = text;
+    showResult(executingNode(node), text);
+  };
+  api.addEventListener("specar.result", ({ detail: { node, text } }) => tell(node, text));
+  api.addEventListener("progress_text", ({ detail: { nodeId } }) => tell(nodeId, ""));
 }
 
 /** Lists this pack's templates by name: ComfyUI lists them as the file system does, which is in no order on Linux. */
@@ -135,6 +145,9 @@ app.registerExtension({
   },
   /** Results that come back: another workflow's tab, or a run opened from the queue. */
   onNodeOutputsUpdated(outputs) {
+    if (Object.keys(outputs).length) {
+      for (const [node, text] of Object.entries(resultsHere())) showResult(executingNode(node), text);
+    }
     for (const [locator, output] of Object.entries(outputs)) {
       const node = nodeAt(locator);
       if (node?.type?.startsWith("SpecAR") && node.constructor.nodeData?.output_node) show(node, output);
