@@ -121,8 +121,6 @@ class ContinuousSpeculative(Method):
     def check(self, request: ContinuousRequest) -> None:
         request.params.check()
         check_settings(self)
-        if not isinstance(self.length, int):
-            raise ValueError(f"length is {self.length}, but must be a whole number.")
         if not self.tolerance >= 0:
             raise ValueError(f"tolerance is {self.tolerance}, but must be at least 0.")
         if self.mode != "block" and self.condition == "prefix":
