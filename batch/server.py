@@ -9,7 +9,7 @@ import aiohttp
 from .jobs import warnings_of
 from .overrides import Workflow
 
-PORT = 8188  # of ComfyUI, unless told otherwise
+PORT = 8188  # ComfyUI's default
 BUSY_GATEWAY = (502, 503, 504)  # what a proxy says whose server is away
 NO_SUCH_NODE = ("invalid_prompt", "missing_node_type")  # types of ComfyUI's errors: of old and newer versions
 NO_SUCH_VALUE = ("value_not_in_list", "custom_validation_failed")  # of combos: models, images, options

@@ -1,6 +1,7 @@
 """The journal of a batch: what it knows after a crash, and what it refuses to continue; and the command around it."""
 
 import asyncio
+import io
 import itertools
 import json
 import os
@@ -468,11 +469,20 @@ def full_disk(_file: int) -> None:
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+class FullDisk(io.RawIOBase):
+    """A file that can be opened and takes nothing."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, _data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+
 def test_what_a_full_disk_did_not_take_is_an_error_once(tmp_path):
     """Closing tries to write it again."""
     lines = Lines(tmp_path / "r.jsonl")
-    lines.file = Path("/dev/full").open("wb")
+    lines.file = io.BufferedWriter(FullDisk())
     with pytest.raises(OSError, match=r"No space left on device: .*r\.jsonl"):
         lines.append(RECORD)
     lines.close()

@@ -163,10 +163,8 @@ def test_the_chart_has_every_point_and_no_label_on_another(results):
 
 
 def test_a_label_without_a_line_stands_nearest_to_its_own_point():
-    """Three pairs of points above each other: beside them all the room is for the upper one's name."""
-    pairs = [point(passes, loss)._replace(name=f"{passes}, {loss}", listed=True)
-             for passes in (60, 90, 140) for loss in (0.5, 0.44)]
-    panel = Panel("x", [*pairs, point(40, 0, True)], 30)
+    """In the panel of the README, where two points of VVS are close to each other."""
+    panel = Panel("x", documents.quality_points(lambda row: row["changes"]["log_p"]), 30)
     drawn = ElementTree.fromstring(f"<g>{''.join(panel.labels(front(panel.points)))}</g>")
     led = {element.get("d").split("L")[1].strip() for element in drawn.findall("path")}
     dots = {p.name: (panel.x(p.passes), panel.y(p.loss)) for p in panel.points}
@@ -175,7 +173,6 @@ def test_a_label_without_a_line_stands_nearest_to_its_own_point():
         box = Box(left, base - 10, left + LETTER * len(label.text), base + 2)
         far = {name: math.dist(dot, box.nearest(dot)) for name, dot in dots.items()}
         assert f"{left - 2:.1f} {base - 4:.1f}" in led or far[label.text] == min(far.values()), label.text
-    assert set(dots) <= {label.text for label in drawn.findall("text")} | {"40"}
 
 
 def test_a_crowded_front_is_named_whole_with_lines_to_labels_further_away():

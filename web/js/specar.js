@@ -77,8 +77,7 @@ function executingNode(id) {
 }
 
 /** Which words of a prompt the model ignores, or why it refuses the prompt, on the node that encodes it (see
- * nodes/comfy_runtime/clip.py), and as a message where that node is not on the page: inside a subgraph, or behind the form
- * of an app. */
+ * nodes/comfy_runtime/clip.py), and as a toast where that node is not visible: inside a subgraph, or in app mode. */
 function showUnknownWords({ detail: { node, words, refused } }) {
   const encoder = executingNode(node);
   const text = refused ?? (words.length ? `Unknown, ignored: ${words.join(", ")}` : "");
