@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-import comfy.ops
 import folder_paths
 from comfy.cli_args import args
 
@@ -52,7 +51,7 @@ def search_folders() -> list[Path]:
 
     Includes ComfyUI's folder of tokenizers, which contains that of Harmon's language model.
     """
-    own = Path(comfy.ops.__file__).parent / "text_encoders"
+    own = Path(folder_paths.__file__).parent / "comfy" / "text_encoders"
     return [Path(p) for key in (MODELS, "vae", "text_encoders") for p in folder_paths.get_folder_paths(key)] + [own]
 
 

@@ -1,7 +1,6 @@
 // What SpecAR's output nodes show: the text of the report ("text" in their UI output) in a read-only field, and, on
 // Acceptance Map, the map itself with the numbers of every token. Without this file ComfyUI shows the map's picture.
-// On samplers, what a run took. On CLIP Text Encode, the words that the model does not know. And the order of the pack's
-// templates.
+// On samplers, what a run took. On CLIP Text Encode, the words that the model does not know.
 import { app } from "/scripts/app.js";
 import { MapView } from "./map.js";
 import { showReport, widgetOf } from "./report.js";
@@ -102,22 +101,8 @@ function listenToResults(api) {
   api.addEventListener("progress_text", ({ detail: { nodeId } }) => tell(nodeId, ""));
 }
 
-/** Lists this pack's templates by name: ComfyUI lists them as the file system does, which is in no order on Linux. */
-function sortTemplates() {
-  const { api } = app;
-  const pack = decodeURIComponent(new URL(import.meta.url).pathname.split("/").at(-3)); // <pack>/js/specar.js
-  const list = api.getWorkflowTemplates;
-  if (!list) return;
-  api.getWorkflowTemplates = async function () {
-    const templates = await list.apply(this, arguments);
-    templates?.[pack]?.sort?.();
-    return templates;
-  };
-}
-
 app.registerExtension({
   name: "specar.report",
-  init: sortTemplates,
   setup() {
     app.api.addEventListener("specar.unknown_words", showUnknownWords);
     listenToResults(app.api);
