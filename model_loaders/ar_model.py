@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..limits import SIDE, bounded_int
 from ..models.backbone import Backbone
 from ..models.cache import KVCache, slots_of
 from ..models.placed import Placed
@@ -27,7 +28,6 @@ from ..samplers.layout import TokenLayout
 from .branches import repeated, taken_over
 from .decoders.image_decoder import Autoencoder, ImageDecoder
 from .drafters import ModelDrafter, pair
-from .files.checkpoint import bounded_int
 from .neighbours import neighbour_table
 from .text.prompt_encoders import PromptEncoder
 from .text.prompts import Conditioning, EncodedPrompt, Prompted
@@ -78,7 +78,7 @@ class DiscreteModel(Prompted, Placed):
         self.family, self.grid, self.defaults = family, grid, defaults
         self.grids = tuple(grids) or (grid,)
         self.prompt_encoder, self.longest = prompt_encoder, longest
-        self.pixels_per_token = bounded_int("pixels_per_token", pixels_per_token, 1, 1024)
+        self.pixels_per_token = bounded_int("pixels_per_token", pixels_per_token, 1, SIDE)
         self.row_ends, self.endings, self.word_ids = row_ends, endings, tuple(word_ids)
         self.vocab_total = backbone.config.vocab
         self.vocab = self.vocab_total - row_ends - endings
@@ -404,7 +404,7 @@ class DiscreteModel(Prompted, Placed):
 
 
 def legal_grid(grid: Sequence[int]) -> tuple[int, int]:
-    """A grid as a tuple. Raises ValueError unless it is two integers from 1 to 1024."""
-    if len(grid) != 2 or not 1 <= min(grid) <= max(grid) <= 1024:
-        raise ValueError(f"grid is {tuple(grid)}, but must be two numbers (rows, columns) between 1 and 1024.")
+    """A grid as a tuple. Raises ValueError unless it is two integers from 1 to SIDE."""
+    if len(grid) != 2 or not 1 <= min(grid) <= max(grid) <= SIDE:
+        raise ValueError(f"grid is {tuple(grid)!r:.100}, but must be two numbers (rows, columns) between 1 and {SIDE}.")
     return int(grid[0]), int(grid[1])

@@ -16,6 +16,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from ..limits import SIDE, bounded_int
 from ..models.diffusion_head import DiffusionHead, Schedule
 from ..models.mar import MAR, Positions
 from ..models.placed import Placed
@@ -24,7 +25,6 @@ from ..samplers.contract import check_both, check_grids, chosen_params
 from ..samplers.distributions import Normal
 from .decoders.image_decoder import Autoencoder
 from .drafters import check_alike
-from .files.checkpoint import bounded_int
 from .files.errors import CheckpointError
 from .text.prompt_encoders import PromptEncoder, WordEncoder
 from .text.prompts import Conditioning, Prompted
@@ -65,7 +65,7 @@ class ContinuousBase(Prompted, Placed):
             raise ValueError(f"The scale of latents is {scale!r}, but must be a positive number.")
         self.family, self.grid, self.channels, self.scale = family, grid, channels, scale
         self.defaults, self.prompt_encoder = defaults, prompt_encoder
-        self.pixels_per_token = bounded_int("pixels_per_token", pixels_per_token, 1, 1024)
+        self.pixels_per_token = bounded_int("pixels_per_token", pixels_per_token, 1, SIDE)
         self.dtype = torch.float32
         self.sessions: dict[Hashable, Any] = {}  # its methods keep none
 

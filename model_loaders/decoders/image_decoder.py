@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from ..files.checkpoint import Checkpoint, bounded_int
+from ...limits import bounded_int
+from ..files.checkpoint import Checkpoint
 from ..files.weights import Weights, load_weights
 
 A = TypeVar("A", bound="Autoencoder")

@@ -16,12 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...limits import bounded_int
 from ...models.backbone import Backbone
 from ...models.glm_image import PREVIEW, AxisPositions, preview_grid
 from ...models.prefix import TextPrefix
 from ...samplers.contract import SamplingParams
 from ..ar_model import DiscreteModel, legal_grid
-from ..files.checkpoint import Checkpoint, bounded_int
+from ..files.checkpoint import Checkpoint
 from ..files.errors import CheckpointError
 from ..files.weights import load_weights
 from ..registry import Family, ReleasedDecoder, Source

@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...limits import bounded_int
 from ...models.harmon import Harmon
 from ..ar_model import Conditioning, legal_grid
 from ..continuous_model import MaskedModel, MaskedState
 from ..decoders.kl_vae import KL16
-from ..files.checkpoint import Checkpoint, bounded_int
+from ..files.checkpoint import Checkpoint
 from ..files.errors import CheckpointError
 from ..files.names import renamed
 from ..files.weights import load_weights

@@ -16,11 +16,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ...limits import bounded_int
 from ...models.backbone import Backbone, BackboneConfig, join_gates
 from ...models.prefix import CaptionPrefix, ClassPrefix
 from ...samplers.contract import SamplingParams
 from ..ar_model import DiscreteModel, legal_grid
-from ..files.checkpoint import WEIGHT_FILES, Checkpoint, bounded_int
+from ..files.checkpoint import WEIGHT_FILES, Checkpoint
 from ..files.errors import CheckpointError
 from ..files.names import renamed
 from ..files.weights import load_weights

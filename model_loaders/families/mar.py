@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...limits import bounded_int
 from ...models.diffusion_head import TRAINING_STEPS, DiffusionHead, Schedule
 from ...models.mar import MAR, MARConfig
 from ...samplers.continuous_contract import ContinuousParams
 from ..ar_model import legal_grid
 from ..continuous_model import MaskedModel
 from ..decoders.kl_vae import KL16
-from ..files.checkpoint import Checkpoint, bounded_int
+from ..files.checkpoint import Checkpoint
 from ..files.errors import CheckpointError
 from ..files.names import renamed
 from ..files.weights import load_weights

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ...limits import bounded_int
 from ...models.prefix import check_class
 from ...models.xar import CELL, CELLS, GRID, XAR, Flow, XARConfig, cell_order
 from ...samplers.continuous_contract import ContinuousParams
@@ -20,7 +21,7 @@ from ...samplers.distributions import Normal
 from ..ar_model import Conditioning
 from ..continuous_model import ContinuousBase
 from ..decoders.kl_vae import KL16
-from ..files.checkpoint import Checkpoint, bounded_int
+from ..files.checkpoint import Checkpoint
 from ..files.errors import CheckpointError
 from ..files.weights import load_weights
 from ..registry import Family

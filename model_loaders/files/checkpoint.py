@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ...limits import SETTINGS, SHARDS, legal_name, parse_json
 from . import safetensors_files
 from .errors import CheckpointError, raise_if_out_of_memory
 from .pickles import read_pickle, refuse_unreal
@@ -28,7 +28,6 @@ WEIGHT_FILES = (  # of a Hugging Face folder, in order of preference
 )  # fmt: skip
 # Averaged weights are preferred to those of the last step; the other keys are of DDP, DeepSpeed and Lightning.
 _CONTAINERS = ("model_ema", "model", "module", "state_dict")
-_LARGEST_SETTINGS = 32 * 2**20  # bytes of a .json file; the released ones have 10 MB at most
 
 
 @dataclass(frozen=True)
@@ -64,11 +63,11 @@ def read_settings(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        refuse_large(file, _LARGEST_SETTINGS)
-        settings = json.loads(file.read_text(encoding="utf-8"))
+        refuse_large(file, SETTINGS)
+        settings = parse_json(file.read_bytes())
     except CheckpointError:
         raise
-    except (ValueError, RecursionError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}. Download it again.") from error
     if not isinstance(settings, dict):
         raise CheckpointError(f"{file} is not a JSON object. Download it again.")
@@ -82,13 +81,6 @@ def refuse_large(file: Path, most: int) -> None:
         raise CheckpointError(f"{file} is missing. Restore it.")
     if (size := file.stat().st_size) > most:
         raise CheckpointError(f"{file} has {size} bytes; the limit for its kind is {most}. Download it again.")
-
-
-def bounded_int(name: str, value: Any, least: int, most: int) -> int:
-    """An integer from metadata. Raises ValueError for other types, or out of bounds."""
-    if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{name} is {value!r:.100}, but must be an integer from {least} to {most}.")
-    return value
 
 
 def title(path: Path) -> str:
@@ -142,6 +134,7 @@ _Read = Callable[[Path], tuple[dict[str, Tensor], dict[str, str]]]  # safetensor
 
 
 def _map(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    safetensors_files.check(path)  # the library would compute with whatever sizes the header states
     with safe_open(str(path), framework="pt", device="cpu") as file:
         return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118 (not a dict)
 
@@ -169,8 +162,8 @@ def shard_of(index: Path) -> dict[str, str]:
         isinstance(name, str) and Path(name).name == name and name not in ("", "..") and not name.endswith(INDEX)
         and len(name) < 256 for name in shards.values()
     )
-    if not shards or not plain:
-        raise CheckpointError(f"{index} does not list the shard of each tensor. Download it again.")
+    if not shards or not plain or len(set(shards.values())) > SHARDS:
+        raise CheckpointError(f"{index} does not list the shard of each tensor ({SHARDS} at most). Download it again.")
     return shards
 
 
@@ -198,7 +191,7 @@ def _open_shards(index: Path, read: _Read, mapped: bool) -> Checkpoint:
 def _open_safetensors(path: Path, read: _Read) -> Checkpoint:
     try:
         tensors, strings = read(path)
-        metadata = json.loads(strings.get("specar", "{}"))
+        metadata = parse_json(strings.get("specar", "{}"))
         tensors |= marks(strings, path)
     except (SafetensorError, ValueError, RuntimeError, OSError, MemoryError) as error:
         raise_if_out_of_memory(error, path)
@@ -223,7 +216,8 @@ def _open_pickle(path: Path, mapped: bool) -> Checkpoint:
             if isinstance(content, dict):
                 content = next((content[key] for key in _CONTAINERS if isinstance(content.get(key), dict)), content)
         named = content.items() if isinstance(content, dict) else ()
-        tensors = {name: tensor for name, tensor in named if isinstance(name, str) and isinstance(tensor, Tensor)}
+        tensors = {legal_name(name): tensor for name, tensor in named
+                   if isinstance(name, str) and isinstance(tensor, Tensor)}
         refuse_unreal(tensors, path)
     except ValueError as error:
         raise_if_out_of_memory(error, path)

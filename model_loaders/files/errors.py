@@ -9,18 +9,14 @@ from pathlib import Path
 
 import torch
 
+from ...limits import FileError
+
 _PAGE_FILE = re.compile(r"(os error |error code: <|WinError )1455\b")  # in messages of safetensors, PyTorch and Python
 _NO_MEMORY = re.compile(r"not enough memory|(can't|cannot) allocate memory", re.IGNORECASE)
-_LONGEST_MESSAGE = 1200  # characters
 
 
-class CheckpointError(ValueError):
+class CheckpointError(FileError):
     """A weight file that cannot be used; the message names the file, the reason and the remedy."""
-
-    def __init__(self, message: str):
-        if len(message) > _LONGEST_MESSAGE:  # it may quote strings of any length from a file
-            message = f"{message[: _LONGEST_MESSAGE - 300]} ... {message[-290:]}"
-        super().__init__(message)
 
 
 @contextmanager

@@ -6,6 +6,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
+from ...limits import LAYERS, bounded_int
+
 T = TypeVar("T")
 
 
@@ -17,9 +19,10 @@ def root_of(names: Collection[str], roots: Sequence[str], *marks: str) -> str | 
 def numbered(names: Collection[str], before: str) -> int:
     """Number of modules whose numbers, starting at 0, follow the regular expression ``before``.
 
-    Raises ValueError if there are none.
+    Raises ValueError if there are none, or more than LAYERS.
     """
-    return 1 + max(int(match[1]) for name in names if (match := re.match(rf"{before}(\d+)\.", name)))
+    matches = (re.match(rf"{before}(\d+)\.", name) for name in names)
+    return 1 + max(bounded_int("the number of a module", int(match[1]), 0, LAYERS) for match in matches if match)
 
 
 def renamed(tensors: Mapping[str, T], beginnings: Mapping[str, str]) -> dict[str, T]:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...limits import PICKLE, SPREAD, FileError
+from .archives import members_of, pickle_in, rehearse, rehearse_old, stored
+
 _ZIP = b"PK\3\4"
 _OLD = b"\nl\xfc\x9cF\xf9 j\xa8P\x19"  # start of files in PyTorch's format before zip files
-_SPREAD = 4  # maximum total size of the tensors, in file sizes: some have two names
 
 
 class _InertNamespace:
@@ -29,6 +34,12 @@ def read_pickle(path: Path, mapped: bool) -> Any:
     """
     try:
         packed = _is_zip(path)
+        _rehearse(path, packed)
+    except FileError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise FileError(f"({type(error).__name__}: {error})") from error
+    try:
         allowed: list[Any] = []
         if packed and _unsafe_globals(path) == {"argparse.Namespace"}:
             allowed = [(_InertNamespace, "argparse.Namespace")]
@@ -36,7 +47,7 @@ def read_pickle(path: Path, mapped: bool) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=packed and mapped)
     except Exception as error:  # a damaged pickle can raise anything
         unsafe = ", ".join(sorted(_unsafe_globals(path))[:3])
-        raise ValueError(f"(It asks for {unsafe}.)" if unsafe else f"({str(error)[:200]})") from error
+        raise FileError(f"(It asks for {unsafe}.)" if unsafe else f"({str(error)[:200]})") from error
 
 
 def _is_zip(path: Path) -> bool:
@@ -47,14 +58,25 @@ def _is_zip(path: Path) -> bool:
     if start[:1] == b"\x80" and _OLD in start:
         return False
     if not start.startswith(_ZIP):
-        raise ValueError("PyTorch did not write it")
-    with zipfile.ZipFile(path) as archive:
-        members = archive.infolist()
-    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-        raise ValueError("it is compressed, which PyTorch's files are not")
-    if sum(member.file_size for member in members) > path.stat().st_size:
-        raise ValueError("its parts are larger than the file")
+        raise FileError("PyTorch did not write it")
+    if any(member.compress_type != zipfile.ZIP_STORED for member in members_of(path).values()):
+        raise FileError("it is compressed, which PyTorch's files are not")
     return True
+
+
+def _rehearse(path: Path, packed: bool) -> None:
+    """Raise an exception for a file with a pickle that would take torch's reader any time or memory."""
+    size = path.stat().st_size
+    if packed:
+        with zipfile.ZipFile(path) as archive:
+            rehearse(pickle_in(archive, stored(members_of(path), "data.pkl")), size)
+        return
+    with path.open("rb") as file:
+        start = file.read(PICKLE)
+    with suppress(tarfile.HeaderError):
+        tarfile.TarInfo.frombuf(start[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
+        raise FileError("it is a tar archive")
+    rehearse_old(io.BytesIO(start), size)
 
 
 def _unsafe_globals(path: Path) -> set[str]:
@@ -69,6 +91,6 @@ def refuse_unreal(tensors: Mapping[str, Tensor], path: Path) -> None:
     meta device, and expanded ones."""
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.device.type != "cpu":
-            raise ValueError(f"{name} is not a plain tensor")
-    if sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()) > _SPREAD * path.stat().st_size:
-        raise ValueError("its tensors are larger than the file")
+            raise FileError(f"{name} is not a plain tensor")
+    if sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()) > SPREAD * path.stat().st_size:
+        raise FileError("its tensors are larger than the file")

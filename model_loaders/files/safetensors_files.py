@@ -1,12 +1,12 @@
 """Reading .safetensors files without a memory map: names and shapes only, or all data.
 
 A file is eight bytes (the length of the header), the header in JSON (dtype, shape and offsets of every tensor) and the
-data. Invalid headers are rejected before memory is allocated for the data.
+data. Invalid headers are rejected before memory is allocated for the data, here and before the
+format's own library maps a file (see ``check``).
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,14 +15,16 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from ...limits import HEADER, LARGEST, TENSORS, FileError, bounded_int, legal_name, legal_sizes, parse_json
+
 _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2, "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16,
     "BF16": torch.bfloat16, "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32, "C64": torch.complex64,
     "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64,
 }  # fmt: skip
-_LONGEST_HEADER = 100_000_000  # bytes, as in the safetensors library
-_LARGEST = 2**63  # dimensions and offsets must be smaller
+if hasattr(torch, "float8_e8m0fnu"):  # since PyTorch 2.7: scales of quantised files
+    _DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,16 @@ def outline(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in entries}, metadata
 
 
+def check(path: Path) -> None:
+    """Raise as ``read`` does, without reading the data."""
+    with path.open("rb") as file:
+        _header(file, path.stat().st_size)
+
+
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a file, read into memory, and its metadata.
 
-    Raises ValueError or RecursionError for an invalid file, OSError for one that cannot be read, RuntimeError if memory
+    Raises ValueError for an invalid file, OSError for one that cannot be read, RuntimeError if memory
     is short.
     """
     tensors = {}
@@ -54,7 +62,7 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         for entry in entries:
             content = torch.empty(entry.size, dtype=torch.uint8)
             if file.readinto(content.numpy()) != entry.size:
-                raise ValueError(f"it ends within {entry.name}")
+                raise FileError(f"it ends within {entry.name}")
             tensors[entry.name] = content.view(entry.dtype).view(entry.shape)
     return tensors, metadata
 
@@ -63,38 +71,37 @@ def _header(file: BinaryIO, size: int) -> tuple[list[_Entry], dict[str, str]]:
     """The tensors in the order of their data, which must fill a file of ``size`` bytes without gaps, and the metadata.
     Afterwards, the file position is at the start of the data."""
     length = int.from_bytes(file.read(8), "little")
-    if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
-        raise ValueError(f"its header has an invalid length of {length} bytes")
-    header = json.loads(file.read(length).decode("utf-8"))
-    if not isinstance(header, dict):
-        raise ValueError("its header is not a JSON object")
+    if not 2 <= length <= min(size - 8, HEADER):
+        raise FileError(f"its header has an invalid length of {length} bytes")
+    header = parse_json(file.read(length))
+    if not isinstance(header, dict) or len(header) > TENSORS:
+        raise FileError(f"its header is not a JSON object of at most {TENSORS} tensors")
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("its metadata is not a JSON object of strings")
+        raise FileError("its metadata is not a JSON object of strings")
     placed = sorted((_entry(name, value) for name, value in header.items()), key=lambda found: found[0])
     end = 0
     for (begin, _), entry in placed:
         if begin != end:
-            raise ValueError(f"{entry.name} begins at byte {begin} instead of {end}")
+            raise FileError(f"{entry.name} begins at byte {begin} instead of {end}")
         end += entry.size
     if end != size - 8 - length:
-        raise ValueError(f"its tensors have {end} bytes, but {size - 8 - length} follow the header")
+        raise FileError(f"its tensors have {end} bytes, but {size - 8 - length} follow the header")
     return [entry for _, entry in placed], metadata
 
 
 def _entry(name: str, value: Any) -> tuple[tuple[int, int], _Entry]:
     """((begin, end) in bytes, entry) of a tensor in the header. Raises ValueError for an invalid one."""
+    legal_name(name)
     dtype, shape, place = (value.get(key) if isinstance(value, dict) else None
                            for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise ValueError(f"{name} has the dtype {dtype!r:.50}")
-    if not _whole(shape) or not _whole(place) or len(place) != 2:
-        raise ValueError(f"{name} has the shape {shape!r:.50} at the place {place!r:.50}")
+        raise FileError(f"{name} has the dtype {dtype!r:.50}")
+    if not isinstance(place, list) or len(place) != 2:
+        raise FileError(f"{name} is at the place {place!r:.50}")
+    shape = legal_sizes(name, shape)
+    place = [bounded_int(f"the place of {name}", number, 0, LARGEST) for number in place]
     size = prod(shape) * _DTYPES[dtype].itemsize
     if place[1] - place[0] != size:
-        raise ValueError(f"{name} has {place[1] - place[0]} bytes instead of {size}")
-    return (place[0], place[1]), _Entry(name, _DTYPES[dtype], tuple(shape), size)
-
-
-def _whole(numbers: Any) -> bool:
-    return isinstance(numbers, list) and all(type(number) is int and 0 <= number < _LARGEST for number in numbers)
+        raise FileError(f"{name} has {place[1] - place[0]} bytes instead of {size}")
+    return (place[0], place[1]), _Entry(name, _DTYPES[dtype], shape, size)

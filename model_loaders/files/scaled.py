@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from ...limits import QUANTISED, FileError, legal_name, parse_json
 from .errors import CheckpointError
 
 MARK = ".comfy_quant"
 METADATA = "_quantization_metadata"
-_LONGEST_MARK = 2**16  # bytes
 _BLOCK = 16  # numbers of nvfp4 that share a scale
 _TILE = 128, 4  # rows and columns of scales in a tile of cuBLAS
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -88,8 +88,9 @@ def marks(metadata: Mapping[str, str], path: Path) -> dict[str, Tensor]:
     layers = _object(metadata[METADATA], METADATA, path).get("layers")
     if not isinstance(layers, dict):
         raise CheckpointError(f"{path.name} has invalid metadata {METADATA}: it names no layers. Download it again.")
-    return {f"{layer}{MARK}": torch.tensor([*json.dumps(about).encode()], dtype=torch.uint8)
-            for layer, about in layers.items()}
+    written = {layer: json.dumps(about).encode() for layer, about in layers.items()}
+    return {f"{legal_name(layer)}{MARK}": torch.frombuffer(bytearray(mark), dtype=torch.uint8)
+            for layer, mark in written.items()}
 
 
 def with_scales(tensors: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -164,12 +165,12 @@ def _object(text: str | Tensor, name: str, path: Path) -> dict[str, Any]:
     """The JSON object in a string, or in the bytes of a tensor."""
     try:
         if isinstance(text, Tensor):
-            if text.dtype != torch.uint8 or text.numel() > _LONGEST_MARK:
-                raise ValueError("it is no short string of bytes")
-            text = bytes(text.flatten().tolist()).decode()
-        found = json.loads(text)
+            if text.dtype != torch.uint8 or text.numel() > QUANTISED:
+                raise FileError("it is no short string of bytes")
+            text = bytes(text.flatten().tolist())
+        found = parse_json(text)
         if not isinstance(found, dict):
-            raise ValueError("it is no object")
-    except (ValueError, RecursionError) as error:
+            raise FileError("it is no object")
+    except ValueError as error:
         raise CheckpointError(f"{path.name}: {name} cannot be read: {error}. Download it again.") from error
     return found

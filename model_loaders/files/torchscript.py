@@ -7,15 +7,16 @@ everything else.
 
 from __future__ import annotations
 
-import math
-import pickle
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ...limits import MODULES, TENSORS, FileError, legal_name
+from .archives import BoundedUnpickler, check_view, members_of, pickle_in, stored
 
 _STORAGES = {
     "FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16,
@@ -23,7 +24,6 @@ _STORAGES = {
     "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
 }  # fmt: skip
 _LISTS = ("build_intlist", "build_doublelist", "build_boollist", "build_tensorlist", "restore_type_tag")
-_MOST_MODULES, _DEEPEST = 100_000, 100  # modules may be shared, so a small pickle could list any number
 
 
 def read_torchscript(path: Path) -> dict[str, Tensor]:
@@ -32,26 +32,27 @@ def read_torchscript(path: Path) -> dict[str, Tensor]:
     Raises ValueError for a file that is damaged, or whose pickle contains anything but modules and tensors.
     """
     try:
+        members = members_of(path)
         with zipfile.ZipFile(path) as archive:
-            tree = _Unpickler(archive).load()
+            tree = _Unpickler(archive, members).load()
     except (ValueError, OSError, zipfile.BadZipFile) as error:
-        raise ValueError(str(error)) from error
+        raise FileError(str(error)) from error
     except Exception as error:  # a damaged pickle can raise anything
-        raise ValueError(f"its description of the modules cannot be read ({type(error).__name__}: {error})") from error
+        raise FileError(f"its description of the modules cannot be read ({type(error).__name__}: {error})") from error
     if not isinstance(tree, _Module):
-        raise ValueError("it contains no module")
+        raise FileError("it contains no module")
     tensors: dict[str, Tensor] = {}
-    waiting, seen = [("", tree)], 0
+    waiting, seen = [("", 0, tree)], 0
     while waiting:
-        prefix, module = waiting.pop()
-        seen += 1
-        if seen > _MOST_MODULES or prefix.count(".") > _DEEPEST:
-            raise ValueError("its modules are nested without end")
+        prefix, depth, module = waiting.pop()
+        seen += 1 + len(module.attributes)
+        if seen > 10 * TENSORS or depth > MODULES:  # modules may be shared: a small pickle could list any number
+            raise FileError("its modules are nested without end")
         for name, value in module.attributes.items():
             if isinstance(value, Tensor):
-                tensors[f"{prefix}{name}"] = value
+                tensors[legal_name(f"{prefix}{name}")] = value
             elif isinstance(value, _Module):
-                waiting.append((f"{prefix}{name}.", value))
+                waiting.append((legal_name(f"{prefix}{name}") + ".", depth + 1, value))
     return tensors
 
 
@@ -69,7 +70,7 @@ class _Module:
 
     def __setstate__(self, state: Any) -> None:
         if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-            raise ValueError("a module has no table of attributes")
+            raise FileError("a module has no table of attributes")
         self.attributes = state
 
 
@@ -85,36 +86,21 @@ class _Call:
         return self._function(*arguments)
 
     def __setstate__(self, state: Any) -> None:
-        raise ValueError("it tries to change what reads it")
+        raise FileError("it tries to change what reads it")
 
 
-class _Unpickler(pickle._Unpickler):
-    """Reads ``data.pkl`` of an archive.
+class _Unpickler(BoundedUnpickler):
+    """Reads ``data.pkl`` of an archive."""
 
-    This is the pure Python unpickler: the C one allocates an array of any size for a five-byte memo index. Byte arrays
-    are disabled for the same reason; weights do not need them.
-    """
-
-    dispatch = {code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]}
-
-    def __init__(self, archive: zipfile.ZipFile):
-        self._archive = archive
-        self._members = {name.partition("/")[2]: name for name in archive.namelist()}
+    def __init__(self, archive: zipfile.ZipFile, members: Mapping[str, zipfile.ZipInfo]):
+        self._archive, self._members = archive, members
         self._storages: dict[str, Tensor] = {}
-        if self._read("byteorder", b"little") != b"little":
-            raise ValueError("it has the other byte order")
-        super().__init__(archive.open(self._info("data.pkl")))
+        if "byteorder" in members and self._read("byteorder") != b"little":
+            raise FileError("it has the other byte order")
+        super().__init__(pickle_in(archive, stored(members, "data.pkl")))
 
-    def _info(self, name: str) -> zipfile.ZipInfo:
-        if name not in self._members:
-            raise ValueError(f"it has no {name}: it is not a TorchScript archive, or damaged")
-        info = self._archive.getinfo(self._members[name])
-        if info.compress_type != zipfile.ZIP_STORED:  # PyTorch does not compress, so that sizes are reliable
-            raise ValueError(f"its {name} is compressed, which PyTorch's archives are not")
-        return info
-
-    def _read(self, name: str, default: bytes) -> bytes:
-        return self._archive.read(self._info(name)) if name in self._members else default
+    def _read(self, name: str) -> bytes:
+        return self._archive.read(stored(self._members, name))
 
     def find_class(self, module: str, name: str) -> Any:
         """The object for a name in the pickle. Raises ValueError for all but the few that weights need."""
@@ -128,23 +114,23 @@ class _Unpickler(pickle._Unpickler):
             return _Call(_plain)
         if (module, name) == ("collections", "OrderedDict"):
             return _Call(_no_hooks)
-        raise ValueError(f"it refers to {module}.{name}, which weights do not need and which is never run")
+        raise FileError(f"it refers to {module}.{name}, which weights do not need and which is never run")
 
     def persistent_load(self, pid: Any) -> Tensor:
         """A storage as a flat tensor. Raises ValueError if its length is not the stated one."""
         kind, dtype, key, _, count = pid
-        if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str):
-            raise ValueError("it refers to something that is not a storage")
+        if kind != "storage" or not isinstance(dtype, torch.dtype) or not (type(key), type(count)) == (str, int):
+            raise FileError("it refers to something that is not a storage")
         if key not in self._storages:
-            content = self._archive.read(self._info(f"data/{key}"))
+            content = self._read(f"data/{legal_name(key)}")
             if len(content) % dtype.itemsize:
-                raise ValueError(f"its data/{key} has {len(content)} bytes, not a multiple of the size of {dtype}")
+                raise FileError(f"its data/{key} has {len(content)} bytes, not a multiple of the size of {dtype}")
             self._storages[key] = (
                 torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
             )
         storage = self._storages[key]
         if storage.dtype != dtype or len(storage) != count:
-            raise ValueError(f"its data/{key} has {len(storage)} elements of {storage.dtype}, not {count} of {dtype}")
+            raise FileError(f"its data/{key} has {len(storage)} elements of {storage.dtype}, not {count} of {dtype}")
         return storage
 
 
@@ -153,14 +139,10 @@ def _rebuild_tensor(
     metadata: Any = None,
 ) -> Tensor:
     """A view of a storage. Raises ValueError if it exceeds the storage."""
-    numbers = (offset, *size, *stride)
-    sound = isinstance(storage, Tensor) and len(size) == len(stride) and not metadata
-    if not sound or not all(isinstance(number, int) and number >= 0 for number in numbers):
-        raise ValueError("one of its tensors is invalid")
-    count = math.prod(size)
-    end = offset + sum((side - 1) * step for side, step in zip(size, stride, strict=True)) + 1 if count else offset
-    if end > len(storage) or count > len(storage):
-        raise ValueError("one of its tensors is larger than its storage")
+    if not isinstance(storage, Tensor) or metadata:
+        raise FileError("one of its tensors is invalid")
+    if check_view(len(storage), offset, size, stride) > len(storage):
+        raise FileError("one of its tensors is larger than its storage")
     return storage.as_strided(size, stride, offset)
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
+from ...limits import TOKENIZER
 from ...models.backbone import BackboneConfig, join_gates
 from ..files.checkpoint import Checkpoint, read_settings, refuse_large
 from ..files.errors import CheckpointError
 from ..files.names import root_of
 
-_LARGEST_TOKENIZER = 64 * 2**20  # bytes; the released ones have 20 MB at most
 _NAMES = {
     "self_attn.o_proj": "attention.wo", "self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm",
     "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
@@ -236,7 +236,7 @@ def _read_tokenizer(file: Path):
         return read_qwen2(file.parent).backend_tokenizer
     import tokenizers
 
-    refuse_large(file, _LARGEST_TOKENIZER)
+    refuse_large(file, TOKENIZER)
     return tokenizers.Tokenizer.from_file(str(file))
 
 
@@ -245,5 +245,5 @@ def read_qwen2(folder: Path):
     from transformers import Qwen2TokenizerFast
 
     for file in (*folder.glob("*.json"), *folder.glob("*.txt"), *folder.glob("*.jinja")):
-        refuse_large(file, _LARGEST_TOKENIZER)
+        refuse_large(file, TOKENIZER)
     return Qwen2TokenizerFast.from_pretrained(folder, local_files_only=True)

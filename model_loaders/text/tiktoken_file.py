@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from ...limits import RANKS
 from ..files.checkpoint import refuse_large
 from ..files.errors import CheckpointError
-
-_LARGEST = 32 * 2**20  # bytes; Emu3's has 2.5 MB
 
 
 class RankTokenizer:
@@ -67,8 +66,8 @@ class RankTokenizer:
 def read_ranks(file: Path) -> dict[bytes, int]:
     """Byte string -> rank. Lines have a base64 byte string and its rank. Raises CheckpointError for a damaged file."""
     try:
-        refuse_large(file, _LARGEST)
-        lines = (line.split() for line in file.read_bytes().splitlines() if line)
+        refuse_large(file, RANKS)
+        lines = (line.split(maxsplit=2) for line in file.read_bytes().splitlines() if line)
         ranks = {base64.b64decode(piece, validate=True): int(rank) for piece, rank in lines}
     except CheckpointError:
         raise

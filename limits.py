@@ -1,0 +1,131 @@
+"""What a file or an answer may state at most, why, and how its strings are shown.
+
+Whatever is read was written by somebody else: every count, size, length, depth and number is compared with one of
+these before it is used. They are far above what sound files have; what exceeds them would only take time or memory.
+Bytes that are kept are bounded by the size of the file (a tensor's data must be in it), so they have no number here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+# Numbers
+
+LARGEST = 2**63 - 1  # of sizes, offsets and steps: PyTorch's are int64
+DIMENSIONS = 8  # of a tensor; convolutions of videos have 5, and products of thousands of sizes take minutes
+DIGITS = 64  # of an integer in JSON; transformers writes 10**30, and longer ones cannot even be printed
+SIDE = 1024  # tokens per side of an image, and pixels per token; the largest released grids have 97, blocks 32
+IMAGES = 4096  # of a run: ComfyUI's largest batch
+LAYERS = 1000  # modules numbered in a row; the deepest released model has 64, and each is built
+
+# Texts
+
+NAME = 1000  # characters of a tensor's, module's or archive member's name; released ones have 150
+MESSAGE = 1200  # characters of an error message, which may quote strings of any length
+QUOTED = 200  # characters of a string in a table, a label or a report
+
+# Files that are read as a whole, in bytes; reading one takes several times its size
+
+HEADER = 16 * 2**20  # of a .safetensors file: 150 per tensor, and metadata
+SETTINGS = 16 * 2**20  # a .json file; tokenizers' settings have 10 MB at most
+TOKENIZER = 32 * 2**20  # the released ones have 20 MB at most
+RANKS = 8 * 2**20  # a file of ranks for tiktoken; Emu3's has 2.5 MB
+QUANTISED = 2**16  # of the description of a quantised layer, which has 50
+TABLE = 64 * 2**20  # of jobs: 600 for each of JOBS
+DIRECTORY = 2 * 2**20  # of an archive's list of members, 50 to 150 each
+PICKLE = 4 * 2**20  # of the description of tensors in a pickle: 200 per tensor
+
+# Counts
+
+VALUES = 1_500_000  # in one JSON text; 131,072 image tokens in a tokenizer's settings are 1.1 million
+DEPTH = 64  # of JSON in JSON; settings have 6. Whatever walks through them may call itself so often
+CODES = 700_000  # instructions of a pickle, 25 per tensor: each takes time even where it keeps nothing
+TENSORS = 100_000  # of a file; a training checkpoint of the largest model has 10,000
+MODULES = 100  # of TorchScript, one in another; modules may be shared, so that a small file could describe any number
+SHARDS = 1000  # of an index; the largest model has 15
+SPREAD = 4  # total size of a pickle's tensors, in file sizes: some have two names
+JOBS = 100_000  # of a table; more are several batches
+COLUMNS = 1000  # of a table; a workflow has a few hundred inputs
+CELL = 131_072  # characters of a value in a table, as in Python's csv
+PIXELS = 2**31 // 12  # of all images of one output, which are fp32: 2 GiB
+LONGEST_MAP = 8192  # pixels of a map's longer side; small images are enlarged up to that
+
+
+class FileError(ValueError):
+    """What was read cannot be used. The message may quote it: it is shortened and printable."""
+
+    def __init__(self, message: str):
+        super().__init__(printable(message, MESSAGE))
+
+
+def printable(text: str, most: int = QUOTED) -> str:
+    """A text from a file as it may be shown, logged and printed: at most ``most`` characters (beginning and end stay),
+    and control characters, line breaks and marks of direction as escapes (\\x1b)."""
+    if len(text) > most:
+        text = f"{text[: most * 3 // 4 - 5]} ... {text[-(most // 4) :]}"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def bounded_int(name: str, value: Any, least: int, most: int) -> int:
+    """An integer from a file. Raises FileError for other types, or out of bounds."""
+    if type(value) is not int or not least <= value <= most:
+        raise FileError(f"{name} is {value!r:.100}, but must be an integer from {least} to {most}")
+    return value
+
+
+def legal_name(name: Any) -> str:
+    """The name of a tensor or module. Raises FileError for what is no string, too long, or has control characters."""
+    if not isinstance(name, str) or len(name) > NAME or not name.isprintable():
+        what = repr(name[:QUOTED]) if isinstance(name, str) else f"a {type(name).__name__}"
+        raise FileError(f"the name {what} is not a printable string of at most {NAME} characters")
+    return name
+
+
+def legal_sizes(name: str, sizes: Any) -> tuple[int, ...]:
+    """A tensor's sizes, or its steps, whose product (without zeros) is an int64, too.
+
+    Raises FileError for more than DIMENSIONS, negative ones, and what are no integers.
+    """
+    if not isinstance(sizes, (list, tuple)) or len(sizes) > DIMENSIONS:
+        count = f"{len(sizes)} dimensions" if isinstance(sizes, (list, tuple)) else f"a {type(sizes).__name__}"
+        raise FileError(f"{name} has {count} as its sizes, not at most {DIMENSIONS} integers")
+    for size in sizes:
+        bounded_int(f"a size of {name}", size, 0, LARGEST)
+    if prod(max(1, size) for size in sizes) > LARGEST:
+        raise FileError(f"{name} has the sizes {list(sizes)}, more than any file holds")
+    return tuple(sizes)
+
+
+def parse_json(
+    text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
+    constant: Callable[[str], Any] | None = None,
+) -> Any:
+    """The value of a JSON text (bytes: UTF-8).
+
+    pairs, constant: as object_pairs_hook and parse_constant of json.loads. Raises ValueError for a text that is no
+    JSON, and FileError for more than VALUES values, DEPTH levels or DIGITS digits.
+    """
+    text = text.decode("utf-8") if isinstance(text, bytes) else text
+    if text.count(",") + text.count("[") + text.count("{") > VALUES:
+        raise FileError(f"it lists more than {VALUES} values")
+    try:
+        value = json.loads(text, object_pairs_hook=pairs, parse_constant=constant, parse_int=_integer)
+    except RecursionError as error:
+        raise FileError(f"its values are nested more than {DEPTH} deep") from error
+    level: Sequence[Any] = [value]
+    for _ in range(DEPTH + 1):
+        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, (dict, list)))
+        if not (level := [each for values in inner for each in values]):
+            return value
+    raise FileError(f"its values are nested more than {DEPTH} deep")
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > DIGITS:
+        raise FileError(f"it has an integer of {len(digits)} digits; {DIGITS} is the limit")
+    return int(digits)
