@@ -8,6 +8,7 @@ Bytes that are kept are bounded by the size of the file (a tensor's data must be
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
@@ -29,27 +30,30 @@ QUOTED = 200  # characters of a string in a table, a label or a report
 
 # Files that are read as a whole, in bytes; reading one takes several times its size
 
-HEADER = 16 * 2**20  # of a .safetensors file: 150 per tensor, and metadata
+HEADER = 8 * 2**20  # of a .safetensors file: 150 per tensor, and metadata
 SETTINGS = 16 * 2**20  # a .json file; tokenizers' settings have 10 MB at most
 TOKENIZER = 32 * 2**20  # the released ones have 20 MB at most
 RANKS = 8 * 2**20  # a file of ranks for tiktoken; Emu3's has 2.5 MB
 QUANTISED = 2**16  # of the description of a quantised layer, which has 50
-TABLE = 64 * 2**20  # of jobs: 600 for each of JOBS
+TABLE = 32 * 2**20  # of jobs: 300 for each of JOBS
 DIRECTORY = 2 * 2**20  # of an archive's list of members, 50 to 150 each
-PICKLE = 4 * 2**20  # of the description of tensors in a pickle: 200 per tensor
+PICKLE = 2 * 2**20  # of the description of tensors in a pickle: 200 per tensor
 
 # Counts
 
 VALUES = 1_500_000  # in one JSON text; 131,072 image tokens in a tokenizer's settings are 1.1 million
 DEPTH = 64  # of JSON in JSON; settings have 6. Whatever walks through them may call itself so often
-CODES = 700_000  # instructions of a pickle, 25 per tensor: each takes time even where it keeps nothing
-TENSORS = 100_000  # of a file; a training checkpoint of the largest model has 10,000
+CODES = 200_000  # instructions of a pickle, 32 per tensor: each takes time even where it keeps nothing
+TENSORS = 50_000  # of a file; released models have 1500, training checkpoints of MAR 3000
 MODULES = 100  # of TorchScript, one in another; modules may be shared, so that a small file could describe any number
+RUN = 2**18  # characters of the settings of a run, in a trace; a long prompt has thousands
 SHARDS = 1000  # of an index; the largest model has 15
 SPREAD = 4  # total size of a pickle's tensors, in file sizes: some have two names
 JOBS = 100_000  # of a table; more are several batches
+PROBLEMS = 10_000  # rows of a table that are wrong: then it is another kind of file
 COLUMNS = 1000  # of a table; a workflow has a few hundred inputs
 CELL = 131_072  # characters of a value in a table, as in Python's csv
+ROW = 2**20  # and of a row of JSON
 PIXELS = 2**31 // 12  # of all images of one output, which are fp32: 2 GiB
 LONGEST_MAP = 8192  # pixels of a map's longer side; small images are enlarged up to that
 
@@ -71,18 +75,22 @@ def printable(text: str, most: int = QUOTED) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def shown(value: Any) -> str:
+    """A value for a message. Of a container only its kind: in a pickle, a few bytes make a list with no end."""
+    return f"{value!r:.100}" if isinstance(value, (str, int, float, bytes, type(None))) else f"a {type(value).__name__}"
+
+
 def bounded_int(name: str, value: Any, least: int, most: int) -> int:
     """An integer from a file. Raises FileError for other types, or out of bounds."""
     if type(value) is not int or not least <= value <= most:
-        raise FileError(f"{name} is {value!r:.100}, but must be an integer from {least} to {most}")
+        raise FileError(f"{name} is {shown(value)}, but must be an integer from {least} to {most}")
     return value
 
 
 def legal_name(name: Any) -> str:
     """The name of a tensor or module. Raises FileError for what is no string, too long, or has control characters."""
     if not isinstance(name, str) or len(name) > NAME or not name.isprintable():
-        what = repr(name[:QUOTED]) if isinstance(name, str) else f"a {type(name).__name__}"
-        raise FileError(f"the name {what} is not a printable string of at most {NAME} characters")
+        raise FileError(f"the name {shown(name)} is not a printable string of at most {NAME} characters")
     return name
 
 
@@ -92,7 +100,7 @@ def legal_sizes(name: str, sizes: Any) -> tuple[int, ...]:
     Raises FileError for more than DIMENSIONS, negative ones, and what are no integers.
     """
     if not isinstance(sizes, (list, tuple)) or len(sizes) > DIMENSIONS:
-        count = f"{len(sizes)} dimensions" if isinstance(sizes, (list, tuple)) else f"a {type(sizes).__name__}"
+        count = f"{len(sizes)} dimensions" if isinstance(sizes, (list, tuple)) else shown(sizes)
         raise FileError(f"{name} has {count} as its sizes, not at most {DIMENSIONS} integers")
     for size in sizes:
         bounded_int(f"a size of {name}", size, 0, LARGEST)
@@ -113,8 +121,9 @@ def parse_json(
     text = text.decode("utf-8") if isinstance(text, bytes) else text
     if text.count(",") + text.count("[") + text.count("{") > VALUES:
         raise FileError(f"it lists more than {VALUES} values")
+    whole = _integer if re.search(rf"\d{{{DIGITS + 1}}}", text) else None  # which takes time for each of them
     try:
-        value = json.loads(text, object_pairs_hook=pairs, parse_constant=constant, parse_int=_integer)
+        value = json.loads(text, object_pairs_hook=pairs, parse_constant=constant, parse_int=whole)
     except RecursionError as error:
         raise FileError(f"its values are nested more than {DEPTH} deep") from error
     level: Sequence[Any] = [value]

@@ -7,8 +7,11 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from ..limits import CELL, COLUMNS, JOBS, PROBLEMS, ROW, TABLE, parse_json
 
 DELIMITERS = ",;\t"
 ID = re.compile(r"[\w-]{1,100}")  # becomes part of file names, on any system
@@ -46,12 +49,16 @@ def read_jobs(path: Path) -> list[Job]:
     if path.suffix.lower() not in kinds:
         raise JobsError(f"{path}: a jobs file is one of {', '.join(kinds)}")
     try:
+        if path.stat().st_size > TABLE:
+            raise JobsError(f"{path} has more than {TABLE} bytes: split it into several tables")
         text = path.read_bytes().decode("utf-8-sig")  # Excel begins "CSV UTF-8" with a byte order mark
     except OSError as error:
         raise JobsError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise JobsError(f"{path} is not UTF-8 text (in Excel: Save As > CSV UTF-8)") from error
-    rows = list(kinds[path.suffix.lower()](text, path.name))
+    rows = list(islice(kinds[path.suffix.lower()](text, path.name), JOBS + 1))
+    if len(rows) > JOBS:
+        raise JobsError(f"{path.name} has more than {JOBS} jobs: split it into several tables")
     if not rows:
         raise JobsError(f"{path.name} has no jobs")
     return with_ids(rows, path.name)
@@ -60,7 +67,7 @@ def read_jobs(path: Path) -> list[Job]:
 def csv_rows(text: str, name: str) -> Iterator[Row]:
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter_of(text), strict=True)
     header, before, problems = None, 0, []
-    while True:
+    while len(problems) < PROBLEMS:
         line = before + 1
         try:
             cells = next(reader)
@@ -72,6 +79,8 @@ def csv_rows(text: str, name: str) -> Iterator[Row]:
         before = reader.line_num
         if not any(cell.strip() for cell in cells):
             continue
+        if len(cells) > COLUMNS:
+            raise JobsError(f"{name}, line {line}: {len(cells)} columns; {COLUMNS} is the limit")
         if header is None:
             header = column_names(cells, name, line)
             continue
@@ -88,8 +97,8 @@ def csv_rows(text: str, name: str) -> Iterator[Row]:
 
 def delimiter_of(text: str) -> str:
     """The one that divides the header into most columns; the first of them if there is only one column."""
-    header = next((line for line in text.splitlines() if line.strip()), "")
-    return max(DELIMITERS, key=header.count)
+    header = re.search(r"^.*\S.*$", text, re.MULTILINE)
+    return max(DELIMITERS, key=header[0].count) if header else DELIMITERS[0]
 
 
 def column_names(cells: list[str], name: str, line: int) -> list[str]:
@@ -107,7 +116,9 @@ def column_names(cells: list[str], name: str, line: int) -> list[str]:
 
 def json_rows(text: str, name: str) -> Iterator[Row]:
     problems = []
-    for line, content in enumerate(text.split("\n"), 1):
+    for line, content in enumerate(io.StringIO(text, newline="\n"), 1):
+        if len(problems) == PROBLEMS:
+            break
         if content.strip():
             try:
                 yield line, json_row(content)
@@ -119,15 +130,21 @@ def json_rows(text: str, name: str) -> Iterator[Row]:
 
 def json_row(content: str) -> dict[str, Any]:
     """The values of a line. Raises JobsError."""
+    if len(content) > ROW:
+        raise JobsError(f"a row of {len(content)} characters; {ROW} is the limit")
     try:
-        row = json.loads(content, object_pairs_hook=without_repetition, parse_constant=refuse_constant)
+        row = parse_json(content, without_repetition, refuse_constant)
     except json.JSONDecodeError as error:
         raise JobsError(f"not JSON: {error.msg} at character {error.pos + 1}") from error
     except ValueError as error:
         raise JobsError(str(error)) from error
     if not isinstance(row, dict):
         raise JobsError('expected an object such as {"prompt": "cat", "seed": 1}')
+    if len(row) > COLUMNS:
+        raise JobsError(f"{len(row)} values; {COLUMNS} is the limit")
     for column, value in row.items():
+        if isinstance(value, str) and len(value) > CELL:
+            raise JobsError(f"{column!r:.100} has {len(value)} characters; {CELL} is the limit")
         if isinstance(value, dict | list):
             raise JobsError(f"{column} is neither a string nor a number nor true or false")
         if isinstance(value, str) and not is_text(value):

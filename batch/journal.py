@@ -13,6 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ..limits import parse_json
 from .jobs import listed
 
 SCHEMA = "specar.batch/1"
@@ -164,7 +165,7 @@ def now() -> str:
 
 def parsed(line: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:
         return None
     return record if isinstance(record, dict) else None

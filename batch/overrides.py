@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ..limits import SETTINGS, parse_json
 from .jobs import Job, RowsError, several
 
 Workflow = dict[str, dict]
@@ -32,7 +33,9 @@ class OverrideError(ValueError):
 def read_workflow(path: Path) -> Workflow:
     """A workflow in API format. Raises OverrideError."""
     try:
-        workflow = json.loads(path.read_text(encoding="utf-8-sig"))
+        if path.stat().st_size > SETTINGS:
+            raise ValueError(f"it has more than {SETTINGS} bytes")
+        workflow = parse_json(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise OverrideError(f"cannot read the workflow {path}: {error}") from error
     nodes = workflow.values() if isinstance(workflow, dict) else [workflow]

@@ -32,7 +32,7 @@ def shown(trace: Trace, **more: Any) -> dict[str, Any]:
 
 def as_images(arrays: Sequence[np.ndarray] | np.ndarray) -> torch.Tensor:
     """uint8 arrays [H, W, 3], or one [B, H, W, 3] -> an IMAGE batch [B, H, W, 3] in 0..1."""
-    return torch.from_numpy(np.stack(arrays).astype(np.float32) / 255)
+    return torch.from_numpy(np.stack(arrays)).float().div_(255)
 
 
 def preview(images: torch.Tensor, cls: type[io.ComfyNode], numbers: Sequence[str] = ()) -> dict[str, Any]:

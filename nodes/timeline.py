@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from comfy_api.latest import io, ui
 from torch import Tensor
 
+from ..limits import PIXELS
 from ..reports.timeline_frames import MOST, check_number, draw_frames, frame_rate, passes_of
 from ..samplers.trace import Trace
 from .search import REPORT, found_by
@@ -18,21 +19,19 @@ from .widgets import auto, folded
 
 log = logging.getLogger(__name__)
 
-MEMORY_LIMIT = 2 * 2**30  # maximum bytes of all frames, which are output as one batch
 SHOWN = 384  # longest side in pixels of the video on the node
 
 
 def passes_shown(trace: Trace, index: int, count: int, hold: int, height: int, width: int) -> list[int]:
     """The passes that get a frame, for image ``index``. count: number of frames, 0: automatic; height, width: pixels.
     Raises ValueError if they need too much memory."""
-    frame = 12 * height * width
-    fit = MEMORY_LIMIT // frame - hold
+    fit = PIXELS // (height * width) - hold
     shown = passes_of(trace, index, count or max(2, min(MOST, fit)))
     if len(shown) > fit:
         raise ValueError(
             f"{len(shown)} frames of {width} x {height} pixels, with the last held {hold} times, need "
-            f"{(len(shown) + hold) * frame / 2**30:.1f} GiB of memory, more than the limit of "
-            f"{MEMORY_LIMIT / 2**30:.0f} GiB or {MEMORY_LIMIT // frame} frames. Lower frames and hold, or use a "
+            f"{(len(shown) + hold) * 12 * height * width / 2**30:.1f} GiB of memory, more than the limit of "
+            f"{12 * PIXELS / 2**30:.0f} GiB or {fit + hold} frames. Lower frames and hold, or use a "
             "smaller image (Upscale Image By)."
         )
     return shown

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from ..limits import LONGEST_MAP, PIXELS
 from ..samplers.trace import Source, Trace
 from .images import Images, as_bytes, batch_size, check_images
 
@@ -98,9 +99,10 @@ def acceptance_map(
 
     image: all images of the run, [B, H, W, 3] (floating point in 0..1 as an image decoder returns, or uint8; Tensor or
     numpy; a run of one image also takes [H, W, 3]); None draws the map alone. metric: one of METRICS. opacity: from 0
-    (the image in grey) to 1 (the map). The shorter side has at least 512 pixels (W' and what is above the legend are
-    the same multiple of W and H); the legend is below. A metric that the run has no numbers of gives a grey map that
-    says so. Raises ValueError where the images are not of this run, and for an unknown metric.
+    (the image in grey) to 1 (the map). The shorter side has at least 512 pixels, unless the longer one would exceed
+    LONGEST_MAP (W' and what is above the legend are the same multiple of W and H); the legend is below. A metric that
+    the run has no numbers of gives a grey map that says so. Raises ValueError where the images are not of this run, for
+    an unknown metric, and for more than PIXELS pixels in all.
     """
     return draw_maps(trace, image, metric, opacity).overlay
 
@@ -113,6 +115,7 @@ def draw_maps(trace: Trace, image: Images | None, metric: str, opacity: float) -
         images = as_bytes(image)
         check_images(trace, len(images))
         height, width = images.shape[1:3]
+    check_size(len(maps), height, width)
     layers = [overlay(drawn, below, opacity) for drawn, below in zip(maps, images, strict=True)]
     tallest = max(len(layer) for layer in layers)  # legends may differ in length
     return Maps(
@@ -121,6 +124,23 @@ def draw_maps(trace: Trace, image: Images | None, metric: str, opacity: float) -
         np.stack([enlarge(drawn.colours, height, width) for drawn in maps]),
         np.stack([enlarge(drawn.strength, height, width) for drawn in maps]),
     )
+
+
+def check_size(images: int, height: int, width: int) -> None:
+    """Raise ValueError for maps of more than PIXELS pixels in all. height, width: of an image."""
+    enlarged = enlargement(height, width) ** 2 + 1  # the overlay, and the map at the image's size
+    if (needed := images * height * width * enlarged) > PIXELS:
+        raise ValueError(
+            f"The maps of {images} images of {width} x {height} pixels have {needed / 1e6:.0f} million pixels in all; "
+            f"the limit is {PIXELS / 1e6:.0f} million. Generate fewer images in a run, or use smaller ones (Upscale "
+            "Image By)."
+        )
+
+
+def enlargement(height: int, width: int, shortest: int = 512) -> int:
+    """By which whole number an image is enlarged, so that its shorter side has ``shortest`` pixels, but the longer one
+    no more than LONGEST_MAP."""
+    return max(1, min(-(-shortest // min(height, width)), LONGEST_MAP // max(height, width)))
 
 
 def token_map(trace: Trace, metric: str, image: int) -> TokenMap:
@@ -292,7 +312,7 @@ def overlay(token_map: TokenMap, image: np.ndarray | None, opacity: float, short
     """
     rows, cols = token_map.colours.shape[:2]
     height, width = image.shape[:2] if image is not None else (rows, cols)
-    factor = -(-shortest // min(height, width))
+    factor = enlargement(height, width, shortest)
     height, width = height * factor, width * factor
     canvas = enlarge(token_map.colours, height, width).astype(np.float64)
     if image is not None:
@@ -326,6 +346,6 @@ def draw_legend(token_map: TokenMap, width: int, opacity: float = 1.0) -> np.nda
             begin = MARGIN + int(draw.textlength(item.low, font)) + 8
             draw.text((MARGIN, top - 1), item.low, "black", font)
             draw.text((end + 8, top - 1), item.high, "black", font)
-            bar = gradient(np.linspace(0, 1, end - begin)[None].repeat(SWATCH, 0), item.colours)
+            bar = gradient(np.linspace(0, 1, max(1, end - begin))[None].repeat(SWATCH, 0), item.colours)
             strip.paste(Image.fromarray(bar.round().astype(np.uint8)), (begin, top))
     return np.asarray(strip)

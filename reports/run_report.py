@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..limits import MESSAGE, FileError, printable
 from ..samplers.registry import RULES, method_of, structure_of
 from ..samplers.trace import Trace
 
@@ -95,7 +96,8 @@ def describe(trace: Trace) -> str:
     else:
         more = f"{totals['step_compression']:.2f} times as many"
         count += f" of {length}; the others were kept or fixed ({baseline}, {more})"
-    lines = [method, f"acceptance: {judgement(settings)}; {fidelity(trace)}", count]
+    judged = f"acceptance: {judgement(settings)}; {fidelity(trace)}"
+    lines = [printable(method, MESSAGE), printable(judged, MESSAGE), count]
     if totals["draft_passes"]:
         lines.append(f"{totals['draft_passes']} passes of the drafter")
     if totals["acceptance_rate"] or totals["draft_passes"]:
@@ -111,12 +113,12 @@ def describe(trace: Trace) -> str:
 
 
 def check_words(trace: Trace, name: str) -> None:
-    """Raise ValueError for a trace from the file ``name`` whose settings are not such as a run of this pack has."""
+    """Raise FileError for a trace from the file ``name`` whose settings are not such as a run of this pack has."""
     try:
         describe(trace)
         labels([trace])
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ValueError(
+        raise FileError(
             f"{name} has a run with settings that this pack does not know ({type(error).__name__}: {error}). Save "
             "it again with Save Trace."
         ) from error
@@ -143,7 +145,7 @@ def labels(traces: list[Trace]) -> list[tuple[str, str]]:
 
 def _label(settings: dict[str, Any]) -> tuple[str, str]:
     first, method = named(settings)
-    return first, ", ".join(filter(None, (method, judgement(settings))))
+    return printable(first), printable(", ".join(filter(None, (method, judgement(settings)))))
 
 
 def _difference(number: int, plain: list[tuple[str, str]], traces: list[Trace]) -> str:
@@ -151,7 +153,7 @@ def _difference(number: int, plain: list[tuple[str, str]], traces: list[Trace]) 
     alike = [_facts(t) for t, label in zip(traces, plain, strict=True) if label == plain[number]]
     own = _facts(traces[number])
     differing = [name for name in own if len({str(facts.get(name)) for facts in alike}) > 1]
-    return ", ".join(f"{name} {own[name]}" for name in differing[:2]) or "alike"
+    return ", ".join(printable(f"{name} {own[name]}") for name in differing[:2]) or "alike"
 
 
 def _facts(trace: Trace) -> dict[str, Any]:

@@ -22,7 +22,7 @@ _CODES = frozenset(b"".join((  # that PyTorch writes, in Python and in C++
     pickle.BININT2, pickle.LONG1, pickle.BINFLOAT, pickle.BINUNICODE, pickle.SHORT_BINSTRING, pickle.EMPTY_LIST,
     pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS, pickle.EMPTY_TUPLE, pickle.TUPLE,
     pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.GLOBAL, pickle.REDUCE, pickle.NEWOBJ, pickle.BUILD,
-    pickle.BINPERSID, pickle.BINGET, pickle.LONG_BINGET, pickle.BINPUT, pickle.LONG_BINPUT,
+    pickle.POP, pickle.BINPERSID, pickle.BINGET, pickle.LONG_BINGET, pickle.BINPUT, pickle.LONG_BINPUT,
 )))  # fmt: skip
 _DIRECTORY_SIZE, _DIRECTORY_BEGIN = 5, 6  # places in what zipfile finds at the end of an archive
 

@@ -46,7 +46,7 @@ def read_torchscript(path: Path) -> dict[str, Tensor]:
     while waiting:
         prefix, depth, module = waiting.pop()
         seen += 1 + len(module.attributes)
-        if seen > 10 * TENSORS or depth > MODULES:  # modules may be shared: a small pickle could list any number
+        if seen > TENSORS or depth > MODULES:  # modules may be shared: a small pickle could list any number
             raise FileError("its modules are nested without end")
         for name, value in module.attributes.items():
             if isinstance(value, Tensor):

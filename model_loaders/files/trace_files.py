@@ -11,6 +11,7 @@ from typing import Any
 from safetensors.torch import save
 
 from ...files import replace
+from ...limits import IMAGES, RUN, SIDE, FileError, bounded_int
 from ...samplers.trace import CONTINUOUS_FIELDS, POSITION_FIELDS, SCHEMA, Source, Trace, derived_totals
 from .checkpoint import open_checkpoint
 from .errors import CheckpointError
@@ -78,12 +79,12 @@ def load_trace(path: str | Path) -> Trace:
     try:
         checkpoint = open_checkpoint(path, mapped=False)  # the file may be replaced while the trace is shown
     except CheckpointError as error:
-        raise ValueError(f"{path.name} cannot be read as a trace: {error} Save it again with Save Trace.") from error
+        raise FileError(f"{path.name} cannot be read as a trace: {error} Save it again with Save Trace.") from error
     header, tensors = checkpoint.metadata, checkpoint.tensors
     schema = header.get("schema")
     if schema not in (SCHEMA, SCHEMA_1):
         found = schema or "no schema"
-        raise ValueError(f"{path.name} is not a {SCHEMA} trace (found {found}). Save it again with Save Trace.")
+        raise FileError(f"{path.name} is not a {SCHEMA} trace (found {found}). Save it again with Save Trace.")
     positions, rounds = (
         {key.removeprefix(group): tensor for key, tensor in tensors.items() if key.startswith(group)}
         for group in ("positions.", "rounds.")
@@ -94,7 +95,7 @@ def load_trace(path: str | Path) -> Trace:
     absent = [f"positions.{name}" for name in wanted if name not in positions]
     absent += [name for name in ("rows", "cols", "stride", "totals", "settings") if name not in header]
     if absent:
-        raise ValueError(f"{path.name} is incomplete ({', '.join(absent)}). Save it again with Save Trace.")
+        raise FileError(f"{path.name} is incomplete ({', '.join(absent)}). Save it again with Save Trace.")
     trace = Trace(header["rows"], header["cols"], header["stride"], positions, rounds, header["totals"],
                   header["settings"], header.get("lead", 0))  # earlier files have no lead
     try:
@@ -102,7 +103,7 @@ def load_trace(path: str | Path) -> Trace:
             trace.totals = renamed(trace.totals)
         complete(trace)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{path.name} is damaged ({error}). Save it again with Save Trace.") from error
+        raise FileError(f"{path.name} is damaged ({error}). Save it again with Save Trace.") from error
     return trace
 
 
@@ -113,23 +114,24 @@ def renamed(values: dict[str, Any]) -> dict[str, Any]:
 
 def complete(trace: Trace) -> None:
     """Complete the totals of a trace. Raises an exception of any kind if its arrays or totals are inconsistent."""
-    sizes = trace.rows, trace.cols, trace.stride
-    if not all(type(size) is int for size in sizes) or not 1 <= min(sizes) or trace.stride < trace.cols:
-        raise ValueError(f"invalid grid {sizes}")
+    sizes = tuple(bounded_int("a side of its grid", side, 1, SIDE) for side in (trace.rows, trace.cols))
+    bounded_int("its number of tokens per row", trace.stride, trace.cols, 2 * SIDE)
+    bounded_int("its number of tokens before the grid", trace.lead, 0, SIDE**2)
     shape = trace.positions["source"].shape
-    if type(trace.lead) is not int or trace.lead < 0:
-        raise ValueError(f"invalid lead {trace.lead!r}")
-    if len(shape) != 2 or not shape[0] or trace.lead + trace.rows * trace.stride > shape[1]:
-        raise ValueError(f"grid {sizes} after {trace.lead} tokens does not fit records of shape {list(shape)}")
+    if len(shape) != 2 or not 1 <= shape[0] <= IMAGES or trace.lead + trace.rows * trace.stride > shape[1]:
+        raise FileError(f"grid {sizes} after {trace.lead} tokens does not fit records of shape {list(shape)}")
     known = POSITION_FIELDS | CONTINUOUS_FIELDS
     for name, tensor in trace.positions.items():
         if tensor.shape != shape or tensor.dtype != known.get(name, tensor.dtype):
-            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}")
+            raise FileError(f"{name} is {tensor.dtype} {list(tensor.shape)}")
     if trace.positions["source"].max() > max(Source):
-        raise ValueError("unknown token source")
-    if not isinstance(trace.settings, dict):
-        raise ValueError("settings are not a JSON object")
+        raise FileError("unknown token source")
+    first, last = (int(number) for number in trace.positions["finalised_at"].aminmax())
+    if not 0 <= first <= last <= shape[1] + 1:
+        raise FileError("a token was decided in a pass that there was not")  # every pass decides one
+    if not isinstance(trace.settings, dict) or len(json.dumps(trace.settings)) > RUN:
+        raise FileError(f"settings are not a JSON object of at most {RUN} characters")
     for name, number in derived_totals(trace.positions, trace.totals).items():
         stored = trace.totals.setdefault(name, number)
         if type(stored) is not type(number) or (stored != number and not isinstance(number, float)):
-            raise ValueError(f"{name} is {stored!r}, but its records say {number!r}")
+            raise FileError(f"{name} is {stored!r:.100}, but its records say {number!r}")

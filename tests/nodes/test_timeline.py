@@ -220,7 +220,7 @@ def test_number_of_frames(widgets, count, timeline_of):
 
 
 def test_automatic_frames_are_as_many_as_fit(timeline_of, monkeypatch):
-    monkeypatch.setattr(timeline, "MEMORY_LIMIT", 12 * 20 * 20 * 30)
+    monkeypatch.setattr(timeline, "PIXELS", 20 * 20 * 30)
     image = torch.rand(1, 20, 20, 3)
     assert len(timeline_of(long_run(400), image).result[0]) == 30  # 18 of the run
     with pytest.raises(ValueError, match=r"19 frames.*20 x 20 pixels.* 12 .* 30 frames"):

@@ -18,6 +18,7 @@ from tempfile import mkdtemp
 import comfyui_specar
 import torch
 from comfyui_specar import api
+from comfyui_specar.limits import FileError
 from comfyui_specar.model_loaders.decoders import glm_image
 from comfyui_specar.model_loaders.detect import find_image_decoder, stays_narrow
 from comfyui_specar.model_loaders.families import emu3
@@ -180,7 +181,7 @@ def examine(seed: Seed, folder: Path) -> Outcome:
 
 def fault_of(error: Exception, names: set[str]) -> str | None:
     """What is wrong with an exception; None for one that users can act upon."""
-    if type(error) not in (ValueError, FileNotFoundError, CheckpointError):
+    if type(error) not in (ValueError, FileNotFoundError, FileError, CheckpointError):
         return f"raised {type(error).__name__} in {place_of(error)}"
     cause: BaseException | None = error
     while cause is not None:
