@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
+from .printable import printable
+
 # Numbers
 
 LARGEST = 2**63 - 1  # of sizes, offsets and steps: PyTorch's are int64
@@ -62,21 +64,15 @@ class FileError(ValueError):
     """What was read cannot be used. The message may quote it: it is shortened and printable."""
 
     def __init__(self, message: str):
-        super().__init__(printable(message, MESSAGE))
-
-
-def printable(text: str, most: int = QUOTED) -> str:
-    """A text from a file as it may be shown, logged and printed: at most ``most`` characters (beginning and end stay),
-    and control characters, line breaks and marks of direction as escapes (\\x1b)."""
-    if len(text) > most:
-        text = f"{text[: most * 3 // 4 - 5]} ... {text[-(most // 4) :]}"
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+        if len(message) > MESSAGE:  # the file is named at the beginning, the remedy at the end
+            message = f"{message[: MESSAGE - 300]} ... {message[-290:]}"
+        super().__init__(printable(message))
 
 
 def shown(value: Any) -> str:
     """A value for a message. Of a container only its kind: in a pickle, a few bytes make a list with no end."""
+    if isinstance(value, int) and value.bit_length() > 1000:  # Python does not write it
+        return f"an integer of {value.bit_length()} bits"
     return f"{value!r:.100}" if isinstance(value, (str, int, float, bytes, type(None))) else f"a {type(value).__name__}"
 
 
@@ -89,7 +85,7 @@ def bounded_int(name: str, value: Any, least: int, most: int) -> int:
 
 def legal_name(name: Any) -> str:
     """The name of a tensor or module. Raises FileError for what is no string, too long, or has control characters."""
-    if not isinstance(name, str) or len(name) > NAME or not name.isprintable():
+    if not isinstance(name, str) or len(name) > NAME or printable(name) != name:
         raise FileError(f"the name {shown(name)} is not a printable string of at most {NAME} characters")
     return name
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from ..limits import printable
+from ..limits import QUOTED
+from ..printable import printable
 from ..samplers.trace import Source, Trace
 from .acceptance_map import SOURCES
 from .run_report import exact, labels
@@ -171,7 +172,7 @@ def _bar(
 
 def _fitted(draw: ImageDraw.ImageDraw, text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
     """The text, cut with an ellipsis where it is wider than ``width`` pixels."""
-    text = printable(text)  # PIL measures no line breaks
+    text = printable(text, QUOTED)  # PIL measures no line breaks
     if draw.textlength(text, font) <= width:
         return text
     while draw.textlength(text + " ...", font) > width:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..limits import MESSAGE, FileError, printable
+from ..limits import MESSAGE, QUOTED, FileError
+from ..printable import printable
 from ..samplers.registry import RULES, method_of, structure_of
 from ..samplers.trace import Trace
 
@@ -145,7 +146,7 @@ def labels(traces: list[Trace]) -> list[tuple[str, str]]:
 
 def _label(settings: dict[str, Any]) -> tuple[str, str]:
     first, method = named(settings)
-    return printable(first), printable(", ".join(filter(None, (method, judgement(settings)))))
+    return printable(first, QUOTED), printable(", ".join(filter(None, (method, judgement(settings)))), QUOTED)
 
 
 def _difference(number: int, plain: list[tuple[str, str]], traces: list[Trace]) -> str:
@@ -153,7 +154,7 @@ def _difference(number: int, plain: list[tuple[str, str]], traces: list[Trace]) 
     alike = [_facts(t) for t, label in zip(traces, plain, strict=True) if label == plain[number]]
     own = _facts(traces[number])
     differing = [name for name in own if len({str(facts.get(name)) for facts in alike}) > 1]
-    return ", ".join(printable(f"{name} {own[name]}") for name in differing[:2]) or "alike"
+    return ", ".join(printable(f"{name} {own[name]}", QUOTED) for name in differing[:2]) or "alike"
 
 
 def _facts(trace: Trace) -> dict[str, Any]:

@@ -19,16 +19,17 @@ OWN = {  # package -> modules of the pack it may import (a package, or one modul
     "models": {"kernels"},
     "samplers": {"kernels"},
     "files": set(),
-    "limits": set(),
+    "limits": {"printable"},
+    "printable": set(),
     "model_loaders": {
         "files", "limits", "models", "samplers.continuous_contract", "samplers.contract", "samplers.distributions",
         "samplers.layout", "samplers.trace",
     },
     "api": {"model_loaders", "samplers", "reports"},
-    "reports": {"limits", "samplers.registry", "samplers.trace"},
+    "reports": {"limits", "printable", "samplers.registry", "samplers.trace"},
     "nodes": {"limits", "model_loaders", "samplers", "kernels", "reports"},
     "batch": {
-        "api", "files", "limits", "model_loaders.conditions", "samplers.contract", "samplers.registry",
+        "api", "files", "limits", "model_loaders.conditions", "printable", "samplers.contract", "samplers.registry",
         "samplers.settings",
     },
 }
@@ -42,6 +43,7 @@ FOREIGN = {  # package -> third-party packages; all of them come with ComfyUI
     "nodes": {"torch", "numpy", "PIL", "aiohttp"} | HOST,
     "files": set(),
     "limits": set(),
+    "printable": set(),
     "batch": {"aiohttp", "tqdm", "numpy", "PIL", "ray"},  # ray: an optional extra, for batch/fleet.py alone
 }
 
