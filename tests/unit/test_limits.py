@@ -1,0 +1,350 @@
+"""Files and tables that state absurd numbers, and traces that would be drawn as enormous images: each is refused before
+it costs anything."""
+
+import json
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from comfyui_specar import limits
+from comfyui_specar.batch.jobs import JobsError, read_jobs
+from comfyui_specar.benchmarks import fuzz
+from comfyui_specar.limits import FileError, bounded_int, legal_name, legal_sizes, parse_json, shown
+from comfyui_specar.model_loaders.ar_model import legal_grid
+from comfyui_specar.model_loaders.files import names, safetensors_files
+from comfyui_specar.model_loaders.files.archives import BoundedUnpickler, check_view, members_of, rehearse
+from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_checkpoint, outline, read_settings
+from comfyui_specar.model_loaders.files.trace_files import load_trace, save_trace
+from comfyui_specar.model_loaders.text.tiktoken_file import read_ranks
+from comfyui_specar.printable import printable
+from comfyui_specar.reports import acceptance_map, comparison, run_report
+from comfyui_specar.samplers.trace import POSITION_FIELDS, Source, Trace
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ..support.hostile_files import BILLION, HOSTILE, one_tensor, safetensors
+
+MOST_SECONDS = 5  # of the processor: 0.5 are intended, and a busy machine takes several times as long
+MOST_MEMORY = 300 << 20  # bytes beyond the file's own
+CONTROL = "\x1b[31m\u202egnp\n"
+QUIET = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def read(file: Path, mapped: bool) -> None:
+    if file.name == "config.json":
+        read_settings(file)
+    elif file.suffix == ".tiktoken":
+        read_ranks(file)
+    elif file.suffix in (".csv", ".jsonl"):
+        read_jobs(file)
+    else:
+        open_checkpoint(file, mapped)
+
+
+@pytest.mark.parametrize("write", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_file_is_refused_at_once(tmp_path, write):
+    """For some, a reader without bounds would never end, or end the process."""
+    file = write(tmp_path)
+    linux = Path("/proc/self/clear_refs").exists()
+    for mapped in (True, False)[: 1 + (file.suffix == ".safetensors")]:
+        if linux:
+            fuzz.forget_memory()
+        before, began = fuzz.memory("VmRSS") if linux else 0, time.process_time()
+        with pytest.raises((CheckpointError, JobsError)) as refused:
+            read(file, mapped)
+        assert time.process_time() - began < MOST_SECONDS
+        assert not linux or fuzz.memory() - before - file.stat().st_size < MOST_MEMORY
+        assert file.name in str(refused.value) and len(str(refused.value)) <= limits.MESSAGE + 10
+        del refused
+
+
+@pytest.mark.parametrize("name", [name for name in HOSTILE if name.startswith("safetensors")])
+def test_the_library_never_sees_a_hostile_header(tmp_path, monkeypatch, name):
+    """It would multiply 100,000 sizes, while it holds the interpreter's lock."""
+    file = HOSTILE[name](tmp_path)
+
+    def fail(*_args, **_kwargs):
+        pytest.fail("the library was asked")
+
+    monkeypatch.setattr("comfyui_specar.model_loaders.files.checkpoint.safe_open", fail)
+    if "settings" not in name or file.stat().st_size > limits.HEADER:
+        with pytest.raises(CheckpointError):
+            open_checkpoint(file, mapped=True)
+    with pytest.raises(CheckpointError):
+        outline(file)
+
+
+NUMBERS = st.one_of(st.integers(-2, 5), st.integers(-(2**70), 2**70), st.floats(), st.none(), st.text(max_size=3))
+
+
+@QUIET
+@given(shape=st.lists(NUMBERS, max_size=12), place=st.lists(NUMBERS, max_size=3), name=st.text(max_size=20),
+       dtype=st.sampled_from(("F32", "F8_E4M3", "X")), repeat=st.sampled_from((1, 2000)))
+def test_any_header_is_read_alike_or_refused_by_every_reader(tmp_path, shape, place, name, dtype, repeat):
+    file = safetensors({name: {"dtype": dtype, "shape": shape * repeat, "data_offsets": place}}, tmp_path, b"\0" * 8)
+    found = []
+    for reader in (lambda: open_checkpoint(file, mapped=True), lambda: open_checkpoint(file, mapped=False),
+                   lambda: outline(file)):
+        try:
+            found.append({key: tuple(tensor.shape) for key, tensor in reader().tensors.items()})
+        except CheckpointError as error:
+            assert len(str(error)) <= limits.MESSAGE + 10 and printable(str(error)) == str(error)
+            found.append(None)
+    assert found[0] == found[1] == found[2]
+
+
+def test_sizes_are_multiplied_only_within_bounds(tmp_path, monkeypatch):
+    """Counted, not timed: products of more than DIMENSIONS numbers, or of larger ones, are never taken."""
+    seen = []
+
+    def counted(numbers):
+        seen.append(list(numbers))
+        return 4
+
+    for module in (safetensors_files, limits):
+        monkeypatch.setattr(module, "prod", counted)
+    for shape in ([BILLION] * 100_000, [2**64], [1] * 9, [-1], [1.0]):
+        with pytest.raises(CheckpointError):
+            open_checkpoint(safetensors(one_tensor(shape), tmp_path, b"\0" * 4))
+    assert not seen
+
+
+def test_sizes():
+    assert legal_sizes("x", [2, 3]) == (2, 3) and legal_sizes("x", ()) == ()
+    assert legal_sizes("x", [0, 2**62]) == (0, 2**62)
+    for sizes in ([1] * 9, [2**62, 2], [0, 2**62, 2], [-1], [True], ["1"], [2**63], None, "12", {1: 2}):
+        with pytest.raises(FileError, match="x"):
+            legal_sizes("x", sizes)
+
+
+def test_views():
+    assert check_view(6, 0, (2, 3), (3, 1)) == 6 and check_view(6, 5, (1,), (1,)) == 1
+    assert check_view(0, 0, (0,), (1,)) == 0
+    for view in ((6, 1, (2, 3), (3, 1)), (6, 0, (2,), (6,)), (6, 7, (0,), (1,)), (6, 0, (2, 3), (3,)),
+                 (6, -1, (1,), (1,)), (6, 0, (2,), (-1,)), (6, 0, (2,), (2**63,)), (6, None, (1,), (1,))):
+        with pytest.raises(FileError):
+            check_view(*view)
+
+
+@pytest.mark.parametrize("name", ["", "a.b", "名前", "a" * limits.NAME])
+def test_names_that_tensors_have(name):
+    assert legal_name(name) == name
+
+
+@pytest.mark.parametrize("name", ["a\x1b[2J", "a\nb", "a\u202eb", "a\0", "\ud800", "a" * (limits.NAME + 1), b"a", None])
+def test_names_that_no_tensor_has(name):
+    with pytest.raises(FileError, match="name") as refused:
+        legal_name(name)
+    assert str(refused.value).isprintable() and len(str(refused.value)) < 300
+
+
+def test_a_value_in_a_message_is_short_whatever_it_is():
+    endless: list = []
+    for _ in range(100):
+        endless = [endless, endless]
+    assert shown(endless) == "a list" and shown("x" * 1000) == "'" + "x" * 99
+    assert shown(2**100_000) == "an integer of 100001 bits"
+    assert shown(2**64) == str(2**64)
+    with pytest.raises(FileError, match="n is a list.*1 to 3"):
+        bounded_int("n", endless, 1, 3)
+
+
+@pytest.mark.parametrize("text", ['{"a": [1, 2.5, "x", null, true]}', "1" * limits.DIGITS, "[" * 64 + "]" * 64,
+                                  '"' + "1" * 200 + '"'])
+def test_json_within_the_bounds_is_read_as_json_is(text):
+    assert parse_json(text) == parse_json(text.encode()) == json.loads(text)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("1" * (limits.DIGITS + 1), "65 digits"), ("-" + "1" * 5000, "digits"), ("[" * 66 + "]" * 66, "64 deep"),
+    ("[" * 100_000, "64 deep"), ("[" + "0," * limits.VALUES + "0]", "1500000 values"),
+])  # fmt: skip
+def test_json_beyond_the_bounds_is_refused(text, message):
+    with pytest.raises(FileError, match=message):
+        parse_json(text)
+
+
+def test_grids_and_numbered_modules():
+    assert legal_grid([1, 1024]) == (1, 1024)
+    with pytest.raises(ValueError, match="1 and 1024") as refused:
+        legal_grid([0] * 50_000)
+    assert len(str(refused.value)) < 300
+    assert names.numbered({"up.0.w", "up.3.w"}, r"up\.") == 4
+    with pytest.raises(ValueError, match="0 to 1000"):  # a module would be built for each
+        names.numbered({"up.1000000000.w"}, r"up\.")
+
+
+@pytest.mark.parametrize("reader", [open_checkpoint, outline])
+def test_a_message_prints_no_control_characters_of_a_file(tmp_path, reader):
+    """Nor does the exception behind it, which ComfyUI's log shows, too."""
+    file = safetensors(one_tensor([1], name=CONTROL), tmp_path, b"\0" * 4)
+    with pytest.raises(CheckpointError) as refused:
+        reader(file)
+    error = refused.value
+    while error is not None:
+        assert "\\x1b" in str(error) and str(error).isprintable()
+        error = error.__cause__
+
+
+def test_errors_about_files_are_short_and_printable_and_keep_both_ends():
+    error = CheckpointError("model.safetensors: " + CONTROL * 1000 + "Download it again.")
+    assert str(error).isprintable() and str(error).startswith("model.safetensors: \\x1b[31m\\u202egnp\\n")
+    assert str(error).endswith("Download it again.") and isinstance(error, ValueError)
+
+
+# Archives and pickles
+
+
+def test_an_archive_with_two_parts_of_one_name_is_refused(tmp_path):
+    """PyTorch's reader compares names without case, and may take the other one."""
+    import zipfile
+
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        for name in ("archive/data.pkl", "archive/DATA.pkl"):
+            archive.writestr(name, b"")
+    with pytest.raises(FileError, match="same name"):
+        members_of(tmp_path / "a.pt")
+
+
+def test_what_torch_saves_passes_the_rehearsal(tmp_path):
+    """Both formats, with what training scripts keep beside the weights."""
+    from collections import Counter, OrderedDict
+
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimiser = torch.optim.AdamW(module.parameters())
+    module(torch.ones(2, 3)).sum().backward()
+    optimiser.step()
+    content = {"model": module.state_dict(), "parameters": list(module.parameters()),
+               "optimizer": optimiser.state_dict(),
+               "steps": Counter({3: 1}), "other": OrderedDict(a=torch.tensor(2.5)), "part": torch.ones(2, 3).mT,
+               "rng": torch.get_rng_state(), "names": {"b", "a"}, "raw": bytearray(b"ab"), "bytes": b"ab",
+               "large": 2**80}
+    for new in (True, False):
+        torch.save(content, tmp_path / "sound.pt", _use_new_zipfile_serialization=new)
+        found = open_checkpoint(tmp_path / "sound.pt").tensors
+        assert all(torch.equal(found[name], tensor) for name, tensor in module.state_dict().items())
+
+
+def test_instructions_are_counted(monkeypatch):
+    import io
+
+    monkeypatch.setattr("comfyui_specar.model_loaders.files.archives._Counted.left", 10)
+    assert BoundedUnpickler(io.BytesIO(b"\x80\x02]" + b"N0" * 3 + b".")).load() == []
+    with pytest.raises(FileError, match="instructions"):
+        rehearse(io.BytesIO(b"\x80\x02]" + b"N0" * 4 + b"."), 100)
+
+
+# Traces
+
+
+def trace_of(rows: int, cols: int, images: int = 1, **changes) -> Trace:
+    positions = {name: torch.zeros((images, rows * cols), dtype=dtype) for name, dtype in POSITION_FIELDS.items()}
+    positions["source"][:] = Source.PREFILL
+    totals = {"target_passes": 1, "passes_per_image": [1] * images, "draft_passes": 0, "images": images,
+              "tokens": images * rows * cols, "seed": 1, "seconds": 1.0}
+    settings_ = {"method": "next_token", "cfg": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    trace = Trace(rows, cols, cols, positions, {"width": torch.ones(1, dtype=torch.int64)}, totals, settings_)
+    for name, value in changes.items():
+        target = trace.positions if name in trace.positions else None
+        if target is None:
+            setattr(trace, name, value)
+        else:
+            target[name].fill_(value)
+    return trace
+
+
+def saved(trace: Trace, tmp_path: Path) -> Path:
+    trace.totals.setdefault("tv_bound", 0.0)
+    return save_trace(trace, tmp_path / "trace")[1]
+
+
+def test_a_trace_within_the_bounds_is_loaded(tmp_path):
+    trace = trace_of(2, 3)
+    assert load_trace(saved(trace, tmp_path)).rows == 2
+
+
+@pytest.mark.parametrize(("trace", "message"), [
+    (lambda: trace_of(1, 3000), "1 to 1024"), (lambda: trace_of(3000, 1), "1 to 1024"),
+    (lambda: trace_of(1, 1, images=limits.IMAGES + 1), "4097"), (lambda: trace_of(2, 2, stride=10**6), "2 to 2048"),
+    (lambda: trace_of(2, 2, lead=10**12), "0 to 1048576"), (lambda: trace_of(2, 2, finalised_at=2**31 - 1), "pass"),
+    (lambda: trace_of(2, 2, finalised_at=-1), "pass"),
+    (lambda: trace_of(2, 2, settings={"method": "x" * 2_000_000}), "262144 characters"),
+], ids=range(8))  # fmt: skip
+def test_a_trace_beyond_the_bounds_is_refused(tmp_path, trace, message):
+    with pytest.raises(FileError, match=f"trace.safetensors.*{message}"):
+        load_trace(saved(trace(), tmp_path))
+
+
+def test_settings_of_a_trace_are_quoted_short_and_printable(tmp_path):
+    trace = trace_of(2, 2, settings={"method": CONTROL * 5000})
+    with pytest.raises(FileError, match="Save Trace") as refused:
+        run_report.check_words(trace, "trace")
+    assert len(str(refused.value)) < 2 * limits.MESSAGE and str(refused.value).isprintable()
+    trace = trace_of(2, 2)
+    trace.settings["chosen"] = CONTROL * 5000
+    trace.totals |= {"accepted_drafts": 0, "acceptance_rate": 0.0, "accepted_length": 4.0, "step_compression": 4.0,
+                     "prefix_tokens": 0, "tv_bound": 0.0, "mean_log_p": 0.0, "sources": {}}
+    for text in (*run_report.labels([trace])[0], *run_report.describe(trace).split("\n"), comparison.table([trace])):
+        assert "\x1b" not in text and len(text) < 2 * limits.MESSAGE
+    assert comparison.chart([trace]).shape[1] == comparison.WIDTH
+
+
+# Maps
+
+
+@pytest.mark.parametrize(("sides", "factor"), [((256, 256), 2), ((512, 600), 1), ((1, 1024), 8), ((1024, 1), 8),
+                                               ((16, 16), 32), ((10_000, 10_000), 1), ((16, 16384), 1)])
+def test_maps_are_enlarged_until_the_longer_side_is_long_enough(sides, factor):
+    assert acceptance_map.enlargement(*sides) == factor
+
+
+@pytest.mark.parametrize("sides", [(1, 1024), (1024, 1)])
+def test_the_longest_grids_are_drawn(sides):
+    drawn = acceptance_map.acceptance_map(trace_of(*sides))
+    assert drawn.shape[0] == 1 and drawn.shape[2] == 8 * sides[1]
+
+
+def test_maps_of_too_many_pixels_are_not_begun(monkeypatch):
+    def fail(*_args):
+        pytest.fail("a map is drawn")
+
+    monkeypatch.setattr(acceptance_map, "overlay", fail)
+    large = np.broadcast_to(np.uint8(0), (1, 10_000, 10_000, 3))
+    for trace, image in ((trace_of(16, 16, images=4000), None), (trace_of(1, 1), large)):
+        with pytest.raises(ValueError, match="million pixels.*fewer images"):
+            acceptance_map.draw_maps(trace, image, "source", 0.5)
+
+
+# Tables of jobs
+
+
+def test_a_table_within_the_bounds_is_read(tmp_path):
+    (tmp_path / "a.csv").write_text(",".join(f"c{i}" for i in range(1000)) + "\n" + ",".join("1" * 1000), "utf-8")
+    assert len(read_jobs(tmp_path / "a.csv")[0].overrides) == 1000
+    rows = {"prompt": "x" * limits.CELL}, {"seed": 2**64}
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    assert len(read_jobs(tmp_path / "a.jsonl")) == 2
+
+
+def test_a_value_that_is_too_long_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "x" * (limits.CELL + 1)}), "utf-8")
+    with pytest.raises(JobsError, match="line 1.*prompt.*131073 characters"):
+        read_jobs(tmp_path / "a.jsonl")
+
+
+def test_every_limit_says_why():
+    """One line of reason for each."""
+    source = Path(limits.__file__).read_text(encoding="utf-8")
+    numbers = re.findall(r"^[A-Z]+ = (?P<value>.*)$", source, re.MULTILINE)
+    assert len(numbers) > 25 and all("#" in line for line in numbers)
+
+
+def test_no_other_module_of_the_readers_has_a_limit_of_its_own():
+    root = Path(limits.__file__).parent
+    for folder in ("model_loaders/files", "model_loaders/text"):
+        for file in (root / folder).glob("*.py"):
+            text = file.read_text(encoding="utf-8")
+            assert not re.search(r"^_?(LARGEST|LONGEST|MOST|DEEPEST)\w* = ", text, re.MULTILINE | re.IGNORECASE), file
