@@ -49,6 +49,7 @@ CODES = 200_000  # instructions of a pickle, 32 per tensor: each takes time even
 TENSORS = 50_000  # of a file; released models have 1500, training checkpoints of MAR 3000
 MODULES = 100  # of TorchScript, one in another; modules may be shared, so that a small file could describe any number
 RUN = 2**18  # characters of the settings of a run, in a trace; a long prompt has thousands
+CONTAINERS = 3  # tables of a pickle, one in another, in which its weights are looked for
 SHARDS = 1000  # of an index; the largest model has 15
 SPREAD = 4  # total size of a pickle's tensors, in file sizes: some have two names
 JOBS = 100_000  # of a table; more are several batches

@@ -37,10 +37,13 @@ from .files.errors import CheckpointError, as_released
 from .files.scaled import ScaledMatrix
 from .registry import Family
 
-_SCALED = (  # suffixes of the names of scales
-    "weight_scale", "scale_weight", "weight_scale_inv", "scaled_fp8", "comfy_quant", ".qweight", ".absmax", ".SCB",
-)  # fmt: skip
 DECODER_FILES = (*WEIGHT_FILES, *(file for kind in KINDS for file in kind.files))  # in the folder of an image decoder
+_SUFFIXES = SAFETENSORS + PICKLES + TORCHSCRIPT
+_DECODERS = [name for decoder in RELEASED_DECODERS.values() for name in decoder.names]
+_IN_FOLDER = (  # all names of an image decoder in a folder, in order of preference; first that of a bundled model
+    "vq.safetensors", "vae.safetensors", *WEIGHT_FILES,
+    *(f"{name.rpartition('/')[2]}{suffix}" for name in dict.fromkeys(_DECODERS) for suffix in _SUFFIXES),
+)  # fmt: skip
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
 
 
@@ -75,7 +78,7 @@ def load_model(
     if storage is not None and storage not in NARROW:
         raise ValueError(f"storage is {storage}; choose None or one of {', '.join(map(str, NARROW))}.")
     device, grid = torch.device(device), grid and legal_grid(grid)
-    checkpoint = replace(open_checkpoint(weight_file(Path(path))), storage=storage)
+    checkpoint = replace(open_checkpoint(model_file(path)), storage=storage)
     model = build(checkpoint, resolve_dtype(dtype, device), grid, search_folders, operations)
     if int8_cache and model.continuous:
         raise CheckpointError(f"{title(checkpoint.path)} is a continuous model: an int8 cache is supported only for "
@@ -85,6 +88,14 @@ def load_model(
     model.to(device)
     model.device = device
     return model
+
+
+def model_file(path: str | Path) -> Path:
+    """The weight file of a model or drafter. Raises CheckpointError for a folder without one."""
+    if os.path.isdir(Path(path) / glm_image.MODEL):  # unlike Path.is_dir, it accepts invalid names
+        raise CheckpointError(f"{path} is a whole release of GLM-Image. Choose its folder {glm_image.MODEL}, which "
+                              "holds the model; its image decoder is found from there.")
+    return weight_file(Path(path))
 
 
 def resolve_dtype(dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
@@ -97,7 +108,6 @@ def build(
 ) -> DiscreteModel | ContinuousBase:
     """The model of a checkpoint. Raises CheckpointError if it is unsupported or damaged."""
     refuse_part(checkpoint.path)
-    refuse_scaled(checkpoint)
     family = family_of(checkpoint)
     if family is None:
         raise CheckpointError(unknown_model(checkpoint))
@@ -122,17 +132,6 @@ def refuse_part(path: Path) -> None:
         )
 
 
-def refuse_scaled(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError for weights with scales in other formats than those of ``files.scaled``."""
-    scaled = next((name for name in checkpoint.tensors if name.endswith(_SCALED)), None)
-    if scaled is not None:
-        raise CheckpointError(
-            f"{checkpoint.path.name} is quantised with scales ({scaled}), which is not supported. Use the "
-            "weights as they were released (fp32, bf16 or fp16), plain fp8 (float8_e4m3fn), or a file of ComfyUI's own "
-            "quantised formats (float8_e4m3fn, int8_tensorwise, nvfp4)."
-        )
-
-
 def family_of(checkpoint: Checkpoint) -> Family | None:
     """The family that a checkpoint belongs to."""
     return next((family for family in FAMILIES if family.recognise(checkpoint.tensors)), None)
@@ -149,7 +148,7 @@ def load_drafter(
     """
     if not hasattr(model, "request"):
         raise TypeError(f"model is {model!r}, but must be that of load_model(path).")
-    checkpoint = open_checkpoint(weight_file(Path(path)))
+    checkpoint = open_checkpoint(model_file(path))
     dtype, family = dtype or model.dtype, family_of(checkpoint)
     if eagle.recognise(checkpoint.tensors):
         if model.tokens != DiscreteModel.tokens:
@@ -212,14 +211,13 @@ def is_image_decoder(tensors: Collection[str]) -> bool:
 def load_image_decoder(
     path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None, operations=nn
 ) -> Autoencoder:
-    """Load a VQ tokenizer or a KL VAE from a file, or from a folder (``vq``, ``vae`` or ``model.safetensors`` in it, or
-    Cosmos's ``decoder.jit``).
+    """Load a VQ tokenizer or a KL VAE from a file, or from a folder (see ``decoder_in``).
 
     dtype None: fp32. Raises CheckpointError for unsupported or damaged files.
     """
     path = Path(path)
-    beside = own_decoder(path) if os.path.isdir(path) else None
-    checkpoint = open_checkpoint(beside or weight_file(path, DECODER_FILES))
+    file = decoder_in(path) if os.path.isdir(path) else path
+    checkpoint = open_checkpoint(file or weight_file(path, DECODER_FILES))
     kind = next((kind for kind in KINDS if kind.recognise(checkpoint.tensors)), None)
     if kind is None:
         names = ", ".join(sorted(checkpoint.tensors)[:4])
@@ -231,15 +229,36 @@ def load_image_decoder(
     return decoder
 
 
-def own_decoder(folder: Path) -> Path | None:
-    """The image decoder of a bundled model's folder."""
-    return next((folder / name for name in ("vq.safetensors", "vae.safetensors") if (folder / name).is_file()), None)
+def decoder_in(folder: Path) -> Path | None:
+    """The image decoder in a folder: of the files with a name of one (``vq``, ``vae``, ``model``, released names), the
+    first that has the tensors of one, or else the first."""
+    there = [folder / name for name in _IN_FOLDER if (folder / name).is_file()]
+    return next(filter(holds_decoder, there), there[0] if there else None)
+
+
+def holds_decoder(file: Path) -> bool:
+    """Whether a weight file is or contains an image decoder, by the names of its tensors. TorchScript files, whose
+    names are known only after reading all of them, may be; files that cannot be read are if their name is a released
+    one, so that loading them says why."""
+    if file.suffix.lower() in TORCHSCRIPT:
+        return True
+    try:
+        return is_image_decoder(tensor_names(file))
+    except CheckpointError:
+        stem = f"/{file.with_suffix('').as_posix()}".lower()
+        return any(stem.endswith(f"/{name.lower()}") for name in _DECODERS)
+
+
+def may_decode(path: Path) -> bool:
+    """Whether ``load_image_decoder`` may find an image decoder in a file or folder."""
+    file = decoder_in(path) if os.path.isdir(path) else path
+    return file is not None and holds_decoder(file)
 
 
 def find_image_decoder(model_path: str | Path, family: str, search_folders: Sequence[Path] = ()) -> Path | None:
     """The image decoder of a model of ``family``: in the same file, beside it or its folder, or, under a released
     name, in the search folders."""
-    return next(iter(decoder_files(weight_file(Path(model_path)), family, search_folders)), None)
+    return next(iter(decoder_files(model_file(model_path), family, search_folders)), None)
 
 
 def image_decoders(path: Path, family: str, search: Sequence[Path], operations) -> Iterator[Autoencoder]:
@@ -251,19 +270,22 @@ def image_decoders(path: Path, family: str, search: Sequence[Path], operations) 
 
 def decoder_files(path: Path, family: str, search_folders: Sequence[Path]) -> list[Path]:
     """Files of the candidates for the image decoder of the model in a weight file, most likely first."""
-    own = [path] if is_image_decoder(tensor_names(path)) else []
+    bundled_ones = [path.parent / name for name in _IN_FOLDER[:2] if (path.parent / name).is_file()][:1]
+    own = [path] if holds_decoder(path) else []
     around = [path.parent, path.parent.parent] if path.name in WEIGHT_FILES else [path.parent]
-    folders = [*around, *map(Path, search_folders)]
-    suffixes = SAFETENSORS + PICKLES + TORCHSCRIPT
-    names = [f"{name}{suffix}" for name in RELEASED_DECODERS[family].names for suffix in suffixes]
-    named = [folder / name for folder in folders for name in names if (folder / name).is_file()]
-    return [*filter(None, [own_decoder(path.parent)]), *own, *named]
+    named = []
+    for folder in (*around, *map(Path, search_folders)):
+        for name in RELEASED_DECODERS[family].names:
+            home, _, _ = name.rpartition("/")
+            files = [decoder_in(folder / home)] if home else [folder / f"{name}{suffix}" for suffix in _SUFFIXES]
+            named += [file for file in files if file and file.is_file()]
+    return list(dict.fromkeys([*bundled_ones, *own, *named]))
 
 
 def stays_narrow(path: str | Path) -> torch.dtype | None:
     """The storage in which a model of token ids keeps the numbers of its file: fp8 or int8; None for wide files, and
     for nvfp4, which is widened. Only names, shapes and dtypes are read."""
-    file = weight_file(Path(path))
+    file = model_file(path)
     checkpoint = outline(file)
     family = family_of(checkpoint)
     if family and family.continuous:
@@ -276,7 +298,7 @@ def stays_narrow(path: str | Path) -> torch.dtype | None:
 
 def count_weights(path: str | Path) -> int:
     """Number of weights in the files of a model of token ids; 0 for another. Only names, shapes and dtypes are read."""
-    checkpoint = outline(weight_file(Path(path)))
+    checkpoint = outline(model_file(path))
     family = family_of(checkpoint)
     return 0 if family is None or family.continuous else sum(t.numel() for t in checkpoint.tensors.values())
 

@@ -22,6 +22,7 @@ _LEVELS = CosmosConfig.levels
 _REPOSITORY = "nvidia/Cosmos-1.0-Tokenizer-DV8x16x16"
 _WRAPPERS = (".conv3d", ".norm")  # of a layer's weights, in the names of the files
 # Queries and keys of temporal attention, and temporal filters without resampling, do not affect single frames.
+_KIND = re.compile(r"(?<![^\W_])[CD][IV]\d+x\d+(?:x\d+)?(?![^\W_])", re.IGNORECASE)  # a word of its own in a name
 _IDLE = re.compile(r"\.attn_1\.1\.[qk]\.")
 
 
@@ -86,11 +87,12 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> ImageDeco
 
 
 def _check_kind(path: Path) -> None:
-    """Raise CheckpointError for other Cosmos tokenizers. They have the same tensors, so only the name tells."""
-    named = re.search(r"([CD][IV])(\d+x\d+(?:x\d+)?)", f"{path.parent.name}/{path.name}", re.IGNORECASE)
-    if named and named[0].upper() != "DV8X16X16":
+    """Raise CheckpointError for other Cosmos tokenizers. They have the same tensors, so only the name of the file, or
+    else of its folder, tells."""
+    found = next(filter(None, (_KIND.findall(name) for name in (path.stem, path.parent.name))), ())
+    if other := next((kind for kind in found if kind.lower() != "dv8x16x16"), None):
         raise CheckpointError(
-            f"{path.name} is the Cosmos tokenizer {named[0]}, but only DV8x16x16 is supported ({_REPOSITORY})."
+            f"{path.name} is the Cosmos tokenizer {other}, but only DV8x16x16 is supported ({_REPOSITORY})."
         )
 
 

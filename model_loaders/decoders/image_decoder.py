@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -35,10 +34,10 @@ class Autoencoder:
     @classmethod
     def load(
         cls: type[A], module: nn.Module, factor: int, channels: int, tensors: Weights, checkpoint: Checkpoint,
-        dtype: torch.dtype, ignore: Iterable[str] = (),
+        dtype: torch.dtype,
     ) -> A:
         """A decoder with a module on the meta device, filled with tensors of a checkpoint; see load_weights."""
-        load_weights(module, tensors, checkpoint, dtype, ignore)
+        load_weights(module, tensors, checkpoint, dtype)
         margin = bounded_int("margin", checkpoint.metadata.get("margin", 0), 0, 64)
         return cls(module, factor, channels, checkpoint.path.name, margin)
 

@@ -84,8 +84,7 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> ImageDeco
         config = config_of(tensors, unit_codes, checkpoint.settings.get("model_type") == _IBQ)
     with torch.device("meta"):
         module = VQModel(config, operations)
-    unused = ("quantize.codebook_used",)  # a training statistic
-    return ImageDecoder.load(module, config.factor, config.codebook_dim, tensors, checkpoint, dtype, unused)
+    return ImageDecoder.load(module, config.factor, config.codebook_dim, tensors, checkpoint, dtype)
 
 
 KIND = DecoderKind(recognise, load)

@@ -10,7 +10,6 @@ special tokens between rows.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,12 +26,12 @@ from ...samplers.contract import SamplingParams
 from ..ar_model import DiscreteModel, legal_grid
 from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
+from ..files.names import meaning
 from ..files.weights import load_weights
 from ..registry import Family, ReleasedDecoder, Source
 from ..text.chameleon_prompts import (
     CELL,
     END,
-    LUMINA2_WORDS,
     ROW_END,
     Vocabulary,
     anole_null,
@@ -47,6 +46,7 @@ from ..text.language_model import (
     backbone_tensors,
     language_root,
     matrix,
+    others,
     positive,
     rope_theta,
     word_tensors,
@@ -54,11 +54,13 @@ from ..text.language_model import (
 from ..text.prompt_encoders import TextEncoder, features_of
 
 _PATCH = 16  # side in pixels of a token of Chameleon's VQGAN
-_ROOT, _TABLE, _NORM = "model.", "model.embed_tokens.weight", "model.layers.0.self_attn.q_norm.weight"
+_ROOT, _TABLE, _HEAD = "model.", "model.embed_tokens.weight", "lm_head.weight"
+_NORM, _VQ = "model.layers.0.self_attn.q_norm.weight", "model.vqmodel."
 _ORIGINAL = "layers.0.attention.q_normalization.weight"  # of a consolidated.pth
 _HEADS = {4096: 32}  # width -> heads
 _TOKENIZERS = ("Lumina-mGPT-7B-768", "Anole-7b-v0.1-hf", "chameleon-7b")  # released with the same tokenizer
 _TOKENIZERS2 = ("Lumina-mGPT-2.0", "Lumina-mGPT-2.0-Omni")
+_SIZES = {"512": 512, "768": 768, "1024": 1024}  # numbers in released names of Lumina-mGPT -> pixels per side
 _SIDE2 = 768  # pixels per side of the square images of Lumina-mGPT 2.0
 
 
@@ -75,7 +77,7 @@ def load(
     models that do not generate images."""
     path, meta, tensors, settings = checkpoint.path, checkpoint.own_settings, checkpoint.tensors, checkpoint.settings
     check(checkpoint)
-    embeddings, head = (matrix(tensors, name, path) for name in (_TABLE, "lm_head.weight"))
+    embeddings, head = (matrix(tensors, name, path) for name in (_TABLE, _HEAD))
     words = Vocabulary.of(settings, len(embeddings), path)
     rows = len(tensors[_NORM])
     if words.patch != _PATCH:
@@ -100,6 +102,7 @@ def load(
         raise CheckpointError(f"{title(path)}: {model.unsupported_size(width, height)}")
     named = backbone_tensors(tensors, _ROOT, path)
     named |= word_tensors(embeddings, head, len(embeddings), words.images, kind.specials)
+    named |= others(tensors, _ROOT, _TABLE, _HEAD, (_VQ,))
     if not named["backbone.output.weight"][0].any():
         raise CheckpointError(f"The head of {path.name} is zero for all image tokens: it is the initial state "
                               "of a training and cannot generate images. Use a released model.")
@@ -160,12 +163,19 @@ def check(checkpoint: Checkpoint) -> None:
     if settings.get("swin_norm"):
         raise CheckpointError(f"{title(path)} normalises after its blocks (swin_norm), as models of 34B do. Only "
                               "those of 7B are supported.")
-    parts = {part for part in ("encoder", "decoder") if any(n.startswith(f"model.vqmodel.{part}.") for n in tensors)}
-    reads_only = parts == {"encoder"} and len(tensors.get(_TABLE, ())) != LUMINA2_WORDS  # where it is a leftover
-    if reads_only or settings.get("mask_image_logits"):
+    masked = settings.get("mask_image_logits")
+    if masked:
         raise CheckpointError(
             f"{title(path)} is Meta's Chameleon, or a similar model: it reads images, but its image output was "
             "switched off before its release. Use leloy/Anole-7b-v0.1-hf or Alpha-VLLM/Lumina-mGPT-7B-768."
+        )
+    parts = {part for part in ("encoder", "decoder") if any(n.startswith(f"{_VQ}{part}.") for n in tensors)}
+    if parts == {"encoder"} and len(tensors.get(_NORM, ())) != 1 and masked is None:
+        raise CheckpointError(
+            f"{title(path)} is either Meta's Chameleon, whose image output was switched off before its release, or "
+            "Anole as transformers saves it, without its image decoder: the remaining tensors are the same. If it is "
+            f'Anole, write "mask_image_logits": false into its config.json and put {_DECODER.home} beside it; if not, '
+            "use leloy/Anole-7b-v0.1-hf."
         )
 
 
@@ -197,15 +207,15 @@ def target_size(path: Path, metadata: Mapping[str, Any], grid: tuple[int, int] |
     if "grid" in metadata:
         return max(legal_grid(metadata["grid"])) * _PATCH
     name = title(path)
-    found = re.search(r"(?<![0-9A-Za-z])(512|768|1024)(?![0-9])", name)
-    if found is None and grid and grid[0] == grid[1] and grid[0] % 2 == 0:
+    pixels = meaning(name, _SIZES)
+    if pixels is None and grid and grid[0] == grid[1] and grid[0] % 2 == 0:
         return grid[0] * _PATCH
-    if found is None:
+    if pixels is None:
         raise CheckpointError(
-            f"{name} does not show which size this Lumina-mGPT was trained for. Keep the released name of its folder, "
-            "which ends in 512, 768 or 1024, or set grid to 32, 48 or 64 (tokens per side)."
+            f"The name {name} does not show which size this Lumina-mGPT was trained for. Keep the released name of its "
+            "folder, which contains one of 512, 768 or 1024, or set grid to 32, 48 or 64 (tokens per side)."
         )
-    return int(found[1])
+    return pixels
 
 
 def anole_grid(settings: Mapping[str, Any], metadata: Mapping[str, Any]) -> tuple[int, int]:

@@ -204,15 +204,15 @@ def load(checkpoint: Checkpoint, model: DiscreteModel, dtype: torch.dtype, opera
     """Build the drafter of ``model`` on the CPU. Raises CheckpointError if it is damaged or of another model."""
     path, tensors = checkpoint.path, checkpoint.tensors
     settings = {name: value for name, value in (checkpoint.settings | checkpoint.metadata).items() if value is not None}
-    tensors = {name: t for name, t in tensors.items() if not name.endswith(("rotary_emb.inv_freq", "freqs_cis"))}
     config = block_config(tensors, model, path)
     check_target(settings, model, path)
     check_sizes(settings, config, path)
     table = token_table(tensors.get(_TABLE), model)
     config = replace(config, norm_eps=norm_eps(settings, path), vocab=sum(map(len, table)))
     weights: dict[str, Tensor | tuple[Tensor, ...]] = {"tok_embeddings.weight": table}
-    weights |= {n: tensor for n, tensor in tensors.items() if n != _TABLE and not n.startswith(_LAYER)}
-    weights |= {n.replace(_LAYER, "layer."): part for n, part in layer_tensors(tensors, "", path).items()}
+    weights |= {n: tensor for n, tensor in tensors.items() if n != _TABLE and not n.startswith("layers.")}
+    weights |= {n.replace(_LAYER, "layer.").replace("layers.", "layer.layers."): part
+                for n, part in layer_tensors(tensors, "", path).items()}  # a second layer has no place in ours
     with torch.device("meta"):
         module = Eagle(config, "fc.bias" in tensors, operations)
     load_weights(module, join_gates(weights), checkpoint, dtype)

@@ -6,7 +6,6 @@ original repositories (with a tiktoken file) and folders of transformers, old an
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import log, sqrt
@@ -23,7 +22,7 @@ from ...samplers.contract import SamplingParams
 from ..ar_model import DiscreteModel, legal_grid
 from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
-from ..files.names import root_of
+from ..files.names import meaning, root_of
 from ..files.weights import load_weights
 from ..registry import Family, ReleasedDecoder, Source
 from ..text.language_model import (
@@ -33,6 +32,7 @@ from ..text.language_model import (
     find_tokenizer,
     language_root,
     matrix,
+    others,
     positive,
     rope_theta,
     text_settings,
@@ -53,7 +53,7 @@ _WORDS, _CODES = 184622, 32768  # of all released models: the codes are the last
 _RANKS = 151643  # ids of the tokenizer's file, after which the special tokens follow
 _HEADS = {4096: 32}  # width -> heads
 _PATCH = 8
-_SIDES = {"Emu3-Gen": 90, "Emu3-Stage1": 64}  # tokens per side of a square image
+_SIDES = {"gen": 90, "stage1": 64}  # words of released names -> tokens per side of a square image
 _ASPECT = 4  # the widest and tallest images supported
 _FOLDERS = (  # with the same tokenizer
     "Emu3-Gen", "Emu3-Stage1", "Emu3-Gen-hf", "Emu3-Stage1-hf", "Emu3-Chat", "Emu3-Chat-hf", "Emu3.5-Image", "Emu3.5",
@@ -115,9 +115,13 @@ def tables(checkpoint: Checkpoint) -> tuple[str, Tensor, Tensor]:
     """Prefix of the language model's tensors, its embedding and its head [N, D]."""
     tensors = checkpoint.tensors
     root = next(root for root in _ROOTS if f"{root}embed_tokens.weight" in tensors)
-    names = f"{root}embed_tokens.weight", f"{_ROOTS[root]}lm_head.weight"
-    embeddings, head = (matrix(tensors, name, checkpoint.path) for name in names)
+    embeddings, head = (matrix(tensors, name, checkpoint.path) for name in table_names(root))
     return root, embeddings, head
+
+
+def table_names(root: str) -> tuple[str, str]:
+    """Names of the embedding and the head of a language model with the prefix ``root``."""
+    return f"{root}embed_tokens.weight", f"{_ROOTS[root]}lm_head.weight"
 
 
 def assembled(
@@ -149,6 +153,7 @@ def assembled(
     )
     named = backbone_tensors(checkpoint.tensors, root, path)
     named |= word_tensors(embeddings, head, words.first, words.images, specials)
+    named |= others(checkpoint.tensors, root, *table_names(root), _VQ)
     model.dtype = dtype
     return load_weights(model, named, checkpoint, dtype)
 
@@ -181,25 +186,25 @@ def sizes_of(
     path, meta = checkpoint.path, checkpoint.own_settings
     name = title(path)
     area = settings.get("image_area")
-    if re.search(r"emu-?3-?chat", name, re.IGNORECASE):
+    if meaning(name, {"emu3chat": True}):
         raise CheckpointError(
             f"{name} was trained to read images, not to generate them. Use Emu3-Gen (720 x 720 pixels) or Emu3-Stage1 "
             "(512 x 512)."
         )
-    named = [side for model, side in _SIDES.items() if model.split("-")[1].lower() in name.lower()]
+    named = meaning(name, _SIDES)
     if "grid" in meta:
         default = legal_grid(meta["grid"])
         side = sqrt(default[0] * default[1])
     elif isinstance(area, int) and area >= patch**2:
         side = sqrt(area) / patch
-    elif len(named) == 1:
-        side = named[0]
+    elif named:
+        side = named
     else:
         sides = [side for side in _SIDES.values() if wanted and tuple(wanted) in size_table(side)]
         if not sides:
             raise CheckpointError(
-                f"{name} does not show whether it is Emu3-Gen or Emu3-Stage1, which have different image sizes: "
-                "keep the released name of its folder, or set grid to 90 x 90 tokens (Gen) or 64 x 64 (Stage1)."
+                f"The name {name} does not show whether this is Emu3-Gen or Emu3-Stage1, which have different sizes of "
+                "images: keep the released name of its folder, or set grid to 90 x 90 tokens (Gen) or 64 x 64 (Stage1)."
             )
         side = sides[0]
     if "grid" not in meta:

@@ -6,7 +6,6 @@ all of them together are wider than the model. Emu3.5, which also writes text be
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from ..ar_model import DiscreteModel, legal_grid
 from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
+from ..files.names import meaning
 from ..registry import Family, ReleasedDecoder, Source
 from ..text.language_model import language_root
 from ..text.prompt_encoders import TextEncoder
@@ -31,6 +31,7 @@ _ROOT = "model."
 _CODES = 131072
 _IDS = 282926
 _PATCH = 16
+_CFG = {"emu35": 2.0, "emu35image": 5.0}  # released names -> the authors' guidance
 _IMAGE, _DECODER = "Emu3.5-Image", "Emu3.5-VisionTokenizer"
 
 
@@ -69,11 +70,9 @@ def load(
         lambda text, size: framed(PROMPT.format(text), size), chosen_size(name, grids[0], grids, grid),
         write_negative=lambda text, size: framed(NEGATIVE.format(text), size),
     )
-    # The authors' guidance for Emu3.5 is lower than that for Emu3.5-Image.
-    mixed = re.search(r"emu-?3[._]?5", name, re.IGNORECASE) and not re.search("image", name, re.IGNORECASE)
     return assembled(
         checkpoint, dtype, operations, "emu3.5", words, (words.row_end,), encoder, "", grids, _PATCH, {},
-        {"cfg": 2.0 if mixed else 5.0, "top_k": 5120}, longest=32768,
+        {"cfg": meaning(name, _CFG) or _CFG["emu35image"], "top_k": 5120}, longest=32768,
     )
 
 

@@ -33,6 +33,7 @@ from ..text.language_model import (
     find_tokenizer,
     language_root,
     matrix,
+    others,
     positive,
     rope_theta,
     text_settings,
@@ -42,6 +43,7 @@ from ..text.prompt_encoders import TextEncoder
 
 _NAME = "glm-image"
 _ROOT, _TABLE, _HEAD = "model.language_model.", "model.language_model.embed_tokens.weight", "lm_head.weight"
+_PARTS = ("model.visual.", "model.vqmodel.")  # of the encoder of source images
 _CODEBOOK = "model.vqmodel.quantize.embedding.weight"  # compared by direction alone
 _HEADS = {4096: 32}  # width -> heads
 _CODES = 16_384  # their ids are the first of the vocabulary; the next one begins an image
@@ -114,6 +116,7 @@ def load(
             rotated = 2 * sum(positions.sections)
             named[name] = (*apart(q, config.head_dim, rotated), *apart(k, config.head_dim, rotated), v)
     named |= word_tensors(table, head, len(table), range(codes))
+    named |= others(tensors, _ROOT, _TABLE, _HEAD, _PARTS)
     model.dtype = dtype
     load_weights(model, named, checkpoint, dtype)
     if _CODEBOOK in tensors:

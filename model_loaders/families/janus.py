@@ -22,6 +22,7 @@ from ...samplers.contract import SamplingParams
 from ..ar_model import DiscreteModel, legal_grid
 from ..files.checkpoint import Checkpoint, read_settings
 from ..files.errors import CheckpointError
+from ..files.names import renamed
 from ..files.weights import load_weights
 from ..registry import Family, ReleasedDecoder, Source
 from ..text.language_model import (
@@ -45,6 +46,12 @@ _PARTS = {  # ours -> original, transformers
     "backbone.output.fc1": ("gen_head.output_mlp_projector", "model.generation_head.proj_out"),
     "backbone.output.fc2": ("gen_head.vision_head", "model.generation_head.vision_head"),
 }
+_AROUND = {  # the modules of these parts, for tensors that they lack here
+    "gen_embed.": "backbone.tok_embeddings.", "model.generation_embeddings.": "backbone.tok_embeddings.",
+    "gen_aligner.": "backbone.tok_embeddings.", "model.generation_aligner.": "backbone.tok_embeddings.",
+    "gen_head.": "backbone.output.", "model.generation_head.": "backbone.output.",
+    "language_model.model.": "backbone.", "model.language_model.": "backbone.",
+}  # fmt: skip
 _SKIPPED = (
     "vision_model.", "aligner.", "gen_vision_model.", "language_model.lm_head.",
     "model.vision_model.", "model.aligner.", "model.vqmodel.", "lm_head.",
@@ -117,7 +124,7 @@ def tensors_of(checkpoint: Checkpoint) -> tuple[dict[str, Tensor | tuple[Tensor,
     for name, tensor in tensors.items():
         if not name.startswith((f"{root}layers.", f"{root}norm.", *_SKIPPED)):
             part, _, kind = name.rpartition(".")
-            named[f"{names.get(part, part)}.{kind}"] = tensor
+            named |= {f"{names[part]}.{kind}": tensor} if part in names else renamed({name: tensor}, _AROUND | {"": ""})
     return named, root
 
 

@@ -8,7 +8,6 @@ the file name.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from math import isqrt
 from pathlib import Path
@@ -21,9 +20,9 @@ from ...models.backbone import Backbone, BackboneConfig, join_gates
 from ...models.prefix import CaptionPrefix, ClassPrefix
 from ...samplers.contract import SamplingParams
 from ..ar_model import DiscreteModel, legal_grid
-from ..files.checkpoint import WEIGHT_FILES, Checkpoint
+from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
-from ..files.names import renamed
+from ..files.names import meaning, renamed
 from ..files.weights import load_weights
 from ..registry import Family, ReleasedDecoder, Source
 from ..text import t5
@@ -34,7 +33,9 @@ _HEADS = {  # (dim, layers) -> heads of the official sizes
     (768, 12): 12, (1024, 24): 16, (1280, 36): 20, (1536, 48): 24, (2560, 48): 40, (2048, 22): 32, (3200, 24): 32,
     (4096, 32): 32,
 }  # fmt: skip
-_IGNORED = ("freqs_cis",)
+_SIDES = {  # whole words of released names -> tokens per side
+    "256": 16, "384": 24, "512": 32, "stage1": 16, "stage2": 32, "llamagent2i": 16, "llamagent2i2": 32,
+}  # fmt: skip
 PARTS = {"cls_embedding.": "prefix.", "": "backbone."}  # of a DiscreteModel: released -> ours
 _HUGGING_FACE = {"model.embed_tokens.": "tok_embeddings.", "lm_head.": "output.", "model.": "", "": ""}  # -> released
 
@@ -50,9 +51,8 @@ def official_names(checkpoint: Checkpoint) -> dict[str, Tensor | tuple[Tensor, .
     """Llama-style names -> LlamaGen's; see layer_tensors. Official names pass unchanged."""
     tensors = checkpoint.tensors
     if "tok_embeddings.weight" in tensors:
-        return {name: tensor for name, tensor in tensors.items() if name not in _IGNORED}
-    outside = {name: tensor for name, tensor in tensors.items()
-               if not name.startswith("model.layers.") and not name.endswith("rotary_emb.inv_freq")}
+        return dict(tensors)
+    outside = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.")}
     return renamed(outside, _HUGGING_FACE) | layer_tensors(tensors, "model.", checkpoint.path)
 
 
@@ -74,23 +74,21 @@ def backbone_config(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> Backb
 
 
 def grid_of(checkpoint: Checkpoint) -> tuple[int, int]:
-    """The token grid by metadata, by the config.json of a conversion (``block_size`` tokens), or by the released name
-    of the file or of its folder.
+    """The token grid by metadata, by the config.json of a conversion (``block_size`` tokens), or by the name of the
+    file or Hugging Face folder.
 
-    Raises CheckpointError if all are missing.
+    Raises CheckpointError if all are missing, or the name contains two sizes.
     """
     path, tokens = checkpoint.path, checkpoint.settings.get("block_size", 0)
     if "grid" in checkpoint.metadata:
         return legal_grid(checkpoint.metadata["grid"])
     if tokens and isqrt(tokens) ** 2 == tokens:
         return isqrt(tokens), isqrt(tokens)
-    for name in (path.stem, path.parent.name if path.name in WEIGHT_FILES else ""):
-        for pattern, side in ((r"512|stage2|T2I-2\b", 32), (r"384", 24), (r"256|stage1|LlamaGen-T2I", 16)):
-            if re.search(pattern, name):
-                return side, side
+    if side := meaning(title(path), _SIDES):
+        return side, side
     raise CheckpointError(
-        f"{path.name} does not show its grid: set it (16 for 256, 24 for 384, 32 for 512 pixels), or keep the released "
-        "file name, which contains the size."
+        f"The name {title(path)} does not show one grid: set it (16 for 256, 24 for 384, 32 for 512 pixels), or keep "
+        f"the released name of {path.name}, which contains the size as a number of its own."
     )
 
 

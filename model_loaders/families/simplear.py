@@ -6,6 +6,7 @@ tokenizer.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -30,6 +31,7 @@ from ..text.language_model import (
     find_tokenizer,
     language_root,
     matrix,
+    others,
     positive,
     rope_theta,
     text_settings,
@@ -39,7 +41,6 @@ from ..text.prompt_encoders import TextEncoder
 
 _NAME = "simplear"
 _ROOT, _TABLE, _HEAD = "model.", "model.embed_tokens.weight", "lm_head.weight"
-_PARTS = ("model.layers.", "model.norm.", _TABLE, _HEAD)
 _HEADS = {896: 14, 1536: 12}
 _CODES, _WORDS = 64_000, 151_672  # of the released models, whose embeddings may have unused rows after them
 _GRIDS = ((64, 64), (32, 32))
@@ -53,9 +54,10 @@ _NEGATIVE = (
 
 
 def recognise(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether this is a Qwen2 language model and nothing else. ``load`` checks that its ids include image codes."""
+    """Whether this is a Qwen2 language model without other numbered layers, as of a tower that reads images. ``load``
+    checks that its ids include image codes."""
     biased = language_root(tensors, (_ROOT,), "q_proj.bias") is not None
-    return biased and all(name.startswith(_PARTS) for name in tensors)
+    return biased and all(name.startswith(f"{_ROOT}layers.") for name in tensors if re.search(r"\.\d+\.", name))
 
 
 def load(
@@ -98,6 +100,7 @@ def load(
     )
     weights = backbone_tensors(tensors, _ROOT, path)
     weights |= word_tensors(table, None if tied else tensors[_HEAD], first, images)
+    weights |= others(tensors, _ROOT, _TABLE, _HEAD)
     model.dtype = dtype
     return load_weights(model, weights, checkpoint, dtype)
 

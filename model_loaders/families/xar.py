@@ -33,7 +33,6 @@ SCALE = 0.2325  # of KL-16's latents
 _SIZES = {  # (width, encoder blocks) -> heads, guidance and denoising steps of the released models
     (768, 8): (12, 2.7, 40), (1024, 16): (16, 2.3, 50), (1280, 20): (16, 2.2, 50),
 }  # fmt: skip
-_RECOMPUTED = ("mask", ".rope.freqs", ".rope.freqs_cos", ".rope.freqs_sin")  # buffers in the released files
 
 
 @dataclass
@@ -166,7 +165,7 @@ def load(
     with torch.device("meta"):
         backbone = XAR(config, operations)
     model = CellModel(backbone, defaults, ClassEncoder(config.classes, class_names(config.classes)))
-    tensors = {f"backbone.{name}": t for name, t in checkpoint.tensors.items() if not name.endswith(_RECOMPUTED)}
+    tensors = {f"backbone.{name}": tensor for name, tensor in checkpoint.tensors.items()}
     model.dtype = dtype
     return load_weights(model, tensors, checkpoint, dtype)
 

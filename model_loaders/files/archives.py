@@ -2,27 +2,28 @@
 
 A pickle is a program of a small machine. Nothing in it is run here but the few instructions that PyTorch writes, each
 number, name and table within the bounds of ``limits``: a name of any length, a number of a million digits or a table
-whose keys are tuples in tuples would stop the process, or end it, within torch's own reader as well.
+whose keys are tuples in tuples would stop the process, or end it.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...limits import CODES, DIRECTORY, LARGEST, PICKLE, FileError, bounded_int, legal_name, legal_sizes
+from ...limits import CODES, DIMENSIONS, DIRECTORY, LARGEST, PICKLE, FileError, bounded_int, legal_sizes
 
-_CODES = frozenset(b"".join((  # that PyTorch writes, in Python and in C++
+_CODES = frozenset(b"".join((  # that PyTorch writes, in Python (of protocols 2 to 5) and in C++
     pickle.PROTO, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1,
     pickle.BININT2, pickle.LONG1, pickle.BINFLOAT, pickle.BINUNICODE, pickle.SHORT_BINSTRING, pickle.EMPTY_LIST,
     pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS, pickle.EMPTY_TUPLE, pickle.TUPLE,
     pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.GLOBAL, pickle.REDUCE, pickle.NEWOBJ, pickle.BUILD,
-    pickle.POP, pickle.BINPERSID, pickle.BINGET, pickle.LONG_BINGET, pickle.BINPUT, pickle.LONG_BINPUT,
+    pickle.POP, pickle.BINPERSID, pickle.BINGET, pickle.LONG_BINGET, pickle.BINPUT, pickle.LONG_BINPUT, pickle.FRAME,
+    pickle.MEMOIZE, pickle.SHORT_BINUNICODE, pickle.SHORT_BINBYTES, pickle.BINBYTES, pickle.STACK_GLOBAL,
+    pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET,
 )))  # fmt: skip
 _DIRECTORY_SIZE, _DIRECTORY_BEGIN = 5, 6  # places in what zipfile finds at the end of an archive
 
@@ -79,18 +80,27 @@ class BoundedUnpickler(pickle._Unpickler):
     dispatch = {code: load for code, load in pickle._Unpickler.dispatch.items() if code in _CODES}
 
     def __init__(self, file: io.BytesIO):
-        super().__init__(file, encoding="bytes")
+        super().__init__(file, encoding="utf-8")
         self.dispatch = _Counted(type(self).dispatch)
 
     def load_setitem(self) -> None:
-        _check_keys(self.stack[-2:-1])
+        check_keys(self.stack[-2:-1])
         super().load_setitem()
 
     def load_setitems(self) -> None:
-        _check_keys(self.stack[::2])
+        check_keys(self.stack[::2])
         super().load_setitems()
 
+    def load_additems(self) -> None:
+        check_keys(self.stack)
+        super().load_additems()
+
+    def load_frozenset(self) -> None:
+        check_keys(self.stack)
+        super().load_frozenset()
+
     dispatch[pickle.SETITEM[0]], dispatch[pickle.SETITEMS[0]] = load_setitem, load_setitems
+    dispatch[pickle.ADDITEMS[0]], dispatch[pickle.FROZENSET[0]] = load_additems, load_frozenset
 
 
 class _Counted(dict):
@@ -107,120 +117,17 @@ class _Counted(dict):
         return super().__getitem__(code)
 
 
-def _check_keys(keys: Any) -> None:
-    """Raise ValueError for keys that contain others: their hashes take any time, and the deepest end the process."""
-    if any(isinstance(key, (tuple, frozenset)) for key in keys):
-        raise FileError("a table in it has keys that weights do not need")
+def check_keys(keys: Iterable[Any]) -> None:
+    """Raise ValueError for keys that a table finds only after any time: long tuples and tuples in tuples (the deepest
+    end the process), and integers of which as many as one likes have the same hash."""
+    for key in keys:
+        parts = key if isinstance(key, (tuple, frozenset)) else (key,)
+        if len(parts) > DIMENSIONS or not all(map(_is_plain, parts)):
+            raise FileError("a table in it has keys that weights do not need")
 
 
-def rehearse(file: io.BytesIO, size: int) -> Any:
-    """Read a pickle as torch's reader will, with nothing in the place of everything that it will make.
-
-    size: bytes of the file, which all storages together do not exceed. Raises ValueError, or any other exception, for
-    a pickle that torch's reader must not see.
-    """
-    return _Rehearsal(file, size).load()
-
-
-def rehearse_old(file: io.BytesIO, size: int) -> None:
-    """The same for a file of the format before zip files: the format's number, its version, the system that wrote it,
-    the content, and the keys of its storages."""
-    for number in ("format", "version"):
-        bounded_int(f"its {number}", rehearse(file, size), 0, 2**80)  # torch's message quotes it
-    for _ in range(2):
-        rehearse(file, size)
-    keys = rehearse(file, size)
-    if not isinstance(keys, list):
-        raise FileError("it does not list its storages")
-    _check_keys(keys)
-
-
-class _Nothing:
-    """What stands for a function, a class, or what they return. name: of the former, else empty."""
-
-    __slots__ = ("elements", "name")
-
-    def __init__(self, name: str = "", elements: int = -1):
-        self.name, self.elements = name, elements  # of a storage
-
-    def append(self, item: Any) -> None:
-        raise FileError("something is appended to what is no list")
-
-    extend = append
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass
-
-
-class _Rehearsal(BoundedUnpickler):
-    dispatch = dict(BoundedUnpickler.dispatch)
-
-    def __init__(self, file: io.BytesIO, size: int):
-        super().__init__(file)
-        self._left, self._storages = size, dict[Any, int]()
-
-    def find_class(self, module: str, name: str) -> _Nothing:
-        legal_name(module)
-        return _Nothing(legal_name(name))
-
-    def persistent_load(self, pid: Any) -> _Nothing:
-        """A storage: (b"storage" or "storage", type, key, place, elements, and in the old format a view of it)."""
-        if not isinstance(pid, tuple) or not 5 <= len(pid) <= 6 or pid[0] not in ("storage", b"storage"):
-            raise FileError("it refers to something that is not a storage")
-        if not isinstance(pid[2], (str, bytes, int)) or not isinstance(pid[3], (str, bytes)):
-            raise FileError("it refers to a storage without a name or place")
-        view = pid[5] if len(pid) == 6 else None  # (key, offset, elements)
-        if view is not None:
-            if not isinstance(view, tuple) or len(view) != 3 or not isinstance(view[0], (str, bytes, int)):
-                raise FileError("it refers to a part of a storage that is none")
-            for number in view[1:]:
-                bounded_int("a number of its storages", number, 0, LARGEST)
-        if pid[2] not in self._storages:
-            self._storages[pid[2]] = bounded_int("the length of a storage", pid[4], 0, self._left)
-            self._left -= pid[4]
-        return _Nothing(elements=pid[4] if pid[4] == self._storages[pid[2]] else 0)
-
-    def load_reduce(self) -> None:
-        arguments, function = self.stack.pop(), self.stack.pop()
-        self.append(_called(function, arguments))
-
-    def load_build(self) -> None:
-        _check_pairs((self.stack.pop(),))
-
-    dispatch[pickle.REDUCE[0]] = dispatch[pickle.NEWOBJ[0]] = load_reduce
-    dispatch[pickle.BUILD[0]] = load_build
-
-
-def _called(function: Any, arguments: Any) -> Any:
-    """Nothing. Raises ValueError for arguments with which one of the functions that torch allows takes any time or
-    memory."""
-    if not isinstance(function, _Nothing) or not function.name or not isinstance(arguments, tuple):
-        raise FileError("it calls something that is no function")
-    name = function.name
-    if name == "_rebuild_from_type_v2":  # calls its first argument with the second
-        _called(*(*arguments, None, None)[:3:2])
-    elif name.startswith("_rebuild"):
-        for sizes in arguments:
-            if isinstance(sizes, tuple) and sizes and isinstance(sizes[0], int):
-                legal_sizes("one of its tensors", sizes)
-        if arguments and isinstance(arguments[0], _Nothing) and arguments[0].elements >= 0:
-            check_view(arguments[0].elements, *(*arguments, None, None, None)[1:4])
-    elif name == "encode" and (len(arguments) != 2 or arguments[1] not in ("latin1", b"latin1")):
-        raise FileError("it encodes text in a way that PyTorch does not")
-    elif name in ("Counter", "OrderedDict", "set"):
-        _check_pairs(arguments)
-        if name == "set":
-            _check_keys(arguments[0] if arguments and isinstance(arguments[0], (list, tuple)) else ())
-    elif re.search(r"(Tensor|Storage|bytearray)$", name) and any(isinstance(each, (int, tuple)) for each in arguments):
-        raise FileError(f"it asks for an empty {name}")
-    return {} if name in ("Counter", "OrderedDict") else _Nothing()
-
-
-def _check_pairs(values: Any) -> None:
-    """Raise ValueError for what a table may be made of, if its keys are not plain."""
-    for value in values:
-        for pair in value if isinstance(value, (list, tuple)) else ():
-            _check_keys(pair[:1] if isinstance(pair, (list, tuple)) else ())
+def _is_plain(key: Any) -> bool:
+    return not isinstance(key, (tuple, frozenset)) and not (isinstance(key, int) and abs(key) >= 2**60)
 
 
 def check_view(elements: int, offset: Any, sizes: Any, steps: Any) -> int:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Sequence
+from codecs import BOM_UTF8
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePath, PureWindowsPath
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ...limits import SETTINGS, SHARDS, legal_name, parse_json
+from ...limits import CONTAINERS, SETTINGS, SHARDS, legal_name, parse_json, shown
 from . import safetensors_files
 from .errors import CheckpointError, raise_if_out_of_memory
+from .foreign import ADAPTERS, MERGE, refuse_foreign
+from .names import unwrapped
 from .pickles import read_pickle, refuse_unreal
 from .scaled import MARK, marks, with_scales
 from .torchscript import read_torchscript
+
+log = logging.getLogger(__name__)
 
 SAFETENSORS = (".safetensors", ".sft")
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
@@ -26,8 +32,14 @@ INDEX = ".index.json"
 WEIGHT_FILES = (  # of a Hugging Face folder, in order of preference
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
-# Averaged weights are preferred to those of the last step; the other keys are of DDP, DeepSpeed and Lightning.
-_CONTAINERS = ("model_ema", "model", "module", "state_dict")
+# Entries of a pickle that hold its weights, in order of preference. Averaged weights come first, as in the scripts that
+# read such files: LlamaGen's take "ema", MAR's "model_ema", those of BasicSR "params_ema". Then the weights of the last
+# step: of training scripts, DeepSpeed ("module"), Lightning ("state_dict") and pairs of networks ("generator").
+_CONTAINERS = (
+    "ema", "model_ema", "ema_model", "ema_state_dict", "state_dict_ema", "params_ema", "g_ema", "shadow",
+    "model", "module", "state_dict", "model_state_dict", "model_state", "net", "network", "params", "weights",
+    "generator",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,7 @@ def read_settings(file: Path) -> dict[str, Any]:
         return {}
     try:
         refuse_large(file, SETTINGS)
-        settings = parse_json(file.read_bytes())
+        settings = parse_json(file.read_bytes().removeprefix(BOM_UTF8))  # editors on Windows put a mark in front
     except CheckpointError:
         raise
     except (ValueError, OSError) as error:
@@ -95,7 +107,11 @@ def weight_file(path: Path, names: Sequence[str] = WEIGHT_FILES) -> Path:
     for name in names:
         if (path / name).is_file():
             return path / name
-    raise CheckpointError(f"The folder {path} contains no {' and no '.join(names)}.")
+    if any((path / name).is_file() for name in ADAPTERS):
+        raise CheckpointError(f"The folder {path} holds an adapter alone. {MERGE}")
+    inside = sorted({each.parent.name for name in names for each in path.glob(f"*/{name}")})
+    choose = f" Choose one of the folders in it that have weights: {', '.join(inside[:5])}." if inside else ""
+    raise CheckpointError(f"The folder {path} contains no {' and no '.join(names)}.{choose}")
 
 
 _mapped = True
@@ -119,7 +135,9 @@ def open_checkpoint(path: Path, mapped: bool | None = None) -> Checkpoint:
     """
     mapped = _mapped if mapped is None else mapped
     checkpoint = _open(path, _map if mapped else safetensors_files.read, mapped)
-    return replace(checkpoint, tensors=with_scales(checkpoint.tensors, path))
+    tensors = with_scales(_own_names(checkpoint.tensors), path)
+    refuse_foreign(tensors, path)
+    return replace(checkpoint, tensors=tensors)
 
 
 def outline(path: Path) -> Checkpoint:
@@ -127,7 +145,12 @@ def outline(path: Path) -> Checkpoint:
     checkpoint = _open(path, safetensors_files.outline, mapped=True)
     tensors = {name: tensor if name.endswith(MARK) else tensor.to("meta")  # marks of the metadata are known
                for name, tensor in checkpoint.tensors.items()}
-    return replace(checkpoint, tensors=with_scales(tensors, path))
+    return replace(checkpoint, tensors=with_scales(_own_names(tensors), path))
+
+
+def _own_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors without the names of wrappers around the model, whatever the format of the file."""
+    return {own: tensors[name] for name, own in unwrapped(tensors).items()}
 
 
 _Read = Callable[[Path], tuple[dict[str, Tensor], dict[str, str]]]  # safetensors file -> tensors, metadata
@@ -141,7 +164,7 @@ def _map(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def _open(path: Path, read: _Read, mapped: bool) -> Checkpoint:
     if not os.path.isfile(path):
-        raise CheckpointError(f"{path} does not exist. Restore the file or choose another one.")
+        raise CheckpointError(f"{path} does not exist. {remedy_for_missing(path.name)}")
     if path.name.endswith(INDEX):
         return _open_shards(path, read, mapped)
     suffix = path.suffix.lower()
@@ -155,15 +178,24 @@ def _open(path: Path, read: _Read, mapped: bool) -> Checkpoint:
     raise CheckpointError(f"{path.name} is not a supported weight file ({kinds}).")
 
 
+def remedy_for_missing(name: str) -> str:
+    """What to do about a file or folder that is not there."""
+    if os.sep == "/" and "\\" in name:
+        return "It has a backslash, which separates folders on Windows alone: write / instead."
+    return "Restore it, or choose another one."
+
+
 def shard_of(index: Path) -> dict[str, str]:
     """Tensor name -> file name of its shard. Raises CheckpointError for an index with other paths."""
     shards = read_settings(index).get("weight_map")
     plain = isinstance(shards, dict) and all(
-        isinstance(name, str) and Path(name).name == name and name not in ("", "..") and not name.endswith(INDEX)
-        and len(name) < 256 for name in shards.values()
+        isinstance(name, str) and PurePath(name).name == PureWindowsPath(name).name == name and name not in ("", "..")
+        and not name.endswith(INDEX) and len(name) < 256 for name in shards.values()
     )
     if not shards or not plain or len(set(shards.values())) > SHARDS:
-        raise CheckpointError(f"{index} does not list the shard of each tensor ({SHARDS} at most). Download it again.")
+        raise CheckpointError(
+            f"{index} does not list the shard of each tensor, a file beside it ({SHARDS} at most). Download it again."
+        )
     return shards
 
 
@@ -212,12 +244,7 @@ def _open_safetensors(path: Path, read: _Read) -> Checkpoint:
 def _open_pickle(path: Path, mapped: bool) -> Checkpoint:
     try:
         content = read_pickle(path, mapped)
-        for _ in range(2):
-            if isinstance(content, dict):
-                content = next((content[key] for key in _CONTAINERS if isinstance(content.get(key), dict)), content)
-        named = content.items() if isinstance(content, dict) else ()
-        tensors = {legal_name(name): tensor for name, tensor in named
-                   if isinstance(name, str) and isinstance(tensor, Tensor)}
+        tensors = _weights_in(content, path.name, set())
         refuse_unreal(tensors, path)
     except ValueError as error:
         raise_if_out_of_memory(error, path)
@@ -226,8 +253,30 @@ def _open_pickle(path: Path, mapped: bool) -> Checkpoint:
             f"code, which is never run. If you trust it, convert it to .safetensors. {error}"
         ) from error
     if not tensors:
-        raise CheckpointError(f"{path.name} contains no named tensors. Download it again.")
+        parts = content if isinstance(content, dict) else {}
+        refuse_foreign([f"{a}.{b}" for a, part in parts.items() if isinstance(part, dict) for b in part], path)
+        found = ", ".join(shown(part) for part in [*parts][:6])
+        raise CheckpointError(
+            f"{path.name} contains no named tensors{f', but {found}' if found else ''}. Weights are looked for at its "
+            f"top and in its entries {', '.join(_CONTAINERS)}: save them so, or choose the file of the model."
+        )
     return Checkpoint(tensors, {}, path)
+
+
+def _weights_in(content: Any, file: str, seen: set[int], depth: int = CONTAINERS) -> dict[str, Tensor]:
+    """The named tensors of a pickle's content, in the most preferred of its containers or, without one, at its top.
+    Which one is logged if there are several. seen: ids of those looked at, as one may be everywhere in itself."""
+    if not isinstance(content, dict) or id(content) in seen:
+        return {}
+    seen.add(id(content))
+    inner = {key: _weights_in(content[key], file, seen, depth - 1) for key in _CONTAINERS if depth and key in content}
+    sound = [key for key, tensors in inner.items() if any(tensor.ndim for tensor in tensors.values())]
+    if len(sound) > 1:
+        log.info("%s holds several sets of weights (%s): %r is used.", file, ", ".join(sound), sound[0])
+    if sound:
+        return inner[sound[0]]
+    return {legal_name(name): tensor for name, tensor in content.items()
+            if isinstance(name, str) and isinstance(tensor, Tensor)}
 
 
 def _open_torchscript(path: Path) -> Checkpoint:
@@ -246,12 +295,11 @@ def _open_torchscript(path: Path) -> Checkpoint:
 
 
 def tensor_names(path: Path) -> set[str]:
-    """Names of the tensors in a safetensors file, a Hugging Face folder's pickle or the shards of an index, without
-    reading them; empty for other files."""
+    """Names of the tensors in a file or in the shards of an index, without reading their data; empty for TorchScript.
+    Raises CheckpointError as open_checkpoint does."""
     if path.name.endswith(INDEX):
-        return set(shard_of(path))
-    known = path.suffix.lower() in SAFETENSORS or path.name in WEIGHT_FILES
-    return set(outline(path).tensors) if known else set()
+        return set(unwrapped(shard_of(path)).values())
+    return set() if path.suffix.lower() in TORCHSCRIPT else set(outline(path).tensors)
 
 
 def holds_fp8(path: Path) -> bool:

@@ -1,14 +1,49 @@
-"""Reading and renaming tensor names."""
+"""Reading and renaming: names of tensors, and what names of files and folders say."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import combinations
 from typing import TypeVar
 
 from ...limits import LAYERS, bounded_int
 
 T = TypeVar("T")
+
+# Modules around a model that have no weights of their own, by whose names those of all tensors begin: DDP, DeepSpeed
+# and averaged models (with a counter beside them); PEFT after merging.
+_AROUND = ("module.", "base_model.model.")
+_COUNTER = "n_averaged"
+# Wrappers of single modules, too, which may be anywhere in a name: torch.compile, FSDP, checkpointed activations,
+# Lightning.
+_WITHIN = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.")
+
+
+def unwrapped(names: Iterable[str]) -> dict[str, str]:
+    """Names of tensors -> the same without those of wrappers around the model, however nested. Other names pass
+    unchanged, and all do if two would become one."""
+    given = list(names)
+    plain = {name: _WITHIN.sub("", name) for name in given if name != _COUNTER}
+    while around := next((each for each in _AROUND if plain and all(n.startswith(each) for n in plain.values())), None):
+        plain = {name: own.removeprefix(around) for name, own in plain.items()}
+    return plain if len(set(plain.values())) == len(plain) else dict(zip(given, given, strict=True))
+
+
+def meaning(name: str, table: Mapping[str, T]) -> T | None:
+    """What the name of a file or folder says, by a table of words (lower case, without separators) and numbers.
+
+    Only whole words and whole numbers count: "0512000" and "20240512" contain no 512, "genshin" no "gen". Several words
+    in a row count as one, however they are separated ("Emu3.5-Image" is "emu35image"), and then not each for itself.
+    None if the name says nothing, or two things.
+    """
+    words = re.findall(r"[^\W_]+", name.lower())
+    runs = combinations(range(len(words) + 1), 2)
+    found = {(first, last): table[joined] for first, last in runs
+             if (joined := "".join(words[first:last])) in table and (last == first + 1 or not joined.isdigit())}
+    whole = {value for (first, last), value in found.items()
+             if not any(a <= first and last <= b and (a, b) != (first, last) for a, b in found)}
+    return whole.pop() if len(whole) == 1 else None
 
 
 def root_of(names: Collection[str], roots: Sequence[str], *marks: str) -> str | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,27 +16,38 @@ from .checkpoint import Checkpoint
 from .errors import CheckpointError
 from .scaled import ScaledMatrix
 
+log = logging.getLogger(__name__)
+
 M = TypeVar("M", bound=nn.Module)
 Weights = Mapping[str, Tensor | tuple[Tensor, ...]]  # by the names of a module; tuples are concatenated
 
 _CHECKED = 2**20  # values checked at a time
 
+# Which tensors of a file may be left out. A module that lacks one of its tensors (a bias, a norm, a second layer)
+# computes something else. So what lies in a part that we build is an error, and so is a norm or an embedding beside
+# these parts, which every token would pass. What else lies beside them is not ours: heads of other tasks, other towers,
+# the state of a training. Nor are buffers that a module computes itself or that only training reads, wherever they are.
+_BUFFERS = re.compile(
+    r"(^|\.)(rotary_emb\.inv_freq|inv_freq|freqs_cis|rope\.freqs(_cos|_sin)?|position_ids|masked_bias|mask|"
+    r"num_batches_tracked|codebook_used|(ema_)?cluster_size|embed_avg|n_averaged)$"
+)
+_TOPS = ("backbone.", "vq.", "")  # prefixes of our names that stand for the top of a file
+_PASSED = re.compile(r"norm|embed|(^|_)(ln|pos|pe)(_|$)|^wpe$", re.IGNORECASE)
+
 
 def load_weights(
-    module: M, tensors: Weights, checkpoint: Checkpoint, dtype: torch.dtype, ignore: Iterable[str] = (),
-    precise: tuple[str, ...] = (),
+    module: M, tensors: Weights, checkpoint: Checkpoint, dtype: torch.dtype, precise: tuple[str, ...] = (),
 ) -> M:
     """Fill a module built on the meta device, and return it in eval mode, without gradients.
 
-    tensors: of the checkpoint, without those in ``ignore``. They are read and cast to ``dtype`` one at a time; those
-    under the prefixes ``precise`` become fp32. With a ``storage`` dtype in the checkpoint, the large Linear modules
+    tensors: of the checkpoint. They are read and cast to ``dtype`` one at a time; those under the prefixes ``precise``
+    become fp32. Tensors that the module does not need are left out and logged, if they cannot change what it computes
+    (see _BUFFERS and _TOPS). With a ``storage`` dtype in the checkpoint, the large Linear modules
     (see NARROW) are replaced by modules with matrices in that dtype. Raises CheckpointError for tensors that are
     missing, unknown, misshapen or not finite; names and shapes are checked before any tensor is read.
     """
     path, wanted = checkpoint.path, module.state_dict()
-    left_out = set(ignore)
-    found = {name: parts if isinstance(parts, tuple) else (parts,)
-             for name, parts in tensors.items() if name not in left_out}
+    found = {name: parts if isinstance(parts, tuple) else (parts,) for name, parts in tensors.items()}
     _check_names(wanted, found, path)
     _check_shapes(wanted, found, path)
     storage = checkpoint.storage
@@ -55,13 +68,30 @@ def load_weights(
 
 
 def _check_names(wanted: Mapping[str, Tensor], found: Mapping[str, Sequence[Tensor]], path: Path) -> None:
-    missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    missing, left = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    parts = {_place(name) for name in wanted}
+    unknown = [name for name in left if not _BUFFERS.search(name) and not _is_beside(name, parts)]
     if missing or unknown:
         raise CheckpointError(
             f"{path.name} does not fit this model: {len(missing)} tensors missing {missing[:3]}, "
             f"{len(unknown)} unknown {unknown[:3]}. It is incomplete or of another model family: download it "
             "again, or choose another file."
         )
+    if beside := [name for name in left if not _BUFFERS.search(name)]:
+        log.info("%s holds %d tensors that this model does not use; they are ignored: %s", path.name, len(beside),
+                 ", ".join(f"{name.removeprefix(_place(name)[0])!r:.60}" for name in beside[:3]))
+
+
+def _place(name: str) -> tuple[str, str]:
+    """The top that a name of ours lies at, and the part below it."""
+    top = next(top for top in _TOPS if name.startswith(top))
+    return top, name.removeprefix(top).partition(".")[0]
+
+
+def _is_beside(name: str, parts: Collection[tuple[str, str]]) -> bool:
+    """Whether a tensor lies beside the ``parts`` that we build, and is no norm or embedding."""
+    top, part = _place(name)
+    return (top, part) not in parts and not _PASSED.search(part)
 
 
 def _check_shapes(wanted: Mapping[str, Tensor], found: Mapping[str, Sequence[Tensor]], path: Path) -> None:

@@ -16,8 +16,9 @@ from ...limits import TOKENIZER
 from ...models.backbone import BackboneConfig, join_gates
 from ..files.checkpoint import Checkpoint, read_settings, refuse_large
 from ..files.errors import CheckpointError
-from ..files.names import root_of
+from ..files.names import renamed, root_of
 
+_STACKED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _NAMES = {
     "self_attn.o_proj": "attention.wo", "self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm",
     "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
@@ -36,20 +37,36 @@ def language_root(tensors: Collection[str], roots: Sequence[str], attention: str
 def layer_tensors(tensors: Mapping[str, Tensor], root: str, path: Path) -> dict[str, Tensor | tuple[Tensor, ...]]:
     """Layers of a Llama-type model with the prefix ``root``, under the names of LlamaGen and of our backbone.
 
-    The query, key and value projections are stacked. Raises CheckpointError if one of the three is missing.
+    The query, key and value projections are stacked. Other tensors of layers keep their names, for load_weights to
+    refuse. Raises CheckpointError if one of the three is missing.
     """
     found: dict[str, Tensor | tuple[Tensor, ...]] = {}
     for name, tensor in tensors.items():
-        match = re.fullmatch(re.escape(root) + r"(layers\.\d+)\.(.+)\.(weight|bias)", name)
-        if match is None or match[2] in ("self_attn.k_proj", "self_attn.v_proj"):
+        match = re.fullmatch(re.escape(root) + r"(layers\.\d+)\.(?:(.+)\.)?([^.]+)", name)
+        if match is None:
             continue
-        layer, part, kind = match.groups()
-        if part == "self_attn.q_proj":
-            stacked = (named(tensors, name.replace("q_proj", f"{p}_proj"), path) for p in "qkv")
+        layer, part, kind = match.groups(default="")
+        if part in _STACKED:
+            stacked = (named(tensors, f"{root}{layer}.{each}.{kind}", path) for each in _STACKED)
             found[f"{layer}.attention.wqkv.{kind}"] = tuple(stacked)
         else:
-            found[f"{layer}.{_NAMES.get(part, part)}.{kind}"] = tensor
+            found[".".join(filter(None, (layer, _NAMES.get(part, part), kind)))] = tensor
     return found
+
+
+def others(
+    tensors: Mapping[str, Tensor], root: str, table: str, head: str, parts: tuple[str, ...] = ()
+) -> dict[str, Tensor]:
+    """What a file has beside the layers and the norm of the Llama-type model with the prefix ``root``, the weights of
+    its embedding and head, and other ``parts`` (prefixes), under the names of a DiscreteModel: load_weights refuses
+    what would change the result.
+
+    table, head: names of the weights of embedding and head.
+    """
+    read = (f"{root}layers.", f"{root}norm.", *parts)
+    left = {name: tensor for name, tensor in tensors.items() if name not in (table, head) and not name.startswith(read)}
+    prefix = {table.removesuffix("weight"): "backbone.tok_embeddings.", head.removesuffix("weight"): "backbone.output."}
+    return renamed(left, prefix | {root: "backbone.", "": ""})
 
 
 def backbone_tensors(tensors: Mapping[str, Tensor], root: str, path: Path) -> dict[str, Tensor | tuple[Tensor, ...]]:
@@ -58,7 +75,9 @@ def backbone_tensors(tensors: Mapping[str, Tensor], root: str, path: Path) -> di
     Raises CheckpointError if the norm, or a query, key or value projection is missing.
     """
     layers = join_gates(layer_tensors(tensors, root, path))
-    norm = {"backbone.norm.weight": named(tensors, f"{root}norm.weight", path)}
+    named(tensors, f"{root}norm.weight", path)
+    norm = renamed({name: tensor for name, tensor in tensors.items() if name.startswith(f"{root}norm.")},
+                   {root: "backbone."})
     return norm | {f"backbone.{name}": tensor for name, tensor in layers.items()}
 
 

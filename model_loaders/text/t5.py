@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from ..files.checkpoint import PICKLES, SAFETENSORS, WEIGHT_FILES, Checkpoint, open_checkpoint
 from ..files.checkpoint import weight_file as weights_in
 from ..files.errors import CheckpointError, as_released
+from ..files.names import meaning
 from ..files.weights import load_weights
 from .caption_cleaning import clean_caption
 from .language_model import Tokenizer, find_tokenizer
@@ -97,7 +97,7 @@ def find(path: Path, slots: int, width: int, search: Sequence[Path]) -> T5Encode
 
 
 def _is_encoder(entry: Path) -> bool:
-    if "flant5xl" not in re.sub(r"[^a-z0-9]", "", entry.name.lower()):
+    if not meaning(entry.name, {"flant5xl": True}):
         return False
     if entry.is_dir():
         return any((entry / name).is_file() for name in WEIGHT_FILES)

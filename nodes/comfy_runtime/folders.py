@@ -6,14 +6,22 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import folder_paths
 from comfy.cli_args import args
 
-from ...model_loaders.detect import DECODER_FILES, bundled
+from ...model_loaders.detect import DECODER_FILES, bundled, may_decode
 from ...model_loaders.families import RELEASED_DECODERS
-from ...model_loaders.files.checkpoint import PICKLES, SAFETENSORS, TORCHSCRIPT, WEIGHT_FILES, use_mmap
+from ...model_loaders.files.checkpoint import (
+    PICKLES,
+    SAFETENSORS,
+    TORCHSCRIPT,
+    WEIGHT_FILES,
+    remedy_for_missing,
+    use_mmap,
+)
 from ..downloads import where_to_get
 
 MODELS = "ar_models"
@@ -66,10 +74,17 @@ def drafter_choices() -> list[str]:
 
 
 def decoder_choices() -> list[str]:
-    """The decoders of the bundled models, then what is in models/vae and models/ar_models, where a model's folder or
+    """The decoders of the bundled models, then those in models/vae and models/ar_models, where a model's folder or
     file may contain its decoder."""
-    endings = SAFETENSORS + PICKLES + TORCHSCRIPT
-    return [*BUNDLED_MODELS, *choices_in(["vae", MODELS], DECODER_FILES, endings, inside=True)]
+    endings, keys = SAFETENSORS + PICKLES + TORCHSCRIPT, ["vae", MODELS]
+    found = choices_in(keys, DECODER_FILES, endings, inside=True)
+    return [*BUNDLED_MODELS, *(choice for choice in found if _decodes(choice, fingerprint(choice, *keys)))]
+
+
+@lru_cache(maxsize=1000)
+def _decodes(choice: str, fingerprint: str) -> bool:
+    """Whether an image decoder can be loaded from a choice, as long as its files are not replaced."""
+    return may_decode(resolve(choice, "vae", MODELS))
 
 
 def choices_in(keys: Iterable[str], marks: Sequence[str], endings: tuple[str, ...], inside: bool = False) -> list[str]:
@@ -121,7 +136,7 @@ def resolve(choice: str, *keys: str) -> Path:
     found = next((root / inside for root in roots if inside != "." and os.path.exists(root / inside)), None)
     if found is None:
         looked = ", ".join(map(str, roots))
-        remedy = where_to_get(choice) or "Choose another file, or press R to refresh the list."
+        remedy = where_to_get(choice) or f"{remedy_for_missing(choice)} Press R to refresh the list."
         raise FileNotFoundError(f"{choice[:99]} is not in {looked}. {remedy}")
     return found
 

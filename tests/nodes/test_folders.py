@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from ..support import tiny_janus, tiny_simplear
 from ..support.mapped_files import maps
+from ..support.tiny import llamagen_weights, vq_weights
 
 SHARDS = {"config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
 
@@ -55,11 +56,37 @@ def os_path(name):
 
 
 def test_a_decoder_inside_a_model_s_folder_is_no_model(put):
-    put("ar_models", "Model/config.json", "Model/model.safetensors", "Model/vqgan.ckpt", "Model/tokenizer/vqgan.ckpt",
-        "Model/vq/model.safetensors", "Model/model-00001-of-00002.safetensors")
+    root = put("ar_models", "Model/config.json", "Model/model.safetensors", "Model/vqgan.ckpt",
+               "Model/tokenizer/vqgan.ckpt", "Model/vq/model.safetensors", "Model/model-00001-of-00002.safetensors")
+    save_file(vq_weights(), root / "Model/vq/model.safetensors")
     assert own(folders.model_choices()) == ["Model", os_path("Model/vq")]
     assert own(folders.decoder_choices()) == [
         "Model", os_path("Model/vq"), os_path("Model/tokenizer/vqgan.ckpt"), os_path("Model/vqgan.ckpt")]
+
+
+def test_only_image_decoders_are_listed_as_such(put):
+    """By the names of their tensors; a damaged file is listed under its released name, so that loading it says why."""
+    models, vae = put("ar_models", "kl16.ckpt"), put("vae", "vq_ds16_c2i.pt", "damaged.safetensors")
+    (models / "training").mkdir(), (models / "text").mkdir()
+    module = torch.nn.Linear(2, 2)
+    torch.save(torch.optim.AdamW(module.parameters()).state_dict(), models / "training/optimizer.pt")
+    torch.save({"lr": 1}, models / "training/scheduler.pt")
+    save_file(llamagen_weights(True), models / "text/model.safetensors")
+    save_file(llamagen_weights(False), models / "c2i_B_256.safetensors")
+    torch.save(vq_weights(), models / "training/mine.pth")
+    torch.save({"ema": vq_weights()}, vae / "other.pt")
+    assert own(folders.decoder_choices()) == [
+        "kl16.ckpt", "other.pt", os_path("training/mine.pth"), "vq_ds16_c2i.pt"]
+    torch.save({"model": llamagen_weights(False)}, vae / "other.pt")
+    torch.save({"model": vq_weights()}, models / "text/vq_ds16_t2i.pt")
+    assert own(folders.decoder_choices()) == [
+        "text", "kl16.ckpt", os_path("text/vq_ds16_t2i.pt"), os_path("training/mine.pth"), "vq_ds16_c2i.pt"]
+
+
+def test_a_name_of_another_system_is_answered_with_this_one_s(put):
+    put("ar_models", "maker/Model/model.safetensors")
+    with pytest.raises(FileNotFoundError, match="backslash.*write /" if folders.os.sep == "/" else "Model"):
+        folders.resolve("maker\\Model2", folders.MODELS)
 
 
 def test_decoders_may_be_torchscript_and_folders(put):

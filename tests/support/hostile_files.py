@@ -90,6 +90,8 @@ CONTENTS = {  # what stands in the place of a tensor
     "a tensor of a list of lists": tensor(DOUBLING, DOUBLING),
     "a key whose hash takes forever": b"}" + PAIRS + b"K\x01s",
     "a key that is too deep to hash": b"}" + DEEP + b"K\x01s",
+    "a long key, many times": group(b"K\x01" * 80_000) + b"q\0" + b"0}" + b"h\0Ns" * 30_000,
+    "keys with one hash": b"}" + b"".join(integer(i * (2**61 - 1)) + b"Ns" for i in range(1, 60_000)),
     "keys whose hashes take forever": b"}(" + PAIRS + b"K\x01u",
     "pairs whose hashes take forever": call(name("collections", "OrderedDict"), b"]" + PAIRS + b"K\x01\x86a"),
     "a set whose hash takes forever": call(name("builtins", "set"), b"]" + PAIRS + b"a"),

@@ -193,7 +193,7 @@ def test_missing_misshapen_and_unknown_tensors(tmp_path):
     refused(path, path.name, "mask_token", "[1, 1, 31], expected [1, 1, 32]")
     write({"diffusion_pos_embed_learned": torch.zeros(16)})
     refused(path, path.name, "damaged")
-    write({"extra.weight": torch.zeros(1)})
+    write({"decoder_blocks.0.extra.weight": torch.zeros(1)})
     refused(path, path.name, "1 unknown", "extra.weight")
     for bad in (float("nan"), float("inf")):
         tensor = weights["diffloss.net.input_proj.weight"].clone()

@@ -15,7 +15,7 @@ from comfyui_specar.benchmarks import fuzz
 from comfyui_specar.limits import FileError, bounded_int, legal_name, legal_sizes, parse_json, shown
 from comfyui_specar.model_loaders.ar_model import legal_grid
 from comfyui_specar.model_loaders.files import names, safetensors_files
-from comfyui_specar.model_loaders.files.archives import BoundedUnpickler, check_view, members_of, rehearse
+from comfyui_specar.model_loaders.files.archives import BoundedUnpickler, check_view, members_of
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_checkpoint, outline, read_settings
 from comfyui_specar.model_loaders.files.trace_files import load_trace, save_trace
 from comfyui_specar.model_loaders.text.tiktoken_file import read_ranks
@@ -209,7 +209,7 @@ def test_an_archive_with_two_parts_of_one_name_is_refused(tmp_path):
         members_of(tmp_path / "a.pt")
 
 
-def test_what_torch_saves_passes_the_rehearsal(tmp_path):
+def test_what_torch_saves_is_within_the_bounds(tmp_path):
     """Both formats, with what training scripts keep beside the weights."""
     from collections import Counter, OrderedDict
 
@@ -234,7 +234,7 @@ def test_instructions_are_counted(monkeypatch):
     monkeypatch.setattr("comfyui_specar.model_loaders.files.archives._Counted.left", 10)
     assert BoundedUnpickler(io.BytesIO(b"\x80\x02]" + b"N0" * 3 + b".")).load() == []
     with pytest.raises(FileError, match="instructions"):
-        rehearse(io.BytesIO(b"\x80\x02]" + b"N0" * 4 + b"."), 100)
+        BoundedUnpickler(io.BytesIO(b"\x80\x02]" + b"N0" * 4 + b".")).load()
 
 
 # Traces

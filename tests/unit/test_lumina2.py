@@ -199,7 +199,7 @@ def test_damaged_and_other_decoders(tmp_path):
     ):  # fmt: skip
         save_file({name: tensor for name, tensor in weights.items() if name != gone}, str(path))
         refused(path, "movqgan_67M.safetensors", words, loader=api.load_image_decoder)
-    save_file(weights | {"surplus.weight": torch.zeros(1)}, str(path))
-    refused(path, "1 unknown", "surplus", loader=api.load_image_decoder)
+    save_file(weights | {"decoder.surplus.weight": torch.zeros(1)}, str(path))
+    refused(path, "1 unknown", "decoder.surplus", loader=api.load_image_decoder)
     save_file(weights | {"encoder.conv_in.weight": torch.zeros(128, 3, 3, 3)}, str(path))
     refused(path, "67M", "movqgan_270M.ckpt", loader=api.load_image_decoder)

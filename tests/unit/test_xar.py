@@ -95,7 +95,7 @@ def spoilt(change):
     (lambda w: [w.pop(name) for name in list(w) if "_blocks." in name], {}, "blocks"),
     (lambda w: w["pred.weight"].view(-1)[0].fill_(math.nan), {}, "NaN"),
     (lambda w: w.update({"decoder_norm.weight": torch.ones(7)}), {}, r"decoder_norm.*\[7\].*\[32\]"),
-    (lambda w: w.update({"diffloss.net.x": torch.ones(7)}), {}, "1 unknown"),
+    (lambda w: w.update({"encoder_blocks.0.x": torch.ones(7)}), {}, "1 unknown"),
     (lambda w: w.update(encoder_pos_embed_learned=torch.ones(1, 64, 32)), {}, "64 tokens.*256"),
     (lambda w: w.update(encoder_pos_embed_learned=torch.ones(64)), {}, "damaged"),
     (lambda w: None, {"heads": None}, "width 32.*2 encoder blocks.*released"),

@@ -1,0 +1,129 @@
+"""Files of torch.save: read as torch reads them, the same whatever else runs in the process, and answered in words."""
+
+import logging
+import sys
+from collections import OrderedDict
+from types import ModuleType
+
+import pytest
+import torch
+from comfyui_specar.model_loaders.detect import load_image_decoder
+from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_checkpoint, tensor_names
+from comfyui_specar.model_loaders.files.pickles import read_pickle
+
+from ..support.bad_files import refused
+from ..support.tiny import vq_weights
+
+OLD = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+       torch.uint8, torch.bool, torch.complex64)  # fmt: skip
+NEW = (*OLD, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32)  # not in the format before zip files
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("mapped", [True, False])
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_everything_is_read_as_torch_reads_it(tmp_path, zipped, mapped, protocol):
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    content = OrderedDict(parameter=torch.nn.Parameter(torch.randn(3, 3)), wide=torch.zeros(1, 3).expand(4, 3))
+    for dtype in NEW if zipped else OLD:
+        whole = (torch.arange(24).view(4, 6) % 2).to(dtype)
+        content |= {f"{dtype}.{i}": part for i, part in enumerate(
+            (whole, whole.t(), whole[1:3, 2:5], whole[:0], whole[1, 1]))}  # fmt: skip
+    others = {"state": module.state_dict(), "optimizer": torch.optim.AdamW(module.parameters()).state_dict(),
+              "size": torch.Size([1, 2]), "number": 2**70, "bytes": b"abc", "set": {1, 2}}
+    torch.save({"content": content} | others, tmp_path / "some.pt", pickle_protocol=protocol,
+               _use_new_zipfile_serialization=zipped)
+    found = read_pickle(tmp_path / "some.pt", mapped)
+    for name, tensor in content.items():
+        assert found["content"][name].dtype == tensor.dtype and found["content"][name].shape == tensor.shape
+        assert found["content"][name].tolist() == tensor.tolist(), name
+    assert torch.equal(found["state"]["0.weight"], module[0].weight) and found["number"] == 2**70
+
+
+# Containers
+
+
+A, B = ({name: torch.full((2,), value) for name in ("a.weight", "b.weight")} for value in (1.0, 2.0))
+
+
+@pytest.mark.parametrize(("content", "taken"), [
+    ({"model": A, "ema": B}, B), ({"model": A, "model_ema": B}, B), ({"params": A, "params_ema": B}, B),
+    ({"state_dict": {"model": A, "ema": B}}, B), ({"model": A, "ema": {"module": B, "updates": 3}}, B),
+    ({"model": A, "ema": {"shadow": B, "decay": torch.tensor(0.9)}}, B),
+    ({"model": A, "ema": {"decay": torch.tensor(0.9)}}, A), ({"model": A, "ema": {"shadow_params": [B]}}, A),
+    ({"model": A, "ema": None}, A), ({"generator": A, "discriminator": B}, A), ({"net": A, "optimizer": B}, A),
+    *(({key: A, "epoch": 3}, A) for key in (
+        "model_state_dict", "ema_model", "net", "generator", "params_ema", "weights", "state_dict", "module")),
+])  # fmt: skip
+def test_the_averaged_weights_of_a_container_are_taken(tmp_path, content, taken):
+    torch.save(content, tmp_path / "some.pt")
+    found = open_checkpoint(tmp_path / "some.pt").tensors
+    assert found.keys() == taken.keys() == tensor_names(tmp_path / "some.pt")
+    assert all(torch.equal(found[name], taken[name]) for name in taken)
+
+
+def test_what_was_taken_is_logged_if_there_is_a_choice(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        torch.save({"model": A}, tmp_path / "one.pt")
+        open_checkpoint(tmp_path / "one.pt")
+        assert not caplog.text
+        torch.save({"model": A, "ema": B}, tmp_path / "two.pt")
+        open_checkpoint(tmp_path / "two.pt")
+    assert "two.pt" in caplog.text and "ema, model" in caplog.text and "'ema' is used" in caplog.text
+
+
+def test_other_containers_are_named_in_the_answer(tmp_path):
+    torch.save({"brain": A, "epoch": 3}, tmp_path / "some.pt")
+    refused(tmp_path / "some.pt", "brain", "epoch", "model_state_dict", loader=open_checkpoint)
+
+
+# Values beside the weights
+
+
+@pytest.fixture
+def lightning(tmp_path, monkeypatch):
+    """A checkpoint of Lightning, with its classes and numbers of NumPy beside the weights."""
+    numpy = pytest.importorskip("numpy")
+    for name in ("pytorch_lightning", "pytorch_lightning.callbacks", "pytorch_lightning.callbacks.model_checkpoint"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    kind = type("ModelCheckpoint", (dict,), {"__module__": "pytorch_lightning.callbacks.model_checkpoint"})
+    sys.modules[kind.__module__].ModelCheckpoint = kind
+    content = {"state_dict": vq_weights(), "callbacks": {kind: {"best": numpy.float64(0.1)}, "x": kind(a=1)},
+               "array": numpy.arange(3), "loops": {"n": {1, 2}}}  # fmt: skip
+    for zipped in (True, False):
+        torch.save(content, tmp_path / f"{zipped}.ckpt", _use_new_zipfile_serialization=zipped)
+    return kind, tmp_path
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("extended", [True, False], ids=["in ComfyUI", "alone"])
+def test_a_checkpoint_of_lightning_has_one_answer_everywhere(lightning, zipped, extended):
+    kind, folder = lightning
+    with torch.serialization.safe_globals([kind] if extended else []):
+        before = set(map(str, torch.serialization.get_safe_globals()))
+        assert load_image_decoder(folder / f"{zipped}.ckpt").codes
+        assert set(map(str, torch.serialization.get_safe_globals())) == before
+
+
+class Harmless:
+    """A class that another program may have declared safe."""
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_what_others_declare_safe_changes_nothing(tmp_path, zipped):
+    torch.save({"model": A, "x": Harmless()}, tmp_path / "some.pt", _use_new_zipfile_serialization=zipped)
+    with torch.serialization.safe_globals([Harmless]), pytest.raises(CheckpointError, match=r"asks for .*Harmless"):
+        open_checkpoint(tmp_path / "some.pt")
+
+
+def test_torch_s_own_long_advice_is_not_quoted(tmp_path):
+    torch.save({"x": Harmless()}, tmp_path / "some.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(tmp_path / "some.pt")
+    assert "weights_only" not in str(caught.value) and ".safetensors" in str(caught.value)
+
+
+def test_a_torchscript_archive_under_another_ending_is_named(tmp_path):
+    with pytest.warns(DeprecationWarning):
+        torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "some.pt")
+    refused(tmp_path / "some.pt", "TorchScript", ".jit", loader=open_checkpoint)
