@@ -28,7 +28,7 @@ def test_words_that_the_model_ignores_stand_on_the_prompt(page):
     set_prompts(page, "an aple, appel, apple")
     run(page)
     [shown] = page.evaluate(REPORTS, "CLIPTextEncode")
-    assert shown == "Unknown, ignored: aple (apple?), appel (apple?)"
+    assert shown == "The model does not know these words and ignores them: aple (apple?), appel (apple?)."
     saved = page.evaluate("() => app.graph.serialize().nodes.find(node => node.type === 'CLIPTextEncode')")
     assert saved["widgets_values"] == ["an aple, appel, apple"], "they are not part of the workflow"
     set_prompts(page, "an apple")
