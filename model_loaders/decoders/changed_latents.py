@@ -15,7 +15,7 @@ from ...models.vq import nearest_codes
 _LOOKED_AT = 256  # vectors, spread over all images: a large codebook makes more of them slow
 _ROUNDING = 0.02  # of the largest number in the codebook, as a latent may have been stored in half precision
 _WHOLE = 0.1  # how far an id may be from a whole number
-_FEWEST = 0.8  # of the rows and columns may be left of a scaled latent: fewer repetitions may be an image's own
+_FEWEST = 0.85  # of the rows and columns may be left of a scaled latent: fewer repetitions may be an image's own
 
 REMEDY = "Connect VAE Decode directly and change the image instead: Upscale Image By in place of Upscale Latent By."
 CHANGED = ("The latent is not as it was generated or encoded, which tears the image: another node scaled, blended or "
