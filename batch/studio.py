@@ -128,11 +128,12 @@ class Painter:
         """PNGs of the image and of its acceptance map (empty unless wanted), with what it takes to repeat the image and
         the totals in them under `specar`; the run's totals and its notices. Raises what the sampler raises."""
         given = dict(settings)
-        prompt, negative = (given.pop(name, None) for name in TEXTS)
+        prompt, negative = (given.pop(name, "") for name in TEXTS)
         sampling = {name: given.pop(name) for name in SAMPLING if name in given}
         out = api.sample(
             self.model, self.model.encode_prompt(prompt), self.recipe.build(self.drafter, **given),
-            negative=negative and self.model.encode_prompt(negative), **sampling,
+            # A blank one is none, as in CLIP Text Encode.
+            negative=self.model.encode_prompt(negative) if negative.strip() else None, **sampling,
         )
         decoded = self.decoder.decode(out.latent)
         pixels = (decoded[0] * 255).clamp(0, 255).byte().cpu().numpy()  # as Save Image does

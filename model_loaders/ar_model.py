@@ -119,7 +119,7 @@ class DiscreteModel(Prompted, Placed):
             raise ValueError(f"cfg is {asked.cfg}, but this model was trained without guidance. Set cfg to 1.")
         size = layout.rows, layout.cols
         positive = self.read(conditioning, batch, "positive", size)
-        other = None if negative is None else self.read(negative, batch, "negative", size)
+        other = self.read(negative, batch, "negative", size)
         return Request(
             self, positive, layout, asked, other, seed, batch, callback,
             None if strength is None else layout.spread(strength.float(), fill=1.0),
@@ -261,12 +261,11 @@ class DiscreteModel(Prompted, Placed):
         """
         grid = layout.rows, layout.cols
         features = self.read(conditioning, batch, "positive", grid).features
-        other = features
-        if guided and negative is not None:
-            other = self.read(negative, batch, "negative", grid).features
-        elif guided and isinstance(self.prefix, TextPrefix):
-            other = self.prefix.null(features, grid)
-        return max(features.shape[1], other.shape[1])
+        other = self.read(negative, batch, "negative", grid) if guided else None
+        count = features.shape[1] if other is None else other.features.shape[1]
+        if guided and other is None and isinstance(self.prefix, TextPrefix):
+            count = self.prefix.null(features, grid).shape[1]
+        return max(features.shape[1], count)
 
     def activation_bytes(self, rows: int, tokens: int) -> int:
         """Rough bytes of the activations of a forward pass over ``tokens`` tokens in each of ``rows`` rows."""
@@ -310,12 +309,11 @@ class DiscreteModel(Prompted, Placed):
         grid = layout.rows, layout.cols
         features: list[Tensor | None] = [self.read(conditioning, batch, "positive", grid).features]
         branches = [self.prefix(features[0])]
-        if guided and negative is not None:
-            features.append(self.read(negative, batch, "negative", grid).features)
-            branches.append(self.prefix(features[1]))
-        elif guided:
-            features.append(None)
-            branches.append(self.prefix.unconditional(features[0], grid))
+        if guided:
+            other = self.read(negative, batch, "negative", grid)
+            features.append(None if other is None else other.features)
+            null = other is None
+            branches.append(self.prefix.unconditional(features[0], grid) if null else self.prefix(other.features))
         branches = [branch.expand(batch, -1, -1) for branch in branches]
         lengths = torch.tensor([b.shape[1] for b in branches], device=self.device).repeat_interleave(batch)
         longest = max(b.shape[1] for b in branches)

@@ -93,7 +93,7 @@ class ContinuousBase(Prompted, Placed):
         check_both(tokens, kept)
         asked = chosen_params(self.defaults, params, "continuous models")
         positive = self.read(conditioning, batch, "positive")
-        other = None if negative is None else self.read(negative, batch, "negative")
+        other = self.read(negative, batch, "negative")
         notices = self.notices(conditioning, negative, asked.cfg != 1, grid)
         tokens, kept = tokens if tokens is None else tokens.flatten(1, -2), kept if kept is None else kept.flatten(1)
         return ContinuousRequest(self, positive, grid, asked, other, seed, batch, callback, tokens, kept, notices)
@@ -149,9 +149,11 @@ class ContinuousBase(Prompted, Placed):
     def attach_decoder(self, decoders: Iterable[Autoencoder]) -> None:
         """Does nothing: continuous tokens have no codebook, and the autoencoder is loaded separately."""
 
-    def features(self, conditioning: Conditioning, batch: int, name: str) -> Tensor:
-        """Features [batch, n, F] of a CONDITIONING. Raises ValueError for one of another model."""
-        return self.read(conditioning, batch, name).features.expand(batch, -1, -1)
+    def features(self, conditioning: Conditioning | None, batch: int, name: str) -> Tensor | None:
+        """Features [batch, n, F] of a CONDITIONING; None for no negative prompt. Raises ValueError for one of another
+        model."""
+        prompt = self.read(conditioning, batch, name)
+        return None if prompt is None else prompt.features.expand(batch, -1, -1)
 
     def check_grid(self, rows: int | None = None, cols: int | None = None) -> tuple[int, int]:
         """The grid to generate; raises ValueError for one the model was not trained on."""
@@ -201,10 +203,9 @@ class MaskedModel(ContinuousBase):
     ) -> MaskedState:
         """Slot vectors of both guidance branches; without ``negative``, the second is unconditional."""
         prompts = [self.backbone.prompt(self.features(conditioning, batch, "positive"))]
-        if guided and negative is not None:
-            prompts.append(self.backbone.prompt(self.features(negative, batch, "negative")))
-        elif guided:
-            prompts.append(self.backbone.unconditional(batch))
+        if guided:
+            other = self.features(negative, batch, "negative")
+            prompts.append(self.backbone.unconditional(batch) if other is None else self.backbone.prompt(other))
         prompts = torch.cat([p.to(self.dtype) for p in prompts])
         return MaskedState(prompts, len(prompts) // batch, self.backbone.positions(*grid))
 

@@ -129,7 +129,6 @@ class TextEncoder(PromptEncoder):
     def encode(self, text: str, grid: tuple[int, int] | None = None, negative: bool = False) -> Tensor:
         """Ids [1, n, 1] (fp32) of a prompt. Raises FileNotFoundError or CheckpointError if there is no tokenizer."""
         write = self.write_negative if negative and self.write_negative else self.write
-        text = text.encode("utf-8", "replace").decode()  # JSON may contain lone surrogates, which are not characters
         return features_of(write(text, grid or self.grid))
 
 

@@ -19,6 +19,7 @@ from .language_model import Tokenizer, find_tokenizer
 from .prompt_encoders import SHOWN, PromptEncoder, left_out
 
 _END = "</s>"
+_ENDS = {_END: 1}  # in every T5
 _TOKENIZERS = ("flan-t5-xl", "t5_tokenizer")  # folders; the second is ComfyUI's, with the same vocabulary
 
 
@@ -106,7 +107,7 @@ def find(path: Path, slots: int, width: int, search: Sequence[Path]) -> T5Encode
         f"The tokenizer of {weights.name} was not found: tokenizer.json of the repository google/flan-t5-xl. Put it "
         f"into the folder {weights if weights.is_dir() else weights.with_suffix('')}."
     )
-    return T5Encoder(weights, Tokenizer(file, missing), slots, width)
+    return T5Encoder(weights, Tokenizer(file, missing, _ENDS), slots, width)
 
 
 def _is_encoder(entry: Path) -> bool:

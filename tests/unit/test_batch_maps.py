@@ -116,6 +116,16 @@ def test_a_painter_draws_the_map_of_its_image():
     assert opened[0].text == opened[1].text and json.loads(opened[1].text["specar"])["totals"] == totals
 
 
+def test_a_blank_negative_prompt_is_none(monkeypatch):
+    drawn = []
+    monkeypatch.setattr("comfyui_specar.batch.studio.api.sample", lambda *_, negative, **__: drawn.append(negative))
+    painter = Painter(Studio("default", "sjd"))
+    for settings in ({}, {"negative": ""}, {"negative": " "}, {"negative": "dog"}):
+        with pytest.raises(AttributeError):  # nothing is generated
+            painter.generate({"prompt": "star", **settings})
+    assert drawn[:3] == [None] * 3 and drawn[3][0][1]["ar"]["text"] == "dog"
+
+
 def test_both_files_of_a_job_are_written_and_one_that_is_held_open_costs_the_job(tmp_path, locked):
     locked({"b_map.png": 99})
     records = []
