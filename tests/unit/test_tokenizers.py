@@ -198,7 +198,7 @@ def plainly_joined(piece, ranks):
     return [ranks[part] for part in parts]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_ids_are_those_of_the_definition(data):
     letters = data.draw(st.sampled_from([b"a", b"ab", b"abc"]))
@@ -236,7 +236,7 @@ def ranks(tmp_path_factory):
     return RankTokenizer(folder / "emu3.tiktoken", r"\S+|\s+", SPECIALS)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(parts=st.lists(st.sampled_from(PARTS), max_size=12))
 def test_text_is_divided_at_names_of_the_vocabulary_alone(ranks, parts):
     text, wanted, plain = "".join(parts), [], ""
