@@ -27,6 +27,10 @@ class RowsError(JobsError):
     """Rows do not fit what is to be run; the message begins with their lines."""
 
 
+class Scientific(float):
+    """A number of a JSON file in scientific notation, which shows only digits that its writer kept."""
+
+
 @dataclass(frozen=True)
 class Job:
     """`overrides`: column -> value, without the columns that this row leaves empty. CSV values are strings."""
@@ -120,7 +124,10 @@ def json_rows(text: str, name: str) -> Iterator[Row]:
 def json_row(content: str) -> dict[str, Any]:
     """The values of a line. Raises JobsError."""
     try:
-        row = json.loads(content, object_pairs_hook=without_repetition, parse_constant=refuse_constant)
+        row = json.loads(content, object_pairs_hook=without_repetition, parse_constant=refuse_constant,
+                         parse_float=fraction)
+    except RecursionError as error:
+        raise JobsError("lists or objects in too many others") from error
     except json.JSONDecodeError as error:
         raise JobsError(f"not JSON: {error.msg} at character {error.pos + 1}") from error
     except ValueError as error:
@@ -140,6 +147,10 @@ def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(set(names)) < len(names):
         raise ValueError("the same name is there twice")
     return dict(pairs)
+
+
+def fraction(text: str) -> float:
+    return Scientific(text) if "e" in text.lower() else float(text)
 
 
 def refuse_constant(constant: str) -> None:
