@@ -13,6 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from .address import shown, without_logins
 from .jobs import listed
 
 SCHEMA = "specar.batch/1"
@@ -98,11 +99,11 @@ class Journal:
             raise JournalError(f"{self._journal.path} is not the journal of a batch: choose other --results")
         self.batch = entries[0]["batch"]
         for entry in entries[1:]:
-            self.queued.setdefault(entry["job"], []).append(entry)
+            self.queued.setdefault(entry["job"], []).append(without_private(entry))
         for record in self._results.read():
-            if "id" not in record or "status" not in record:
+            if not isinstance(record.get("id"), str) or not isinstance(record.get("status"), str):
                 raise JournalError(f"{self.path} is there already and holds no results: choose other --results")
-            self.results[record["id"]] = record
+            self.results[record["id"]] = without_private(record)
         return self
 
     def __exit__(self, *_exc) -> None:
@@ -147,6 +148,12 @@ class Journal:
         self.results[record["id"]] = record
 
 
+def without_private(record: dict[str, Any]) -> dict[str, Any]:
+    """A line without the login of its server, which earlier versions wrote."""
+    cleaned = {"server": shown, "error": without_logins}
+    return record | {name: clean(record[name]) for name, clean in cleaned.items() if isinstance(record.get(name), str)}
+
+
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Puts the file's name into an OSError that has none, such as that of a full disk."""
@@ -165,7 +172,7 @@ def now() -> str:
 def parsed(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 

@@ -579,7 +579,7 @@ def test_copies_are_named_after_the_job(tmp_path):
     asyncio.run(check())
     names = [{"filename": name} for name in ("a.png", "b.json", "c.png", "d.PNG", "e.png", "f")]
     assert [path.name for path in dispatch.copies_of(names, Path("x/job"))] == [
-        "job.png", "job.json", "job.2.png", "job.PNG", "job.3.png", "job"]
+        "job.png", "job.json", "job.2.png", "job.3.PNG", "job.4.png", "job"]
 
 
 def test_files_are_numbered_by_the_workflow_whatever_ran_first(tmp_path):

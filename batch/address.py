@@ -1,0 +1,68 @@
+"""Addresses of servers. What is private in one, its login and its query (``?token=``), goes into requests and nowhere
+else: not into files, messages or logs."""
+
+import re
+from base64 import b64encode
+from dataclasses import dataclass, field
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
+
+import aiohttp
+
+LOGIN = re.compile(r"(?<=://)[^/?#\s]*@")
+HIDDEN = "***"
+
+
+@dataclass(frozen=True)
+class Address:
+    """name: what is shown and stored, and what tells servers apart. base: what the paths of requests are added to."""
+
+    name: str
+    base: str
+    login: aiohttp.BasicAuth | None = field(default=None, repr=False)
+    query: dict[str, str] = field(default_factory=dict, repr=False)
+
+    def hide(self, text: str) -> str:
+        """The text of a server, which may repeat what it was asked with."""
+        values = [*self.query.values(), *((self.login.password,) if self.login else ())]
+        private = {form for value in values for form in (value, quote(value, safe=""))}
+        if self.login:
+            private.add(b64encode(f"{self.login.login}:{self.login.password}".encode()).decode())
+        for form in sorted(filter(None, private), key=len, reverse=True):
+            text = text.replace(form, HIDDEN)
+        return text
+
+
+def address_of(url: str) -> Address:
+    """The address that a user gave, with or without http://. Raises ValueError, whose message has nothing private."""
+    given = url if "://" in url else f"http://{url}"
+    try:
+        parts = urlsplit(given)
+        login, _, host = parts.netloc.rpartition("@")
+        parts.port  # noqa: B018 (reading it checks it)
+    except ValueError as error:
+        raise ValueError(str(error) if "@" not in given else "not a host and a port") from None
+    if not parts.hostname:
+        raise ValueError("no host")
+    if "@" in parts.path:  # of a login that ended at a `/`
+        raise ValueError("in a login, `/` is written %2F, `?` %3F, `#` %23 and `@` %40")
+    base = f"{parts.scheme}://{host}{parts.path}".rstrip("/")
+    user, _, password = login.partition(":")
+    return Address(
+        base if "://" in url else base.removeprefix("http://"), base,
+        aiohttp.BasicAuth(unquote(user), unquote(password), "utf-8") if login else None,
+        dict(parse_qsl(parts.query, keep_blank_values=True)),
+    )
+
+
+def shown(url: str) -> str:
+    """The name of an address, also of one that is wrong."""
+    try:
+        return address_of(url).name
+    except ValueError:
+        scheme, mark, rest = url.rpartition("://")
+        return scheme + mark + re.split("[?#]", rest.rpartition("@")[2])[0]
+
+
+def without_logins(text: str) -> str:
+    """A text in which addresses may stand."""
+    return LOGIN.sub("", text)
