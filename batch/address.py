@@ -6,28 +6,25 @@ from base64 import b64encode
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
-import aiohttp
-
 LOGIN = re.compile(r"(?<=://)[^/?#\s]*@")
 HIDDEN = "***"
 
 
 @dataclass(frozen=True)
 class Address:
-    """name: what is shown and stored, and what tells servers apart. base: what the paths of requests are added to."""
+    """name: what is shown and stored, and what tells servers apart. base: what the paths of requests are added to.
+    headers, query: for every request. private: the values in them that nobody may see."""
 
     name: str
     base: str
-    login: aiohttp.BasicAuth | None = field(default=None, repr=False)
-    query: dict[str, str] = field(default_factory=dict, repr=False)
+    headers: dict[str, str] = field(repr=False)
+    query: dict[str, str] = field(repr=False)
+    private: tuple[str, ...] = field(repr=False)
 
     def hide(self, text: str) -> str:
         """The text of a server, which may repeat what it was asked with."""
-        values = [*self.query.values(), *((self.login.password,) if self.login else ())]
-        private = {form for value in values for form in (value, quote(value, safe=""))}
-        if self.login:
-            private.add(b64encode(f"{self.login.login}:{self.login.password}".encode()).decode())
-        for form in sorted(filter(None, private), key=len, reverse=True):
+        forms = {form for value in self.private for form in (value, quote(value, safe=""))}
+        for form in sorted(filter(None, forms), key=len, reverse=True):
             text = text.replace(form, HIDDEN)
         return text
 
@@ -46,12 +43,14 @@ def address_of(url: str) -> Address:
     if "@" in parts.path:  # of a login that ended at a `/`
         raise ValueError("in a login, `/` is written %2F, `?` %3F, `#` %23 and `@` %40")
     base = f"{parts.scheme}://{host}{parts.path}".rstrip("/")
-    user, _, password = login.partition(":")
-    return Address(
-        base if "://" in url else base.removeprefix("http://"), base,
-        aiohttp.BasicAuth(unquote(user), unquote(password), "utf-8") if login else None,
-        dict(parse_qsl(parts.query, keep_blank_values=True)),
-    )
+    user, _, password = (unquote(part) for part in login.partition(":"))
+    query = dict(parse_qsl(parts.query, keep_blank_values=True))
+    private, headers = [*query.values()], {}
+    if login:
+        encoded = b64encode(f"{user}:{password}".encode()).decode()
+        private += [password or user, encoded]
+        headers["Authorization"] = f"Basic {encoded}"
+    return Address(base if "://" in url else base.removeprefix("http://"), base, headers, query, tuple(private))
 
 
 def shown(url: str) -> str:

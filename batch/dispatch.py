@@ -82,7 +82,7 @@ class Lane:
     versions: dict[str, str] | None = None  # None: not asked since it was away
     answered: float | None = None  # when it last did
     failures: int = 0
-    strange: int = 0  # answers about our prompts, the last ones, that are not those of ComfyUI
+    strange: int = 0  # answers about our prompts that no ComfyUI gives, since one that it does
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -217,7 +217,6 @@ class Batch:
         running, pending = await lane.server.queue()
         try:
             await self._tend(lane, running | pending)
-            lane.strange = 0
         except ServerAwayError as error:
             lane.strange += error.strange
             if lane.strange == STRANGE:
@@ -256,6 +255,7 @@ class Batch:
             self._again(work, lane, "was stopped before" if interrupted_by_us else "lost its prompt")
             return
         record = await self._record(lane, work, prompt_id, found)
+        lane.strange = 0
         del lane.sent[prompt_id]
         self._end(record)
         await lane.server.forget(prompt_id)
@@ -269,11 +269,9 @@ class Batch:
         try:
             refused = await lane.server.submit(named_after(self._sent(work), name), prompt_id, self.client)
         except ServerAwayError as error:
-            if error.strange:  # which is not the job's fault
-                del lane.sent[prompt_id]
-                work.tries -= 1
-                lane.given.appendleft(work)
+            work.tries -= error.strange  # which is not the job's fault
             raise
+        lane.strange = 0
         if refused:
             await lane.server.cancel([prompt_id])  # in case it makes a part of it ...
             await lane.server.forget(prompt_id)  # ... which is not this job's image
@@ -284,8 +282,8 @@ class Batch:
                 self._end(self._line(lane, work, prompt_id, Entry("error", 0.0, refused.reason)))
 
     def _elsewhere(self, lane: Lane, work: Work, refused: Refusal) -> None:
-        """The server lacks something, or breaks. Where it lacks what the row does not name, it lacks it for all jobs, and
-        being always idle it would get them all."""
+        """The server lacks something, or breaks. Where it lacks what the row does not name, it lacks it for all jobs,
+        and being always idle it would get them all."""
         work.refused[lane.server.url] = refused.reason
         work.tries -= 1
         if not {str(value) for value in work.job.overrides.values()}.issuperset(refused.missing):
@@ -299,8 +297,8 @@ class Batch:
             self.waiting.appendleft(lane.given.pop())
         logger.warning("%s is set aside in this batch: %s", lane.server.url, why)
         if all(lane.draining for lane in self.lanes):
-            logger.error("No server is left that can run this workflow. Add what is missing to one, or name another with "
-                         "--server; then the same command goes on.")
+            logger.error("No server is left that can run this workflow. Add what is missing to one, or name another "
+                         "with --server; then the same command goes on.")
 
     def _sent(self, work: Work) -> Workflow:
         """What a server gets of a job. The fingerprint is that without maps."""

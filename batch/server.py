@@ -39,8 +39,8 @@ ENDS = {"execution_success": "success", "execution_error": "error", "execution_i
 
 
 class ServerAwayError(ConnectionError):
-    """The server cannot be reached, or does not answer as ComfyUI does. gone: nobody is listening there. strange: it
-    answers as another program would."""
+    """The server cannot be reached, or does not answer as ComfyUI does. gone: nobody is listening there. strange:
+    another program answers."""
 
     def __init__(self, message: str, gone: bool = False, strange: bool = False):
         super().__init__(message)
@@ -156,7 +156,7 @@ class Server:
             with self._reading(path):
                 async with self._session.request(
                     method, self._address.base + path, json=body, params=self._address.query | (query or {}),
-                    auth=self._address.login, allow_redirects=False,
+                    headers=self._address.headers, allow_redirects=False,
                 ) as reply:
                     self._check(reply)
                     return Reply(reply.status, reply.content_type, await body_of(reply, most))
@@ -171,10 +171,10 @@ class Server:
             raise ServerAwayError(f"{self.url} answered {reply.status}")
         if reply.status in LOGIN_NEEDED:
             raise ServerAwayError(f"{self.url} answered {reply.status}: does it need a login? "
-                                  "It is given in the address, --server http://USER:PASSWORD@HOST")
+                                  "It is given in the address, --server http://USER:PASSWORD@HOST", strange=True)
         if reply.status // 100 == 3:
             target = self._hidden(said(shown(reply.headers.get("Location", "nowhere"))))
-            raise ServerAwayError(f"{self.url} refers to {target}: name the address that ComfyUI has")
+            raise ServerAwayError(f"{self.url} refers to {target}: name the address that ComfyUI has", strange=True)
 
     @contextmanager
     def _reading(self, path: str) -> Iterator[None]:
