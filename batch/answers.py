@@ -36,12 +36,17 @@ async def body_of(reply: aiohttp.ClientResponse, most: int) -> bytes:
     return b"".join(parts)
 
 
-def json_of(body: bytes) -> dict[str, Any]:
-    """The object that an answer must be. Raises StrangeAnswerError."""
+def parsed(body: bytes) -> Any:
+    """The value of an answer in JSON. Raises StrangeAnswerError."""
     try:
-        answer = json.loads(body)
+        return json.loads(body)
     except (ValueError, RecursionError):
         raise StrangeAnswerError(f"no JSON: {seen(body)}") from None
+
+
+def json_of(body: bytes) -> dict[str, Any]:
+    """The object that most answers are. Raises StrangeAnswerError."""
+    answer = parsed(body)
     if not isinstance(answer, dict):
         raise StrangeAnswerError(f"not an object: {seen(body)}")
     return answer
