@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..printable import printable
+
 DELIMITERS = ",;\t"
 ID = re.compile(r"[\w-]{1,100}")  # becomes part of file names, on any system
 ID_BYTES = 200  # of the 255 that a file's name may have; prefix, attempt, counter and ending need the others
 DEVICE = re.compile(r"con|prn|aux|nul|(com|lpt)[0-9¹²³]", re.IGNORECASE)  # on Windows, whatever the ending of the file
 SHOWN = 10  # problems or jobs that one message lists
+SHOWN_CHARACTERS = 2000  # of one problem, as a cell may have a million
 SHOWN_LINES = 3  # that it names of equal problems
 Row = tuple[int, dict[str, Any]]  # the line it begins on, and its values
 
@@ -196,7 +199,7 @@ def several(problems: list[tuple[int, str]]) -> str:
     lines: dict[str, list[int]] = {}
     for line, problem in problems:
         lines.setdefault(problem, []).append(line)
-    texts = [f"line{'s' if len(found) > 1 else ''} {listed(found, SHOWN_LINES)}: {problem}"
+    texts = [f"line{'s' if len(found) > 1 else ''} {listed(found, SHOWN_LINES)}: {printable(problem, SHOWN_CHARACTERS)}"
              for problem, found in lines.items()]
     more = [f"... and {len(texts) - SHOWN} more"] if len(texts) > SHOWN else []
     return "\n".join([*texts[:SHOWN], *more])

@@ -17,6 +17,7 @@ from .address import shown, without_logins
 from .jobs import listed
 
 SCHEMA = "specar.batch/1"
+ENTRY = {"job": str, "attempt": int, "server": str, "prompt_id": str, "fingerprint": str}  # of the journal
 FAR = 1 << 30  # a byte beyond the file's contents, to lock on Windows, where locked bytes cannot be read
 
 
@@ -99,6 +100,9 @@ class Journal:
             raise JournalError(f"{self._journal.path} is not the journal of a batch: choose other --results")
         self.batch = entries[0]["batch"]
         for entry in entries[1:]:
+            if not all(isinstance(entry.get(name), kind) for name, kind in ENTRY.items()):
+                raise JournalError(f"{self._journal.path} has a line that says of no job where it is: repair it, or "
+                                   "move the file and its results away to begin a new batch")
             self.queued.setdefault(entry["job"], []).append(without_private(entry))
         for record in self._results.read():
             if not isinstance(record.get("id"), str) or not isinstance(record.get("status"), str):

@@ -37,7 +37,7 @@ def read_workflow(path: Path) -> Workflow:
     """A workflow in API format. Raises OverrideError."""
     try:
         workflow = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise OverrideError(f"cannot read the workflow {path}: {error}") from error
     nodes = workflow.values() if isinstance(workflow, dict) else [workflow]
     if not workflow or not all(

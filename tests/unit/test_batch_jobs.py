@@ -123,6 +123,12 @@ def test_a_file_that_cannot_be_meant_is_refused_with_its_line(tmp_path, name, co
     assert re.search(message, refused(tmp_path, name, content))
 
 
+def test_a_cell_of_a_million_letters_makes_no_message_of_a_million(tmp_path, workflow):
+    with pytest.raises(RowsError, match="line 1: seed must be a number.*characters"):
+        prompts_of(workflow, jobs_in(tmp_path, "a.jsonl", json.dumps({"seed": "\x1b" + 10**6 * "x"})))
+    assert len(refused(tmp_path, "a.jsonl", json.dumps({"id": 10**6 * "x"}))) < 3000
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(JobsError, match="gone.csv.*No such file"):
         read_jobs(tmp_path / "gone.csv")
