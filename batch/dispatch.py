@@ -34,7 +34,7 @@ HELLO = 2.0  # seconds in which all servers are waited for, to find the least bu
 SLOW = 5.0  # seconds: the longest pause before a server is asked again that takes long to answer
 PATIENCE = 300.0  # seconds without any server after which a batch gives up ...
 FIRST_PATIENCE = 10.0  # ... and where none ever answered: then the address is wrong
-ENDING = re.compile(r"\.[A-Za-z0-9]{1,16}")  # of a copy, which a server chooses: .safetensors has 12 letters
+ENDING = re.compile(r"\.[A-Za-z0-9]{1,16}")  # of a copy, which a server chooses: .safetensors has 11 letters
 
 
 @dataclass(frozen=True)
@@ -455,7 +455,7 @@ async def fetch_missing(journal: Journal, jobs: list[Job], out: Path, urls: list
             if not error:
                 try:
                     _, error = await copied(servers.get(url) or Server(session, url), missing, replacing=False)
-                except ServerAwayError as gone:
+                except (ServerAwayError, ValueError) as gone:  # or its line has no address
                     error = away[url] = str(gone)
             if error:
                 problems[job.id] = error

@@ -523,7 +523,7 @@ def test_that_no_server_answers_is_said_once(tmp_path, clock, monkeypatch, caplo
 
     monkeypatch.setattr(server.Server, "versions", silent)
     long = QUICK.patience + 0.1
-    asyncio.run(run(tmp_path / "r.jsonl", ["http://a", "http://b"], jobs_of(1),
+    asyncio.run(run(tmp_path / "r.jsonl", [FakeComfy(), FakeComfy()], jobs_of(1),
                     during=lambda batch: clock.away(batch, long)))
     assert sum("given up" in message for message in said(caplog)) == 1
 
