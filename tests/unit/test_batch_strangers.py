@@ -263,7 +263,7 @@ def test_what_acts_on_a_terminal_reaches_no_message_log_or_result(table, capsys,
                 if event == "execution_error":
                     data |= {"exception_message": f"a{ACTS}\nb", "node_type": ACTS}
             for report in entry["outputs"].get("10", {}).get("specar", []):
-                report["settings"] = {"method": ACTS, "unknown_words": [ACTS + 10**6 * "x"]}
+                report["settings"] = {"method": ACTS, "notices": [ACTS + 10**6 * "x"]}
                 report["totals"] = {ACTS: ACTS, "target_passes": 5}
         return web.json_response(found)
 
