@@ -102,8 +102,9 @@ class Studio:
 
 def typed(name: str, value: Any, kind: str, legal: Setting | None) -> Any:
     """The value in a type of EXAMPLES. Raises ValueError for one that does not fit."""
-    found = converted(value, EXAMPLES[kind], name)
-    if kind.startswith("int"):
+    whole = kind.startswith("int")
+    found = converted(value, EXAMPLES[kind], name, whole)
+    if whole:
         check_whole(name, found)
     if name == "seed":
         check_seed(name, found)

@@ -110,6 +110,8 @@ def test_sigterm_while_ray_starts_cancels(table, monkeypatch, capsys):
     ("prompt,reuse\ncat,coupled\ncat,foo\n", (), "line 3: reuse.*'foo'.*coupled, gumbel"),
     ("prompt,window\ncat,\ncat,0\n", (), "line 3: window.*0.*at least 2"),
     ("prompt,seed\ncat,-1\n", (), "line 2: seed.*0 to.*-1"),
+    ("prompt,seed\ncat,1\ncat,1.23457E+18\n", (), "line 3: seed.*E.18.*format the column as text"),
+    ("prompt,window\ncat,1.6E+01\n", (), "line 2: window.*format the column as text"),
     ("prompt,delta\ncat,0.5\n", ("--method", "cool_sd", "--drafter", "default/eagle"), "line 2: delta.*0.5.*1 .exact"),
     ("prompt,mode\ncat,foo\n", ("--method", "continuous_speculative", "--drafter", "continuous/small"),
      "line 2: mode.*'foo'.*block"),
