@@ -138,7 +138,7 @@ class ContinuousSampler(io.ComfyNode):
                                tooltip="How far a draft token may be from the model's own sample, in units of the "
                                "latent (whose spread is about 1). Higher keeps more of the small model's image, and "
                                "0 rejects every draft token; 0.1 to 1 is sensible. Not used in mode exact. Default: "
-                               "0.26, the published value (kappa 42)."),
+                               "0.26, the value of the published code (kappa 42)."),
                 io.Combo.Input("sigma", options=list(SIGMA), default="off",
                                tooltip="The factor by which the paper multiplies the test, from the denoising paths of "
                                "both models. off is correct: any other value biases the images. The official code uses "

@@ -151,7 +151,7 @@ class UniformRSDRule(io.ComfyNode):
             inputs=[
                 io.Float.Input("delta", default=1.1, min=1, max=1000, step=0.05, round=0.01,
                                tooltip="Factor on the acceptance probability. Higher is faster and drifts further: 1 "
-                               "is exact, 1.1 hardly differs, 2 clearly does. Default: 1.1."),
+                               "is exact, 1.1 drifts a little, 2 clearly. Default: 1.1."),
                 where_input(),
             ],
             outputs=outputs(),
@@ -167,7 +167,7 @@ def cool_sd_inputs() -> list[io.Input]:
     return folded([
         io.Float.Input("delta", default=1.1, min=1, max=1000, step=0.05, round=0.01,
                        tooltip="Mean factor on the acceptance probability over a draft. Higher is faster and drifts "
-                       "further: 1.1 hardly differs from exact, 2 clearly does. Default: 1.1."),
+                       "further: 1.1 drifts a little, 2 clearly. Default: 1.1."),
         io.Float.Input("decay", default=0.2, min=0, max=10, step=0.05, round=0.001,
                        tooltip="How much more relaxed the beginning of a draft is than its end: there, accepting "
                        "saves most passes. 0: the same everywhere; 0.1 to 0.5 is sensible. Default: 0.2."),

@@ -59,8 +59,8 @@ class DraftTree(Method):
 
     @property
     def bounded(self) -> bool:
-        """Is the drift bound known after a run? Not where sampled drafts decide themselves whether they are verified: of
-        those that are, and of those that are not, none is a sample from the drafter any more."""
+        """Is the drift bound known after a run? Not where sampled drafts decide themselves whether they are verified:
+        neither those that are nor those that are not are a sample from the drafter any more."""
         return not (self.skipping and self.skipping.schedule == "dynamic" and self.structure.sampled)
 
     @property
