@@ -91,7 +91,8 @@ class ContinuousSpeculative(Method):
     row for the whole block, mode "block" only) or "drafts" (the earlier drafts: one variant of the image per token).
     Default: "prefix" in mode "block", else "drafts". tolerance: width, in units of the latent (whose standard deviation
     is about 1), within which a draft passes for a target sample. kappa is tolerance / width of the last denoising step
-    (proportional to the temperature); 0.26 is the published code's 42. Not used in mode "exact". path: log Sigma "off", as in the "paper", or inverted as in the "official" code. aligned: do both models share their noise.
+    (proportional to the temperature); 0.26 is the published code's 42. Not used in mode "exact". path: log Sigma "off",
+    as in the "paper", or inverted as in the "official" code. aligned: do both models share their noise.
     """
 
     drafter: ContinuousModel
