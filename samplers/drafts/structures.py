@@ -152,7 +152,7 @@ class Chain(_FixedShape):
 class Static(_FixedShape):
     """A tree of fixed shape with sampled children (EAGLE-1): the name of a published one, or a list of paths."""
 
-    tree: str | Sequence[Path] = "lantern_57"
+    tree: str | Sequence[Path] = "eagle_25"
     kind: ClassVar[str] = "static"
     sampled: ClassVar[bool] = True
 
