@@ -41,6 +41,10 @@ STRUCTURES = {  # option -> what is drafted per pass, with the published sizes
     "chain": Chain(),
     "chain, block verification": Chain(verification="block"),
 }
+DEFAULT, COOL_SD_DEFAULT, VVS_DEFAULT = (
+    option_of(structure, STRUCTURES)
+    for structure in (Static(), *map(published.default_structure, (published.cool_sd, published.vvs)))
+)
 STRUCTURE_TIP = (
     "The shape of the draft. Static tree: sampled children, best at temperature 1. Dynamic tree: the most likely "
     "children, best at low temperature. Chain: one sequence of draft tokens, the cheapest pass."
@@ -72,9 +76,8 @@ def structure_of(structure: str, depth: int, width: int, nodes: int, tree_paths:
     return Dynamic(depth, width, nodes) if isinstance(chosen, Dynamic) else chosen
 
 
-def structure_input(default: Structure, more: tuple[str, ...] = ()) -> io.Input:
-    option = option_of(default, STRUCTURES)
-    return io.Combo.Input("structure", options=[*STRUCTURES, *more], default=option, tooltip=STRUCTURE_TIP)
+def structure_input(default: str, more: tuple[str, ...] = ()) -> io.Input:
+    return io.Combo.Input("structure", options=[*STRUCTURES, *more], default=default, tooltip=STRUCTURE_TIP)
 
 
 def tree_inputs() -> list[io.Input]:
@@ -107,7 +110,7 @@ class DraftTreeSampler(io.ComfyNode):
             inputs=folded([
                 *common_inputs(),
                 drafter_input(),
-                structure_input(Static(), (OWN,)),
+                structure_input(DEFAULT, (OWN,)),
                 *tree_inputs(),
                 io.String.Input("tree_paths", default="0; 1; 2; 0,0; 0,1; 1,0; 0,0,0",
                                 tooltip="For own tree: paths of child indices from 0, separated by semicolons. Parents "
@@ -190,7 +193,7 @@ class CoolSDSampler(io.ComfyNode):
             inputs=[
                 *common_inputs(),
                 drafter_input(),
-                structure_input(published.default_structure(published.cool_sd)),
+                structure_input(COOL_SD_DEFAULT),
                 *cool_sd_inputs(),
                 negative_input(),
                 where_input(),
@@ -296,7 +299,7 @@ class VVSSampler(io.ComfyNode):
             inputs=folded([
                 *common_inputs(),
                 drafter_input(),
-                structure_input(published.default_structure(published.vvs)),
+                structure_input(VVS_DEFAULT),
                 io.Combo.Input("schedule", options=list(SCHEDULES), default=Skipping.schedule,
                                tooltip="Which drafts are accepted unverified. uniform: every interval-th. dynamic: "
                                "those whose paths in the tree are similar."),
