@@ -180,11 +180,6 @@ def automatic_id(number: int, values: dict[str, Any]) -> str:
     return f"{number:04d}-{hashlib.sha256(content.encode(errors='surrogatepass')).hexdigest()[:8]}"
 
 
-def warnings_of(unknown: list[str]) -> list[str]:
-    """What a job's record says of the words that its model does not know."""
-    return [f"Not in the model's vocabulary, ignored: {', '.join(dict.fromkeys(unknown))}"] if unknown else []
-
-
 def several(problems: list[tuple[int, str]]) -> str:
     """A few problems, each with the lines that have it, and how many more there are."""
     lines: dict[str, list[int]] = {}

@@ -6,7 +6,6 @@ from typing import Any
 
 import aiohttp
 
-from .jobs import warnings_of
 from .overrides import Workflow
 
 PORT = 8188  # ComfyUI's default
@@ -166,8 +165,8 @@ def entry(found: dict[str, Any], prompt: Workflow) -> Entry:
         text = " ".join(str(data.get("exception_message", "no reason given")).split())
         error = f"{data.get('node_type', 'ComfyUI')}: {text}"
     reports = [found for node, output in outputs.items() for found in reports_of(prompt.get(node), output)]
-    unknown = [word for _, report in reports for word in report["settings"].get("unknown_words", [])]
-    return Entry(outcome, seconds, error, files_of(outputs), traces_of(reports), warnings_of(unknown))
+    notices = dict.fromkeys(notice for _, report in reports for notice in report["settings"].get("notices", []))
+    return Entry(outcome, seconds, error, files_of(outputs), traces_of(reports), list(notices))
 
 
 def files_of(outputs: dict[str, dict]) -> list[dict[str, str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from math import log, prod
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from .decoders.image_decoder import Autoencoder, ImageDecoder
 from .drafters import ModelDrafter, pair
 from .files.checkpoint import bounded_int
 from .neighbours import neighbour_table
+from .sizes import unsupported_size
 from .text.prompt_encoders import PromptEncoder
 from .text.prompts import Conditioning, EncodedPrompt, Prompted
 
@@ -118,11 +119,12 @@ class DiscreteModel(Prompted, Placed):
             raise ValueError(f"cfg is {asked.cfg}, but this model was trained without guidance. Set cfg to 1.")
         size = layout.rows, layout.cols
         positive = self.read(conditioning, batch, "positive", size)
-        negative = None if negative is None else self.read(negative, batch, "negative", size)
+        other = None if negative is None else self.read(negative, batch, "negative", size)
         return Request(
-            self, positive, layout, asked, negative, seed, batch, callback,
+            self, positive, layout, asked, other, seed, batch, callback,
             None if strength is None else layout.spread(strength.float(), fill=1.0),
             None if skippable is None else layout.spread(skippable, fill=True),
+            self.notices(conditioning, negative, asked.guided, size),
         )
 
     def checked_ids(self, tokens: Tensor, kept: Tensor) -> Tensor:
@@ -247,13 +249,7 @@ class DiscreteModel(Prompted, Placed):
 
     def unsupported_size(self, width: int, height: int) -> str:
         """Error message for an unsupported size in pixels, with the nearest supported ones."""
-        side, asked = self.pixels_per_token, (height, width)
-        legal = [(rows * side, cols * side) for rows, cols in self.grids]
-        near = sorted(legal, key=lambda size: sum(abs(log(a / b)) for a, b in zip(size, asked, strict=True)))
-        sizes = ", ".join(f"{w} x {h}" for h, w in near[:3])
-        end = f". The nearest supported sizes are {sizes} pixels." if near[1:] else f", only {sizes} pixels."
-        tokens = f"{width / side:g} x {height / side:g} tokens"
-        return f"This model does not generate {width} x {height} pixels ({tokens}){end}"
+        return unsupported_size(width, height, self.grids, self.pixels_per_token)
 
     def prompt_tokens(
         self, conditioning: Conditioning | EncodedPrompt, negative: Conditioning | EncodedPrompt | None, batch: int,

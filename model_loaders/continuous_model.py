@@ -26,6 +26,7 @@ from .decoders.image_decoder import Autoencoder
 from .drafters import check_alike
 from .files.checkpoint import bounded_int
 from .files.errors import CheckpointError
+from .sizes import unsupported_size
 from .text.prompt_encoders import PromptEncoder, WordEncoder
 from .text.prompts import Conditioning, Prompted
 
@@ -92,9 +93,10 @@ class ContinuousBase(Prompted, Placed):
         check_both(tokens, kept)
         asked = chosen_params(self.defaults, params, "continuous models")
         positive = self.read(conditioning, batch, "positive")
-        negative = None if negative is None else self.read(negative, batch, "negative")
+        other = None if negative is None else self.read(negative, batch, "negative")
+        notices = self.notices(conditioning, negative, asked.cfg != 1, grid)
         tokens, kept = tokens if tokens is None else tokens.flatten(1, -2), kept if kept is None else kept.flatten(1)
-        return ContinuousRequest(self, positive, grid, asked, negative, seed, batch, callback, tokens, kept)
+        return ContinuousRequest(self, positive, grid, asked, other, seed, batch, callback, tokens, kept, notices)
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:
@@ -155,12 +157,12 @@ class ContinuousBase(Prompted, Placed):
         """The grid to generate; raises ValueError for one the model was not trained on."""
         rows, cols = rows or self.grid[0], cols or self.grid[1]
         if (rows, cols) != self.grid:
-            height, width = (side * self.pixels_per_token for side in self.grid)
-            raise ValueError(
-                f"This model generates only {self.grid[1]} x {self.grid[0]} tokens ({width} x {height} pixels), "
-                f"not {cols} x {rows} tokens."
-            )
+            raise ValueError(self.unsupported_size(cols * self.pixels_per_token, rows * self.pixels_per_token))
         return rows, cols
+
+    def unsupported_size(self, width: int, height: int) -> str:
+        """Error message for an unsupported size in pixels, with the nearest supported ones."""
+        return unsupported_size(width, height, self.grids, self.pixels_per_token)
 
     def to_latent(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
         """Latents [B, C, h, w] of the VAE (fp32) for tokens [B, S, C]."""

@@ -18,7 +18,8 @@ from ..samplers.methods.jacobi import SJD
 from ..samplers.methods.next_token import NextToken
 from .comfy_runtime import models, runs
 from .comfy_runtime.clip import prompts_of, text_of
-from .latents import Latent, first_image, grid_of, kept, skippable, strength, tokens_of, with_output
+from .comfy_runtime.messages import notify
+from .latents import Latent, first_image, grid_of, kept, skippable, strength, tokens_of, unused, with_output
 from .rules import EXACT, ChosenRule
 from .search import FAMILIES, SAMPLER, found_by
 from .widgets import auto, choose, common_inputs, folded, given, negative_input, option_of, rule_input, sampler_outputs
@@ -87,11 +88,12 @@ def request_of(inputs: CommonInputs, where: Tensor | None = None, skip: Tensor |
     tokens = keep = None
     if latent.get("noise_mask") is not None:
         tokens, keep = tokens_of(latent, model), kept(latent["noise_mask"], batch, *grid)
-    return model.request(
+    request = model.request(
         positive, negative, seed=inputs.seed + first_image(latent), batch=batch, grid=grid, tokens=tokens, kept=keep,
         strength=strength(where, batch, *grid), skippable=skippable(skip, batch, *grid),
         **inputs.model.sampling, **inputs.params(),
     )
+    return replace(request, notices=(*request.notices, *unused(latent)))
 
 
 def sample(
@@ -105,6 +107,7 @@ def sample(
         drafter.follow(inputs.model)
         method = replace(method, drafter=drafter.drafter)
     request = request_of(inputs, where, skip)
+    notify(request.notices)
     output = generate(method, request, partial(runs.sampling, inputs.model, drafter))
     output.trace.settings |= origin(inputs, drafter) | ({"chosen": chosen} if chosen else {})
     tensors = {name: models.output(t) for name in ("tokens", "latent") if (t := getattr(output, name)) is not None}

@@ -83,6 +83,11 @@ class Trace:
         return "log_ratio" in self.positions
 
     @property
+    def notices(self) -> list[str]:
+        """What the run did not use of what it was asked for (words of a prompt, ...), a sentence each."""
+        return list(self.settings.get("notices", ()))
+
+    @property
     def layout(self) -> TokenLayout:
         length = self.positions["source"].shape[1]
         forced = torch.full((1, length), -1, dtype=torch.int64)

@@ -8,6 +8,7 @@ except the numbers of attention heads, which come from our metadata or the relea
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from ..files.errors import CheckpointError
 from ..files.names import renamed
 from ..files.weights import load_weights
 from ..registry import Family
+from ..sizes import unsupported_size
 from ..text.language_model import read_qwen2, readable
 from ..text.prompt_encoders import MissingEncoder, PromptEncoder, features_of
 from ..text.qwen2 import HEADS, Qwen2
@@ -52,6 +54,12 @@ class HarmonModel(MaskedModel):
         """
         return legal_grid((rows or self.grid[0], cols or self.grid[1]))
 
+    def unsupported_size(self, width: int, height: int) -> str:
+        """Error message for a size that is no whole number of tokens, with the nearest ones that are."""
+        side = self.pixels_per_token
+        rows, cols = ({max(1, pixels // side), pixels // side + 1} for pixels in (height, width))
+        return unsupported_size(width, height, product(rows, cols), side)
+
     def start(
         self, conditioning: Conditioning, negative: Conditioning | None, batch: int, grid: tuple[int, int], guided: bool
     ) -> MaskedState:
@@ -79,7 +87,7 @@ class HarmonModel(MaskedModel):
         return super().run_bytes(rows, tokens, draws) + language * self.dtype.itemsize
 
 
-class ChatTokenizer:
+class ChatTokenizer(PromptEncoder):
     """Prompt -> token ids as features [1, n, 1] (fp32, exact): the language model embeds them."""
 
     def __init__(self, folder: Path, vocab: int):

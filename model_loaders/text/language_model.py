@@ -201,6 +201,13 @@ class Tokenizer:
         with readable(self.file):
             return opened.encode(text, add_special_tokens=False).ids
 
+    def beyond(self, text: str, count: int) -> str:
+        """The part of a string that lies beyond its first ``count`` tokens."""
+        opened = self._open()
+        with readable(self.file):
+            ends = [end for _, end in opened.encode(text, add_special_tokens=False).offsets]
+        return text[ends[count - 1] :].strip() if len(ends) > count else ""
+
     def id(self, token: str) -> int:
         """Id of one token. Raises CheckpointError if the tokenizer does not have it."""
         found = self._open().token_to_id(token)

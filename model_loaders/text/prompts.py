@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import prompt_settings
 from .prompt_encoders import PromptEncoder, TextEncoder, WordEncoder, features_of
 
 Conditioning = list  # ComfyUI's CONDITIONING: [[features [1 or B, n, F], {"ar": {"family": ..., "text": ...}}]]
@@ -33,6 +34,7 @@ class Prompted:
 
     family: str
     prompt_encoder: PromptEncoder
+    pixels_per_token: int
     device: torch.device
 
     def encode_prompt(self, text: str) -> Conditioning:
@@ -46,10 +48,22 @@ class Prompted:
         """Words of a prompt that the model ignores, because it was not trained with them."""
         return self.prompt_encoder.parse(text)[1] if isinstance(self.prompt_encoder, WordEncoder) else []
 
-    def unknown_words_with_hints(self, text: str) -> list[str]:
-        """The same words, each with the known word that it resembles, if any: "aple (apple?)"."""
-        hints = ((word, self.prompt_encoder.resembling(word)) for word in self.unknown_words(text))
-        return [f"{word} ({known}?)" if known else word for word, known in hints]
+    def notices(
+        self, positive: Conditioning | EncodedPrompt, negative: Conditioning | EncodedPrompt | None, guided: bool,
+        grid: tuple[int, int],
+    ) -> tuple[str, ...]:
+        """What the model does not use of the prompts of a run on ``grid`` (rows, cols), ``read`` before, a sentence
+        each. guided: is there a second branch."""
+        pixels = grid[0] * self.pixels_per_token, grid[1] * self.pixels_per_token
+        prompts = {"positive": positive} | ({"negative": negative} if negative is not None and guided else {})
+        found = []
+        for name, prompt in prompts.items():
+            found += self.prompt_encoder.notices(prompt_text(prompt))
+            if settings := prompt_settings.ignored(prompt[0][1] if isinstance(prompt, list) else {}, pixels):
+                found.append(f"AR models do not use what is set on the {name} prompt: {', '.join(settings)}.")
+        if negative is not None and not guided:
+            found.append("The negative prompt is not used, because cfg is 1. Set cfg above 1 to use it.")
+        return tuple(dict.fromkeys(found))
 
     def encode_class(self, number: int) -> Conditioning:
         """CONDITIONING of a class number, for class-conditional models."""
@@ -87,6 +101,9 @@ class Prompted:
         if family != self.family:
             origin = f"was encoded for {family}" if family else "does not come from this pack's CLIP"
             raise ValueError(f"{name} {origin}, but the model is {self.family}. Encode it with this model's CLIP.")
+        if brought := prompt_settings.refused(extra):
+            raise ValueError(f"{name} comes with {brought}, which AR models cannot use. Connect CLIP Text Encode "
+                             "directly, without the node that adds it.")
         if features.shape[0] not in (1, batch):
             raise ValueError(f"{name} holds {features.shape[0]} prompts for a batch of {batch}. Use 1 or {batch}.")
         if own.get("text") and isinstance(self.prompt_encoder, TextEncoder):

@@ -107,7 +107,7 @@ def test_a_server_draws_the_maps_and_their_copies_lie_beside_the_images(tmp_path
 
 def test_a_painter_draws_the_map_of_its_image():
     settings = {"prompt": "star, 3d, on a blue background", "seed": 1}
-    image, drawn, totals = Painter(Studio("default", "sjd"), maps=True).generate(settings)
+    image, drawn, totals, _ = Painter(Studio("default", "sjd"), maps=True).generate(settings)
     model, decoder = (load(specar.bundled("default")) for load in (specar.load_model, specar.load_image_decoder))
     out = specar.sample(model, model.encode_prompt(settings["prompt"]), specar.methods.SJD(), seed=1)
     wanted = specar.acceptance_map(out.trace, decoder.decode(out.latent))[0]

@@ -67,7 +67,8 @@ def test_actors_run_the_jobs_but_not_those_that_were_run_before(table, monkeypat
     assert cli.main(COMMAND) == cli.FAILED
 
     model, decoder = (load(specar.bundled("default")) for load in (specar.load_model, specar.load_image_decoder))
-    out = specar.sample(model, model.encode_prompt("heart, 3d, on a red background"), specar.methods.SJD(), seed=2)
+    prompt = model.encode_prompt("heart, 3d, aple, on a red background")
+    out = specar.sample(model, prompt, specar.methods.SJD(), seed=2)
     image = Image.open("out/late.png")
     difference = np.asarray(image) / 255 - decoder.decode(out.latent)[0].numpy()
     assert abs(difference).max() < 1.5 / 255

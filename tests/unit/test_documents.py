@@ -8,12 +8,14 @@ import shutil
 import sys
 import unicodedata
 from collections import Counter
+from html.parser import HTMLParser
 from importlib import import_module
 from pathlib import Path
 from urllib.parse import unquote
 
 import comfyui_specar
 import pytest
+from cmarkgfm import Options, github_flavored_markdown_to_html
 from comfyui_specar.benchmarks import documents, results_tables, subjects
 
 ROOT = Path(comfyui_specar.__file__).resolve().parent
@@ -24,6 +26,8 @@ LINK = re.compile(r"\[(?:[^][]|\[[^][]*\])*\]\(([^)\s]+)\)|(?:src|srcset|href)=\
 OPTION = re.compile(r"--[a-z][a-z-]*")
 OURS = re.compile(r"python\S* (?:-m (comfyui_specar\.batch|benchmarks \w+|training[\w.]*)"
                   r"|\S*(ComfyUI-SpecAR[/\\]batch))(?= |$)|bash (scripts/\w+\.sh)")
+MARKUP = re.compile(r"\]\(|\*\S|\S\*")  # of a link or of emphasis that was not rendered
+COMMENTED_LINE = re.compile(r"^ *<!--.*?-->(?!\n)", re.MULTILINE)  # it begins a block of HTML: not rendered
 OUR_FILE = re.compile(r"(workflows|docs|tests|scripts)/[\w./ ,()-]+")
 
 
@@ -61,6 +65,51 @@ def test_every_link_and_anchor_leads_somewhere(file):
         if not target.exists() or (anchor and anchor not in anchors(target)):
             missing.append(link)
     assert not missing
+
+
+class Prose(HTMLParser):
+    """The text of a page that is not code."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.text, self.code = "", 0
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.code += tag == "code"
+
+    def handle_endtag(self, tag):
+        self.code -= tag == "code"
+
+    def handle_data(self, data):
+        self.text += "" if self.code else data
+
+
+def unrendered(markdown: str) -> list[str]:
+    """Markup that a reader sees as such."""
+    seen = Prose(github_flavored_markdown_to_html(markdown, Options.CMARK_OPT_UNSAFE)).text
+    return MARKUP.findall(seen) + COMMENTED_LINE.findall(markdown)
+
+
+@pytest.mark.parametrize("file", [*DOCUMENTS, *HELP.glob("*/*.md")], ids=name)
+def test_no_markup_is_left_as_it_is_written(file):
+    assert unrendered(file.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("broken", [
+    "a\n<!-- n: x -->1<!-- /n --> [link](#a) and *word*\n", "<!-- n: x -->1<!-- /n -->\n", "a *word * and another\n",
+    "<div>\n[link](#a)\n</div>\n",
+])
+def test_markup_that_is_not_rendered_is_noticed(broken):
+    assert unrendered(broken)
+
+
+@pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
+def test_the_line_to_clone_has_the_address_of_the_pack(readme):
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    address = re.search(r'^Repository = "(.+?)"', project, re.MULTILINE)[1]
+    text = (ROOT / readme).read_text(encoding="utf-8")
+    assert f"git clone {address}\n" in text and {*re.findall(r"https://github\.com/[\w./-]+", text)} == {address}
 
 
 @pytest.mark.parametrize("file", documents.files(), ids=name)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -148,6 +149,12 @@ def cross(first: tuple, second: tuple) -> bool:
         return (u - x) * (point[1] - y) - (v - y) * (point[0] - x)
 
     return all(side(a, b[0]) * side(a, b[1]) < 0 for a, b in ((first, second), (second, first)))
+
+
+@pytest.mark.parametrize("path", [*TEMPLATES, *BLUEPRINTS], ids=lambda path: path.stem)
+def test_nodes_name_no_pack_that_the_registry_does_not_have(path):
+    """ComfyUI Manager offers to install the pack of that name."""
+    assert set(re.findall(r'"cnr_id": "([^"]*)"', path.read_text(encoding="utf-8"))) <= {"comfy-core"}
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
