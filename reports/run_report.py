@@ -7,7 +7,9 @@ from typing import Any
 from ..samplers.registry import RULES, method_of, structure_of
 from ..samplers.trace import Trace
 
-SHOWN_ELSEWHERE = ("method", "chosen", "model", "prompt", "server", "lossless", "unknown_words", "notices", "pack")
+SHOWN_ELSEWHERE = (
+    "method", "chosen", "model", "prompt", "server", "lossless", "bounded", "unknown_words", "notices", "pack",
+)
 FIRST_DRAFTS = {  # SJD.initial -> in words
     "mixed": "left and upper neighbour", "left": "left neighbour", "upper": "upper neighbour", "uniform": "uniform",
     "repeat": "repeat the last token",
