@@ -60,6 +60,19 @@ ROW = 2**20  # and of a row of JSON
 PIXELS = 2**31 // 12  # of all images of one output, which are fp32: 2 GiB
 LONGEST_MAP = 8192  # pixels of a map's longer side; small images are enlarged up to that
 
+# Answers of servers
+
+ANSWER_BYTES = 64 * 2**20  # of JSON: a queue lists its prompts in full, and a thousand have some 50 kB each ...
+ANSWER_VALUES = 5_000_000  # ... and 5000 values each
+FILE_BYTES = 2**30  # of a copy, which is held in memory: an image of 16384 x 16384 pixels has 0.75 GiB, uncompressed
+FILES = 10_000  # that one prompt saves: a video's frames, a large batch
+REPORTS = 1_000  # of runs, that one prompt shows
+NOTICES = 100  # of what a prompt's runs did not do of what was asked
+SAID = 2_000  # characters of a message; those of torch's longest errors about memory are shorter
+WORD = 100  # characters that a message shows of what is not as it should be
+NESTED = 4  # lists and objects in one another in a run's totals, which have two ...
+TOTALS = 100_000  # ... and characters, as JSON: thousands of images have a number of passes each
+
 
 class FileError(ValueError):
     """What was read cannot be used. The message may quote it: it is shortened and printable."""
@@ -106,21 +119,18 @@ def legal_sizes(name: str, sizes: Any) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def parse_json(
-    text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
-    constant: Callable[[str], Any] | None = None,
-) -> Any:
-    """The value of a JSON text (bytes: UTF-8).
+def parse_json(text: str | bytes, values: int = VALUES, **hooks: Callable[..., Any]) -> Any:
+    """The value of a JSON text (bytes: UTF-8). hooks: as json.loads takes them.
 
-    pairs, constant: as object_pairs_hook and parse_constant of json.loads. Raises ValueError for a text that is no
-    JSON, and FileError for more than VALUES values, DEPTH levels or DIGITS digits.
+    Raises ValueError for a text that is no JSON, and FileError for more than ``values`` values, DEPTH levels or DIGITS
+    digits.
     """
     text = text.decode("utf-8") if isinstance(text, bytes) else text
-    if text.count(",") + text.count("[") + text.count("{") > VALUES:
-        raise FileError(f"it lists more than {VALUES} values")
+    if text.count(",") + text.count("[") + text.count("{") > values:
+        raise FileError(f"it lists more than {values} values")
     whole = _integer if re.search(rf"\d{{{DIGITS + 1}}}", text) else None  # which takes time for each of them
     try:
-        value = json.loads(text, object_pairs_hook=pairs, parse_constant=constant, parse_int=whole)
+        value = json.loads(text, parse_int=whole, **hooks)
     except RecursionError as error:
         raise FileError(f"its values are nested more than {DEPTH} deep") from error
     level: Sequence[Any] = [value]
