@@ -188,11 +188,12 @@ def remedy_for_missing(name: str) -> str:
 def shard_of(index: Path) -> dict[str, str]:
     """Tensor name -> file name of its shard. Raises CheckpointError for an index with other paths."""
     shards = read_settings(index).get("weight_map")
-    plain = isinstance(shards, dict) and all(
-        isinstance(name, str) and PurePath(name).name == PureWindowsPath(name).name == name and name not in ("", "..")
-        and not name.endswith(INDEX) and len(name) < 256 for name in shards.values()
-    )
-    if not shards or not plain or len(set(shards.values())) > SHARDS:
+    texts = isinstance(shards, dict) and all(isinstance(name, str) for name in shards.values())
+    files = set(shards.values()) if texts else set()
+    if not 0 < len(files) <= SHARDS or not all(
+        PurePath(name).name == PureWindowsPath(name).name == name and name not in ("", "..")
+        and not name.endswith(INDEX) and len(name) < 256 for name in files
+    ):
         raise CheckpointError(
             f"{index} does not list the shard of each tensor, a file beside it ({SHARDS} at most). Download it again."
         )
