@@ -13,11 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
-from urllib.parse import urlsplit
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from ..printable import printable
+from .address import address_of, shown, without_logins
 from .dispatch import FIRST_PATIENCE, PATIENCE, Batch, Options, fetch_missing
 from .jobs import SHOWN, Job, JobsError, RowsError, counted, read_jobs
 from .journal import Journal, JournalError
@@ -42,8 +43,9 @@ FOR_RAY = ("model", "decoder", "drafter", "method", "dtype", "actors", "cpus", "
 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    logging.basicConfig(level=logging.WARNING, format=f"{'' if sys.stderr.isatty() else '%(asctime)s '}%(message)s",
-                        datefmt=CLOCK)
+    handler = logging.StreamHandler()
+    handler.setFormatter(SafeFormatter(f"{'' if sys.stderr.isatty() else '%(asctime)s '}%(message)s", CLOCK))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     try:
         refuse_unused(options, arguments)
         jobs = read_jobs(options.jobs)
@@ -121,14 +123,11 @@ def refuse_unused(options: argparse.Namespace, arguments: list[str] | None) -> N
 def check_address(url: str) -> None:
     """Raises JobsError for what cannot be the address of a server."""
     if "://" in url and not url.startswith(("http://", "https://")):
-        raise JobsError(f"--server {url}: the address of a server begins with http:// or https://")
+        raise JobsError(f"--server {shown(url)}: the address of a server begins with http:// or https://")
     try:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if not parts.hostname:
-            raise ValueError("no host")
-        parts.port  # noqa: B018 (reading it checks it)
+        address_of(url)
     except ValueError as error:
-        raise JobsError(f"--server {url} is no address ({error}): one looks like {SERVER}") from error
+        raise JobsError(f"--server {shown(url)} is no address ({error}): one looks like {SERVER}") from None
 
 
 def make_folder(out: Path) -> None:
@@ -159,8 +158,21 @@ def at_least(low: int, value: Any) -> Any:
     return value
 
 
+def safe(text: str) -> str:
+    """What may be written to a terminal or a log: lines that do nothing to it, and no logins."""
+    return "\n".join(printable(without_logins(line)) for line in text.split("\n"))
+
+
+class SafeFormatter(logging.Formatter):
+    """Lines of a log, whoever writes them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return safe(super().format(record))
+
+
 def say(text: str) -> None:
     """A line for the user; in a log with the time."""
+    text = safe(text)
     tqdm.write(text if sys.stderr.isatty() else f"{time.strftime(CLOCK)} {text}", file=sys.stderr)
 
 
@@ -214,7 +226,7 @@ def on_servers(options: argparse.Namespace, jobs: list[Job]) -> int:
         def work(on_result: Callable[[dict], None]) -> bool:
             if options.out:
                 done = [job for job in jobs if journal.done(job.id)]
-                without.update(asyncio.run(fetch_missing(journal, done, options.out)))
+                without.update(asyncio.run(fetch_missing(journal, done, options.out, urls)))
             for job, why in without.items():
                 say(f"{job}: done before, but without a copy: {why}")
             return drive(journal, urls, chosen, open_jobs, prompts, on_result)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
+from .answers import ANSWER_BYTES, FILE_BYTES, StrangeAnswerError, body_of, json_of, parsed, part, seen
+
 PREVIEW_WITH_METADATA = 4  # binary event: length of the JSON, the JSON, the encoded image
 FINAL_EVENTS = {"execution_success": "success", "execution_error": "error", "execution_interrupted": "interrupted"}
 
@@ -35,7 +37,7 @@ class Run:
     def message(self) -> str:
         """Everything that the server said about a failure, as one text."""
         if self.outcome == "error":
-            return self.error["exception_message"]
+            return part(self.error, "exception_message", str, "no reason given")
         return json.dumps([self.error, self.node_errors])
 
     def collect(self, key: str) -> list[dict]:
@@ -52,7 +54,8 @@ async def run_prompt(url: str, prompt: dict, workflow: dict | None = None, follo
 
     `workflow` (UI format) is embedded in saved images, so that they can be dragged back into ComfyUI. `follow` is
     awaited with (run, event, data) for every message about this prompt.
-    Raises asyncio.TimeoutError after `timeout` seconds, and aiohttp.ClientError when the server goes away.
+    Raises asyncio.TimeoutError after `timeout` seconds, and aiohttp.ClientError when the server goes away, or answers
+    as no ComfyUI does (StrangeAnswerError).
     """
     return await asyncio.wait_for(_run_prompt(url, prompt, workflow, follow), timeout)
 
@@ -60,20 +63,24 @@ async def run_prompt(url: str, prompt: dict, workflow: dict | None = None, follo
 async def _run_prompt(url: str, prompt: dict, workflow: dict | None, follow: Follower | None) -> Run:
     client_id, run = uuid.uuid4().hex, Run(str(uuid.uuid4()))
     async with aiohttp.ClientSession() as session, session.ws_connect(
-            f"{url}/ws?clientId={client_id}", max_msg_size=0) as socket:
+            f"{url}/ws?clientId={client_id}", max_msg_size=ANSWER_BYTES) as socket:
         await socket.send_json({"type": "feature_flags", "data": {"supports_preview_metadata": True}})
         body = {"prompt": prompt, "client_id": client_id, "prompt_id": run.prompt_id}
         if workflow is not None:
             body["extra_data"] = {"extra_pnginfo": {"workflow": workflow}}
         async with session.post(f"{url}/prompt", json=body) as reply:
-            answer = await reply.json()
-            run.node_errors = answer.get("node_errors") or {}
-            if reply.status != 200:
-                run.error = answer["error"]
+            content = await body_of(reply, ANSWER_BYTES)
+            if reply.status not in (200, 400):
+                raise StrangeAnswerError(f"/prompt answered {reply.status}: {seen(content)}")
+            answer = json_of(content)
+            run.node_errors = part(answer, "node_errors", (dict, list), {}) or {}
+            if reply.status == 400:
+                run.error = part(answer, "error", dict)
                 return run
         await _follow_to_the_end(socket, run, follow)
         async with session.get(f"{url}/history/{run.prompt_id}") as reply:
-            run.outputs = (await reply.json())[run.prompt_id]["outputs"]
+            answer = json_of(await body_of(reply, ANSWER_BYTES))
+            run.outputs = part(part(answer, run.prompt_id, dict), "outputs", dict)
     return run
 
 
@@ -81,14 +88,15 @@ async def _follow_to_the_end(socket: aiohttp.ClientWebSocketResponse, run: Run, 
     while True:
         message = await socket.receive()
         if message.type == aiohttp.WSMsgType.BINARY:
-            if struct.unpack(">I", message.data[:4])[0] == PREVIEW_WITH_METADATA:
-                metadata_size = struct.unpack(">I", message.data[4:8])[0]
+            kind, metadata_size = struct.unpack(">II", message.data[:8].ljust(8, b"\0"))
+            if kind == PREVIEW_WITH_METADATA:
                 run.previews.append(message.data[8 + metadata_size:])
             continue
         if message.type != aiohttp.WSMsgType.TEXT:
             raise aiohttp.ClientConnectionError("ComfyUI closed the connection before the prompt ended")
-        event, data = (parsed := json.loads(message.data))["type"], parsed["data"]
-        if data.get("prompt_id") != run.prompt_id:
+        content = json_of(message.data.encode())
+        event, data = part(content, "type", str), content.get("data")
+        if not isinstance(data, dict) or data.get("prompt_id") != run.prompt_id:
             continue
         run.events.append((event, data))
         if event in FINAL_EVENTS:
@@ -97,7 +105,7 @@ async def _follow_to_the_end(socket: aiohttp.ClientWebSocketResponse, run: Run, 
         if follow is not None:
             await follow(run, event, data)
         # The history is written between the final event and this message.
-        if event == "executing" and data["node"] is None:
+        if event == "executing" and data.get("node") is None:
             return
 
 
@@ -111,7 +119,7 @@ async def interrupt(url: str, prompt_id: str) -> None:
 async def get_json(url: str, path: str):
     async with aiohttp.ClientSession() as session, session.get(url + path) as reply:
         reply.raise_for_status()
-        return await reply.json()
+        return parsed(await body_of(reply, ANSWER_BYTES))
 
 
 async def view(url: str, file: dict) -> bytes:
@@ -119,4 +127,4 @@ async def view(url: str, file: dict) -> bytes:
     query = {key: file[key] for key in ("filename", "subfolder", "type")}
     async with aiohttp.ClientSession() as session, session.get(f"{url}/view", params=query) as reply:
         reply.raise_for_status()
-        return await reply.read()
+        return await body_of(reply, FILE_BYTES)

@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import os
+import re
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,12 +26,15 @@ logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
+WHOLE_SECONDS = 600.0  # of an answer or file: who sends it so slowly keeps others waiting
+STRANGE = 2  # answers about our prompts, one after the other, after which a server gets no more of them
 GONE = 0.1  # of the grace, where the server has ended: its queue is lost with it
 LAST_WORDS = 3.0  # seconds in which the servers are told to forget the last prompts
 HELLO = 2.0  # seconds in which all servers are waited for, to find the least busy one
 SLOW = 5.0  # seconds: the longest pause before a server is asked again that takes long to answer
 PATIENCE = 300.0  # seconds without any server after which a batch gives up ...
 FIRST_PATIENCE = 10.0  # ... and where none ever answered: then the address is wrong
+ENDING = re.compile(r"\.[A-Za-z0-9]{1,16}")  # of a copy, which a server chooses: .safetensors has 11 letters
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Options:
 @dataclass(eq=False)
 class Work:
     """A job on its way. attempt: how often it was handed out; tries: how often by this process; refused: the servers
-    that lack something it names, and what they said."""
+    that lack something it names, and what they said; lost: those that got it and did not end it."""
 
     job: Job
     prompt: Workflow
@@ -60,6 +64,7 @@ class Work:
     attempt: int = 0
     tries: int = 0
     refused: dict[str, str] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -77,6 +82,7 @@ class Lane:
     versions: dict[str, str] | None = None  # None: not asked since it was away
     answered: float | None = None  # when it last did
     failures: int = 0
+    strange: int = 0  # answers about our prompts that no ComfyUI gives, since one that it does
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -140,7 +146,7 @@ class Batch:
     def _spread(self, jobs: list[Job], prompts: dict[str, Workflow], session: aiohttp.ClientSession) -> None:
         """New jobs into the queue; those that an earlier run handed out, to the server that got them."""
         self.unfinished = len(jobs)
-        lanes = {url: Lane(Server(session, url)) for url in self.urls}
+        lanes = {server.url: Lane(server) for server in (Server(session, url) for url in self.urls)}
         for job in jobs:
             work = Work(job, prompts[job.id], fingerprint(prompts[job.id]))
             earlier = self.journal.queued.get(job.id)
@@ -209,7 +215,16 @@ class Batch:
             await lane.server.cancel(lane.outdated)
             lane.outdated.clear()
         running, pending = await lane.server.queue()
-        here = running | pending
+        try:
+            await self._tend(lane, running | pending)
+        except ServerAwayError as error:
+            lane.strange += error.strange
+            if lane.strange == STRANGE:
+                self._set_aside(lane, "its answers about prompts are not those of ComfyUI")
+            raise
+
+    async def _tend(self, lane: Lane, here: set[str]) -> None:
+        """What is to be done with our prompts; `here`: the ids of all that are on the server."""
         await self._gather_strays(lane, here)
         for prompt_id in [prompt_id for prompt_id in lane.sent if prompt_id not in here]:
             await self._settle(lane, prompt_id)
@@ -240,6 +255,7 @@ class Batch:
             self._again(work, lane, "was stopped before" if interrupted_by_us else "lost its prompt")
             return
         record = await self._record(lane, work, prompt_id, found)
+        lane.strange = 0
         del lane.sent[prompt_id]
         self._end(record)
         await lane.server.forget(prompt_id)
@@ -250,30 +266,39 @@ class Batch:
         self.journal.write_queued(work.job.id, work.fingerprint, work.attempt, lane.server.url)
         lane.sent[prompt_id] = work  # also if the answer is lost: the next visit finds out
         name = work.job.id if work.attempt == 1 else f"{work.job.id}.try{work.attempt}"
-        if refused := await lane.server.submit(named_after(self._sent(work), name), prompt_id, self.client):
+        try:
+            refused = await lane.server.submit(named_after(self._sent(work), name), prompt_id, self.client)
+        except ServerAwayError as error:
+            work.tries -= error.strange  # which is not the job's fault
+            raise
+        lane.strange = 0
+        if refused:
             await lane.server.cancel([prompt_id])  # in case it makes a part of it ...
             await lane.server.forget(prompt_id)  # ... which is not this job's image
             del lane.sent[prompt_id]
-            if refused.missing:
+            if refused.elsewhere:
                 self._elsewhere(lane, work, refused)
             else:
                 self._end(self._line(lane, work, prompt_id, Entry("error", 0.0, refused.reason)))
 
     def _elsewhere(self, lane: Lane, work: Work, refused: Refusal) -> None:
-        """The server lacks something. Where the row does not name it, it lacks it for all jobs, and being always idle
-        it would get them all: it is set aside."""
+        """The server lacks something, or breaks. Where it lacks what the row does not name, it lacks it for all jobs,
+        and being always idle it would get them all."""
         work.refused[lane.server.url] = refused.reason
         work.tries -= 1
         if not {str(value) for value in work.job.overrides.values()}.issuperset(refused.missing):
-            lane.draining = True
-            while lane.given:
-                self.waiting.appendleft(lane.given.pop())
-            logger.warning("%s is set aside in this batch: %s", lane.server.url, refused.reason)
-            if all(lane.draining for lane in self.lanes):
-                logger.error("No server is left that can run this workflow. Add what is missing to one, or name "
-                             "another with --server; then the same command goes on.")
+            self._set_aside(lane, refused.reason)
         self.waiting.appendleft(work)
         self._wake()
+
+    def _set_aside(self, lane: Lane, why: str) -> None:
+        lane.draining = True
+        while lane.given:
+            self.waiting.appendleft(lane.given.pop())
+        logger.warning("%s is set aside in this batch: %s", lane.server.url, why)
+        if all(lane.draining for lane in self.lanes):
+            logger.error("No server is left that can run this workflow. Add what is missing to one, or name another "
+                         "with --server; then the same command goes on.")
 
     def _sent(self, work: Work) -> Workflow:
         """What a server gets of a job. The fingerprint is that without maps."""
@@ -306,6 +331,7 @@ class Batch:
 
     def _again(self, work: Work, lane: Lane, why: str) -> None:
         logger.info("%s %s: %s", lane.server.url, why, work.job.id)
+        work.lost.add(lane.server.url)
         if work.tries > self.options.retries:
             prompt_id = self.journal.prompt_id(work.job.id, work.attempt)
             error = f"given up after {counted(work.tries, 'attempt')}: its server was lost, last {lane.server.url}"
@@ -343,13 +369,14 @@ class Batch:
         return PATIENCE if any(lane.answered for lane in self.lanes) else FIRST_PATIENCE
 
     def _assign(self) -> None:
-        """Each waiting job to the least busy server that has what it names. Where others have filled a server's queue,
-        it gets jobs only if no server has a shorter one."""
+        """Each waiting job to the least busy server that has what it names, and to one that has lost it only if there
+        is no other. Where others have filled a server's queue, it gets jobs only if no server has a shorter one."""
         lanes = [lane for lane in self.lanes if not lane.draining]
         if self.stopping or (any(lane.unknown for lane in lanes) and time.monotonic() - self.begun < HELLO):
             return  # which is the least busy one?
         for work in list(self.waiting):
-            ready = [lane for lane in lanes if lane.up and lane.server.url not in work.refused]
+            able = [lane for lane in lanes if lane.up and lane.server.url not in work.refused]
+            ready = [lane for lane in able if lane.server.url not in work.lost] or able
             least = min((lane.load for lane in ready), default=0)
             free = [lane for lane in ready if lane.own < self.options.in_flight
                     and lane.load <= max(least, self.options.in_flight - 1)]
@@ -358,7 +385,7 @@ class Batch:
                 self.waiting.remove(work)
                 lane.given.append(work)
                 lane.news.set()
-            elif not work.refused:
+            elif not work.refused and not work.lost:
                 return  # nor is there a server for those after it
             elif not ready and any(lane.up for lane in lanes):
                 self.waiting.remove(work)
@@ -409,11 +436,13 @@ async def copied(server: Server, copies: list[tuple[dict[str, str], Path]],
     return done, error
 
 
-async def fetch_missing(journal: Journal, jobs: list[Job], out: Path) -> dict[str, str]:
-    """Copies of jobs that were done without them, or whose copies are gone; returns job id -> why it has not all."""
+async def fetch_missing(journal: Journal, jobs: list[Job], out: Path, urls: list[str]) -> dict[str, str]:
+    """Copies of jobs that were done without them, or whose copies are gone; returns job id -> why it has not all. urls:
+    of servers, for those that need a login."""
     problems: dict[str, str] = {}
     away: dict[str, str] = {}  # servers
     async with session_of() as session:
+        servers = {server.url: server for server in (Server(session, url) for url in urls)}
         for job in jobs:
             record = journal.results[job.id]
             files, url = record.get("files", []), record.get("server", "")
@@ -425,8 +454,8 @@ async def fetch_missing(journal: Journal, jobs: list[Job], out: Path) -> dict[st
             error = away.get(url)
             if not error:
                 try:
-                    _, error = await copied(Server(session, url), missing, replacing=False)
-                except ServerAwayError as gone:
+                    _, error = await copied(servers.get(url) or Server(session, url), missing, replacing=False)
+                except (ServerAwayError, ValueError) as gone:  # or its line has no address
                     error = away[url] = str(gone)
             if error:
                 problems[job.id] = error
@@ -437,25 +466,27 @@ async def fetch_missing(journal: Journal, jobs: list[Job], out: Path) -> dict[st
 
 def session_of() -> aiohttp.ClientSession:
     """A session for servers that compute, and may be slow to answer."""
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=ANSWER_SECONDS)
+    timeout = aiohttp.ClientTimeout(total=WHOLE_SECONDS, sock_connect=CONNECT_SECONDS, sock_read=ANSWER_SECONDS)
     return aiohttp.ClientSession(timeout=timeout)
 
 
 def copies_of(files: list[dict[str, str]], stem: Path) -> list[Path]:
-    """A path for every file: job.png, job.2.png, job.json, ...; for a map (see maps.py) that beside its image."""
+    """A path for every file: job.png, job.2.png, job.json, ...; for a map (see maps.py) that beside its image. They
+    differ in more than capitals, and of the server's names they have a short ending at most."""
     paths: list[Path] = []
     images: dict[str, list[Path]] = {}  # of a node, those whose map has not come yet
+    numbers: Counter[str] = Counter()  # of copies by ending
     for file in files:
-        node, suffix, number = file.get("node", ""), Path(file["filename"]).suffix, 1
-        if node.endswith(MAP) and images.get(node.removesuffix(MAP)):
-            paths.append(map_of(images[node.removesuffix(MAP)].pop(0)))
+        node, (_, dot, ending) = file.get("node", ""), file["filename"].rpartition(".")
+        drawn = images.get(node.removesuffix(MAP)) if node.endswith(MAP) else None
+        if drawn and (path := map_of(drawn.pop(0))) not in paths:
+            paths.append(path)
             continue
-        path = stem.with_name(stem.name + suffix)
-        while path in paths:
-            number += 1
-            path = stem.with_name(f"{stem.name}.{number}{suffix}")
-        paths.append(path)
-        images.setdefault(node, []).append(path)
+        suffix = dot + ending if ENDING.fullmatch(dot + ending) else ""
+        numbers[suffix.lower()] += 1
+        number = numbers[suffix.lower()]
+        paths.append(stem.with_name(stem.name + (f".{number}" if number > 1 else "") + suffix))
+        images.setdefault(node, []).append(paths[-1])
     return paths
 
 

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..printable import printable
+
 DELIMITERS = ",;\t"
 ID = re.compile(r"[\w-]{1,100}")  # becomes part of file names, on any system
 ID_BYTES = 200  # of the 255 that a file's name may have; prefix, attempt, counter and ending need the others
 DEVICE = re.compile(r"con|prn|aux|nul|(com|lpt)[0-9¹²³]", re.IGNORECASE)  # on Windows, whatever the ending of the file
 SHOWN = 10  # problems or jobs that one message lists
+SHOWN_CHARACTERS = 2000  # of one problem, as a cell may have a million
 SHOWN_LINES = 3  # that it names of equal problems
 Row = tuple[int, dict[str, Any]]  # the line it begins on, and its values
 
@@ -25,6 +28,10 @@ class JobsError(ValueError):
 
 class RowsError(JobsError):
     """Rows do not fit what is to be run; the message begins with their lines."""
+
+
+class Scientific(float):
+    """A number of a JSON file in scientific notation, which shows only digits that its writer kept."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,10 @@ def json_rows(text: str, name: str) -> Iterator[Row]:
 def json_row(content: str) -> dict[str, Any]:
     """The values of a line. Raises JobsError."""
     try:
-        row = json.loads(content, object_pairs_hook=without_repetition, parse_constant=refuse_constant)
+        row = json.loads(content, object_pairs_hook=without_repetition, parse_constant=refuse_constant,
+                         parse_float=fraction)
+    except RecursionError as error:
+        raise JobsError("lists or objects in too many others") from error
     except json.JSONDecodeError as error:
         raise JobsError(f"not JSON: {error.msg} at character {error.pos + 1}") from error
     except ValueError as error:
@@ -140,6 +150,10 @@ def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(set(names)) < len(names):
         raise ValueError("the same name is there twice")
     return dict(pairs)
+
+
+def fraction(text: str) -> float:
+    return Scientific(text) if "e" in text.lower() else float(text)
 
 
 def refuse_constant(constant: str) -> None:
@@ -180,17 +194,12 @@ def automatic_id(number: int, values: dict[str, Any]) -> str:
     return f"{number:04d}-{hashlib.sha256(content.encode(errors='surrogatepass')).hexdigest()[:8]}"
 
 
-def warnings_of(unknown: list[str]) -> list[str]:
-    """What a job's record says of the words that its model does not know."""
-    return [f"Not in the model's vocabulary, ignored: {', '.join(dict.fromkeys(unknown))}"] if unknown else []
-
-
 def several(problems: list[tuple[int, str]]) -> str:
     """A few problems, each with the lines that have it, and how many more there are."""
     lines: dict[str, list[int]] = {}
     for line, problem in problems:
         lines.setdefault(problem, []).append(line)
-    texts = [f"line{'s' if len(found) > 1 else ''} {listed(found, SHOWN_LINES)}: {problem}"
+    texts = [f"line{'s' if len(found) > 1 else ''} {listed(found, SHOWN_LINES)}: {printable(problem, SHOWN_CHARACTERS)}"
              for problem, found in lines.items()]
     more = [f"... and {len(texts) - SHOWN} more"] if len(texts) > SHOWN else []
     return "\n".join([*texts[:SHOWN], *more])

@@ -13,9 +13,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from .address import shown, without_logins
 from .jobs import listed
 
 SCHEMA = "specar.batch/1"
+ENTRY = {"job": str, "attempt": int, "server": str, "prompt_id": str, "fingerprint": str}  # of the journal
 FAR = 1 << 30  # a byte beyond the file's contents, to lock on Windows, where locked bytes cannot be read
 
 
@@ -98,11 +100,14 @@ class Journal:
             raise JournalError(f"{self._journal.path} is not the journal of a batch: choose other --results")
         self.batch = entries[0]["batch"]
         for entry in entries[1:]:
-            self.queued.setdefault(entry["job"], []).append(entry)
+            if not all(isinstance(entry.get(name), kind) for name, kind in ENTRY.items()):
+                raise JournalError(f"{self._journal.path} has a line that says of no job where it is: repair it, or "
+                                   "move the file and its results away to begin a new batch")
+            self.queued.setdefault(entry["job"], []).append(without_private(entry))
         for record in self._results.read():
-            if "id" not in record or "status" not in record:
+            if not isinstance(record.get("id"), str) or not isinstance(record.get("status"), str):
                 raise JournalError(f"{self.path} is there already and holds no results: choose other --results")
-            self.results[record["id"]] = record
+            self.results[record["id"]] = without_private(record)
         return self
 
     def __exit__(self, *_exc) -> None:
@@ -147,6 +152,12 @@ class Journal:
         self.results[record["id"]] = record
 
 
+def without_private(record: dict[str, Any]) -> dict[str, Any]:
+    """A line without the login of its server, which earlier versions wrote."""
+    cleaned = {"server": shown, "error": without_logins}
+    return record | {name: clean(record[name]) for name, clean in cleaned.items() if isinstance(record.get(name), str)}
+
+
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Puts the file's name into an OSError that has none, such as that of a full disk."""
@@ -165,7 +176,7 @@ def now() -> str:
 def parsed(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 

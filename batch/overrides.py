@@ -4,11 +4,12 @@ import copy
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .jobs import Job, RowsError, several
+from .jobs import Job, RowsError, Scientific, several
 
 Workflow = dict[str, dict]
 Place = tuple[str, str]  # node id, input
@@ -22,6 +23,9 @@ WHOLE = {
     "head_steps", "height", "hold", "interval", "iterations", "neighbours", "nodes", "picture", "seconds", "seed",
     "steps", "tokens", "top_k", "trial_seed", "width", "width_max", "width_min", "width_step", "window",
 }
+SCIENTIFIC = re.compile(r"\s*[+-]?\d+([.,]\d*)?e[+-]?\d+\s*", re.IGNORECASE)
+LONG = 1e11  # from here on spreadsheets show a whole number in scientific notation, and save what they show
+EXACT = 2**53  # below, every whole number is a float
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -33,7 +37,7 @@ def read_workflow(path: Path) -> Workflow:
     """A workflow in API format. Raises OverrideError."""
     try:
         workflow = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise OverrideError(f"cannot read the workflow {path}: {error}") from error
     nodes = workflow.values() if isinstance(workflow, dict) else [workflow]
     if not workflow or not all(
@@ -71,10 +75,12 @@ def with_overrides(workflow: Workflow, overrides: dict[str, Any]) -> Workflow:
         setter: dict[Place, str] = {}
         for name in (name for name in found if addressed(workflow, name) == one_node):
             for node, field in found[name]:
-                value = converted(overrides[name], workflow[node]["inputs"][field], name)
-                if name.split(".")[-1] in SEEDS:
+                seed = name.split(".")[-1] in SEEDS
+                whole = seed or is_whole(workflow[node], field)
+                value = converted(overrides[name], workflow[node]["inputs"][field], name, whole)
+                if seed:
                     check_seed(name, value)
-                elif is_whole(workflow[node], field):  # ComfyUI would cut a fraction off silently
+                elif whole:  # ComfyUI would cut a fraction off silently
                     check_whole(name, value)
                 other = setter.setdefault((node, field), name)
                 if other != name and changed[node]["inputs"][field] != value:
@@ -204,14 +210,15 @@ def with_hints(unknown: list[str], known: Iterable[str]) -> str:
                      for name in unknown)
 
 
-def converted(value: Any, current: Any, name: str) -> Any:
-    """The value in the type that the workflow has there."""
+def converted(value: Any, current: Any, name: str, whole: bool = False) -> Any:
+    """The value in the type that the workflow has there. whole: only a whole number is meant. Raises OverrideError."""
     if isinstance(current, bool):
         word = str(value).strip().lower()
         if word not in WORDS:
             raise OverrideError(f"{name} must be true or false, not {value!r}")
         return WORDS[word]
     if isinstance(current, int | float):
+        refuse_rounded(value, name, whole)
         return number(value, name)
     if isinstance(current, str):
         if isinstance(value, bool):
@@ -234,6 +241,22 @@ def check_whole(name: str, value: Any) -> None:
 def check_seed(name: str, value: Any) -> None:
     if not (isinstance(value, int) and 0 <= value < 2**64):
         raise OverrideError(f"{name} must be a whole number from 0 to {2**64 - 1}, not {value!r}")
+
+
+def refuse_rounded(value: Any, name: str, whole: bool) -> None:
+    """Raises OverrideError where a whole number may have lost digits, so that different ones of a table became equal:
+    in scientific notation, and as a float that stands for several. Of inputs that may be fractions, those called a seed
+    are checked where they are as long as a spreadsheet shows none in full."""
+    scientific = isinstance(value, Scientific) or (isinstance(value, str) and SCIENTIFIC.fullmatch(value))
+    if not (scientific or isinstance(value, float) or (isinstance(value, str) and "." in value)):
+        return
+    try:
+        size = abs(float(str(value).replace(",", ".")))
+    except ValueError:
+        return  # not a number at all
+    if (whole and (scientific or size >= EXACT)) or ("seed" in name.casefold() and size >= LONG):
+        raise OverrideError(f"{name} must be a whole number with all its digits, not {value!r}, as spreadsheets write "
+                            "one that they have rounded: format the column as text, and enter the numbers again")
 
 
 def number(value: Any, name: str) -> int | float:

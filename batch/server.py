@@ -1,16 +1,37 @@
-"""One ComfyUI server, as a batch talks to it."""
+"""One ComfyUI server, as a batch talks to it. It is a stranger: what it answers is read with answers.py."""
 
 import asyncio
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
 
-from .jobs import warnings_of
+from .address import address_of, shown
+from .answers import (
+    ANSWER_BYTES,
+    FILE_BYTES,
+    FILES,
+    NOTICES,
+    REPORTS,
+    StrangeAnswerError,
+    body_of,
+    json_of,
+    name_in,
+    number_in,
+    part,
+    parts,
+    said,
+    seen,
+    totals_in,
+    words_in,
+)
 from .overrides import Workflow
 
 PORT = 8188  # ComfyUI's default
 BUSY_GATEWAY = (502, 503, 504)  # what a proxy says whose server is away
+LOGIN_NEEDED = (401, 403)
 NO_SUCH_NODE = ("invalid_prompt", "missing_node_type")  # types of ComfyUI's errors: of old and newer versions
 NO_SUCH_VALUE = ("value_not_in_list", "custom_validation_failed")  # of combos: models, images, options
 VERSIONS = {"comfyui": "comfyui_version", "torch": "pytorch_version"}  # in a result -> in /system_stats
@@ -18,11 +39,12 @@ ENDS = {"execution_success": "success", "execution_error": "error", "execution_i
 
 
 class ServerAwayError(ConnectionError):
-    """The server cannot be reached, or does not answer as ComfyUI does. gone: nobody is listening there."""
+    """The server cannot be reached, or does not answer as ComfyUI does. gone: nobody is listening there. strange:
+    another program answers."""
 
-    def __init__(self, message: str, gone: bool = False):
+    def __init__(self, message: str, gone: bool = False, strange: bool = False):
         super().__init__(message)
-        self.gone = gone
+        self.gone, self.strange = gone, strange
 
 
 @dataclass(frozen=True)
@@ -41,43 +63,71 @@ class Entry:
 @dataclass(frozen=True)
 class Refusal:
     """Why a server will not make all of a prompt. missing: what it lacks and another server may have, that is nodes and
-    values of combos (models, images); empty where the prompt is wrong everywhere."""
+    values of combos (models, images). elsewhere: another server may make it; where not, it is wrong everywhere."""
 
     reason: str
     missing: list[str]
+    elsewhere: bool
+
+
+@dataclass(frozen=True)
+class Reply:
+    """kind: its content type."""
+
+    status: int
+    kind: str
+    content: bytes
 
 
 class Server:
-    """Every method raises ServerAwayError when the server cannot be reached."""
+    """Every method raises ServerAwayError when the server cannot be reached, and when it answers as no ComfyUI does.
+    url: its address without what is private in it, which no message and no file has."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str):
-        self._session, self.url = session, url
-        self._base = url if "://" in url else f"http://{url}"
+        self._session, self._address = session, address_of(url)
+        self.url = self._address.name
 
     async def queue(self) -> tuple[set[str], set[str]]:
         """Ids of the prompts that are running, and of those that wait."""
-        state = await self._json("GET", "/queue")
-        running, pending = ({item[1] for item in state[f"queue_{name}"]} for name in ("running", "pending"))
+        reply = await self._request("GET", "/queue")
+        with self._reading("/queue"):
+            state = object_in(reply)
+            running, pending = (ids_in(state, f"queue_{name}") for name in ("running", "pending"))
         return running, pending
 
     async def versions(self) -> dict[str, str]:
         """Of ComfyUI and PyTorch, as far as the server tells them."""
-        _, answer = await self._request("GET", "/system_stats")
-        system = answer.get("system") if isinstance(answer, dict) else None
-        return {name: system[key] for name, key in VERSIONS.items() if key in system} if system else {}
+        reply = await self._request("GET", "/system_stats")
+        if reply.status != 200:
+            return {}
+        with self._reading("/system_stats"):
+            system = part(object_in(reply), "system", dict, {})
+            return {name: name_in(system, key) for name, key in VERSIONS.items() if key in system}
 
     async def submit(self, prompt: Workflow, prompt_id: str, client_id: str) -> Refusal | None:
         """Queues a prompt; returns why the server will not make all of it (None: it will)."""
         body = {"prompt": prompt, "prompt_id": prompt_id, "client_id": client_id}
-        status, answer = await self._request("POST", "/prompt", body)
-        if status == 200 and not answer.get("node_errors"):
-            return None
-        return Refusal(refusal(status, answer), missing(answer, prompt))
+        reply = await self._request("POST", "/prompt", body)
+        if reply.status not in (200, 400):  # ComfyUI broke, or something before it: maybe of this prompt
+            return Refusal(self._hidden(f"ComfyUI answered {reply.status}: {seen(reply.content)}"), [], elsewhere=True)
+        with self._reading("/prompt"):
+            answer = json_of(reply.content)
+            if unknown := refused_nodes(answer).keys() - prompt.keys():
+                raise StrangeAnswerError(f"it refuses nodes that it was not sent, such as {said(min(unknown))}")
+            if reply.status == 200 and not refused_nodes(answer):
+                if part(answer, "prompt_id", str) != prompt_id:
+                    raise StrangeAnswerError("it does not take the id that the prompt was sent with")
+                return None
+            lacking = missing(answer, prompt)
+            return Refusal(self._hidden(refusal(answer)), lacking, elsewhere=bool(lacking))
 
     async def history(self, prompt_id: str, prompt: Workflow) -> Entry | None:
         """None: the server knows of no such prompt, or has not finished it."""
-        found = (await self._json("GET", f"/history/{prompt_id}")).get(prompt_id)
-        return found and entry(found, prompt)
+        reply = await self._request("GET", f"/history/{prompt_id}")
+        with self._reading("/history"):
+            answer = object_in(reply)
+            found = entry(part(answer, prompt_id, dict), prompt) if prompt_id in answer else None
+        return found and replace(found, error=self._hidden(found.error))
 
     async def cancel(self, prompt_ids: list[str]) -> None:
         """Takes waiting prompts out of the queue, and interrupts the one that runs if it is among these."""
@@ -92,96 +142,150 @@ class Server:
     async def fetch(self, file: dict[str, str]) -> bytes | None:
         """The bytes of a file; None where the server does not give it."""
         query = {key: file[key] for key in ("filename", "subfolder", "type")}
-        try:
-            async with self._session.get(f"{self._base}/view", params=query) as reply:
-                if reply.status in BUSY_GATEWAY:
-                    raise ServerAwayError(f"{self.url} answered {reply.status}")
-                return await reply.read() if reply.status == 200 else None
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            raise self._away(error) from error
+        reply = await self._request("GET", "/view", query=query, most=FILE_BYTES)
+        if reply.status != 200:
+            return None
+        with self._reading("/view"):
+            if reply.kind == "text/html" and not file["filename"].lower().endswith((".html", ".htm")):
+                raise StrangeAnswerError("a page instead of a file")
+        return reply.content
 
-    async def _json(self, method: str, path: str) -> Any:
-        status, answer = await self._request(method, path)
-        if status != 200 or not isinstance(answer, dict):
-            raise ServerAwayError(f"{self.url}{path} answered {status}: is that ComfyUI?")
-        return answer
-
-    async def _request(self, method: str, path: str, body: dict | None = None) -> tuple[int, Any]:
+    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None,
+                       query: dict[str, str] | None = None, most: int = ANSWER_BYTES) -> Reply:
         try:
-            async with self._session.request(method, self._base + path, json=body) as reply:
-                if reply.status in BUSY_GATEWAY:
-                    raise ServerAwayError(f"{self.url} answered {reply.status}")
-                if reply.content_type == "application/json":
-                    return reply.status, await reply.json()
-                return reply.status, await reply.text(errors="replace")
+            with self._reading(path):
+                async with self._session.request(
+                    method, self._address.base + path, json=body, params=self._address.query | (query or {}),
+                    headers=self._address.headers, allow_redirects=False,
+                ) as reply:
+                    self._check(reply)
+                    return Reply(reply.status, reply.content_type, await body_of(reply, most))
+        except ServerAwayError:
+            raise
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
-            raise self._away(error) from error
+            raise self._away(error) from None  # as its text may have the whole address
+
+    def _check(self, reply: aiohttp.ClientResponse) -> None:
+        """Raises ServerAwayError for what stands before ComfyUI."""
+        if reply.status in BUSY_GATEWAY:
+            raise ServerAwayError(f"{self.url} answered {reply.status}")
+        if reply.status in LOGIN_NEEDED:
+            raise ServerAwayError(f"{self.url} answered {reply.status}: does it need a login? "
+                                  "It is given in the address, --server http://USER:PASSWORD@HOST", strange=True)
+        if reply.status // 100 == 3:
+            target = self._hidden(said(shown(reply.headers.get("Location", "nowhere"))))
+            raise ServerAwayError(f"{self.url} refers to {target}: name the address that ComfyUI has", strange=True)
+
+    @contextmanager
+    def _reading(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except StrangeAnswerError as error:
+            what = self._hidden(f"{path}: {error}")
+            raise ServerAwayError(f"{self.url} does not answer as ComfyUI does, {what}", strange=True) from None
 
     def _away(self, error: Exception) -> ServerAwayError:
-        if isinstance(error, ServerAwayError):
-            return error
         if isinstance(getattr(error, "os_error", None), ConnectionRefusedError):
             return ServerAwayError(f"{self.url}: no ComfyUI answers on port {error.port}. Start it (python main.py in "
                                    f"its folder: port {PORT}), or name another address with --server.", gone=True)
         if isinstance(error, asyncio.TimeoutError):
             return ServerAwayError(f"{self.url} does not answer in time.")
-        return ServerAwayError(f"{self.url}: {str(error) or type(error).__name__}")
+        text = error.message if isinstance(error, aiohttp.ClientResponseError) else str(error)
+        return ServerAwayError(f"{self.url}: {self._hidden(said(str(text))) or type(error).__name__}")
+
+    def _hidden(self, text: str) -> str:
+        return self._address.hide(text)
 
 
-def refusal(status: int, answer: Any) -> str:
-    if not isinstance(answer, dict):
-        return f"ComfyUI answered {status}: {' '.join(str(answer).split())[:200]}"
-    problems = [f"{node['class_type']}: {problem['message']} ({problem['details']})"
-                for node in (answer.get("node_errors") or {}).values() for problem in node["errors"]]
-    error = answer.get("error")
-    message = error.get("message", "") if isinstance(error, dict) else str(error or "")
-    return "ComfyUI refused the workflow: " + ("; ".join(problems) or message or "no reason given")
+def object_in(reply: Reply) -> dict[str, Any]:
+    """Raises StrangeAnswerError."""
+    if reply.status != 200:
+        raise StrangeAnswerError(f"status {reply.status}, {seen(reply.content)}")
+    return json_of(reply.content)
 
 
-def missing(answer: Any, prompt: Workflow) -> list[str]:
+def ids_in(state: dict[str, Any], name: str) -> set[str]:
+    """Ids of the prompts of a list of the queue, whose items begin with a number and the id."""
+    items = part(state, name, list)
+    if not all(isinstance(item, list) and len(item) > 1 and isinstance(item[1], str) for item in items):
+        raise StrangeAnswerError(f"{name} is not a list of prompts")
+    return {item[1] for item in items}
+
+
+def refused_nodes(answer: dict[str, Any]) -> dict[str, dict]:
+    """What /prompt says of nodes; old versions say it of none with a list."""
+    found = part(answer, "node_errors", (dict, list), {})
+    return found if isinstance(found, dict) else dict.fromkeys(map(str, found), {})
+
+
+def refusal(answer: dict[str, Any]) -> str:
+    """Why /prompt refused it. Raises StrangeAnswerError where it says nothing of the kind."""
+    problems = [f"{words_in(node, 'class_type')}: {words_in(problem, 'message')} ({words_in(problem, 'details')})"
+                for node in refused_nodes(answer).values() for problem in parts(node, "errors", dict)]
+    error = part(answer, "error", (dict, str), {})
+    message = said(error) if isinstance(error, str) else words_in(error, "message")
+    if not problems and not message:
+        raise StrangeAnswerError("it refuses a prompt and gives no reason")
+    return said("ComfyUI refused the workflow: " + ("; ".join(problems) or message))
+
+
+def missing(answer: dict[str, Any], prompt: Workflow) -> list[str]:
     """Nodes and values that this answer to a prompt says are not there."""
-    if not isinstance(answer, dict):
-        return []
-    error = answer.get("error")
-    if isinstance(error, dict) and error.get("type") in NO_SUCH_NODE:
-        return [error["message"]]
-    return [str(prompt[node]["inputs"].get(problem.get("extra_info", {}).get("input_name")))
-            for node, about in (answer.get("node_errors") or {}).items() for problem in about["errors"]
-            if problem.get("type") in NO_SUCH_VALUE]
+    error = part(answer, "error", (dict, str), {})
+    if isinstance(error, dict) and words_in(error, "type") in NO_SUCH_NODE:
+        return [words_in(error, "message")]
+    names = [(node, words_in(part(problem, "extra_info", dict, {}), "input_name"))
+             for node, about in refused_nodes(answer).items() for problem in parts(about, "errors", dict)
+             if words_in(problem, "type") in NO_SUCH_VALUE]
+    return [str(prompt[node]["inputs"].get(name)) for node, name in names]
 
 
 def entry(found: dict[str, Any], prompt: Workflow) -> Entry:
-    """Files and traces in the order of the prompt's nodes: ComfyUI's is that in which they happened to run."""
-    status = found.get("status") or {}
-    messages = dict(status.get("messages") or [])
-    outcome = next((ENDS[event] for event in messages if event in ENDS), status.get("status_str", "error"))
+    """What the history has of a prompt. Files and traces in the order of the prompt's nodes: ComfyUI's is that in which
+    they happened to run. Raises StrangeAnswerError."""
+    status = part(found, "status", dict, {})
+    messages = {}
+    for message in parts(status, "messages", list):
+        if len(message) != 2 or not isinstance(message[0], str) or not isinstance(message[1], dict):
+            raise StrangeAnswerError("messages are not events with their data")
+        messages[message[0]] = message[1]
+    outcome = next((ENDS[event] for event in messages if event in ENDS), words_in(status, "status_str", "error"))
+    if outcome not in ENDS.values():
+        raise StrangeAnswerError(f"a prompt ended as {outcome}")
     data = next((data for event, data in messages.items() if event in ENDS), {})
-    begun = messages.get("execution_start", data).get("timestamp", 0)
-    seconds = (data.get("timestamp", begun) - begun) / 1000
+    begun = number_in(messages.get("execution_start", data), "timestamp", 0)
+    seconds = (number_in(data, "timestamp", begun) - begun) / 1000
     order = {node: place for place, node in enumerate(prompt)}
-    nodes = sorted(found.get("outputs") or {}, key=lambda node: order.get(node, len(order)))  # added by nodes: last
-    outputs = {node: found["outputs"][node] for node in nodes}
+    found_outputs = part(found, "outputs", dict, {})
+    nodes = sorted(found_outputs, key=lambda node: order.get(node, len(order)))  # added by nodes: last
+    outputs = {node: part(found_outputs, node, dict, {}) for node in nodes}
     error = ""
     if outcome == "error":
-        text = " ".join(str(data.get("exception_message", "no reason given")).split())
-        error = f"{data.get('node_type', 'ComfyUI')}: {text}"
+        reason = words_in(data, "exception_message", "no reason given")
+        error = f"{words_in(data, 'node_type', 'ComfyUI')}: {reason}"
     reports = [found for node, output in outputs.items() for found in reports_of(prompt.get(node), output)]
-    unknown = [word for _, report in reports for word in report["settings"].get("unknown_words", [])]
-    return Entry(outcome, seconds, error, files_of(outputs), traces_of(reports), warnings_of(unknown))
+    if len(reports) > REPORTS:
+        raise StrangeAnswerError(f"{len(reports)} reports of one prompt")
+    notices = dict.fromkeys(said(notice) for _, report in reports
+                            for notice in parts(part(report, "settings", dict), "notices", str))
+    return Entry(outcome, seconds, error, files_of(outputs), traces_of(reports), list(notices)[:NOTICES])
 
 
 def files_of(outputs: dict[str, dict]) -> list[dict[str, str]]:
-    """Everything that was saved, with the node that saved it; of workflows that save nothing, what they show."""
+    """Everything that was saved, with the node that saved it; of workflows that save nothing, what they show. Raises
+    StrangeAnswerError."""
     listed = [(node, file) for node, output in outputs.items() for value in output.values() if isinstance(value, list)
               for file in value if isinstance(file, dict) and "filename" in file]
-    files = [{"filename": file["filename"], "subfolder": file.get("subfolder", ""),
-              "type": file.get("type", "output"), "node": node} for node, file in listed]
+    if len(listed) > FILES:
+        raise StrangeAnswerError(f"{len(listed)} files of one prompt")
+    files = [{"filename": name_in(file, "filename"), "subfolder": name_in(file, "subfolder", ""),
+              "type": name_in(file, "type", "output"), "node": said(node)} for node, file in listed]
     return [file for file in files if file["type"] == "output"] or files
 
 
 def reports_of(node: dict | None, output: dict) -> list[tuple[str | None, dict]]:
     """What a node reported of the runs whose traces it got, each with the id of the node that the trace came from."""
-    reports = [report for report in output.get("specar", []) if "totals" in report]
+    reports = [report for report in parts(output, "specar", dict) if "totals" in report]
     inputs = node["inputs"].items() if node else ()
     sources = [str(value[0]) for name, value in inputs if name.startswith("trace") and isinstance(value, list)]
     if len(sources) != len(reports):  # a node added by another one
@@ -191,5 +295,6 @@ def reports_of(node: dict | None, output: dict) -> list[tuple[str | None, dict]]
 
 def traces_of(reports: list[tuple[str | None, dict]]) -> list[dict[str, Any]]:
     """Sampler, method and totals of every run that Acceptance Map, Compare Runs or Save Trace reported."""
-    found = [{"node": node, "method": report["settings"].get("method"), **report["totals"]} for node, report in reports]
+    found = [{"node": node, "method": words_in(part(report, "settings", dict), "method") or None, **totals_in(report)}
+             for node, report in reports]
     return [trace for number, trace in enumerate(found) if trace not in found[:number]]

@@ -17,7 +17,7 @@ from ..model_loaders.conditions import DTYPES, INT8_CACHE, STORAGE, conditions
 from ..samplers.contract import Method
 from ..samplers.registry import METHODS, PUBLISHED
 from ..samplers.settings import Setting, settings_of
-from .jobs import Job, JobsError, RowsError, several, warnings_of
+from .jobs import Job, JobsError, RowsError, several
 from .overrides import OverrideError, check_seed, check_whole, converted, with_hints
 
 EXAMPLES = {"int": 0, "int | None": 0, "float": 0.0, "bool": False, "str": "", "str | None": ""}  # of settable types
@@ -102,8 +102,9 @@ class Studio:
 
 def typed(name: str, value: Any, kind: str, legal: Setting | None) -> Any:
     """The value in a type of EXAMPLES. Raises ValueError for one that does not fit."""
-    found = converted(value, EXAMPLES[kind], name)
-    if kind.startswith("int"):
+    whole = kind.startswith("int")
+    found = converted(value, EXAMPLES[kind], name, whole)
+    if whole:
         check_whole(name, found)
     if name == "seed":
         check_seed(name, found)
@@ -124,15 +125,16 @@ class Painter:
         self.decoder = api.load_image_decoder(find(studio.decoder or studio.model), device=studio.device)
         self.drafter = api.load_drafter(find(studio.drafter), self.model) if studio.drafter else None
 
-    def generate(self, settings: dict[str, Any]) -> tuple[bytes, bytes, dict[str, Any]]:
+    def generate(self, settings: dict[str, Any]) -> tuple[bytes, bytes, dict[str, Any], list[str]]:
         """PNGs of the image and of its acceptance map (empty unless wanted), with what it takes to repeat the image and
-        the totals in them under `specar`; and the run's totals. Raises what the sampler raises."""
+        the totals in them under `specar`; the run's totals and its notices. Raises what the sampler raises."""
         given = dict(settings)
-        prompt, negative = (given.pop(name, None) for name in TEXTS)
+        prompt, negative = (given.pop(name, "") for name in TEXTS)
         sampling = {name: given.pop(name) for name in SAMPLING if name in given}
         out = api.sample(
             self.model, self.model.encode_prompt(prompt), self.recipe.build(self.drafter, **given),
-            negative=negative and self.model.encode_prompt(negative), **sampling,
+            # A blank one is none, as in CLIP Text Encode.
+            negative=self.model.encode_prompt(negative) if negative.strip() else None, **sampling,
         )
         decoded = self.decoder.decode(out.latent)
         pixels = (decoded[0] * 255).clamp(0, 255).byte().cpu().numpy()  # as Save Image does
@@ -141,7 +143,7 @@ class Painter:
         about = {"settings": settings, "method": out.trace.settings, **files, **conditions(self.model),
                  "totals": totals}
         overlay = png(api.acceptance_map(out.trace, decoded)[0], about) if self.maps else b""
-        return png(pixels, about), overlay, totals
+        return png(pixels, about), overlay, totals, out.notices
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list]:
         """Runs the jobs of a batch; one that fails says why in its record, and stops none of the others."""
@@ -149,10 +151,9 @@ class Painter:
         for text in batch["job"]:
             job, begun, image, overlay = json.loads(text), time.monotonic(), b"", b""
             record = {"id": job["id"], "status": "success", "traces": [], "warnings": [], "error": ""}
-            unknown = [word for name in TEXTS for word in self.model.unknown_words(job["settings"].get(name, ""))]
             try:
-                image, overlay, totals = self.generate(job["settings"])
-                record |= {"traces": [totals], "warnings": warnings_of(unknown)}
+                image, overlay, totals, notices = self.generate(job["settings"])
+                record |= {"traces": [totals], "warnings": notices}
             except Exception as error:  # of whatever kind: a job's trouble is not the batch's
                 record |= {"status": "error", "error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
             records.append(json.dumps(record | {"seconds": round(time.monotonic() - begun, 3)}))

@@ -29,6 +29,7 @@ from typing import Any
 
 import aiohttp
 import torch
+from comfyui_specar.batch.answers import StrangeAnswerError
 from comfyui_specar.batch.client import Run, interrupt, run_prompt, view
 from PIL import Image
 
@@ -152,8 +153,8 @@ async def queue(url: str, fault: Fault, seen: Seen) -> None:
         seen.defects.append(f"{what}: no end after {PATIENCE:.0f} s")
         await interrupt(url, "")
         return
-    except aiohttp.ContentTypeError as error:  # ComfyUI's own answer to what it cannot read at all
-        seen.outcomes[fault.kind][f"HTTP {error.status}"] += 1
+    except StrangeAnswerError:  # ComfyUI's own answer to what it cannot read at all
+        seen.outcomes[fault.kind]["HTTP error"] += 1
         return
     outcome = "some outputs only" if run.outcome == "success" and run.node_errors else run.outcome
     seen.outcomes[fault.kind][outcome] += 1

@@ -70,7 +70,7 @@ def chosen(wanted: Sequence[str], known: Sequence[str]) -> list[str]:
 def drafter_cases(eagle, small) -> list[Case]:
     """Every method and rule that needs a drafter, each on the structure of its paper unless named otherwise."""
     m, s, r = specar.methods, specar.structures, specar.rules
-    tree, top_k = s.Static(), s.Dynamic()
+    tree, top_k = s.Static("lantern_57"), s.Dynamic()
     adt_sampled = {"children": "sampled", "widths": (1, 13), "width_step": 3, "first": (5, 7)}
     return [
         Case("chain of 5, small model", m.DraftTree(small, s.Chain(5))),
@@ -89,8 +89,8 @@ def drafter_cases(eagle, small) -> list[Case]:
         Case("LANTERN++ k 10, lambda 2", m.LanternPP(eagle)),
         Case("UniformRSD delta 1.1", m.DraftTree(eagle, tree, r.UniformRSD(1.1))),
         Case("UniformRSD delta 2", m.DraftTree(eagle, tree, r.UniformRSD(2.0))),
-        Case("Cool-SD delta 1.1", m.CoolSD(eagle, delta=1.1)),
-        Case("Cool-SD delta 2", m.CoolSD(eagle, delta=2.0)),
+        Case("Cool-SD delta 1.1", m.CoolSD(eagle, tree, delta=1.1)),
+        Case("Cool-SD delta 2", m.CoolSD(eagle, tree, delta=2.0)),
         Case("grouped", m.DraftTree(eagle, tree, r.Grouped())),
         Case("TV-metered 0.05", m.DraftTree(eagle, tree, r.TVMetered(0.05))),
         Case("VVS every 4th, LANTERN delta 0.3", m.VVS(eagle, rule=r.Lantern(delta=0.3), interval=4)),

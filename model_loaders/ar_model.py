@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from math import log, prod
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from .decoders.image_decoder import Autoencoder, ImageDecoder
 from .drafters import ModelDrafter, pair
 from .files.checkpoint import bounded_int
 from .neighbours import neighbour_table
+from .sizes import unsupported_size
 from .text.prompt_encoders import PromptEncoder
 from .text.prompts import Conditioning, EncodedPrompt, Prompted
 
@@ -118,11 +119,12 @@ class DiscreteModel(Prompted, Placed):
             raise ValueError(f"cfg is {asked.cfg}, but this model was trained without guidance. Set cfg to 1.")
         size = layout.rows, layout.cols
         positive = self.read(conditioning, batch, "positive", size)
-        negative = None if negative is None else self.read(negative, batch, "negative", size)
+        other = self.read(negative, batch, "negative", size)
         return Request(
-            self, positive, layout, asked, negative, seed, batch, callback,
+            self, positive, layout, asked, other, seed, batch, callback,
             None if strength is None else layout.spread(strength.float(), fill=1.0),
             None if skippable is None else layout.spread(skippable, fill=True),
+            self.notices(conditioning, negative, asked.guided, size),
         )
 
     def checked_ids(self, tokens: Tensor, kept: Tensor) -> Tensor:
@@ -247,13 +249,7 @@ class DiscreteModel(Prompted, Placed):
 
     def unsupported_size(self, width: int, height: int) -> str:
         """Error message for an unsupported size in pixels, with the nearest supported ones."""
-        side, asked = self.pixels_per_token, (height, width)
-        legal = [(rows * side, cols * side) for rows, cols in self.grids]
-        near = sorted(legal, key=lambda size: sum(abs(log(a / b)) for a, b in zip(size, asked, strict=True)))
-        sizes = ", ".join(f"{w} x {h}" for h, w in near[:3])
-        end = f". The nearest supported sizes are {sizes} pixels." if near[1:] else f", only {sizes} pixels."
-        tokens = f"{width / side:g} x {height / side:g} tokens"
-        return f"This model does not generate {width} x {height} pixels ({tokens}){end}"
+        return unsupported_size(width, height, self.grids, self.pixels_per_token)
 
     def prompt_tokens(
         self, conditioning: Conditioning | EncodedPrompt, negative: Conditioning | EncodedPrompt | None, batch: int,
@@ -265,12 +261,11 @@ class DiscreteModel(Prompted, Placed):
         """
         grid = layout.rows, layout.cols
         features = self.read(conditioning, batch, "positive", grid).features
-        other = features
-        if guided and negative is not None:
-            other = self.read(negative, batch, "negative", grid).features
-        elif guided and isinstance(self.prefix, TextPrefix):
-            other = self.prefix.null(features, grid)
-        return max(features.shape[1], other.shape[1])
+        other = self.read(negative, batch, "negative", grid) if guided else None
+        count = features.shape[1] if other is None else other.features.shape[1]
+        if guided and other is None and isinstance(self.prefix, TextPrefix):
+            count = self.prefix.null(features, grid).shape[1]
+        return max(features.shape[1], count)
 
     def activation_bytes(self, rows: int, tokens: int) -> int:
         """Rough bytes of the activations of a forward pass over ``tokens`` tokens in each of ``rows`` rows."""
@@ -314,12 +309,11 @@ class DiscreteModel(Prompted, Placed):
         grid = layout.rows, layout.cols
         features: list[Tensor | None] = [self.read(conditioning, batch, "positive", grid).features]
         branches = [self.prefix(features[0])]
-        if guided and negative is not None:
-            features.append(self.read(negative, batch, "negative", grid).features)
-            branches.append(self.prefix(features[1]))
-        elif guided:
-            features.append(None)
-            branches.append(self.prefix.unconditional(features[0], grid))
+        if guided:
+            other = self.read(negative, batch, "negative", grid)
+            features.append(None if other is None else other.features)
+            null = other is None
+            branches.append(self.prefix.unconditional(features[0], grid) if null else self.prefix(other.features))
         branches = [branch.expand(batch, -1, -1) for branch in branches]
         lengths = torch.tensor([b.shape[1] for b in branches], device=self.device).repeat_interleave(batch)
         longest = max(b.shape[1] for b in branches)

@@ -26,6 +26,7 @@ from .decoders.image_decoder import Autoencoder
 from .drafters import check_alike
 from .files.checkpoint import bounded_int
 from .files.errors import CheckpointError
+from .sizes import unsupported_size
 from .text.prompt_encoders import PromptEncoder, WordEncoder
 from .text.prompts import Conditioning, Prompted
 
@@ -92,9 +93,10 @@ class ContinuousBase(Prompted, Placed):
         check_both(tokens, kept)
         asked = chosen_params(self.defaults, params, "continuous models")
         positive = self.read(conditioning, batch, "positive")
-        negative = None if negative is None else self.read(negative, batch, "negative")
+        other = self.read(negative, batch, "negative")
+        notices = self.notices(conditioning, negative, asked.cfg != 1, grid)
         tokens, kept = tokens if tokens is None else tokens.flatten(1, -2), kept if kept is None else kept.flatten(1)
-        return ContinuousRequest(self, positive, grid, asked, negative, seed, batch, callback, tokens, kept)
+        return ContinuousRequest(self, positive, grid, asked, other, seed, batch, callback, tokens, kept, notices)
 
     @property
     def grids(self) -> tuple[tuple[int, int], ...]:
@@ -147,20 +149,22 @@ class ContinuousBase(Prompted, Placed):
     def attach_decoder(self, decoders: Iterable[Autoencoder]) -> None:
         """Does nothing: continuous tokens have no codebook, and the autoencoder is loaded separately."""
 
-    def features(self, conditioning: Conditioning, batch: int, name: str) -> Tensor:
-        """Features [batch, n, F] of a CONDITIONING. Raises ValueError for one of another model."""
-        return self.read(conditioning, batch, name).features.expand(batch, -1, -1)
+    def features(self, conditioning: Conditioning | None, batch: int, name: str) -> Tensor | None:
+        """Features [batch, n, F] of a CONDITIONING; None for no negative prompt. Raises ValueError for one of another
+        model."""
+        prompt = self.read(conditioning, batch, name)
+        return None if prompt is None else prompt.features.expand(batch, -1, -1)
 
     def check_grid(self, rows: int | None = None, cols: int | None = None) -> tuple[int, int]:
         """The grid to generate; raises ValueError for one the model was not trained on."""
         rows, cols = rows or self.grid[0], cols or self.grid[1]
         if (rows, cols) != self.grid:
-            height, width = (side * self.pixels_per_token for side in self.grid)
-            raise ValueError(
-                f"This model generates only {self.grid[1]} x {self.grid[0]} tokens ({width} x {height} pixels), "
-                f"not {cols} x {rows} tokens."
-            )
+            raise ValueError(self.unsupported_size(cols * self.pixels_per_token, rows * self.pixels_per_token))
         return rows, cols
+
+    def unsupported_size(self, width: int, height: int) -> str:
+        """Error message for an unsupported size in pixels, with the nearest supported ones."""
+        return unsupported_size(width, height, self.grids, self.pixels_per_token)
 
     def to_latent(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
         """Latents [B, C, h, w] of the VAE (fp32) for tokens [B, S, C]."""
@@ -199,10 +203,9 @@ class MaskedModel(ContinuousBase):
     ) -> MaskedState:
         """Slot vectors of both guidance branches; without ``negative``, the second is unconditional."""
         prompts = [self.backbone.prompt(self.features(conditioning, batch, "positive"))]
-        if guided and negative is not None:
-            prompts.append(self.backbone.prompt(self.features(negative, batch, "negative")))
-        elif guided:
-            prompts.append(self.backbone.unconditional(batch))
+        if guided:
+            other = self.features(negative, batch, "negative")
+            prompts.append(self.backbone.unconditional(batch) if other is None else self.backbone.prompt(other))
         prompts = torch.cat([p.to(self.dtype) for p in prompts])
         return MaskedState(prompts, len(prompts) // batch, self.backbone.positions(*grid))
 

@@ -67,8 +67,8 @@ class ModelDrafter:
         return self.module.set_attention_length(state.own, tokens)
 
     def _own(self, prompt: Conditioning | EncodedPrompt | None) -> Conditioning | EncodedPrompt | None:
-        text = prompt_text(prompt) if self.own_words else ""
-        return self.module.encode_prompt(text) if text else prompt
+        text = prompt_text(prompt) if self.own_words else None
+        return prompt if text is None else self.module.encode_prompt(text)
 
     def observe(self, state: ModelState, tokens: Tensor, positions: Tensor, hidden: Tensor, count: Tensor) -> StepOut:
         """Feed the decided tokens and keep ``count``; where it is 0, the result of the row is meaningless."""

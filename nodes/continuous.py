@@ -19,6 +19,7 @@ from .widgets import (
     drafter_input,
     folded,
     negative_input,
+    option_of,
     prompt_inputs,
     sampler_outputs,
     temperature_input,
@@ -114,36 +115,38 @@ class ContinuousSampler(io.ComfyNode):
             inputs=folded([
                 *continuous_inputs(),
                 drafter_input(),
-                io.Int.Input("draft_length", default=8, min=1, max=256,
+                io.Int.Input("draft_length", default=ContinuousSpeculative.length, min=1, max=256,
                              tooltip="Tokens drafted and verified per forward pass of the model. Longer drafts save "
                              "passes; in the first mode, more of the image is then generated without seeing its "
                              "latest tokens. 4 to 16 is sensible. Default: 8."),
-                io.Float.Input("prefill", default=0.05, min=0, max=1, step=0.01, round=0.001,
+                io.Float.Input("prefill", default=ContinuousSpeculative.prefill, min=0, max=1, step=0.01, round=0.001,
                                tooltip="Fraction of the image that the model generates alone before drafting starts: "
                                "the first tokens decide what the image becomes. More is slower and closer to the "
                                "model; 0.02 to 0.2 is sensible. Default: 0.05, as in the paper."),
-                io.Combo.Input("mode", options=list(MODES), default=next(iter(MODES)),
+                io.Combo.Input("mode", options=list(MODES), default=option_of(ContinuousSpeculative.mode, MODES),
                                tooltip="each guess alone: a rejected draft token is replaced by the model's own "
                                "sample, and the others stay. stop at a rejection: the paper's algorithm, which drops "
                                "all later draft tokens. exact: no tolerance; a standard MAR adds no noise in its last "
                                "step and would reject every draft token, so this mode adds that noise. All modes but "
                                "exact are approximate."),
-                io.Combo.Input("target_sees", options=list(SEES), default="automatic",
+                io.Combo.Input("target_sees", options=list(SEES),
+                               default=option_of(ContinuousSpeculative.condition, SEES),
                                tooltip="What the model sees when it verifies a draft token. what is decided: one image "
                                "per pass, cheap, but the draft tokens of a round do not see each other. and earlier "
                                "guesses: one variant of the image per draft token, at the cost of that many images. "
                                "automatic: the first for each guess alone, the second for the other modes, which need "
                                "it."),
-                io.Float.Input("tolerance", default=0.26, min=0, max=10, step=0.01, round=0.0001,
+                io.Float.Input("tolerance", default=ContinuousSpeculative.tolerance, min=0, max=10, step=0.01,
+                               round=0.0001,
                                tooltip="How far a draft token may be from the model's own sample, in units of the "
                                "latent (whose spread is about 1). Higher keeps more of the small model's image, and "
                                "0 rejects every draft token; 0.1 to 1 is sensible. Not used in mode exact. Default: "
-                               "0.26, the published value (kappa 42)."),
-                io.Combo.Input("sigma", options=list(SIGMA), default="off",
+                               "0.26, the value of the published code (kappa 42)."),
+                io.Combo.Input("sigma", options=list(SIGMA), default=option_of(ContinuousSpeculative.path, SIGMA),
                                tooltip="The factor by which the paper multiplies the test, from the denoising paths of "
                                "both models. off is correct: any other value biases the images. The official code uses "
                                "the inverse. Must be off in mode exact."),
-                io.Boolean.Input("alignment", default=True,
+                io.Boolean.Input("alignment", default=ContinuousSpeculative.aligned,
                                  tooltip="On (default): both models denoise from the same noise, so that their "
                                  "samples are close. Off: almost every draft token is rejected."),
                 negative_input(),

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from comfy_api.latest import io
 from torch import Tensor
 
-from ..model_loaders.decoders.glm_image import CFG, STEPS
+from ..model_loaders.decoders.glm_image import CFG, STEPS, notices
 from ..model_loaders.families.glm_image import FAMILY
 from .checks import show
 from .comfy_runtime.clip import text_of
 from .comfy_runtime.glm_image import GlmImageVae
+from .comfy_runtime.messages import notify
 from .latents import Latent
 from .search import found_by
 from .widgets import folded
 
+log = logging.getLogger(__name__)
 [OWN] = FAMILY.decoders
 
 
@@ -74,4 +77,9 @@ class DecodeGLMImage(io.ComfyNode):
                              "the CLIP of the same Load AR Checkpoint.")
         loaded = vae.loaded()
         tokens = glm_tokens(samples, loaded.decoder.dit.config.codes)
-        return io.NodeOutput(loaded.decode(tokens, text_of(positive) or "", seed, steps, cfg))
+        prompt = text_of(positive) or ""
+        pixels = loaded.decode(tokens, prompt, seed, steps, cfg)
+        for notice in (found := notices(prompt)):
+            log.warning("%s", notice)
+        notify(found)
+        return io.NodeOutput(pixels)

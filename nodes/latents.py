@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..model_loaders.ar_model import DiscreteModel
 from ..model_loaders.continuous_model import ContinuousBase
+from ..model_loaders.decoders.changed_latents import whole_ids
 from ..samplers.contract import Output
 from ..samplers.generate import AnyRequest
 
@@ -25,12 +26,28 @@ def empty_latent(model: Model, rows: int, cols: int, batch: int) -> Latent:
 
 def grid_of(latent: Latent, model: Model) -> tuple[int, int]:
     """Rows and columns of tokens of a LATENT. An empty one of newer core nodes tells the pixels of its cells, which are
-    then those that were asked for, as for core's samplers."""
+    then those that were asked for. Raises ValueError where these are no whole tokens."""
     rows, cols = latent["samples"].shape[-2:]
     cell = latent.get(CELL)
     if cell is None or latent["samples"].any():
         return rows, cols
-    return round(rows * cell / model.pixels_per_token), round(cols * cell / model.pixels_per_token)
+    return whole_tokens(model, cols * cell, rows * cell)
+
+
+def whole_tokens(model: Model, width: int, height: int) -> tuple[int, int]:
+    """Rows and columns of tokens of an image of so many pixels. Raises ValueError, with the sizes that the model
+    generates, where they are no whole tokens."""
+    side = model.pixels_per_token
+    if width % side or height % side:
+        raise ValueError(model.unsupported_size(width, height))
+    return height // side, width // side
+
+
+def unused(latent: Latent) -> list[str]:
+    """What a sampler does not use of a LATENT, a sentence each."""
+    if latent.get("noise_mask") is not None or not latent["samples"].any():
+        return []
+    return ["latent_image holds an image, but only its size is used. Add Set Latent Noise Mask to keep parts of it."]
 
 
 def image_samples(latent: Latent, model: Model) -> Tensor:
@@ -72,7 +89,7 @@ def tokens_of(latent: Latent, model: Model) -> Tensor:
     if model.continuous:
         return model.from_latent(samples).unflatten(1, samples.shape[2:])
     if model.codebook is None:
-        return samples.round().long()[:, 0].clamp(0, model.vocab - 1)
+        return whole_ids(samples).clamp(0, model.vocab - 1)
     if are_tokens(tokens, samples, model.vocab) and torch.equal(model.dequantize(tokens), samples):
         return tokens
     return model.quantize(samples)

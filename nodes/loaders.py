@@ -13,7 +13,7 @@ from .comfy_runtime import folders, models
 from .comfy_runtime.clip import ARClip
 from .comfy_runtime.glm_image import GlmImageVae
 from .comfy_runtime.vae import ARVae
-from .latents import empty_latent
+from .latents import empty_latent, whole_tokens
 from .search import FAMILIES, START, found_by
 from .sockets import ARDrafter, ARModel
 from .widgets import auto, folded
@@ -185,13 +185,6 @@ class EmptyLatent(io.ComfyNode):
     def execute(cls, model: models.LoadedModel, width: int, height: int, batch_size: int) -> io.NodeOutput:
         side = model.model.pixels_per_token
         own_rows, own_cols = model.model.grid
-        width, height = width or own_cols * side, height or own_rows * side
-        if width % side or height % side:
-            if not model.model.continuous:
-                raise ValueError(model.model.unsupported_size(width, height))
-            raise ValueError(
-                f"{width} x {height} pixels cannot be divided into tokens of {side} x {side} pixels. "
-                f"This model generates {own_cols * side} x {own_rows * side} pixels."
-            )
-        grid = model.model.check_grid(height // side, width // side)
+        grid = whole_tokens(model.model, width or own_cols * side, height or own_rows * side)
+        grid = model.model.check_grid(*grid)
         return io.NodeOutput(empty_latent(model.model, *grid, batch_size))

@@ -18,10 +18,11 @@ from ..samplers.methods.jacobi import SJD
 from ..samplers.methods.next_token import NextToken
 from .comfy_runtime import models, runs
 from .comfy_runtime.clip import prompts_of, text_of
-from .latents import Latent, first_image, grid_of, kept, skippable, strength, tokens_of, with_output
+from .comfy_runtime.messages import notify
+from .latents import Latent, first_image, grid_of, kept, skippable, strength, tokens_of, unused, with_output
 from .rules import EXACT, ChosenRule
 from .search import FAMILIES, SAMPLER, found_by
-from .widgets import auto, choose, common_inputs, folded, given, negative_input, rule_input, sampler_outputs
+from .widgets import auto, choose, common_inputs, folded, given, negative_input, option_of, rule_input, sampler_outputs
 
 REFINEMENTS = {  # option -> SJD.reuse
     "coupled (exact)": "coupled",
@@ -87,11 +88,12 @@ def request_of(inputs: CommonInputs, where: Tensor | None = None, skip: Tensor |
     tokens = keep = None
     if latent.get("noise_mask") is not None:
         tokens, keep = tokens_of(latent, model), kept(latent["noise_mask"], batch, *grid)
-    return model.request(
+    request = model.request(
         positive, negative, seed=inputs.seed + first_image(latent), batch=batch, grid=grid, tokens=tokens, kept=keep,
         strength=strength(where, batch, *grid), skippable=skippable(skip, batch, *grid),
         **inputs.model.sampling, **inputs.params(),
     )
+    return replace(request, notices=(*request.notices, *unused(latent)))
 
 
 def sample(
@@ -105,6 +107,7 @@ def sample(
         drafter.follow(inputs.model)
         method = replace(method, drafter=drafter.drafter)
     request = request_of(inputs, where, skip)
+    notify(request.notices)
     output = generate(method, request, partial(runs.sampling, inputs.model, drafter))
     output.trace.settings |= origin(inputs, drafter) | ({"chosen": chosen} if chosen else {})
     tensors = {name: models.output(t) for name in ("tokens", "latent") if (t := getattr(output, name)) is not None}
@@ -154,29 +157,29 @@ class SJDSampler(io.ComfyNode):
             "of the model. Needs several times fewer passes than tokens, and no second model.",
             inputs=folded([
                 *common_inputs(),
-                io.Int.Input("window", auto("window"), default=0, min=0, max=4096,
+                io.Int.Input("window", auto("window"), default=SJD.window or 0, min=0, max=4096,
                              tooltip="Tokens drafted and verified per forward pass. A wider window saves passes, but "
                              "each takes longer; SJD's authors use 16 to 96. Default: 0 (auto), which is 32, or 16 "
                              "on CPU in fp32."),
-                io.Combo.Input("refinement", options=list(REFINEMENTS), default="coupled (exact)",
+                io.Combo.Input("refinement", options=list(REFINEMENTS), default=option_of(SJD.reuse, REFINEMENTS),
                                tooltip="What happens to draft tokens that are not accepted yet. The exact options "
                                "keep the distribution of the next-token sampler; coupled (default) usually needs the "
                                "fewest passes of them. SJD++ reuse as in the paper is biased. same seed, same "
                                "picture: the image of the next-token sampler, up to rounding."),
-                io.Float.Input("threshold", default=0.5, min=0.01, max=10, step=0.01, round=0.001,
+                io.Float.Input("threshold", default=SJD.threshold, min=0.01, max=10, step=0.01, round=0.001,
                                tooltip="For the two SJD++ refinements: reuse a draft token whose probability ratio "
                                "is above this. Higher resamples more, which takes more passes; 0.2 to 1 is sensible. "
                                "Default: 0.5, the paper's tau."),
-                io.Combo.Input("initialisation", options=list(INITIAL), default="left and upper neighbour",
+                io.Combo.Input("initialisation", options=list(INITIAL), default=option_of(SJD.initial, INITIAL),
                                tooltip="Where the first draft token at a position comes from. It changes the number of "
                                "passes by a few percent; leave the default."),
                 negative_input(),
                 rule_input(),
-                io.Int.Input("front_drafts", default=1, min=1, max=16, optional=True,
+                io.Int.Input("front_drafts", default=SJD.front, min=1, max=16, optional=True,
                              tooltip="Front drafts: several drafts for the first token of the window instead of one. "
                              "Fewer passes for a few more tokens in each, and the same distribution. With coupled "
                              "refinement only; 4 to 8 is sensible. Default: 1, off."),
-                io.Float.Input("settling", default=0, min=0, max=1, step=0.01, round=0.001, optional=True,
+                io.Float.Input("settling", default=SJD.settle, min=0, max=1, step=0.01, round=0.001, optional=True,
                                tooltip="Settling: draft tokens past the first rejected one whose distribution moved by "
                                "less than this in a pass are accepted without a test. Fewer passes for some drift, "
                                "which the trace bounds. With coupled refinement only; 0.02 to 0.1 is sensible. "
@@ -188,7 +191,7 @@ class SJDSampler(io.ComfyNode):
     @classmethod
     def execute(
         cls, window: int, refinement: str, threshold: float, initialisation: str, rule: ChosenRule = EXACT,
-        front_drafts: int = 1, settling: float = 0, **inputs: Any,
+        front_drafts: int = SJD.front, settling: float = SJD.settle, **inputs: Any,
     ) -> io.NodeOutput:
         reuse = choose("refinement", refinement, REFINEMENTS)
         initial = choose("initialisation", initialisation, INITIAL)

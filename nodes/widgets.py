@@ -78,6 +78,11 @@ def choose(name: str, value: str, options: dict[str, Any]) -> Any:
     return options[value]
 
 
+def option_of(value: Any, options: dict[str, Any]) -> str:
+    """The combo's option that stands for ``value``, the default of the method that the node sets."""
+    return next(option for option, each in options.items() if each == value)
+
+
 def negative_input() -> io.Input:
     return io.Conditioning.Input(
         "negative", optional=True,

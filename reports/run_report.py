@@ -7,7 +7,9 @@ from typing import Any
 from ..samplers.registry import RULES, method_of, structure_of
 from ..samplers.trace import Trace
 
-SHOWN_ELSEWHERE = ("method", "chosen", "model", "prompt", "server", "lossless", "unknown_words", "pack")
+SHOWN_ELSEWHERE = (
+    "method", "chosen", "model", "prompt", "server", "lossless", "bounded", "unknown_words", "notices", "pack",
+)
 FIRST_DRAFTS = {  # SJD.initial -> in words
     "mixed": "left and upper neighbour", "left": "left neighbour", "upper": "upper neighbour", "uniform": "uniform",
     "repeat": "repeat the last token",
@@ -107,6 +109,7 @@ def describe(trace: Trace) -> str:
         lines.append(f"resampling failed: {failed} (the last try was taken)")
     lines.append(drawing(settings))
     lines.append(f"seed {totals['seed']}, {totals['seconds']:.2f} s of sampling")
+    lines += trace.notices
     return "\n".join(lines)
 
 

@@ -40,7 +40,8 @@ def check_number(trace: Trace, count: int, number: int, name: str = "number") ->
     one of them."""
     check_images(trace, count)
     if not 0 <= number < count:
-        raise ValueError(f"{name} is {number}, but this run generated {count} images: use 0 to {count - 1}.")
+        generated, legal = ("one image", "0") if count == 1 else (f"{count} images", f"0 to {count - 1}")
+        raise ValueError(f"{name} is {number}, but this run generated {generated}: use {legal}.")
 
 
 def frame_rate(count: int) -> float:

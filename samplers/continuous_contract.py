@@ -129,7 +129,7 @@ class ContinuousRequest:
     """A request to a method: generate ``batch`` images (image i with seed + i) on a grid (rows, cols).
 
     conditioning, negative: prompts as model.start takes them. kept [B, S] (bool): mask of the kept tokens, those of
-    ``tokens`` [B, S, C] that stay as they are.
+    ``tokens`` [B, S, C] that stay as they are. notices: what of the request is not used, a sentence each.
     """
 
     model: ContinuousModel
@@ -142,6 +142,7 @@ class ContinuousRequest:
     callback: ContinuousCallback | None = None
     tokens: Tensor | None = None
     kept: Tensor | None = None
+    notices: tuple[str, ...] = ()
     continuous: ClassVar[bool] = True
 
     @property

@@ -285,6 +285,11 @@ class Output:
     latent: Tensor | None = field(repr=False)
     trace: Trace
 
+    @property
+    def notices(self) -> list[str]:
+        """See Trace."""
+        return self.trace.notices
+
 
 @dataclass(frozen=True)
 class Request:
@@ -292,7 +297,7 @@ class Request:
 
     conditioning, negative: prompts as model.start takes them. strength [1 or B, S] (fp32, 0..1): how far a relaxed
     acceptance rule or settling may go at each position, 0 is exact. Default: 1. skippable [1 or B, S] (bool): where a
-    schedule may skip verification. Default: everywhere.
+    schedule may skip verification. Default: everywhere. notices: what of the request is not used, a sentence each.
     """
 
     model: ARModel
@@ -305,6 +310,7 @@ class Request:
     callback: Callback | None = None
     strength: Tensor | None = None
     skippable: Tensor | None = None
+    notices: tuple[str, ...] = ()
     continuous: ClassVar[bool] = False
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch
 from .continuous_contract import ContinuousRequest
 from .contract import Method, Output, Request
 
+log = logging.getLogger(__name__)
 AnyRequest = Request | ContinuousRequest
 Reserve = Callable[[Method, AnyRequest], AbstractContextManager]
 
@@ -25,7 +27,7 @@ def generate(method: Method, request: AnyRequest, reserve: Reserve = unmanaged) 
 
     reserve(method, request): a context manager that yields the callback of the run; inside it, model and drafter are on
     their device, which has room for ``method.run_bytes(request)``. Raises ValueError for illegal settings, and for a
-    method that does not support the model.
+    method that does not support the model. What of the request is not used, the log and the trace say.
     """
     if method.continuous != request.continuous:
         kinds = ["token ids", "vectors (continuous models)"]
@@ -33,7 +35,11 @@ def generate(method: Method, request: AnyRequest, reserve: Reserve = unmanaged) 
         raise ValueError(f"{type(method).__name__} is for models whose tokens are {needs}, but this model's are {has}. "
                          "Choose a method for these.")
     method.check(request)
+    for notice in request.notices:
+        log.warning("%s", notice)
     with torch.inference_mode():
         with reserve(method, request) as callback:
             result = method.sample(replace(request, callback=callback))
-        return request.output(result)
+        output = request.output(result)
+    output.trace.settings |= {"notices": list(request.notices)} if request.notices else {}
+    return output

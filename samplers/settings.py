@@ -42,6 +42,13 @@ class Setting:
         return words + (f"; {self.advice}" if self.advice else "")
 
 
+def within(low: int, high: int, otherwise: str) -> str:
+    """Which whole numbers are legal, for messages: "use 2 to 16"; ``otherwise``, what to do instead, if none is."""
+    if low > high:
+        return otherwise
+    return f"use {low} to {high}" if low < high else f"use {low}"
+
+
 def setting(
     default: Any, low: float = -math.inf, high: float = math.inf, *, options: tuple[str, ...] = (),
     exact: float | None = None, advice: str = "", shown: bool = True,

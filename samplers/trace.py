@@ -83,6 +83,11 @@ class Trace:
         return "log_ratio" in self.positions
 
     @property
+    def notices(self) -> list[str]:
+        """What the run did not use of what it was asked for (words of a prompt, ...), a sentence each."""
+        return list(self.settings.get("notices", ()))
+
+    @property
     def layout(self) -> TokenLayout:
         length = self.positions["source"].shape[1]
         forced = torch.full((1, length), -1, dtype=torch.int64)
@@ -99,8 +104,10 @@ class Trace:
     @property
     def tv_bound(self) -> float | None:
         """The drift bound of an image: summed over its tokens, the mean of a batch. None where it is not known: of
-        vectors, and of SJD++ as printed, which tests kept drafts with a distribution that is not theirs."""
-        if self.continuous or self.settings.get("reuse") == "threshold_paper":
+        vectors, of SJD++ as printed, which tests kept drafts with a distribution that is not theirs, and where sampled
+        trees decide by themselves whether they are verified (VVS, dynamic)."""
+        known = self.settings.get("bounded", self.settings.get("reuse") != "threshold_paper")
+        if self.continuous or not known:
             return None
         return self.totals["tv_bound"] / self.totals["images"]
 

@@ -99,7 +99,7 @@ def costs(run: Run) -> dict[str, dict]:
 
 def failure(run: Run) -> str:
     if run.outcome == "rejected":
-        return refusal(400, {"node_errors": run.node_errors, "error": run.error})
+        return refusal({"node_errors": run.node_errors, "error": run.error})
     if run.outcome == "interrupted":
         return "the run was interrupted"
     return f"{run.error['node_type']}: {' '.join(run.error['exception_message'].split())}"

@@ -21,6 +21,7 @@ from ..files.errors import CheckpointError, as_released, incomplete_without
 from ..files.names import numbered
 from ..files.weights import load_weights
 from ..text.language_model import positive
+from ..text.prompt_encoders import left_out
 from ..text.t5 import T5, load_t5
 from .image_decoder import Autoencoder
 
@@ -106,6 +107,12 @@ class GlmImageDecoder:
 def quotations(prompt: str) -> list[str]:
     """What a prompt puts in quotes, by kind of quote; [""] if nothing."""
     return [quoted for pattern in _QUOTES for quoted in re.findall(pattern, prompt)] or [""]
+
+
+def notices(prompt: str) -> list[str]:
+    """What of the quotations the decoder does not read, a sentence each."""
+    rest = (text.encode()[_LONGEST - 1 :].decode(errors="ignore") for text in quotations(prompt))
+    return left_out(_LONGEST, "bytes of a quotation, its end included,", " ... ".join(filter(None, rest)))
 
 
 def glyph_ids(prompt: str) -> list[list[int]]:

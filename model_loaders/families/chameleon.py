@@ -30,15 +30,19 @@ from ..files.names import meaning
 from ..files.weights import load_weights
 from ..registry import Family, ReleasedDecoder, Source
 from ..text.chameleon_prompts import (
+    BEGIN,
+    BOS,
     CELL,
     END,
     ROW_END,
+    TURN_END,
     Vocabulary,
     anole_null,
     anole_prompt,
     lumina2_prompt,
     lumina_opening,
     lumina_prompt,
+    lumina_tokens,
     open_tokenizer,
 )
 from ..text.language_model import (
@@ -129,8 +133,11 @@ def lumina(checkpoint: Checkpoint, words: Vocabulary, grid: tuple[int, int] | No
     """Lumina-mGPT, any of the sizes it was trained on. Raises CheckpointError if the size is unknown."""
     side = target_size(checkpoint.path, checkpoint.own_settings, grid) // words.patch
     source = "Alpha-VLLM/Lumina-mGPT-7B-768 (the only one of its repositories that has it)"
-    write = partial(lumina_prompt, words, open_tokenizer("Lumina-mGPT", source, checkpoint.path, _TOKENIZERS, search))
-    return Kind("lumina-mgpt", (side, side), size_table(side), (words[ROW_END], words[END]),
+    grids = size_table(side)
+    tokens = (BOS, TURN_END, *lumina_tokens(words, grids))
+    tokenizer = open_tokenizer("Lumina-mGPT", source, words, tokens, checkpoint.path, _TOKENIZERS, search)
+    write = partial(lumina_prompt, words, tokenizer)
+    return Kind("lumina-mgpt", (side, side), grids, (words[ROW_END], words[END]),
                 TextEncoder(write, (side, side)), partial(lumina_opening, words))
 
 
@@ -138,8 +145,10 @@ def lumina2(checkpoint: Checkpoint, words: Vocabulary, search: Sequence[Path]) -
     """Lumina-mGPT 2.0. All of its released models generate images of the area of 768 x 768 pixels."""
     meta, source = checkpoint.own_settings, "Alpha-VLLM/Lumina-mGPT-2.0"
     side = max(legal_grid(meta["grid"])) if "grid" in meta else _SIDE2 // words.patch
-    tokenizer = open_tokenizer("Lumina-mGPT 2.0", source, checkpoint.path, _TOKENIZERS2, search)
-    return Kind("lumina-mgpt-2", (side, side), size_table(side, words.patch), (words[ROW_END], words[END]),
+    grids = size_table(side, words.patch)
+    tokens = lumina_tokens(words, grids)  # without the end of a turn, which may be several
+    tokenizer = open_tokenizer("Lumina-mGPT 2.0", source, words, tokens, checkpoint.path, _TOKENIZERS2, search)
+    return Kind("lumina-mgpt-2", (side, side), grids, (words[ROW_END], words[END]),
                 TextEncoder(partial(lumina2_prompt, words, tokenizer), (side, side)), partial(lumina_opening, words),
                 cfg=4.0, top_k=4096)
 
@@ -147,7 +156,9 @@ def lumina2(checkpoint: Checkpoint, words: Vocabulary, search: Sequence[Path]) -
 def anole(checkpoint: Checkpoint, words: Vocabulary, search: Sequence[Path]) -> Kind:
     """Anole, which generates one size."""
     grid, source = anole_grid(checkpoint.settings, checkpoint.own_settings), "leloy/Anole-7b-v0.1-hf"
-    write = partial(anole_prompt, words, open_tokenizer("Anole", source, checkpoint.path, _TOKENIZERS, search))
+    tokens = (BOS, TURN_END, BEGIN, END)
+    tokenizer = open_tokenizer("Anole", source, words, tokens, checkpoint.path, _TOKENIZERS, search)
+    write = partial(anole_prompt, words, tokenizer)
     return Kind("anole", grid, [grid], (words[END],), TextEncoder(write, grid), partial(anole_null, words))
 
 

@@ -89,10 +89,9 @@ class EagleDrafter:
         layout: TokenLayout, slack: int, guided: bool, into: EagleState | None = None,
     ) -> EagleState:
         """Feed the pairs of the prompt. The first observation feeds its last hidden state, with the next token."""
-        own = guided and negative is None  # the second branch is the target's unconditional one
-        branches = [
-            self._padding(hidden, learned=own and index == 1)
-            for index, hidden in enumerate(target_state.prefix_hidden)
+        branches = [  # without features: the target's unconditional branch
+            self._padding(hidden, learned=features is None)
+            for hidden, features in zip(target_state.prefix_hidden, target_state.prefix_features, strict=True)
         ]
         pairs = [branch.shape[1] - 1 for branch in branches]
         longest = max(pairs)

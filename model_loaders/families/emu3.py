@@ -65,6 +65,7 @@ _NAMES = {  # names of the special tokens
     "beginning": "<|extra_203|>", "end": "<|extra_204|>", "row_end": "<|extra_200|>", "frame_end": "<|extra_201|>",
     "image": "<|image token|>", "opening": "<|image start|>", "closing": "<|image end|>",
 }  # fmt: skip
+_FIRST = "<|visual token 000000|>"
 
 
 def ranked(codes: int) -> tuple[str, ...]:
@@ -99,7 +100,7 @@ def load(
     words = Words.of(checkpoint, _RANKED)
     patch = 2 ** (len((settings.get("vq_config") or {}).get("channel_multiplier") or (1, 2, 2, 4)) - 1)
     default, grids = sizes_of(checkpoint, settings, patch, grid)
-    tokenizer = open_tokenizer(path, search)
+    tokenizer = open_tokenizer(path, search, words=words)
 
     def framed(text: str, size: tuple[int, int]) -> list[int]:
         return prompt_ids(words, tokenizer, text, size)
@@ -249,6 +250,11 @@ class Words:
         return range(self.first, self.first + self.codes)
 
     @property
+    def named(self) -> dict[str, int]:
+        """The special tokens and the first code by name, for the comparison with a tokenizer."""
+        return {name: getattr(self, role) for role, name in _NAMES.items()} | {_FIRST: self.first}
+
+    @property
     def specials(self) -> tuple[int, int, int, int]:
         """The end of a row, and the tokens after the last row: end of frame, of image, of text."""
         return self.row_end, self.frame_end, self.closing, self.end
@@ -280,24 +286,24 @@ def prompt_ids(
 ) -> list[int]:
     """Begin of text, text, begin of image, its size in tokens, image token. Raises CheckpointError for the tokenizer of
     another model."""
-    if tokenizer.id(_NAMES["image"]) != words.image:
-        raise CheckpointError(f"{tokenizer.file} is the tokenizer of another model. Use the one released with it.")
     size = tokenizer.ids(f"{grid[0]}*{grid[1]}")
     return [words.beginning, *tokenizer.ids(text), words.opening, *size, words.image]
 
 
 def open_tokenizer(
-    path: Path, search: Sequence[Path], specials: Sequence[str] = _RANKED, repository: str = "BAAI/Emu3-Gen"
+    path: Path, search: Sequence[Path], specials: Sequence[str] = _RANKED, repository: str = "BAAI/Emu3-Gen",
+    words: Words | None = None,
 ) -> Tokenizer | RankTokenizer:
-    """The tokenizer from folders of transformers or original ones, of this model or another Emu3."""
-    found = find_tokenizer(path, _FOLDERS, search)
-    ranks = None if found and found.parent == path.parent else find_tokenizer(path, _FOLDERS, search, "emu3.tiktoken")
-    if ranks is not None and (found is None or ranks.parent == path.parent):
-        return RankTokenizer(ranks, _PATTERN, specials)
+    """The tokenizer from folders of transformers or original ones, of this model or another Emu3. words: its ids are
+    compared with these."""
+    found = find_tokenizer(path, _FOLDERS, search, ("tokenizer.json", "emu3.tiktoken"))
+    stated = words and words.named
+    if found is not None and found.suffix == ".tiktoken":
+        return RankTokenizer(found, _PATTERN, specials, stated)
     return Tokenizer(found, (
         "Emu3 reads prompts through emu3.tiktoken (or tokenizer.json), which was not found. Put that of "
         f"{repository} into the folder {path.parent}."
-    ))  # fmt: skip
+    ), stated)  # fmt: skip
 
 
 _DECODER = "Emu3-VisionTokenizer"

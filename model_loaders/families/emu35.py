@@ -61,7 +61,7 @@ def load(
     words = Words.of(checkpoint, specials)
     own = checkpoint.own_settings
     grids = (legal_grid(own["grid"]),) if "grid" in own else SIZES
-    tokenizer = open_tokenizer(path, search, specials, f"BAAI/{_IMAGE}")
+    tokenizer = open_tokenizer(path, search, specials, f"BAAI/{_IMAGE}", words)
 
     def framed(text: str, size: tuple[int, int]) -> list[int]:
         return prompt_ids(words, tokenizer, text, size)

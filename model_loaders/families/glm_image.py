@@ -97,7 +97,7 @@ def load(
     def null(_features: Tensor, _size: tuple[int, int]) -> Tensor:
         raise ValueError("GLM-Image was trained without guidance, so it has no unconditional prompt. Set cfg to 1.")
 
-    tokenizer = open_tokenizer(path, search)
+    tokenizer = open_tokenizer(path, search, stated_ids(checkpoint.settings, codes))
     encoder = TextEncoder(lambda text, size: prompt_ids(tokenizer, text, size, preview(size), codes), default)
     with torch.device("meta"):
         backbone = Backbone(config, operations)
@@ -169,12 +169,20 @@ def prompt_ids(
     return [*tokenizer.ids(text + sizes), begin]
 
 
-def open_tokenizer(path: Path, search: Sequence[Path]) -> Tokenizer:
-    """The tokenizer in the folder ``processor`` beside the model's folder, or in the model's own."""
+def stated_ids(settings: Mapping[str, Any], begin: int) -> dict[str, int]:
+    """Special tokens -> ids by config.json, as far as it states any. begin: the id that begins an image."""
+    found = {f"<|dit_token_{begin}|>": begin, "<|image|>": settings.get("image_token_id")}
+    return {token: id for token, id in found.items() if id is not None}
+
+
+def open_tokenizer(path: Path, search: Sequence[Path], stated: Mapping[str, int] | None = None) -> Tokenizer:
+    """The tokenizer in the folder ``processor`` beside the model's folder, or in the model's own. stated: see
+    check_ids."""
     return Tokenizer(
         find_tokenizer(path, _FOLDERS, search),
         f"{path.name} reads prompts through its tokenizer, which was not found. Put processor/tokenizer.json of "
         f"zai-org/GLM-Image into {path.parent}.",
+        stated,
     )
 
 

@@ -8,6 +8,7 @@ except the numbers of attention heads, which come from our metadata or the relea
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -23,8 +24,9 @@ from ..files.errors import CheckpointError
 from ..files.names import renamed
 from ..files.weights import load_weights
 from ..registry import Family
-from ..text.language_model import read_qwen2, readable
-from ..text.prompt_encoders import MissingEncoder, PromptEncoder, features_of
+from ..sizes import unsupported_size
+from ..text.language_model import Tokenizer, find_tokenizer
+from ..text.prompt_encoders import TextEncoder
 from ..text.qwen2 import HEADS, Qwen2
 from . import mar
 
@@ -34,7 +36,9 @@ _UNUSED = ("llm.lm_head.", "mar.class_emb.", "vae.")
 _DEFAULTS = {"cfg": 3.0, "cfg_schedule": "constant", "iterations": 64}
 _GRID = (32, 32)  # the default of the released models, 512 x 512 pixels
 _TOKENIZERS = ("qwen25_tokenizer", "Qwen2.5-0.5B-Instruct", "Qwen2.5-1.5B-Instruct", "Harmon-0_5B", "Harmon-1_5B")
-_TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+_VOCAB = 151_936  # of the released models
+_SPECIALS = {"<|im_start|>": 151_644, "<|im_end|>": 151_645}  # and their ids there
+_ANY = "Generate an image."
 
 
 class HarmonModel(MaskedModel):
@@ -52,16 +56,22 @@ class HarmonModel(MaskedModel):
         """
         return legal_grid((rows or self.grid[0], cols or self.grid[1]))
 
+    def unsupported_size(self, width: int, height: int) -> str:
+        """Error message for a size that is no whole number of tokens, with the nearest ones that are."""
+        side = self.pixels_per_token
+        rows, cols = ({max(1, pixels // side), pixels // side + 1} for pixels in (height, width))
+        return unsupported_size(width, height, product(rows, cols), side)
+
     def start(
         self, conditioning: Conditioning, negative: Conditioning | None, batch: int, grid: tuple[int, int], guided: bool
     ) -> MaskedState:
         """Encode both guidance branches with the language model. Raises ValueError for CONDITIONING of other models."""
         prompts = [self.features(conditioning, batch, "positive")]
         if guided:
-            # The unconditional branch asks for an unspecified image, as an empty prompt does. A negative prompt
-            # replaces it.
-            other = negative if negative is not None else self.encode_prompt("")
-            prompts.append(self.features(other, batch, "negative"))
+            other = self.features(negative, batch, "negative")
+            if other is None:  # the unconditional branch asks for an unspecified image, as an empty prompt does
+                other = self.features(self.encode_prompt(""), batch, "positive")
+            prompts.append(other)
         lengths = torch.tensor([p.shape[1] for p in prompts], device=self.device).repeat_interleave(batch)
         longest = max(p.shape[1] for p in prompts)
         ids = torch.cat([F.pad(p[..., 0].long(), (0, longest - p.shape[1])) for p in prompts])
@@ -79,37 +89,20 @@ class HarmonModel(MaskedModel):
         return super().run_bytes(rows, tokens, draws) + language * self.dtype.itemsize
 
 
-class ChatTokenizer:
-    """Prompt -> token ids as features [1, n, 1] (fp32, exact): the language model embeds them."""
+def prompt_ids(tokenizer: Tokenizer, request: str) -> list[int]:
+    """A conversation in which the user says ``request``. Raises CheckpointError for the tokenizer of another model."""
+    for token in _SPECIALS:
+        tokenizer.id(token)
+    return tokenizer.ids(f"<|im_start|>user\n{request}<|im_end|>\n<|im_start|>assistant\n")
 
-    def __init__(self, folder: Path, vocab: int):
-        self.folder, self.vocab, self._tokenizer = folder, vocab, None
 
-    def encode(self, text: str) -> Tensor:
-        """Ids of the request for this image, or for any image if ``text`` is empty.
-
-        Raises CheckpointError if the folder has no tokenizer of this language model.
-        """
-        if self._tokenizer is None:
-            self._tokenizer = self._load()
-        request = f"Generate an image: {text.strip()}" if text.strip() else "Generate an image."
-        with readable(self.folder):
-            ids = self._tokenizer.encode(_TEMPLATE.format(request))
-        if max(ids) >= self.vocab:
-            raise CheckpointError(f"{self.folder} has the tokenizer of another model: its ids exceed this model's "
-                                  f"vocabulary of {self.vocab}.")
-        return features_of(ids)
-
-    def _load(self):
-        with readable(self.folder, " as Qwen2.5's tokenizer (tokenizer.json, or vocab.json and merges.txt, and "
-                      "tokenizer_config.json)"):
-            tokenizer = read_qwen2(self.folder)
-        if "<|im_start|>" not in tokenizer.get_vocab() or len(tokenizer) > self.vocab:
-            raise CheckpointError(
-                f"{self.folder} has the tokenizer of another model ({len(tokenizer)} tokens): this one needs "
-                f"Qwen2.5's, with <|im_start|> and at most {self.vocab} tokens."
-            )
-        return tokenizer
+def prompt_encoder(tokenizer: Tokenizer, grid: tuple[int, int]) -> TextEncoder:
+    """Formats prompts as the authors do: a prompt becomes "Generate an image: ...", without one any image is asked for;
+    a negative prompt is all that the user says."""
+    return TextEncoder(
+        lambda text, _size: prompt_ids(tokenizer, f"Generate an image: {text}" if text else _ANY), grid,
+        write_negative=lambda text, _size: prompt_ids(tokenizer, text),
+    )
 
 
 def recognise(tensors: dict[str, Tensor]) -> bool:
@@ -149,23 +142,23 @@ def load(
         raise
     except (KeyError, IndexError, ValueError) as error:  # a tensor that determines a size is missing or misshapen
         raise CheckpointError(f"{path.name} is incomplete or damaged ({error}). Download it again.") from error
-    encoder = tokenizer(path, backbone.llm.vocab, search)
+    grid = legal_grid(grid or meta.get("grid", _GRID))
+    encoder = prompt_encoder(open_tokenizer(path, backbone.llm.vocab, search), grid)
     model = HarmonModel(backbone, head, _NAME, meta.get("scale", mar.SCALE), defaults, encoder)
-    model.grid = legal_grid(grid or meta.get("grid", _GRID))
+    model.grid = grid
     weights = renamed(tensors, {"mar.diffloss.": "head.", "": "backbone."})
     model.dtype = dtype
     return load_weights(model, weights, checkpoint, dtype, precise=mar.PRECISE)
 
 
-def tokenizer(path: Path, vocab: int, search: Sequence[Path]) -> PromptEncoder:
-    """Qwen2.5's tokenizer in the model's folder, or in a folder of a known name there or in the search folders."""
-    folders = [path.parent, *(folder / name for folder in (path.parent, *search) for name in _TOKENIZERS)]
-    for folder in folders:
-        if (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file():
-            return ChatTokenizer(folder, vocab)
-    return MissingEncoder(
+def open_tokenizer(path: Path, vocab: int, search: Sequence[Path]) -> Tokenizer:
+    """Qwen2.5's tokenizer in the model's folder, or in a folder of a known name there or in the search folders. vocab:
+    ids of the language model."""
+    return Tokenizer(
+        find_tokenizer(path, _TOKENIZERS, search, ("tokenizer.json", "vocab.json")),
         f"{path.name} reads prompts through Qwen2.5's tokenizer, which was not found. Put a folder {_TOKENIZERS[1]} "
-        "with its tokenizer.json and tokenizer_config.json into models/text_encoders."
+        "with its tokenizer.json into models/text_encoders.",
+        _SPECIALS if vocab == _VOCAB else None, vocab,
     )
 
 

@@ -57,6 +57,7 @@ _SKIPPED = (
     "model.vision_model.", "model.aligner.", "model.vqmodel.", "lm_head.",
 )  # fmt: skip
 _BEGIN, _PAD, _IMAGE = "<｜begin▁of▁sentence｜>", "<｜▁pad▁｜>", "<begin_of_image>"
+_PLACEHOLDER = "<image_placeholder>"  # of an image that is read
 
 
 def recognise(tensors: Collection[str]) -> bool:
@@ -89,7 +90,7 @@ def load(
     tokenizer = Tokenizer(find_tokenizer(path, (folder,), search), (
         f"{folder} reads prompts through tokenizer.json, which was not found. Put that of deepseek-ai/{folder} into "
         f"the folder {path.parent}."
-    ))  # fmt: skip
+    ), stated_ids(checkpoint), words)  # fmt: skip
     with torch.device("meta"):
         backbone = Backbone(config, operations)
         backbone.tok_embeddings = CodeEmbedding(codes, code_dim, config.dim, operations)
@@ -97,7 +98,7 @@ def load(
         prefix = TextPrefix(words, config.dim, partial(without_words, tokenizer), operations)
     model = DiscreteModel(
         backbone, prefix, "janus-pro", own, SamplingParams(**meta.get("defaults", {"cfg": 5.0})),
-        TextEncoder(partial(written, tokenizer, words), own), meta.get("pixels_per_token", 16),
+        TextEncoder(partial(written, tokenizer), own), meta.get("pixels_per_token", 16),
         positions=SequencePositions(rope_theta(settings)), longest=positive(settings, "max_position_embeddings", 16384),
     )
     model.dtype = dtype
@@ -147,16 +148,22 @@ def grid_of(checkpoint: Checkpoint) -> tuple[int, int]:
     return legal_grid((side, side))
 
 
-def written(tokenizer: Tokenizer, words: int, text: str, _grid: tuple[int, int]) -> list[int]:
+def stated_ids(checkpoint: Checkpoint) -> dict[str, int]:
+    """Special tokens -> ids by transformers' config.json and generation_config.json, as far as there are any."""
+    settings = checkpoint.settings
+    beside = read_settings(checkpoint.path.parent / "generation_config.json") if settings else {}
+    found = {
+        _PLACEHOLDER: settings.get("image_token_id"), _BEGIN: beside.get("bos_token_id"),
+        _PAD: beside.get("pad_token_id"), _IMAGE: (beside.get("generation_kwargs") or {}).get("boi_token_id"),
+    }  # fmt: skip
+    return {token: id for token, id in found.items() if id is not None}
+
+
+def written(tokenizer: Tokenizer, text: str, _grid: tuple[int, int]) -> list[int]:
     """A conversation in which the user asks for ``text`` and the assistant starts an image.
 
     Raises CheckpointError for the tokenizer of another model.
     """
-    if len(tokenizer) > words:
-        raise CheckpointError(
-            f"{tokenizer.file} has {len(tokenizer)} tokens, but the model {words}: they do not match. "
-            "Use the tokenizer that was released with the model."
-        )
     said = text.strip()
     asked = f"<|User|>: {said}\n\n<|Assistant|>:" if said else "<|User|>:<|Assistant|>:"
     return [tokenizer.id(_BEGIN), *tokenizer.ids(asked), tokenizer.id(_IMAGE)]

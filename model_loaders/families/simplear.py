@@ -1,7 +1,7 @@
 """SimpleAR (Wang et al., arXiv:2504.11455): a Qwen2 language model whose last ids are the codes of Cosmos DV8x16x16.
 
-Reads the released Hugging Face folders, and single files in their naming. The id of code k is k + the length of the
-tokenizer.
+Reads the released Hugging Face folders, and single files in their naming. The id of code k is k + the number of text
+tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ _HEADS = {896: 14, 1536: 12}
 _CODES, _WORDS = 64_000, 151_672  # of the released models, whose embeddings may have unused rows after them
 _GRIDS = ((64, 64), (32, 32))
 _REPOSITORIES = ("SimpleAR-1.5B-RL", "SimpleAR-1.5B-SFT", "SimpleAR-0.5B-RL", "SimpleAR-0.5B-SFT")
-_BEGIN, _END = "<|t2i|>", "<|soi|>"
+_ADDED = ("<|t2i|>", "<|i2t|>", "<|soi|>", "<|vtokens|>", "<|t2v|>", "<|v2t|>", "<|sov|>")  # the last text tokens
+_BEGIN, _END = _ADDED[0], _ADDED[2]
 _PROMPT = "A highly realistic image of {}"
 _NEGATIVE = (
     "An image of aerial view, overexposed, low quality, deformation, a poor composition, bad hands, bad teeth, bad "
@@ -70,9 +71,10 @@ def load(
     """
     path, tensors, settings = checkpoint.path, checkpoint.tensors, text_settings(checkpoint)
     meta = checkpoint.own_settings
-    tokenizer = open_tokenizer(path, search)
     table, codes = matrix(tensors, _TABLE, path), meta.get("codes", _CODES)
-    first = first_code(tokenizer, len(table), codes, meta.get("words"), path)
+    known = meta.get("words", _WORDS if len(table) >= _WORDS + codes else None)
+    tokenizer = open_tokenizer(path, search, known)
+    first = first_code(tokenizer, len(table), codes, known, path)
     grids = (legal_grid(meta["grid"]),) if "grid" in meta else _GRIDS
     if grid and tuple(grid) not in grids:
         sizes = " or ".join(f"{rows} x {cols}" for rows, cols in grids)
@@ -105,29 +107,38 @@ def load(
     return load_weights(model, weights, checkpoint, dtype)
 
 
-def open_tokenizer(path: Path, search: Sequence[Path]) -> Tokenizer:
-    """The tokenizer in the model's folder, or in a folder of a released name there or in the search folders."""
+def open_tokenizer(path: Path, search: Sequence[Path], words: int | None) -> Tokenizer:
+    """The tokenizer in the model's folder, or in a folder of a released name there or in the search folders. words: the
+    number of its tokens, if it is known."""
     folder = path.parent if path.name in WEIGHT_FILES else path.parent / path.stem
     repository = folder.name if folder.name in _REPOSITORIES else _REPOSITORIES[0]
     return Tokenizer(
-        find_tokenizer(path, _REPOSITORIES, search) or find_tokenizer(path, _REPOSITORIES, search, "vocab.json"),
+        find_tokenizer(path, _REPOSITORIES, search, ("tokenizer.json", "vocab.json")),
         f"{path.name} reads prompts through its tokenizer, which was not found. Put tokenizer.json of "
         f"Daniel0724/{repository} into {folder}.",
+        {} if words is None else {token: words - len(_ADDED) + i for i, token in enumerate(_ADDED)},
     )
 
 
-def first_code(tokenizer: Tokenizer, rows: int, codes: int, stated: int | None, path: Path) -> int:
-    """Id of image code 0 in a vocabulary of ``rows``: the length of the tokenizer; without one, by metadata or the
-    released sizes.
+def first_code(tokenizer: Tokenizer, rows: int, codes: int, known: int | None, path: Path) -> int:
+    """Id of image code 0 in a vocabulary of ``rows``: the number of text tokens, as ``known`` by metadata or from the
+    released models, or else the length of the tokenizer.
 
-    Raises CheckpointError if the vocabulary is too small for the codes.
+    Raises CheckpointError if the vocabulary is too small for the codes, and for a tokenizer of another length.
     """
+    first = known or _WORDS
+    source = f"the {first} tokens of its text vocabulary"
     if tokenizer.file is not None:
-        first, source = len(tokenizer), f"the {len(tokenizer)} tokens of {tokenizer.file}"
+        count = len(tokenizer)
         for token in (_BEGIN, _END):
             tokenizer.id(token)
-    else:
-        first, source = stated or _WORDS, f"the {stated or _WORDS} tokens of its text vocabulary"
+        if known not in (None, count):
+            raise CheckpointError(
+                f"{tokenizer.file} has {count} tokens, but the text vocabulary of {path.name} {known}, after which the "
+                "image codes follow: it is the tokenizer of another model. Use the one released with it; if the model "
+                'was trained with this one, state "words" under "specar" in config.json.'
+            )
+        first, source = count, f"the {count} tokens of {tokenizer.file}"
     if first + codes > rows:
         raise CheckpointError(
             f"{path.name} has a vocabulary of {rows}, too small for {source} and {codes} image codes. It is a Qwen2 "

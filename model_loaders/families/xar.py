@@ -73,12 +73,11 @@ class CellModel(ContinuousBase):
         """
         self.check_grid(*grid)
         numbers = [self.features(conditioning, batch, "positive")[:, 0, 0].long()]
-        if guided and negative is not None:
-            numbers.append(self.features(negative, batch, "negative")[:, 0, 0].long())
+        if guided:
+            other, null = self.features(negative, batch, "negative"), self.backbone.config.classes
+            numbers.append(torch.full_like(numbers[0], null) if other is None else other[:, 0, 0].long())
         for given in numbers:
             check_class(given, self.backbone.config.classes)
-        if guided and negative is None:
-            numbers.append(torch.full_like(numbers[0], self.backbone.config.classes))
         return CellState(self.backbone.class_emb(torch.cat(numbers)).to(self.dtype))
 
     def predict(

@@ -12,10 +12,10 @@ from ..files.errors import CheckpointError
 from .language_model import Tokenizer, find_tokenizer
 
 CELL = 32  # side in pixels of the cells in which Lumina-mGPT measures images
-BEGIN, END, ROW_END, TURN_END = "<racm3:break>", "<eoss>", "<reserved08799>", "<reserved08706>"
+BOS, BEGIN, END, ROW_END, TURN_END = "<s>", "<racm3:break>", "<eoss>", "<reserved08799>", "<reserved08706>"
 LUMINA2_WORDS = 171385
 _RELEASED = {  # words -> id of the first code, number of codes, special tokens, patch
-    65536: (4, 8192, {"<s>": 0, END: 8196, BEGIN: 8197} | {f"<reserved{n:05}>": n + 4 for n in range(8706, 9000)}, 16),
+    65536: (4, 8192, {BOS: 0, END: 8196, BEGIN: 8197} | {f"<reserved{n:05}>": n + 4 for n in range(8706, 9000)}, 16),
     LUMINA2_WORDS: (155000, 16384, {BEGIN: 151665, END: 151666}
                     | {f"<reserved{n:05}>": n + 142871 for n in range(8796, 8900)}, 8),
 }  # fmt: skip
@@ -69,25 +69,22 @@ class Vocabulary:
         return self.ids[token]
 
 
-def open_tokenizer(name: str, source: str, path: Path, folders: Sequence[str], search: Sequence[Path]) -> Tokenizer:
+def open_tokenizer(
+    name: str, source: str, words: Vocabulary, tokens: Sequence[str], path: Path, folders: Sequence[str],
+    search: Sequence[Path],
+) -> Tokenizer:
     """The tokenizer in a model's own folder, or in one of ``folders``, which were released with the same. name and
-    source: of the model, and of the repository that has it, for the error message."""
+    source: of the model, and of the repository that has it, for the error message. tokens: special tokens to which it
+    must give the same ids as ``words``, if they are there."""
     return Tokenizer(find_tokenizer(path, folders, search), (
         f"{name} reads prompts through tokenizer.json, which was not found. Put the one of {source} into the folder "
         f"{path.parent}."
-    ))  # fmt: skip
-
-
-def check_tokenizer(words: Vocabulary, tokenizer: Tokenizer, tokens: Sequence[str]) -> None:
-    """Raise CheckpointError unless the tokenizer gives ``tokens`` the same ids as the model."""
-    if any(tokenizer.id(token) != words[token] for token in tokens):
-        raise CheckpointError(f"{tokenizer.file} is the tokenizer of another model. Use the one released with it.")
+    ), {token: words.ids[token] for token in tokens if token in words.ids})  # fmt: skip
 
 
 def message_ids(words: Vocabulary, tokenizer: Tokenizer, text: str) -> list[int]:
     """A user's message: <s>, text, end of turn. Raises CheckpointError for the tokenizer of another model."""
-    check_tokenizer(words, tokenizer, (BEGIN,))
-    return [words["<s>"], *tokenizer.ids(text), words[TURN_END]]
+    return [words[BOS], *tokenizer.ids(text), words[TURN_END]]
 
 
 # Lumina-mGPT, both versions
@@ -95,7 +92,7 @@ def message_ids(words: Vocabulary, tokenizer: Tokenizer, text: str) -> list[int]
 
 def lumina_opening(words: Vocabulary, grid: tuple[int, int]) -> list[int]:
     """The start of an image: begin of image, height and width in cells. Alone it is the unconditional prompt."""
-    return [words[token] for token in _opening(words, grid)]
+    return [words[token] for token in opening_tokens(words, grid)]
 
 
 def lumina_prompt(words: Vocabulary, tokenizer: Tokenizer, text: str, grid: tuple[int, int]) -> list[int]:
@@ -106,18 +103,23 @@ def lumina_prompt(words: Vocabulary, tokenizer: Tokenizer, text: str, grid: tupl
 def lumina2_prompt(words: Vocabulary, tokenizer: Tokenizer, text: str, grid: tuple[int, int]) -> list[int]:
     """The same in Lumina-mGPT 2.0, whose tokenizer is Qwen's: another first token, and the end of the turn is part of
     the text. Raises CheckpointError for the tokenizer of another model."""
-    check_tokenizer(words, tokenizer, (*_opening(words, grid), END, ROW_END))
     text = _instruction(words, text, grid) + TURN_END
     return [tokenizer.first, *tokenizer.ids(text), *lumina_opening(words, grid)]
 
 
-def _opening(words: Vocabulary, grid: tuple[int, int]) -> list[str]:
+def opening_tokens(words: Vocabulary, grid: tuple[int, int]) -> list[str]:
+    """The special tokens at the start of an image."""
     return [BEGIN, *(f"<reserved{8800 + side * words.patch // CELL:05}>" for side in grid)]
 
 
 def _instruction(words: Vocabulary, text: str, grid: tuple[int, int]) -> str:
     height, width = (side * words.patch for side in grid)
     return f"Generate an image of {width}x{height} according to the following prompt:\n{text}"
+
+
+def lumina_tokens(words: Vocabulary, grids: Sequence[tuple[int, int]]) -> set[str]:
+    """The special tokens of images of these grids."""
+    return {END, ROW_END}.union(*(opening_tokens(words, grid) for grid in grids))
 
 
 # Anole
@@ -130,4 +132,4 @@ def anole_prompt(words: Vocabulary, tokenizer: Tokenizer, text: str, _grid: tupl
 
 def anole_null(words: Vocabulary, _grid: tuple[int, int]) -> list[int]:
     """The unconditional prompt."""
-    return [words["<s>"], words[BEGIN]]
+    return [words[BOS], words[BEGIN]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from math import inf
@@ -176,13 +176,13 @@ def named(tensors: Mapping[str, Tensor], name: str, path: Path) -> Tensor:
 
 
 def find_tokenizer(
-    path: Path, names: Sequence[str], search: Sequence[Path], file: str = "tokenizer.json"
+    path: Path, names: Sequence[str], search: Sequence[Path], files: Sequence[str] = ("tokenizer.json",)
 ) -> Path | None:
-    """The file ``file`` in the model's Hugging Face folder, in the folder named as the weight file, or in one of the
-    folders ``names`` beside it or in the search folders."""
+    """The first of ``files`` in the model's Hugging Face folder, in the folder named as the weight file, or in one of
+    the folders ``names`` beside it or in the search folders."""
     own = [path.parent, path.parent / path.stem]
     folders = [*own, *(folder / name for folder in (path.parent, path.parent.parent, *search) for name in names)]
-    return next((folder / file for folder in folders if (folder / file).is_file()), None)
+    return next((folder / file for folder in folders for file in files if (folder / file).is_file()), None)
 
 
 @contextmanager
@@ -199,19 +199,45 @@ def readable(path: Path, wanted: str = "") -> Iterator[None]:
         raise CheckpointError(f"{path} cannot be read{wanted}: {error}. Download it again.") from error
 
 
+def check_ids(file: Path, stated: Mapping[str, int], id_of: Callable[[str], int | None]) -> None:
+    """Raise CheckpointError unless the tokenizer ``file`` gives special tokens the ids ``stated`` by the model's own
+    files (or, where these state none, those of the released models)."""
+    for token, wanted in stated.items():
+        if (found := id_of(token)) != wanted:
+            has = "has no token" if found is None else f"has the id {found} for"
+            raise CheckpointError(f"{file} {has} {token}, which has the id {wanted} in the model's files: it is the "
+                                  "tokenizer of another model. Use the one released with it.")
+
+
 class Tokenizer:
     """A language model's tokenizer, opened on first use: its tokenizer.json, or the vocab.json of Qwen2 with merges.txt
-    and added_tokens.json beside it. file None: it was not found; ``missing`` is the error message."""
+    and added_tokens.json beside it.
 
-    def __init__(self, file: Path | None, missing: str):
-        self.file, self.missing, self._opened = file, missing, None
+    file None: it was not found; ``missing`` is the error message. stated: see check_ids. words: ids that the model has
+    for text (None: not known here). What the file says about cutting or padding texts is not used: programs save there
+    how they called the tokenizer last.
+    """
+
+    def __init__(
+        self, file: Path | None, missing: str, stated: Mapping[str, int] | None = None, words: int | None = None
+    ):
+        self.file, self.missing, self.stated, self.words = file, missing, stated or {}, words
+        self._opened = None
 
     def _open(self):
         if self.file is None:
             raise FileNotFoundError(self.missing)
         if self._opened is None:
             with readable(self.file):
-                self._opened = _read_tokenizer(self.file)
+                opened = _read_tokenizer(self.file)
+            opened.no_truncation()
+            opened.no_padding()
+            count = opened.get_vocab_size()
+            if self.words is not None and count > self.words:
+                raise CheckpointError(f"{self.file} has {count} tokens, but the model {self.words}: it is the "
+                                      "tokenizer of another model. Use the one released with it.")
+            check_ids(self.file, self.stated, opened.token_to_id)
+            self._opened = opened
         return self._opened
 
     def ids(self, text: str) -> list[int]:
@@ -219,6 +245,13 @@ class Tokenizer:
         opened = self._open()
         with readable(self.file):
             return opened.encode(text, add_special_tokens=False).ids
+
+    def beyond(self, text: str, count: int) -> str:
+        """The part of a string that lies beyond its first ``count`` tokens."""
+        opened = self._open()
+        with readable(self.file):
+            ends = [end for _, end in opened.encode(text, add_special_tokens=False).offsets]
+        return text[ends[count - 1] :].strip() if len(ends) > count else ""
 
     def id(self, token: str) -> int:
         """Id of one token. Raises CheckpointError if the tokenizer does not have it."""
@@ -251,18 +284,16 @@ class Tokenizer:
 
 
 def _read_tokenizer(file: Path):
-    if file.name == "vocab.json":
-        return read_qwen2(file.parent).backend_tokenizer
+    """The tokenizers.Tokenizer of a file. Raises exceptions of its libraries, CheckpointError for files that are too
+    large."""
     import tokenizers
 
-    refuse_large(file, _LARGEST_TOKENIZER)
-    return tokenizers.Tokenizer.from_file(str(file))
-
-
-def read_qwen2(folder: Path):
-    """Qwen2's tokenizer of transformers. Raises its exceptions, and CheckpointError for files that are too large."""
+    if file.name != "vocab.json":
+        refuse_large(file, _LARGEST_TOKENIZER)
+        return tokenizers.Tokenizer.from_file(str(file))
     from transformers import Qwen2TokenizerFast
 
-    for file in (*folder.glob("*.json"), *folder.glob("*.txt"), *folder.glob("*.jinja")):
-        refuse_large(file, _LARGEST_TOKENIZER)
-    return Qwen2TokenizerFast.from_pretrained(folder, local_files_only=True)
+    for each in (*file.parent.glob("*.json"), *file.parent.glob("*.txt"), *file.parent.glob("*.jinja")):
+        refuse_large(each, _LARGEST_TOKENIZER)
+    with readable(file, " as Qwen2's tokenizer, to which merges.txt and tokenizer_config.json belong"):
+        return Qwen2TokenizerFast.from_pretrained(file.parent, local_files_only=True).backend_tokenizer

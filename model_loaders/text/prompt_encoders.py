@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from textwrap import shorten
 from typing import Protocol
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..files.checkpoint import CheckpointError, open_checkpoint
 
-log = logging.getLogger(__name__)
+SHOWN = 300  # characters of a prompt in a notice
 
 
 class PromptEncoder(Protocol):
@@ -26,8 +26,12 @@ class PromptEncoder(Protocol):
         """Features [1, n, F] (fp32, CPU) of a prompt, valid slots only; raises ValueError with a remedy."""
         ...
 
+    def notices(self, text: str) -> list[str]:
+        """What of a prompt ``encode`` leaves out, a sentence each."""
+        return []
 
-class WordEncoder:
+
+class WordEncoder(PromptEncoder):
     """One learned vector per known word: the bundled model's text encoder.
 
     "... on a blue background" becomes the single word ``bg_blue``. Stop words are removed, synonyms replaced, and at
@@ -77,9 +81,19 @@ class WordEncoder:
         words += [*self.synonyms, *self.backgrounds, "background"]
         return "".join(get_close_matches(word, words, 1, cutoff=0.75))
 
+    def notices(self, text: str) -> list[str]:
+        """Unknown words, each with the known one that it resembles, and known words beyond the slots."""
+        known, unknown = self.parse(text)
+        hints = ((word, self.resembling(word)) for word in unknown)
+        named = [f"{word} ({like}?)" if like else word for word, like in hints]
+        return [
+            *([f"The model does not know these words and ignores them: {', '.join(named)}."] if named else []),
+            *left_out(self.slots, "words of a prompt", ", ".join(known[self.slots :])),
+        ]
+
     def encode(self, text: str) -> Tensor:
         """Features [1, n, F]. Raises ValueError if no word is known."""
-        known, unknown = self.parse(text)
+        known, _ = self.parse(text)
         if not known:
             some = ", ".join([w for w in self.words if not w.startswith("bg_")][:40])
             raise ValueError(
@@ -87,9 +101,12 @@ class WordEncoder:
                 f"vocabulary; words it knows include: {some}. The model card, assets/default/README.md, "
                 "lists all of them."
             )
-        if unknown:
-            log.warning("The bundled model does not know: %s (ignored).", ", ".join(unknown))
         return self.table[[self.index[word] for word in known[: self.slots]]][None]
+
+
+def left_out(slots: int, units: str, rest: str) -> list[str]:
+    """What to say where an encoder of so many slots leaves out the ``rest`` of a prompt; nothing if that is empty."""
+    return [f"The model reads at most {slots} {units} and leaves out: {shorten(rest, SHOWN)}."] * bool(rest)
 
 
 def features_of(ids: Sequence[int]) -> Tensor:
@@ -98,7 +115,7 @@ def features_of(ids: Sequence[int]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class TextEncoder:
+class TextEncoder(PromptEncoder):
     """The tokenizer of a language model, with the prompt template of its training.
 
     write: (prompt, grid (rows, cols) of the image) -> all ids before the first image token. grid: the default grid.
@@ -112,11 +129,10 @@ class TextEncoder:
     def encode(self, text: str, grid: tuple[int, int] | None = None, negative: bool = False) -> Tensor:
         """Ids [1, n, 1] (fp32) of a prompt. Raises FileNotFoundError or CheckpointError if there is no tokenizer."""
         write = self.write_negative if negative and self.write_negative else self.write
-        text = text.encode("utf-8", "replace").decode()  # JSON may contain lone surrogates, which are not characters
         return features_of(write(text, grid or self.grid))
 
 
-class ClassEncoder:
+class ClassEncoder(PromptEncoder):
     """A class name or number instead of a prompt (class-conditional models)."""
 
     def __init__(self, classes: int, names: list[str] | None = None):
@@ -138,7 +154,7 @@ class ClassEncoder:
         )
 
 
-class MissingEncoder:
+class MissingEncoder(PromptEncoder):
     """Placeholder for a text encoder that was not found; raises the error when it is used."""
 
     def __init__(self, message: str):

@@ -8,24 +8,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .prompt_encoders import PromptEncoder, TextEncoder, WordEncoder, features_of
+from . import prompt_settings
+from .prompt_encoders import ClassEncoder, PromptEncoder, TextEncoder, WordEncoder, features_of
 
 Conditioning = list  # ComfyUI's CONDITIONING: [[features [1 or B, n, F], {"ar": {"family": ..., "text": ...}}]]
 
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """Content of a CONDITIONING: features [1 or B, n, F] on the model's device, and the prompt they encode."""
+    """Content of a CONDITIONING: features [1 or B, n, F] on the model's device, and the prompt they encode (None: it is
+    unknown)."""
 
     features: Tensor
-    text: str
+    text: str | None
 
 
-def prompt_text(prompt: Conditioning | EncodedPrompt | None) -> str:
-    """The text of a prompt; "" if it is unknown or there is no prompt."""
+def prompt_text(prompt: Conditioning | EncodedPrompt | None) -> str | None:
+    """The text of a prompt; None if it is unknown or there is no prompt."""
     if isinstance(prompt, EncodedPrompt):
         return prompt.text
-    return prompt[0][1]["ar"].get("text", "") if prompt else ""
+    return prompt[0][1]["ar"].get("text") if prompt else None
 
 
 class Prompted:
@@ -33,30 +35,52 @@ class Prompted:
 
     family: str
     prompt_encoder: PromptEncoder
+    pixels_per_token: int
     device: torch.device
 
     def encode_prompt(self, text: str) -> Conditioning:
-        """CONDITIONING of a prompt (or of a class name or number). Raises ValueError with a remedy, TypeError for
-        what is no text."""
+        """CONDITIONING of a prompt (or of a class name or number). As a negative prompt, an empty text is none: the
+        model's own unconditional prompt takes its place.
+
+        Raises ValueError with a remedy, TypeError for what is no text.
+        """
         if not isinstance(text, str):
             raise TypeError(f"The prompt is {text!r}, but must be a text.")
+        text = text.encode("utf-8", "replace").decode()  # JSON may contain lone surrogates, which are not characters
+        if not text and isinstance(self.prompt_encoder, WordEncoder | ClassEncoder):  # which have nothing to encode
+            return self.encode_features(torch.zeros(1, 0, 1), text=text)
         return self.encode_features(self.prompt_encoder.encode(text), text=text)
 
     def unknown_words(self, text: str) -> list[str]:
         """Words of a prompt that the model ignores, because it was not trained with them."""
         return self.prompt_encoder.parse(text)[1] if isinstance(self.prompt_encoder, WordEncoder) else []
 
-    def unknown_words_with_hints(self, text: str) -> list[str]:
-        """The same words, each with the known word that it resembles, if any: "aple (apple?)"."""
-        hints = ((word, self.prompt_encoder.resembling(word)) for word in self.unknown_words(text))
-        return [f"{word} ({known}?)" if known else word for word, known in hints]
+    def notices(
+        self, positive: Conditioning | EncodedPrompt, negative: Conditioning | EncodedPrompt | None, guided: bool,
+        grid: tuple[int, int],
+    ) -> tuple[str, ...]:
+        """What the model does not use of the prompts of a run on ``grid`` (rows, cols), ``read`` before, a sentence
+        each. guided: is there a second branch."""
+        if prompt_text(negative) == "":  # which is none
+            negative = None
+        pixels = grid[0] * self.pixels_per_token, grid[1] * self.pixels_per_token
+        prompts = {"positive": positive} | ({"negative": negative} if negative is not None and guided else {})
+        found = []
+        for name, prompt in prompts.items():
+            found += self.prompt_encoder.notices(prompt_text(prompt) or "")
+            if settings := prompt_settings.ignored(prompt[0][1] if isinstance(prompt, list) else {}, pixels):
+                found.append(f"AR models do not use what is set on the {name} prompt: {', '.join(settings)}.")
+        if negative is not None and not guided:
+            found.append("The negative prompt is not used, because cfg is 1. Set cfg above 1 to use it.")
+        return tuple(dict.fromkeys(found))
 
     def encode_class(self, number: int) -> Conditioning:
         """CONDITIONING of a class number, for class-conditional models."""
         return self.encode_prompt(str(number))
 
-    def encode_features(self, features: Tensor, mask: Tensor | None = None, text: str = "") -> Conditioning:
-        """CONDITIONING of features [1, n, F]; only the slots that are set in mask [1, n] (bool) are kept."""
+    def encode_features(self, features: Tensor, mask: Tensor | None = None, text: str | None = None) -> Conditioning:
+        """CONDITIONING of features [1, n, F]; only the slots that are set in mask [1, n] (bool) are kept. text: the
+        prompt that they encode, if it is known."""
         if mask is not None:
             features = features[:, mask[0].bool()]
         return [[features, {"ar": {"family": self.family, "text": text}}]]
@@ -66,15 +90,18 @@ class Prompted:
         return self.encode_features(features_of(ids))
 
     def read(
-        self, conditioning: Conditioning | EncodedPrompt, batch: int, name: str, grid: tuple[int, int] | None = None
-    ) -> EncodedPrompt:
-        """The prompt of a CONDITIONING for ``batch`` images of ``grid`` (rows, cols).
+        self, conditioning: Conditioning | EncodedPrompt | None, batch: int, name: str,
+        grid: tuple[int, int] | None = None,
+    ) -> EncodedPrompt | None:
+        """The prompt of a CONDITIONING for ``batch`` images of ``grid`` (rows, cols); None for no negative prompt,
+        which an empty one is, too.
 
         An EncodedPrompt is returned unchanged. A prompt whose template contains the image size is encoded again for
         each grid, and so is a negative one with another template. Raises ValueError for a CONDITIONING of another
         model, or one that was changed, TypeError for anything else.
         """
-        if isinstance(conditioning, EncodedPrompt):
+        negative = name == "negative"
+        if isinstance(conditioning, EncodedPrompt) or (negative and conditioning is None):
             return conditioning
         if not isinstance(conditioning, list):
             raise TypeError(f"The {name} prompt is {conditioning!r}, but must be a CONDITIONING: that of CLIP Text "
@@ -87,14 +114,22 @@ class Prompted:
         if family != self.family:
             origin = f"was encoded for {family}" if family else "does not come from this pack's CLIP"
             raise ValueError(f"{name} {origin}, but the model is {self.family}. Encode it with this model's CLIP.")
+        if brought := prompt_settings.refused(extra):
+            raise ValueError(f"{name} comes with {brought}, which AR models cannot use. Connect CLIP Text Encode "
+                             "directly, without the node that adds it.")
+        text = own.get("text")
+        if negative and text == "":
+            return None
+        if text == "" and not features.numel():
+            raise ValueError(f"The {name} prompt is empty. Enter a prompt.")
         if features.shape[0] not in (1, batch):
             raise ValueError(f"{name} holds {features.shape[0]} prompts for a batch of {batch}. Use 1 or {batch}.")
-        if own.get("text") and isinstance(self.prompt_encoder, TextEncoder):
-            if not torch.equal(features.cpu(), self.prompt_encoder.encode(own["text"])):
+        if text is not None and isinstance(self.prompt_encoder, TextEncoder):
+            if not torch.equal(features.cpu(), self.prompt_encoder.encode(text)):
                 raise ValueError(
                     f"{name} was changed by another node (zeroed, joined, averaged ...), or encoded by another model's "
                     "CLIP. This model reads token ids: connect CLIP Text Encode with its CLIP directly. For no "
                     "negative prompt, leave its text empty."
                 )
-            features = self.prompt_encoder.encode(own["text"], grid, name == "negative")
-        return EncodedPrompt(features.to(self.device), own.get("text", ""))
+            features = self.prompt_encoder.encode(text, grid, negative)
+        return EncodedPrompt(features.to(self.device), text)

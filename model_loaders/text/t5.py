@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,10 @@ from ..files.names import meaning
 from ..files.weights import load_weights
 from .caption_cleaning import clean_caption
 from .language_model import Tokenizer, find_tokenizer
+from .prompt_encoders import SHOWN, PromptEncoder, left_out
 
 _END = "</s>"
+_ENDS = {_END: 1}  # in every T5
 _TOKENIZERS = ("flan-t5-xl", "t5_tokenizer")  # folders; the second is ComfyUI's, with the same vocabulary
 
 
@@ -38,8 +41,8 @@ class T5(nn.Module):
         return self.encoder(input_ids=ids).last_hidden_state
 
 
-class T5Encoder:
-    """A PromptEncoder. The weights are read with the first prompt.
+class T5Encoder(PromptEncoder):
+    """The weights are read with the first prompt.
 
     weights: a file or folder; width: features per token that the model reads; slots: most tokens. clean: whether to
     clean captions as in training. ``dtype`` may be set before the first prompt; ``place`` is called with the module
@@ -58,9 +61,20 @@ class T5Encoder:
 
         Raises FileNotFoundError if there is no tokenizer, CheckpointError for one of another model.
         """
+        return [*self.tokenizer.ids(self.caption(text))[: self.slots - 1], self.tokenizer.id(_END)]
+
+    def caption(self, text: str) -> str:
+        """A prompt as the encoder reads it."""
         # Twice, as in LlamaGen's training: the second pass removes what the first leaves (a tag within a tag).
-        caption = clean_caption(clean_caption(text)) if self.clean else text.lower().strip()
-        return [*self.tokenizer.ids(caption)[: self.slots - 1], self.tokenizer.id(_END)]
+        return clean_caption(clean_caption(text)) if self.clean else text.lower().strip()
+
+    def notices(self, text: str) -> list[str]:
+        """Words that cleaning removes, and what lies beyond the slots."""
+        caption = self.caption(text)
+        removed = ", ".join(word for word in re.findall(r"\w+", text.lower()) if word not in caption)
+        cleaned = f"Removed from the prompt, as from all captions that the model learned: {shorten(removed, SHOWN)}."
+        rest = self.tokenizer.beyond(caption, self.slots - 1)
+        return [*[cleaned] * bool(removed), *left_out(self.slots, "tokens of a prompt, its end included,", rest)]
 
     def module(self) -> T5:
         """The encoder, loaded on first use. Raises CheckpointError for an unsupported or damaged file."""
@@ -93,7 +107,7 @@ def find(path: Path, slots: int, width: int, search: Sequence[Path]) -> T5Encode
         f"The tokenizer of {weights.name} was not found: tokenizer.json of the repository google/flan-t5-xl. Put it "
         f"into the folder {weights if weights.is_dir() else weights.with_suffix('')}."
     )
-    return T5Encoder(weights, Tokenizer(file, missing), slots, width)
+    return T5Encoder(weights, Tokenizer(file, missing, _ENDS), slots, width)
 
 
 def _is_encoder(entry: Path) -> bool:

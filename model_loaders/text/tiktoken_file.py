@@ -9,12 +9,13 @@ from __future__ import annotations
 import base64
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from heapq import heappop, heappush
 from pathlib import Path
 
 from ..files.checkpoint import refuse_large
 from ..files.errors import CheckpointError
+from .language_model import check_ids
 
 _LARGEST = 32 * 2**20  # bytes; Emu3's has 2.5 MB
 
@@ -22,18 +23,23 @@ _LARGEST = 32 * 2**20  # bytes; Emu3's has 2.5 MB
 class RankTokenizer:
     """A file of ranks, and the special tokens whose ids follow in this order; opened on first use.
 
-    pattern: regular expression of the pieces, in the syntax of the ``tokenizers`` library.
+    pattern: regular expression of the pieces, in the syntax of the ``tokenizers`` library. specials: all of the form
+    <|...|>. stated: see check_ids.
     """
 
-    def __init__(self, file: Path, pattern: str, specials: Sequence[str]):
-        self.file, self.pattern, self.specials = file, pattern, specials
+    def __init__(
+        self, file: Path, pattern: str, specials: Sequence[str], stated: Mapping[str, int] | None = None
+    ):
+        self.file, self.pattern, self.specials, self.stated = file, pattern, specials, stated or {}
         self._opened: tuple[Mapping[bytes, int], Mapping[str, int]] | None = None
 
     def _open(self) -> tuple[Mapping[bytes, int], Mapping[str, int]]:
         """(ranks, ids of the special tokens)."""
         if self._opened is None:
             ranks = read_ranks(self.file)
-            self._opened = ranks, {name: len(ranks) + i for i, name in enumerate(self.specials)}
+            specials = {name: len(ranks) + i for i, name in enumerate(self.specials)}
+            check_ids(self.file, self.stated, specials.get)
+            self._opened = ranks, specials
         return self._opened
 
     def ids(self, text: str) -> list[int]:
@@ -43,7 +49,7 @@ class RankTokenizer:
         ranks, specials = self._open()
         splitter = pre_tokenizers.Split(Regex(self.pattern), "isolated")
         found: list[int] = []
-        for part in re.split(r"(<\|[^|]*\|>)", unicodedata.normalize("NFC", text)):
+        for part in _divided(unicodedata.normalize("NFC", text), specials):
             if part in specials:
                 found.append(specials[part])
             elif part:
@@ -79,14 +85,39 @@ def read_ranks(file: Path) -> dict[bytes, int]:
     return ranks
 
 
+def _divided(text: str, specials: Mapping[str, int]) -> Iterator[str]:
+    """A text in parts: special tokens, and what stands between them, which may look like one."""
+    begin = 0
+    for found in re.finditer(r"<\|[^|]*\|>", text):
+        if found[0] in specials:
+            yield text[begin : found.start()]
+            yield found[0]
+            begin = found.end()
+    yield text[begin:]
+
+
 def joined(piece: bytes, ranks: Mapping[bytes, int]) -> list[int]:
-    """Ids of a piece (byte pair encoding)."""
+    """Ids of a piece (byte pair encoding): of equal ranks, the leftmost pair is joined first. n log n in its length."""
     if piece in ranks:
         return [ranks[piece]]
-    parts = [piece[i : i + 1] for i in range(len(piece))]
-    while len(parts) > 1:
-        rank, place = min((ranks.get(a + b, len(ranks)), i) for i, (a, b) in enumerate(pairwise(parts)))
-        if rank == len(ranks):
-            break
-        parts[place : place + 2] = [parts[place] + parts[place + 1]]
-    return [ranks[part] for part in parts]
+    size = len(piece)
+    stops = [*range(1, size + 1), 0]  # where the part that begins at a byte stops; 0: none begins there
+    starts = [*range(-1, size)]  # where the part that stops at a byte begins
+    pairs: list[tuple[int, int, int, int]] = []  # rank, begin, middle, stop; those of parts that are gone, too
+
+    def offer(begin: int, middle: int, stop: int) -> None:
+        if (rank := ranks.get(piece[begin:stop])) is not None:
+            heappush(pairs, (rank, begin, middle, stop))
+
+    for begin in range(size - 1):
+        offer(begin, begin + 1, begin + 2)
+    while pairs:
+        _, begin, middle, stop = heappop(pairs)
+        if stops[begin] != middle or stops[middle] != stop:
+            continue
+        stops[begin], stops[middle], starts[stop] = stop, 0, begin
+        if begin:
+            offer(starts[begin], begin, stop)
+        if stop < size:
+            offer(begin, stop, stops[stop])
+    return [ranks[piece[begin:stop]] for begin, stop in enumerate(stops) if stop]

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...model_loaders.ar_model import Conditioning, DiscreteModel
 from ...model_loaders.continuous_model import ContinuousBase
-from .messages import send
+from .messages import notify
+
+NODE = "CLIP Text Encode"
+
+
+class Tokens(str):
+    """What ``ARClip.tokenize`` gives: the whole text. Nodes for other models look for the parts of their own tokenizers
+    in it (CLIPTextEncodeFlux for "t5xxl"), and learn which node to use."""
+
+    def __getitem__(self, name: Any) -> Any:
+        raise ValueError(wrong_node(f"tokens {name!r}"))
+
+    def __setitem__(self, name: Any, value: Any) -> None:
+        raise ValueError(wrong_node(f"tokens {name!r}"))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(wrong_node(name))
 
 
 class ARClip:
@@ -17,24 +35,41 @@ class ARClip:
     def __init__(self, model: DiscreteModel | ContinuousBase):
         self._model = model
 
-    def tokenize(self, text: str, **_options: Any) -> str:
-        return text
+    def tokenize(self, text: str, **options: Any) -> Tokens:
+        """Raises ValueError for what is to be read besides the text."""
+        check_unused(options)
+        return Tokens(text)
 
-    def encode_from_tokens_scheduled(self, tokens: str, **_options: Any) -> Conditioning:
+    def encode_from_tokens_scheduled(
+        self, tokens: str, add_dict: Mapping[str, Any] | None = None, **_options: Any
+    ) -> Conditioning:
         """CONDITIONING of a prompt. Raises ValueError or FileNotFoundError with a remedy."""
-        if not tokens.strip():
-            words, conditioning = [], [[torch.zeros(1, 0, 1), {"ar": {"family": self._model.family, "text": ""}}]]
-        else:
-            try:
-                words, conditioning = self._model.unknown_words_with_hints(tokens), self._model.encode_prompt(tokens)
-            except (ValueError, FileNotFoundError) as error:
-                send("specar.unknown_words", refused=str(error))
-                raise
-        send("specar.unknown_words", words=words)  # none: takes away what was shown before
+        check_unused(add_dict or {})
+        text = str(tokens)
+        if not text.strip():
+            notify([])
+            return [[torch.zeros(1, 0, 1), {"ar": {"family": self._model.family, "text": ""}}]]
+        try:
+            conditioning = self._model.encode_prompt(text)
+            notify(self._model.prompt_encoder.notices(text))
+        except (ValueError, FileNotFoundError) as error:
+            notify([str(error)])
+            raise
         return conditioning
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"This CLIP belongs to an AR image model and has no {name}: use it with CLIP Text Encode.")
+        raise AttributeError(wrong_node(name))
+
+
+def check_unused(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for pictures, templates or sizes that a node for other models wants to be read with a text."""
+    if used := [name for name, value in options.items() if isinstance(value, Tensor) or value]:
+        raise ValueError(wrong_node(", ".join(used)))
+
+
+def wrong_node(missing: str) -> str:
+    """Error message for a use of this CLIP that needs what there is not."""
+    return f"This CLIP belongs to an AR image model and has no {missing}: use it with {NODE}."
 
 
 def text_of(conditioning: Conditioning) -> str | None:

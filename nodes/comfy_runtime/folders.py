@@ -212,9 +212,9 @@ def trace_choices() -> list[str]:
 def trace_path(choice: str) -> Path:
     """File of a choice of Load Trace. Raises FileNotFoundError if it is missing, ValueError if it is elsewhere."""
     name, root = folder_paths.annotated_filepath(choice.replace("\0", ""))
-    root = Path(root or folder_paths.get_output_directory()).resolve()
-    path = (root / name).resolve()
-    if not path.is_relative_to(root):
+    root = Path(os.path.abspath(root or folder_paths.get_output_directory()))
+    path = Path(os.path.abspath(root / name))
+    if not path.is_relative_to(root):  # by its name: a link inside may lead elsewhere, and Save Trace writes there
         raise ValueError(f"{choice[:99]} lies outside ComfyUI's folders. Choose one from the output or input folder.")
     if not os.path.isfile(path):  # unlike Path.is_file, it accepts invalid names
         raise FileNotFoundError(f"There is no trace {choice[:99]}. Write one with Save Trace, or press R to refresh.")

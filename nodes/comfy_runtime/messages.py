@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from comfy_execution.utils import get_executing_context
@@ -20,6 +21,11 @@ def leave_text(text: str) -> None:
     ends and renderers it is never seen."""
     show_text(text)
     send("specar.result", text=text)
+
+
+def notify(notices: Iterable[str]) -> None:
+    """Show sentences on the node that is executing, instead of those of its last run; none: take these away."""
+    send("specar.notices", notices=list(notices))
 
 
 def send(event: str, **data: Any) -> None:

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...model_loaders.decoders.changed_latents import CHANGED, repeated, strayed, whole_ids
 from ...model_loaders.decoders.image_decoder import ImageDecoder
 from . import models
 from .memory import out_of_memory
+from .messages import notify
 
 log = logging.getLogger(__name__)
 TILE = 256  # pixels per side, if memory runs out
@@ -33,7 +35,7 @@ class ARVae:
         latent = self._vectors(latent)
         pixels = latent.shape[2] * latent.shape[3] * self._found.area
         whole = self._in_batches(self._found.decoder.decode, latent, pixels)
-        return self.decode_tiled(latent) if whole is None else whole
+        return self._tiled(latent) if whole is None else whole
 
     def encode(self, pixels: Tensor) -> Tensor:
         """Pixels [B, H, W, 3] in 0..1 -> latents [B, C, h, w]: the mean latent, or the nearest code vectors; in tiles
@@ -47,7 +49,12 @@ class ARVae:
     ) -> Tensor:
         """As :meth:`decode`, in tiles of so many tokens that overlap. Tiles are decoded separately, so colours may
         differ slightly between them; overlaps are blended."""
-        latent, tile = self._vectors(latent), max(1, TILE // self.downscale_ratio)
+        return self._tiled(self._vectors(latent), tile_x, tile_y, overlap)
+
+    def _tiled(
+        self, latent: Tensor, tile_x: int | None = None, tile_y: int | None = None, overlap: int | None = None
+    ) -> Tensor:
+        tile = max(1, TILE // self.downscale_ratio)
         width, height = (max(1, min(side or tile, size)) for side, size in ((tile_x, latent.shape[3]),
                                                                             (tile_y, latent.shape[2])))
         self._found.load(width * height * self._found.area)
@@ -109,16 +116,21 @@ class ARVae:
         return None
 
     def _vectors(self, latent: Tensor) -> Tensor:
-        """The latent in the decoder's format. Raises ValueError for one of another kind of model."""
+        """The latent in the decoder's format, with a notice if another node changed it. Raises ValueError for one of
+        another kind of model, and for ids that were blended."""
         decoder = self._found.decoder
         if latent.ndim == 4 and latent.shape[1] == 1 != decoder.channels and isinstance(decoder, ImageDecoder):
-            return decoder.dequantize(self._checked(latent.round().long()[:, 0]))
+            latent = decoder.dequantize(self._checked(whole_ids(latent)))
         if latent.ndim != 4 or latent.shape[1] != decoder.channels:
             raise ValueError(
                 f"This latent of shape {list(latent.shape)} has {latent.shape[1]} channels, but the image decoder "
                 f"{decoder.name} reads {decoder.channels} ([images, channels, rows, columns]): it comes from another "
                 "kind of model. Connect the VAE that belongs to that model."
             )
+        changed = repeated(latent) or (isinstance(decoder, ImageDecoder) and strayed(latent, decoder.codebook))
+        if changed:
+            log.warning(CHANGED)
+        notify([CHANGED] * changed)
         return latent
 
     def _checked(self, tokens: Tensor) -> Tensor:

@@ -103,6 +103,10 @@ class ADTTree(Structure):
     flock_distance: str = setting("euclidean", options=FLOCK_DISTANCE)
     kind: ClassVar[str] = "adt"
 
+    @property
+    def sampled(self) -> bool:
+        return self.children == "sampled"
+
     def check(self) -> None:
         super().check()
         for name, (low, high), most in (("depths", self.depths, 32), ("widths", self.widths, 64)):

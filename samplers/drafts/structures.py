@@ -23,11 +23,13 @@ Extent = tuple[int, ...]  # what the host must know of a batch's plans to launch
 class Structure(ABC):
     """The shape of the drafts of a round. Structures are frozen dataclasses whose fields are their settings.
 
-    block: verify by blocks instead of token by token (chains only).
+    block: verify by blocks instead of token by token (chains only). sampled: are siblings samples from the drafter, not
+    its most likely tokens (a chain has none)?
     """
 
     kind: ClassVar[str]  # in traces
     block: bool = False
+    sampled: bool = False
 
     def check(self) -> None:
         """Raise ValueError naming the setting and its legal values."""
@@ -150,8 +152,9 @@ class Chain(_FixedShape):
 class Static(_FixedShape):
     """A tree of fixed shape with sampled children (EAGLE-1): the name of a published one, or a list of paths."""
 
-    tree: str | Sequence[Path] = "lantern_57"
+    tree: str | Sequence[Path] = "eagle_25"
     kind: ClassVar[str] = "static"
+    sampled: ClassVar[bool] = True
 
     def shape(self) -> Shape:
         return shape_of(published(self.tree) if isinstance(self.tree, str) else tuple(map(tuple, self.tree)))

@@ -36,6 +36,11 @@ class Tree:
     draft_row: Tensor | None = None
     fixed_mask: Tensor | None = None
 
+    @property
+    def sampled(self) -> bool:
+        """Are children samples from the drafter, not its most likely tokens?"""
+        return self.draft_probs is not None
+
     def children(self) -> Tensor:
         """Slots [B, M + 1, width] (int64) of the children of every slot in the order they were drafted; -1 for none."""
         batch, slots = self.token.shape

@@ -6,11 +6,12 @@ paper's trajectory alignment) both heads end in Gaussians close to each other: q
 p = N(mu_p, sigma_p).
 
 Section 3 of the paper accepts x with min(1, Sigma p(x)/q(x)), stops at the first rejection, and resamples from
-[Sigma p - q]+ by acceptance-rejection. Its published code widens both Gaussians 42 times, verifies every token of the
-block in place without seeing the drafts, and inverts Sigma. All of that is here:
+[Sigma p - q]+ by acceptance-rejection. Its published code widens both Gaussians 42 times (the paper does not), verifies
+every token of the block in place without seeing the drafts, inverts Sigma, and leaves zeros where 100 proposals of the
+residual were rejected. Here are
 
-  mode "block"   verify every token in place, and replace a rejected one by the target's own sample. Fast; approximate
-                 within ``tolerance``.
+  mode "block"   verify every token in place, as that code does, but replace a rejected one by the target's own sample,
+                 not by one of the residual. Fast; approximate within ``tolerance``.
   mode "prefix"  the paper's algorithm 1: the first rejection ends the block; without one, one more token is sampled.
   mode "exact"   "prefix" without widening and without Sigma, where both models add the noise of their last step: given
                  the shared noise this is ordinary speculative sampling between two Gaussians, and exact. (MAR itself
@@ -89,9 +90,9 @@ class ContinuousSpeculative(Method):
     mode: see above. condition: what the target sees of a block when it verifies a token of it: "prefix" (nothing: one
     row for the whole block, mode "block" only) or "drafts" (the earlier drafts: one variant of the image per token).
     Default: "prefix" in mode "block", else "drafts". tolerance: width, in units of the latent (whose standard deviation
-    is about 1), within which a draft passes for a target sample. The published kappa is tolerance / width of the last
-    denoising step (which is proportional to the temperature); 0.26 is its value 42. Not used in mode "exact". path: log
-    Sigma "off", as in the "paper", or inverted as in the "official" code. aligned: do both models share their noise.
+    is about 1), within which a draft passes for a target sample. kappa is tolerance / width of the last denoising step
+    (proportional to the temperature); 0.26 is the published code's 42. Not used in mode "exact". path: log Sigma "off",
+    as in the "paper", or inverted as in the "official" code. aligned: do both models share their noise.
     """
 
     drafter: ContinuousModel

@@ -51,7 +51,7 @@ from ..layout import TokenLayout
 from ..probabilities import check_finite, probabilities
 from ..rng import Purpose, Stream
 from ..rules.acceptance import EPS, AcceptanceRule, Draft, Exact, accept_or_redraw, check_strength
-from ..settings import check_settings, setting
+from ..settings import check_settings, setting, within
 from ..trace import Record, Source
 from .front import FrontOutcome, draft_front, fed_mask, verify_front, with_front
 from .settling import settled, with_settled
@@ -318,7 +318,10 @@ class SJD(Method):
         request.params.check(request.model.vocab)
         length = request.length
         if self.window is not None and not 2 <= self.window <= length:
-            raise ValueError(f"window is {self.window}, but this image has {length} tokens: use 2 to {length}.")
+            legal = within(2, length, "leave window out (0 on the node)")
+            raise ValueError(
+                f"window is {self.window}, but this image has {length} token{'s' * (length > 1)}: {legal}."
+            )
         check_settings(self)
         if not self.threshold > 0:
             raise ValueError(f"threshold is {self.threshold}, but must be above 0 (SJD++ uses 0.5).")

@@ -1,9 +1,14 @@
-"""The published methods by name: settings of the one loop in speculative.py."""
+"""The published methods by name: settings of the one loop in speculative.py.
+
+Their defaults are here and in the dataclasses of their settings, and nowhere else: nodes read them. What a paper has
+otherwise is given as arguments (docs/api.md).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 from ..contract import Drafter
@@ -16,31 +21,31 @@ from .skipping import Skipping
 from .speculative import DraftTree
 
 
-def lantern(drafter: Drafter, structure: Structure | None = None, **rule: Any) -> DraftTree:
+def lantern(drafter: Drafter, structure: Structure = Dynamic(), **rule: Any) -> DraftTree:
     """LANTERN (Jang et al., ICLR 2025): additive relaxation on EAGLE-2's tree. ``rule``: settings of rules.Lantern."""
-    return DraftTree(drafter, structure or Dynamic(), Lantern(**rule), name="lantern")
+    return DraftTree(drafter, structure, Lantern(**rule), name="lantern")
 
 
-def lantern_pp(drafter: Drafter, structure: Structure | None = None, **rule: Any) -> DraftTree:
+def lantern_pp(drafter: Drafter, structure: Structure = Static("lantern_57"), **rule: Any) -> DraftTree:
     """LANTERN++ (Park et al., 2025): multiplicative relaxation on a static sampled tree; settings: rules.LanternPP."""
-    return DraftTree(drafter, structure or Static(), LanternPP(**rule), name="lantern_pp")
+    return DraftTree(drafter, structure, LanternPP(**rule), name="lantern_pp")
 
 
-def cool_sd(drafter: Drafter, structure: Structure | None = None, **rule: Any) -> DraftTree:
+def cool_sd(drafter: Drafter, structure: Structure = Static(), **rule: Any) -> DraftTree:
     """Cool-SD: annealed relaxation on a static sampled tree. ``rule``: settings of rules.CoolSD."""
-    return DraftTree(drafter, structure or Static(), CoolSD(**rule), name="cool_sd")
+    return DraftTree(drafter, structure, CoolSD(**rule), name="cool_sd")
 
 
-def adt_tree(drafter: Drafter, rule: AcceptanceRule | None = None, **structure: Any) -> DraftTree:
+def adt_tree(drafter: Drafter, rule: AcceptanceRule = Exact(), **structure: Any) -> DraftTree:
     """ADT-Tree: depth and width of the tree follow acceptance nearby; settings of structures.ADTTree."""
-    return DraftTree(drafter, ADTTree(**structure), rule or Exact(), name="adt_tree")
+    return DraftTree(drafter, ADTTree(**structure), rule, name="adt_tree")
 
 
 def vvs(
-    drafter: Drafter, structure: Structure | None = None, rule: AcceptanceRule | None = None, **skipping: Any
+    drafter: Drafter, structure: Structure = Dynamic(), rule: AcceptanceRule = Exact(), **skipping: Any
 ) -> DraftTree:
-    """VVS: some rounds are not verified; settings: methods.Skipping. The paper's base is LANTERN on EAGLE-2's tree."""
-    return DraftTree(drafter, structure or Dynamic(), rule or Lantern(), Skipping(**skipping), name="vvs")
+    """VVS: some rounds are not verified; settings: methods.Skipping. The paper verifies the others with LANTERN."""
+    return DraftTree(drafter, structure, rule, Skipping(**skipping), name="vvs")
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,11 @@ class Published:
     name: str  # of the method that it builds
     build: Callable[..., DraftTree]
     settings: type
+
+
+def default_structure(build: Callable[..., DraftTree]) -> Structure:
+    """The structure that a published method has if none is given."""
+    return signature(build).parameters["structure"].default
 
 
 PUBLISHED = {

@@ -237,7 +237,7 @@ class RoundStep:
         """Verify in the way that suits the children and the rule."""
         if self.structure.block:
             return block_verification(tree, p, random)
-        if tree.draft_probs is None and isinstance(self.rule, Exact):
+        if not tree.sampled and isinstance(self.rule, Exact):
             return sample_and_match(tree, p, random)
         return recursive_rejection(self.rule, tree, p, strength, random)
 
@@ -246,11 +246,7 @@ class RoundStep:
         u = state.stream.uniform(state.committed[:, None], Purpose.SKIP, state.round_index)[:, 0]
         slots, count = vvs.choose_path(self.skipping, tree, u)
         count = torch.where(skip, count, 0)
-        token, q = tree.token.gather(1, slots), tree.probability.gather(1, slots)
-        if tree.draft_probs is None:
-            q = torch.ones_like(q)  # proposed for certain
-        elif self.skipping.path != "first":  # chosen among siblings, which is not sampling from q either
-            q = torch.where((tree.rank * tree.exists).amax(1, keepdim=True) > 0, 1.0, q)
+        token, q = tree.token.gather(1, slots), vvs.path_probability(self.skipping, tree, slots)
         hidden = vvs.stale_features(state.features, state.known, count, slots.shape[1])
         position = state.committed[:, None] + counting(slots.shape[1], skip.device)
         depth, width = tree.spread()
@@ -301,8 +297,8 @@ class RoundStep:
     def record_uncached(self, state: RoundState, logits: Tensor, position: Tensor, verifying: Tensor) -> None:
         """Record what the pass says about the tokens accepted unverified before it; logits and position as fed.
 
-        Not testing a token drifts as accepting it for certain does: by [1 - p/q]+ if it was sampled from q, and by
-        1 - p (q = 1) if it was not.
+        Not testing a token drifts as accepting it for certain does: by [1 - p/q]+ with the q that it was taken with
+        (skipping.path_probability), whose mean is the total variation of q and p.
         """
         uncached = state.uncached
         width, count, token = uncached.token.shape[1], uncached.count[:, None], uncached.token[:, 1:]

@@ -144,6 +144,26 @@ def choose_path(settings: Skipping, tree: Tree, u: Tensor) -> tuple[Tensor, Tens
     return slots, torch.minimum(length, _mean_length(tree)) if settings.truncate else length
 
 
+def path_probability(settings: Skipping, tree: Tree, slots: Tensor) -> Tensor:
+    """The probability q [B, levels] (fp32) of each token of a chosen path (slots [B, levels]), given those before it.
+
+    Of a path at random: the share of the leaves below the token's parent that are below the token; of an only child
+    that was sampled, the drafter's q. Of the first children of a sampled tree, which are a sample from the drafter, its
+    q. Otherwise 1, as the tree alone decides which token it is; but a sampled chain has no choice of paths, and its
+    tokens keep the drafter's q. Meaningless past the end of the path.
+    """
+    drafted = tree.probability.gather(1, slots)
+    if settings.path == "uniform":
+        below = (tree.tree_mask() & tree.leaves()[..., None]).sum(1)  # leaves below every slot, itself included
+        share = below.gather(1, slots) / below.gather(1, tree.parent.gather(1, slots)).clamp(min=1)
+        return torch.where(share == 1, drafted, share) if tree.sampled else share
+    if not tree.sampled:
+        return torch.ones_like(drafted)
+    if settings.path == "first":
+        return drafted
+    return torch.where((tree.rank * tree.exists).amax(1, keepdim=True) > 0, 1.0, drafted)
+
+
 def stale_features(features: Tensor, available: Tensor, count: Tensor, width: int) -> Tensor:
     """Hidden states [R, width, D] that replace the unknown ones of ``count`` unverified tokens.
 

@@ -58,6 +58,12 @@ class DraftTree(Method):
         return self.rule.lossless and self.skipping is None
 
     @property
+    def bounded(self) -> bool:
+        """Is the drift bound known after a run? Not where sampled drafts decide themselves whether they are verified:
+        neither those that are nor those that are not are a sample from the drafter any more."""
+        return not (self.skipping and self.skipping.schedule == "dynamic" and self.structure.sampled)
+
+    @property
     def draft_width(self) -> int:
         """The most uncommitted tokens in the drafter's cache."""
         return max(self.structure.expansions(), self.max_drafter_inputs)
@@ -87,7 +93,8 @@ class DraftTree(Method):
     def describe(self, request: Request) -> dict[str, Any]:
         settings = {"method": self.name, "drafter": self.drafter.kind, "structure": self.structure.describe(),
                     "rule": self.rule.describe(), "lossless": self.lossless}
-        return settings | ({"skipping": asdict(self.skipping)} if self.skipping else {})
+        settings |= {"skipping": asdict(self.skipping)} if self.skipping else {}
+        return settings if self.bounded else settings | {"bounded": False}
 
     @staticmethod
     def in_words(settings: dict[str, Any]) -> str:

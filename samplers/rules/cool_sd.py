@@ -85,11 +85,11 @@ class UniformRSD(ScaledRatio):
 class CoolSD(ScaledRatio):
     """omega decreases with the depth of a draft. Its mean over ``steps`` drafts is delta; past them it is 1 (exact).
 
-    delta >= 1: the relaxation budget (1.1 costs almost no quality, 2 a little); decay >= 0: the paper's nu (0 is
-    UniformRSD); steps: the paper's L, 1 to 64; schedule: see below; floor: keep every omega at 1 or above.
+    delta >= 1: the relaxation budget (the paper has 1.1 and 2); decay >= 0: the paper's nu (0 is UniformRSD);
+    steps: the paper's L, 1 to 64; schedule: see below; floor: keep every omega at 1 or above.
 
-    Our text copy of the paper lost eqs. (16) and (17) and the value of nu, and its code is not published. Their form is
-    reconstructed from the text around them: exponential, omega_i ~ exp(-nu i) with mean delta; linear,
+    Our text copy of the paper lost eqs. (16) and (17) and the value of nu, and its repository has no code. Their form
+    is reconstructed from the text around them: exponential, omega_i ~ exp(-nu i) with mean delta; linear,
     omega_i = delta + nu ((L + 1) / 2 - i). (Summaries of the paper by others have the same exponential, and nu = 0.7.)
     An omega below 1 rejects drafts without any gain in exactness. With ``floor`` it is 1 instead, and the others are
     scaled down by a common factor so that the mean stays delta.

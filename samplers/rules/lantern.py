@@ -23,7 +23,7 @@ from ...kernels.neighbours import aggregate
 from ...kernels.sampling import at, residual, unless_empty
 from ...kernels.verification import EPS, AcceptanceBudget
 from ..contract import ARModel
-from ..settings import setting
+from ..settings import setting, within
 from .acceptance import AcceptanceRule
 
 DEFAULT_NEIGHBOURS = 1000
@@ -74,7 +74,8 @@ class NeighbourRule(AcceptanceRule):
         others = model.vocab - 1
         count = min(self.neighbours, others) if self.neighbours == DEFAULT_NEIGHBOURS else self.neighbours
         if not 1 <= count <= others:
-            raise ValueError(f"neighbours is {count}, but this model has {model.vocab} codes. Use 1 to {others}.")
+            legal = within(1, others, "choose another rule")
+            raise ValueError(f"neighbours is {count}, but this model has {model.vocab} codes: {legal}.")
         columns = min(count + self.redraw.startswith("official"), others)
         table = model.neighbours(columns).to(model.device, torch.int32)  # half the memory of int64
         return replace(self, neighbours=count, table=table)

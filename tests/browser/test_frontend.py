@@ -208,7 +208,7 @@ def test_words_that_the_model_ignores_inside_a_subgraph_are_a_message(own_page):
     page.locator(MESSAGE).first.wait_for()
     page.evaluate("() => app.api.interrupt()")
     page.wait_for_function(FINISHED)
-    assert take_messages(page) == ["Unknown, ignored: aple (apple?)"]
+    assert take_messages(page) == ["The model does not know these words and ignores them: aple (apple?)."]
 
 
 NAMED_FOR_APP_MODE = """({inputs, outputs}) => [
@@ -239,7 +239,7 @@ def test_the_first_templates_are_apps_that_run(own_page, template):
     page.wait_for_function(FINISHED)
     assert "execution_success" in page.evaluate("() => window.seen.map(event => event.name)")
     page.locator("#linearCenterPanel img").first.wait_for()
-    assert f"Unknown, ignored: {unknown}" in take_messages(page)
+    assert f"The model does not know these words and ignores them: {unknown}." in take_messages(page)
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SCREENSHOTS / f"app-{template.stem}.png")
 

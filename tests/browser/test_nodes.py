@@ -23,17 +23,20 @@ def set_prompts(page: Page, text: str) -> None:
         .forEach(node => { node.widgets[0].value = text; })""", text)
 
 
-def test_words_that_the_model_ignores_stand_on_the_prompt(page):
+@pytest.mark.parametrize("renderer", RENDERERS, indirect=True)
+def test_words_that_the_model_ignores_stand_on_the_prompt_and_on_the_sampler(page, renderer):
     open_template(page, START)
     set_prompts(page, "an aple, appel, apple")
     run(page)
     [shown] = page.evaluate(REPORTS, "CLIPTextEncode")
-    assert shown == "Unknown, ignored: aple (apple?), appel (apple?)"
+    assert page.evaluate(REPORTS, "SpecARSampler") == [shown]
+    screenshot(page, f"notices-{renderer}")
+    assert shown == "The model does not know these words and ignores them: aple (apple?), appel (apple?)."
     saved = page.evaluate("() => app.graph.serialize().nodes.find(node => node.type === 'CLIPTextEncode')")
     assert saved["widgets_values"] == ["an aple, appel, apple"], "they are not part of the workflow"
     set_prompts(page, "an apple")
     run(page)
-    assert page.evaluate(REPORTS, "CLIPTextEncode") == [None]
+    assert page.evaluate(REPORTS, "CLIPTextEncode") == page.evaluate(REPORTS, "SpecARSampler") == [None]
 
 
 def test_a_sampler_says_how_many_passes_it_took(page):

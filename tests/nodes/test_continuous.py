@@ -193,7 +193,7 @@ def test_mask_errors(draw_vectors):
         ({"mode": EXACT, "sigma": "as in the paper"}, "Sigma.*off"),
         ({"mode": EXACT, "head_sampler": "ddim"}, "ddpm"),
         ({"mode": PREFIX, "target_sees": "what is decided"}, "drafts"),
-        ({"latent_image": {"samples": torch.zeros(1, 6, 8, 8)}}, "4 x 4 tokens .32 x 32 pixels"),
+        ({"latent_image": {"samples": torch.zeros(1, 6, 8, 8)}}, "only 32 x 32 pixels"),
         ({"positive": [[torch.zeros(1, 77, 768), {"pooled_output": None}]]}, "CLIP"),
     ],
 )

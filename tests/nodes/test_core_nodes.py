@@ -16,20 +16,21 @@ def test_clip_text_encode(tiny):
     assert conditioning[0][1] == {"ar": {"family": "llamagen-t2i", "text": "a red apple"}}
 
 
-@pytest.mark.parametrize(("prompt", "words"), [
-    ("a red aple, 3d", ["aple (apple?)", "3d"]), ("a red apple", []), (" ", []),
+@pytest.mark.parametrize(("prompt", "notices"), [
+    ("a red aple, 3d", ["The model does not know these words and ignores them: aple (apple?), 3d."]),
+    ("a red apple", []), (" ", []),
 ])
-def test_the_page_learns_which_words_a_model_ignores(prompt, words, page, tiny):
+def test_the_page_learns_which_words_a_model_ignores(prompt, notices, page, tiny):
     server = page()
     core.CLIPTextEncode().encode(tiny[1], prompt)
-    assert server.events == [("specar.unknown_words", {"node": "7", "words": words}, "a page")]
+    assert server.events == [("specar.notices", {"node": "7", "notices": notices}, "a page")]
 
 
 def test_the_page_learns_why_a_prompt_is_refused(page, tiny):
     server = page()
     with pytest.raises(ValueError, match="knows none of the words") as refused:
         core.CLIPTextEncode().encode(tiny[1], "a quark")
-    assert server.events == [("specar.unknown_words", {"node": "7", "refused": str(refused.value)}, "a page")]
+    assert server.events == [("specar.notices", {"node": "7", "notices": [str(refused.value)]}, "a page")]
 
 
 def test_other_uses_of_the_clip_are_explained(tiny):

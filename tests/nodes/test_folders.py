@@ -1,5 +1,7 @@
 """What the loaders list, and what they make of a choice."""
 
+import os
+
 import folder_paths
 import pytest
 import torch
@@ -184,6 +186,26 @@ def test_names_that_no_file_can_have_are_not_there(name):
         folders.resolve(name, folders.MODELS)
     with pytest.raises((FileNotFoundError, ValueError)):
         folders.trace_path(name)
+
+
+@pytest.mark.parametrize("linked", ["runs", ""])
+def test_a_trace_in_a_linked_folder_can_be_chosen(linked, tmp_path, monkeypatch):
+    """As on another disk; by its name alone, a choice cannot leave the output folder."""
+    elsewhere, output = tmp_path / "nas", tmp_path / "output"
+    elsewhere.mkdir()
+    if linked:
+        output.mkdir()
+    (output / linked if linked else output).symlink_to(elsewhere, target_is_directory=True)
+    for end in (".json", ".safetensors"):
+        (elsewhere / f"a{end}").write_text("{}")
+        (tmp_path / f"b{end}").write_text("{}")
+    monkeypatch.setattr(folder_paths, "output_directory", str(output))
+    choices = [choice for choice in folders.trace_choices() if choice.endswith("[output]")]
+    assert choices == [f"{os.path.join(linked, 'a.safetensors')} [output]"]
+    assert folders.trace_path(choices[0]).read_text() == "{}"
+    for name in ("../b.safetensors [output]", str(tmp_path / "b.safetensors"), "runs/../../b.safetensors"):
+        with pytest.raises(ValueError, match="outside"):
+            folders.trace_path(name)
 
 
 @pytest.mark.parametrize("disabled", [True, False, None])

@@ -2,10 +2,22 @@
 
 import asyncio
 import socket
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from aiohttp import web
+from comfyui_specar.batch import dispatch
+
+from .patience import PATIENCE
+
+
+def without_limits(patch: pytest.MonkeyPatch) -> None:
+    """For batches on servers in this process, which answer when their turn comes, and not in a number of seconds."""
+    for name in ("CONNECT_SECONDS", "ANSWER_SECONDS", "WHOLE_SECONDS", "LAST_WORDS"):
+        patch.setattr(dispatch, name, PATIENCE)
+    patch.setattr(dispatch, "SLOW", 0.0)
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -20,12 +32,17 @@ class FakeComfy:
     `drawn`: the filename prefix of every image that was finished. A prompt whose `text` is "refuse" is refused,
     "half" accepted in part, "fail" breaks while it runs; "poison" kills the server. `lacks`: classes of nodes, and
     texts, that it refuses as ComfyUI refuses nodes and files that it does not have; `partly`: it makes the other
-    outputs of a prompt with such a text."""
+    outputs of a prompt with such a text. `says`: what it makes of its answers, by the first part of the path. `asked`:
+    path, query and login of every request. Its port is its own from now on, whether it listens or not."""
 
     def __init__(self):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        held = socket.socket()  # so that no other program gets the port while the server is away
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        weakref.finalize(self, held.close)
+        self.port = held.getsockname()[1]
+        self.says: dict[str, Callable[[web.Response], web.Response]] = {}
+        self.asked: list[tuple[str, dict[str, str], str | None]] = []
         self.url = f"http://127.0.0.1:{self.port}"
         self.ends: Callable[[], bool] = lambda: True
         self.drawn: list[str] = []
@@ -55,7 +72,7 @@ class FakeComfy:
     async def start(self) -> None:
         """Begins with nothing in the queue or the history, as ComfyUI does."""
         self._forget_everything()
-        app = web.Application()
+        app = web.Application(middlewares=[self._before], client_max_size=1 << 30)
         app.add_routes([
             web.get("/system_stats", self._stats), web.post("/prompt", self._prompt),
             web.get("/queue", self._queue), web.post("/queue", self._delete),
@@ -97,7 +114,7 @@ class FakeComfy:
             self.drawn.append(prefix)
             settings = {"method": "sjd"}
             if "aple" in prompt["1"]["inputs"]["text"]:
-                settings["unknown_words"] = ["aple"]
+                settings["notices"] = ["The model does not know these words and ignores them: aple."]
             report = {"schema": "specar.trace/2", "settings": settings, "totals": {"target_passes": 5}}
             image = {"filename": f"{prefix}_00001_.png", "subfolder": "", "type": "output"}
             outputs = {"9": {"images": [image]}, "10": {"specar": [report], "images": [{**image, "type": "temp"}]},
@@ -108,6 +125,13 @@ class FakeComfy:
         messages = [["execution_start", {"timestamp": 1000}], [event, {"timestamp": 1250, **data}]]
         status = "success" if event == "execution_success" else "error"
         return {"outputs": outputs, "status": {"status_str": status, "messages": messages}}
+
+    @web.middleware
+    async def _before(self, request: web.Request, handler: Callable) -> web.StreamResponse:
+        self.asked.append((request.path, dict(request.query), request.headers.get("Authorization")))
+        answer = await handler(request)
+        says = self.says.get(request.path.split("/")[1])
+        return says(answer) if says else answer
 
     async def _stats(self, _request: web.Request) -> web.Response:
         return web.json_response({"system": {"os": "linux", "comfyui_version": "0.1", "pytorch_version": "2.0"}})

@@ -15,12 +15,13 @@ from comfyui_specar.model_loaders.detect import load_drafter
 from comfyui_specar.model_loaders.drafters import ModelDrafter
 from comfyui_specar.samplers.contract import Drafter
 from comfyui_specar.training import loop
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from ..support.fixtures import on_tape  # noqa: F401
 from ..support.tiny import fill, llamagen, write_eagle
 
-settings.register_profile("specar", derandomize="SPECAR_FUZZ" not in os.environ)
+settings.register_profile("specar", derandomize="SPECAR_FUZZ" not in os.environ, deadline=None,
+                          suppress_health_check=[HealthCheck.too_slow])  # no test depends on how long it takes
 settings.load_profile("specar")
 
 

@@ -116,10 +116,17 @@ def test_an_empty_cell_leaves_the_workflow_as_it_is_and_empty_lines_are_no_jobs(
     ("a.csv", "prompt\ncat\n".encode("utf-16"), "UTF-8"),
     ("a.jsonl", '{"seed": 1}\n{"seed": 1', "line 2: "), ("a.jsonl", "[1]", "line 1: .*object"),
     ("a.jsonl", '{"a": [1]}', r"line 1: .*\ba\b"), ("a.jsonl", '{"a": NaN}', "line 1: .*NaN"),
+    ("a.jsonl", '{"seed": 1}\n' + 10**5 * "[", "line 2: .*others"),
     ("a.jsonl", '{"a": 1, "a": 2}', "line 1: .*same name"), ("a.jsonl", '{"a": "\\ud800"}', "line 1: .*character"),
 ])
 def test_a_file_that_cannot_be_meant_is_refused_with_its_line(tmp_path, name, content, message):
     assert re.search(message, refused(tmp_path, name, content))
+
+
+def test_a_cell_of_a_million_letters_makes_no_message_of_a_million(tmp_path, workflow):
+    with pytest.raises(RowsError, match="line 1: seed must be a number.*characters"):
+        prompts_of(workflow, jobs_in(tmp_path, "a.jsonl", json.dumps({"seed": "\x1b" + 10**6 * "x"})))
+    assert len(refused(tmp_path, "a.jsonl", json.dumps({"id": 10**6 * "x"}))) < 3000
 
 
 def test_a_missing_file_is_named(tmp_path):
@@ -239,6 +246,58 @@ def test_a_text_that_two_roles_share_and_a_circle_are_survived(workflow):
 def test_a_setting_that_does_not_fit_says_what_does(workflow, name, value, message):
     with pytest.raises(OverrideError, match=message):
         with_overrides(workflow, {name: value})
+
+
+def rounded(value: int) -> list[str]:
+    """As spreadsheets save a long number of the format General, in English and German, and a program that uses %g."""
+    return [f"{value:.5E}", f"{value:.5E}".replace(".", ","), f"{value:.2E}", f"{value:g}", f" {value:.0e} "]
+
+
+@QUIET
+@given(seed=st.integers(10**11, 2**64 - 1), form=st.integers(0, 4), name=st.sampled_from(["a.csv", "a.tsv", "a.jsonl"]),
+       column=st.sampled_from(["seed", "6.seed", "Size.value", "window", "noise_seed", "other_seed"]))
+def test_a_number_that_a_spreadsheet_rounded_is_refused_with_line_column_and_remedy(
+        tmp_path_factory, seed, form, name, column):
+    workflow = {
+        "6": {"class_type": "SpecARSJDSampler", "inputs": {"seed": 1, "window": 16, "cfg": 2}},
+        "7": {"class_type": "Other", "inputs": {"noise_seed": 1, "other_seed": 1}},
+        "10": {"class_type": "PrimitiveInt", "inputs": {"value": 256}, "_meta": {"title": "Size"}},
+    }
+    cell = rounded(seed)[form]
+    content = {"a.csv": f"cfg;{column}\n2;5\n2;{cell}\n", "a.tsv": f"cfg\t{column}\n2\t5\n2\t{cell}\n",
+               "a.jsonl": "\n".join(json.dumps({column: value}) for value in (4, 5, cell))}[name]
+    with pytest.raises(RowsError, match=f"^line 3: {column} .*{re.escape(repr(cell))}.*format the column as text"):
+        prompts_of(workflow, jobs_in(tmp_path_factory.mktemp("jobs"), name, content))
+    if name == "a.jsonl" and "," not in cell:
+        content = content.replace(json.dumps(cell), cell.strip())  # a number, not a text
+        with pytest.raises(RowsError, match=f"^line 3: {column} .*format the column as text"):
+            prompts_of(workflow, jobs_in(tmp_path_factory.mktemp("jobs"), name, content))
+
+
+@pytest.mark.parametrize("content", [
+    "seed\n1.23E+05\n", "window\n1e1\n", "seed\n9007199254740993.0\n", '{"seed": 1e5}', '{"seed": 1e18}',
+    '{"window": 1E1}', '{"seed": 1234567890123456789.0}', '{"6.seed": "1e5"}',
+])
+def test_a_whole_number_that_shows_not_all_its_digits_is_refused(tmp_path, workflow, content):
+    workflow["6"] |= {"class_type": "SpecARSJDSampler"}
+    workflow["6"]["inputs"]["window"] = 16
+    with pytest.raises(RowsError, match="format the column as text"):
+        prompts_of(workflow, jobs_in(tmp_path, "a.csv" if content[0] != "{" else "a.jsonl", content))
+
+
+def test_fractions_may_be_in_scientific_notation_and_long_seeds_in_full(tmp_path, workflow):
+    workflow["6"] |= {"class_type": "SpecARSJDSampler"}
+    rows = ['{"cfg": 1e-1, "strength": "2.5E+00", "seed": 1234567890123450000}', '{"seed": "5.0"}',
+            '{"seed": 18446744073709551615}']
+    first, second, third = prompts_of(workflow, jobs_in(tmp_path, "a.jsonl", "\n".join(rows))).values()
+    assert first["6"]["inputs"]["cfg"] == 0.1 and first["6"]["inputs"]["seed"] == 1234567890123450000
+    assert first["5"]["inputs"]["strength"] == 2.5
+    assert second["6"]["inputs"]["seed"] == 5 and third["6"]["inputs"]["seed"] == 2**64 - 1
+
+
+def test_numbers_in_scientific_notation_leave_automatic_ids_as_they_were(tmp_path):
+    one, other = (jobs_in(tmp_path, "a.jsonl", row) for row in ('{"cfg": 1e-1}', '{"cfg": 0.1}'))
+    assert one[0].id == other[0].id and one[0].overrides == other[0].overrides
 
 
 @pytest.mark.parametrize("value", ["16.5", 16.5])

@@ -107,13 +107,23 @@ def test_a_server_draws_the_maps_and_their_copies_lie_beside_the_images(tmp_path
 
 def test_a_painter_draws_the_map_of_its_image():
     settings = {"prompt": "star, 3d, on a blue background", "seed": 1}
-    image, drawn, totals = Painter(Studio("default", "sjd"), maps=True).generate(settings)
+    image, drawn, totals, _ = Painter(Studio("default", "sjd"), maps=True).generate(settings)
     model, decoder = (load(specar.bundled("default")) for load in (specar.load_model, specar.load_image_decoder))
     out = specar.sample(model, model.encode_prompt(settings["prompt"]), specar.methods.SJD(), seed=1)
     wanted = specar.acceptance_map(out.trace, decoder.decode(out.latent))[0]
     opened = [Image.open(io.BytesIO(content)) for content in (image, drawn)]
     assert np.array_equal(np.asarray(opened[1]), wanted)
     assert opened[0].text == opened[1].text and json.loads(opened[1].text["specar"])["totals"] == totals
+
+
+def test_a_blank_negative_prompt_is_none(monkeypatch):
+    drawn = []
+    monkeypatch.setattr("comfyui_specar.batch.studio.api.sample", lambda *_, negative, **__: drawn.append(negative))
+    painter = Painter(Studio("default", "sjd"))
+    for settings in ({}, {"negative": ""}, {"negative": " "}, {"negative": "dog"}):
+        with pytest.raises(AttributeError):  # nothing is generated
+            painter.generate({"prompt": "star", **settings})
+    assert drawn[:3] == [None] * 3 and drawn[3][0][1]["ar"]["text"] == "dog"
 
 
 def test_both_files_of_a_job_are_written_and_one_that_is_held_open_costs_the_job(tmp_path, locked):

@@ -67,7 +67,8 @@ def test_actors_run_the_jobs_but_not_those_that_were_run_before(table, monkeypat
     assert cli.main(COMMAND) == cli.FAILED
 
     model, decoder = (load(specar.bundled("default")) for load in (specar.load_model, specar.load_image_decoder))
-    out = specar.sample(model, model.encode_prompt("heart, 3d, on a red background"), specar.methods.SJD(), seed=2)
+    prompt = model.encode_prompt("heart, 3d, aple, on a red background")
+    out = specar.sample(model, prompt, specar.methods.SJD(), seed=2)
     image = Image.open("out/late.png")
     difference = np.asarray(image) / 255 - decoder.decode(out.latent)[0].numpy()
     assert abs(difference).max() < 1.5 / 255
@@ -109,6 +110,8 @@ def test_sigterm_while_ray_starts_cancels(table, monkeypatch, capsys):
     ("prompt,reuse\ncat,coupled\ncat,foo\n", (), "line 3: reuse.*'foo'.*coupled, gumbel"),
     ("prompt,window\ncat,\ncat,0\n", (), "line 3: window.*0.*at least 2"),
     ("prompt,seed\ncat,-1\n", (), "line 2: seed.*0 to.*-1"),
+    ("prompt,seed\ncat,1\ncat,1.23457E+18\n", (), "line 3: seed.*E.18.*format the column as text"),
+    ("prompt,window\ncat,1.6E+01\n", (), "line 2: window.*format the column as text"),
     ("prompt,delta\ncat,0.5\n", ("--method", "cool_sd", "--drafter", "default/eagle"), "line 2: delta.*0.5.*1 .exact"),
     ("prompt,mode\ncat,foo\n", ("--method", "continuous_speculative", "--drafter", "continuous/small"),
      "line 2: mode.*'foo'.*block"),

@@ -160,8 +160,8 @@ def test_it_is_not_mistaken_for_mar_nor_mar_for_it(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "request_"), [
-    ("a dog", "Generate an image: a dog"), ("  ein Hündchen\n", "Generate an image: ein Hündchen"),
-    ("", "Generate an image."), (" \n", "Generate an image."),
+    ("a dog", "Generate an image: a dog"), ("  ein Hündchen\n", "Generate an image:   ein Hündchen\n"),
+    ("", "Generate an image."), (" \n", "Generate an image:  \n"), ("{0}", "Generate an image: {0}"),
 ])
 def test_prompts_are_asked_for_in_the_words_of_training(model, text, request_):
     [[features, extra]] = model.encode_prompt(text)
@@ -171,21 +171,38 @@ def test_prompts_are_asked_for_in_the_words_of_training(model, text, request_):
     assert extra["ar"] == {"family": "harmon", "text": text}
 
 
+def test_a_negative_prompt_is_all_that_the_user_says(model):
+    """As the authors' --cfg_prompt; without one, any image is asked for."""
+    start, end = SPECIAL["<|im_start|>"], SPECIAL["<|im_end|>"]
+    for text in ("blurry", " Generate a cat. "):
+        wanted = [start, *f"user\n{text}".encode(), end, *b"\n", start, *b"assistant\n"]
+        assert model.read(model.encode_prompt(text), 1, "negative").features.flatten().tolist() == wanted
+    assert model.read(model.encode_prompt(""), 1, "negative") is None
+
+
+def test_prompts_that_another_node_changed_are_refused(model):
+    [[features, extra]] = model.encode_prompt("a dog")
+    with pytest.raises(ValueError, match="positive was changed"):
+        model.read([[features * 0, extra]], 1, "positive")
+
+
 def test_the_tokenizer_is_found_in_every_place_it_may_have(tmp_path):
     (tmp_path / "models").mkdir()
     path = write_harmon(tmp_path / "models" / "harmon.safetensors")
     with pytest.raises(FileNotFoundError, match=r"tokenizer.*Qwen2.5-0.5B-Instruct.*models/text_encoders"):
         load_model(path).encode_prompt("a dog")
     write_tokenizer(tmp_path / "encoders" / "Qwen2.5-1.5B-Instruct")
-    found = load_model(path, search_folders=[tmp_path / "elsewhere", tmp_path / "encoders"])
-    assert found.prompt_encoder.folder == tmp_path / "encoders" / "Qwen2.5-1.5B-Instruct"
+    search = [tmp_path / "elsewhere", tmp_path / "encoders"]
+
+    def found():
+        return harmon.open_tokenizer(path, VOCAB, search).file.parent
+
+    assert found() == tmp_path / "encoders" / "Qwen2.5-1.5B-Instruct"
+    assert load_model(path, search_folders=search).encode_prompt("a dog")[0][0].shape[1] > 20
     write_tokenizer(tmp_path / "models" / "qwen25_tokenizer")
-    found = load_model(path, search_folders=[tmp_path / "encoders"])
-    assert found.prompt_encoder.folder == tmp_path / "models" / "qwen25_tokenizer"
+    assert found() == tmp_path / "models" / "qwen25_tokenizer"
     write_tokenizer(tmp_path / "models")
-    found = load_model(path, search_folders=[tmp_path / "encoders"])
-    assert found.prompt_encoder.folder == tmp_path / "models"
-    assert found.encode_prompt("a dog")[0][0].shape[1] > 20
+    assert found() == tmp_path / "models"
 
 
 @pytest.mark.parametrize("damage", ["no json", "no merges", "other special tokens", "too many tokens"])

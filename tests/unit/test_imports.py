@@ -19,6 +19,7 @@ OWN = {  # package -> modules of the pack it may import (a package, or one modul
     "models": {"kernels"},
     "samplers": {"kernels"},
     "files": set(),
+    "printable": set(),
     "model_loaders": {
         "files", "models", "samplers.continuous_contract", "samplers.contract", "samplers.distributions",
         "samplers.layout", "samplers.trace",
@@ -27,7 +28,8 @@ OWN = {  # package -> modules of the pack it may import (a package, or one modul
     "reports": {"samplers.registry", "samplers.trace"},
     "nodes": {"model_loaders", "samplers", "kernels", "reports"},
     "batch": {
-        "api", "files", "model_loaders.conditions", "samplers.contract", "samplers.registry", "samplers.settings",
+        "api", "files", "model_loaders.conditions", "printable", "samplers.contract", "samplers.registry",
+        "samplers.settings",
     },
 }
 FOREIGN = {  # package -> third-party packages; all of them come with ComfyUI
@@ -39,6 +41,7 @@ FOREIGN = {  # package -> third-party packages; all of them come with ComfyUI
     "reports": {"torch", "numpy", "PIL"},
     "nodes": {"torch", "numpy", "PIL", "aiohttp"} | HOST,
     "files": set(),
+    "printable": set(),
     "batch": {"aiohttp", "tqdm", "numpy", "PIL", "ray"},  # ray: an optional extra, for batch/fleet.py alone
 }
 

@@ -1,7 +1,7 @@
 """Prompt to features: the word table of the bundled model, class names and numbers."""
 
 import json
-import logging
+import re
 
 import pytest
 import torch
@@ -64,10 +64,15 @@ def test_a_long_prompt_is_cut_at_the_slots(encoder):
     assert encoder.encode(" ".join(WORDS[:7])).shape == (1, 6, CAPTION)
 
 
-def test_unknown_words_are_named_in_the_log(encoder, caplog):
-    with caplog.at_level(logging.WARNING):
-        encoder.encode("a quantum cat")
-    assert "quantum" in caplog.text and "cat" not in caplog.text
+@pytest.mark.parametrize(("prompt", "expected"), [
+    ("a red cat", []),
+    ("a quantum catt", [r"not know .*: quantum, catt \(cat\?\)\.$"]),
+    (" ".join(WORDS[:6]), []),
+    ("quantum " + ", ".join([*WORDS[:7], "heart"]), ["not know .*: quantum", r"at most 6 words .*: glasses, heart\.$"]),
+])
+def test_what_is_left_out_of_a_prompt_is_said(encoder, prompt, expected):
+    found = encoder.notices(prompt)
+    assert len(found) == len(expected) and all(map(re.search, expected, found))
 
 
 @pytest.mark.parametrize("prompt", ["", "quantum entanglement", "the", "猫"])

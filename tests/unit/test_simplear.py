@@ -166,7 +166,15 @@ def test_the_tokenizer_of_another_model(tmp_path):
     byte_tokenizer(["<|endoftext|>", "<|im_start|>"]).save(str(path / "tokenizer.json"))
     with pytest.raises(CheckpointError, match=r"<\|t2i\|>.*another model"):
         load_model(path)
+    byte_tokenizer([*SPECIALS, "<|more|>"]).save(str(path / "tokenizer.json"))  # the codes do not begin behind it
+    with pytest.raises(CheckpointError, match="tokenizer.json has 265 tokens.*264.*another model"):
+        load_model(path)
     byte_tokenizer([*SPECIALS, "<|more|>"], first=300).save(str(path / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match=r"<\|t2i\|>.*another model"):
+        load_model(path)
+    settings = config()
+    del settings["specar"]["words"]
+    (path / "config.json").write_text(json.dumps(settings), encoding="utf-8")
     with pytest.raises(CheckpointError, match="301.*309 tokens.*tokenizer.json"):
         load_model(path)
     (path / "tokenizer.json").write_text("{", encoding="utf-8")

@@ -1,6 +1,7 @@
 // What SpecAR's output nodes show: the text of the report ("text" in their UI output) in a read-only field, and, on
 // Acceptance Map, the map itself with the numbers of every token. Without this file ComfyUI shows the map's picture.
-// On samplers, what a run took. On CLIP Text Encode, the words that the model does not know.
+// On samplers, what a run took. On any node, what was asked for but not done (words that the model does not know, areas
+// of a prompt, ...).
 import { app } from "/scripts/app.js";
 import { MapView } from "./map.js";
 import { showReport, widgetOf } from "./report.js";
@@ -75,14 +76,18 @@ function executingNode(id) {
   return graph?.getNodeById(last);
 }
 
-/** Which words of a prompt the model ignores, or why it refuses the prompt, on the node that encodes it (see
- * nodes/comfy_runtime/clip.py), and as a toast where that node is not visible: inside a subgraph, or in app mode. */
-function showUnknownWords({ detail: { node, words, refused } }) {
-  const encoder = executingNode(node);
-  const text = refused ?? (words.length ? `Unknown, ignored: ${words.join(", ")}` : "");
-  if (encoder) showReport(encoder, text);
-  const seen = encoder?.graph === app.canvas.graph && app.canvas.canvas.getClientRects().length;
-  if (text && !seen) app.extensionManager.toast.add({ severity: "warn", summary: text, life: NOTICE_SECONDS * 1000 });
+const told = new Set(); // notices of this run that were toasts: a sampler repeats those of its prompts
+
+/** What a run does not do of what was asked for, on the node that says so (see nodes/comfy_runtime/messages.py), and as
+ * toasts where that node is not visible: inside a subgraph, or in app mode. */
+function showNotices({ detail: { node, notices } }) {
+  const speaker = executingNode(node);
+  if (speaker) showReport(speaker, notices.join("\n"));
+  if (speaker?.graph === app.canvas.graph && app.canvas.canvas.getClientRects().length) return;
+  for (const summary of notices.filter((notice) => !told.has(notice))) {
+    told.add(summary);
+    app.extensionManager.toast.add({ severity: "warn", summary, life: NOTICE_SECONDS * 1000 });
+  }
 }
 
 const results = {}; // what runs took, by workflow and node: a tab that is opened again makes its nodes anew
@@ -104,7 +109,8 @@ function listenToResults(api) {
 app.registerExtension({
   name: "specar.report",
   setup() {
-    app.api.addEventListener("specar.unknown_words", showUnknownWords);
+    app.api.addEventListener("specar.notices", showNotices);
+    app.api.addEventListener("execution_start", () => told.clear());
     listenToResults(app.api);
   },
   nodeCreated(node) {

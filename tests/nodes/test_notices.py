@@ -1,0 +1,152 @@
+"""What core's own nodes ask for and an AR model does not do: said on the node, or refused with the node to use."""
+
+import importlib
+import inspect
+import logging
+
+import pytest
+import torch
+from comfyui_specar.nodes.comfy_runtime.messages import notify
+
+import nodes as core
+
+PARTS = {  # module -> nodes that encode text for other models, with what they need besides texts
+    "clip_sdxl": {"CLIPTextEncodeSDXL": {}, "CLIPTextEncodeSDXLRefiner": {}}, "flux": {"CLIPTextEncodeFlux": {}},
+    "sd3": {"CLIPTextEncodeSD3": {"empty_padding": "none"}}, "hidream": {"CLIPTextEncodeHiDream": {}},
+    "hunyuan": {"CLIPTextEncodeHunyuanDiT": {}}, "pixart": {"CLIPTextEncodePixArtAlpha": {}},
+    "cond": {"CLIPTextEncodeControlnet": {"conditioning": []}}, "kandinsky5": {"CLIPTextEncodeKandinsky5": {}},
+    "qwen": {"TextEncodeQwenImageEdit": {"image1": None}}, "ace": {"TextEncodeAceStepAudio": {}},
+}  # fmt: skip
+TEXTS = [(module, name) for module, found in PARTS.items() for name in found]
+
+
+def called(module, name, clip):
+    """Run a node of core's extras, with a text for each of its texts and a number for each number."""
+    try:
+        node = getattr(importlib.import_module(f"comfy_extras.nodes_{module}"), name)
+    except (ImportError, AttributeError):
+        pytest.skip(f"this ComfyUI has no {name}")
+    function = getattr(node, "execute", None) or getattr(node(), node.FUNCTION)
+    extra = {"clip": clip, "image": torch.rand(1, 32, 32, 3)} | PARTS[module][name]
+    numbers = ("width", "height", "crop_w", "crop_h", "target_width", "target_height", "ascore", "guidance")
+    given = {parameter: extra.get(parameter, 8 if parameter in numbers else "a red apple")
+             for parameter, about in inspect.signature(function).parameters.items() if about.default is about.empty
+             or parameter in extra}
+    return function(**given)
+
+
+@pytest.mark.parametrize(("module", "name"), TEXTS)
+def test_nodes_that_encode_text_for_other_models_name_the_one_to_use(module, name, tiny):
+    with pytest.raises((ValueError, AttributeError), match="AR image model.*use it with CLIP Text Encode"):
+        called(module, name, tiny[1])
+
+
+# Settings on prompts
+
+
+def settings_of(prompt):
+    """Node of core -> a prompt on which it sets something, and one on which it restricts nothing."""
+    mask, area, part = core.ConditioningSetMask(), core.ConditioningSetArea(), core.ConditioningSetAreaPercentage()
+    return {
+        "area": (area.append(prompt, 16, 32, 0, 0, 1.0), area.append(prompt, 32, 32, 0, 0, 1.0)),
+        "area, strength": (part.append(prompt, 0.5, 1.0, 0.5, 0, 0.5), part.append(prompt, 1.0, 1.0, 0, 0, 1.0)),
+        "mask": (mask.append(prompt, torch.zeros(1, 8, 8), "default", 1.0),
+                 mask.append(prompt, torch.ones(1, 8, 8), "mask bounds", 1.0)),
+        "strength": tuple(core.ConditioningSetAreaStrength().append(prompt, strength) for strength in (0.3, 1.0)),
+        "time range": tuple(core.ConditioningSetTimestepRange().set_range(prompt, *ends) for ends in ((0, .5), (0, 1))),
+    }
+
+
+@pytest.mark.parametrize("words", ["area", "area, strength", "mask", "strength", "time range"])
+def test_settings_on_a_prompt_are_notices_unless_they_restrict_nothing(words, sample, positive, page, caplog):
+    server, ((restricted,), (free,)) = page(), settings_of(positive)[words]
+    with caplog.at_level(logging.WARNING):
+        _, trace = sample("NextToken", positive=restricted)
+    notice = f"AR models do not use what is set on the positive prompt: {words}."
+    assert trace.notices == [notice] and notice in caplog.text
+    assert ("specar.notices", {"node": "7", "notices": [notice]}, "a page") in server.events
+    server.events.clear()
+    assert sample("NextToken", positive=free)[1].notices == []
+    assert ("specar.notices", {"node": "7", "notices": []}, "a page") in server.events
+
+
+def test_what_brings_a_picture_or_a_model_is_refused(sample, positive):
+    class Control:
+        def copy(self):
+            return self
+
+        def set_cond_hint(self, *_, **__):
+            return self
+
+        def set_previous_controlnet(self, _):
+            pass
+
+    hint = torch.rand(1, 32, 32, 3)
+    controlled, _ = core.ControlNetApplyAdvanced().apply_controlnet(positive, positive, Control(), hint, 1.0, 0.0, 1.0)
+    (unclip,) = core.unCLIPConditioning().apply_adm(positive, object(), 1.0, 0.0)
+    for prompt, words in ((controlled, "a ControlNet"), (unclip, "a picture .unCLIP.")):
+        with pytest.raises(ValueError, match=f"positive comes with {words}.*CLIP Text Encode"):
+            sample("NextToken", positive=prompt)
+    free, _ = core.ControlNetApplyAdvanced().apply_controlnet(positive, positive, Control(), hint, 0.0, 0.0, 1.0)
+    assert sample("NextToken", positive=free)[1].notices == []
+
+
+def test_an_image_without_a_mask_is_said_to_be_unused(sample):
+    latent, trace = sample("NextToken")
+    assert trace.notices == []
+    [notice] = sample("NextToken", latent_image=latent)[1].notices
+    assert "only its size" in notice and "Set Latent Noise Mask" in notice
+    masked = {**latent, "noise_mask": torch.ones(1, 4, 4)}
+    assert sample("NextToken", latent_image=masked)[1].notices == []
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(("pixels", "words"), [(250, "248 x 248 pixels"), (264, "264 x 264"), (272, "272 x 272")])
+def test_an_empty_latent_of_no_whole_tokens_is_refused_as_empty_ar_latent_does(pixels, words, tiny, sample, nodes, run):
+    """Newer cores have cells of 8 pixels, and round what they are asked for down to these."""
+    side, model = 16, tiny[0].model
+    own, model.pixels_per_token = model.pixels_per_token, side
+    latent = {"samples": torch.zeros(1, 4, pixels // 8, pixels // 8), "downscale_ratio_spacial": 8}
+    try:
+        with pytest.raises(ValueError, match=f"{words}.*only 64 x 64 pixels"):
+            sample("NextToken", latent_image=latent)
+        with pytest.raises(ValueError, match=f"{pixels} x {pixels} pixels.*only 64 x 64 pixels"):
+            run(nodes["SpecAREmptyLatent"], model=tiny[0], width=pixels, height=pixels, batch_size=1)
+    finally:
+        model.pixels_per_token = own
+
+
+# Latents
+
+
+@pytest.mark.parametrize("method", core.LatentUpscaleBy.upscale_methods)
+@pytest.mark.parametrize("factor", [1.5, 2.0])
+def test_a_scaled_latent_is_told_when_it_is_decoded(method, factor, tiny, page, caplog):
+    tokens = (torch.arange(8)[:, None] * 3 + torch.arange(8) * 5).remainder(64)[None]
+    latent = {"samples": tiny[0].model.dequantize(tokens)}
+    (scaled,) = core.LatentUpscaleBy().upscale(latent, method, factor)
+    server = page()
+    with caplog.at_level(logging.WARNING):
+        core.VAEDecode().decode(tiny[2], scaled)
+        core.VAEDecodeTiled().decode(tiny[2], scaled, 512)
+    first, second = (event for event in server.events if event[0] == "specar.notices")
+    assert first == second and "Upscale Image" in first[1]["notices"][0] in caplog.text
+    server.events.clear()
+    core.VAEDecode().decode(tiny[2], latent)
+    assert server.events == [("specar.notices", {"node": "7", "notices": []}, "a page")]
+
+
+def test_ids_that_were_blended_are_refused(tiny):
+    ids = {"samples": torch.arange(16.0).view(1, 1, 4, 4)}
+    core.VAEDecode().decode(tiny[2], ids)
+    (blended,) = core.LatentBlend().blend(ids, {"samples": ids["samples"].flip(-1)}, 0.3)
+    with pytest.raises(ValueError, match="no whole numbers.*Upscale Image"):
+        core.VAEDecode().decode(tiny[2], blended)
+
+
+def test_nothing_is_said_where_nobody_follows(page):
+    server = page(None)
+    notify(["a"])
+    assert server.events == []

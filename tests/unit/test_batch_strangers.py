@@ -1,0 +1,427 @@
+"""Servers that answer anything: they are away, in words, the others go on; and nothing private and nothing that acts on
+a terminal gets into files or messages."""
+
+import asyncio
+import copy
+import json
+import re
+import unicodedata
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from comfyui_specar.batch import answers, cli, client, dispatch, server
+from comfyui_specar.batch.address import address_of, shown, without_logins
+from comfyui_specar.batch.dispatch import Batch, Options
+from comfyui_specar.batch.jobs import Job
+from comfyui_specar.batch.journal import Journal
+from comfyui_specar.batch.overrides import with_overrides
+from comfyui_specar.tests.support.fake_comfy import FakeComfy, until, without_limits
+from comfyui_specar.tests.support.patience import PATIENCE
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+WORKFLOW = {
+    "1": {"class_type": "Encoder", "inputs": {"text": "cat", "clip": ["2", 0]}},
+    "3": {"class_type": "Sampler", "inputs": {"positive": ["1", 0], "seed": 0}},
+    "9": {"class_type": "SaveImage", "inputs": {"filename_prefix": "p", "images": ["3", 0]}},
+    "10": {"class_type": "Map", "inputs": {"trace": ["3", 1]}},
+}
+READ = ["system_stats", "queue", "prompt", "history", "view"]
+SECRET, TOKEN = "pa:s s/w%rd", "to+k&en"
+LOGIN = "us%20er:pa%3As%20s%2Fw%25rd"
+PRIVATE = (SECRET, TOKEN, "pa%3As", "to%2Bk%26en", "us er")
+
+
+@pytest.fixture(autouse=True)
+def no_limits(monkeypatch) -> None:
+    without_limits(monkeypatch)
+
+
+async def run(path: Path, servers: list, number: int = 1, **options) -> dict[str, dict]:
+    """A batch; time passes for it only while its first server is away. Returns its results."""
+    now = 1.0
+
+    class Clock:
+        @staticmethod
+        def monotonic() -> float:
+            return now
+
+    async def passing(batch):
+        nonlocal now
+        while True:
+            await until(lambda: batch.lanes and batch.lanes[0].failures)
+            now += 0.05
+
+    jobs = [Job(f"j{i}", {"seed": i}, i) for i in range(number)]
+    with Journal(path) as journal, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "time", Clock)
+        chosen = Options(poll=0.002, grace=0.1, patience=2.0, **options)
+        batch = Batch(journal, [getattr(one, "url", one) for one in servers], chosen)
+        clock = asyncio.ensure_future(passing(batch))
+        try:
+            prompts = {job.id: with_overrides(WORKFLOW, job.overrides) for job in jobs}
+            await asyncio.wait_for(batch.run(jobs, prompts), PATIENCE)
+        finally:
+            clock.cancel()
+        return journal.results
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers(-2**70, 2**70) | st.floats() | st.text(st.characters(), max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+contents = anything.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=40) | st.sampled_from([
+    b"", b"{}", b"[]", b"null", b"<html>log in</html>", b"[" * 100_000, b'{"a":' * 100_000, b'{"queue_running": 1e999}',
+    b'{"prompt_id": NaN}', b'{"error": "no"}', b'{"node_errors": {"99": {"errors": []}}}', b'{"node_errors": [5]}',
+    b'{"queue_running": [[1]], "queue_pending": []}', b'{"error": {"type": "prompt_no_outputs"}, "node_errors": 5}',
+    b'{"system": {"comfyui_version": {}}}', b"9" * 5000,
+])
+QUIET = settings(max_examples=40, deadline=None, derandomize=True,
+                 suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+
+
+@pytest.mark.parametrize("where", READ)
+@QUIET
+@given(content=contents, kind=st.sampled_from(["application/json", "text/html", "text/plain; charset=none"]),
+       status=st.sampled_from([200, 200, 200, 400, 404, 500, 302, 401]))
+def test_whatever_a_server_answers_the_other_one_ends_the_jobs(tmp_path_factory, where, content, kind, status):
+    folder = tmp_path_factory.mktemp("batch")
+
+    async def check():
+        async with FakeComfy() as strange, FakeComfy() as other:
+            strange.says[where] = lambda _answer: web.Response(body=content, status=status,
+                                                               headers={"Content-Type": kind})
+            results = await run(folder / "r.jsonl", [strange, other], 2, download=folder / "out")
+            lost_file = where == "view" and status not in (302, 401)  # any bytes may be a file, or it is gone
+            assert {record["status"] for record in results.values()} <= {"success", *(("error",) * lost_file)}
+            assert len(results) == 2
+            if where in ("queue", "history"):
+                assert {record["server"] for record in results.values()} == {other.url}
+
+    asyncio.run(check())
+
+
+def spoiled(value, at: int, by):
+    """A copy in which the at-th part, counted through all lists and objects, is another; and how many there are."""
+    count = 0
+
+    def copied(part):
+        nonlocal count
+        count += 1
+        if count - 1 == at:
+            return by
+        if isinstance(part, dict):
+            return {key: copied(inner) for key, inner in part.items()}
+        return [copied(inner) for inner in part] if isinstance(part, list) else part
+
+    return copied(value), count
+
+
+@pytest.mark.parametrize("where", ["system_stats", "queue", "prompt", "history"])
+@QUIET
+@given(at=st.integers(0, 60), by=anything, refuses=st.booleans())
+def test_an_answer_with_one_part_of_another_kind_ends_no_run(tmp_path_factory, where, at, by, refuses):
+    folder = tmp_path_factory.mktemp("batch")
+
+    def spoil(answer: web.Response) -> web.Response:
+        real = json.loads(answer.body)
+        count = spoiled(real, -1, by)[1]
+        return web.Response(text=json.dumps(spoiled(real, at % count, by)[0]), status=answer.status,
+                            content_type="application/json")
+
+    async def check():
+        async with FakeComfy() as strange, FakeComfy() as other:
+            strange.says[where] = spoil
+            strange.lacks = {"cat"} if refuses and where == "prompt" else set()
+            results = await run(folder / "r.jsonl", [strange, other], 2)
+            assert len(results) == 2 and {record["status"] for record in results.values()} <= {"success", "error"}
+            json.loads(json.dumps(results), parse_constant=pytest.fail)
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(("where", "content", "words"), [
+    ("queue", b"{}", "/queue: queue_running is missing"), ("queue", b"<html>\n<b>log", "/queue: no JSON: <html> <b>l"),
+    ("queue", b"[1]", r"/queue: not an object: \[1\]"), ("queue", b"[" * 9**6, "/queue: no JSON"),
+    ("queue", b" " * (answers.ANSWER_BYTES + 1), "/queue: it is longer than 64 MiB"),
+    ("system_stats", b"null", "/system_stats: not an object: null"), ("prompt", b"{}", "/prompt: prompt_id is missing"),
+    ("prompt", b'{"node_errors": {"99\\u001b[0m": {}}}', r"/prompt: .* not sent, such as 99\\x1b\[0m"),
+    ("history", b"<html>", "/history: no JSON: <html>"),
+])
+def test_a_server_that_is_another_program_is_away_in_words(tmp_path, caplog, where, content, words):
+    async def check():
+        async with FakeComfy() as strange, FakeComfy() as other:
+            strange.says[where] = lambda _answer: web.Response(body=content, content_type="text/html")
+            await run(tmp_path / "r.jsonl", [strange, other])
+            lines = [record.getMessage() for record in caplog.records if record.name == dispatch.__name__]
+            assert re.match(f"{strange.url} does not answer as ComfyUI does, {words}", lines[0])
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(("where", "words"), [("queue", "given up"), ("prompt", "No server is left"),
+                                             ("history", "No server is left")])
+def test_where_there_is_no_other_server_the_batch_ends_and_no_job_has_failed(tmp_path, caplog, where, words):
+    async def check():
+        async with FakeComfy() as strange:
+            def page(_answer: web.Response) -> web.Response:
+                strange.pending.clear()
+                return web.Response(text="<html>hello</html>", content_type="text/html")
+
+            strange.says[where] = page
+            assert await run(tmp_path / "r.jsonl", [strange], 3) == {}
+            assert any(words in record.getMessage() for record in caplog.records)
+            strange.says.clear()
+            results = await run(tmp_path / "r.jsonl", [strange], 3)
+            assert {record["status"] for record in results.values()} == {"success"}
+
+    asyncio.run(check())
+
+
+def test_a_page_of_a_proxy_is_no_copy(tmp_path):
+    async def check():
+        async with FakeComfy() as strange, FakeComfy() as other:
+            strange.says["view"] = lambda _answer: web.Response(text="<html>", content_type="text/html")
+            [record] = (await run(tmp_path / "r.jsonl", [strange, other], download=tmp_path / "out")).values()
+            assert record["server"] == other.url and (tmp_path / "out/j0.png").read_bytes().startswith(b"p_j0")
+
+    asyncio.run(check())
+
+
+def test_a_job_that_a_server_loses_goes_to_another_one_and_is_not_given_up(tmp_path):
+    """The one that loses is always idle, and would get it again."""
+    async def check():
+        async with FakeComfy() as losing, FakeComfy() as other:
+            losing.says["history"] = lambda _answer: web.json_response({})
+            results = await run(tmp_path / "r.jsonl", [losing, other], 4)
+            assert {(record["status"], record["server"]) for record in results.values()} == {("success", other.url)}
+
+    asyncio.run(check())
+
+
+def test_a_job_that_breaks_servers_fails_once_each_was_asked_and_sets_none_aside(tmp_path):
+    async def check():
+        async with FakeComfy() as one, FakeComfy() as other:
+            for each in (one, other):
+                each.says["prompt"] = lambda answer: web.Response(text="500 Internal\x1b[31m Error", status=500)
+            [record] = (await run(tmp_path / "r.jsonl", [one, other])).values()
+            assert record["status"] == "error" and "\x1b" not in record["error"]
+            assert all(f"{each.url}: ComfyUI answered 500: 500 Internal" in record["error"] for each in (one, other))
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("name", [
+    "a." + 300 * "b", "a.p/ng", "a.\\..\\x", "a./", "a..", ".", "", "a.\N{FULLWIDTH SOLIDUS}", "a. ", "a.nul:x", "a.\n",
+])
+def test_a_server_chooses_no_more_of_a_copys_name_than_a_short_ending(name):
+    [path] = dispatch.copies_of([{"filename": name, "node": "9"}], Path("out/job"))
+    assert path.parent == Path("out") and re.fullmatch(r"job(\.\w{1,16})?", path.name, re.ASCII)
+
+
+def test_copies_of_a_job_have_different_names_whatever_the_server_calls_them():
+    files = [{"filename": name, "node": node} for node in ("9", "9_map") for name in ("a.png", "b.webp", "c.PNG", "d")]
+    paths = [path.name.lower() for path in dispatch.copies_of(files, Path("out/job"))]
+    assert len(set(paths)) == len(paths) == 8
+
+
+def acting(text: str) -> set[str]:
+    """Characters of a text that do something, but ends of lines."""
+    return {c for c in text if c != "\n" and unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli.signal, "signal", lambda *_given: None)  # they cannot be set outside of the main thread
+    (tmp_path / "workflow.json").write_text(json.dumps(WORKFLOW), encoding="utf-8")
+    (tmp_path / "jobs.csv").write_text("id,prompt\ngood,cat\nbad,fail\n", encoding="utf-8")
+    return tmp_path
+
+
+def run_beside(one: FakeComfy, *arguments: str) -> int:
+    """The command in this process, with the server in a loop of its own thread."""
+    async def serve():
+        async with one:
+            return await asyncio.to_thread(cli.main, ["jobs.csv", "--workflow", "workflow.json", *arguments])
+
+    return asyncio.run(serve())
+
+
+ACTS = "\x1b[2J\x1b]0;x\x07\x9b\u202e\u2066\ud800\u2028"
+
+
+def test_what_acts_on_a_terminal_reaches_no_message_log_or_result(table, capsys, caplog):
+    one = FakeComfy()
+
+    def history(answer: web.Response) -> web.Response:
+        found = json.loads(answer.body)
+        for entry in found.values():
+            for event, data in entry["status"]["messages"]:
+                if event == "execution_error":
+                    data |= {"exception_message": f"a{ACTS}\nb", "node_type": ACTS}
+            for report in entry["outputs"].get("10", {}).get("specar", []):
+                report["settings"] = {"method": ACTS, "notices": [ACTS + 10**6 * "x"]}
+                report["totals"] = {ACTS: ACTS, "target_passes": 5}
+        return web.json_response(found)
+
+    one.says["history"] = history
+    assert run_beside(one, "--server", one.url) == cli.FAILED
+    said = capsys.readouterr().err
+    assert "bad: \\x1b[2J" in said and "good: warning: " in said and not acting(said)
+    assert not acting(caplog.text)
+    results = (table / "jobs.results.jsonl").read_text(encoding="utf-8")
+    assert not acting(results) and len(results) < 10_000 and len(said) < 10_000
+    assert not any(acting(value) for value in re.findall(r'"[^"]*"', json.dumps(json.loads(results.splitlines()[0]),
+                                                                               ensure_ascii=False)))
+
+
+def test_what_acts_on_a_terminal_reaches_it_from_no_table_either(table, capsys):
+    (table / "jobs.csv").write_text("id,se\x1bed\u202e\na,1\n", encoding="utf-8")
+    assert cli.main(["jobs.csv", "--workflow", "workflow.json"]) == cli.BAD_INPUT
+    said = capsys.readouterr().err
+    assert r"se\x1bed\u202e" in said and not acting(said)
+
+
+def private_in(folder: Path, *texts: str) -> list[str]:
+    """What is private in all files of a folder and in texts."""
+    everything = [path.read_bytes().decode(errors="replace") for path in folder.rglob("*") if path.is_file()]
+    return [value for value in PRIVATE for text in [*everything, *texts] if value in text]
+
+
+def test_a_login_and_a_token_are_used_for_every_request_and_written_nowhere(table, capsys, caplog):
+    """Although the server repeats them in what it says."""
+    one = FakeComfy()
+    url = f"http://{LOGIN}@127.0.0.1:{one.port}/?token=to%2Bk%26en"
+
+    def fails(answer: web.Response) -> web.Response:
+        found = json.loads(answer.body)
+        for entry in found.values():
+            for _, data in entry["status"]["messages"]:
+                data["exception_message"] = f"no {SECRET} and {TOKEN} at {url}"
+        return web.json_response(found)
+
+    one.says["history"] = fails
+    assert run_beside(one, "--server", url, "--out", "out") == cli.FAILED
+    assert {path.split("/")[1] for path, *_ in one.asked} >= {*READ}
+    assert {(query.get("token"), login) for _, query, login in one.asked} == {
+        (TOKEN, address_of(url).headers["Authorization"])}
+    records = [json.loads(line) for line in (table / "jobs.results.jsonl").read_text("utf-8").splitlines()]
+    assert {record["server"] for record in records} == {f"http://127.0.0.1:{one.port}"}
+    (table / "out/good.png").unlink()
+    assert run_beside(one, "--server", url, "--out", "out") == cli.FAILED and (table / "out/good.png").exists()
+    one.says = {"queue": lambda _answer: web.Response(status=500, text=f"{SECRET} {TOKEN}")}
+    for wrong in ({}, {"queue": lambda _answer: web.Response(status=302, headers={"Location": url})},
+                  {"queue": lambda _answer: web.Response(status=401)}):
+        one.says |= wrong
+        run_beside(one, "--server", url, "--patience", "0", "--retry-failed")
+    cli.main(["jobs.csv", "--workflow", "workflow.json", "--server", url, "--patience", "0", "--retry-failed"])
+    said = capsys.readouterr().err
+    for part in ("answered 401", "refers to", "status 500", "no ComfyUI answers"):
+        assert part in said
+    assert private_in(table, said, caplog.text) == []
+
+
+@pytest.mark.parametrize("url", [
+    f"http://u:{SECRET}@host:1", "ftp://u:secret@host", "http://u:sec/ret@host", "http://u:1/secret@host", "u:secret@",
+    "http://u:secret@host:99999?token=secret", "http://u:secret@[host", "http://u:sec?ret@host", "http://u:sec#ret@host",
+])
+def test_a_wrong_address_is_refused_without_what_is_private_in_it(table, capsys, url):
+    assert cli.main(["jobs.csv", "--workflow", "workflow.json", "--server", url]) == cli.BAD_INPUT
+    said = capsys.readouterr().err
+    assert "--server" in said and not any(part in said for part in ("sec", "ret", "s s/w", "pa:s"))
+
+
+def test_addresses_are_told_apart_and_shown_by_what_is_public():
+    assert [address_of(url).name for url in ("http://a:b@h:1/x/?t=1#f", "a:b@h:1", "HTTP://h/", "127.0.0.1:9")] == [
+        "http://h:1/x", "h:1", "http://h", "127.0.0.1:9"]
+    address = address_of("https://a%20b:c%3A@h/p?t=1&u=")
+    assert address.base == "https://h/p" and address.query == {"t": "1", "u": ""} and shown("ray") == "ray"
+    assert address.headers == {"Authorization": "Basic YSBiOmM6"} and "YSB" not in repr(address)  # "a b:c:"
+    assert without_logins("at http://a:b@h/x, https://c@d:e@i and me@j") == "at http://h/x, https://i and me@j"
+
+
+def test_a_batch_of_a_version_that_wrote_logins_goes_on_and_writes_them_no_more(tmp_path, caplog):
+    async def check():
+        async with FakeComfy() as one:
+            url = one.url.replace("http://", f"http://{LOGIN}@")
+            path, one.ends = tmp_path / "r.jsonl", lambda: False
+            started = asyncio.ensure_future(run(path, [one], 2))
+            await until(lambda: one.running and one.pending)
+            started.cancel()
+            await asyncio.gather(started, return_exceptions=True)
+            for file in (path, tmp_path / "r.jsonl.journal"):
+                file.write_text(file.read_text("utf-8").replace(one.url, url), encoding="utf-8")
+            old = (tmp_path / "r.jsonl.journal").read_text("utf-8")
+            assert LOGIN in old
+            one.ends = lambda: True
+            results = copy.deepcopy(await run(path, [url], 2))
+            assert {(record["attempt"], record["server"]) for record in results.values()} == {(1, one.url)}
+            assert sorted(one.drawn) == ["p_j0", "p_j1"]
+            assert one.asked[-1][2] == address_of(url).headers["Authorization"]
+            (tmp_path / "r.jsonl.journal").write_text("", encoding="utf-8")
+            assert private_in(tmp_path, caplog.text) == []
+
+    asyncio.run(check())
+
+
+def test_texts_and_numbers_of_an_entry_are_those_that_a_file_can_hold():
+    found = {"status": {"status_str": "success"}, "outputs": {"9": {"images": [{"filename": "a\u202eb.png"}]}}}
+    with pytest.raises(answers.StrangeAnswerError, match=r"filename is a\\u202eb"):
+        server.entry(found, WORKFLOW)
+    found["outputs"] = {"9": {"images": [{"filename": "a.png"}] * (answers.FILES + 1)}}
+    with pytest.raises(answers.StrangeAnswerError, match="10001 files"):
+        server.entry(found, WORKFLOW)
+    report = {"settings": {}, "totals": {"a": [[[[[1]]]]]}}
+    for totals, words in (({"a": [[[[1]]]]}, "nested"), ({"a": float("inf")}, "finite"), ({"a": [1] * 10**5}, "long")):
+        report["totals"] = totals
+        with pytest.raises(answers.StrangeAnswerError, match=words):
+            server.entry({"outputs": {"10": {"specar": [report]}}}, WORKFLOW)
+
+
+@pytest.mark.parametrize("odd", [
+    b"", b"\0\0\0\4", b"\0\0\0\4\xff\xff\xff\xffab", b"\0\0\0\1x", '{"type": "status"}', '{"type": "a", "data": [1]}',
+    '{"type": "a", "data": {"prompt_id": {}}}', "[]", "<html>", "[" * 9**6, '{"type": 5, "data": {}}', "{}",
+])
+def test_whoever_follows_a_prompt_passes_over_what_is_about_none_and_ends_with_what_no_comfyui_says(odd):
+    """Messages of other nodes may have any data; one that is no event is not ComfyUI's."""
+    async def events(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        prompt_id = await asked
+        await (socket.send_bytes(odd) if isinstance(odd, bytes) else socket.send_str(odd))
+        for event in ("execution_success", "executing"):
+            await socket.send_json({"type": event, "data": {"prompt_id": prompt_id, "node": None}})
+        await socket.close()
+        return socket
+
+    async def prompt(request: web.Request) -> web.Response:
+        asked.set_result((await request.json())["prompt_id"])
+        return web.json_response({"prompt_id": asked.result(), "node_errors": {}})
+
+    async def history(request: web.Request) -> web.Response:
+        return web.json_response({request.match_info["id"]: {"outputs": {}}})
+
+    async def check():
+        nonlocal asked
+        asked = asyncio.get_running_loop().create_future()
+        app = web.Application()
+        app.add_routes([web.get("/ws", events), web.post("/prompt", prompt), web.get("/history/{id}", history)])
+        runner = web.AppRunner(app, shutdown_timeout=0)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        try:
+            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            return await client.run_prompt(url, WORKFLOW, timeout=PATIENCE)
+        finally:
+            await runner.cleanup()
+
+    asked = None
+    if isinstance(odd, str) and ('"type": "' not in odd):
+        with pytest.raises(answers.StrangeAnswerError):
+            asyncio.run(check())
+    else:
+        assert asyncio.run(check()).outcome == "success"

@@ -1,0 +1,223 @@
+"""VVS: the drift bound of drafts accepted unverified, against laws that are worked out tree by tree."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from comfyui_specar.samplers.contract import SamplingParams
+from comfyui_specar.samplers.drafts.adt_tree import ADTTree
+from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
+from comfyui_specar.samplers.drafts.trees import Tree
+from comfyui_specar.samplers.methods.skipping import PATHS, Skipping, choose_path, decide, path_probability
+from comfyui_specar.samplers.methods.speculative import DraftTree
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ..support.random_trees import leaf_paths, random_tree, row, tree_of_paths
+from ..support.toy import ToyDrafter, ToyModel, chi_square, plain, request
+
+seeds = st.integers(0, 10**6)
+
+
+class Table:
+    """Next-token distributions over ``vocab`` tokens after every prefix, drawn when asked for."""
+
+    def __init__(self, seed: int, vocab: int):
+        self.generator, self.vocab, self.rows = torch.Generator().manual_seed(seed), vocab, {}
+
+    def __call__(self, prefix: tuple[int, ...]) -> list[float]:
+        if prefix not in self.rows:
+            logits = 1.5 * torch.randn(self.vocab, generator=self.generator, dtype=torch.float64)
+            self.rows[prefix] = logits.softmax(-1).tolist()
+        return self.rows[prefix]
+
+    def extended(self, law: dict, prefix: tuple[int, ...], mass: float, length: int) -> None:
+        """Add to a law the sequences of ``length`` tokens that continue ``prefix`` as this table does."""
+        if len(prefix) == length:
+            law[prefix] = law.get(prefix, 0.0) + mass
+            return
+        for token, p in enumerate(self(prefix)):
+            self.extended(law, (*prefix, token), mass * p, length)
+
+
+def distance(law: dict, other: dict) -> float:
+    return sum(abs(law.get(key, 0.0) - other.get(key, 0.0)) for key in law.keys() | other.keys()) / 2
+
+
+def drift(trees, chosen: Skipping, target: Table, length: int) -> tuple[float, float, float]:
+    """How far a skipped round drifts over trees (with their probabilities): the total variation of what it takes,
+    continued by the target, and the target's own; the mean of the bounds; the same with q = 1 throughout."""
+    law, exact, bound, certain = {}, {}, 0.0, 0.0
+    target.extended(exact, (), 1.0, length)
+    for tree, chance in trees:
+        draws = len(leaf_paths(tree, 0)) if chosen.path == "uniform" else 1
+        for draw in range(draws):
+            slots, count = choose_path(chosen, tree, torch.tensor([(draw + 0.5) / draws]))
+            q = path_probability(chosen, tree, slots)[0]
+            tokens = tuple(tree.token[0, slots[0, : int(count)]].tolist())
+            for place, token in enumerate(tokens):
+                p = target(tokens[:place])[token]
+                bound += chance / draws * max(0.0, 1 - p / float(q[place]))
+                certain += chance / draws * (1 - p)
+            target.extended(law, tokens, chance / draws, length)
+    return distance(law, exact), bound, certain
+
+
+@given(seeds, st.sampled_from(PATHS), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_of_trees_of_the_likeliest_tokens(seed, path, truncate):
+    tree = row(random_tree(seed, batch=3), 2)
+    if not leaf_paths(tree, 0):
+        return
+    found, bound, certain = drift([(tree, 1.0)], Skipping(path=path, truncate=truncate), Table(seed, 6), tree.levels)
+    assert found <= bound + 1e-5
+    assert bound <= certain + 1e-5 if path == "uniform" else bound == pytest.approx(certain, abs=1e-5)
+
+
+def test_of_one_token_the_bound_is_the_drift():
+    """Four leaves below the root: the token is any of four with 1/4 each."""
+    tree, target = tree_of_paths(1, 1, 1, 1), Table(0, 6)
+    found, bound, certain = drift([(tree, 1.0)], Skipping(), target, 1)
+    assert found == pytest.approx(sum(max(0.0, 0.25 - p) for p in target(())[1:5]), abs=1e-6)
+    assert found == pytest.approx(bound, abs=1e-6) and bound < certain - 0.1
+
+
+def test_shares_by_hand():
+    """Paths of 3, 2 and 1 tokens below one root, of which the second splits in two: leaves 1, 2 and 1."""
+    tree = tree_of_paths(3, 2, 1)  # slots 1 2 3, 4 5, 6
+    extra = {"token": 7, "parent": 4, "depth": 2, "rank": 1, "exists": True, "probability": 1.0}
+    tree = replace(tree, **{name: torch.cat((getattr(tree, name), torch.tensor([[value]])), dim=1)
+                            for name, value in extra.items()})
+    whole = Skipping(truncate=False)
+    for u, path, shares in ((0.1, [1, 2, 3], [1 / 4, 1, 1]), (0.3, [4, 5], [2 / 4, 1 / 2]), (0.6, [6], [1 / 4]),
+                            (0.9, [4, 7], [2 / 4, 1 / 2])):
+        slots, count = choose_path(whole, tree, torch.tensor([u]))
+        assert slots[0, : int(count)].tolist() == path
+        assert path_probability(whole, tree, slots)[0, : len(path)].tolist() == pytest.approx(shares)
+
+
+def sampled_trees(drafter: Table, shape: tuple[tuple[int, ...], ...]):
+    """Every tree that sampling without replacement can grow in this shape (children of a slot in order), with its
+    probability."""
+    def grown(prefix: tuple[int, ...], path: tuple[int, ...]):
+        """Ways to draw the children of a draft, and theirs: nodes as (path, token, q), and the probability."""
+        count = sum(len(p) == len(path) + 1 and p[: len(path)] == path for p in shape)
+        q = drafter(prefix)
+        for drawn in itertools.permutations(range(drafter.vocab), count):
+            chance, left = 1.0, 1.0
+            for token in drawn:
+                chance, left = chance * q[token] / left, left - q[token]
+            below = [list(grown((*prefix, token), (*path, rank))) for rank, token in enumerate(drawn)]
+            for parts in itertools.product(*below):
+                nodes = [((*path, rank), token, q[token]) for rank, token in enumerate(drawn)]
+                yield nodes + [node for part, _ in parts for node in part], chance * _product(w for _, w in parts)
+
+    for nodes, chance in grown((), ()):
+        nodes = sorted(nodes, key=lambda node: (len(node[0]), node[0]))
+        slot = {(): 0} | {path: number for number, (path, _, _) in enumerate(nodes, 1)}
+        columns = [
+            [0, *(token for _, token, _ in nodes)], [0, *(slot[path[:-1]] for path, _, _ in nodes)],
+            [0, *(len(path) for path, _, _ in nodes)], [0, *(path[-1] for path, _, _ in nodes)],
+        ]
+        token, parent, depth, rank = (torch.tensor([column]) for column in columns)
+        q = torch.tensor([[1.0, *(q for _, _, q in nodes)]])
+        levels, width = max(map(len, slot)), max(path[-1] for path, _, _ in nodes) + 1
+        yield Tree(token, parent, depth, rank, torch.ones_like(token) > 0, q, levels, width, torch.empty(1)), chance
+
+
+def _product(values) -> float:
+    result = 1.0
+    for value in values:
+        result *= value
+    return result
+
+
+SHAPES = {
+    "chain": ((0,), (0, 0)), "siblings": ((0,), (1,)), "two and one": ((0,), (1,), (0, 0)),
+    "two each": ((0,), (1,), (0, 0), (0, 1), (1, 0)),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("path", PATHS)
+def test_of_sampled_trees(path, shape):
+    for seed in range(4):
+        trees = list(sampled_trees(Table(seed + 50, 3), shape))
+        assert sum(chance for _, chance in trees) == pytest.approx(1)
+        found, bound, certain = drift(trees, Skipping(path=path), Table(seed, 3), 2)
+        assert found <= bound + 1e-5 and bound <= certain + 1e-5
+        if path != "confident" or shape == SHAPES["chain"]:
+            assert bound < certain - 0.01  # what is known of the path is used
+
+
+def verified(tokens: list[int], p: list[float], q: list[float]) -> list[float]:
+    """The law of the token after an exact test of siblings, one after the other, that were sampled in this order."""
+    law, left = [0.0] * len(p), 1.0
+    for token in tokens:
+        accepted = min(1.0, p[token] / q[token])
+        law[token] += left * accepted
+        left *= 1 - accepted
+        over = [max(0.0, a - b) for a, b in zip(p, q)]
+        if left < 1e-12 or not sum(over):
+            return law
+        p = [x / sum(over) for x in over]
+        q = [0.0 if x == token else b / (1 - q[token]) for x, b in enumerate(q)]
+    return [a + left * b for a, b in zip(law, p)]
+
+
+def test_sampled_trees_that_decide_themselves_have_no_bound():
+    """The dynamic schedule skips three siblings if the first and the third look alike: what is verified is no sample
+    from the drafter any more, and the images drift by more than the unverified tokens say. The trace claims none."""
+    p, q = [0.05, 0.3, 0.1, 0.55], [0.7, 0.1, 0.1, 0.1]
+    drafter, target = Table(0, 4), Table(0, 4)
+    drafter.rows[()], target.rows[()] = q, p
+    codes, chosen = torch.eye(4)[[0, 0, 1, 2]], Skipping("dynamic", threshold=0.5, guard=0)
+    trees = list(sampled_trees(drafter, ((0,), (1,), (2,))))
+    one, no = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
+    law, skipped = {(x,): 0.0 for x in range(4)}, []
+    for tree, chance in trees:
+        tokens = tree.token[0, 1:].tolist()
+        if decide(chosen, tree, codes, 1, one, 9, no):
+            skipped.append((tree, chance))
+            taken = [tokens.count(x) / 3 for x in range(4)]
+        else:
+            taken = verified(tokens, p, q)
+        for x in range(4):
+            law[x,] += chance * taken[x]
+    assert 0 < len(skipped) < len(trees)
+    assert sum(law.values()) == pytest.approx(1, abs=1e-6)
+    bound = drift(skipped, chosen, target, 1)[1]
+    assert distance(law, {(x,): p[x] for x in range(4)}) > bound + 0.05
+    method = DraftTree(None, Static(), skipping=chosen)
+    assert not method.bounded and not replace(method, structure=ADTTree(children="sampled")).bounded
+    for structure in (Dynamic(), ADTTree(), Chain()):
+        assert replace(method, structure=structure).bounded
+    assert replace(method, skipping=Skipping()).bounded and replace(method, skipping=None).bounded
+
+
+RUNS = 12_000
+LAYOUT = plain(2, 3)
+TOY = ToyModel(LAYOUT)
+EXACT = TOY.distribution(LAYOUT, SamplingParams())
+
+
+def drawn(structure, schedule: str, path: str, batch: int = RUNS):
+    skipping = Skipping(schedule, interval=2, guard=0, threshold=0.1, path=path)
+    method = DraftTree(ToyDrafter(TOY, stale=True), structure, skipping=skipping)
+    return method.sample(request(TOY, LAYOUT, batch=batch))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("structure", [Dynamic(2, 3, 5), Static(((0,), (1,), (2,), (0, 0)))], ids=lambda s: s.kind)
+def test_whole_runs(structure, path):
+    out = drawn(structure, "uniform", path)
+    noise = chi_square(DraftTree(ToyDrafter(TOY), structure).sample(request(TOY, LAYOUT, batch=RUNS)).tokens, EXACT).tv
+    assert chi_square(out.tokens, EXACT).tv <= out.trace.tv_bound + noise
+    assert out.trace.tv_bound > 0.05
+
+
+def test_the_trace_tells_whether_the_bound_is_known():
+    for structure in (Dynamic(2, 3, 5), Static(((0,), (1,), (2,), (0, 0)))):
+        trace = drawn(structure, "dynamic", "uniform", batch=4).trace
+        assert (trace.tv_bound is None) == structure.sampled == (trace.summary()["tv_bound"] is None)
