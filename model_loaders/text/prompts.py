@@ -67,7 +67,8 @@ class Prompted:
         prompts = {"positive": positive} | ({"negative": negative} if negative is not None and guided else {})
         found = []
         for name, prompt in prompts.items():
-            found += self.prompt_encoder.notices(prompt_text(prompt) or "")
+            if text := prompt_text(prompt):
+                found += self.prompt_encoder.notices(text)
             if settings := prompt_settings.ignored(prompt[0][1] if isinstance(prompt, list) else {}, pixels):
                 found.append(f"AR models do not use what is set on the {name} prompt: {', '.join(settings)}.")
         if negative is not None and not guided:

@@ -107,4 +107,4 @@ def test_a_prompt_is_read_once(models, monkeypatch):
     method = api.methods.NextToken()
     method.run_bytes(request)
     method.sample(request)
-    assert read.count("list") == 1 and set(read) == {"list", "EncodedPrompt"}
+    assert read.count("list") == 1 and set(read) == {"list", "EncodedPrompt", "NoneType"}

@@ -120,7 +120,7 @@ def test_masked_features_are_cropped(tmp_path):
     mask = torch.tensor([[False] * 5 + [True] * 7])
     wanted, found = model.encode_features(caption_features()), model.encode_features(padded, mask)
     assert torch.equal(wanted[0][0], found[0][0])
-    assert found[0][1]["ar"] == {"family": "llamagen-t2i", "text": ""}
+    assert found[0][1]["ar"] == {"family": "llamagen-t2i", "text": None}
 
 
 def test_class_numbers_outside_the_table(tmp_path):
