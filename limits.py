@@ -22,13 +22,18 @@ DIMENSIONS = 8  # of a tensor; convolutions of videos have 5, and products of th
 DIGITS = 64  # of an integer in JSON; transformers writes 10**30, and longer ones cannot even be printed
 SIDE = 1024  # tokens per side of an image, and pixels per token; the largest released grids have 97, blocks 32
 IMAGES = 4096  # of a run: ComfyUI's largest batch
-LAYERS = 1000  # modules numbered in a row; the deepest released model has 64, and each is built
+LAYERS = 256  # modules numbered in a row; the deepest released model has 64, and each is built
+LEVELS = 16  # of an image decoder, and blocks of a level; released ones have 6 and 4, and each pair is built
 
 # Texts
 
 NAME = 1000  # characters of a tensor's, module's or archive member's name; released ones have 150
 MESSAGE = 1200  # characters of an error message, which may quote strings of any length
 QUOTED = 200  # characters of a string in a table, a label or a report
+
+PROMPT = 2**17  # characters; the longest that a model reads has 131,072 tokens
+CAPTION = 4000  # characters of a prompt that is cleaned like a caption, of which 120 tokens are read: it takes seconds
+GROWTH = 100  # characters that a tokenizer's normalizer may write for one; released ones write 1
 
 # Files that are read as a whole, in bytes; reading one takes several times its size
 
@@ -50,6 +55,7 @@ TENSORS = 50_000  # of a file; released models have 1500, training checkpoints o
 MODULES = 100  # of TorchScript, one in another; modules may be shared, so that a small file could describe any number
 RUN = 2**18  # characters of the settings of a run, in a trace; a long prompt has thousands
 CONTAINERS = 3  # tables of a pickle, one in another, in which its weights are looked for
+WORDS = 10_000  # of a word table, and of its synonyms; the bundled one has 200
 SHARDS = 1000  # of an index; the largest model has 15
 SPREAD = 4  # total size of a pickle's tensors, in file sizes: some have two names
 JOBS = 100_000  # of a table; more are several batches

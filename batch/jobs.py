@@ -5,13 +5,13 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..limits import CELL, COLUMNS, JOBS, PROBLEMS, ROW, TABLE, parse_json
+from ..limits import CELL, COLUMNS, JOBS, NAME, PROBLEMS, ROW, TABLE, parse_json
 from ..printable import printable
 
 DELIMITERS = ",;\t"
@@ -113,11 +113,18 @@ def column_names(cells: list[str], name: str, line: int) -> list[str]:
         names.pop()
     if "" in names:
         raise JobsError(f"{name}, line {line}: column {names.index('') + 1} has no name")
+    check_names(names)
     if twice := sorted({column for column in names if names.count(column) > 1}):
         raise JobsError(f"{name}, line {line}: the column {', '.join(twice)} is there twice")
     if len(names) == 1 and "|" in names[0]:
         raise JobsError(f"{name}, line {line}: one column, {names[0]!r}; commas, semicolons or tabs divide columns")
     return names
+
+
+def check_names(columns: Iterable[str]) -> None:
+    """Raises JobsError for a name of any length, which is taken apart at its dots."""
+    if long := next((column for column in columns if len(column) > NAME), ""):
+        raise JobsError(f"the column {long:.50}... has a name of {len(long)} characters; {NAME} is the limit")
 
 
 def json_rows(text: str, name: str) -> Iterator[Row]:
@@ -149,6 +156,7 @@ def json_row(content: str) -> dict[str, Any]:
         raise JobsError('expected an object such as {"prompt": "cat", "seed": 1}')
     if len(row) > COLUMNS:
         raise JobsError(f"{len(row)} values; {COLUMNS} is the limit")
+    check_names(row)
     for column, value in row.items():
         if isinstance(value, str) and len(value) > CELL:
             raise JobsError(f"{column!r:.100} has {len(value)} characters; {CELL} is the limit")

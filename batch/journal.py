@@ -6,6 +6,7 @@ that was handed to a server). Every line is on disk before the next step is take
 
 import json
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -99,7 +100,10 @@ class Journal:
             self._journal.append(entries[0])
         if entries[0].get("schema") != SCHEMA:
             raise JournalError(f"{self._journal.path} is not the journal of a batch: choose other --results")
-        self.batch = entries[0]["batch"]
+        self.batch = entries[0].get("batch")
+        if not isinstance(self.batch, str) or not re.fullmatch("[0-9a-f]{32}", self.batch):
+            raise JournalError(f"{self._journal.path} does not name its batch: repair its first line, or move the file "
+                               "and its results away to begin a new batch")
         for entry in entries[1:]:
             if not all(isinstance(entry.get(name), kind) for name, kind in ENTRY.items()):
                 raise JournalError(f"{self._journal.path} has a line that says of no job where it is: repair it, or "

@@ -43,12 +43,19 @@ def read_workflow(path: Path) -> Workflow:
     except (OSError, ValueError) as error:
         raise OverrideError(f"cannot read the workflow {path}: {error}") from error
     nodes = workflow.values() if isinstance(workflow, dict) else [workflow]
-    if not workflow or not all(
-        isinstance(node, dict) and "class_type" in node and isinstance(node.get("inputs"), dict) for node in nodes
-    ):
+    if not workflow or not all(map(is_node, nodes)):
         raise OverrideError(f"{path} is not in API format (in ComfyUI: Workflow > Export (API); those of this pack are "
                             "in workflows/api)")
     return workflow
+
+
+def is_node(node: Any) -> bool:
+    """Has it the parts that are read here? A list among its inputs is a link: a node's id, and the number of its
+    output."""
+    if not isinstance(node, dict) or not isinstance(node.get("inputs"), dict):
+        return False
+    named = isinstance(node.get("class_type"), str) and isinstance(node.get("_meta", {}), dict)
+    return named and all(value for value in node["inputs"].values() if isinstance(value, list))
 
 
 def prompts_of(workflow: Workflow, jobs: list[Job]) -> dict[str, Workflow]:

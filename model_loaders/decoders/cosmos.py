@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ...limits import LEVELS
 from ...models.cosmos import Cosmos, CosmosConfig
 from ..files.checkpoint import SAFETENSORS, TORCHSCRIPT, Checkpoint, open_checkpoint
 from ..files.errors import CheckpointError
@@ -19,6 +20,7 @@ from ..registry import DecoderKind
 from .image_decoder import ImageDecoder
 
 _LEVELS = CosmosConfig.levels
+_CODES = 2**24  # at most
 _REPOSITORY = "nvidia/Cosmos-1.0-Tokenizer-DV8x16x16"
 _WRAPPERS = (".conv3d", ".norm")  # of a layer's weights, in the names of the files
 # Queries and keys of temporal attention, and temporal filters without resampling, do not affect single frames.
@@ -48,8 +50,8 @@ def flat(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def config_of(weights: Mapping[str, Tensor], levels: tuple[int, ...]) -> CosmosConfig:
     """Sizes of a tokenizer from its tensor shapes. Raises KeyError or ValueError for missing tensors."""
-    depth = numbered(weights, r"decoder\.up\.")
-    blocks = numbered(weights, r"decoder\.up\.0\.block\.")
+    depth = numbered(weights, r"decoder\.up\.", LEVELS)
+    blocks = numbered(weights, r"decoder\.up\.0\.block\.", LEVELS)
     stem = weights.get("encoder.conv_in.0.weight")
     return CosmosConfig(
         levels, tuple(len(weights[f"decoder.up.{i}.block.0.conv1.0.weight"]) for i in range(depth)),
@@ -124,9 +126,10 @@ def _add_encoder(tensors: dict[str, Tensor], path: Path) -> str:
 def _levels(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> tuple[int, ...]:
     """Levels of each channel of a code: from the quantiser's buffers, our metadata, or the released ones."""
     stored = next((t for n, t in tensors.items() if n.endswith("quantizer._levels")), None)
-    levels = checkpoint.metadata.get("levels", _LEVELS) if stored is None else stored.tolist()
-    if not levels or any(level < 2 for level in levels) or prod(levels) > 2**24:
-        raise CheckpointError(f"{checkpoint.path.name} has invalid levels of codes ({levels}). It is damaged.")
+    levels = checkpoint.metadata.get("levels", _LEVELS) if stored is None else stored.flatten()[: LEVELS + 1].tolist()
+    sound = 0 < len(levels) <= LEVELS and all(2 <= level <= _CODES for level in levels)
+    if not sound or prod(levels) > _CODES:
+        raise CheckpointError(f"{checkpoint.path.name} has invalid levels of codes ({levels!r:.100}). It is damaged.")
     return tuple(int(level) for level in levels)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ...limits import LAYERS, LEVELS
 from ...models.glm_image_dit import DiT, DiTConfig, denoise
 from ...models.kl_vae import Decoder, KLConfig
 from ..files.checkpoint import WEIGHT_FILES, Checkpoint, open_checkpoint, read_settings, weight_file
@@ -178,7 +179,7 @@ def load_dit(checkpoint: Checkpoint, dtype: torch.dtype, operations=nn) -> DiT:
     with incomplete_without("all tensors of the diffusion transformer", checkpoint.path):
         dim, patch = tensors["image_projector.proj.weight"].shape
         config = DiTConfig(
-            dim, numbered(tensors, r"transformer_blocks\."), heads, patch // side**2, side,
+            dim, numbered(tensors, r"transformer_blocks\.", LAYERS), heads, patch // side**2, side,
             tensors["glyph_projector.net.0.proj.weight"].shape[1],
             len(tensors["time_condition_embed.timestep_embedder.linear_1.weight"]),
             tensors["time_condition_embed.condition_embedder.linear_1.weight"].shape[1] // 4,
@@ -196,11 +197,11 @@ def load_vae(checkpoint: Checkpoint, operations=nn) -> Autoencoder:
     settings = read_settings(checkpoint.path.parent / "config.json")
     with incomplete_without("the decoder, and the latents' mean and std in config.json,", checkpoint.path):
         tensors = decoder_names(checkpoint.tensors)
-        levels = numbered(tensors, r"decoder\.up\.")
+        levels = numbered(tensors, r"decoder\.up\.", LEVELS)
         widths = [len(tensors[f"decoder.up.{i}.block.0.conv1.weight"]) for i in range(levels)]
         config = KLConfig(
             tensors["decoder.conv_in.weight"].shape[1], tuple(width // widths[0] for width in widths), widths[0],
-            numbered(tensors, r"decoder\.up\.0\.block\.") - 1, middle_attention=False,
+            numbered(tensors, r"decoder\.up\.0\.block\.", LEVELS) - 1, middle_attention=False,
         )
         mean, std = (torch.tensor(settings[f"latents_{name}"], dtype=torch.float32) for name in ("mean", "std"))
     if not len(mean) == len(std) == config.channels or not (std > 0).all():
@@ -217,7 +218,7 @@ def load_vae(checkpoint: Checkpoint, operations=nn) -> Autoencoder:
 def decoder_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The decoder's tensors under the names of models/kl_vae.py."""
     found = {name.removeprefix("decoder."): t for name, t in tensors.items() if name.startswith("decoder.")}
-    last = numbered(found, r"up_blocks\.") - 1
+    last = numbered(found, r"up_blocks\.", LEVELS) - 1
     return {f"decoder.{renamed(name, last)}": tensor for name, tensor in found.items()}
 
 

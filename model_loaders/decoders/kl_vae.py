@@ -7,6 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
+from ...limits import LEVELS
 from ...models.kl_vae import KLConfig, KLModel
 from ..files.checkpoint import Checkpoint
 from ..files.errors import incomplete_without
@@ -31,8 +32,8 @@ def recognise(tensors: Collection[str]) -> bool:
 def config_of(tensors: dict[str, Tensor]) -> KLConfig:
     """Sizes of an autoencoder from its tensor names and shapes."""
     base = tensors["encoder.conv_in.weight"].shape[0]
-    levels = numbered(tensors, r"encoder\.down\.")
-    blocks = numbered(tensors, r"encoder\.down\.0\.block\.")
+    levels = numbered(tensors, r"encoder\.down\.", LEVELS)
+    blocks = numbered(tensors, r"encoder\.down\.0\.block\.", LEVELS)
     widths = [tensors[f"encoder.down.{i}.block.0.conv1.weight"].shape[0] for i in range(levels)]
     return KLConfig(
         channels=tensors["post_quant_conv.weight"].shape[0],

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
+from ...limits import LEVELS
 from ...models.vq import nearest_codes
 from ..files.checkpoint import Checkpoint
 from ..files.errors import CheckpointError, incomplete_without
@@ -31,6 +32,7 @@ _ORIGINAL = (  # (pattern, replacement) from the names of BAAI/Emu3-VisionTokeni
     (r"\.attn\.(\d+)\.norm\.", r".attn_norms.\1."), (r"\.(attn_1|attn\.\d+)\.([qkv])\.", r".\1.\2_proj."),
     (r"\.(attn_1|attn\.\d+)\.proj_out\.", r".\1.out_proj."),
 )  # fmt: skip
+_TIME = r"encoder\.time_conv\."
 _SMALLER = 128  # base channels of MoVQGAN 67M and 102M; that of 270M has 256
 
 
@@ -64,7 +66,8 @@ def settings_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Settings of transformers' class from tensor shapes. Raises KeyError or ValueError if a part is missing."""
     base = len(tensors["encoder.conv_in.weight"])
     down = r"encoder\.down_block\.down\."
-    widths = [len(tensors[f"encoder.down_block.down.{i}.block.0.conv1.weight"]) for i in range(numbered(tensors, down))]
+    depth = numbered(tensors, down, LEVELS)
+    widths = [len(tensors[f"encoder.down_block.down.{i}.block.0.conv1.weight"]) for i in range(depth)]
     codes, dim = tensors["quantize.embedding.weight"].shape
     channels = len(tensors["post_quant_conv.weight" if is_still(tensors) else "post_quant_conv.conv.weight"])
     levels = {int(m[1]) for name in tensors if (m := re.match(down + r"(\d+)\.attn\.", name))}
@@ -72,9 +75,9 @@ def settings_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         "codebook_size": codes, "embed_dim": dim, "latent_channels": channels, "base_channels": base,
         "double_latent": len(tensors["encoder.conv_out.weight"]) == 2 * channels,
         "channel_multiplier": [width // base for width in widths],
-        "num_res_blocks": numbered(tensors, down + r"0\.block\."), "attn_resolutions": sorted(levels),
+        "num_res_blocks": numbered(tensors, down + r"0\.block\.", LEVELS), "attn_resolutions": sorted(levels),
         "hidden_size": len(tensors["encoder.middle_block.attn_1.q_proj.weight"]),
-        "temporal_downsample_factor": 1 if is_still(tensors) else 2 ** numbered(tensors, r"encoder\.time_conv\."),
+        "temporal_downsample_factor": 2 ** (0 if is_still(tensors) else numbered(tensors, _TIME, LEVELS)),
     }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor, nn
 
+from ...limits import LEVELS
 from ...models.vq import VQConfig, VQModel
 from ..files.checkpoint import Checkpoint
 from ..files.errors import incomplete_without
@@ -55,7 +56,7 @@ def tensors_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 name = re.sub(pattern, replacement, name)
             named[name] = tensor
     if mirrored(tensors, root):
-        deepest = numbered(named, r"decoder\.conv_blocks\.") - 1
+        deepest = numbered(named, r"decoder\.conv_blocks\.", LEVELS) - 1
         named = {re.sub(_LEVEL, lambda m: f"decoder.conv_blocks.{deepest - int(m[1])}.", name): tensor
                  for name, tensor in named.items()}
     return named
@@ -64,8 +65,8 @@ def tensors_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def config_of(tensors: Mapping[str, Tensor], unit_codes: bool = True, by_product: bool = False) -> VQConfig:
     """Sizes of a tokenizer from its tensor shapes, under LlamaGen's names."""
     base = tensors["encoder.conv_in.weight"].shape[0]
-    levels = numbered(tensors, r"encoder\.conv_blocks\.")
-    blocks = numbered(tensors, r"encoder\.conv_blocks\.0\.res\.")
+    levels = numbered(tensors, r"encoder\.conv_blocks\.", LEVELS)
+    blocks = numbered(tensors, r"encoder\.conv_blocks\.0\.res\.", LEVELS)
     widths = [tensors[f"encoder.conv_blocks.{i}.res.0.conv1.weight"].shape[0] for i in range(levels)]
     codes, dim = tensors["quantize.embedding.weight"].shape
     return VQConfig(

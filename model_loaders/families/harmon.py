@@ -22,7 +22,7 @@ from ..continuous_model import MaskedModel, MaskedState
 from ..decoders.kl_vae import KL16
 from ..files.checkpoint import Checkpoint
 from ..files.errors import CheckpointError
-from ..files.names import renamed
+from ..files.names import count, renamed
 from ..files.weights import load_weights
 from ..registry import Family
 from ..sizes import unsupported_size
@@ -120,7 +120,7 @@ def language_model(tensors: dict[str, Tensor], heads: int | None, path: Path) ->
             f"{path.name} has a language model of width {width}, which is not a released Harmon size, so its number of "
             "attention heads is unknown. Add safetensors metadata specar = {\"llm_heads\": ...}."
         )
-    layers = mar.count(tensors, f"{_LLM}layers.")
+    layers = count(tensors, f"{_LLM}layers.")
     kv_heads = tensors[f"{_LLM}layers.0.self_attn.k_proj.weight"].shape[0] * heads // width
     hidden = tensors[f"{_LLM}layers.0.mlp.gate_proj.weight"].shape[0]
     return Qwen2(width, layers, heads, kv_heads, hidden, vocab)

@@ -22,7 +22,7 @@ from ...samplers.contract import SamplingParams
 from ..ar_model import DiscreteModel, legal_grid
 from ..files.checkpoint import Checkpoint, title
 from ..files.errors import CheckpointError
-from ..files.names import meaning, renamed
+from ..files.names import count, meaning, renamed
 from ..files.weights import load_weights
 from ..registry import Family, ReleasedDecoder, Source
 from ..text import t5
@@ -60,7 +60,7 @@ def backbone_config(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> Backb
     """Sizes from shapes. Raises CheckpointError for a size whose number of heads is unknown."""
     path, settings = checkpoint.path, checkpoint.settings
     vocab, dim = tensors["tok_embeddings.weight"].shape
-    layers = len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
+    layers = count(tensors, "layers.")
     gate = tensors.get("layers.0.feed_forward.w1.weight")
     if gate is None:
         raise CheckpointError(f"{path.name} has no transformer layers. It is incomplete: download it again.")

@@ -24,7 +24,7 @@ from ..continuous_model import MaskedModel
 from ..decoders.kl_vae import KL16
 from ..files.checkpoint import Checkpoint
 from ..files.errors import CheckpointError
-from ..files.names import renamed
+from ..files.names import count, renamed
 from ..files.weights import load_weights
 from ..registry import Family
 from ..text.prompt_encoders import ClassEncoder, MissingEncoder, PromptEncoder, WordEncoder
@@ -67,11 +67,6 @@ def config_of(tensors: dict[str, Tensor], heads: int | None, grid: tuple[int, in
         tensors["z_proj.weight"].shape[1], tensors["encoder_pos_embed_learned"].shape[1] - length, conditions,
         captions is not None,
     )
-
-
-def count(tensors: dict[str, Tensor], prefix: str) -> int:
-    """Number of the blocks ``prefix``0, ``prefix``1, ..."""
-    return len({name.removeprefix(prefix).split(".")[0] for name in tensors if name.startswith(prefix)})
 
 
 def head_of(

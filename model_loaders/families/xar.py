@@ -23,11 +23,12 @@ from ..continuous_model import ContinuousBase
 from ..decoders.kl_vae import KL16
 from ..files.checkpoint import Checkpoint
 from ..files.errors import CheckpointError
+from ..files.names import count
 from ..files.weights import load_weights
 from ..registry import Family
 from ..text.prompt_encoders import ClassEncoder, PromptEncoder
 from .llamagen import class_names
-from .mar import count, defaults_of
+from .mar import defaults_of
 
 SCALE = 0.2325  # of KL-16's latents
 _SIZES = {  # (width, encoder blocks) -> heads, guidance and denoising steps of the released models

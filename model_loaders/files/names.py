@@ -51,13 +51,20 @@ def root_of(names: Collection[str], roots: Sequence[str], *marks: str) -> str | 
     return next((root for root in roots if all(f"{root}{mark}" in names for mark in marks)), None)
 
 
-def numbered(names: Collection[str], before: str) -> int:
+def numbered(names: Collection[str], before: str, most: int) -> int:
     """Number of modules whose numbers, starting at 0, follow the regular expression ``before``.
 
-    Raises ValueError if there are none, or more than LAYERS.
+    Raises ValueError if there are none, or more than ``most``.
     """
     matches = (re.match(rf"{before}(\d+)\.", name) for name in names)
-    return 1 + max(bounded_int("the number of a module", int(match[1]), 0, LAYERS) for match in matches if match)
+    return 1 + max(bounded_int("the number of a module", int(match[1]), 0, most - 1) for match in matches if match)
+
+
+def count(names: Collection[str], before: str) -> int:
+    """Number of the modules ``before``0, ``before``1, ..., of which some may be missing. Raises ValueError for more
+    than LAYERS."""
+    matches = (re.match(rf"{re.escape(before)}(\d+)\.", name) for name in names)
+    return bounded_int(f"the number of modules {before}", len({match[1] for match in matches if match}), 0, LAYERS)
 
 
 def renamed(tensors: Mapping[str, T], beginnings: Mapping[str, str]) -> dict[str, T]:

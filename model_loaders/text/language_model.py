@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from math import inf
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from ...limits import TOKENIZER
+from ...limits import GROWTH, TOKENIZER, FileError
 from ...models.backbone import BackboneConfig, join_gates
 from ..files.checkpoint import Checkpoint, read_settings, refuse_large
 from ..files.errors import CheckpointError
-from ..files.names import renamed, root_of
+from ..files.names import count, renamed, root_of
 
 _STACKED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _NAMES = {
@@ -96,7 +97,7 @@ def backbone_config(checkpoint: Checkpoint, root: str, vocab: int, known_heads: 
     """
     tensors, path = checkpoint.tensors, checkpoint.path
     settings = text_settings(checkpoint)
-    layers = {m[1] for name in tensors if (m := re.match(re.escape(root) + r"layers\.(\d+)\.", name))}
+    layers = count(tensors, f"{root}layers.")
     fused = f"{root}layers.0.mlp.gate_up_proj.weight" in tensors
     q, k, gate = (matrix(tensors, f"{root}layers.0.{part}.weight", path)
                   for part in ("self_attn.q_proj", "self_attn.k_proj", f"mlp.{'gate_up' if fused else 'gate'}_proj"))
@@ -112,7 +113,7 @@ def backbone_config(checkpoint: Checkpoint, root: str, vocab: int, known_heads: 
             "under its released name, together with its config.json, in a separate folder."
         )
     return BackboneConfig(
-        dim, len(layers), heads, len(gate) // (1 + fused), vocab, positive(settings, "rms_norm_eps", norm_eps),
+        dim, layers, heads, len(gate) // (1 + fused), vocab, positive(settings, "rms_norm_eps", norm_eps),
         kv_heads=kv_heads, qkv_bias=f"{root}layers.0.self_attn.q_proj.bias" in tensors,
         head_norms=0 if head_norm is None or head_rms else len(head_norm), head_rms=head_rms,
         head_dim=len(q) // heads if head_rms else 0,  # Qwen3's heads may be wider than its width divided by them
@@ -215,7 +216,7 @@ class Tokenizer:
 
     file None: it was not found; ``missing`` is the error message. stated: see check_ids. words: ids that the model has
     for text (None: not known here). What the file says about cutting or padding texts is not used: programs save there
-    how they called the tokenizer last.
+    how they called the tokenizer last. Nor is what it puts around them.
     """
 
     def __init__(
@@ -230,8 +231,10 @@ class Tokenizer:
         if self._opened is None:
             with readable(self.file):
                 opened = _read_tokenizer(self.file)
+                refuse_growth(opened.normalizer)
             opened.no_truncation()
             opened.no_padding()
+            opened.post_processor = _alone()
             count = opened.get_vocab_size()
             if self.words is not None and count > self.words:
                 raise CheckpointError(f"{self.file} has {count} tokens, but the model {self.words}: it is the "
@@ -281,6 +284,24 @@ class Tokenizer:
 
     def __len__(self) -> int:
         return self._open().get_vocab_size()
+
+
+def refuse_growth(normalizer: Any) -> None:
+    """Raise FileError for a normalizer that makes much of little: each step may write a text for a character."""
+    growth, steps = 1, [json.loads(normalizer.__getstate__())] if normalizer else []
+    while steps:
+        step = steps.pop()
+        steps += step.get("normalizers", ())
+        growth *= prod(max(1, len(step.get(text, ""))) for text in ("content", "prepend"))
+    if growth > GROWTH:
+        raise FileError(f"it writes more than {GROWTH} characters for one")
+
+
+def _alone():
+    """A post-processor that puts nothing around a text."""
+    from tokenizers.processors import TemplateProcessing
+
+    return TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
 
 
 def _read_tokenizer(file: Path):

@@ -16,9 +16,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ...limits import WORDS, legal_name
 from ..files.checkpoint import CheckpointError, open_checkpoint
 
 SHOWN = 300  # characters of a prompt in a notice
+HINTS = 40  # unknown words in a notice
 
 
 class PromptEncoder(Protocol):
@@ -46,13 +48,15 @@ class WordEncoder(PromptEncoder):
 
     @classmethod
     def open(cls, path: Path, slots: int) -> WordEncoder:
-        """Read ``text_encoder.safetensors``. Raises CheckpointError if it is another kind of file."""
+        """Read ``text_encoder.safetensors``. Raises FileError if it is another kind of file."""
         checkpoint = open_checkpoint(path, mapped=False)  # a small table, not worth a memory map
         table, meta = checkpoint.tensors.get("word_embeddings.weight"), checkpoint.metadata
         lists, synonyms = [meta.get(name) for name in ("words", "stop_words", "backgrounds")], meta.get("synonyms")
-        sound = isinstance(synonyms, dict) and all(isinstance(words, list) for words in lists) and all(
-            isinstance(word, str) for words in (*lists, synonyms.values()) for word in words
-        )
+        groups = [*lists, synonyms]
+        sound = isinstance(synonyms, dict) and all(isinstance(words, list) for words in lists)
+        sound = sound and all(len(words) <= WORDS for words in groups)
+        for word in (word for words in (*groups, synonyms.values()) for word in words) if sound else ():
+            legal_name(word)  # as notices quote it
         sound = sound and table is not None and table.ndim == 2 and len(lists[0]) == len(table)
         if not sound or not table.float().isfinite().all():
             raise CheckpointError(f"{path.name} is not a word-table text encoder, or damaged. Download it again.")
@@ -61,7 +65,7 @@ class WordEncoder(PromptEncoder):
 
     def parse(self, text: str) -> tuple[list[str], list[str]]:
         """(known words in order, unknown words) of a prompt."""
-        text = text.lower()
+        text = " ".join(text.lower().split())  # the next line takes the square of a gap's length
         colours = "|".join(map(re.escape, self.backgrounds))
         text = re.sub(rf"\b(?:on|with|against)?\s*(?:an?|the)?\s*({colours})\s+background\b", r" bg_\1 ", text)
         known, unknown = [], []
@@ -73,7 +77,7 @@ class WordEncoder(PromptEncoder):
                     known.append(part)
                 elif part not in self.stop_words:
                     unknown.append(part)
-        return list(dict.fromkeys(known)), unknown
+        return list(dict.fromkeys(known)), list(dict.fromkeys(unknown))
 
     def resembling(self, word: str) -> str:
         """The known word that an unknown one may be a misspelling of; "" if there is none."""
@@ -84,8 +88,9 @@ class WordEncoder(PromptEncoder):
     def notices(self, text: str) -> list[str]:
         """Unknown words, each with the known one that it resembles, and known words beyond the slots."""
         known, unknown = self.parse(text)
-        hints = ((word, self.resembling(word)) for word in unknown)
-        named = [f"{word} ({like}?)" if like else word for word, like in hints]
+        hints = ((word, self.resembling(word)) for word in unknown[:HINTS])
+        named = [f"{word:.{SHOWN}} ({like}?)" if like else word[:SHOWN] for word, like in hints]
+        named += [f"and {len(unknown) - HINTS} more"] * (len(unknown) > HINTS)
         return [
             *([f"The model does not know these words and ignores them: {', '.join(named)}."] if named else []),
             *left_out(self.slots, "words of a prompt", ", ".join(known[self.slots :])),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...limits import PROMPT
 from . import prompt_settings
 from .prompt_encoders import ClassEncoder, PromptEncoder, TextEncoder, WordEncoder, features_of
 
@@ -46,6 +47,8 @@ class Prompted:
         """
         if not isinstance(text, str):
             raise TypeError(f"The prompt is {text!r}, but must be a text.")
+        if len(text) > PROMPT:
+            raise ValueError(f"The prompt has {len(text)} characters; at most {PROMPT} are read. Shorten it.")
         text = text.encode("utf-8", "replace").decode()  # JSON may contain lone surrogates, which are not characters
         if not text and isinstance(self.prompt_encoder, WordEncoder | ClassEncoder):  # which have nothing to encode
             return self.encode_features(torch.zeros(1, 0, 1), text=text)

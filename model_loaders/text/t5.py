@@ -10,10 +10,11 @@ from textwrap import shorten
 import torch
 from torch import Tensor, nn
 
+from ...limits import CAPTION
 from ..files.checkpoint import PICKLES, SAFETENSORS, WEIGHT_FILES, Checkpoint, open_checkpoint
 from ..files.checkpoint import weight_file as weights_in
 from ..files.errors import CheckpointError, as_released
-from ..files.names import meaning
+from ..files.names import count, meaning
 from ..files.weights import load_weights
 from .caption_cleaning import clean_caption
 from .language_model import Tokenizer, find_tokenizer
@@ -60,12 +61,16 @@ class T5Encoder(PromptEncoder):
     def ids(self, text: str) -> list[int]:
         """Ids of a caption, at most ``slots``, the end token included.
 
-        Raises FileNotFoundError if there is no tokenizer, CheckpointError for one of another model.
+        Raises FileNotFoundError if there is no tokenizer, CheckpointError for one of another model, ValueError for a
+        prompt that is too long.
         """
         return [*self.tokenizer.ids(self.caption(text))[: self.slots - 1], self.tokenizer.id(_END)]
 
     def caption(self, text: str) -> str:
-        """A prompt as the encoder reads it."""
+        """A prompt as the encoder reads it. Raises ValueError for one that is too long."""
+        if len(text) > CAPTION:
+            raise ValueError(f"The prompt has {len(text)} characters, but the model reads {self.slots} tokens, about "
+                             f"as many words. Shorten it, to at most {CAPTION} characters.")
         # Twice, as in LlamaGen's training: the second pass removes what the first leaves (a tag within a tag).
         return clean_caption(clean_caption(text)) if self.clean else text.lower().strip()
 
@@ -163,5 +168,5 @@ def build(tensors: dict[str, Tensor], width: int, path: Path, name: str = "flan-
     if dim != width:
         raise CheckpointError(f"{path.name} has {dim} features per token, but the model reads {width}: it is not "
                               f"{name}. Put {name} into {path.parent}.")
-    layers = len({name.split(".")[3] for name in tensors if name.startswith("encoder.encoder.block.")})
+    layers = count(tensors, "encoder.encoder.block.")
     return T5(words, dim, layers, heads, inner // heads, ffn_dim, buckets)

@@ -400,3 +400,23 @@ def test_what_is_no_api_workflow_is_refused(tmp_path, content):
     path.write_text(content, encoding="utf-8")
     with pytest.raises(OverrideError, match="API format.*workflows/api|cannot read"):
         read_workflow(path)
+
+
+@pytest.mark.parametrize("change", [
+    {"class_type": 5}, {"_meta": ["title"]}, {"inputs": {"positive": []}}, {"inputs": [1]},
+])
+def test_a_workflow_whose_parts_are_of_another_kind_is_refused(tmp_path, change):
+    file = tmp_path / "w.json"
+    file.write_text(json.dumps({"1": {"class_type": "A", "inputs": {"prompt": "x"}} | change}), "utf-8")
+    with pytest.raises(OverrideError, match="is not in API format"):
+        read_workflow(file)
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("a.csv", "." * 1001 + "\n1\n"), ("a.jsonl", '{"' + "." * 1001 + '": 1}\n'),
+])
+def test_the_name_of_a_column_has_an_end(tmp_path, name, content):
+    """It is taken apart at each of its dots: 130,000 of them took gigabytes."""
+    (tmp_path / name).write_text(content, "utf-8")
+    with pytest.raises(JobsError, match="has a name of 1001 characters; 1000 is the limit"):
+        read_jobs(tmp_path / name)

@@ -73,7 +73,7 @@ def test_another_process_is_refused_until_this_one_ends(tmp_path):
     ("r.jsonl.journal", '{"schema": "other/1"}\n', "not .*journal"),
     ("r.jsonl", '{"id": [], "status": "success"}\n', "no results"),
     ("r.jsonl", "[" * 100_000 + "\n{}\n", "line 1.*damaged"),
-    ("r.jsonl.journal", '{"schema": "specar.batch/1", "batch": "a"}\n{"job": "a"}\n', "line that says of no job"),
+    ("r.jsonl.journal", '{"schema": "specar.batch/1", "batch": "' + 32 * "a" + '"}\n{"job": "a"}\n', "line that says of no job"),
     ("r.jsonl", "precious notes\nof somebody\n", "line 1.*damaged"),
 ])
 def test_files_of_others_are_left_alone(tmp_path, name, content, message):
@@ -489,3 +489,11 @@ def test_what_a_full_disk_did_not_take_is_an_error_once(tmp_path):
     with pytest.raises(OSError, match=r"No space left on device: .*r\.jsonl"):
         lines.append(RECORD)
     lines.close()
+
+
+@pytest.mark.parametrize("batch", [None, 5, "\x1b[31m", "0" * 31])
+def test_a_journal_that_names_no_batch_is_refused(tmp_path, batch):
+    first = json.dumps({"schema": "specar.batch/1", "batch": batch}) + "\n"
+    (tmp_path / "r.jsonl.journal").write_text(first, "utf-8")
+    with pytest.raises(JournalError, match="does not name its batch"), Journal(tmp_path / "r.jsonl"):
+        pass

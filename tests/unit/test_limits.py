@@ -14,16 +14,20 @@ from comfyui_specar.batch.jobs import JobsError, read_jobs
 from comfyui_specar.benchmarks import fuzz
 from comfyui_specar.limits import FileError, bounded_int, legal_name, legal_sizes, parse_json, shown
 from comfyui_specar.model_loaders.ar_model import legal_grid
+from comfyui_specar.model_loaders.detect import load_image_decoder
+from comfyui_specar.model_loaders.families import harmon, llamagen, mar, xar
 from comfyui_specar.model_loaders.files import names, safetensors_files
 from comfyui_specar.model_loaders.files.archives import BoundedUnpickler, check_view, members_of
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_checkpoint, outline, read_settings
 from comfyui_specar.model_loaders.files.trace_files import load_trace, save_trace
+from comfyui_specar.model_loaders.text import language_model, t5
 from comfyui_specar.model_loaders.text.tiktoken_file import read_ranks
 from comfyui_specar.printable import printable
 from comfyui_specar.reports import acceptance_map, comparison, run_report
 from comfyui_specar.samplers.trace import POSITION_FIELDS, Source, Trace
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from ..support.hostile_files import BILLION, HOSTILE, one_tensor, safetensors
 
@@ -172,9 +176,36 @@ def test_grids_and_numbered_modules():
     with pytest.raises(ValueError, match="1 and 1024") as refused:
         legal_grid([0] * 50_000)
     assert len(str(refused.value)) < 300
-    assert names.numbered({"up.0.w", "up.3.w"}, r"up\.") == 4
-    with pytest.raises(ValueError, match="0 to 1000"):  # a module would be built for each
-        names.numbered({"up.1000000000.w"}, r"up\.")
+    assert names.numbered({"up.0.w", "up.3.w"}, r"up\.", 4) == 4
+    with pytest.raises(ValueError, match="0 to 2"):  # a module would be built for each
+        names.numbered({"up.3.w"}, r"up\.", 3)
+    assert names.count({"up.0.w", "up.3.w", "up.3.b", "up.x.w"}, "up.") == 2
+    with pytest.raises(ValueError, match="0 to 256"):
+        names.count({f"up.{i}.w" for i in range(257)}, "up.")
+
+
+@pytest.mark.parametrize("module", [llamagen, mar, xar, harmon, t5, language_model])
+def test_the_layers_of_a_file_are_counted_in_one_place(module):
+    """Where they are bounded. A file of a few megabytes names 50,000, each of which would be built."""
+    assert module.count is names.count
+
+
+def test_an_image_decoder_of_many_levels_is_not_built(tmp_path):
+    """A million blocks for a thousand levels of a thousand, of which the file names two thousand."""
+    tensors = {f"encoder.conv_blocks.{i}.res.0.conv1.weight": torch.zeros(32, 1, 1, 1) for i in range(17)}
+    tensors |= {"quantize.embedding.weight": torch.zeros(16, 8), "decoder.norm_out.weight": torch.zeros(32),
+                "encoder.conv_in.weight": torch.zeros(32, 3, 1, 1), "post_quant_conv.weight": torch.zeros(8, 8, 1, 1)}
+    save_file(tensors, tmp_path / "vq.safetensors")
+    with pytest.raises(FileError, match="must be an integer from 0 to 15"):
+        load_image_decoder(tmp_path / "vq.safetensors")
+
+
+@pytest.mark.parametrize("levels", [[2] * 17, [10**60], []])
+def test_levels_of_codes_are_bounded_before_they_are_multiplied(tmp_path, levels):
+    save_file({"post_quant_conv.conv3d.weight": torch.zeros(1, 1, 1, 1, 1), "quant_conv.conv3d.weight": torch.zeros(1)},
+              tmp_path / "decoder.safetensors", {"specar": json.dumps({"levels": levels})})
+    with pytest.raises(FileError, match="invalid levels"):
+        load_image_decoder(tmp_path / "decoder.safetensors")
 
 
 @pytest.mark.parametrize("reader", [open_checkpoint, outline])

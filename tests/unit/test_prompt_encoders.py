@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from comfyui_specar.model_loaders.detect import load_model
 from comfyui_specar.model_loaders.families.llamagen import class_names
 from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
 from comfyui_specar.model_loaders.text.prompt_encoders import ClassEncoder, WordEncoder
+from comfyui_specar.printable import printable
 from safetensors.torch import save_file
 
 from ..support.tiny import CAPTION, SLOTS, write_llamagen
@@ -152,3 +154,36 @@ def test_imagenet_names_where_there_are_1000_classes():
     names = class_names(1000)
     assert class_names(10) is None
     assert names is None or (len(names) == 1000 and ClassEncoder(1000, names).encode("goldfish").item() == 1)
+
+
+def test_a_gap_of_any_length_is_one(encoder):
+    """Found with the prompt " " * 20_000, whose square takes the processor 12 seconds."""
+    begun = time.process_time()
+    prompt = "a dog on" + " " * 50_000 + "a blue" + "\t" * 50_000 + "background"
+    assert encoder.parse(prompt) == (["dog", "bg_blue"], [])
+    assert time.process_time() - begun < 5
+
+
+def test_a_prompt_of_unknown_words_has_a_short_notice(encoder):
+    (notice,) = encoder.notices(" ".join([f"zq{i}" for i in range(5000)] * 2) + " cat " + "y" * 100_000)
+    assert len(notice) < 2000 and notice.endswith("zq39, and 4961 more.")
+
+
+@pytest.mark.parametrize("part", [
+    {"words": ["\x1b[31m"] * 2}, {"synonyms": {"x": "\u202ecat"}}, {"synonyms": {"x": "cat " * 500}},
+    {"backgrounds": ["\n"]}, {"stop_words": ["a"] * 10_001},
+])
+def test_words_of_a_table_are_short_and_printable(tmp_path, part):
+    """Notices quote them, and a synonym stands for as many words as it has."""
+    table = {"words": ["cat", "dog"], "stop_words": [], "synonyms": {}, "backgrounds": []} | part
+    file = tmp_path / "text.safetensors"
+    save_file({"word_embeddings.weight": torch.zeros(2, 4)}, file, {"specar": json.dumps(table)})
+    with pytest.raises(ValueError, match="printable string|not a word-table") as refused:
+        WordEncoder.open(file, 4)
+    assert printable(str(refused.value)) == str(refused.value)
+
+
+def test_a_prompt_has_an_end(tmp_path):
+    model = load_model(write_llamagen(tmp_path / "model.safetensors", True))
+    with pytest.raises(ValueError, match="has 131073 characters; at most 131072 are read"):
+        model.encode_prompt("x" * 131_073)

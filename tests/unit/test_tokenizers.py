@@ -100,6 +100,44 @@ def test_nor_in_that_of_t5(tmp_path):
     assert encoder.ids("a red cat " * 3) == [3, 4, 5] * 3 + [1]
 
 
+def opened(tmp_path, **parts):
+    """A tokenizer of one token, with parts of its file."""
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps({"version": "1.0", "added_tokens": [], "pre_tokenizer": None, "decoder": None,
+                                "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}} | parts), "utf-8")
+    return Tokenizer(file, "missing")
+
+
+@pytest.mark.parametrize("step", [
+    {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}, {"type": "Prepend", "prepend": "aa"},
+])
+def test_a_normalizer_that_makes_gigabytes_of_a_letter_is_refused(tmp_path, step):
+    """The library would end the process, or compute for hours."""
+    few, many = ({"type": "Sequence", "normalizers": [step] * count} for count in (3, 60))
+    assert set(opened(tmp_path, normalizer=few).ids("a")) == {0}
+    with pytest.raises(CheckpointError, match="writes more than 100 characters for one"):
+        opened(tmp_path, normalizer={"type": "Sequence", "normalizers": [many]}).ids("a")
+
+
+def test_what_a_tokenizer_puts_around_a_text_is_not_used(tmp_path):
+    """It could be a thousand times the text itself."""
+    template = {
+        "type": "TemplateProcessing", "special_tokens": {}, "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 9,
+        "pair": [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"],
+    }
+    assert opened(tmp_path, post_processor=template).ids("aaa") == [0, 0, 0]
+
+
+def test_a_caption_is_cleaned_up_to_a_length(tmp_path):
+    """Cleaning takes the square of it: 20,000 letters take seconds."""
+    tiny_t5.write_words(tmp_path)
+    encoder = T5Encoder(tmp_path, Tokenizer(tmp_path / "tokenizer.json", "missing", {"</s>": 1}), 120, 24)
+    assert encoder.ids("a" * 4000)
+    for read in (encoder.ids, encoder.notices):
+        with pytest.raises(ValueError, match="4001 characters, but .* reads 120 tokens.*at most 4000 characters"):
+            read("a" * 4001)
+
+
 @pytest.mark.parametrize(("family", "token"), [(family, token) for family in TOKENS for token in TOKENS[family]])
 def test_special_tokens_have_the_ids_that_the_model_states(copy, family, token):
     path, file = copy(family)
