@@ -1,13 +1,20 @@
 """Addresses of servers. What is private in one, its login and its query (``?token=``), goes into requests and nowhere
 else: not into files, messages or logs."""
 
+import html
+import json
 import re
 from base64 import b64encode
 from dataclasses import dataclass, field
-from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from typing import Any
+from urllib.parse import parse_qsl, quote, quote_plus, unquote, urlsplit
+
+from ..printable import printable
 
 LOGIN = re.compile(r"(?<=://)[^/?#\s]*@")
+QUERY = re.compile(r"(://[^\s?#]*\?)[^\s'\"]+")
 HIDDEN = "***"
+CUT = "... ("  # where `printable` ends a text that it shortens
 
 
 @dataclass(frozen=True)
@@ -23,10 +30,28 @@ class Address:
 
     def hide(self, text: str) -> str:
         """The text of a server, which may repeat what it was asked with."""
-        forms = {form for value in self.private for form in (value, quote(value, safe=""))}
-        for form in sorted(filter(None, forms), key=len, reverse=True):
+        forms = {form for value in filter(None, self.private) for form in forms_of(value)}
+        for form in sorted(forms, key=len, reverse=True):
             text = text.replace(form, HIDDEN)
+            if CUT in text:
+                for size in range(len(form) - 1, 0, -1):
+                    text = text.replace(form[:size] + CUT, HIDDEN + CUT)
         return text
+
+    def hide_in(self, value: Any) -> Any:
+        """A value of JSON without what is private in its texts."""
+        if isinstance(value, dict):
+            return {self.hide(name): self.hide_in(inner) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [self.hide_in(inner) for inner in value]
+        return self.hide(value) if isinstance(value, str) else value
+
+
+def forms_of(value: str) -> set[str]:
+    """How answers may write a text, before and after they are made printable: in an address, in JSON, in a page."""
+    written = {value, quote(value), quote(value, safe=""), quote_plus(value), quote_plus(value, safe="/"),
+               json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], html.escape(value)}
+    return {form for each in written for form in (each, printable(" ".join(each.split())))} - {""}
 
 
 def address_of(url: str) -> Address:
@@ -63,5 +88,5 @@ def shown(url: str) -> str:
 
 
 def without_logins(text: str) -> str:
-    """A text in which addresses may stand."""
-    return LOGIN.sub("", text)
+    """A text in which addresses may stand, whose queries may be private, too."""
+    return QUERY.sub(rf"\1{HIDDEN}", LOGIN.sub("", text))

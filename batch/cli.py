@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Any, NoReturn
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -69,8 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="python -m comfyui_specar.batch", epilog=EPILOG,
-                                  description="Generates an image for every row of a CSV or JSON-lines file.")
+    top = Parser(prog="python -m comfyui_specar.batch", epilog=EPILOG,
+                 description="Generates an image for every row of a CSV or JSON-lines file.")
     top.add_argument("jobs", type=Path, help="the jobs: .csv with a header, or .jsonl")
     top.add_argument("--results", type=Path, help="a JSON line per job (default: JOBS.results.jsonl)")
     top.add_argument("--out", type=Path, help="folder for the images (of servers: for copies of what they saved)")
@@ -106,6 +106,13 @@ def parser() -> argparse.ArgumentParser:
     fleet.add_argument("--gpus", type=amount, default=0, metavar="N",
                        help="GPUs of one; 0.5 if two share it (default: %(default)s)")
     return top
+
+
+class Parser(argparse.ArgumentParser):
+    """It quotes what it does not understand, such as an address after an option that is misspelled."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(safe(message))
 
 
 def refuse_unused(options: argparse.Namespace, arguments: list[str] | None) -> None:

@@ -98,7 +98,7 @@ class Server:
             return {}
         with self._reading("/system_stats"):
             system = part(object_in(reply), "system", dict, {})
-            return {name: name_in(system, key) for name, key in VERSIONS.items() if key in system}
+            return {name: self._hidden(name_in(system, key)) for name, key in VERSIONS.items() if key in system}
 
     async def submit(self, prompt: Workflow, prompt_id: str, client_id: str) -> Refusal | None:
         """Queues a prompt; returns why the server will not make all of it (None: it will)."""
@@ -123,7 +123,9 @@ class Server:
         with self._reading("/history"):
             answer = object_in(reply)
             found = entry(part(answer, prompt_id, dict), prompt) if prompt_id in answer else None
-        return found and replace(found, error=self._hidden(found.error))
+        hide = self._address.hide_in
+        return found and replace(found, error=hide(found.error), traces=hide(found.traces),
+                                 warnings=hide(found.warnings))
 
     async def cancel(self, prompt_ids: list[str]) -> None:
         """Takes waiting prompts out of the queue, and interrupts the one that runs if it is among these."""

@@ -135,3 +135,4 @@ def complete(trace: Trace) -> None:
         stored = trace.totals.setdefault(name, number)
         if type(stored) is not type(number) or (stored != number and not isinstance(number, float)):
             raise FileError(f"{name} is {stored!r:.100}, but its records say {number!r}")
+    trace.summary()  # needs totals that no records tell

@@ -67,13 +67,16 @@ def test_another_process_is_refused_until_this_one_ends(tmp_path):
     assert subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE).stdout == "open\n"
 
 
+A = "a"
+
+
 @pytest.mark.parametrize(("name", "content", "message"), [
     ("r.jsonl", '{"id": "a", "status": "success"}\n{damaged}\n{}\n', "line 2.*damaged"),
     ("r.jsonl", '{"name": "my notes"}\n', "no results"),
     ("r.jsonl.journal", '{"schema": "other/1"}\n', "not .*journal"),
     ("r.jsonl", '{"id": [], "status": "success"}\n', "no results"),
     ("r.jsonl", "[" * 100_000 + "\n{}\n", "line 1.*damaged"),
-    ("r.jsonl.journal", '{"schema": "specar.batch/1", "batch": "' + 32 * "a" + '"}\n{"job": "a"}\n', "line that says of no job"),
+    ("r.jsonl.journal", f'{{"schema": "specar.batch/1", "batch": "{32 * A}"}}\n{{"job": "a"}}\n', "of no job"),
     ("r.jsonl", "precious notes\nof somebody\n", "line 1.*damaged"),
 ])
 def test_files_of_others_are_left_alone(tmp_path, name, content, message):

@@ -3,20 +3,24 @@ a terminal gets into files or messages."""
 
 import asyncio
 import copy
+import html
 import json
 import re
 import unicodedata
 from pathlib import Path
+from urllib.parse import quote, quote_plus
 
 import pytest
 from aiohttp import web
 from comfyui_specar import limits
 from comfyui_specar.batch import answers, cli, client, dispatch, server
 from comfyui_specar.batch.address import address_of, shown, without_logins
+from comfyui_specar.batch.answers import said
 from comfyui_specar.batch.dispatch import Batch, Options
 from comfyui_specar.batch.jobs import Job
 from comfyui_specar.batch.journal import Journal
 from comfyui_specar.batch.overrides import with_overrides
+from comfyui_specar.printable import printable
 from comfyui_specar.tests.support.fake_comfy import FakeComfy, until, without_limits
 from comfyui_specar.tests.support.patience import PATIENCE
 from hypothesis import HealthCheck, given, settings
@@ -426,3 +430,33 @@ def test_whoever_follows_a_prompt_passes_over_what_is_about_none_and_ends_with_w
             asyncio.run(check())
     else:
         assert asyncio.run(check()).outcome == "success"
+
+
+@pytest.mark.parametrize("secret", ["Zz9 \"&<p\u00e4ss>  \\x/", "to+k/en=Qq7 x", "plain-Zz9"])
+@pytest.mark.parametrize("write", [
+    str, json.dumps, quote, quote_plus, html.escape, lambda secret: said(f"at {secret}"),
+    lambda secret: said(json.dumps({"a": secret})), lambda secret: quote_plus(secret, safe="/"),
+])
+def test_what_is_private_is_hidden_however_an_answer_writes_it(secret, write):
+    address = address_of(f"http://user:{quote(secret, safe='')}@host/?token={quote(secret, safe='')}")
+    shown = address.hide(f"see {write(secret)}.")
+    assert "***" in shown and not any(part in shown for part in ("Zz9", "Qq7", "ss>"))
+
+
+@pytest.mark.parametrize("kept", range(1, 9))
+def test_nor_is_its_beginning_shown_where_a_message_is_cut(kept):
+    address = address_of("http://user:Zz9secret@host")
+    assert address.hide(printable("so Zz9secret and more", 3 + kept)) == "so ***... (21 characters)"
+
+
+def test_reports_of_runs_and_versions_have_nothing_private():
+    address = address_of("http://user:Zz9secret@host")
+    assert address.hide_in({"a": ["Zz9secret", 1], "Zz9secret": None}) == {"a": ["***", 1], "***": None}
+
+
+@pytest.mark.parametrize("option", ["--servr", "--in-flight", "--patience"])
+def test_what_the_command_line_does_not_understand_is_quoted_without_what_is_private(capsys, option):
+    with pytest.raises(SystemExit):
+        cli.main(["jobs.csv", option, "http://user:Zz9secret@host/?token=Qq7secret\x1b[31m"])
+    said = capsys.readouterr().err
+    assert "host/?***" in said and not any(part in said for part in ("Zz9", "Qq7", "\x1b"))
