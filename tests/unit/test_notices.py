@@ -74,6 +74,7 @@ def test_tokens_beyond_the_slots_of_t5_are_named(count, rest):
 
 @pytest.mark.parametrize(("text", "removed"), [
     ("a Red cat, 'old'", ""), ("a cat 猫", "猫"), ("free shipping of cats", "free, shipping"),
+    ("AT&amp;T&nbsp;logo", ""), ("a \ufb01sh, \uff26\uff35\uff2c\uff2c", ""), ("a_b_c_d_e", ""), ("cafe\u0301", ""),
 ])
 def test_words_that_cleaning_removes_from_a_caption_are_named(text, removed):
     found = T5Encoder(None, Words(), slots=20, width=CAPTION).notices(text)
