@@ -81,6 +81,16 @@ def test_words_that_cleaning_removes_from_a_caption_are_named(text, removed):
     assert [notice.split("learned: ")[1] for notice in found] == [f"{removed}."] * bool(removed)
 
 
+def test_prompts_that_were_joined_to_more_than_the_slots_are_named(model):
+    [[features, own]] = model.encode_prompt("a red cat")
+    slots = model.prompt_encoder.slots
+    joined = [features.repeat(1, slots, 1)[:, :length] for length in (slots, slots + 1)]
+    fitting, longer = (sample(model, [[each, own]]).notices for each in joined)
+    assert fitting == []
+    [notice] = longer
+    assert f"has {slots + 1} words" in notice and f"{slots} at most" in notice
+
+
 def test_quotations_that_glm_image_cuts_are_named():
     assert glm_image.notices(f'a sign "{"x" * 2047}"') == []
     [notice] = glm_image.notices(f'a sign "{"x" * 2047}end"')
