@@ -50,7 +50,7 @@ PICKLE = 2 * 2**20  # of the description of tensors in a pickle: 200 per tensor
 
 VALUES = 1_500_000  # in one JSON text; 131,072 image tokens in a tokenizer's settings are 1.1 million
 DEPTH = 64  # of JSON in JSON; settings have 6. Whatever walks through them may call itself so often
-CODES = 200_000  # instructions of a pickle, 32 per tensor: each takes time even where it keeps nothing
+CODES = 500_000  # instructions of a pickle, 32 per tensor: each takes time even where it keeps nothing
 TENSORS = 50_000  # of a file; released models have 1500, training checkpoints of MAR 3000
 MODULES = 100  # of TorchScript, one in another; modules may be shared, so that a small file could describe any number
 RUN = 2**18  # characters of the settings of a run, in a trace; a long prompt has thousands

@@ -10,13 +10,15 @@ from torch import Tensor
 
 from ..model_loaders.ar_model import DiscreteModel
 from ..model_loaders.continuous_model import ContinuousBase
-from ..model_loaders.decoders.changed_latents import whole_ids
+from ..model_loaders.decoders.changed_latents import changed, whole_ids
 from ..samplers.contract import Output
 from ..samplers.generate import AnyRequest
 
 Latent = dict[str, Any]
 CELL = "downscale_ratio_spacial"  # where Empty Latent Image says how many pixels wide a cell is
 Model = DiscreteModel | ContinuousBase
+TORN = ("The image in latent_image is not as it was generated or encoded, so what is kept of it is torn: another node "
+        "scaled, blended or changed it. Change the image before VAE Encode instead (Upscale Image).")
 
 
 def empty_latent(model: Model, rows: int, cols: int, batch: int) -> Latent:
@@ -43,10 +45,14 @@ def whole_tokens(model: Model, width: int, height: int) -> tuple[int, int]:
     return height // side, width // side
 
 
-def unused(latent: Latent) -> list[str]:
-    """What a sampler does not use of a LATENT, a sentence each."""
-    if latent.get("noise_mask") is not None or not latent["samples"].any():
+def unused(latent: Latent, model: Model) -> list[str]:
+    """What a sampler does not use of a LATENT, or cannot use as it is, a sentence each."""
+    samples, codebook = latent["samples"], None if model.continuous else model.codebook
+    if not samples.any():
         return []
+    if latent.get("noise_mask") is not None:
+        vectors = codebook is not None and samples.shape[1] == codebook.shape[1]
+        return [TORN] * changed(samples, codebook if vectors else None)
     return ["latent_image holds an image, but only its size is used. Add Set Latent Noise Mask to keep parts of it."]
 
 

@@ -93,7 +93,7 @@ def request_of(inputs: CommonInputs, where: Tensor | None = None, skip: Tensor |
         strength=strength(where, batch, *grid), skippable=skippable(skip, batch, *grid),
         **inputs.model.sampling, **inputs.params(),
     )
-    return replace(request, notices=(*request.notices, *unused(latent)))
+    return replace(request, notices=(*request.notices, *unused(latent, model)))
 
 
 def sample(

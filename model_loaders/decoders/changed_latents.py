@@ -30,6 +30,11 @@ def whole_ids(latent: Tensor) -> Tensor:
     return ids.long()
 
 
+def changed(latent: Tensor, codebook: Tensor | None) -> bool:
+    """Whether a latent [B, C, h, w], of vectors of a codebook [V, C] if there is one, was scaled or blended."""
+    return repeated(latent) or (codebook is not None and strayed(latent, codebook))
+
+
 def strayed(latent: Tensor, codebook: Tensor) -> bool:
     """Whether vectors of a latent [B, C, h, w] are none of the codebook [V, C]."""
     vectors = latent.movedim(1, -1).flatten(0, -2)

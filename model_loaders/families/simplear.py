@@ -55,10 +55,11 @@ _NEGATIVE = (
 
 
 def recognise(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether this is a Qwen2 language model without other numbered layers, as of a tower that reads images. ``load``
-    checks that its ids include image codes."""
+    """Whether this is a Qwen2 language model without the layers of a tower that reads images. ``load`` checks that its
+    ids include image codes."""
     biased = language_root(tensors, (_ROOT,), "q_proj.bias") is not None
-    return biased and all(name.startswith(f"{_ROOT}layers.") for name in tensors if re.search(r"\.\d+\.", name))
+    layers = (name for name in tensors if re.search(r"(^|\.)(layers|blocks)\.\d+\.", name))
+    return biased and all(name.startswith(f"{_ROOT}layers.") for name in layers)
 
 
 def load(

@@ -18,6 +18,7 @@ _COUNTER = "n_averaged"
 # Wrappers of single modules, too, which may be anywhere in a name: torch.compile, FSDP, checkpointed activations,
 # Lightning.
 _WITHIN = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.")
+_SQUARE = re.compile(r"(?<![^\W_])(\d+)(?:x\1|px)(?![^\W_])")  # a size in pixels
 
 
 def unwrapped(names: Iterable[str]) -> dict[str, str]:
@@ -33,11 +34,12 @@ def unwrapped(names: Iterable[str]) -> dict[str, str]:
 def meaning(name: str, table: Mapping[str, T]) -> T | None:
     """What the name of a file or folder says, by a table of words (lower case, without separators) and numbers.
 
-    Only whole words and whole numbers count: "0512000" and "20240512" contain no 512, "genshin" no "gen". Several words
+    Only whole words and whole numbers count: "0512000" and "20240512" contain no 512, "genshin" no "gen". The size of a
+    square is one number: "512x512" and "512px" are 512. Several words
     in a row count as one, however they are separated ("Emu3.5-Image" is "emu35image"), and then not each for itself.
     None if the name says nothing, or two things.
     """
-    words = re.findall(r"[^\W_]+", name.lower())
+    words = re.findall(r"[^\W_]+", _SQUARE.sub(r"\1", name.lower()))
     runs = combinations(range(len(words) + 1), 2)
     found = {(first, last): table[joined] for first, last in runs
              if (joined := "".join(words[first:last])) in table and (last == first + 1 or not joined.isdigit())}

@@ -30,9 +30,13 @@ _STORAGES = {
     "ComplexFloatStorage": torch.complex64, "ComplexDoubleStorage": torch.complex128, "UntypedStorage": torch.uint8,
 }  # fmt: skip
 # Names of what is saved beside weights and is not needed: whole packages, and single names.
-_BESIDE = ("numpy", "pytorch_lightning", "lightning", "lightning_fabric", "lightning_utilities", "omegaconf")
+_BESIDE = (
+    "numpy", "pytorch_lightning", "lightning", "lightning_fabric", "lightning_utilities", "omegaconf", "mmengine",
+    "pathlib", "datetime",
+)  # fmt: skip
 _ALSO = {
     "argparse": {"Namespace"}, "types": {"SimpleNamespace"}, "typing": {"Any"}, "_codecs": {"encode"},
+    "collections": {"deque"},
     "torch": {"Size", "Tensor", "device"}, "torch.nn.parameter": {"Parameter", "Buffer"},
     "builtins": {"bool", "bytearray", "complex", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple"},
 }  # fmt: skip

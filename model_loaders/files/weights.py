@@ -28,7 +28,7 @@ _CHECKED = 2**20  # values checked at a time
 # these parts, which every token would pass. What else lies beside them is not ours: heads of other tasks, other towers,
 # the state of a training. Nor are buffers that a module computes itself or that only training reads, wherever they are.
 _BUFFERS = re.compile(
-    r"(^|\.)(rotary_emb\.inv_freq|inv_freq|freqs_cis|rope\.freqs(_cos|_sin)?|position_ids|masked_bias|mask|"
+    r"(^|\.)(rotary_emb\.inv_freq|inv_freq|freqs_cis|rope\.freqs(_cos|_sin)?|position_ids|masked_bias|(causal_)?mask|[kv]_cache|"
     r"num_batches_tracked|codebook_used|(ema_)?cluster_size|embed_avg|n_averaged)$"
 )
 _TOPS = ("backbone.", "vq.", "")  # prefixes of our names that stand for the top of a file

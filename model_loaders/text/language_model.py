@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -311,7 +312,7 @@ def _read_tokenizer(file: Path):
 
     if file.name != "vocab.json":
         refuse_large(file, TOKENIZER)
-        return tokenizers.Tokenizer.from_file(str(file))
+        return tokenizers.Tokenizer.from_buffer(file.read_bytes().removeprefix(BOM_UTF8))
     from transformers import Qwen2TokenizerFast
 
     for each in (*file.parent.glob("*.json"), *file.parent.glob("*.txt"), *file.parent.glob("*.jinja")):

@@ -24,6 +24,10 @@ HINTS = 40  # unknown words in a notice
 
 
 class PromptEncoder(Protocol):
+    """slots: most features of a prompt that ``encode`` makes (None: any number)."""
+
+    slots: int | None = None
+
     def encode(self, text: str) -> Tensor:
         """Features [1, n, F] (fp32, CPU) of a prompt, valid slots only; raises ValueError with a remedy."""
         ...

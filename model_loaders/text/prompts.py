@@ -72,6 +72,10 @@ class Prompted:
         for name, prompt in prompts.items():
             if text := prompt_text(prompt):
                 found += self.prompt_encoder.notices(text)
+            count = (prompt.features if isinstance(prompt, EncodedPrompt) else prompt[0][0]).shape[1]
+            if count > (self.prompt_encoder.slots or count):
+                found.append(f"The {name} prompt has {count} words or tokens, as after Conditioning (Concat), but the "
+                             f"model learned to read {self.prompt_encoder.slots} at most. Use a shorter prompt.")
             if settings := prompt_settings.ignored(prompt[0][1] if isinstance(prompt, list) else {}, pixels):
                 found.append(f"AR models do not use what is set on the {name} prompt: {', '.join(settings)}.")
         if negative is not None and not guided:

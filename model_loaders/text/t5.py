@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import shorten
+from unicodedata import normalize
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +79,8 @@ class T5Encoder(PromptEncoder):
     def notices(self, text: str) -> list[str]:
         """Words that cleaning removes, and what lies beyond the slots."""
         caption = self.caption(text)
-        removed = ", ".join(word for word in re.findall(r"\w+", text.lower()) if word not in caption)
+        words = re.findall(r"[^\W_]+", normalize("NFKC", html.unescape(text)).lower())  # however they were written
+        removed = ", ".join(word for word in words if word not in normalize("NFKC", caption))
         cleaned = f"Removed from the prompt, as from all captions that the model learned: {shorten(removed, SHOWN)}."
         rest = self.tokenizer.beyond(caption, self.slots - 1)
         return [*[cleaned] * bool(removed), *left_out(self.slots, "tokens of a prompt, its end included,", rest)]

@@ -101,7 +101,8 @@ def choices_in(keys: Iterable[str], marks: Sequence[str], endings: tuple[str, ..
         own = {folder for folder, names in by_folder.items() if folder and is_model(names, marks)}
         folders |= own
         for folder, names in by_folder.items():
-            weights = {name for name in names if name.lower().endswith(endings)}
+            weights = {name for name in names if name.lower().endswith(endings)
+                       and os.path.exists(os.path.join(root, folder, name))}  # not a link that leads nowhere
             if folder in own:
                 weights = {name for name in weights if inside and name not in marks and not SHARD.search(name)}
             elif not inside and any(folder.startswith(model + os.sep) for model in own):

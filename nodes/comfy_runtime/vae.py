@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...model_loaders.decoders.changed_latents import CHANGED, repeated, strayed, whole_ids
+from ...model_loaders.decoders.changed_latents import CHANGED, changed, whole_ids
 from ...model_loaders.decoders.image_decoder import ImageDecoder
 from . import models
 from .memory import out_of_memory
@@ -127,10 +127,10 @@ class ARVae:
                 f"{decoder.name} reads {decoder.channels} ([images, channels, rows, columns]): it comes from another "
                 "kind of model. Connect the VAE that belongs to that model."
             )
-        changed = repeated(latent) or (isinstance(decoder, ImageDecoder) and strayed(latent, decoder.codebook))
-        if changed:
+        found = changed(latent, decoder.codebook if isinstance(decoder, ImageDecoder) else None)
+        if found:
             log.warning(CHANGED)
-        notify([CHANGED] * changed)
+        notify([CHANGED] * found)
         return latent
 
     def _checked(self, tokens: Tensor) -> Tensor:

@@ -91,6 +91,19 @@ def test_what_brings_a_picture_or_a_model_is_refused(sample, positive):
     assert sample("NextToken", positive=free)[1].notices == []
 
 
+def test_an_image_to_keep_that_was_changed_is_said_to_be_torn(sample, tiny):
+    (encoded,) = core.VAEEncode().encode(tiny[2], torch.rand(1, 32, 32, 3))
+    mask = torch.zeros(1, 32, 32)
+    mask[:, :, 16:] = 1
+    (kept,) = core.SetLatentNoiseMask().set_mask(encoded, mask)
+    (smaller,) = core.LatentUpscaleBy().upscale(kept, "nearest-exact", 0.5)
+    for method in ("nearest-exact", "bilinear"):
+        (scaled,) = core.LatentUpscaleBy().upscale(smaller, method, 2.0)
+        [notice] = sample("NextToken", latent_image=scaled)[1].notices
+        assert "torn" in notice and "before VAE Encode" in notice
+    assert sample("NextToken", latent_image=kept)[1].notices == []
+
+
 def test_an_image_without_a_mask_is_said_to_be_unused(sample):
     latent, trace = sample("NextToken")
     assert trace.notices == []

@@ -21,6 +21,7 @@ KINDS = {
     "unmerged PEFT": ((f"base_model.model.{LAYER}.base_layer.weight",
                        f"base_model.model.{LAYER}.lora_A.default.weight"), ("not merged", "merge_and_unload")),
     "MLX": ((f"{LAYER}.weight", f"{LAYER}.scales", f"{LAYER}.biases"), ("MLX", "as they were released")),
+    "FSDP": (("layers.0._fsdp_wrapped_module._flat_param",), ("FSDP", "FULL_STATE_DICT")),
     "HQQ": ((f"{LAYER}.W_q", f"{LAYER}.zero"), ("HQQ", "as they were released")),
     "GPTQ": ((f"{LAYER}.qweight", f"{LAYER}.qzeros"), ("quantised with scales", "plain fp8")),
 }

@@ -74,10 +74,21 @@ def test_tokens_beyond_the_slots_of_t5_are_named(count, rest):
 
 @pytest.mark.parametrize(("text", "removed"), [
     ("a Red cat, 'old'", ""), ("a cat 猫", "猫"), ("free shipping of cats", "free, shipping"),
+    ("AT&amp;T&nbsp;logo", ""), ("a \ufb01sh, \uff26\uff35\uff2c\uff2c", ""), ("a_b_c_d_e", ""), ("cafe\u0301", ""),
 ])
 def test_words_that_cleaning_removes_from_a_caption_are_named(text, removed):
     found = T5Encoder(None, Words(), slots=20, width=CAPTION).notices(text)
     assert [notice.split("learned: ")[1] for notice in found] == [f"{removed}."] * bool(removed)
+
+
+def test_prompts_that_were_joined_to_more_than_the_slots_are_named(model):
+    [[features, own]] = model.encode_prompt("a red cat")
+    slots = model.prompt_encoder.slots
+    joined = [features.repeat(1, slots, 1)[:, :length] for length in (slots, slots + 1)]
+    fitting, longer = (sample(model, [[each, own]]).notices for each in joined)
+    assert fitting == []
+    [notice] = longer
+    assert f"has {slots + 1} words" in notice and f"{slots} at most" in notice
 
 
 def test_quotations_that_glm_image_cuts_are_named():

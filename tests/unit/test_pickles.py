@@ -2,7 +2,10 @@
 
 import logging
 import sys
-from collections import OrderedDict
+from argparse import Namespace
+from collections import OrderedDict, deque
+from datetime import datetime
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -103,6 +106,22 @@ def test_a_checkpoint_of_lightning_has_one_answer_everywhere(lightning, zipped, 
         before = set(map(str, torch.serialization.get_safe_globals()))
         assert load_image_decoder(folder / f"{zipped}.ckpt").codes
         assert set(map(str, torch.serialization.get_safe_globals())) == before
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_values_of_scripts_beside_the_weights_are_passed_over(tmp_path, zipped):
+    others = {"args": Namespace(out=Path("runs")), "when": datetime(2024, 5, 12), "last": deque([1.0], 5)}
+    torch.save({"model": A} | others, tmp_path / "some.pt", _use_new_zipfile_serialization=zipped)
+    assert open_checkpoint(tmp_path / "some.pt").tensors.keys() == A.keys()
+
+
+def test_a_training_of_three_thousand_tensors_is_no_attack(tmp_path):
+    """Its weights, their average and the two moments of AdamW, each step a tensor, too."""
+    names = [f"language_model.model.layers.{i}.self_attn.q_proj.weight" for i in range(3000)]
+    state = {i: {each: torch.zeros(1) for each in ("step", "exp_avg", "exp_avg_sq")} for i in range(len(names))}
+    weights = {key: {name: torch.zeros(1) for name in names} for key in ("model", "ema")}
+    torch.save(weights | {"optimizer": {"state": state}}, tmp_path / "some.pt")
+    assert len(open_checkpoint(tmp_path / "some.pt").tensors) == len(names)
 
 
 class Harmless:

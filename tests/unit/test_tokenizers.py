@@ -93,6 +93,14 @@ def test_what_a_tokenizer_was_last_called_with_is_not_used(copy, family):
     assert torch.equal(api.load_model(path).encode_prompt(TEXT)[0][0], wanted)
 
 
+@pytest.mark.parametrize("family", READING)
+def test_a_byte_order_mark_in_front_of_a_tokenizer_is_read_over(copy, family):
+    path, file = copy(family)
+    wanted = api.load_model(path).encode_prompt(TEXT)[0][0]
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert torch.equal(api.load_model(path).encode_prompt(TEXT)[0][0], wanted)
+
+
 def test_nor_in_that_of_t5(tmp_path):
     tiny_t5.write_words(tmp_path)
     called(tmp_path / "tokenizer.json")
