@@ -112,7 +112,7 @@ def describe(trace: Trace) -> str:
         lines.append(f"resampling failed: {failed} (the last try was taken)")
     lines.append(drawing(settings))
     lines.append(f"seed {totals['seed']}, {totals['seconds']:.2f} s of sampling")
-    lines += trace.notices
+    lines += [printable(notice, MESSAGE) for notice in trace.notices]
     return "\n".join(lines)
 
 

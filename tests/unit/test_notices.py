@@ -197,3 +197,9 @@ def test_ids_that_were_blended_are_refused():
     assert torch.equal(whole_ids(ids), ids[:, 0].long())
     with pytest.raises(ValueError, match="no whole numbers.*Upscale Image"):
         whole_ids(F.interpolate(ids, scale_factor=2, mode="bilinear"))
+
+
+def test_notices_of_a_strangers_trace_do_nothing_to_a_terminal(model):
+    trace = api.sample(model, model.encode_prompt("cat"), NextToken()).trace
+    trace.settings["notices"] = ["red\x1b[31m"]
+    assert api.run_report(trace).splitlines()[-1] == "red\\x1b[31m"
