@@ -349,7 +349,7 @@ class Cells(ToyHead):
 @fp64()
 def test_cells_are_drafted_judged_and_counted_together():
     target, drafter = Cells(2, GRID), Cells(2, GRID, noise=0.3)
-    for length, prefill in ((1, 0), (2, 0), (8, 0), (1, 0.34)):
+    for length, prefill in ((1, 0), (2, 0), (8, 0), (1, 0.34), (1, 0.15), (1, 0.17), (2, 0.8)):
         for condition in ("prefix", "drafts"):
             run = ContinuousSpeculative(drafter, length, prefill, condition=condition)
             decoded = run.sample(request(target, 4))

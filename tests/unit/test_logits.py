@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
+from comfyui_specar.kernels import sampling
 from comfyui_specar.kernels.logits import guide
-from comfyui_specar.kernels.sampling import categorical, entropy, point_mass, residual
+from comfyui_specar.kernels.sampling import categorical, entropy, point_mass, redraw, residual
 from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.probabilities import probabilities
 from hypothesis import given, settings
@@ -48,6 +49,17 @@ def test_top_p_keeps_or_drops_equal_logits_together():
     assert close(probs(ties.log(), top_p=0.45), ties)  # 0.4 are larger than each of the three
     assert close(probs(ties.log(), top_p=0.35), [1, 0, 0, 0])
     assert close(probs([1.0, 1.0, 1.0], top_p=1e-6), [1 / 3] * 3)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_top_p_keeps_what_the_larger_ones_reach_exactly(seed):
+    """A mass of exactly top_p before a token does not exclude it; the next smaller number does."""
+    row = torch.randn(6, generator=torch.Generator().manual_seed(seed)).sort(descending=True).values
+    weights = row[None, None].softmax(-1)
+    larger = float((weights.cumsum(-1) - weights)[..., 3])
+    less = float(torch.tensor(larger).nextafter(torch.tensor(0.0)))
+    for top_p, kept in ((larger, 4), (less, 3)):
+        assert int((probs(row, top_p=top_p) > 0).sum()) == kept
 
 
 def test_the_order_of_the_filters_matters():
@@ -191,9 +203,19 @@ def test_categorical_frequencies():
 
 def test_categorical_never_returns_an_entry_a_wavering_sum_points_at(monkeypatch):
     """A parallel sum may step up at an entry of weight zero; here it is made to."""
-    weights = torch.tensor([[0.5, 0.0, 0.5]])
-    monkeypatch.setattr(torch.Tensor, "cumsum", lambda self, dim: torch.tensor([[0.5, 0.75, 1.0]]))
-    assert int(categorical(weights, torch.tensor([0.6]))) in (0, 2)
+    weights = torch.tensor([[0.4, 0.0, 0.6]])
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda self, dim: torch.tensor([[0.4, 0.75, 1.0]]))
+    for read in (True, False):
+        monkeypatch.setattr(sampling, "readable", lambda value, read=read: read)
+        assert int(categorical(weights, torch.tensor([0.6]))) == 2
+        assert int(redraw(weights, torch.zeros(1, 3), torch.tensor([0.6]))) == 2
+        assert int(categorical(weights, torch.tensor([0.3]))) == 0
+
+
+def test_categorical_never_returns_an_index_past_the_end():
+    """A sum whose last entry is not the largest, and NaN, whose comparisons are false."""
+    for row in ([torch.nan] * 3, [0.0, 0.0, 0.0], [0.5, torch.nan, 0.5]):
+        assert 0 <= int(categorical(torch.tensor([row]), torch.tensor([0.9]))) <= 2
 
 
 def test_residual_falls_back_to_p_where_nothing_is_left():
