@@ -3,10 +3,10 @@
     python -m tests.mutants --record tests/unit            note which lines each test runs, and how long it takes
     python -m tests.mutants samplers kernels/logits.py --count 200 --seed 1 --minutes 30 --tests tests/unit
 
-Changes the code in --count places chosen by --seed (a comparison, a sign, a number, a condition, a call left out), one at
-a time and in memory only, and runs the tests that run the changed line, the quick ones first, until one fails. Prints
-every mutant that no test noticed, and the share that was noticed. Those that change nothing that matters are listed in
-equivalent.txt, with the reason; they do not count.
+Changes the code in --count places chosen by --seed (a comparison, a sign, a number, a condition, a call left out), one
+at a time and in memory only, and runs the tests that run the changed line, the quick ones first, until one fails.
+Prints every mutant that no test noticed, and the share that was noticed. Those that change nothing that matters are
+listed in equivalent.txt, with the reason; they do not count.
 
 Each mutant is tried in a fork of a process that has imported and collected everything, so this needs POSIX (and Python
 3.11). The record is one run of the tests; it must be repeated when lines have moved.
@@ -87,7 +87,8 @@ def main() -> None:
         outcome = "hangs" if status is None else "noticed" if status else "SURVIVED"
         counts[outcome] += 1
         number = sum(counts.values())
-        print(f"{number:4} of {len(wanted)}  {outcome:8}  line {mutant.line:3}  {mutant}", file=sys.__stderr__, flush=True)
+        line = f"{number:4} of {len(wanted)}  {outcome:8}  line {mutant.line:3}  {mutant}"
+        print(line, file=sys.__stderr__, flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
         quiet = [*QUIET, f"--basetemp={folder}/tests"]

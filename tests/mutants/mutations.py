@@ -14,7 +14,9 @@ BOTH_WAYS = [
     (ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.FloorDiv, ast.Mod), (ast.BitAnd, ast.BitOr), (ast.And, ast.Or),
 ]
 OPERATORS = {a: b for pair in BOTH_WAYS for a, b in (pair, pair[::-1])}
-NAMES = [("min", "max"), ("amin", "amax"), ("argmin", "argmax"), ("any", "all"), ("minimum", "maximum"), ("floor", "ceil")]
+NAMES = [
+    ("min", "max"), ("amin", "amax"), ("argmin", "argmax"), ("any", "all"), ("minimum", "maximum"), ("floor", "ceil"),
+]
 SWAPPED = {a: b for pair in NAMES for a, b in (pair, pair[::-1])}
 DROPPED = {"masked_fill", "masked_fill_", "clamp", "clamp_", "abs", "round", "nan_to_num", "contiguous", "clone"}
 UNNOTICED = {"debug", "info"}  # what is only logged for whoever looks
@@ -53,8 +55,8 @@ def _places(tree: ast.Module) -> list[tuple[int, int]]:
 
 
 def _nodes(node: ast.AST, owner: tuple[ast.stmt | None, bool] = (None, True)) -> Iterator[tuple[ast.AST, tuple]]:
-    """The nodes in order, without annotations and messages; each with the function, or else the statement, that it is in,
-    and whether it is run by an import."""
+    """The nodes in order, without annotations and messages; each with the function, or else the statement, that it is
+    in, and whether it is run by an import."""
     if isinstance(node, ast.JoinedStr):
         return
     yield node, owner

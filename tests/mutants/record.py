@@ -79,7 +79,7 @@ class Recorder:
 
 def read_record() -> dict[str, tuple[float, dict[str, int]]]:
     tests = json.loads(RECORD.read_text(encoding="utf-8"))
-    return {test: (seconds, {f: int(bits, 16) for f, bits in lines.items()}) for test, (seconds, lines) in tests.items()}
+    return {name: (took, {f: int(bits, 16) for f, bits in lines.items()}) for name, (took, lines) in tests.items()}
 
 
 def tests_of(mutant: Mutant, record: dict[str, tuple[float, dict[str, int]]]) -> list[str]:

@@ -155,7 +155,7 @@ def test_siblings_are_samples_without_replacement():
 
 
 def test_the_most_similar_draft_is_one_that_exists():
-    """After a rejection: the draft whose code vector is the nearest to the token sampled instead; the first of equals."""
+    """After a rejection: the draft whose code vector is nearest to the token sampled instead; the first of equals."""
     codebook = torch.tensor([[0.0], [1.0], [2.0], [5.0]])
     drafts = [[0, 3, 2, 1], [0, 3, 2, 2], [0, 1, 3, 3], [0, 9, 0, 0]]
     exists = [[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]]

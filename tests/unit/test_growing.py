@@ -22,7 +22,8 @@ class PathDrafter:
     that it attends to its own ancestors."""
 
     def __init__(self, batch: int, seed: int):
-        self.table = torch.randn(batch, (VOCAB + 1) ** DEEPEST, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
+        generator = torch.Generator().manual_seed(seed)
+        self.table = torch.randn(batch, (VOCAB + 1) ** DEEPEST, VOCAB, generator=generator) * 2
         self.fed: list[list[tuple[int, ...]]] = [[] for _ in range(batch)]
 
     def after(self, image: int, path: tuple[int, ...]) -> list[float]:
