@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ from hypothesis.internal.conjecture.engine import ConjectureRunner
 
 from .mutations import Mutant, mutants
 from .record import ROOT, Recorder, read_record, tests_of
-from .trials import Trials, load_changed
+from .trials import Trials, test_import
 
 EQUIVALENT = Path(__file__).parent / "equivalent.txt"
 HANGS = 300  # seconds, on a busy machine
@@ -92,14 +93,8 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         quiet = [*QUIET, f"--basetemp={folder}/tests"]
-        for mutant in wanted:
-            if mutant.at_import:
-
-                def run(mutant=mutant) -> int:
-                    load_changed(mutant)
-                    return pytest.main([*quiet, *tests_of(mutant, record)])
-
-                attempt(mutant, run)
+        for mutant in filter(lambda mutant: mutant.at_import, wanted):  # before anything of the pack is imported
+            attempt(mutant, partial(test_import, mutant, [*quiet, *tests_of(mutant, record)]))
         pytest.main([*quiet, *options.tests], plugins=[Trials([m for m in wanted if not m.at_import], record, attempt)])
     tried = counts["noticed"] + counts["hangs"] + counts["SURVIVED"]
     print(dict(counts), f"noticed: {1 - counts['SURVIVED'] / max(tried, 1):.1%} of {tried}", file=sys.__stderr__)

@@ -20,7 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / ".cache/mutants.json"  # {test: [seconds, {file: a bit for each line, in hexadecimal}]}
 OTHERS = tuple(f"{ROOT}/{folder}" for folder in ("tests", ".", "benchmarks", "scripts", "training"))
 SLOWEST = 5  # seconds of the processor; slower tests are left out
-CASES = 3  # of a parametrised test
+CASES = 3  # of a parametrised test are recorded
+QUICK = 0.1  # seconds of a case; of so quick a test, mutants meet all cases
+PINS = "tests/unit/test_settings.py"  # what is read by an import, and so by no test's lines
+FEW = 15  # tests of a mutant that acts there, which costs an import and a collection
 BUDGET = 6  # seconds of tests per mutant, as recorded
 
 
@@ -83,8 +86,8 @@ def read_record() -> dict[str, tuple[float, dict[str, int]]]:
 
 
 def tests_of(mutant: Mutant, record: dict[str, tuple[float, dict[str, int]]]) -> list[str]:
-    """The tests that run the mutant's line, or its function, or what names it: one case of every test function first,
-    the quick ones before the slow ones, for BUDGET seconds."""
+    """The tests that run the mutant's line, or its function, or what names it: one case of every test first, or all if
+    they are quick, the quick ones before the slow ones, for BUDGET seconds."""
     function = {mutant.file: sum(1 << n for n in mutant.lines)}
     wanted = [_mentions(mutant.name), function] if mutant.at_import else [{mutant.file: 1 << mutant.line}, function]
     for bits in [*wanted, {mutant.file: -1}]:
@@ -100,8 +103,9 @@ def tests_of(mutant: Mutant, record: dict[str, tuple[float, dict[str, int]]]) ->
         seconds += record[test][0]
         if seconds > BUDGET and chosen:
             break
-        chosen.append(test)
-    return chosen
+        chosen.append(test.split("[")[0] if record[test][0] < QUICK else test)
+    chosen = list(dict.fromkeys(chosen))
+    return [PINS, *chosen[:FEW]] if mutant.at_import else chosen
 
 
 @lru_cache

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from types import CodeType, FunctionType
 
+import pytest
 from _pytest.main import pytest_runtestloop
 
 from .mutations import Mutant
@@ -21,13 +22,17 @@ class Trials:
         self.wanted, self.record, self.attempt = wanted, record, attempt
 
     def pytest_runtestloop(self, session) -> bool:
-        items = {item.nodeid: item for item in session.items}
+        items = defaultdict(list)
+        for item in session.items:
+            items[item.nodeid].append(item)
+            if "[" in item.nodeid:
+                items[item.nodeid.split("[")[0]].append(item)
         for mutant in self.wanted:
 
             def run(mutant=mutant) -> int:
                 swap_code(mutant)
                 session.config.pluginmanager.unregister(name="terminalreporter")
-                session.items = [items[test] for test in tests_of(mutant, self.record) if test in items]
+                session.items = [item for test in tests_of(mutant, self.record) for item in items[test]]
                 try:
                     pytest_runtestloop(session)
                 except session.Failed:
@@ -56,11 +61,12 @@ def swap_code(mutant: Mutant) -> None:
                 function.__code__ = found[0]
 
 
-def load_changed(mutant: Mutant) -> None:
-    """Let the import of the file run its changed source."""
+def test_import(mutant: Mutant, arguments: list[str]) -> int:
+    """The exit status of pytest where the import of the file runs its changed source."""
     get_code, path = SourceFileLoader.get_code, str(ROOT / mutant.file)
 
     def changed(self: SourceFileLoader, name: str) -> CodeType:
         return compile(mutant.tree, path, "exec", dont_inherit=True) if self.path == path else get_code(self, name)
 
     SourceFileLoader.get_code = changed
+    return pytest.main(arguments)

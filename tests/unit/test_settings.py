@@ -87,6 +87,11 @@ def test_defaults_and_legal_values_stay(name):
     assert found == DECLARED.get(name, {}) and plain == PLAIN.get(name, {})
 
 
+def test_every_setting_is_part_of_a_report_except_what_a_rule_takes_from_its_method():
+    hidden = {(name, each) for name in DECLARED for each, legal in settings_of(OWNERS[name]).items() if not legal.shown}
+    assert hidden == {("CoolSD", "steps")}
+
+
 @pytest.mark.parametrize(("legal", "inside", "outside"), [
     (Setting(2, 5), (2, 3.5, 5), (math.nextafter(2, 1), math.nextafter(5, 6), math.nan, -math.inf, math.inf)),
     (Setting(0), (0, 1e300), (math.inf, math.nan, -1e-300)),
