@@ -118,7 +118,8 @@ def test_a_sketch_shows_what_is_decided_and_what_is_guessed():
     asked = discrete()
     asked.model.dequantize = lambda tokens: tokens[:, None].float()
     zeros, two = torch.zeros((2, 6), dtype=torch.int64), torch.tensor([2, 0])
-    run = SimpleNamespace(tokens=zeros, committed=torch.tensor([3, 0]), start=None, draft=torch.tensor([[0, 2, 2, 2]] * 2))
+    draft = torch.tensor([[0, 2, 2, 2], [0, 2, 2, 2]])
+    run = SimpleNamespace(tokens=zeros, committed=torch.tensor([3, 0]), start=None, draft=draft)
     for start, guessed, tokens in ((None, [3, 5], [1, 2, 0, 0, 1, 2]), (two, [2, 3, 5], [1, 2, 0, 2, 1, 2])):
         run.start = start
         sketch = asked.sketch(run)
