@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--tests", nargs="+", default=["tests/unit"])
+    parser.add_argument("--again", type=Path, metavar="OUTPUT", help="only those that survived in this earlier output")
     parser.add_argument("--record", nargs=argparse.REMAINDER, metavar="TESTS")
     options = parser.parse_args()
     os.chdir(ROOT)
@@ -76,6 +77,9 @@ def main() -> None:
     wanted = mutants(ROOT, [file for file in files if not file.endswith("_triton.py")], options.count, options.seed)
     equivalent = {line.split("  # ")[0] for line in EQUIVALENT.read_text(encoding="utf-8").splitlines()}
     wanted = [mutant for mutant in wanted if str(mutant) not in equivalent]
+    if options.again:
+        lines = [line for line in options.again.read_text(encoding="utf-8").splitlines() if "SURVIVED" in line]
+        wanted = [mutant for mutant in wanted if any(line.endswith(f"  {mutant}") for line in lines)]
     record, counts, ends = read_record(), Counter(), time.monotonic() + 60 * options.minutes
     ConjectureRunner.shrink_interesting_examples = lambda self: None  # a failure is enough, it need not be small
 

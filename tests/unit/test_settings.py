@@ -7,7 +7,8 @@ import pytest
 from comfyui_specar.samplers import registry
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.contract import Request, SamplingParams
-from comfyui_specar.samplers.drafts.structures import Static
+from comfyui_specar.samplers.drafts.growing import DRAWS
+from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.drafts.trees import published, shape_of
 from comfyui_specar.samplers.methods.skipping import Skipping
 from comfyui_specar.samplers.settings import Setting, check_settings, settings_of
@@ -125,6 +126,21 @@ def test_the_published_trees_have_their_sizes(tree, drafts, inner):
     assert tuple(len(level.parent) for level in shape) == drafts
     assert tuple(level.inner for level in shape) == inner
     assert Static(tree).size() == (sum(drafts), 5) and sum(drafts) == int(tree[-2:])
+
+
+@pytest.mark.parametrize(("structure", "size", "passes", "expansions"), [
+    (Chain(5), (5, 5), 4, 4), (Chain(1), (1, 1), 0, 0), (Static("eagle_25"), (25, 5), 4, 10),
+    (Static(((0,), (1,), (0, 0))), (3, 2), 1, 1), (Dynamic(5, 10, 58), (58, 5), 4, 40),
+    (Dynamic(1, 4, 3), (3, 1), 0, 0),
+])
+def test_what_a_structure_asks_of_the_drafter(structure, size, passes, expansions):
+    assert (structure.size(), structure.passes(), structure.expansions()) == (size, passes, expansions)
+
+
+def test_a_tree_has_fewer_drafts_than_a_round_has_random_numbers():
+    Static(tuple((n,) for n in range(DRAWS - 1))).check()
+    with pytest.raises(ValueError, match=f"{DRAWS} drafts.*{DRAWS - 1}"):
+        Static(tuple((n,) for n in range(DRAWS))).check()
 
 
 def test_other_trees_are_refused_by_name():
