@@ -10,7 +10,8 @@ from comfyui_specar.samplers.engine.memory import LOGITS, PROBABILITIES, run_byt
 from comfyui_specar.samplers.engine.prefill import CHUNK
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.methods.jacobi import SJD
-from comfyui_specar.samplers.trace import Source, rounds_of
+from comfyui_specar.samplers.methods.window import strength_at
+from comfyui_specar.samplers.trace import Record, Source, rounds_of
 
 from ..support.toy import ToyModel, plain, request
 
@@ -56,6 +57,23 @@ def test_every_pass_has_its_milliseconds(monkeypatch):
     passes = trace.totals["target_passes"]
     assert trace.rounds["milliseconds"].tolist() == [250.0] * passes
     assert trace.totals["seconds"] == (passes + 1) / 4
+
+
+def test_a_round_too_many_is_written_past_the_others():
+    """A GPU is one step ahead when it learns that the images are complete."""
+    record = Record.empty(2, 3, torch.device("cpu"))
+    for number in range(1, 9):
+        record.round(accepted=0, committed=torch.tensor([number, 0, number]), width=number)
+    assert record.rounds[:3, :, 1].tolist() == [[n, 0, n] for n in (1, 2, 3)]
+    assert record.rounds[3, 0].tolist() == [0, 8, 8] and int(record.count) == 8
+
+
+@pytest.mark.parametrize("strength", [torch.tensor([[0.1, 0.2, 0.3, 0.4]]), torch.arange(8.0).reshape(2, 4), None])
+def test_the_strength_of_a_rule_is_that_of_the_position_and_past_the_end_that_of_the_last(strength):
+    state, position = SimpleNamespace(strength=strength, layout=plain(2, 2)), torch.tensor([[0, 3, 4], [2, 3, 9]])
+    wanted = torch.ones(2, 3) if strength is None else torch.stack(
+        [strength.expand(2, -1)[b][position[b].clamp(max=3)] for b in range(2)])
+    assert torch.equal(strength_at(state, position), wanted)
 
 
 def test_rounds_are_counted_from_what_stands_at_the_positions():
