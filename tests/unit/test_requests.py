@@ -60,6 +60,23 @@ def test_kept_tokens_that_cannot_be_meant_are_refused(changed):
         Canvas(asked, Stream.of(0, asked.batch, "cpu"))
 
 
+def test_a_model_of_cells_keeps_nothing():
+    asked = continuous()
+    asked.model.group = 2
+    with pytest.raises(ValueError, match="2 tokens at once"):
+        Canvas(asked, Stream.of(0, 2, "cpu"))
+
+
+@pytest.mark.parametrize(("legal", "illegal"), [
+    ({"cfg": 1}, {"cfg": 0.999}), ({"temperature": 0}, {"temperature": -1e-9}), ({"iterations": 1}, {"iterations": 0}),
+    ({"cfg_schedule": "constant"}, {"cfg_schedule": "cosine"}), ({"cfg": 1e300}, {"temperature": float("inf")}),
+])
+def test_the_parameters_of_continuous_models_have_their_limits(legal, illegal):
+    ContinuousParams(**legal).check()
+    with pytest.raises(ValueError, match=next(iter(illegal))):
+        ContinuousParams(**illegal).check()
+
+
 def test_what_is_kept_comes_first_and_stays():
     tokens = torch.arange(1.0, 17).reshape(2, 4, 2)
     tokens[0, 1] = torch.nan  # is not kept, and so is nobody's business
