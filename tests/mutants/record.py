@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import sys
 import threading
@@ -20,8 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / ".cache/mutants.json"  # {test: [seconds, {file: a bit for each line, in hexadecimal}]}
 OTHERS = tuple(f"{ROOT}/{folder}" for folder in ("tests", ".", "benchmarks", "scripts", "training"))
 SLOWEST = 5  # seconds of the processor; slower tests are left out
-CASES = 3  # of a parametrised test are recorded
-QUICK = 0.3  # seconds of a case; of so quick a test, mutants meet all cases
+CASES = 2  # seconds for the cases of a parametrised test
 # What is read by an import, and so by no test's lines.
 PINS = ["tests/unit/test_settings.py", "tests/unit/test_rng.py::test_the_numbers_of_purposes_stay"]
 FEW = 15  # tests of a mutant that acts there, which costs an import and a collection
@@ -33,15 +31,12 @@ class Recorder:
 
     def __init__(self):
         self.lines: dict[str, set[int]] = defaultdict(set)
-        self.tests, self.failed = {}, set()
+        self.tests, self.failed, self.spent = {}, set(), Counter()
 
-    def pytest_collection_modifyitems(self, items: list) -> None:
-        """Some cases of every test, in their order."""
-        tests = defaultdict(list)
-        for number, item in enumerate(items):
-            tests[item.nodeid.split("[")[0]].append(number)
-        numbers = [n for all in tests.values() for n in random.Random(0).sample(all, min(CASES, len(all)))]
-        items[:] = [items[n] for n in sorted(numbers)]
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if self.spent[item.nodeid.split("[")[0]] > CASES:
+            pytest.skip("enough cases")
 
     def trace(self, frame, event, argument):
         file = frame.f_code.co_filename
@@ -67,6 +62,7 @@ class Recorder:
             sys.settrace(None)
             threading.settrace(None)
             seconds = time.process_time() - began
+            self.spent[item.nodeid.split("[")[0]] += seconds
             if seconds < SLOWEST and item.nodeid not in self.failed:
                 lines = {file: f"{sum(1 << n for n in numbers):x}" for file, numbers in self.lines.items()}
                 self.tests[item.nodeid] = [round(seconds, 3), lines]
@@ -87,8 +83,8 @@ def read_record() -> dict[str, tuple[float, dict[str, int]]]:
 
 
 def tests_of(mutant: Mutant, record: dict[str, tuple[float, dict[str, int]]]) -> list[str]:
-    """The tests that run the mutant's line, or its function, or what names it: one case of every test first, or all if
-    they are quick, the quick ones before the slow ones, for BUDGET seconds."""
+    """The tests that run the mutant's line, or its function, or what names it: one case of every test first, the quick
+    ones before the slow ones, for BUDGET seconds."""
     function = {mutant.file: sum(1 << n for n in mutant.lines)}
     wanted = [_mentions(mutant.name), function] if mutant.at_import else [{mutant.file: 1 << mutant.line}, function]
     for bits in [*wanted, {mutant.file: -1}]:
@@ -104,8 +100,7 @@ def tests_of(mutant: Mutant, record: dict[str, tuple[float, dict[str, int]]]) ->
         seconds += record[test][0]
         if seconds > BUDGET and chosen:
             break
-        chosen.append(test.split("[")[0] if record[test][0] < QUICK else test)
-    chosen = list(dict.fromkeys(chosen))
+        chosen.append(test)
     return [*PINS, *chosen[:FEW]] if mutant.at_import else chosen
 
 

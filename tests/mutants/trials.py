@@ -22,17 +22,13 @@ class Trials:
         self.wanted, self.record, self.attempt = wanted, record, attempt
 
     def pytest_runtestloop(self, session) -> bool:
-        items = defaultdict(list)
-        for item in session.items:
-            items[item.nodeid].append(item)
-            if "[" in item.nodeid:
-                items[item.nodeid.split("[")[0]].append(item)
+        items = {item.nodeid: item for item in session.items}
         for mutant in self.wanted:
 
             def run(mutant=mutant) -> int:
                 swap_code(mutant)
                 session.config.pluginmanager.unregister(name="terminalreporter")
-                session.items = [item for test in tests_of(mutant, self.record) for item in items[test]]
+                session.items = [items[test] for test in tests_of(mutant, self.record) if test in items]
                 try:
                     pytest_runtestloop(session)
                 except session.Failed:
