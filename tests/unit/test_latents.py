@@ -48,6 +48,18 @@ def test_masks_come_with_or_without_channel_one_or_as_many_as_images():
         latents.kept(torch.rand(2, 5, 7), 3, 5, 7)
 
 
+def test_the_size_of_an_empty_latent_is_that_of_the_pixels_it_asks_for():
+    model = SimpleNamespace(pixels_per_token=16, unsupported_size=lambda width, height: f"not {width} x {height}")
+    empty, image = torch.zeros(1, 2, 4, 6), torch.zeros(1, 2, 4, 6).index_fill(3, torch.tensor([5]), 0.5)
+    assert latents.grid_of({"samples": empty}, model) == (4, 6)
+    assert latents.grid_of({"samples": image, latents.CELL: 8}, model) == (4, 6)
+    for cell, grid in ((8, (2, 3)), (16, (4, 6)), (32, (8, 12))):
+        assert latents.grid_of({"samples": empty, latents.CELL: cell}, model) == grid
+    for rows, cols in ((3, 4), (4, 3)):
+        with pytest.raises(ValueError, match=f"not {cols * 8} x {rows * 8}"):
+            latents.grid_of({"samples": torch.zeros(1, 2, rows, cols), latents.CELL: 8}, model)
+
+
 def codes(model_codes: int = 3) -> SimpleNamespace:
     """A model whose ids are coordinates of its code vectors."""
     codebook = torch.arange(2.0 * model_codes).reshape(-1, 2)
@@ -82,8 +94,16 @@ def test_valid_ids_are_those_of_the_vocabulary():
 
 def test_without_a_codebook_samples_are_ids():
     model = SimpleNamespace(continuous=False, codebook=None, vocab=4, latent_channels=1)
-    samples = torch.tensor([[[[-3.0, 0.4, 0.6], [2.6, 3.0, 9.0]]]])
+    samples = torch.tensor([[[[-3.0, 0.05, 0.95], [2.95, 3.0, 9.0]]]])
     assert latents.tokens_of({"samples": samples}, model).tolist() == [[[0, 0, 1], [3, 3, 3]]]
+
+
+def test_an_image_that_is_not_masked_is_not_used():
+    image, empty, mask = torch.ones(1, 2, 4, 4), torch.zeros(1, 2, 4, 4), torch.ones(1, 4, 4)
+    assert [len(latents.unused(latent)) for latent in (
+        {"samples": image}, {"samples": image, "noise_mask": None}, {"samples": empty},
+        {"samples": image, "noise_mask": mask}, {"samples": empty, "noise_mask": mask},
+    )] == [1, 1, 0, 0, 0]
 
 
 @pytest.mark.parametrize("samples, said", [

@@ -56,7 +56,7 @@ DECLARED = {
 # Defaults of what declares no legal values.
 PLAIN = {
     "Lantern": {"table": None}, "LanternPP": {"table": None}, "CoolSD": {"floor": True}, "Grouped": {"codes": None},
-    "Static": {"tree": "lantern_57"},
+    "Static": {"tree": "eagle_25"},
     "ADTTree": {"depths": (1, 9), "widths": (4, 39), "nodes": 58, "first": (5, 10)},
     "Jacobi": {"reuse": "gumbel", "threshold": 0.5, "front": 1, "settle": 0.0}, "SJD": {"threshold": 0.5},
     "DraftTree": {"skipping": None, "name": "draft_tree"},
@@ -66,8 +66,10 @@ PLAIN = {
                        "entropy": None},
     "ContinuousParams": {"cfg": 1.0, "cfg_schedule": "linear", "temperature": 1.0, "steps": 100, "kind": "ddpm",
                          "iterations": None},
-    "Request": {"negative": None, "seed": 0, "batch": 1, "callback": None, "strength": None, "skippable": None},
-    "ContinuousRequest": {"negative": None, "seed": 0, "batch": 1, "callback": None, "tokens": None, "kept": None},
+    "Request": {"negative": None, "seed": 0, "batch": 1, "callback": None, "strength": None, "skippable": None,
+                "notices": ()},
+    "ContinuousRequest": {"negative": None, "seed": 0, "batch": 1, "callback": None, "tokens": None, "kept": None,
+                          "notices": ()},
 }
 OWNERS = {owner.__name__: owner for owner in (
     *registry.RULES, *registry.STRUCTURES, *registry.METHODS, Skipping, SamplingParams, ContinuousParams, Request,
