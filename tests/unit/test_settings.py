@@ -4,6 +4,8 @@ import math
 from dataclasses import MISSING, fields
 
 import pytest
+from comfyui_specar.batch import dispatch
+from comfyui_specar.batch.server import ServerAwayError
 from comfyui_specar.samplers import registry
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.contract import Request, SamplingParams
@@ -148,3 +150,10 @@ def test_a_tree_has_fewer_drafts_than_a_round_has_random_numbers():
 def test_other_trees_are_refused_by_name():
     with pytest.raises(ValueError, match="eagle_25, lantern_57"):
         published("eagle_63")
+
+
+def test_how_long_a_batch_waits_stays():
+    """As its --help and documents say; without a reason, a server that cannot be reached has not ended."""
+    assert (dispatch.PATIENCE, dispatch.FIRST_PATIENCE, dispatch.STRANGE) == (300, 10, 2)
+    away = ServerAwayError("away")
+    assert not away.gone and not away.strange

@@ -1,0 +1,84 @@
+"""Parts of servers' answers and addresses, by hand: what is taken, how much of it, and what is refused."""
+
+import json
+import math
+
+import pytest
+from comfyui_specar.batch import answers
+from comfyui_specar.batch.address import HIDDEN, address_of
+from comfyui_specar.batch.answers import StrangeAnswerError
+
+
+def strange(function, *arguments, match=""):
+    with pytest.raises(StrangeAnswerError, match=match):
+        function(*arguments)
+
+
+def test_an_answer_is_shown_by_its_beginning():
+    assert answers.seen(b"<html>\n  no \x1b[1m") == "<html> no \\x1b[1m" and answers.seen(b" \n") == "nothing"
+    assert answers.seen(b"a" * 500) == "a" * 100 + "... (500 characters)" and answers.seen(b"\xff!") == "\ufffd!"
+
+
+def test_an_answer_is_an_object():
+    assert answers.json_of(b'{"a": 1}') == {"a": 1} and answers.parsed(b"[1]") == [1]
+    strange(answers.json_of, b"[1]", match="not an object")
+    for body in (b"{", b"", b"[" * 100_000):
+        strange(answers.parsed, body, match="no JSON")
+
+
+def test_a_part_has_its_kind_or_its_default():
+    assert answers.part({"a": 1}, "a", int) == 1 and answers.part({"a": 0}, "a", int, 7) == 0
+    assert answers.part({}, "a", int, 7) == answers.part({"a": None}, "a", int, 7) == 7
+    assert answers.part({"a": None}, "a", int, None) is None
+    strange(answers.part, {"a": "1"}, "a", int, 7, match="a is a str")
+    strange(answers.part, {}, "a", int, match="a is missing")
+    strange(answers.part, [], "a", int, 7, match="no object to have a")
+    assert answers.parts({"a": ["x"]}, "a", str) == ["x"] and answers.parts({}, "a", str) == []
+    strange(answers.parts, {"a": ["x", 1]}, "a", str, match="list of strs")
+
+
+@pytest.mark.parametrize(("function", "most"), [(answers.name_in, 1000)])
+def test_a_name_is_used_whole_or_not_at_all(function, most):
+    assert function({"a": "x" * most}, "a") == "x" * most and function({}, "a", "d") == "d"
+    for text in ("x" * (most + 1), "x\x1b", "x\u202e"):
+        strange(function, {"a": text}, "a", match="a is x")
+
+
+def test_words_are_one_line_and_not_too_many():
+    assert answers.words_in({"a": " so \n it \t is "}, "a") == "so it is" and answers.words_in({}, "a", "d") == "d"
+    assert answers.said("x" * 2000) == "x" * 2000 and answers.said("x" * 2001) == "x" * 2000 + "... (2001 characters)"
+    assert "\x1b" not in answers.said("x\x1b[2J")
+
+
+def test_a_time_is_one_that_a_clock_shows():
+    for value in (0, -1.5, 2**63, -(2**63)):
+        assert answers.number_in({"a": value}, "a", 1) == value
+    assert answers.number_in({}, "a", 1.5) == 1.5
+    for value in (2**63 + 2**12, -(2**63) - 2**12, math.nan, math.inf):
+        strange(answers.number_in, {"a": value}, "a", 1, match="a is no time")
+
+
+def test_totals_are_as_deep_and_as_long_as_ours_and_finite():
+    value: object = 1
+    for _ in range(answers.NESTED):
+        value = [value]
+        assert answers.plain(value) == value
+    strange(answers.plain, [value], match="nested")
+    strange(answers.plain, {"a": {"b": math.nan}}, match="finite")
+    assert answers.plain({"a\x1b": ["b\x1b", True, None, 2.5]}) != {"a\x1b": ["b\x1b", True, None, 2.5]}
+    room = answers.TOTALS - len(json.dumps({"a": [""]}))
+    lines = ["x" * 1996] * (room // 2000)
+    last = room - len(", ".join(json.dumps(line) for line in lines)) + len('""') - len(', ""')
+    assert answers.totals_in({"totals": {"a": [*lines, "x" * last]}})
+    strange(answers.totals_in, {"totals": {"a": [*lines, "x" * (last + 1)]}}, match="too long")
+    strange(answers.totals_in, {"totals": [1]}, match="totals is a list")
+
+
+def test_an_address_keeps_empty_values_and_hides_what_is_private():
+    address = address_of("https://me:se%2Fcret@host:1/x/?token=t0&empty=")
+    assert address.query == {"token": "t0", "empty": ""} and address.name == address.base == "https://host:1/x"
+    hidden = address.hide(f"se/cret se%2Fcret t0 {address.headers['Authorization']} me")
+    assert hidden == f"{HIDDEN} {HIDDEN} {HIDDEN} Basic {HIDDEN} me"
+    assert address_of("host").name == "host" and address_of("host").base == "http://host"
+    assert address_of("key@host").private[0] == "key", "a login of one word is the secret"
+    assert "Authorization" not in address_of("host").headers
