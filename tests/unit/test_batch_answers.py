@@ -1,10 +1,14 @@
 """Parts of servers' answers and addresses, by hand: what is taken, how much of it, and what is refused."""
 
+import asyncio
 import json
 import math
+import struct
+from types import SimpleNamespace
 
+import aiohttp
 import pytest
-from comfyui_specar.batch import answers
+from comfyui_specar.batch import answers, client
 from comfyui_specar.batch.address import HIDDEN, address_of
 from comfyui_specar.batch.answers import StrangeAnswerError
 
@@ -82,3 +86,62 @@ def test_an_address_keeps_empty_values_and_hides_what_is_private():
     assert address_of("host").name == "host" and address_of("host").base == "http://host"
     assert address_of("key@host").private[0] == "key", "a login of one word is the secret"
     assert "Authorization" not in address_of("host").headers
+
+
+def followed(*messages):
+    """A run whose server sends these messages, and what a follower hears of them."""
+    run, heard, sent = client.Run("ours"), [], iter(messages)
+
+    async def follow(run, event, data):
+        heard.append((event, data))
+
+    async def receive():
+        content = next(sent)
+        if isinstance(content, bytes):
+            return SimpleNamespace(type=aiohttp.WSMsgType.BINARY, data=content)
+        if content is None:
+            return SimpleNamespace(type=aiohttp.WSMsgType.CLOSED, data=None)
+        return SimpleNamespace(type=aiohttp.WSMsgType.TEXT, data=json.dumps(content))
+
+    asyncio.run(client._follow_to_the_end(SimpleNamespace(receive=receive), run, follow))
+    assert next(sent, "none") == "none", "it stopped too early"
+    assert heard == run.events
+    return run
+
+
+def about(event, prompt="ours", **data):
+    return {"type": event, "data": {"prompt_id": prompt, **data}}
+
+
+END = about("executing", node=None)
+
+
+def test_a_run_is_followed_by_what_is_said_of_it_until_nothing_is_executed():
+    preview = struct.pack(">II", client.PREVIEW_WITH_METADATA, 2) + b"{}image"
+    other = struct.pack(">II", client.PREVIEW_WITH_METADATA + 1, 2) + b"{}image"
+    run = followed(
+        {"type": "status", "data": {}}, {"type": "status"}, {"type": "status", "data": [1]},
+        about("executing", node="1"), about("executing", "theirs", node=None), preview, other, b"\0", about("execution_success", "theirs"),
+        about("progress"), about("progress"), about("execution_success"), END,
+    )
+    assert [event for event, _ in run.events] == ["executing", "progress", "progress", "execution_success", "executing"]
+    assert run.count("progress") == 2 and run.count("executing") == 2 and run.count("status") == 0
+    assert run.previews == [b"image"] and run.outcome == "success" and run.error == {}
+
+
+def test_what_failed_is_told_in_the_servers_words():
+    failed = followed(about("execution_error", exception_message="no memory"), END)
+    assert failed.outcome == "error" and failed.message() == "no memory"
+    assert followed(about("execution_error"), END).message() == "no reason given"
+    assert followed(about("execution_interrupted"), END).outcome == "interrupted"
+    refused = client.Run("ours", error={"type": "a"}, node_errors={"1": "b"})
+    assert json.loads(refused.message()) == [{"type": "a"}, {"1": "b"}] and refused.outcome == "rejected"
+    several = client.Run("ours", outputs={"1": {"images": [1, 2]}, "2": {"images": [3], "x": [4]}})
+    assert several.collect("images") == [1, 2, 3]
+
+
+def test_a_server_that_goes_away_and_one_that_says_nothing_of_use_are_named():
+    with pytest.raises(aiohttp.ClientConnectionError, match="before the prompt ended"):
+        followed(about("progress"), None)
+    for message in ([1], {"data": {}}, {"type": 1}):
+        strange(followed, message)
