@@ -13,7 +13,7 @@ from comfyui_specar.batch.address import HIDDEN, address_of
 from comfyui_specar.batch.answers import StrangeAnswerError
 
 
-def strange(function, *arguments, match=""):
+def strange(function, *arguments, match=None):
     with pytest.raises(StrangeAnswerError, match=match):
         function(*arguments)
 
@@ -121,7 +121,8 @@ def test_a_run_is_followed_by_what_is_said_of_it_until_nothing_is_executed():
     other = struct.pack(">II", client.PREVIEW_WITH_METADATA + 1, 2) + b"{}image"
     run = followed(
         {"type": "status", "data": {}}, {"type": "status"}, {"type": "status", "data": [1]},
-        about("executing", node="1"), about("executing", "theirs", node=None), preview, other, b"\0", about("execution_success", "theirs"),
+        about("executing", node="1"), about("executing", "theirs", node=None), preview, other, b"\0",
+        about("execution_success", "theirs"),
         about("progress"), about("progress"), about("execution_success"), END,
     )
     assert [event for event, _ in run.events] == ["executing", "progress", "progress", "execution_success", "executing"]
