@@ -34,7 +34,7 @@ from .record import ROOT, Recorder, read_record, tests_of
 from .trials import Trials, test_import
 
 EQUIVALENT = Path(__file__).parent / "equivalent.txt"
-HANGS = 90  # seconds, many times BUDGET for a busy machine
+HANGS = 40  # seconds, some times BUDGET for a busy machine
 QUIET = ["-q", "-x", "-p", "no:cacheprovider", "-o", f"timeout={HANGS}"]
 
 

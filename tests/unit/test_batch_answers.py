@@ -3,14 +3,16 @@
 import asyncio
 import json
 import math
+import signal
 import struct
 from types import SimpleNamespace
 
 import aiohttp
 import pytest
-from comfyui_specar.batch import answers, client
+from comfyui_specar.batch import answers, cli, client
 from comfyui_specar.batch.address import HIDDEN, address_of
 from comfyui_specar.batch.answers import StrangeAnswerError
+from comfyui_specar.batch.server import Server, ServerAwayError
 
 
 def strange(function, *arguments, match=None):
@@ -146,3 +148,93 @@ def test_a_server_that_goes_away_and_one_that_says_nothing_of_use_are_named():
         followed(about("progress"), None)
     for message in ([1], {"data": {}}, {"type": 1}):
         strange(followed, message)
+
+
+@pytest.mark.parametrize(("status", "said", "is_strange"), [
+    (502, "answered 502", False), (503, "answered 503", False), (504, "answered 504", False),
+    (401, "needs? a login|need a login", True), (403, "need a login", True), (301, "refers to", True),
+    (307, "refers to", True),
+])
+def test_statuses_that_are_of_what_stands_before_a_server(status, said, is_strange):
+    reply = SimpleNamespace(status=status, headers={})
+    with pytest.raises(ServerAwayError, match=said) as away:
+        Server(None, "host")._check(reply)
+    assert away.value.strange == is_strange and not away.value.gone
+
+
+def test_the_first_signal_cancels_and_the_second_ends_the_program(monkeypatch, capsys):
+    before, seen = [signal.getsignal(number) for number in cli.CANCELLING], []
+
+    class Stopped:
+        def __init__(self, *_):
+            self.event = asyncio.Event()
+            self.stop = self.event.set
+
+        async def run(self, *_):
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.wait_for(self.event.wait(), 60)
+            seen.extend(signal.getsignal(number) for number in cli.CANCELLING)
+
+    monkeypatch.setattr(cli, "Batch", Stopped)
+    assert cli.drive(None, [], None, [], {}, None)
+    assert seen == [signal.SIG_DFL] * 2 and "Cancelling" in capsys.readouterr().err
+    assert [signal.getsignal(number) for number in cli.CANCELLING] == before
+
+
+class Answers:
+    """A session whose server takes a prompt, says that it ended, and has an empty history of it."""
+
+    def __init__(self, status=200, body=None):
+        self.status, self.body, self.posted = status, body or {}, []
+
+    def __call__(self):
+        return self
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        return None
+
+    ws_connect = get = lambda self, *_, **__: self
+
+    def post(self, url, json):
+        self.posted.append(json)
+        return self
+
+    async def send_json(self, message):
+        self.posted.append(message["type"])
+
+    async def receive(self):
+        message = about("executing", self.posted[1]["prompt_id"], node=None)
+        return SimpleNamespace(type=aiohttp.WSMsgType.TEXT, data=json.dumps(message))
+
+    @property
+    def content(self):
+        async def parts():
+            prompt = self.posted[1]["prompt_id"]
+            yield json.dumps(self.body | {prompt: {"outputs": {"9": {"images": [1]}}}}).encode()
+
+        return SimpleNamespace(iter_any=parts)
+
+
+@pytest.mark.parametrize("workflow", [None, {"nodes": []}])
+def test_a_workflow_is_sent_beside_its_prompt(monkeypatch, workflow):
+    session = Answers()
+    monkeypatch.setattr(client.aiohttp, "ClientSession", session)
+    run = asyncio.run(client.run_prompt("http://host", {"1": {}}, workflow))
+    asked = session.posted[1]
+    assert session.posted[0] == "feature_flags" and asked["prompt"] == {"1": {}}
+    assert asked.get("extra_data") == (workflow and {"extra_pnginfo": {"workflow": workflow}})
+    assert asked["prompt_id"] == run.prompt_id and run.collect("images") == [1]
+
+
+def test_a_prompt_that_is_refused_says_why_and_other_statuses_are_strange(monkeypatch):
+    refusal = {"error": {"type": "no"}, "node_errors": {"1": 2}}
+    monkeypatch.setattr(client.aiohttp, "ClientSession", Answers(400, refusal))
+    run = asyncio.run(client.run_prompt("http://host", {}))
+    assert run.outcome == "rejected" and run.error == {"type": "no"} and run.node_errors == {"1": 2}
+    for status in (500, 201, 404):
+        monkeypatch.setattr(client.aiohttp, "ClientSession", Answers(status))
+        with pytest.raises(StrangeAnswerError, match=f"/prompt answered {status}"):
+            asyncio.run(client.run_prompt("http://host", {}))
