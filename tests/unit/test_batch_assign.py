@@ -1,10 +1,14 @@
-"""Which server gets a job, by hand: no server, no time, only what the batch knows of both."""
+"""Which server gets a job, by hand: no server, no time, only what the batch knows of both. And what names and writes
+its files."""
 
+import hashlib
+import os
 import time
 from types import SimpleNamespace
 
 import pytest
-from comfyui_specar.batch.dispatch import HELLO, Batch, Lane, Options, Work
+from comfyui_specar.batch.dispatch import HELLO, Batch, Lane, Options, Work, write_whole
+from comfyui_specar.batch.jobs import automatic_id
 
 
 def lane(url, foreign=0, sent=0, answered=1.0, **known):
@@ -87,3 +91,24 @@ def test_a_job_that_no_server_can_make_ends_with_their_reasons():
     batch._assign()
     assert not batch.waiting and len(ended) == 1
     assert (ended[0].outcome, ended[0].seconds, ended[0].error) == ("error", 0, "a: lacks x; b: lacks y")
+
+
+def test_a_row_without_an_id_has_that_of_its_number_and_values_in_any_order():
+    """It must stay: a batch that goes on finds its results by it."""
+    wanted = "0003-" + hashlib.sha256('{"a": "\u00e4", "b": 1}'.encode()).hexdigest()[:8]
+    assert automatic_id(3, {"b": 1, "a": "\u00e4"}) == automatic_id(3, {"a": "\u00e4", "b": 1}) == wanted
+    assert automatic_id(3, {"a": "\udc80"}) != automatic_id(3, {"a": "\udc81"}), "no text is refused"
+
+
+def test_a_file_is_written_whole_into_folders_that_are_made(tmp_path, monkeypatch):
+    path, synced = tmp_path / "one/two/image.png", []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.fstat(number).st_size) or real(number))
+    for content in (b"first", b"again, and longer"):
+        write_whole(path, content)
+        assert path.read_bytes() == content and synced.pop() == len(content), "on the disk before it has its name"
+    assert [each.name for each in path.parent.iterdir()] == ["image.png"]
+    path.parent.joinpath("other.png").mkdir()
+    with pytest.raises(OSError):
+        write_whole(path.parent / "other.png", b"there is a folder of this name")
+    assert sorted(each.name for each in path.parent.iterdir()) == ["image.png", "other.png"]
