@@ -12,7 +12,8 @@ import pytest
 from comfyui_specar.batch import answers, cli, client
 from comfyui_specar.batch.address import HIDDEN, address_of
 from comfyui_specar.batch.answers import StrangeAnswerError
-from comfyui_specar.batch.server import Server, ServerAwayError
+from comfyui_specar.batch.server import Reply, Server, ServerAwayError, entry, files_of, reports_of
+from comfyui_specar.limits import FILES
 
 
 def strange(function, *arguments, match=None):
@@ -160,6 +161,57 @@ def test_statuses_that_are_of_what_stands_before_a_server(status, said, is_stran
     with pytest.raises(ServerAwayError, match=said) as away:
         Server(None, "host")._check(reply)
     assert away.value.strange == is_strange and not away.value.gone
+
+
+@pytest.mark.parametrize(("status", "versions"), [(200, {"comfyui": "0.3", "torch": "2"}), (404, {}), (500, {})])
+def test_versions_are_told_where_the_server_tells_them(monkeypatch, status, versions):
+    server = Server(None, "host")
+    body = json.dumps({"system": {"comfyui_version": "0.3", "pytorch_version": "2", "os": "x"}}).encode()
+
+    async def request(*_):
+        return Reply(status, "application/json", body if status == 200 else b"<html>")
+
+    monkeypatch.setattr(server, "_request", request)
+    assert asyncio.run(server.versions()) == versions
+
+
+def history(*messages, **status):
+    return {"status": {"messages": list(messages), **status}, "outputs": {}}
+
+
+def test_an_entry_says_how_a_prompt_ended_and_when():
+    begun = ["execution_start", {"timestamp": 1000}]
+    done = entry(history(begun, ["execution_success", {"timestamp": 3500}]), {})
+    assert (done.outcome, done.seconds, done.error) == ("success", 2.5, "")
+    error = {"timestamp": 2000, "node_type": "N", "exception_message": "x"}
+    failed = entry(history(begun, ["execution_error", error]), {})
+    assert (failed.outcome, failed.seconds, failed.error) == ("error", 1.0, "N: x")
+    bare = entry(history(["execution_error", {}]), {})
+    assert (bare.outcome, bare.seconds, bare.error) == ("error", 0, "ComfyUI: no reason given")
+    assert entry(history(["execution_interrupted", {}]), {}).outcome == "interrupted"
+    assert entry(history(status_str="success"), {}).outcome == "success" and entry({}, {}).outcome == "error"
+    strange(entry, history(status_str="fine"), {}, match="ended as fine")
+    for message in ([], ["execution_success"], ["execution_success", {}, 1], [1, {}], ["execution_success", 1]):
+        strange(entry, history(message), {}, match="not events")
+
+
+def test_files_are_those_that_were_saved_or_else_those_shown():
+    shown, saved = {"filename": "a.png", "type": "temp"}, {"filename": "b.png", "subfolder": "s", "type": "output"}
+    outputs = {"1": {"images": [shown], "text": ["x"], "odd": 3}, "2": {"images": [saved, 5]}}
+    assert files_of(outputs) == [{"filename": "b.png", "subfolder": "s", "type": "output", "node": "2"}]
+    assert files_of({"1": outputs["1"]}) == [{"filename": "a.png", "subfolder": "", "type": "temp", "node": "1"}]
+    assert files_of({"1": {"images": [{"filename": "c"}]}})[0]["type"] == "output"
+    assert len(files_of({"1": {"images": [shown] * FILES}})) == FILES
+    strange(files_of, {"1": {"images": [shown] * (FILES + 1)}}, match="10001 files")
+
+
+def test_reports_belong_to_the_nodes_whose_traces_they_are_of():
+    node = {"inputs": {"trace_1": ["7", 0], "trace_2": [8, 0], "name": ["9", 0], "trace_3": "none"}}
+    reports = [{"totals": {}, "n": 1}, {"totals": {}, "n": 2}]
+    assert reports_of(node, {"specar": [{"x": 1}, *reports]}) == [("7", reports[0]), ("8", reports[1])]
+    assert reports_of(node, {"specar": reports[:1]}) == [(None, reports[0])]
+    assert reports_of(None, {"specar": reports}) == [(None, report) for report in reports]
+    assert reports_of(node, {}) == []
 
 
 def test_the_first_signal_cancels_and_the_second_ends_the_program(monkeypatch, capsys):
