@@ -31,14 +31,14 @@ from hypothesis.internal.conjecture.engine import ConjectureRunner
 
 from .mutations import Mutant, mutants
 from .record import ROOT, Recorder, read_record, tests_of
-from .trials import Trials, test_import
+from .trials import Trials, import_changed
 
 EQUIVALENT = Path(__file__).parent / "equivalent.txt"
-HANGS = 40  # seconds, some times BUDGET for a busy machine
+HANGS = 90  # seconds, many times BUDGET for a busy machine
 QUIET = ["-q", "-x", "-p", "no:cacheprovider", "-o", f"timeout={HANGS}"]
 
 
-def in_fork(run: Callable[[], int]) -> int | None:
+def in_fork(run: Callable[[], int], thorough: int = 1) -> int | None:
     """The exit status of ``run`` in a child process, whose output is thrown away; None if it hangs."""
     if not (child := os.fork()):
         os.setpgid(0, 0)
@@ -48,7 +48,7 @@ def in_fork(run: Callable[[], int]) -> int | None:
             os._exit(int(run()))
         finally:
             os._exit(1)
-    ends = time.monotonic() + HANGS
+    ends = time.monotonic() + HANGS * thorough
     while time.monotonic() < ends:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--tests", nargs="+", default=["tests/unit"])
+    parser.add_argument("--thorough", type=int, default=1, metavar="N", help="run N times as many tests on each")
     parser.add_argument("--again", type=Path, metavar="OUTPUT", help="only those that survived in this earlier output")
     parser.add_argument("--record", nargs=argparse.REMAINDER, metavar="TESTS")
     options = parser.parse_args()
@@ -80,15 +81,17 @@ def main() -> None:
     if options.again:
         lines = [line for line in options.again.read_text(encoding="utf-8").splitlines() if "SURVIVED" in line]
         wanted = [mutant for mutant in wanted if any(line.endswith(f"  {mutant}") for line in lines)]
-    record, counts, ends = read_record(), Counter(), time.monotonic() + 60 * options.minutes
+    counts, ends = Counter(), time.monotonic() + 60 * options.minutes
     ConjectureRunner.shrink_interesting_examples = lambda self: None  # a failure is enough, it need not be small
+
+    chosen = partial(tests_of, record=read_record(), thorough=options.thorough)
 
     def attempt(mutant: Mutant, run: Callable[[], int]) -> None:
         """Try a mutant, and say what became of it."""
         if time.monotonic() > ends:
             counts["left out, as the time was over"] += 1
             return
-        status = in_fork(run) if tests_of(mutant, record) else 0
+        status = in_fork(run, options.thorough) if chosen(mutant) else 0
         outcome = "hangs" if status is None else "noticed" if status else "SURVIVED"
         counts[outcome] += 1
         number = sum(counts.values())
@@ -98,8 +101,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         quiet = [*QUIET, f"--basetemp={folder}/tests"]
         for mutant in filter(lambda mutant: mutant.at_import, wanted):  # before anything of the pack is imported
-            attempt(mutant, partial(test_import, mutant, [*quiet, *tests_of(mutant, record)]))
-        pytest.main([*quiet, *options.tests], plugins=[Trials([m for m in wanted if not m.at_import], record, attempt)])
+            attempt(mutant, partial(import_changed, mutant, [*quiet, *chosen(mutant)]))
+        trials = Trials([m for m in wanted if not m.at_import], chosen, attempt)
+        pytest.main([*quiet, *options.tests], plugins=[trials])
     tried = counts["noticed"] + counts["hangs"] + counts["SURVIVED"]
     print(dict(counts), f"noticed: {1 - counts['SURVIVED'] / max(tried, 1):.1%} of {tried}", file=sys.__stderr__)
 

@@ -24,7 +24,7 @@ CASES = 2  # seconds for the cases of a parametrised test
 PINS = ["tests/unit/test_settings.py", "tests/unit/test_rng.py::test_the_numbers_of_purposes_stay"]
 FEW = 15  # tests of a mutant that acts there, which costs an import and a collection
 MOST = 60  # tests per mutant: some wait more than they compute
-BUDGET = 6  # seconds of tests per mutant, as recorded
+BUDGET = 6.0  # seconds of tests per mutant, as recorded
 
 
 class Recorder:
@@ -83,9 +83,9 @@ def read_record() -> dict[str, tuple[float, dict[str, int]]]:
     return {name: (took, {f: int(bits, 16) for f, bits in lines.items()}) for name, (took, lines) in tests.items()}
 
 
-def tests_of(mutant: Mutant, record: dict[str, tuple[float, dict[str, int]]]) -> list[str]:
+def tests_of(mutant: Mutant, record: dict[str, tuple[float, dict[str, int]]], thorough: int = 1) -> list[str]:
     """The tests that run the mutant's line, or its function, or what names it: one case of every test first, the quick
-    ones before the slow ones, for BUDGET seconds."""
+    ones before the slow ones, for BUDGET seconds. thorough: for so many times as long."""
     function = {mutant.file: sum(1 << n for n in mutant.lines)}
     wanted = [_mentions(mutant.name), function] if mutant.at_import else [{mutant.file: 1 << mutant.line}, function]
     for bits in [*wanted, {mutant.file: -1}]:
@@ -99,10 +99,10 @@ def tests_of(mutant: Mutant, record: dict[str, tuple[float, dict[str, int]]]) ->
     chosen = []
     for *_, test in sorted(keyed):
         seconds += record[test][0]
-        if chosen and (seconds > BUDGET or len(chosen) == MOST):
+        if chosen and (seconds > thorough * BUDGET or len(chosen) == thorough * MOST):
             break
         chosen.append(test)
-    return [*PINS, *chosen[:FEW]] if mutant.at_import else chosen
+    return [*PINS, *chosen[: thorough * FEW]] if mutant.at_import else chosen
 
 
 @lru_cache

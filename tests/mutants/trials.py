@@ -12,14 +12,18 @@ import pytest
 from _pytest.main import pytest_runtestloop
 
 from .mutations import Mutant
-from .record import ROOT, tests_of
+from .record import ROOT
 
 
 class Trials:
-    """A pytest plugin that, instead of all tests, runs those of each mutant in a fork; ``attempt`` makes the fork."""
+    """A pytest plugin that, instead of all tests, runs the ``chosen`` ones of each mutant in a fork, which
+    ``attempt`` makes."""
 
-    def __init__(self, wanted: list[Mutant], record: dict, attempt: Callable[[Mutant, Callable[[], int]], None]):
-        self.wanted, self.record, self.attempt = wanted, record, attempt
+    def __init__(
+        self, wanted: list[Mutant], chosen: Callable[[Mutant], list[str]],
+        attempt: Callable[[Mutant, Callable[[], int]], None],
+    ):
+        self.wanted, self.chosen, self.attempt = wanted, chosen, attempt
 
     def pytest_runtestloop(self, session) -> bool:
         items = {item.nodeid: item for item in session.items}
@@ -28,7 +32,7 @@ class Trials:
             def run(mutant=mutant) -> int:
                 swap_code(mutant)
                 session.config.pluginmanager.unregister(name="terminalreporter")
-                session.items = [items[test] for test in tests_of(mutant, self.record) if test in items]
+                session.items = [items[test] for test in self.chosen(mutant) if test in items]
                 try:
                     pytest_runtestloop(session)
                 except session.Failed:
@@ -57,7 +61,7 @@ def swap_code(mutant: Mutant) -> None:
                 function.__code__ = found[0]
 
 
-def test_import(mutant: Mutant, arguments: list[str]) -> int:
+def import_changed(mutant: Mutant, arguments: list[str]) -> int:
     """The exit status of pytest where the import of the file runs its changed source."""
     get_code, path = SourceFileLoader.get_code, str(ROOT / mutant.file)
 

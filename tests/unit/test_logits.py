@@ -6,6 +6,7 @@ import pytest
 import torch
 from comfyui_specar.kernels import sampling
 from comfyui_specar.kernels.logits import guide
+from comfyui_specar.kernels.logits import probabilities as kernel
 from comfyui_specar.kernels.sampling import categorical, entropy, point_mass, redraw, residual
 from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.probabilities import probabilities
@@ -103,6 +104,20 @@ def test_an_entropy_temperature_of_one_changes_no_bit_and_greedy_decoding_and_fo
         assert torch.equal(probs(row, temperature=0, entropy=(2.5, 3, 0.6)), probs(row, temperature=0))
         forced = torch.tensor([[7]])
         assert torch.equal(probs(row, forced=forced, entropy=(2.5, 3, 0.6)), probs(row, forced=forced))
+
+
+@pytest.mark.parametrize(("cfg", "temperature", "top_k", "top_p", "entropy"), [
+    (3.0, 0.7, 2, 0.9, None), (1.0, 1.3, 0, 0.6, None), (1.5, 1.0, 3, 1.0, (0.5, 2.0, 0.6)),
+])
+def test_numbers_on_the_device_are_those_of_the_call(cfg, temperature, top_k, top_p, entropy):
+    """A captured step reads them there; the arguments then only say what is off."""
+    rows = torch.randn(2 if cfg != 1 else 1, 3, 5, generator=torch.Generator().manual_seed(4))
+    order = ("top_k", "top_p")
+    wanted = kernel(rows, None, cfg, temperature, 5, top_k, top_p, order, entropy)
+    numbers = torch.tensor([cfg, temperature, top_k, top_p, *(entropy or (0, 1, 1))])
+    on = 9.0 if cfg != 1 else 1, 9.0, min(top_k, 1), 0.1 if top_p < 1 else 1.0
+    found = kernel(rows, None, *on[:2], 5, *on[2:], order, entropy and (9.0, 9.0, 9.0), numbers)
+    assert torch.allclose(found, wanted, atol=1e-6) and torch.equal(found > 0, wanted > 0)
 
 
 def test_guidance_comes_before_everything():
