@@ -9,7 +9,7 @@ from comfyui_specar.samplers.drafts.growing import Drafting, Root, grow_sampled,
 from comfyui_specar.samplers.drafts.trees import shape_of
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.rng import Stream
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 VOCAB, LENGTH, DEEPEST = 5, 9, 4
@@ -103,7 +103,8 @@ def assert_same(found, wanted):
         assert found[path] == (rank, pytest.approx(probability, rel=1e-5)), path
 
 
-@given(images, st.integers(1, DEEPEST), st.integers(1, 4), st.integers(1, 12), st.integers(0, 10**6))
+@given(images, st.integers(1, DEEPEST), st.integers(1, 4), st.sampled_from([1, 3, 12, 60]), st.integers(0, 10**6))
+@example([(0, 4, 2), (1, 3, 3), (0, 4, 4)], 4, 4, 60, 0)
 @settings(max_examples=60, deadline=None)
 def test_top_k_trees_of_a_batch_are_those_of_each_image(images, levels, most, nodes, seed):
     drafter = PathDrafter(len(images), seed)
