@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from comfyui_specar.kernels import verification
 from comfyui_specar.kernels.sampling import point_mass
 from comfyui_specar.samplers.rules.acceptance import Draft, Exact, accept_or_redraw, check_strength
 from comfyui_specar.samplers.rules.cool_sd import CoolSD, UniformRSD
 from comfyui_specar.samplers.rules.lantern import Lantern, LanternPP
 from comfyui_specar.samplers.rules.tv_budget import TVMetered
+from comfyui_specar.samplers.trace import Source
 
 P = torch.tensor([0.5, 0.3, 0.15, 0.05])
 Q = torch.tensor([0.2, 0.2, 0.3, 0.3])
@@ -129,6 +131,28 @@ def test_relaxed_certain_children(child):
     ):
         assert close(rule.accept_probability(*given), f), rule
         assert close(rule.residual(*given), rest.tolist()) and close(rule.tv_bound(*given), f - p), rule
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_token_that_is_sampled_is_followed_where_it_is_a_child(at_once):
+    """A root with the children 2 and 1, of which the first has the children 0 and 2. The target is always certain."""
+    token, none = torch.tensor([[5, 2, 1, 0, 2]]).expand(5, -1), [-1, -1]
+    children = torch.tensor([[1, 2], [3, 4], none, none, none]).expand(5, -1, -1)
+    after = [[2, 0, 3, 1, 3], [2, 2, 3, 3, 1], [1, 3, 0, 3, 3], [0, 3, 3, 3, 3], [2, 3, 0, 0, 0]]
+    p = point_mass(torch.tensor(after), 6)
+    u = torch.full((5, 5), 0.5)
+    found = (verification.sample_and_match_rows(p, token, children, 2, u) if at_once
+             else verification.sample_and_match(lambda slot: p[torch.arange(5), slot], token, children, 2, u))
+    assert found.accepted.tolist() == [2, 2, 1, 0, 1]
+    assert found.path.tolist() == [[1, 3], [1, 4], [2, 0], [0, 0], [1, 0]]
+    tokens = [row[: count + 1] for row, count in zip(found.token.tolist(), found.accepted.tolist())]
+    assert tokens == [[2, 0, 1], [2, 2, 1], [1, 0], [0], [2, 3]]
+    ends = [(found.source[b, count].item(), found.rank[b, count].item()) for b, count in enumerate([2, 2, 1, 0, 1])]
+    assert ends == [(Source.BONUS, 0)] * 3 + [(Source.RESIDUAL, 1)] * 2  # the last child is the one that was refused
+    assert found.rank[:, 0].tolist() == [0, 0, 1, 1, 0] and found.rank[:2, 1].tolist() == [0, 1]
+    accepted = torch.arange(3) < found.accepted[:, None]
+    assert (found.source[accepted] == Source.ACCEPTED).all() and (found.ratio[accepted] == 1).all()
+    assert found.ratio[3, 0] == found.ratio[4, 1] == 0 and (found.tv_bound == 0).all()
 
 
 def test_a_token_of_target_probability_zero_is_never_kept():

@@ -4,6 +4,7 @@ What must be the same number in tensors of different shapes is compared in fp64,
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -349,7 +350,7 @@ class Cells(ToyHead):
 @fp64()
 def test_cells_are_drafted_judged_and_counted_together():
     target, drafter = Cells(2, GRID), Cells(2, GRID, noise=0.3)
-    for length, prefill in ((1, 0), (2, 0), (8, 0), (1, 0.34)):
+    for length, prefill in ((1, 0), (2, 0), (8, 0), (1, 0.34), (1, 0.15), (1, 0.17), (2, 0.8)):
         for condition in ("prefix", "drafts"):
             run = ContinuousSpeculative(drafter, length, prefill, condition=condition)
             decoded = run.sample(request(target, 4))
@@ -363,6 +364,43 @@ def test_cells_are_drafted_judged_and_counted_together():
     plain = ContinuousNextToken().sample(request(target, 4, cfg=1.7))
     torch.testing.assert_close(same.tokens, plain.tokens)
     assert plain.trace.totals["target_passes"] == 3
+
+
+# Drafts that are garbage
+
+
+class Garbage(ToyHead):
+    """Its guesses are NaN in some channels of the positions that are multiples of ``every``."""
+
+    every, bad = 1, [True, True]
+
+    def predict(self, state, tokens, known, query, *rest):
+        distribution = super().predict(state, tokens, known, query, *rest)
+        bad = (query % self.every == 0)[..., None] & torch.tensor(self.bad)
+        return replace(distribution, mean=distribution.mean.masked_fill(bad, math.nan))
+
+
+def garbage(every, bad):
+    drafter = Garbage(2, GRID, noise=0.3, bend=0.2, widths=(0.4, 0.35, 0.5))
+    drafter.every, drafter.bad = every, bad
+    return drafter
+
+
+@pytest.mark.parametrize(("mode", "condition"), MODES)
+def test_a_guess_that_is_garbage_in_one_number_is_used_in_none(mode, condition):
+    one, all_of_it = (method(mode, condition, garbage(2, bad)).sample(request(TARGET, 8))
+                      for bad in ([False, True], [True, True]))
+    assert_whole(one, 8)
+    assert torch.equal(one.tokens, all_of_it.tokens)
+    ratio = one.trace.positions["log_ratio"]
+    assert torch.equal(ratio.isinf(), all_of_it.trace.positions["log_ratio"].isinf()) and ratio.isinf().any()
+
+
+@pytest.mark.parametrize(("every", "said"), [(1, 1), (2, 0)])
+def test_a_drafter_whose_every_guess_is_garbage_is_named(every, said, caplog):
+    with caplog.at_level("WARNING"):
+        method(drafter=garbage(every, [True, True])).sample(request(TARGET, 2))
+    assert sum("Reload the drafter" in message for message in caplog.messages) == said
 
 
 # Errors

@@ -154,6 +154,13 @@ def test_metadata_describes_models_of_our_own(tmp_path):
     assert vectors(model).shape == (1, 16, MAR.dim)
 
 
+@pytest.mark.parametrize("legal, illegal", [(1, 0), (1024, 1025)])
+def test_the_pixels_of_a_token_have_both_limits(tmp_path, legal, illegal):
+    assert load_model(write_mar(tmp_path / "a.safetensors", pixels_per_token=legal)).pixels_per_token == legal
+    with pytest.raises(ValueError, match=rf"pixels_per_token is {illegal}.* 1 to 1024"):
+        load_model(write_mar(tmp_path / "b.safetensors", pixels_per_token=illegal))
+
+
 def test_the_steps_of_the_default_settings_are_the_heads_own(tmp_path):
     model = load_model(write_mar(tmp_path / "model.safetensors", head_steps=25, defaults={"steps": 10}))
     assert model.defaults.steps == 10 and model.defaults.cfg == 3.0

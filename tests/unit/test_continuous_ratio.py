@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from comfyui_specar.kernels import continuous as kernels
 from comfyui_specar.samplers.distributions import Mixture, Normal
 from comfyui_specar.samplers.methods.continuous import log_ratio, residual
 
@@ -174,6 +175,17 @@ def test_the_residual_of_two_dimensions():
     assert ks(at(grid, function, y[:, 0])) < 2.3
     assert ks(torch.special.ndtr((y[:, 1].double() - 0.5) / 0.3)) < 2.3
     assert abs(float(torch.corrcoef(y.T)[0, 1])) < 4 / RUNS**0.5
+
+
+def test_the_first_proposal_that_passes_is_taken_and_else_the_last():
+    """It passes if accept < 1 - exp(-ratio); a ratio of NaN always does."""
+    half = math.log(2)  # passes below a half
+    ratio = torch.tensor([[half, half, -1.0], [half, half, -1.0], [half, math.nan, -1.0]])
+    accept = torch.tensor([[0.6, 0.7, 0.0], [0.4, 0.8, 0.0], [0.1, 0.9, 0.0]])
+    proposals = torch.arange(18.0).reshape(3, 3, 2)
+    token, tries = kernels.first_accepted(proposals, ratio, accept)
+    assert tries.tolist() == [2, 3, -3]
+    assert torch.equal(token, torch.stack([proposals[1, 0], proposals[2, 1], proposals[2, 2]]))
 
 
 def test_an_empty_residual_ends_with_its_last_proposal():

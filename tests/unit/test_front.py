@@ -10,6 +10,7 @@ import torch
 from comfyui_specar import api
 from comfyui_specar.kernels.sampling import at, categorical, residual
 from comfyui_specar.samplers.contract import SamplingParams
+from comfyui_specar.samplers.drafts.trees import Tree
 from comfyui_specar.samplers.methods import front, jacobi
 from comfyui_specar.samplers.methods.jacobi import SJD
 from comfyui_specar.samplers.methods.next_token import NextToken
@@ -151,6 +152,17 @@ def test_siblings_are_samples_without_replacement():
     assert tree.exists.tolist() == [[True] * 4 + [False]] * RUNS, "the last id has no mass"
     wanted = {(x, y): float(q[x] * q[y] / (1 - q[x])) for x in range(3) for y in range(3) if x != y}
     assert chi_square(tree.token[:, 1:3], wanted).z < 4
+
+
+def test_the_most_similar_draft_is_one_that_exists():
+    """After a rejection: the draft whose code vector is nearest to the token sampled instead; the first of equals."""
+    codebook = torch.tensor([[0.0], [1.0], [2.0], [5.0]])
+    drafts = [[0, 3, 2, 1], [0, 3, 2, 2], [0, 1, 3, 3], [0, 9, 0, 0]]
+    exists = [[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]]
+    tree = Tree(torch.tensor(drafts), *[None] * 3, torch.tensor(exists) > 0, None, 1, 3)
+    token = torch.tensor([1, 1, 2, 7])
+    assert front._nearest(tree, token, codebook).tolist() == [1, 1, 0, 0]  # ids past the codebook count as its last
+    assert front._nearest(tree, token, None).tolist() == [0, 0, 0, 0]
 
 
 def test_with_as_many_drafts_as_tokens_the_first_is_always_accepted():

@@ -150,3 +150,12 @@ def test_a_margin_repeats_the_border_and_is_cut_off(tmp_path):
     pixels = decoder.decode(latent)
     assert pixels.shape == (1, 6, 8, 3)
     assert torch.equal(pixels, (expected / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1))
+
+
+@pytest.mark.parametrize("legal, illegal", [(0, -1), (64, 65)])
+def test_the_margin_has_both_limits(tmp_path, legal, illegal):
+    for margin in (legal, illegal):
+        save_file(vq_weights(), str(tmp_path / f"{margin}.safetensors"), metadata={"specar": f'{{"margin": {margin}}}'})
+    assert load_image_decoder(tmp_path / f"{legal}.safetensors").margin == legal
+    with pytest.raises(ValueError, match=rf"margin is {illegal}.* 0 to 64"):
+        load_image_decoder(tmp_path / f"{illegal}.safetensors")

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from comfyui_specar.kernels.attention import FEW, added, attend_cached, attend_few
+from comfyui_specar.kernels.attention import FEW, added, attend, attend_cached, attend_few
 from comfyui_specar.kernels.rotation import factors_of, rotate
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -250,3 +250,18 @@ def test_it_compiles_in_fp32(count):
 
 def test_it_compiles_in_fp16():
     compiled_everywhere("attention.attend_few", *case(2, 4, 1, 20, 200, 64, torch.float16))
+
+
+@pytest.mark.parametrize("heads", [2, 6])
+@pytest.mark.parametrize("masked", [False, True])
+def test_query_heads_attend_to_the_key_head_they_share(heads, masked):
+    """Causal without a mask. Against the scores written down, head by head."""
+    generator = torch.Generator().manual_seed(heads)
+    q, k, v = (torch.randn(3, n, 5, 8, generator=generator) for n in (heads, 2, 2))
+    seen = torch.ones(5, 5).tril() > 0
+    if masked:
+        seen = (torch.rand(3, 1, 5, 5, generator=generator) < 0.6) | torch.eye(5, dtype=torch.bool)
+    shared = torch.arange(heads) // (heads // 2)
+    scores = (q @ k[:, shared].mT / 8**0.5).masked_fill(~seen, -torch.inf)
+    found = attend(q, k, v, added(seen, q.dtype) if masked else None)
+    assert torch.allclose(found, scores.softmax(-1) @ v[:, shared], atol=1e-5)

@@ -141,6 +141,14 @@ def test_metadata_describes_models_of_our_own(tmp_path):
         model.layout(4, 4)
 
 
+@pytest.mark.parametrize("legal, illegal", [(1, 0), (1024, 1025)])
+def test_the_pixels_of_a_token_have_both_limits(tmp_path, legal, illegal):
+    model = load_model(write_llamagen(tmp_path / "a.safetensors", True, pixels_per_token=legal))
+    assert model.pixels_per_token == legal
+    with pytest.raises(ValueError, match=rf"pixels_per_token is {illegal}.* 1 to 1024"):
+        load_model(write_llamagen(tmp_path / "b.safetensors", True, pixels_per_token=illegal))
+
+
 def test_dtype_and_defaults(tmp_path):
     path = write_llamagen(tmp_path / "model.safetensors", False)
     assert load_model(path).dtype == torch.float32

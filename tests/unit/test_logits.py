@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+from comfyui_specar.kernels import sampling
 from comfyui_specar.kernels.logits import guide
-from comfyui_specar.kernels.sampling import categorical, entropy, point_mass, residual
+from comfyui_specar.kernels.logits import probabilities as kernel
+from comfyui_specar.kernels.sampling import categorical, entropy, point_mass, redraw, residual
 from comfyui_specar.samplers.contract import SamplingParams
 from comfyui_specar.samplers.probabilities import probabilities
 from hypothesis import given, settings
@@ -50,6 +52,17 @@ def test_top_p_keeps_or_drops_equal_logits_together():
     assert close(probs([1.0, 1.0, 1.0], top_p=1e-6), [1 / 3] * 3)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_top_p_keeps_what_the_larger_ones_reach_exactly(seed):
+    """A mass of exactly top_p before a token does not exclude it; the next smaller number does."""
+    row = torch.randn(6, generator=torch.Generator().manual_seed(seed)).sort(descending=True).values
+    weights = row[None, None].softmax(-1)
+    larger = float((weights.cumsum(-1) - weights)[..., 3])
+    less = float(torch.tensor(larger).nextafter(torch.tensor(0.0)))
+    for top_p, kept in ((larger, 4), (less, 3)):
+        assert int((probs(row, top_p=top_p) > 0).sum()) == kept
+
+
 def test_the_order_of_the_filters_matters():
     """Top-k first leaves (.625, .375), of which top-p .6 keeps one; top-p first keeps two, and so does top-k."""
     assert close(probs(PROBS.log(), top_k=2, top_p=0.6, order=("top_k", "top_p")), [1, 0, 0, 0])
@@ -91,6 +104,20 @@ def test_an_entropy_temperature_of_one_changes_no_bit_and_greedy_decoding_and_fo
         assert torch.equal(probs(row, temperature=0, entropy=(2.5, 3, 0.6)), probs(row, temperature=0))
         forced = torch.tensor([[7]])
         assert torch.equal(probs(row, forced=forced, entropy=(2.5, 3, 0.6)), probs(row, forced=forced))
+
+
+@pytest.mark.parametrize(("cfg", "temperature", "top_k", "top_p", "entropy"), [
+    (3.0, 0.7, 2, 0.9, None), (1.0, 1.3, 0, 0.6, None), (1.5, 1.0, 3, 1.0, (0.5, 2.0, 0.6)),
+])
+def test_numbers_on_the_device_are_those_of_the_call(cfg, temperature, top_k, top_p, entropy):
+    """A captured step reads them there; the arguments then only say what is off."""
+    rows = torch.randn(2 if cfg != 1 else 1, 3, 5, generator=torch.Generator().manual_seed(4))
+    order = ("top_k", "top_p")
+    wanted = kernel(rows, None, cfg, temperature, 5, top_k, top_p, order, entropy)
+    numbers = torch.tensor([cfg, temperature, top_k, top_p, *(entropy or (0, 1, 1))])
+    on = 9.0 if cfg != 1 else 1, 9.0, min(top_k, 1), 0.1 if top_p < 1 else 1.0
+    found = kernel(rows, None, *on[:2], 5, *on[2:], order, entropy and (9.0, 9.0, 9.0), numbers)
+    assert torch.allclose(found, wanted, atol=1e-6) and torch.equal(found > 0, wanted > 0)
 
 
 def test_guidance_comes_before_everything():
@@ -191,9 +218,19 @@ def test_categorical_frequencies():
 
 def test_categorical_never_returns_an_entry_a_wavering_sum_points_at(monkeypatch):
     """A parallel sum may step up at an entry of weight zero; here it is made to."""
-    weights = torch.tensor([[0.5, 0.0, 0.5]])
-    monkeypatch.setattr(torch.Tensor, "cumsum", lambda self, dim: torch.tensor([[0.5, 0.75, 1.0]]))
-    assert int(categorical(weights, torch.tensor([0.6]))) in (0, 2)
+    weights = torch.tensor([[0.4, 0.0, 0.6]])
+    monkeypatch.setattr(torch.Tensor, "cumsum", lambda self, dim: torch.tensor([[0.4, 0.75, 1.0]]))
+    for read in (True, False):
+        monkeypatch.setattr(sampling, "readable", lambda value, read=read: read)
+        assert int(categorical(weights, torch.tensor([0.6]))) == 2
+        assert int(redraw(weights, torch.zeros(1, 3), torch.tensor([0.6]))) == 2
+        assert int(categorical(weights, torch.tensor([0.3]))) == 0
+
+
+def test_categorical_never_returns_an_index_past_the_end():
+    """A sum whose last entry is not the largest, and NaN, whose comparisons are false."""
+    for row in ([torch.nan] * 3, [0.0, 0.0, 0.0], [0.5, torch.nan, 0.5]):
+        assert 0 <= int(categorical(torch.tensor([row]), torch.tensor([0.9]))) <= 2
 
 
 def test_residual_falls_back_to_p_where_nothing_is_left():

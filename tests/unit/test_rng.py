@@ -128,5 +128,13 @@ def test_purposes_draws_positions_and_seeds_are_different_streams():
     assert correlation.abs().max() < 5 / 4000**0.5
 
 
+def test_the_numbers_of_purposes_stay():
+    """They are part of the counter: with others, a seed gives another image; with two the same, streams depend."""
+    assert {name: int(purpose) for name, purpose in Purpose.__members__.items()} == {
+        "TARGET": 0, "ACCEPT": 1, "REDRAW": 2, "INITIAL": 3, "DRAFT": 4, "SKIP": 5, "SHAPE": 6, "ORDER": 7, "NOISE": 8,
+        "DRAFT_NOISE": 9,
+    }
+
+
 def test_seeds_wrap_at_64_bits():
     assert torch.equal(Stream.of(2**64 - 1, 2, "cpu").keys, torch.tensor([[ONES, ONES], [0, 0]]))

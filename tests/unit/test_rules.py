@@ -51,6 +51,17 @@ def test_every_rule_is_among_those_tested_here():
     assert {type(rule) for rule in NOTHING} == declared
 
 
+@pytest.mark.parametrize("rule", [*RULES, *LOSSY[len(RELAXED):]], ids=str)
+def test_a_rule_judges_every_row_of_a_window_by_itself(rule):
+    rule, generator = bound(rule), torch.Generator().manual_seed(5)
+    p, q = (torch.randn(6, VOCAB, generator=generator, dtype=torch.float64).mul(1.5).softmax(-1) for _ in range(2))
+    numbers = (torch.randint(VOCAB, (6,), generator=generator), torch.tensor([1, 2, 3, 1, 2, 3]),
+               torch.tensor([0.0, 0.3, 0.5, 0.7, 0.9, 1.0], dtype=torch.float64))
+    window = [x.unflatten(0, (2, 3)) for x in (p, q, *numbers)]
+    for name in ("accept_probability", "residual", "tv_bound"):
+        torch.testing.assert_close(getattr(rule, name)(*window).flatten(0, 1), getattr(rule, name)(p, q, *numbers))
+
+
 def probs(seed, vocab=VOCAB, zeros=0.2):
     """A target distribution and a drafter's, each without some tokens, as the sampling filters leave them."""
     generator = torch.Generator().manual_seed(seed)

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from comfyui_specar.samplers.methods.skipping import (
     PATHS,
     Skipping,
     check_codebook,
+    check_skippable,
     choose_path,
     decide,
     push_features,
@@ -227,6 +230,15 @@ def test_comparing_codes_needs_codes():
         run_of(Skipping("dynamic"), tree_of_paths(1), 1)
 
 
+def test_a_model_without_codes_is_refused_before_anything_runs():
+    asked = request(MODEL, LAYOUT)
+    bare = SimpleNamespace(**{name: getattr(MODEL, name) for name in ("vocab", "vocab_total", "device")}, codebook=None)
+    method = DraftTree(DRAFTER, Chain(2), skipping=Skipping("dynamic"))
+    method.check(asked)
+    with pytest.raises(ValueError, match="codebook"):
+        method.check(replace(asked, model=bare))
+
+
 # What a feature drafter is fed meanwhile.
 
 
@@ -295,6 +307,41 @@ def test_skipping_runs_row_by_row(structure, schedule, path):
         single = draw(structure, skipping, seed=3 + i)
         assert torch.equal(single.tokens[0], many.tokens[i])
         assert torch.equal(single.trace.positions["source"][0], many.trace.positions["source"][i])
+
+
+@pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
+def test_a_token_taken_unverified_drifts_by_what_its_ratio_lacks(structure):
+    positions = draw(structure, Skipping(interval=2, guard=1, path="first"), batch=64).trace.positions
+    known = (positions["source"] == Source.SKIPPED) & (positions["p"] >= 0)
+    ratio, drift = positions["ratio"][known], positions["tv_bound"][known]
+    assert (ratio < 1).any() and ((ratio > 1).any() or isinstance(structure, Dynamic)), "nothing to tell apart"
+    assert torch.equal(drift, (1 - ratio).clamp(min=0))
+
+
+@pytest.mark.parametrize("skips", [None, Skipping(interval=2, guard=1)])
+def test_a_pass_is_fed_the_tokens_that_are_not_cached_and_the_drafts(skips):
+    """Three drafts, and the root; after a skipped round also the up to three tokens it took."""
+    rounds = draw(Chain(3), skips, batch=8).trace.rounds
+    first = {name: rounds[name][0].tolist() for name in ("accepted", "committed", "nodes", "depth")}
+    assert first == {"accepted": [0] * 8, "committed": [1] * 8, "nodes": [0] * 8, "depth": [0] * 8}
+    skipped = rounds["skipped"].any(1)
+    wanted = [1] + [0 if now.all() else 4 + 3 * bool(before) for before, now in zip(skipped, rounds["skipped"][1:])]
+    assert rounds["width"].tolist() == wanted
+
+
+@pytest.mark.parametrize(("mask", "said"), [
+    (torch.ones(1, 4), "torch.bool"),
+    *((torch.ones(shape) > 0, r"\(1 or 3, 4\)") for shape in ((2, 4), (3, 5), (4,), (3, 4, 1))),
+])
+def test_masks_that_cannot_be_meant_are_refused(mask, said):
+    with pytest.raises(ValueError, match=f"skippable.*{said}"):
+        check_skippable(mask, 3, 4, mask.device)
+
+
+def test_one_mask_is_that_of_every_image():
+    mask = torch.tensor([[True, False, True, True]])
+    assert torch.equal(check_skippable(mask, 3, 4, mask.device), mask.repeat(3, 1))
+    assert check_skippable(None, 3, 4, mask.device) is None
 
 
 def test_skipping_saves_passes():

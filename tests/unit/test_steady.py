@@ -164,3 +164,7 @@ def test_same_seed_same_image_in_half_precision(dtype, window):
     assert torch.equal(api.sample(model, conditioning, sjd, seed=4, cfg=2.0).tokens, image)
     batch = api.sample(model, conditioning, api.methods.NextToken(), seed=3, batch_size=2, cfg=2.0).tokens
     assert torch.equal(batch[1:], image)
+
+
+def test_blocks_are_tried_with_numbers_of_rows_on_both_sides_of_where_routines_change():
+    assert steady._counts(32) == {2, 3, 5, 8, 16, 17, 31} and steady._counts(8) == {2, 3, 4, 5, 7}

@@ -138,3 +138,24 @@ def test_images_are_those_of_one_thread(name, monkeypatch):
     if tried:  # else the processor adds up in another order with two threads, and images may differ
         assert torch.equal(both.tokens, alone.tokens)
         assert torch.equal(both.trace.positions["p"], alone.trace.positions["p"])
+
+
+def test_products_are_tried_as_the_layers_have_them(monkeypatch):
+    tried = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(threads, "same_products", lambda *shape: tried.append(shape) or True)
+    monkeypatch.setattr(threads, "same_attention", lambda *kind: tried.append(kind) or True)
+    layers = torch.nn.ModuleList([
+        torch.nn.Linear(4, 5), torch.nn.Linear(4, 5, bias=False), torch.nn.Linear(4, 5),
+        torch.nn.Linear(2, 3, bias=False, dtype=torch.bfloat16),
+    ])
+    assert threads.worth_trying([layers, None], threads.MOST_ROWS)
+    assert tried == [
+        (4, 5, torch.float32, True, 3), (4, 5, torch.float32, False, 3), (2, 3, torch.bfloat16, False, 3),
+        (torch.float32, 3), (torch.bfloat16, 3),
+    ]
+    assert not threads.worth_trying([layers], threads.MOST_ROWS + 1)
+    monkeypatch.setattr(threads, "LARGEST", 20 + 5 + 20 + 20 + 5 + 6)
+    assert threads.worth_trying([layers], 2)
+    monkeypatch.setattr(threads, "LARGEST", 20 + 5 + 20 + 20 + 5 + 5)
+    assert not threads.worth_trying([layers], 2)

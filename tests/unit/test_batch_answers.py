@@ -1,0 +1,292 @@
+"""Parts of servers' answers and addresses, by hand: what is taken, how much of it, and what is refused."""
+
+import asyncio
+import json
+import math
+import signal
+import struct
+from types import SimpleNamespace
+
+import aiohttp
+import pytest
+from comfyui_specar.batch import answers, cli, client
+from comfyui_specar.batch.address import HIDDEN, address_of
+from comfyui_specar.batch.answers import StrangeAnswerError
+from comfyui_specar.batch.server import Reply, Server, ServerAwayError, entry, files_of, reports_of
+from comfyui_specar.limits import FILES
+
+
+def strange(function, *arguments, match=None):
+    with pytest.raises(StrangeAnswerError, match=match):
+        function(*arguments)
+
+
+def test_an_answer_is_shown_by_its_beginning():
+    assert answers.seen(b"<html>\n  no \x1b[1m") == "<html> no \\x1b[1m" and answers.seen(b" \n") == "nothing"
+    assert answers.seen(b"a" * 500) == "a" * 100 + "... (500 characters)" and answers.seen(b"\xff!") == "\ufffd!"
+
+
+def test_an_answer_is_an_object():
+    assert answers.json_of(b'{"a": 1}') == {"a": 1} and answers.parsed(b"[1]") == [1]
+    strange(answers.json_of, b"[1]", match="not an object")
+    for body in (b"{", b"", b"[" * 100_000):
+        strange(answers.parsed, body, match="no JSON")
+
+
+def test_a_part_has_its_kind_or_its_default():
+    assert answers.part({"a": 1}, "a", int) == 1 and answers.part({"a": 0}, "a", int, 7) == 0
+    assert answers.part({}, "a", int, 7) == answers.part({"a": None}, "a", int, 7) == 7
+    assert answers.part({"a": None}, "a", int, None) is None
+    strange(answers.part, {"a": "1"}, "a", int, 7, match="a is a str")
+    strange(answers.part, {}, "a", int, match="a is missing")
+    strange(answers.part, [], "a", int, 7, match="no object to have a")
+    assert answers.parts({"a": ["x"]}, "a", str) == ["x"] and answers.parts({}, "a", str) == []
+    strange(answers.parts, {"a": ["x", 1]}, "a", str, match="list of strs")
+
+
+@pytest.mark.parametrize(("function", "most"), [(answers.name_in, 1000)])
+def test_a_name_is_used_whole_or_not_at_all(function, most):
+    assert function({"a": "x" * most}, "a") == "x" * most and function({}, "a", "d") == "d"
+    for text in ("x" * (most + 1), "x\x1b", "x\u202e"):
+        strange(function, {"a": text}, "a", match="a is x")
+
+
+def test_words_are_one_line_and_not_too_many():
+    assert answers.words_in({"a": " so \n it \t is "}, "a") == "so it is" and answers.words_in({}, "a", "d") == "d"
+    assert answers.said("x" * 2000) == "x" * 2000 and answers.said("x" * 2001) == "x" * 2000 + "... (2001 characters)"
+    assert "\x1b" not in answers.said("x\x1b[2J")
+
+
+def test_a_time_is_one_that_a_clock_shows():
+    for value in (0, -1.5, 2**63, -(2**63)):
+        assert answers.number_in({"a": value}, "a", 1) == value
+    assert answers.number_in({}, "a", 1.5) == 1.5
+    for value in (2**63 + 2**12, -(2**63) - 2**12, math.nan, math.inf):
+        strange(answers.number_in, {"a": value}, "a", 1, match="a is no time")
+
+
+def test_totals_are_as_deep_and_as_long_as_ours_and_finite():
+    value: object = 1
+    for _ in range(answers.NESTED):
+        value = [value]
+        assert answers.plain(value) == value
+    strange(answers.plain, [value], match="nested")
+    strange(answers.plain, {"a": {"b": math.nan}}, match="finite")
+    assert answers.plain({"a\x1b": ["b\x1b", True, None, 2.5]}) != {"a\x1b": ["b\x1b", True, None, 2.5]}
+    room = answers.TOTALS - len(json.dumps({"a": [""]}))
+    lines = ["x" * 1996] * (room // 2000)
+    last = room - len(", ".join(json.dumps(line) for line in lines)) + len('""') - len(', ""')
+    assert answers.totals_in({"totals": {"a": [*lines, "x" * last]}})
+    strange(answers.totals_in, {"totals": {"a": [*lines, "x" * (last + 1)]}}, match="too long")
+    strange(answers.totals_in, {"totals": [1]}, match="totals is a list")
+
+
+def test_an_address_keeps_empty_values_and_hides_what_is_private():
+    address = address_of("https://me:se%2Fcret@host:1/x/?token=t0&empty=")
+    assert address.query == {"token": "t0", "empty": ""} and address.name == address.base == "https://host:1/x"
+    hidden = address.hide(f"se/cret se%2Fcret t0 {address.headers['Authorization']} me")
+    assert hidden == f"{HIDDEN} {HIDDEN} {HIDDEN} Basic {HIDDEN} me"
+    assert address_of("host").name == "host" and address_of("host").base == "http://host"
+    assert address_of("key@host").private[0] == "key", "a login of one word is the secret"
+    assert "Authorization" not in address_of("host").headers
+
+
+def followed(*messages):
+    """A run whose server sends these messages, and what a follower hears of them."""
+    run, heard, sent = client.Run("ours"), [], iter(messages)
+
+    async def follow(run, event, data):
+        heard.append((event, data))
+
+    async def receive():
+        content = next(sent)
+        if isinstance(content, bytes):
+            return SimpleNamespace(type=aiohttp.WSMsgType.BINARY, data=content)
+        if content is None:
+            return SimpleNamespace(type=aiohttp.WSMsgType.CLOSED, data=None)
+        return SimpleNamespace(type=aiohttp.WSMsgType.TEXT, data=json.dumps(content))
+
+    asyncio.run(client._follow_to_the_end(SimpleNamespace(receive=receive), run, follow))
+    assert next(sent, "none") == "none", "it stopped too early"
+    assert heard == run.events
+    return run
+
+
+def about(event, prompt="ours", **data):
+    return {"type": event, "data": {"prompt_id": prompt, **data}}
+
+
+END = about("executing", node=None)
+
+
+def test_a_run_is_followed_by_what_is_said_of_it_until_nothing_is_executed():
+    preview = struct.pack(">II", client.PREVIEW_WITH_METADATA, 2) + b"{}image"
+    other = struct.pack(">II", client.PREVIEW_WITH_METADATA + 1, 2) + b"{}image"
+    run = followed(
+        {"type": "status", "data": {}}, {"type": "status"}, {"type": "status", "data": [1]},
+        about("executing", node="1"), about("executing", "theirs", node=None), preview, other, b"\0",
+        about("execution_success", "theirs"),
+        about("progress"), about("progress"), about("execution_success"), END,
+    )
+    assert [event for event, _ in run.events] == ["executing", "progress", "progress", "execution_success", "executing"]
+    assert run.count("progress") == 2 and run.count("executing") == 2 and run.count("status") == 0
+    assert run.previews == [b"image"] and run.outcome == "success" and run.error == {}
+
+
+def test_what_failed_is_told_in_the_servers_words():
+    failed = followed(about("execution_error", exception_message="no memory"), END)
+    assert failed.outcome == "error" and failed.message() == "no memory"
+    assert followed(about("execution_error"), END).message() == "no reason given"
+    assert followed(about("execution_interrupted"), END).outcome == "interrupted"
+    refused = client.Run("ours", error={"type": "a"}, node_errors={"1": "b"})
+    assert json.loads(refused.message()) == [{"type": "a"}, {"1": "b"}] and refused.outcome == "rejected"
+    several = client.Run("ours", outputs={"1": {"images": [1, 2]}, "2": {"images": [3], "x": [4]}})
+    assert several.collect("images") == [1, 2, 3]
+
+
+def test_a_server_that_goes_away_and_one_that_says_nothing_of_use_are_named():
+    with pytest.raises(aiohttp.ClientConnectionError, match="before the prompt ended"):
+        followed(about("progress"), None)
+    for message in ([1], {"data": {}}, {"type": 1}):
+        strange(followed, message)
+
+
+@pytest.mark.parametrize(("status", "said", "is_strange"), [
+    (502, "answered 502", False), (503, "answered 503", False), (504, "answered 504", False),
+    (401, "needs? a login|need a login", True), (403, "need a login", True), (301, "refers to", True),
+    (307, "refers to", True),
+])
+def test_statuses_that_are_of_what_stands_before_a_server(status, said, is_strange):
+    reply = SimpleNamespace(status=status, headers={})
+    with pytest.raises(ServerAwayError, match=said) as away:
+        Server(None, "host")._check(reply)
+    assert away.value.strange == is_strange and not away.value.gone
+
+
+@pytest.mark.parametrize(("status", "versions"), [(200, {"comfyui": "0.3", "torch": "2"}), (404, {}), (500, {})])
+def test_versions_are_told_where_the_server_tells_them(monkeypatch, status, versions):
+    server = Server(None, "host")
+    body = json.dumps({"system": {"comfyui_version": "0.3", "pytorch_version": "2", "os": "x"}}).encode()
+
+    async def request(*_):
+        return Reply(status, "application/json", body if status == 200 else b"<html>")
+
+    monkeypatch.setattr(server, "_request", request)
+    assert asyncio.run(server.versions()) == versions
+
+
+def history(*messages, **status):
+    return {"status": {"messages": list(messages), **status}, "outputs": {}}
+
+
+def test_an_entry_says_how_a_prompt_ended_and_when():
+    begun = ["execution_start", {"timestamp": 1000}]
+    done = entry(history(begun, ["execution_success", {"timestamp": 3500}]), {})
+    assert (done.outcome, done.seconds, done.error) == ("success", 2.5, "")
+    error = {"timestamp": 2000, "node_type": "N", "exception_message": "x"}
+    failed = entry(history(begun, ["execution_error", error]), {})
+    assert (failed.outcome, failed.seconds, failed.error) == ("error", 1.0, "N: x")
+    bare = entry(history(["execution_error", {}]), {})
+    assert (bare.outcome, bare.seconds, bare.error) == ("error", 0, "ComfyUI: no reason given")
+    assert entry(history(["execution_interrupted", {}]), {}).outcome == "interrupted"
+    assert entry(history(status_str="success"), {}).outcome == "success" and entry({}, {}).outcome == "error"
+    strange(entry, history(status_str="fine"), {}, match="ended as fine")
+    for message in ([], ["execution_success"], ["execution_success", {}, 1], [1, {}], ["execution_success", 1]):
+        strange(entry, history(message), {}, match="not events")
+
+
+def test_files_are_those_that_were_saved_or_else_those_shown():
+    shown, saved = {"filename": "a.png", "type": "temp"}, {"filename": "b.png", "subfolder": "s", "type": "output"}
+    outputs = {"1": {"images": [shown], "text": ["x"], "odd": 3}, "2": {"images": [saved, 5]}}
+    assert files_of(outputs) == [{"filename": "b.png", "subfolder": "s", "type": "output", "node": "2"}]
+    assert files_of({"1": outputs["1"]}) == [{"filename": "a.png", "subfolder": "", "type": "temp", "node": "1"}]
+    assert files_of({"1": {"images": [{"filename": "c"}]}})[0]["type"] == "output"
+    assert len(files_of({"1": {"images": [shown] * FILES}})) == FILES
+    strange(files_of, {"1": {"images": [shown] * (FILES + 1)}}, match="10001 files")
+
+
+def test_reports_belong_to_the_nodes_whose_traces_they_are_of():
+    node = {"inputs": {"trace_1": ["7", 0], "trace_2": [8, 0], "name": ["9", 0], "trace_3": "none"}}
+    reports = [{"totals": {}, "n": 1}, {"totals": {}, "n": 2}]
+    assert reports_of(node, {"specar": [{"x": 1}, *reports]}) == [("7", reports[0]), ("8", reports[1])]
+    assert reports_of(node, {"specar": reports[:1]}) == [(None, reports[0])]
+    assert reports_of(None, {"specar": reports}) == [(None, report) for report in reports]
+    assert reports_of(node, {}) == []
+
+
+def test_the_first_signal_cancels_and_the_second_ends_the_program(monkeypatch, capsys):
+    before, seen = [signal.getsignal(number) for number in cli.CANCELLING], []
+
+    class Stopped:
+        def __init__(self, *_):
+            self.event = asyncio.Event()
+            self.stop = self.event.set
+
+        async def run(self, *_):
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.wait_for(self.event.wait(), 60)
+            seen.extend(signal.getsignal(number) for number in cli.CANCELLING)
+
+    monkeypatch.setattr(cli, "Batch", Stopped)
+    assert cli.drive(None, [], None, [], {}, None)
+    assert seen == [signal.SIG_DFL] * 2 and "Cancelling" in capsys.readouterr().err
+    assert [signal.getsignal(number) for number in cli.CANCELLING] == before
+
+
+class Answers:
+    """A session whose server takes a prompt, says that it ended, and has an empty history of it."""
+
+    def __init__(self, status=200, body=None):
+        self.status, self.body, self.posted = status, body or {}, []
+
+    def __call__(self):
+        return self
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        return None
+
+    ws_connect = get = lambda self, *_, **__: self
+
+    def post(self, url, json):
+        self.posted.append(json)
+        return self
+
+    async def send_json(self, message):
+        self.posted.append(message["type"])
+
+    async def receive(self):
+        message = about("executing", self.posted[1]["prompt_id"], node=None)
+        return SimpleNamespace(type=aiohttp.WSMsgType.TEXT, data=json.dumps(message))
+
+    @property
+    def content(self):
+        async def parts():
+            prompt = self.posted[1]["prompt_id"]
+            yield json.dumps(self.body | {prompt: {"outputs": {"9": {"images": [1]}}}}).encode()
+
+        return SimpleNamespace(iter_any=parts)
+
+
+@pytest.mark.parametrize("workflow", [None, {"nodes": []}])
+def test_a_workflow_is_sent_beside_its_prompt(monkeypatch, workflow):
+    session = Answers()
+    monkeypatch.setattr(client.aiohttp, "ClientSession", session)
+    run = asyncio.run(client.run_prompt("http://host", {"1": {}}, workflow))
+    asked = session.posted[1]
+    assert session.posted[0] == "feature_flags" and asked["prompt"] == {"1": {}}
+    assert asked.get("extra_data") == (workflow and {"extra_pnginfo": {"workflow": workflow}})
+    assert asked["prompt_id"] == run.prompt_id and run.collect("images") == [1]
+
+
+def test_a_prompt_that_is_refused_says_why_and_other_statuses_are_strange(monkeypatch):
+    refusal = {"error": {"type": "no"}, "node_errors": {"1": 2}}
+    monkeypatch.setattr(client.aiohttp, "ClientSession", Answers(400, refusal))
+    run = asyncio.run(client.run_prompt("http://host", {}))
+    assert run.outcome == "rejected" and run.error == {"type": "no"} and run.node_errors == {"1": 2}
+    for status in (500, 201, 404):
+        monkeypatch.setattr(client.aiohttp, "ClientSession", Answers(status))
+        with pytest.raises(StrangeAnswerError, match=f"/prompt answered {status}"):
+            asyncio.run(client.run_prompt("http://host", {}))

@@ -1,0 +1,153 @@
+"""Trees as they grow, against the same grown by hand: each image of a batch by itself, one draft after the other."""
+
+import math
+
+import pytest
+import torch
+from comfyui_specar.samplers.contract import SamplingParams, StepOut
+from comfyui_specar.samplers.drafts.growing import Drafting, Root, grow_sampled, grow_top_k
+from comfyui_specar.samplers.drafts.trees import shape_of
+from comfyui_specar.samplers.layout import TokenLayout
+from comfyui_specar.samplers.rng import Stream
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+VOCAB, LENGTH, DEEPEST = 5, 9, 4
+SHAPE = shape_of(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0)))
+images = st.lists(st.tuples(st.integers(0, LENGTH), st.integers(0, DEEPEST), st.integers(0, 4)), min_size=1, max_size=4)
+
+
+class PathDrafter:
+    """A table of logits over the paths from the root. It checks that a draft's hidden state is that of its parent, and
+    that it attends to its own ancestors."""
+
+    def __init__(self, batch: int, seed: int):
+        generator = torch.Generator().manual_seed(seed)
+        self.table = torch.randn(batch, (VOCAB + 1) ** DEEPEST, VOCAB, generator=generator) * 2
+        self.fed: list[list[tuple[int, ...]]] = [[] for _ in range(batch)]
+
+    def after(self, image: int, path: tuple[int, ...]) -> list[float]:
+        """The probabilities of the next token."""
+        return self.table[image, number(path)].softmax(-1).tolist()
+
+    def root(self, committed: list[int]) -> Root:
+        zeros = torch.zeros(len(committed), dtype=torch.int64)
+        return Root(zeros, torch.tensor(committed), StepOut(self.table[:, :1], torch.zeros(len(committed), 1, 1)))
+
+    def expand(self, state, tokens, position, hidden, tree_mask):
+        new, lines = torch.empty_like(hidden), []
+        before = len(self.fed[0])
+        for b, row in enumerate(tokens.tolist()):
+            for i, token in enumerate(row):
+                path = (*path_of(int(hidden[b, i, 0])), token)
+                self.fed[b].append(path)
+                new[b, i] = number(path)
+            for i, path in enumerate(self.fed[b][before:]):
+                seen = [self.fed[b][j] for j in tree_mask[b, i].nonzero()[:, 0]]
+                assert seen == [path[:n] for n in range(1, len(path) + 1)], "a draft sees another's ancestors"
+                lines.append(self.table[b, number(path)])
+        return StepOut(torch.stack(lines).unflatten(0, tokens.shape), new)
+
+
+def number(path: tuple[int, ...]) -> int:
+    return sum((token + 1) * (VOCAB + 1) ** n for n, token in enumerate(path))
+
+
+def path_of(code: int) -> tuple[int, ...]:
+    path = []
+    while code:
+        code, digit = divmod(code, VOCAB + 1)
+        path.append(digit - 1)
+    return tuple(path)
+
+
+def work_of(drafter: PathDrafter, batch: int, temperature: float = 0.0) -> Drafting:
+    layout, params = TokenLayout.plain(3, 3), SamplingParams(temperature=temperature)
+    return Drafting(drafter, None, layout, params, VOCAB, Stream.of(0, batch, torch.device("cpu")), forcing=False)
+
+
+def drafts_of(tree, image: int) -> dict[tuple[int, ...], tuple[int, float]]:
+    """Rank and probability of every draft that exists, by its path; parents stand before their children."""
+    paths, found = {0: ()}, {}
+    for slot in range(1, tree.token.shape[1]):
+        if tree.exists[image, slot]:
+            paths[slot] = path = (*paths[int(tree.parent[image, slot])], int(tree.token[image, slot]))
+            assert len(path) == int(tree.depth[image, slot]) <= tree.levels
+            found[path] = int(tree.rank[image, slot]), float(tree.probability[image, slot])
+    assert len(found) == int(tree.exists[image, 1:].sum()), "two drafts on one path"
+    return found
+
+
+def likeliest(q: list[float], count: int) -> list[int]:
+    return sorted(range(VOCAB), key=lambda token: -q[token])[:count]
+
+
+def top_k_by_hand(drafter, image, levels, most, nodes):
+    frontier, found = {(): 0.0}, {}
+    for _ in range(levels):
+        offered = {}
+        for path, score in frontier.items():
+            q = drafter.after(image, path)
+            for rank, token in enumerate(likeliest(q, most)):
+                offered[(*path, token)] = score + math.log(q[token]), rank, q[token]
+        found |= offered
+        best = sorted(offered, key=lambda path: -offered[path][0])[:most]
+        frontier = {path: offered[path][0] for path in best}
+    best = sorted(found, key=lambda path: -found[path][0])[:nodes]
+    return {path: found[path][1:] for path in best}
+
+
+def assert_same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for path, (rank, probability) in wanted.items():
+        assert found[path] == (rank, pytest.approx(probability, rel=1e-5)), path
+
+
+@given(images, st.integers(1, DEEPEST), st.integers(1, 4), st.sampled_from([1, 3, 12, 60]), st.integers(0, 10**6))
+@example([(0, 4, 2), (1, 3, 3), (0, 4, 4)], 4, 4, 60, 0)
+@settings(max_examples=60, deadline=None)
+def test_top_k_trees_of_a_batch_are_those_of_each_image(images, levels, most, nodes, seed):
+    drafter = PathDrafter(len(images), seed)
+    committed, depth, width = (list(column) for column in zip(*images))
+    tree = grow_top_k(
+        work_of(drafter, len(images)), drafter.root(committed), levels, most, nodes, torch.tensor(depth),
+        torch.tensor(width),
+    )
+    for b in range(len(images)):
+        own = min(levels, depth[b], LENGTH - committed[b])
+        assert_same(drafts_of(tree, b), top_k_by_hand(drafter, b, own, min(most, width[b]), nodes))
+
+
+@given(images, st.integers(1, DEEPEST), st.integers(1, 7), st.integers(1, 12), st.integers(0, 10**6))
+@settings(max_examples=30, deadline=None)
+def test_top_k_trees_have_one_size_unless_told(images, levels, most, nodes, seed):
+    drafter = PathDrafter(len(images), seed)
+    tree = grow_top_k(work_of(drafter, len(images)), drafter.root([0] * len(images)), levels, most, nodes)
+    for b in range(len(images)):
+        assert_same(drafts_of(tree, b), top_k_by_hand(drafter, b, levels, min(most, VOCAB), nodes))
+
+
+@pytest.mark.parametrize("told", [True, False])
+@given(images, st.integers(0, 10**6))
+@settings(max_examples=40, deadline=None)
+def test_sampled_trees_are_cut_to_the_first_levels_and_the_first_drafts_of_each(told, images, seed):
+    """At temperature 0, where the samples are the likeliest tokens."""
+    drafter = PathDrafter(len(images), seed)
+    committed, depth, width = (list(column) for column in zip(*images))
+    cut = (torch.tensor(depth), torch.tensor(width)) if told else ()
+    tree = grow_sampled(work_of(drafter, len(images)), drafter.root(committed), SHAPE, torch.tensor(0), *cut)
+    for b in range(len(images)):
+        wanted, above = {}, [()]
+        for number, level in enumerate(SHAPE, 1):
+            here = []
+            for place, (parent, rank) in enumerate(zip(level.parent, level.rank)):
+                path = above[parent]
+                there = path is not None and committed[b] + number <= LENGTH
+                if told:
+                    there = there and number <= depth[b] and place < width[b]
+                q = drafter.after(b, path) if there else []
+                here.append((*path, likeliest(q, rank + 1)[-1]) if there else None)
+                if there:
+                    wanted[here[-1]] = rank, q[here[-1][-1]]
+            above = here
+        assert_same(drafts_of(tree, b), wanted)

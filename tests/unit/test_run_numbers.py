@@ -1,0 +1,86 @@
+"""What is counted around a run: bytes before it, and milliseconds of its passes."""
+
+import itertools
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from comfyui_specar.samplers.engine.memory import LOGITS, PROBABILITIES, run_bytes
+from comfyui_specar.samplers.engine.prefill import CHUNK
+from comfyui_specar.samplers.layout import TokenLayout
+from comfyui_specar.samplers.methods.jacobi import SJD
+from comfyui_specar.samplers.methods.window import strength_at
+from comfyui_specar.samplers.trace import Record, Source, rounds_of
+
+from ..support.toy import ToyModel, plain, request
+
+
+class Bytes:
+    """A model and a drafter whose bytes tell what they were asked for."""
+
+    vocab_total = 50
+
+    def prompt_tokens(self, conditioning, negative, batch, layout, guided):
+        return 30
+
+    def activation_bytes(self, rows, tokens):
+        return 10**6 * rows * tokens
+
+    def kv_bytes(self, batch, layout, slack, guided, prompt):
+        return 10**12 * batch * (slack + prompt) * (1 + guided)
+
+
+@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize(("width", "draft_width", "first", "widest", "prefix"), [
+    (5, 0, 0, 6, 0), (5, 9, 0, 10, 0), (40, 9, 0, 41, 0), (2, 0, 20, 3, 20), (2, 0, 2 * CHUNK, 3, CHUNK),
+])
+def test_the_bytes_of_a_run_are_those_of_its_widest_pass(guided, width, draft_width, first, widest, prefix):
+    """Prompt of 30 tokens, and ``first`` tokens of the image are given."""
+    layout = TokenLayout.plain(1, 3 * CHUNK)
+    layout.forced[:, :first] = 1
+    asked = SimpleNamespace(model=Bytes(), layout=layout, batch=3, params=SimpleNamespace(guided=guided),
+                            conditioning=None, negative=None)
+    rows = 3 * (1 + guided)
+    wanted = 4 * rows * max(PROBABILITIES * widest, LOGITS * prefix) * 50
+    wanted += 10**6 * rows * max(30, widest, prefix) + 10**12 * rows * (width + 30)
+    assert run_bytes(asked, width, None, draft_width) == wanted
+    assert run_bytes(asked, width, Bytes(), draft_width) == wanted + 10**12 * rows * (draft_width + 30)
+    assert (PROBABILITIES, LOGITS) == (8, 4)
+
+
+def test_every_pass_has_its_milliseconds(monkeypatch):
+    layout, looks = plain(2, 3), itertools.count()
+    asked = request(ToyModel(layout), layout, batch=2)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(looks) / 4)
+    trace = SJD(window=3).sample(asked).trace
+    passes = trace.totals["target_passes"]
+    assert trace.rounds["milliseconds"].tolist() == [250.0] * passes
+    assert trace.totals["seconds"] == (passes + 1) / 4
+
+
+def test_a_round_too_many_is_written_past_the_others():
+    """A GPU is one step ahead when it learns that the images are complete."""
+    record = Record.empty(2, 3, torch.device("cpu"))
+    for number in range(1, 9):
+        record.round(accepted=0, committed=torch.tensor([number, 0, number]), width=number)
+    assert record.rounds[:3, :, 1].tolist() == [[n, 0, n] for n in (1, 2, 3)]
+    assert record.rounds[3, 0].tolist() == [0, 8, 8] and int(record.count) == 8
+
+
+@pytest.mark.parametrize("strength", [torch.tensor([[0.1, 0.2, 0.3, 0.4]]), torch.arange(8.0).reshape(2, 4), None])
+def test_the_strength_of_a_rule_is_that_of_the_position_and_past_the_end_that_of_the_last(strength):
+    state, position = SimpleNamespace(strength=strength, layout=plain(2, 2)), torch.tensor([[0, 3, 4], [2, 3, 9]])
+    wanted = torch.ones(2, 3) if strength is None else torch.stack(
+        [strength.expand(2, -1)[b][position[b].clamp(max=3)] for b in range(2)])
+    assert torch.equal(strength_at(state, position), wanted)
+
+
+def test_rounds_are_counted_from_what_stands_at_the_positions():
+    fixed = torch.tensor([[0, 1, 1, 3], [0, 1, 2, 2]])
+    source = torch.tensor([[Source.PREFILL, Source.ACCEPTED, Source.RESIDUAL, Source.RELAXED],
+                           [Source.FORCED, Source.RESIDUAL, Source.ACCEPTED, Source.RESIDUAL]])
+    rounds = rounds_of({"finalised_at": fixed, "source": source}, 5)
+    assert rounds["accepted"].tolist() == [[0, 0], [1, 0], [0, 1], [1, 0]]
+    assert rounds["committed"].tolist() == [[1, 1], [2, 1], [0, 2], [1, 0]]
+    assert rounds["width"].tolist() == [1, 5, 5, 5]

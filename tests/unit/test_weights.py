@@ -1,0 +1,102 @@
+"""One tensor on its way from a file into a module, and the header that says where it is."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from comfyui_specar.limits import HEADER, QUANTISED, FileError
+from comfyui_specar.model_loaders.files import safetensors_files, scaled, weights
+from comfyui_specar.model_loaders.files.checkpoint import CheckpointError
+
+PATH = Path("model.safetensors")
+
+
+def header_of(tensors, data: int, metadata=None):
+    """Names and metadata that the reader finds in a file with this header and so many bytes of data."""
+    content = json.dumps(tensors if metadata is None else {"__metadata__": metadata} | tensors).encode()
+    file = io.BytesIO(len(content).to_bytes(8, "little") + content + bytes(data))
+    entries, found = safetensors_files._header(file, len(file.getvalue()))
+    assert file.tell() == 8 + len(content), "the data begins here"
+    return [entry.name for entry in entries], found
+
+
+def at(begin: int, end: int, shape=None, dtype="F32"):
+    return {"dtype": dtype, "shape": [(end - begin) // 4] if shape is None else shape, "data_offsets": [begin, end]}
+
+
+def test_tensors_fill_the_file_in_any_order():
+    assert header_of({"b": at(8, 12), "a": at(0, 8)}, 12, {"k": "v"}) == (["a", "b"], {"k": "v"})
+    assert header_of({"a": at(0, 0), "b": at(0, 4), "c": at(4, 4)}, 4) == (["a", "b", "c"], {})
+    assert header_of({}, 0) == ([], {})
+
+
+@pytest.mark.parametrize(("tensors", "data", "said"), [
+    ({"a": at(0, 8), "b": at(12, 16)}, 16, "b begins at byte 12 instead of 8"),
+    ({"a": at(0, 8), "b": at(4, 12)}, 12, "b begins at byte 4 instead of 8"),
+    ({"a": at(4, 8)}, 8, "a begins at byte 4 instead of 0"),
+    ({"a": at(0, 8)}, 9, "have 8 bytes, but 9 follow"), ({"a": at(0, 8)}, 7, "have 8 bytes, but 7 follow"),
+    ({"a": at(0, 8, [3])}, 8, "a has 8 bytes instead of 12"),
+    ({"a": at(0, 8, dtype="F33")}, 8, "a has the dtype 'F33'"),
+    *(({"a": at(0, 8) | {"data_offsets": place}}, 8, "a is at the place") for place in ([0, 4, 8], 8, [8])),
+    ({"a": [0, 8]}, 8, "a has the dtype None"),
+])
+def test_a_header_that_lies_is_refused(tensors, data, said):
+    with pytest.raises(FileError, match=said):
+        header_of(tensors, data)
+
+
+@pytest.mark.parametrize("metadata", [["k"], {"k": 1}, {"k": None}, "k"])
+def test_metadata_is_an_object_of_strings(metadata):
+    with pytest.raises(FileError, match="metadata is not a JSON object of strings"):
+        header_of({}, 0, metadata)
+    assert header_of({}, 0, None) == ([], {})
+
+
+@pytest.mark.parametrize(("length", "size", "legal"), [
+    (2, 10, True), (1, 10, False), (3, 10, False), (HEADER, 8 + HEADER, True), (HEADER + 1, 9 + HEADER, False),
+])
+def test_the_length_of_a_header_has_both_limits(length, size, legal):
+    file = io.BytesIO(length.to_bytes(8, "little") + b"{}" + b" " * (length - 2))
+    if legal:
+        assert safetensors_files._header(file, size) == ([], {})
+    else:
+        with pytest.raises(FileError, match=f"invalid length of {length}"):
+            safetensors_files._header(file, size)
+
+
+def test_numbers_of_a_parameter_are_real_finite_and_fit():
+    whole, real = torch.tensor([1, 2]), torch.tensor([1.0, 70000.0])
+    with pytest.raises(CheckpointError, match="w contains integers"):
+        weights._cast(whole, torch.float32, True, "w", PATH)
+    assert weights._cast(whole, torch.int64, False, "w", PATH) is whole
+    assert weights._cast(real, torch.float32, True, "w", PATH) is real
+    assert weights._cast(real, torch.bfloat16, True, "w", PATH).dtype == torch.bfloat16
+    with pytest.raises(CheckpointError, match="too large for torch.float16.*bf16"):
+        weights._cast(real, torch.float16, True, "w", PATH)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        with pytest.raises(CheckpointError, match="NaN or infinite"):
+            weights._cast(torch.tensor([1.0, bad]), torch.bfloat16, True, "w", PATH)
+
+
+def test_every_number_is_looked_at(monkeypatch):
+    monkeypatch.setattr(weights, "_CHECKED", 4)
+    for size in (1, 4, 5, 9):
+        for place in range(size):
+            numbers = torch.zeros(size)
+            assert weights._finite(numbers)
+            numbers[place] = torch.nan
+            assert not weights._finite(numbers) and not weights._finite(numbers[None, :, None].to(torch.float8_e5m2))
+
+
+def test_the_description_of_a_layer_is_a_short_object_in_bytes():
+    def as_tensor(text, dtype=torch.uint8):
+        return torch.tensor(list(text.encode()), dtype=dtype)
+
+    assert scaled._object('{"a": 1}', "it", PATH) == scaled._object(as_tensor('{"a": 1}'), "it", PATH) == {"a": 1}
+    assert scaled._object(as_tensor('{"a": 1}'.ljust(QUANTISED)), "it", PATH) == {"a": 1}
+    long, wide = as_tensor('{"a": 1}'.ljust(QUANTISED + 1)), as_tensor('{"a": 1}', torch.int32)
+    for text in (wide, long, "[1]", "{", as_tensor("[]")):
+        with pytest.raises(CheckpointError, match="it cannot be read.*Download"):
+            scaled._object(text, "it", PATH)
