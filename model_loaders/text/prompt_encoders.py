@@ -94,10 +94,11 @@ class WordEncoder(PromptEncoder):
         known, unknown = self.parse(text)
         hints = ((word, self.resembling(word)) for word in unknown[:HINTS])
         named = [f"{word:.{SHOWN}} ({like}?)" if like else word[:SHOWN] for word, like in hints]
+        rest = (re.sub("^bg_(.+)", r"\1 background", word) for word in known[self.slots :])
         named += [f"and {len(unknown) - HINTS} more"] * (len(unknown) > HINTS)
         return [
             *([f"The model does not know these words and ignores them: {', '.join(named)}."] if named else []),
-            *left_out(self.slots, "words of a prompt", ", ".join(known[self.slots :])),
+            *left_out(self.slots, "words of a prompt", ", ".join(rest)),
         ]
 
     def encode(self, text: str) -> Tensor:

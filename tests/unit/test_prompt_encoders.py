@@ -62,6 +62,11 @@ def test_features_are_rows_of_the_table_in_order(encoder):
     assert features[0, :, 0].tolist() == [1, 6, 7]
 
 
+def test_a_background_that_is_left_out_is_named_as_it_was_asked_for(encoder):
+    [notice] = encoder.notices("red cat dog bus face grin on a dark-red background")
+    assert notice.endswith("leaves out: dark-red background.")
+
+
 def test_a_long_prompt_is_cut_at_the_slots(encoder):
     assert encoder.encode(" ".join(WORDS[:7])).shape == (1, 6, CAPTION)
 
