@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..model_loaders.ar_model import DiscreteModel
+from ..model_loaders.changed_latents import changed, whole_ids
 from ..model_loaders.continuous_model import ContinuousBase
-from ..model_loaders.decoders.changed_latents import changed, whole_ids
 from ..samplers.contract import Output
 from ..samplers.generate import AnyRequest
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...model_loaders.decoders.changed_latents import CHANGED, changed, whole_ids
+from ...model_loaders.changed_latents import CHANGED, changed, whole_ids
 from ...model_loaders.decoders.image_decoder import ImageDecoder
 from . import models
 from .memory import out_of_memory

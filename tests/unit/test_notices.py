@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 from comfyui_specar import api
+from comfyui_specar.model_loaders.changed_latents import repeated, strayed, whole_ids
 from comfyui_specar.model_loaders.decoders import glm_image
-from comfyui_specar.model_loaders.decoders.changed_latents import repeated, strayed, whole_ids
 from comfyui_specar.model_loaders.families.harmon import HarmonModel
 from comfyui_specar.model_loaders.sizes import unsupported_size
 from comfyui_specar.model_loaders.text import prompt_settings

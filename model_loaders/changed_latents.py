@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...models.vq import nearest_codes
+from ..models.vq import nearest_codes
 
 _LOOKED_AT = 256  # vectors, spread over all images: a large codebook makes more of them slow
 _ROUNDING = 0.02  # of the largest number in the codebook, as a latent may have been stored in half precision
