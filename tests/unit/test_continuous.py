@@ -57,6 +57,8 @@ def assert_whole(decoded, batch):
     assert (trace.positions["log_ratio"][~drafted] == 0).all() and (trace.positions["distance"][~drafted] == 0).all()
     assert torch.equal(trace.positions["block"] > 0, drafted | ((source == Source.BONUS) & (
         trace.settings["method"] == "continuous_speculative")))
+    blocks = trace.positions["block"].unique().tolist()
+    assert [n for n in blocks if n] == list(range(1, 1 + max(blocks))), "blocks are numbered one after the other"
     assert (trace.positions["tries"][source != Source.RESIDUAL] == 0).all()
 
 

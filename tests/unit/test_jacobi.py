@@ -13,6 +13,7 @@ from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.methods import jacobi
 from comfyui_specar.samplers.methods.jacobi import INITIAL, REUSE, SJD, Jacobi
 from comfyui_specar.samplers.methods.next_token import NextToken
+from comfyui_specar.samplers.rules.cool_sd import UniformRSD
 from comfyui_specar.samplers.trace import POSITION_FIELDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -110,6 +111,7 @@ def test_the_window_depends_on_device_and_dtype_unless_given(window, device, dty
     (SJD(initial="magic"), "initial.*'magic'.*mixed, left"),
     (SJD(threshold=0), "threshold.* 0.*above 0"), (SJD(threshold=float("nan")), "threshold.*nan"),
     (Jacobi(window=40), "window.*40.*2 to 16"),
+    (SJD(reuse="gumbel", rule=UniformRSD(2)), "'gumbel'.*coupled"),
 ])
 def test_illegal_settings_are_named(models, method, words):
     with pytest.raises(ValueError, match=words):
