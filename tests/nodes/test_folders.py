@@ -197,12 +197,12 @@ def test_a_trace_in_a_linked_folder_can_be_chosen(linked, tmp_path, monkeypatch)
         output.mkdir()
     (output / linked if linked else output).symlink_to(elsewhere, target_is_directory=True)
     for end in (".json", ".safetensors"):
-        (elsewhere / f"a{end}").write_text("{}")
-        (tmp_path / f"b{end}").write_text("{}")
+        (elsewhere / f"a{end}").write_text("{}", encoding="utf-8")
+        (tmp_path / f"b{end}").write_text("{}", encoding="utf-8")
     monkeypatch.setattr(folder_paths, "output_directory", str(output))
     choices = [choice for choice in folders.trace_choices() if choice.endswith("[output]")]
     assert choices == [f"{os.path.join(linked, 'a.safetensors')} [output]"]
-    assert folders.trace_path(choices[0]).read_text() == "{}"
+    assert folders.trace_path(choices[0]).read_text(encoding="utf-8") == "{}"
     for name in ("../b.safetensors [output]", str(tmp_path / "b.safetensors"), "runs/../../b.safetensors"):
         with pytest.raises(ValueError, match="outside"):
             folders.trace_path(name)
