@@ -14,12 +14,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ...limits import GROWTH, TOKENIZER, FileError
+from ...limits import ADDED, GROWTH, TOKENIZER, FileError
 from ...models.backbone import BackboneConfig, join_gates
 from ..files.checkpoint import Checkpoint, read_settings, refuse_large
 from ..files.errors import CheckpointError
 from ..files.names import count, renamed, root_of
 
+_ADDING = ("added_tokens.json", "tokenizer_config.json")
 _STACKED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _NAMES = {
     "self_attn.o_proj": "attention.wo", "self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm",
@@ -316,6 +317,6 @@ def _read_tokenizer(file: Path):
     from transformers import Qwen2TokenizerFast
 
     for each in (*file.parent.glob("*.json"), *file.parent.glob("*.txt"), *file.parent.glob("*.jinja")):
-        refuse_large(each, TOKENIZER)
+        refuse_large(each, ADDED if each.name in _ADDING else TOKENIZER)
     with readable(file, " as Qwen2's tokenizer, to which merges.txt and tokenizer_config.json belong"):
         return Qwen2TokenizerFast.from_pretrained(file.parent, local_files_only=True).backend_tokenizer

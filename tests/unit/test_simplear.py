@@ -145,6 +145,10 @@ def test_the_older_tokenizer_files(folder, model, tmp_path):
     assert other.word_ids == model.word_ids
     for text in ("a red cup", "été <|sov|> 3"):
         assert read(other, other.encode_prompt(text)) == read(model, model.encode_prompt(text))
+    added = {f"<|{i}|>": 300 + i for i in range(70_000)}
+    (path / "added_tokens.json").write_text(json.dumps(added), "utf-8")
+    with pytest.raises(CheckpointError, match="added_tokens.json has .* bytes; the limit"):
+        load_model(path)
 
 
 def test_without_a_tokenizer(model, tmp_path):
