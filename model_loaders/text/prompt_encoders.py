@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...limits import WORDS, legal_name
+from ...limits import WORDS, FileError, legal_name
 from ..files.checkpoint import CheckpointError, open_checkpoint
 
 SHOWN = 300  # characters of a prompt in a notice
@@ -52,15 +52,18 @@ class WordEncoder(PromptEncoder):
 
     @classmethod
     def open(cls, path: Path, slots: int) -> WordEncoder:
-        """Read ``text_encoder.safetensors``. Raises FileError if it is another kind of file."""
+        """Read ``text_encoder.safetensors``. Raises CheckpointError if it is another kind of file."""
         checkpoint = open_checkpoint(path, mapped=False)  # a small table, not worth a memory map
         table, meta = checkpoint.tensors.get("word_embeddings.weight"), checkpoint.metadata
         lists, synonyms = [meta.get(name) for name in ("words", "stop_words", "backgrounds")], meta.get("synonyms")
         groups = [*lists, synonyms]
         sound = isinstance(synonyms, dict) and all(isinstance(words, list) for words in lists)
         sound = sound and all(len(words) <= WORDS for words in groups)
-        for word in (word for words in (*groups, synonyms.values()) for word in words) if sound else ():
-            legal_name(word)  # as notices quote it
+        try:
+            for word in (word for words in (*groups, synonyms.values()) for word in words) if sound else ():
+                legal_name(word)  # as notices quote it
+        except FileError as error:
+            raise CheckpointError(f"{path.name}: {error}. Download it again.") from error
         sound = sound and table is not None and table.ndim == 2 and len(lists[0]) == len(table)
         if not sound or not table.float().isfinite().all():
             raise CheckpointError(f"{path.name} is not a word-table text encoder, or damaged. Download it again.")

@@ -2,6 +2,7 @@
 
 import torch
 from comfyui_specar.model_loaders.continuous_model import MaskedModel
+from comfyui_specar.model_loaders.text.prompt_encoders import ClassEncoder
 from comfyui_specar.models.diffusion_head import DiffusionHead
 from comfyui_specar.models.mar import MAR, MARConfig
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
@@ -20,7 +21,7 @@ def tiny(seed: int) -> MaskedModel:
         torch.nn.init.normal_(parameter, std=0.3)
     torch.nn.init.normal_(head.net.final_layer.linear.weight, std=0.05)
     torch.nn.init.zeros_(head.net.final_layer.linear.bias)
-    return MaskedModel(backbone, head, "mar", 0.2, ContinuousParams(steps=STEPS), None).eval()
+    return MaskedModel(backbone, head, "mar", 0.2, ContinuousParams(steps=STEPS), ClassEncoder(5)).eval()
 
 
 def prompt(model, *classes):

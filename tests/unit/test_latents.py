@@ -100,7 +100,8 @@ def test_without_a_codebook_samples_are_ids():
 
 def test_an_image_that_is_not_masked_is_not_used():
     image, empty, mask = torch.ones(1, 2, 4, 4), torch.zeros(1, 2, 4, 4), torch.ones(1, 4, 4)
-    assert [len(latents.unused(latent)) for latent in (
+    model = SimpleNamespace(continuous=False, codebook=None)
+    assert [len(latents.unused(latent, model)) for latent in (
         {"samples": image}, {"samples": image, "noise_mask": None}, {"samples": empty},
         {"samples": image, "noise_mask": mask}, {"samples": empty, "noise_mask": mask},
     )] == [1, 1, 0, 0, 0]
