@@ -1,12 +1,14 @@
 """The acceptance ratio on numbers worked out by hand, and the residual against numerical integration."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from comfyui_specar.kernels import continuous as kernels
 from comfyui_specar.samplers.distributions import Mixture, Normal
-from comfyui_specar.samplers.methods.continuous import log_ratio, residual
+from comfyui_specar.samplers.methods import continuous
+from comfyui_specar.samplers.methods.continuous import PATHS, ContinuousRun, log_ratio, residual
 
 from ..support.toy_heads import ks
 
@@ -175,6 +177,32 @@ def test_the_residual_of_two_dimensions():
     assert ks(at(grid, function, y[:, 0])) < 2.3
     assert ks(torch.special.ndtr((y[:, 1].double() - 0.5) / 0.3)) < 2.3
     assert abs(float(torch.corrcoef(y.T)[0, 1])) < 4 / RUNS**0.5
+
+
+def test_sigma_is_that_of_the_paper_or_upside_down_as_in_the_official_code():
+    assert PATHS == {"off": 0, "paper": 1, "official": -1}
+
+
+@pytest.mark.parametrize(("mode", "tries", "parts", "token", "count"), [
+    ("exact", [7], [0], 0, 7), ("exact", [-100, -100, 7], [0, 1, 2], 2, 207), ("exact", [-100, 5], [0, 1], 1, 105),
+    ("exact", [-100] * 100, [*range(100)], 99, -10_000), ("prefix", [-100, 5], [0], 0, -100),
+    ("prefix", [3], [0], 0, 3),
+])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_proposals_are_made_until_one_passes(monkeypatch, mode, tries, parts, token, count, wanted):
+    """Other modes than the exact one give up after the first hundred, and all do where no token is wanted."""
+    asked, run = [], object.__new__(ContinuousRun)
+    run.method, run.proposals = SimpleNamespace(mode=mode, path="off"), lambda positions, part: (part, None, None)
+
+    def residual(p, q, part, *_):
+        asked.append(part)
+        return torch.full((1, 1, 2), float(part)), torch.tensor([[tries[part]]])
+
+    monkeypatch.setattr(continuous, "residual", residual)
+    found, number = run.redraw(None, None, torch.zeros(1, 1), torch.tensor([[wanted]]))
+    if not wanted:
+        parts, token, count = [0], 0, tries[0]
+    assert asked == parts and found.tolist() == [[[token, token]]] and int(number) == count
 
 
 def test_the_first_proposal_that_passes_is_taken_and_else_the_last():

@@ -132,10 +132,11 @@ def test_chosen_parameters_replace_the_models_own_and_are_numbers():
 
 
 def test_a_sketch_shows_what_is_decided_and_what_is_guessed():
-    asked = discrete()
+    asked = discrete(torch.cat((FORCED, torch.full((1, 6), 2))))  # the second image is none of a sketch's business
     asked.model.dequantize = lambda tokens: tokens[:, None].float()
     zeros, two = torch.zeros((2, 6), dtype=torch.int64), torch.tensor([2, 0])
-    draft = torch.tensor([[0, 2, 2, 2], [0, 2, 2, 2]])
+    draft = torch.tensor([[0, 2, 2, 2], [1, 0, 1, 0]])
+    zeros[1] = 2
     run = SimpleNamespace(tokens=zeros, committed=torch.tensor([3, 0]), start=None, draft=draft)
     for start, guessed, tokens in ((None, [3, 5], [1, 2, 0, 0, 1, 2]), (two, [2, 3, 5], [1, 2, 0, 2, 1, 2])):
         run.start = start

@@ -20,6 +20,7 @@ from comfyui_specar.samplers.methods.skipping import (
     stale_features,
 )
 from comfyui_specar.samplers.methods.speculative import DraftTree
+from comfyui_specar.samplers.rules.cool_sd import UniformRSD
 from comfyui_specar.samplers.trace import Source
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -228,6 +229,16 @@ def test_comparing_codes_needs_codes():
         check_codebook(Skipping("dynamic"), None)
     with pytest.raises(ValueError, match="codebook"):
         run_of(Skipping("dynamic"), tree_of_paths(1), 1)
+
+
+@pytest.mark.parametrize(("changed", "named"), [
+    ({"structure": Chain(0)}, "length"), ({"rule": UniformRSD(0.5)}, "delta"),
+    ({"skipping": Skipping(interval=1)}, "interval"),
+    ({"structure": Chain(2, "block"), "rule": UniformRSD(2)}, "(?i)block"),
+])
+def test_every_part_of_a_method_is_checked(changed, named):
+    with pytest.raises(ValueError, match=named):
+        replace(DraftTree(DRAFTER, Chain(2)), **changed).check(request(MODEL, LAYOUT))
 
 
 def test_a_model_without_codes_is_refused_before_anything_runs():
