@@ -85,7 +85,8 @@ def main() -> None:
     ConjectureRunner.shrink_interesting_examples = lambda self: None  # a failure is enough, it need not be small
 
     record = read_record()
-    chosen, at_import = (partial(f, record=record) for f in (partial(tests_of, thorough=options.thorough), acts_at_import))
+    chosen = partial(tests_of, record=record, thorough=options.thorough)
+    at_import = partial(acts_at_import, record=record)
 
     def attempt(mutant: Mutant, run: Callable[[], int]) -> None:
         """Try a mutant, and say what became of it."""

@@ -8,7 +8,7 @@ import torch
 from comfyui_specar.kernels import continuous as kernels
 from comfyui_specar.samplers.distributions import Mixture, Normal
 from comfyui_specar.samplers.methods import continuous
-from comfyui_specar.samplers.methods.continuous import PATHS, ContinuousRun, log_ratio, residual
+from comfyui_specar.samplers.methods.continuous import ContinuousRun, log_ratio, residual
 
 from ..support.toy_heads import ks
 
@@ -177,10 +177,6 @@ def test_the_residual_of_two_dimensions():
     assert ks(at(grid, function, y[:, 0])) < 2.3
     assert ks(torch.special.ndtr((y[:, 1].double() - 0.5) / 0.3)) < 2.3
     assert abs(float(torch.corrcoef(y.T)[0, 1])) < 4 / RUNS**0.5
-
-
-def test_sigma_is_that_of_the_paper_or_upside_down_as_in_the_official_code():
-    assert PATHS == {"off": 0, "paper": 1, "official": -1}
 
 
 @pytest.mark.parametrize(("mode", "tries", "parts", "token", "count"), [

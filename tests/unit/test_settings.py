@@ -12,6 +12,7 @@ from comfyui_specar.samplers.contract import Request, SamplingParams
 from comfyui_specar.samplers.drafts.growing import DRAWS
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.drafts.trees import published, shape_of
+from comfyui_specar.samplers.methods.continuous import PATHS
 from comfyui_specar.samplers.methods.skipping import Skipping
 from comfyui_specar.samplers.settings import Setting, check_settings, settings_of
 
@@ -150,6 +151,10 @@ def test_a_tree_has_fewer_drafts_than_a_round_has_random_numbers():
 def test_other_trees_are_refused_by_name():
     with pytest.raises(ValueError, match="eagle_25, lantern_57"):
         published("eagle_63")
+
+
+def test_sigma_is_that_of_the_paper_or_upside_down_as_in_the_official_code():
+    assert PATHS == {"off": 0, "paper": 1, "official": -1}
 
 
 def test_how_long_a_batch_waits_stays():
