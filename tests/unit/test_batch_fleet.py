@@ -1,6 +1,7 @@
 """What is asked of Ray and what becomes of what it gives back, without Ray; and how a painter rounds its pixels."""
 
 import io
+import json
 import os
 import signal
 import sys
@@ -121,3 +122,23 @@ def test_pixels_are_rounded_as_save_image_does(monkeypatch):
     found = np.asarray(Image.open(io.BytesIO(content))).reshape(3, 9)
     wanted = np.clip(255 * np.array(values, dtype=np.float32), 0, 255).astype(np.uint8)
     assert (found == wanted).all() and overlay == b"" and totals == {"method": "x", "images": 1} and notices == ["n"]
+
+
+def test_a_painter_says_of_each_job_what_became_of_it(monkeypatch):
+    painter = object.__new__(studio.Painter)
+
+    def generate(settings):
+        if settings["prompt"] == "bad":
+            raise ValueError("no\n such  word")
+        return b"image", b"map", {"tokens": 4}, ["a notice"]
+
+    painter.generate = generate
+    monkeypatch.setattr(studio.time, "monotonic", iter([1.0, 3.5, 4.0, 4.25]).__next__)
+    jobs = [json.dumps({"id": name, "settings": {"prompt": name}}) for name in ("good", "bad")]
+    found = painter({"job": np.array(jobs)})
+    good, bad = map(json.loads, found["record"])
+    assert good == {"id": "good", "status": "success", "traces": [{"tokens": 4}], "warnings": ["a notice"], "error": "",
+                    "seconds": 2.5}
+    assert bad == {"id": "bad", "status": "error", "traces": [], "warnings": [], "error": "ValueError: no such word",
+                   "seconds": 0.25}
+    assert found["image"] == [b"image", b""] and found["map"] == [b"map", b""]

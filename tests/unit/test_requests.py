@@ -42,6 +42,14 @@ def test_images_force_tokens_of_their_own():
     assert asked.sampled(torch.tensor([6, 6])) == 4.5 and asked.next_token_passes(torch.tensor([6, 6])) == 5
 
 
+@pytest.mark.parametrize(("tokens", "length"), [(1, 3), (2, 4), (3, 6), (4, 6), (0, 1)])
+def test_the_beginning_of_an_image_has_so_many_tokens_to_sample_in_every_image(tokens, length):
+    forced = torch.cat((FORCED, torch.tensor([[-1, -1, 0, 0, 0, -1]])))
+    layout = replace(LAYOUT, forced=forced)
+    assert torch.equal(layout.beginning(tokens).forced, forced[:, :length])
+    assert (layout.beginning(tokens).rows, layout.beginning(tokens).cols) == (2, 3)
+
+
 def test_tokens_of_continuous_models_that_are_sampled_are_those_not_kept():
     assert continuous().sampled(torch.tensor([4, 2])) == 2 and continuous(None).sampled(torch.tensor([4, 2])) == 3
     asked = continuous(None)

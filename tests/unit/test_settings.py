@@ -4,7 +4,7 @@ import math
 from dataclasses import MISSING, fields
 
 import pytest
-from comfyui_specar.batch import dispatch
+from comfyui_specar.batch import cli, dispatch
 from comfyui_specar.batch.server import ServerAwayError
 from comfyui_specar.samplers import registry
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
@@ -162,3 +162,13 @@ def test_how_long_a_batch_waits_stays():
     assert (dispatch.PATIENCE, dispatch.FIRST_PATIENCE, dispatch.STRANGE) == (300, 10, 2)
     away = ServerAwayError("away")
     assert not away.gone and not away.strange
+
+
+def test_options_of_a_batch_that_are_not_given():
+    found = vars(cli.parser().parse_args(["jobs.csv"]))
+    assert (str(found.pop("jobs")), found.pop("workflow").name) == ("jobs.csv", cli.WORKFLOW.name)
+    assert found == {
+        "results": None, "out": None, "maps": False, "retry_failed": False, "dry_run": False, "retries": 3,
+        "server": None, "in_flight": 2, "patience": None, "ray": None, "model": "default", "decoder": None,
+        "drafter": None, "method": "sjd", "dtype": "auto", "actors": 1, "cpus": 1, "gpus": 0,
+    }
