@@ -4,12 +4,14 @@ its files."""
 import hashlib
 import os
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from comfyui_specar.batch import cli
 from comfyui_specar.batch.dispatch import HELLO, Batch, Lane, Options, Work, write_whole
 from comfyui_specar.batch.jobs import Job, automatic_id
+from comfyui_specar.batch.journal import naming
 
 
 def lane(url, foreign=0, sent=0, answered=1.0, **known):
@@ -155,3 +157,10 @@ def test_the_bar_moves_with_every_job_and_the_end_counts_them(monkeypatch, capsy
     assert "b: error before: before" in said.replace("failed", "error") and "c: warning: odd" in said
     assert "d on s: why" in said and "2 of 4 jobs done, 2 failed" in said and "0 still to do" in said
     assert ("c: done (3 of 4 jobs ended)" in said) == (not shown) == ("(4 of 4 jobs ended)" in said)
+
+
+@pytest.mark.parametrize(("own", "named"), [(None, "results.jsonl"), ("other", "other")])
+def test_a_full_disk_is_an_error_with_the_name_of_the_file(own, named):
+    with pytest.raises(OSError) as full, naming(Path("results.jsonl")):
+        raise OSError(28, "No space left on device", own)
+    assert full.value.filename == named

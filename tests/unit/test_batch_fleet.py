@@ -53,7 +53,13 @@ def ray(monkeypatch):
 
 
 def test_a_ray_of_its_own_has_the_processors_that_the_actors_need_and_listens_to_nobody_else(ray):
-    handler = signal.getsignal(signal.SIGTERM)
+    handler, init = signal.getsignal(signal.SIGTERM), ray.init
+
+    def with_a_handler_of_its_own(**given):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        init(**given)
+
+    ray.init = with_a_handler_of_its_own
     assert fleet.started(Fleet(actors=500, cpus=3)) is ray
     given = ray.asked["init"]
     assert given["num_cpus"] == 1500 and given["_node_ip_address"] == "127.0.0.1" and given["address"] == "local"
