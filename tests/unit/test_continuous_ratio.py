@@ -229,3 +229,10 @@ def test_a_residual_far_from_the_draft_is_the_target(gap):
     normal, uniform, accept = numbers(5, 50)
     y, tries = residual(wide(p, 50), wide(q, 50), normal, uniform, accept)
     assert (tries == 1).all() and torch.allclose(y, 0.006 * normal[0])
+
+
+def test_where_one_of_the_two_is_a_mixture_the_ratio_is_that_of_the_densities():
+    mixture = Mixture(torch.zeros(2), torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.zeros(2, 2))
+    for p, q in ((P, mixture), (mixture, P), (mixture, mixture)):
+        wanted = p.log_density(X) - q.log_density(X)
+        assert torch.allclose(log_ratio(X, p, q, kappa=3.0, sign=1.0), wanted)

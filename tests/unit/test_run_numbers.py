@@ -123,3 +123,16 @@ def test_rounds_are_counted_from_what_stands_at_the_positions():
     assert rounds["accepted"].tolist() == [[0, 0], [1, 0], [0, 1], [1, 0]]
     assert rounds["committed"].tolist() == [[1, 1], [2, 1], [0, 2], [1, 0]]
     assert rounds["width"].tolist() == [1, 5, 5, 5]
+
+
+@pytest.mark.parametrize(("states", "forgotten"), [
+    ([("a", "b"), ("a", "b")], 1), ([("a", "b"), ("c", "b")], 2), ([("a", "b"), ("a", "c")], 2),
+    ([("a", None), ("a", None), ("a", "b")], 2),
+])
+def test_graphs_over_other_memory_are_dropped(states, forgotten):
+    dropped = []
+    held = session.Session(SimpleNamespace(forget=lambda: dropped.append(1)))
+    for state, draft_state in states:
+        held.adopt(state, draft_state)
+        assert (held.state, held.draft_state) == (state, draft_state)
+    assert len(dropped) == forgotten

@@ -9,6 +9,7 @@ from comfyui_specar.batch.server import ServerAwayError
 from comfyui_specar.samplers import registry
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.contract import Request, SamplingParams
+from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.growing import DRAWS
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.drafts.trees import published, shape_of
@@ -172,3 +173,16 @@ def test_options_of_a_batch_that_are_not_given():
         "server": None, "in_flight": 2, "patience": None, "ray": None, "model": "default", "decoder": None,
         "drafter": None, "method": "sjd", "dtype": "auto", "actors": 1, "cpus": 1, "gpus": 0,
     }
+
+
+@pytest.mark.parametrize(("legal", "illegal"), [
+    ({"nodes": 1024}, {"nodes": 1025}), ({"nodes": 9}, {"nodes": 8}), ({"first": (32, 64)}, {"first": (33, 5)}),
+    ({"first": (1, 1)}, {"first": (0, 5)}), ({"first": (5, 64)}, {"first": (5, 65)}),
+    ({"first": (5, 1)}, {"first": (5, 0)}), ({"depths": (1, 32)}, {"depths": (1, 33)}),
+    ({"depths": (9, 9)}, {"depths": (10, 9)}), ({"depths": (1, 1)}, {"depths": (0, 1)}),
+    ({"widths": (64, 64)}, {"widths": (4, 65)}), ({"widths": (1, 4)}, {"widths": (0, 4)}),
+])
+def test_an_adapted_tree_has_both_limits_of_everything(legal, illegal):
+    ADTTree(**legal).check()
+    with pytest.raises(ValueError, match=next(iter(illegal))):
+        ADTTree(**illegal).check()
