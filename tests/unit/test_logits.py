@@ -254,7 +254,7 @@ def test_parameters_on_the_device_give_the_distribution_of_those_in_the_call(par
     rows = torch.randn(2 if params.guided else 1, 4, 5, generator=torch.Generator().manual_seed(2))
     on_device = DeviceParams.of(params, rows.device, None)
     other = DeviceParams.of(SamplingParams(cfg=9.0, temperature=3.0), rows.device, None).numbers
-    for given in (on_device, DeviceParams.of(params, rows.device, other)):
-        found, wanted = (probabilities(rows, each, 5, None) for each in (given, params))
+    for these in (on_device, DeviceParams.of(params, rows.device, other)):
+        found, wanted = (probabilities(rows, each, 5, None) for each in (these, params))
         assert torch.equal(found > 0, wanted > 0) and torch.allclose(found, wanted, atol=1e-6)
     assert on_device.guided == params.guided and (on_device.temperature > 0) == (params.temperature > 0)
