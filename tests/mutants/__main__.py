@@ -30,7 +30,7 @@ import torch  # noqa: F401 imported once, for all forks
 from hypothesis.internal.conjecture.engine import ConjectureRunner
 
 from .mutations import Mutant, mutants
-from .record import ROOT, Recorder, read_record, tests_of
+from .record import ROOT, Recorder, acts_at_import, read_record, tests_of
 from .trials import Trials, import_changed
 
 EQUIVALENT = Path(__file__).parent / "equivalent.txt"
@@ -84,7 +84,9 @@ def main() -> None:
     counts, ends = Counter(), time.monotonic() + 60 * options.minutes
     ConjectureRunner.shrink_interesting_examples = lambda self: None  # a failure is enough, it need not be small
 
-    chosen = partial(tests_of, record=read_record(), thorough=options.thorough)
+    record = read_record()
+    chosen = partial(tests_of, record=record, thorough=options.thorough)
+    at_import = partial(acts_at_import, record=record)
 
     def attempt(mutant: Mutant, run: Callable[[], int]) -> None:
         """Try a mutant, and say what became of it."""
@@ -100,9 +102,9 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         quiet = [*QUIET, f"--basetemp={folder}/tests"]
-        for mutant in filter(lambda mutant: mutant.at_import, wanted):  # before anything of the pack is imported
+        for mutant in filter(at_import, wanted):  # before anything of the pack is imported
             attempt(mutant, partial(import_changed, mutant, [*quiet, *chosen(mutant)]))
-        trials = Trials([m for m in wanted if not m.at_import], chosen, attempt)
+        trials = Trials([mutant for mutant in wanted if not at_import(mutant)], chosen, attempt)
         pytest.main([*quiet, *options.tests], plugins=[trials])
     tried = counts["noticed"] + counts["hangs"] + counts["SURVIVED"]
     print(dict(counts), f"noticed: {1 - counts['SURVIVED'] / max(tried, 1):.1%} of {tried}", file=sys.__stderr__)

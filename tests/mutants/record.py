@@ -27,6 +27,9 @@ MOST = 60  # tests per mutant: some wait more than they compute
 BUDGET = 6.0  # seconds of tests per mutant, as recorded
 
 
+Record = dict[str, tuple[float, dict[str, int]]]
+
+
 class Recorder:
     """A pytest plugin that notes the lines of the pack which each test runs, and its seconds of the processor."""
 
@@ -78,12 +81,17 @@ class Recorder:
         RECORD.write_text(json.dumps(tests | self.tests), encoding="utf-8")
 
 
-def read_record() -> dict[str, tuple[float, dict[str, int]]]:
+def read_record() -> Record:
     tests = json.loads(RECORD.read_text(encoding="utf-8"))
     return {name: (took, {f: int(bits, 16) for f, bits in lines.items()}) for name, (took, lines) in tests.items()}
 
 
-def tests_of(mutant: Mutant, record: dict[str, tuple[float, dict[str, int]]], thorough: int = 1) -> list[str]:
+def acts_at_import(mutant: Mutant, record: Record) -> bool:
+    """Whether an import runs the mutant's line, and no test: as in a decorator's function."""
+    return mutant.at_import or not any(lines.get(mutant.file, 0) >> mutant.line & 1 for _, lines in record.values())
+
+
+def tests_of(mutant: Mutant, record: Record, thorough: int = 1) -> list[str]:
     """The tests that run the mutant's line, or its function, or what names it: one case of every test first, the quick
     ones before the slow ones, for BUDGET seconds. thorough: for so many times as long."""
     function = {mutant.file: sum(1 << n for n in mutant.lines)}
@@ -102,7 +110,7 @@ def tests_of(mutant: Mutant, record: dict[str, tuple[float, dict[str, int]]], th
         if chosen and (seconds > thorough * BUDGET or len(chosen) == thorough * MOST):
             break
         chosen.append(test)
-    return [*PINS, *chosen[: thorough * FEW]] if mutant.at_import else chosen
+    return [*PINS, *chosen[: thorough * FEW]] if acts_at_import(mutant, record) else chosen
 
 
 @lru_cache

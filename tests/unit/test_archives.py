@@ -6,8 +6,8 @@ import zipfile
 
 import pytest
 import torch
-from comfyui_specar.limits import CODES, DIMENSIONS, FileError
-from comfyui_specar.model_loaders.files import archives, checkpoint, pickles
+from comfyui_specar.limits import CODES, DIMENSIONS, LAYERS, FileError
+from comfyui_specar.model_loaders.files import archives, checkpoint, names, pickles
 from comfyui_specar.model_loaders.files.archives import BoundedUnpickler, check_keys, check_view, members_of, stored
 
 FULL, LONG = tuple(range(DIMENSIONS)), tuple(range(DIMENSIONS + 1))
@@ -176,3 +176,38 @@ def test_a_drive_that_cannot_be_mapped_has_its_own_remedy(tmp_path):
 def test_a_backslash_is_named_where_it_separates_nothing(monkeypatch, separator, name, said):
     monkeypatch.setattr(checkpoint.os, "sep", separator)
     assert said in checkpoint.remedy_for_missing(name)
+
+
+@pytest.mark.parametrize(("offset", "size", "stride", "wanted"), [
+    (3, (1, 2), (2, 1), [[3, 4]]), (1, (2, 2), (1, 2), [[1, 3], [2, 4]]), (0, (5,), (1,), [0, 1, 2, 3, 4]),
+    (5, (0, 2), (2, 1), []), (4, (), (), 4), (2, (3,), (0,), [2, 2, 2]),
+])
+def test_a_tensor_is_the_part_of_its_storage_that_is_stated(offset, size, stride, wanted):
+    """Also in a storage that does not begin where the file does."""
+    for storage in (torch.arange(5), torch.arange(-2, 5)[2:]):
+        assert pickles._view(storage, offset, size, stride).tolist() == wanted
+    with pytest.raises(FileError, match="invalid"):
+        pickles._view("storage", 0, (1,), (1,))
+
+
+def test_a_torchscript_archive_whose_tensors_are_not_in_it_is_refused(tmp_path, monkeypatch):
+    path = archive(tmp_path / "a.jit", {"data.pkl": b"x" * 100})
+    for copies, sound in ((100, True), (10**6, False)):
+        monkeypatch.setattr(checkpoint, "read_torchscript", lambda _, n=copies: {"a": torch.zeros(1).expand(n)})
+        if sound:
+            assert checkpoint._open_torchscript(path).tensors["a"].shape == (100,)
+        else:
+            with pytest.raises(checkpoint.CheckpointError, match="larger than the file"):
+                checkpoint._open_torchscript(path)
+
+
+def test_modules_are_counted_by_their_numbers():
+    found = ["a.0.weight", "a.0.bias", "a.2.weight", "b.7.weight", "xa.9.weight", "a.b.weight"]
+    assert names.count(found, "a.") == 2 and names.count(found, "c.") == 0
+    assert names.numbered(found, r"a\.", 3) == 3 and names.numbered(found, r"b\.", 8) == 8
+    for before, most in ((r"a\.", 2), (r"c\.", 9)):
+        with pytest.raises(ValueError):
+            names.numbered(found, before, most)
+    assert names.count([f"a.{n}.w" for n in range(LAYERS)], "a.") == LAYERS
+    with pytest.raises(FileError, match="number of modules a"):
+        names.count([f"a.{n}.w" for n in range(LAYERS + 1)], "a.")

@@ -1,12 +1,14 @@
 """The acceptance ratio on numbers worked out by hand, and the residual against numerical integration."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from comfyui_specar.kernels import continuous as kernels
 from comfyui_specar.samplers.distributions import Mixture, Normal
-from comfyui_specar.samplers.methods.continuous import log_ratio, residual
+from comfyui_specar.samplers.methods import continuous
+from comfyui_specar.samplers.methods.continuous import ContinuousRun, log_ratio, residual
 
 from ..support.toy_heads import ks
 
@@ -177,6 +179,28 @@ def test_the_residual_of_two_dimensions():
     assert abs(float(torch.corrcoef(y.T)[0, 1])) < 4 / RUNS**0.5
 
 
+@pytest.mark.parametrize(("mode", "tries", "parts", "token", "count"), [
+    ("exact", [7], [0], 0, 7), ("exact", [-100, -100, 7], [0, 1, 2], 2, 207), ("exact", [-100, 5], [0, 1], 1, 105),
+    ("exact", [-100] * 100, [*range(100)], 99, -10_000), ("prefix", [-100, 5], [0], 0, -100),
+    ("prefix", [3], [0], 0, 3),
+])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_proposals_are_made_until_one_passes(monkeypatch, mode, tries, parts, token, count, wanted):
+    """Other modes than the exact one give up after the first hundred, and all do where no token is wanted."""
+    asked, run = [], object.__new__(ContinuousRun)
+    run.method, run.proposals = SimpleNamespace(mode=mode, path="off"), lambda positions, part: (part, None, None)
+
+    def residual(p, q, part, *_):
+        asked.append(part)
+        return torch.full((1, 1, 2), float(part)), torch.tensor([[tries[part]]])
+
+    monkeypatch.setattr(continuous, "residual", residual)
+    found, number = run.redraw(None, None, torch.zeros(1, 1), torch.tensor([[wanted]]))
+    if not wanted:
+        parts, token, count = [0], 0, tries[0]
+    assert asked == parts and found.tolist() == [[[token, token]]] and int(number) == count
+
+
 def test_the_first_proposal_that_passes_is_taken_and_else_the_last():
     """It passes if accept < 1 - exp(-ratio); a ratio of NaN always does."""
     half = math.log(2)  # passes below a half
@@ -205,3 +229,10 @@ def test_a_residual_far_from_the_draft_is_the_target(gap):
     normal, uniform, accept = numbers(5, 50)
     y, tries = residual(wide(p, 50), wide(q, 50), normal, uniform, accept)
     assert (tries == 1).all() and torch.allclose(y, 0.006 * normal[0])
+
+
+def test_where_one_of_the_two_is_a_mixture_the_ratio_is_that_of_the_densities():
+    mixture = Mixture(torch.zeros(2), torch.tensor([[0.0, 1.0], [1.0, 0.0]]), torch.zeros(2, 2))
+    for p, q in ((P, mixture), (mixture, P), (mixture, mixture)):
+        wanted = p.log_density(X) - q.log_density(X)
+        assert torch.allclose(log_ratio(X, p, q, kappa=3.0, sign=1.0), wanted)

@@ -7,6 +7,20 @@ import torch
 from comfyui_specar.nodes import latents
 
 
+def codes(model_codes: int = 3) -> SimpleNamespace:
+    """A model whose ids are coordinates of its code vectors."""
+    codebook = torch.arange(2.0 * model_codes).reshape(-1, 2)
+
+    def dequantize(tokens):
+        return codebook[tokens].movedim(-1, 1)
+
+    def quantize(samples):
+        return (samples[:, 0] / 2).round().long().clamp(0, model_codes - 1)
+
+    return SimpleNamespace(continuous=False, codebook=codebook, vocab=model_codes, latent_channels=2,
+                           dequantize=dequantize, quantize=quantize)
+
+
 def half_covered(value: float) -> torch.Tensor:
     """A mask [1, 4, 8] of two tokens: of the first one exactly half is ``value``, of the second all but one pixel."""
     mask = torch.zeros(1, 4, 8)
@@ -60,20 +74,6 @@ def test_the_size_of_an_empty_latent_is_that_of_the_pixels_it_asks_for():
             latents.grid_of({"samples": torch.zeros(1, 2, rows, cols), latents.CELL: 8}, model)
 
 
-def codes(model_codes: int = 3) -> SimpleNamespace:
-    """A model whose ids are coordinates of its code vectors."""
-    codebook = torch.arange(2.0 * model_codes).reshape(-1, 2)
-
-    def dequantize(tokens):
-        return codebook[tokens].movedim(-1, 1)
-
-    def quantize(samples):
-        return (samples[:, 0] / 2).round().long().clamp(0, model_codes - 1)
-
-    return SimpleNamespace(continuous=False, codebook=codebook, vocab=model_codes, latent_channels=2,
-                           dequantize=dequantize, quantize=quantize)
-
-
 def test_tokens_of_a_latent_are_its_own_as_long_as_they_fit_its_samples():
     model, tokens = codes(), torch.tensor([[[0, 1], [2, 1]]])
     model.quantize = lambda samples: torch.full((1, 2, 2), 7)  # the nearest ones, as distinct from those remembered
@@ -98,13 +98,29 @@ def test_without_a_codebook_samples_are_ids():
     assert latents.tokens_of({"samples": samples}, model).tolist() == [[[0, 0, 1], [3, 3, 3]]]
 
 
+def test_the_output_keeps_what_was_kept_to_the_bit_and_what_else_the_latent_says():
+    given = {"samples": torch.full((2, 2, 1, 2), 0.1), "noise_mask": "mask", "batch_index": [4, 5], latents.CELL: 8}
+    tokens, drawn = torch.tensor([[[1, 2]], [[0, 1]]]), torch.rand(2, 2, 1, 2)
+    discrete, others = SimpleNamespace(continuous=False), {"noise_mask": "mask", "batch_index": [4, 5]}
+    for latent, samples in ((drawn, drawn), (None, tokens[:, None].float())):
+        found = latents.with_output(given, SimpleNamespace(tokens=tokens, latent=latent), discrete)
+        assert torch.equal(found.pop("samples"), samples) and found.pop("ar_tokens") is tokens and found == others
+    keep = torch.tensor([[True, False], [False, False]])
+    for kept, wanted in ((None, drawn), (keep, drawn.clone().index_put_(
+        (torch.tensor([0, 0]), torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([0, 0])), torch.tensor(0.1)))):
+        asked = SimpleNamespace(continuous=True, kept=kept, grid=(1, 2))
+        found = latents.with_output(given, SimpleNamespace(tokens=None, latent=drawn), asked)
+        assert torch.equal(found.pop("samples"), wanted) and found == others
+
+
 def test_an_image_that_is_not_masked_is_not_used():
-    image, empty, mask = torch.ones(1, 2, 4, 4), torch.zeros(1, 2, 4, 4), torch.ones(1, 4, 4)
-    model = SimpleNamespace(continuous=False, codebook=None)
-    assert [len(latents.unused(latent, model)) for latent in (
+    image, mask = codes().dequantize(torch.tensor([[[0, 1], [2, 1]]])), torch.ones(1, 2, 2)
+    empty = torch.zeros_like(image)
+    assert [len(latents.unused(latent, codes())) for latent in (
         {"samples": image}, {"samples": image, "noise_mask": None}, {"samples": empty},
         {"samples": image, "noise_mask": mask}, {"samples": empty, "noise_mask": mask},
     )] == [1, 1, 0, 0, 0]
+    assert len(latents.unused({"samples": image + 0.5, "noise_mask": mask}, codes())) == 1, "no vectors of the codebook"
 
 
 @pytest.mark.parametrize("samples, said", [

@@ -9,7 +9,7 @@ from comfyui_specar.kernels.logits import guide
 from comfyui_specar.kernels.logits import probabilities as kernel
 from comfyui_specar.kernels.sampling import categorical, entropy, point_mass, redraw, residual
 from comfyui_specar.samplers.contract import SamplingParams
-from comfyui_specar.samplers.probabilities import probabilities
+from comfyui_specar.samplers.probabilities import DeviceParams, probabilities
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -243,3 +243,18 @@ def test_residual_falls_back_to_p_where_nothing_is_left():
 def test_entropy_in_nats():
     assert close(entropy(torch.full((1, 8), 1 / 8)), [math.log(8)])
     assert close(entropy(torch.tensor([[0.0, 1.0]])), [0.0])
+
+
+@pytest.mark.parametrize("params", [
+    SamplingParams(), SamplingParams(cfg=3.0), SamplingParams(temperature=0), SamplingParams(top_k=2),
+    SamplingParams(top_p=0.6), SamplingParams(cfg=2.0, temperature=0.7, top_k=3, top_p=0.8, order=("top_p", "top_k")),
+    SamplingParams(temperature=0.8, entropy=(0.5, 2.0, 0.6)),
+], ids=str)
+def test_parameters_on_the_device_give_the_distribution_of_those_in_the_call(params):
+    rows = torch.randn(2 if params.guided else 1, 4, 5, generator=torch.Generator().manual_seed(2))
+    on_device = DeviceParams.of(params, rows.device, None)
+    other = DeviceParams.of(SamplingParams(cfg=9.0, temperature=3.0), rows.device, None).numbers
+    for these in (on_device, DeviceParams.of(params, rows.device, other)):
+        found, wanted = (probabilities(rows, each, 5, None) for each in (these, params))
+        assert torch.equal(found > 0, wanted > 0) and torch.allclose(found, wanted, atol=1e-6)
+    assert on_device.guided == params.guided and (on_device.temperature > 0) == (params.temperature > 0)

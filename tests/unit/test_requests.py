@@ -42,6 +42,14 @@ def test_images_force_tokens_of_their_own():
     assert asked.sampled(torch.tensor([6, 6])) == 4.5 and asked.next_token_passes(torch.tensor([6, 6])) == 5
 
 
+@pytest.mark.parametrize(("tokens", "length"), [(1, 3), (2, 4), (3, 6), (4, 6), (0, 1)])
+def test_the_beginning_of_an_image_has_so_many_tokens_to_sample_in_every_image(tokens, length):
+    forced = torch.cat((FORCED, torch.tensor([[-1, -1, 0, 0, 0, -1]])))
+    layout = replace(LAYOUT, forced=forced)
+    assert torch.equal(layout.beginning(tokens).forced, forced[:, :length])
+    assert (layout.beginning(tokens).rows, layout.beginning(tokens).cols) == (2, 3)
+
+
 def test_tokens_of_continuous_models_that_are_sampled_are_those_not_kept():
     assert continuous().sampled(torch.tensor([4, 2])) == 2 and continuous(None).sampled(torch.tensor([4, 2])) == 3
     asked = continuous(None)
@@ -132,10 +140,11 @@ def test_chosen_parameters_replace_the_models_own_and_are_numbers():
 
 
 def test_a_sketch_shows_what_is_decided_and_what_is_guessed():
-    asked = discrete()
+    asked = discrete(torch.cat((FORCED, torch.full((1, 6), 2))))  # the second image is none of a sketch's business
     asked.model.dequantize = lambda tokens: tokens[:, None].float()
     zeros, two = torch.zeros((2, 6), dtype=torch.int64), torch.tensor([2, 0])
-    draft = torch.tensor([[0, 2, 2, 2], [0, 2, 2, 2]])
+    draft = torch.tensor([[0, 2, 2, 2], [1, 0, 1, 0]])
+    zeros[1] = 2
     run = SimpleNamespace(tokens=zeros, committed=torch.tensor([3, 0]), start=None, draft=draft)
     for start, guessed, tokens in ((None, [3, 5], [1, 2, 0, 0, 1, 2]), (two, [2, 3, 5], [1, 2, 0, 2, 1, 2])):
         run.start = start

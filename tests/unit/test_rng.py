@@ -61,6 +61,15 @@ def test_gumbel_noise_is_finite_where_the_word_is_largest():
     assert stream.gumbel(torch.tensor([[787]]), 16384).isfinite().all()
 
 
+@pytest.mark.parametrize("word", [0, 1, ONES // 2, ONES - 256, ONES - 128, ONES - 127, ONES - 1, ONES])
+def test_gumbel_noise_of_extreme_words_is_finite(word, monkeypatch):
+    """In fp32, the 128 largest words are 2^32."""
+    monkeypatch.setattr(noise, "philox", lambda counter, key: [torch.tensor([[[word]]])] * 4)
+    found = Stream.of(0, 1, "cpu").gumbel(torch.zeros(1, 1, dtype=torch.int64), 4)
+    v = torch.tensor((word + 0.5) / 2**32, dtype=torch.float64).clamp(2**-33, 1 - 2**-24)
+    assert found.isfinite().all() and torch.allclose(found.double(), -(-(-v).log1p()).log(), rtol=1e-2)
+
+
 def test_normal_numbers_are_normal():
     """Moments, Kolmogorov's test over all lanes and lane by lane, and no correlation between lanes."""
     z = Stream.of(3, 200, "cpu").normal(positions(200, 200), 6, Purpose.NOISE).double()

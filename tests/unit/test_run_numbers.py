@@ -6,14 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from comfyui_specar.samplers.drafts.structures import Chain
+from comfyui_specar.samplers.engine import session
 from comfyui_specar.samplers.engine.memory import LOGITS, PROBABILITIES, run_bytes
 from comfyui_specar.samplers.engine.prefill import CHUNK
 from comfyui_specar.samplers.layout import TokenLayout
 from comfyui_specar.samplers.methods.jacobi import SJD
+from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.methods.window import strength_at
 from comfyui_specar.samplers.trace import Record, Source, rounds_of
 
-from ..support.toy import ToyModel, plain, request
+from ..support.toy import ToyDrafter, ToyModel, plain, request
 
 
 class Bytes:
@@ -68,12 +71,48 @@ def test_a_round_too_many_is_written_past_the_others():
     assert record.rounds[3, 0].tolist() == [0, 8, 8] and int(record.count) == 8
 
 
+class Event:
+    """Of a GPU: may be waited for only when something was recorded before."""
+
+    recorded = waited = 0
+
+    def record(self):
+        self.recorded += 1
+
+    def synchronize(self):
+        assert self.recorded, "nothing will ever arrive"
+        self.waited += 1
+
+
+def test_on_a_gpu_the_host_reads_the_step_before(monkeypatch):
+    zeros = torch.zeros
+    monkeypatch.setattr(session.torch.cuda, "Event", Event)
+    monkeypatch.setattr(session.torch, "zeros", lambda *given, pin_memory, **named: zeros(*given, **named))
+    poll, read = session.Poll(torch.device("cuda"), 2), []
+    for step in range(1, 5):
+        read.append(poll(torch.tensor([step, 10 * step])))
+    assert [counts.tolist() for counts in read] == [[0, 0], [1, 10], [2, 20], [3, 30]]
+    assert poll.lag == 1 and len(poll.counts) == len(poll.arrived) == 2
+    assert sum(event.waited for event in poll.arrived) == 3
+
+
 @pytest.mark.parametrize("strength", [torch.tensor([[0.1, 0.2, 0.3, 0.4]]), torch.arange(8.0).reshape(2, 4), None])
 def test_the_strength_of_a_rule_is_that_of_the_position_and_past_the_end_that_of_the_last(strength):
     state, position = SimpleNamespace(strength=strength, layout=plain(2, 2)), torch.tensor([[0, 3, 4], [2, 3, 9]])
     wanted = torch.ones(2, 3) if strength is None else torch.stack(
         [strength.expand(2, -1)[b][position[b].clamp(max=3)] for b in range(2)])
     assert torch.equal(strength_at(state, position), wanted)
+
+
+def test_drafting_has_its_share_of_the_milliseconds(monkeypatch):
+    """On the CPU, where the host waits for it."""
+    layout, looks = plain(2, 3), itertools.count()
+    model = ToyModel(layout)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(looks) / 4)
+    trace = DraftTree(ToyDrafter(model), Chain(2)).sample(request(model, layout)).trace
+    drafted, whole = trace.rounds["draft_milliseconds"], trace.rounds["milliseconds"]
+    assert len(drafted) == len(whole) == trace.totals["target_passes"] and drafted[0] == 0
+    assert (0 < drafted[1:]).all() and (drafted < whole).all()
 
 
 def test_rounds_are_counted_from_what_stands_at_the_positions():
@@ -84,3 +123,16 @@ def test_rounds_are_counted_from_what_stands_at_the_positions():
     assert rounds["accepted"].tolist() == [[0, 0], [1, 0], [0, 1], [1, 0]]
     assert rounds["committed"].tolist() == [[1, 1], [2, 1], [0, 2], [1, 0]]
     assert rounds["width"].tolist() == [1, 5, 5, 5]
+
+
+@pytest.mark.parametrize(("states", "forgotten"), [
+    ([("a", "b"), ("a", "b")], 1), ([("a", "b"), ("c", "b")], 2), ([("a", "b"), ("a", "c")], 2),
+    ([("a", None), ("a", None), ("a", "b")], 2),
+])
+def test_graphs_over_other_memory_are_dropped(states, forgotten):
+    dropped = []
+    held = session.Session(SimpleNamespace(forget=lambda: dropped.append(1)))
+    for state, draft_state in states:
+        held.adopt(state, draft_state)
+        assert (held.state, held.draft_state) == (state, draft_state)
+    assert len(dropped) == forgotten

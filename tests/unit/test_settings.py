@@ -4,14 +4,16 @@ import math
 from dataclasses import MISSING, fields
 
 import pytest
-from comfyui_specar.batch import dispatch
+from comfyui_specar.batch import cli, dispatch
 from comfyui_specar.batch.server import ServerAwayError
 from comfyui_specar.samplers import registry
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.contract import Request, SamplingParams
+from comfyui_specar.samplers.drafts.adt_tree import ADTTree
 from comfyui_specar.samplers.drafts.growing import DRAWS
 from comfyui_specar.samplers.drafts.structures import Chain, Dynamic, Static
 from comfyui_specar.samplers.drafts.trees import published, shape_of
+from comfyui_specar.samplers.methods.continuous import PATHS
 from comfyui_specar.samplers.methods.skipping import Skipping
 from comfyui_specar.samplers.settings import Setting, check_settings, settings_of
 
@@ -152,8 +154,35 @@ def test_other_trees_are_refused_by_name():
         published("eagle_63")
 
 
+def test_sigma_is_that_of_the_paper_or_upside_down_as_in_the_official_code():
+    assert PATHS == {"off": 0, "paper": 1, "official": -1}
+
+
 def test_how_long_a_batch_waits_stays():
     """As its --help and documents say; without a reason, a server that cannot be reached has not ended."""
     assert (dispatch.PATIENCE, dispatch.FIRST_PATIENCE, dispatch.STRANGE) == (300, 10, 2)
     away = ServerAwayError("away")
     assert not away.gone and not away.strange
+
+
+def test_options_of_a_batch_that_are_not_given():
+    found = vars(cli.parser().parse_args(["jobs.csv"]))
+    assert (str(found.pop("jobs")), found.pop("workflow").name) == ("jobs.csv", cli.WORKFLOW.name)
+    assert found == {
+        "results": None, "out": None, "maps": False, "retry_failed": False, "dry_run": False, "retries": 3,
+        "server": None, "in_flight": 2, "patience": None, "ray": None, "model": "default", "decoder": None,
+        "drafter": None, "method": "sjd", "dtype": "auto", "actors": 1, "cpus": 1, "gpus": 0,
+    }
+
+
+@pytest.mark.parametrize(("legal", "illegal"), [
+    ({"nodes": 1024}, {"nodes": 1025}), ({"nodes": 9}, {"nodes": 8}), ({"first": (32, 64)}, {"first": (33, 5)}),
+    ({"first": (1, 1)}, {"first": (0, 5)}), ({"first": (5, 64)}, {"first": (5, 65)}),
+    ({"first": (5, 1)}, {"first": (5, 0)}), ({"depths": (1, 32)}, {"depths": (1, 33)}),
+    ({"depths": (9, 9)}, {"depths": (10, 9)}), ({"depths": (1, 1)}, {"depths": (0, 1)}),
+    ({"widths": (64, 64)}, {"widths": (4, 65)}), ({"widths": (1, 4)}, {"widths": (0, 4)}),
+])
+def test_an_adapted_tree_has_both_limits_of_everything(legal, illegal):
+    ADTTree(**legal).check()
+    with pytest.raises(ValueError, match=next(iter(illegal))):
+        ADTTree(**illegal).check()

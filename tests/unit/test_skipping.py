@@ -15,11 +15,13 @@ from comfyui_specar.samplers.methods.skipping import (
     check_skippable,
     choose_path,
     decide,
+    path_probability,
     push_features,
     similarity,
     stale_features,
 )
 from comfyui_specar.samplers.methods.speculative import DraftTree
+from comfyui_specar.samplers.rules.cool_sd import UniformRSD
 from comfyui_specar.samplers.trace import Source
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -230,6 +232,16 @@ def test_comparing_codes_needs_codes():
         run_of(Skipping("dynamic"), tree_of_paths(1), 1)
 
 
+@pytest.mark.parametrize(("changed", "named"), [
+    ({"structure": Chain(0)}, "length"), ({"rule": UniformRSD(0.5)}, "delta"),
+    ({"skipping": Skipping(interval=1)}, "interval"),
+    ({"structure": Chain(2, "block"), "rule": UniformRSD(2)}, "(?i)block"),
+])
+def test_every_part_of_a_method_is_checked(changed, named):
+    with pytest.raises(ValueError, match=named):
+        replace(DraftTree(DRAFTER, Chain(2)), **changed).check(request(MODEL, LAYOUT))
+
+
 def test_a_model_without_codes_is_refused_before_anything_runs():
     asked = request(MODEL, LAYOUT)
     bare = SimpleNamespace(**{name: getattr(MODEL, name) for name in ("vocab", "vocab_total", "device")}, codebook=None)
@@ -237,6 +249,31 @@ def test_a_model_without_codes_is_refused_before_anything_runs():
     method.check(asked)
     with pytest.raises(ValueError, match="codebook"):
         method.check(replace(asked, model=bare))
+
+
+@given(seeds, st.booleans(), st.sampled_from(PATHS))
+@settings(max_examples=60, deadline=None)
+def test_the_probability_of_a_path_by_hand(seed, sampled, path):
+    """A path at random: the share of the leaves that go the same way; what is certain to be chosen keeps its q."""
+    tree = random_tree(seed)
+    if sampled:
+        tree = replace(tree, draft_probs=torch.zeros(3, 1, 6))
+    slots, _ = choose_path(Skipping(path=path), tree, torch.rand(3, generator=torch.Generator().manual_seed(seed)))
+    found = path_probability(Skipping(path=path), tree, slots)
+    for b in range(3):
+        paths, chosen = leaf_paths(tree, b), [int(slot) for slot in slots[b] if slot > 0]
+        alone = all(int(tree.rank[b, slot]) == 0 for line in paths for slot in line)
+        for level, slot in enumerate(chosen):
+            drafted = float(tree.probability[b, slot])
+            same = [line for line in paths if line[:level] == chosen[:level]]
+            share = sum(line[: level + 1] == chosen[: level + 1] for line in same) / len(same)
+            if path == "uniform":
+                wanted = drafted if sampled and share == 1 else share
+            elif path == "first":
+                wanted = drafted if sampled else 1.0
+            else:
+                wanted = drafted if sampled and alone else 1.0
+            assert float(found[b, level]) == pytest.approx(wanted), (path, level)
 
 
 # What a feature drafter is fed meanwhile.
