@@ -76,7 +76,7 @@ def main() -> None:
 
     files = [str(f) for path in map(Path, options.paths) for f in (path.rglob("*.py") if path.is_dir() else [path])]
     wanted = mutants(ROOT, [file for file in files if not file.endswith("_triton.py")], options.count, options.seed)
-    equivalent = {line.split("  # ")[0] for line in EQUIVALENT.read_text(encoding="utf-8").splitlines()}
+    equivalent = {line.rsplit("  # ", 1)[0] for line in EQUIVALENT.read_text(encoding="utf-8").splitlines()}
     wanted = [mutant for mutant in wanted if str(mutant) not in equivalent]
     if options.again:
         lines = [line for line in options.again.read_text(encoding="utf-8").splitlines() if "SURVIVED" in line]

@@ -123,4 +123,6 @@ def _mutant(root: Path, file: str, number: int, variant: int) -> Mutant:
             elif isinstance(value, list) and any(x is node for x in value):
                 setattr(parent, field, [changed if x is node else x for x in value])
     ast.copy_location(changed, node)
-    return Mutant(file, node.lineno, lines, name, at_import, f"{before}  ->  {after}", ast.fix_missing_locations(tree))
+    line = (root / file).read_text(encoding="utf-8").splitlines()[node.lineno - 1].strip()
+    change = f"{before}  ->  {after}" + (f"  in  {line}" if line != before else "")
+    return Mutant(file, node.lineno, lines, name, at_import, change, ast.fix_missing_locations(tree))

@@ -43,6 +43,7 @@ def test_verification_may_be_skipped_where_no_part_is_below_a_half(grey, skipped
     mask = torch.ones(1, 4, 8)
     mask[0, 3, 3] = grey
     assert latents.skippable(mask, 1, 1, 2).tolist() == [[[skipped, True]]]
+    assert latents.skippable(None, 1, 1, 2) is None, "everywhere"
 
 
 def test_the_strength_of_a_rule_is_the_mean_over_the_token_between_0_and_1():
