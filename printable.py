@@ -1,4 +1,4 @@
-"""Text of strangers (files, servers, tables) before it reaches a terminal or a log."""
+"""Untrusted text (of files, servers, tables), made safe for a terminal or a log."""
 
 import unicodedata
 

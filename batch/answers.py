@@ -1,5 +1,5 @@
 """Answers of servers, which may be any program and say anything: bounded, and taken apart by their shape. What is not
-an answer of ComfyUI raises StrangeAnswerError, whose message says why, in printable words."""
+an answer of ComfyUI raises UnexpectedAnswerError, whose message says why, in printable words."""
 
 import json
 import math
@@ -11,34 +11,34 @@ from ..limits import ANSWER_VALUES, NAME, NESTED, SAID, TOTALS, WORD, parse_json
 from ..printable import printable
 
 
-class StrangeAnswerError(aiohttp.ClientError):
+class UnexpectedAnswerError(aiohttp.ClientError):
     """Not an answer of ComfyUI; the message says what of it."""
 
 
 async def body_of(reply: aiohttp.ClientResponse, most: int) -> bytes:
-    """Raises StrangeAnswerError for more than so many bytes."""
+    """Raises UnexpectedAnswerError for more than so many bytes."""
     parts, size = [], 0
     async for part in reply.content.iter_any():
         size += len(part)
         if size > most:
-            raise StrangeAnswerError(f"it is longer than {most / 2**20:g} MiB")
+            raise UnexpectedAnswerError(f"it is longer than {most / 2**20:g} MiB")
         parts.append(part)
     return b"".join(parts)
 
 
 def parsed(body: bytes) -> Any:
-    """The value of an answer in JSON. Raises StrangeAnswerError."""
+    """The value of an answer in JSON. Raises UnexpectedAnswerError."""
     try:
         return parse_json(body, ANSWER_VALUES)
     except ValueError:
-        raise StrangeAnswerError(f"no JSON: {seen(body)}") from None
+        raise UnexpectedAnswerError(f"no JSON: {seen(body)}") from None
 
 
 def json_of(body: bytes) -> dict[str, Any]:
-    """The object that most answers are. Raises StrangeAnswerError."""
+    """The object that most answers are. Raises UnexpectedAnswerError."""
     answer = parsed(body)
     if not isinstance(answer, dict):
-        raise StrangeAnswerError(f"not an object: {seen(body)}")
+        raise UnexpectedAnswerError(f"not an object: {seen(body)}")
     return answer
 
 
@@ -48,30 +48,30 @@ def seen(body: bytes) -> str:
 
 
 def part(of: Any, name: str, kind: type | tuple[type, ...], *default: Any) -> Any:
-    """of[name]. default: where it is missing or null. Raises StrangeAnswerError for other kinds."""
+    """of[name]. default: where it is missing or null. Raises UnexpectedAnswerError for other kinds."""
     if not isinstance(of, dict):
-        raise StrangeAnswerError(f"there is no object to have {name}")
+        raise UnexpectedAnswerError(f"there is no object to have {name}")
     value = of.get(name)
     if value is None and default:
         return default[0]
     if not isinstance(value, kind):
-        raise StrangeAnswerError(f"{name} is {'missing' if value is None else f'a {type(value).__name__}'}")
+        raise UnexpectedAnswerError(f"{name} is {'missing' if value is None else f'a {type(value).__name__}'}")
     return value
 
 
 def parts(of: Any, name: str, kind: type) -> list[Any]:
-    """The items of the list of[name], none where it is missing. Raises StrangeAnswerError for other kinds."""
+    """The items of the list of[name], none where it is missing. Raises UnexpectedAnswerError for other kinds."""
     found = part(of, name, list, [])
     if not all(isinstance(item, kind) for item in found):
-        raise StrangeAnswerError(f"{name} is not a list of {kind.__name__}s")
+        raise UnexpectedAnswerError(f"{name} is not a list of {kind.__name__}s")
     return found
 
 
 def name_in(of: Any, name: str, *default: str) -> str:
-    """A text that is used as it is. Raises StrangeAnswerError for one that is none, or too long, or not printable."""
+    """A text that is used as it is. Raises UnexpectedAnswerError for one that is none, too long or not printable."""
     value = part(of, name, str, *default)
     if len(value) > NAME or printable(value) != value:
-        raise StrangeAnswerError(f"{name} is {printable(value, WORD)}")
+        raise UnexpectedAnswerError(f"{name} is {printable(value, WORD)}")
     return value
 
 
@@ -85,31 +85,31 @@ def said(text: str) -> str:
 
 
 def number_in(of: Any, name: str, default: float) -> float:
-    """A time. Raises StrangeAnswerError for one that no clock shows."""
+    """A time. Raises UnexpectedAnswerError for one that no clock shows."""
     value = part(of, name, (int, float), default)
     if not -(2**63) <= value <= 2**63:
-        raise StrangeAnswerError(f"{name} is no time")
+        raise UnexpectedAnswerError(f"{name} is no time")
     return value
 
 
 def plain(value: Any, nested: int = NESTED) -> Any:
-    """A value that goes into a file as it is, its texts printable. Raises StrangeAnswerError."""
+    """A value that goes into a file as it is, its texts printable. Raises UnexpectedAnswerError."""
     if isinstance(value, str):
         return printable(value, SAID)
     if isinstance(value, float) and not math.isfinite(value):
-        raise StrangeAnswerError("a number is not finite")
+        raise UnexpectedAnswerError("a number is not finite")
     if not isinstance(value, dict | list):
         return value
     if not nested:
-        raise StrangeAnswerError("totals are nested too deeply")
+        raise UnexpectedAnswerError("totals are nested too deeply")
     if isinstance(value, list):
         return [plain(item, nested - 1) for item in value]
     return {printable(key, NAME): plain(item, nested - 1) for key, item in value.items()}
 
 
 def totals_in(report: dict[str, Any]) -> dict[str, Any]:
-    """The totals of a run, as they go into the results. Raises StrangeAnswerError."""
+    """The totals of a run, as they go into the results. Raises UnexpectedAnswerError."""
     totals = plain(part(report, "totals", dict))
     if len(json.dumps(totals)) > TOTALS:
-        raise StrangeAnswerError("the totals of a run are too long")
+        raise UnexpectedAnswerError("the totals of a run are too long")
     return totals

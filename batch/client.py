@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from ..limits import ANSWER_BYTES, FILE_BYTES
-from .answers import StrangeAnswerError, body_of, json_of, parsed, part, seen
+from .answers import UnexpectedAnswerError, body_of, json_of, parsed, part, seen
 
 PREVIEW_WITH_METADATA = 4  # binary event: length of the JSON, the JSON, the encoded image
 FINAL_EVENTS = {"execution_success": "success", "execution_error": "error", "execution_interrupted": "interrupted"}
@@ -56,7 +56,7 @@ async def run_prompt(url: str, prompt: dict, workflow: dict | None = None, follo
     `workflow` (UI format) is embedded in saved images, so that they can be dragged back into ComfyUI. `follow` is
     awaited with (run, event, data) for every message about this prompt.
     Raises asyncio.TimeoutError after `timeout` seconds, and aiohttp.ClientError when the server goes away, or answers
-    as no ComfyUI does (StrangeAnswerError).
+    as no ComfyUI does (UnexpectedAnswerError).
     """
     return await asyncio.wait_for(_run_prompt(url, prompt, workflow, follow), timeout)
 
@@ -72,7 +72,7 @@ async def _run_prompt(url: str, prompt: dict, workflow: dict | None, follow: Fol
         async with session.post(f"{url}/prompt", json=body) as reply:
             content = await body_of(reply, ANSWER_BYTES)
             if reply.status not in (200, 400):
-                raise StrangeAnswerError(f"/prompt answered {reply.status}: {seen(content)}")
+                raise UnexpectedAnswerError(f"/prompt answered {reply.status}: {seen(content)}")
             answer = json_of(content)
             run.node_errors = part(answer, "node_errors", (dict, list), {}) or {}
             if reply.status == 400:

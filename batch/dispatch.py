@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
 WHOLE_SECONDS = 600.0  # of an answer or file: who sends it so slowly keeps others waiting
-STRANGE = 2  # answers about our prompts, one after the other, after which a server gets no more of them
+UNEXPECTED = 2  # answers about our prompts, one after the other, after which a server gets no more of them
 GONE = 0.1  # of the grace, where the server has ended: its queue is lost with it
 LAST_WORDS = 3.0  # seconds in which the servers are told to forget the last prompts
 HELLO = 2.0  # seconds in which all servers are waited for, to find the least busy one
@@ -82,7 +82,7 @@ class Lane:
     versions: dict[str, str] | None = None  # None: not asked since it was away
     answered: float | None = None  # when it last did
     failures: int = 0
-    strange: int = 0  # answers about our prompts that no ComfyUI gives, since one that it does
+    unexpected: int = 0  # answers about our prompts that no ComfyUI gives, since one that it does
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -218,8 +218,8 @@ class Batch:
         try:
             await self._tend(lane, running | pending)
         except ServerAwayError as error:
-            lane.strange += error.strange
-            if lane.strange == STRANGE:
+            lane.unexpected += error.unexpected
+            if lane.unexpected == UNEXPECTED:
                 self._set_aside(lane, "its answers about prompts are not those of ComfyUI")
             raise
 
@@ -255,7 +255,7 @@ class Batch:
             self._again(work, lane, "was stopped before" if interrupted_by_us else "lost its prompt")
             return
         record = await self._record(lane, work, prompt_id, found)
-        lane.strange = 0
+        lane.unexpected = 0
         del lane.sent[prompt_id]
         self._end(record)
         await lane.server.forget(prompt_id)
@@ -269,9 +269,9 @@ class Batch:
         try:
             refused = await lane.server.submit(named_after(self._sent(work), name), prompt_id, self.client)
         except ServerAwayError as error:
-            work.tries -= error.strange  # which is not the job's fault
+            work.tries -= error.unexpected  # which is not the job's fault
             raise
-        lane.strange = 0
+        lane.unexpected = 0
         if refused:
             await lane.server.cancel([prompt_id])  # in case it makes a part of it ...
             await lane.server.forget(prompt_id)  # ... which is not this job's image

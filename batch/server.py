@@ -1,4 +1,4 @@
-"""One ComfyUI server, as a batch talks to it. It is a stranger: what it answers is read with answers.py."""
+"""One ComfyUI server, as a batch talks to it. Its answers are untrusted, and read with answers.py."""
 
 import asyncio
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import aiohttp
 from ..limits import ANSWER_BYTES, FILE_BYTES, FILES, NOTICES, REPORTS
 from .address import address_of, shown
 from .answers import (
-    StrangeAnswerError,
+    UnexpectedAnswerError,
     body_of,
     json_of,
     name_in,
@@ -35,12 +35,12 @@ ENDS = {"execution_success": "success", "execution_error": "error", "execution_i
 
 
 class ServerAwayError(ConnectionError):
-    """The server cannot be reached, or does not answer as ComfyUI does. gone: nobody is listening there. strange:
+    """The server cannot be reached, or does not answer as ComfyUI does. gone: nobody is listening there. unexpected:
     another program answers."""
 
-    def __init__(self, message: str, gone: bool = False, strange: bool = False):
+    def __init__(self, message: str, gone: bool = False, unexpected: bool = False):
         super().__init__(message)
-        self.gone, self.strange = gone, strange
+        self.gone, self.unexpected = gone, unexpected
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,10 @@ class Server:
         with self._reading("/prompt"):
             answer = json_of(reply.content)
             if unknown := refused_nodes(answer).keys() - prompt.keys():
-                raise StrangeAnswerError(f"it refuses nodes that it was not sent, such as {said(min(unknown))}")
+                raise UnexpectedAnswerError(f"it refuses nodes that it was not sent, such as {said(min(unknown))}")
             if reply.status == 200 and not refused_nodes(answer):
                 if part(answer, "prompt_id", str) != prompt_id:
-                    raise StrangeAnswerError("it does not take the id that the prompt was sent with")
+                    raise UnexpectedAnswerError("it does not take the id that the prompt was sent with")
                 return None
             lacking = missing(answer, prompt)
             return Refusal(self._hidden(refusal(answer)), lacking, elsewhere=bool(lacking))
@@ -145,7 +145,7 @@ class Server:
             return None
         with self._reading("/view"):
             if reply.kind == "text/html" and not file["filename"].lower().endswith((".html", ".htm")):
-                raise StrangeAnswerError("a page instead of a file")
+                raise UnexpectedAnswerError("a page instead of a file")
         return reply.content
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None = None,
@@ -169,18 +169,18 @@ class Server:
             raise ServerAwayError(f"{self.url} answered {reply.status}")
         if reply.status in LOGIN_NEEDED:
             raise ServerAwayError(f"{self.url} answered {reply.status}: does it need a login? "
-                                  "It is given in the address, --server http://USER:PASSWORD@HOST", strange=True)
+                                  "It is given in the address, --server http://USER:PASSWORD@HOST", unexpected=True)
         if reply.status // 100 == 3:
             target = self._hidden(said(shown(reply.headers.get("Location", "nowhere"))))
-            raise ServerAwayError(f"{self.url} refers to {target}: name the address that ComfyUI has", strange=True)
+            raise ServerAwayError(f"{self.url} refers to {target}: name the address that ComfyUI has", unexpected=True)
 
     @contextmanager
     def _reading(self, path: str) -> Iterator[None]:
         try:
             yield
-        except StrangeAnswerError as error:
+        except UnexpectedAnswerError as error:
             what = self._hidden(f"{path}: {error}")
-            raise ServerAwayError(f"{self.url} does not answer as ComfyUI does, {what}", strange=True) from None
+            raise ServerAwayError(f"{self.url} does not answer as ComfyUI does, {what}", unexpected=True) from None
 
     def _away(self, error: Exception) -> ServerAwayError:
         if isinstance(getattr(error, "os_error", None), ConnectionRefusedError):
@@ -196,9 +196,9 @@ class Server:
 
 
 def object_in(reply: Reply) -> dict[str, Any]:
-    """Raises StrangeAnswerError."""
+    """Raises UnexpectedAnswerError."""
     if reply.status != 200:
-        raise StrangeAnswerError(f"status {reply.status}, {seen(reply.content)}")
+        raise UnexpectedAnswerError(f"status {reply.status}, {seen(reply.content)}")
     return json_of(reply.content)
 
 
@@ -206,7 +206,7 @@ def ids_in(state: dict[str, Any], name: str) -> set[str]:
     """Ids of the prompts of a list of the queue, whose items begin with a number and the id."""
     items = part(state, name, list)
     if not all(isinstance(item, list) and len(item) > 1 and isinstance(item[1], str) for item in items):
-        raise StrangeAnswerError(f"{name} is not a list of prompts")
+        raise UnexpectedAnswerError(f"{name} is not a list of prompts")
     return {item[1] for item in items}
 
 
@@ -217,13 +217,13 @@ def refused_nodes(answer: dict[str, Any]) -> dict[str, dict]:
 
 
 def refusal(answer: dict[str, Any]) -> str:
-    """Why /prompt refused it. Raises StrangeAnswerError where it says nothing of the kind."""
+    """Why /prompt refused it. Raises UnexpectedAnswerError where it says nothing of the kind."""
     problems = [f"{words_in(node, 'class_type')}: {words_in(problem, 'message')} ({words_in(problem, 'details')})"
                 for node in refused_nodes(answer).values() for problem in parts(node, "errors", dict)]
     error = part(answer, "error", (dict, str), {})
     message = said(error) if isinstance(error, str) else words_in(error, "message")
     if not problems and not message:
-        raise StrangeAnswerError("it refuses a prompt and gives no reason")
+        raise UnexpectedAnswerError("it refuses a prompt and gives no reason")
     return said("ComfyUI refused the workflow: " + ("; ".join(problems) or message))
 
 
@@ -240,16 +240,16 @@ def missing(answer: dict[str, Any], prompt: Workflow) -> list[str]:
 
 def entry(found: dict[str, Any], prompt: Workflow) -> Entry:
     """What the history has of a prompt. Files and traces in the order of the prompt's nodes: ComfyUI's is that in which
-    they happened to run. Raises StrangeAnswerError."""
+    they happened to run. Raises UnexpectedAnswerError."""
     status = part(found, "status", dict, {})
     messages = {}
     for message in parts(status, "messages", list):
         if len(message) != 2 or not isinstance(message[0], str) or not isinstance(message[1], dict):
-            raise StrangeAnswerError("messages are not events with their data")
+            raise UnexpectedAnswerError("messages are not events with their data")
         messages[message[0]] = message[1]
     outcome = next((ENDS[event] for event in messages if event in ENDS), words_in(status, "status_str", "error"))
     if outcome not in ENDS.values():
-        raise StrangeAnswerError(f"a prompt ended as {outcome}")
+        raise UnexpectedAnswerError(f"a prompt ended as {outcome}")
     data = next((data for event, data in messages.items() if event in ENDS), {})
     begun = number_in(messages.get("execution_start", data), "timestamp", 0)
     seconds = (number_in(data, "timestamp", begun) - begun) / 1000
@@ -263,7 +263,7 @@ def entry(found: dict[str, Any], prompt: Workflow) -> Entry:
         error = f"{words_in(data, 'node_type', 'ComfyUI')}: {reason}"
     reports = [found for node, output in outputs.items() for found in reports_of(prompt.get(node), output)]
     if len(reports) > REPORTS:
-        raise StrangeAnswerError(f"{len(reports)} reports of one prompt")
+        raise UnexpectedAnswerError(f"{len(reports)} reports of one prompt")
     notices = dict.fromkeys(said(notice) for _, report in reports
                             for notice in parts(part(report, "settings", dict), "notices", str))
     return Entry(outcome, seconds, error, files_of(outputs), traces_of(reports), list(notices)[:NOTICES])
@@ -271,11 +271,11 @@ def entry(found: dict[str, Any], prompt: Workflow) -> Entry:
 
 def files_of(outputs: dict[str, dict]) -> list[dict[str, str]]:
     """Everything that was saved, with the node that saved it; of workflows that save nothing, what they show. Raises
-    StrangeAnswerError."""
+    UnexpectedAnswerError."""
     listed = [(node, file) for node, output in outputs.items() for value in output.values() if isinstance(value, list)
               for file in value if isinstance(file, dict) and "filename" in file]
     if len(listed) > FILES:
-        raise StrangeAnswerError(f"{len(listed)} files of one prompt")
+        raise UnexpectedAnswerError(f"{len(listed)} files of one prompt")
     files = [{"filename": name_in(file, "filename"), "subfolder": name_in(file, "subfolder", ""),
               "type": name_in(file, "type", "output"), "node": said(node)} for node, file in listed]
     return [file for file in files if file["type"] == "output"] or files

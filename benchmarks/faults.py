@@ -29,7 +29,7 @@ from typing import Any
 
 import aiohttp
 import torch
-from comfyui_specar.batch.answers import StrangeAnswerError
+from comfyui_specar.batch.answers import UnexpectedAnswerError
 from comfyui_specar.batch.client import Run, interrupt, run_prompt, view
 from PIL import Image
 
@@ -153,7 +153,7 @@ async def queue(url: str, fault: Fault, seen: Seen) -> None:
         seen.defects.append(f"{what}: no end after {PATIENCE:.0f} s")
         await interrupt(url, "")
         return
-    except StrangeAnswerError:  # ComfyUI's own answer to what it cannot read at all
+    except UnexpectedAnswerError:  # ComfyUI's own answer to what it cannot read at all
         seen.outcomes[fault.kind]["HTTP error"] += 1
         return
     outcome = "some outputs only" if run.outcome == "success" and run.node_errors else run.outcome

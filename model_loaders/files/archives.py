@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,19 +75,45 @@ class BoundedUnpickler(pickle._Unpickler):
     """The machine without most of its instructions. Readers derive from it, and say what names and storages stand for.
 
     This is the pure Python unpickler: the C one allocates an array of any size for a five-byte index of its memory.
+    own: the reader's types for what the pickle makes. It may change these, lists and dicts, and nothing else: not what
+    reads it.
     """
 
     dispatch = {code: load for code, load in pickle._Unpickler.dispatch.items() if code in _CODES}
+    own: tuple[type, ...] = ()
 
     def __init__(self, file: io.BytesIO):
         super().__init__(file, encoding="utf-8")
         self.dispatch = _Counted(type(self).dispatch)
 
+    def find_class(self, module: str, name: str) -> Any:
+        """What stands for a name in the pickle. Readers allow a few; raises FileError for all others."""
+        raise FileError(f"it refers to {module}.{name}, which weights do not need and which is never run")
+
+    def may_change(self, target: Any, *kinds: type) -> None:
+        """Raise FileError unless this is of the ``kinds``, or of the reader's own."""
+        if not isinstance(target, (*kinds, *self.own)):
+            raise FileError("it tries to change what reads it")
+
+    def load_build(self) -> None:
+        self.may_change(self.stack[-2])
+        super().load_build()
+
+    def load_append(self) -> None:
+        self.may_change(self.stack[-2], list)
+        super().load_append()
+
+    def load_appends(self) -> None:
+        self.may_change(self.metastack[-1][-1], list)
+        super().load_appends()
+
     def load_setitem(self) -> None:
+        self.may_change(self.stack[-3], dict)
         check_keys(self.stack[-2:-1])
         super().load_setitem()
 
     def load_setitems(self) -> None:
+        self.may_change(self.metastack[-1][-1], dict)
         check_keys(self.stack[::2])
         super().load_setitems()
 
@@ -99,8 +125,22 @@ class BoundedUnpickler(pickle._Unpickler):
         check_keys(self.stack)
         super().load_frozenset()
 
+    dispatch[pickle.BUILD[0]] = load_build
+    dispatch[pickle.APPEND[0]], dispatch[pickle.APPENDS[0]] = load_append, load_appends
     dispatch[pickle.SETITEM[0]], dispatch[pickle.SETITEMS[0]] = load_setitem, load_setitems
     dispatch[pickle.ADDITEMS[0]], dispatch[pickle.FROZENSET[0]] = load_additems, load_frozenset
+
+
+class Call:
+    """A function that a pickle may call."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., Any]):
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
 
 
 class _Counted(dict):

@@ -9,9 +9,8 @@ globals, which belongs to the whole process and which other programs extend.
 from __future__ import annotations
 
 import io
-import pickle
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...limits import PICKLE, SPREAD, FileError
-from .archives import BoundedUnpickler, check_keys, check_view, members_of, pickle_in, stored
+from .archives import BoundedUnpickler, Call, check_keys, check_view, members_of, pickle_in, stored
 
 _ZIP = b"PK\3\4"
 _OLD = b"\nl\xfc\x9cF\xf9 j\xa8P\x19"  # start of files in PyTorch's format before zip files
@@ -91,18 +90,6 @@ class _Table(dict):
         pass
 
 
-class _Call:
-    """A function that the pickle may call; unlike a Python function, the pickle cannot set attributes on it."""
-
-    __slots__ = ("_function",)
-
-    def __init__(self, function: Callable):
-        self._function = function
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self._function(*arguments)
-
-
 def _view(storage: Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
     """A view of a storage. Raises ValueError if it exceeds the storage."""
     if not isinstance(storage, Tensor):
@@ -121,7 +108,7 @@ def _any_dtype(
 
 def _subclass(function: Any, kind: Any, arguments: tuple, state: Any) -> Any:
     """A tensor of a class of its own, or with attributes, which are not needed."""
-    if not isinstance(function, _Call):
+    if not isinstance(function, Call):
         raise FileError("one of its tensors is invalid")
     return function(*arguments)
 
@@ -146,9 +133,9 @@ _FUNCTIONS = {
 
 
 class _Reader(BoundedUnpickler):
-    """The machine of a pickle, which may change nothing but the containers that it has made."""
+    """The machine of a pickle of either format."""
 
-    dispatch = dict(BoundedUnpickler.dispatch)
+    own = (_Table, _Inert)
 
     def __init__(self, file: io.BytesIO, most: int):
         """most: bytes that all storages together may have."""
@@ -159,7 +146,7 @@ class _Reader(BoundedUnpickler):
         """What stands for a name in the pickle. Raises ValueError for all but those that weights need and those of
         values that are often beside them."""
         if (module, name) in _FUNCTIONS:
-            return _Call(_FUNCTIONS[module, name])
+            return Call(_FUNCTIONS[module, name])
         if module in ("torch", "torch.storage") and name in _STORAGES:
             return _STORAGES[name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -192,35 +179,6 @@ class _Reader(BoundedUnpickler):
     def storage(self, key: str, dtype: torch.dtype, count: int) -> Tensor:
         """The ``count`` elements of a storage. Raises ValueError if there are not so many."""
         raise NotImplementedError
-
-    def only(self, kinds: tuple[type, ...], target: Any) -> None:
-        """Raise ValueError unless what the pickle changes is a container that it has made."""
-        if not isinstance(target, kinds):
-            raise FileError("it tries to change what reads it")
-
-    def load_build(self) -> None:
-        self.only((_Table, _Inert), self.stack[-2])
-        super().load_build()
-
-    def load_append(self) -> None:
-        self.only((list, _Inert), self.stack[-2])
-        super().load_append()
-
-    def load_appends(self) -> None:
-        self.only((list, _Inert), self.metastack[-1][-1])
-        super().load_appends()
-
-    def load_setitem(self) -> None:
-        self.only((dict, _Inert), self.stack[-3])
-        super().load_setitem()
-
-    def load_setitems(self) -> None:
-        self.only((dict, _Inert), self.metastack[-1][-1])
-        super().load_setitems()
-
-    dispatch[pickle.BUILD[0]] = load_build
-    dispatch[pickle.APPEND[0]], dispatch[pickle.APPENDS[0]] = load_append, load_appends
-    dispatch[pickle.SETITEM[0]], dispatch[pickle.SETITEMS[0]] = load_setitem, load_setitems
 
 
 class _ZipReader(_Reader):

@@ -8,7 +8,7 @@ everything else.
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...limits import MODULES, TENSORS, FileError, legal_name
-from .archives import BoundedUnpickler, check_view, members_of, pickle_in, stored
+from .archives import BoundedUnpickler, Call, check_view, members_of, pickle_in, stored
 
 _STORAGES = {
     "FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16,
@@ -74,23 +74,10 @@ class _Module:
         self.attributes = state
 
 
-class _Call:
-    """A function that the pickle may call; unlike a Python function, the pickle cannot set attributes on it."""
-
-    __slots__ = ("_function",)
-
-    def __init__(self, function: Callable):
-        self._function = function
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self._function(*arguments)
-
-    def __setstate__(self, state: Any) -> None:
-        raise FileError("it tries to change what reads it")
-
-
 class _Unpickler(BoundedUnpickler):
     """Reads ``data.pkl`` of an archive."""
+
+    own = (_Module,)
 
     def __init__(self, archive: zipfile.ZipFile, members: Mapping[str, zipfile.ZipInfo]):
         self._archive, self._members = archive, members
@@ -109,12 +96,12 @@ class _Unpickler(BoundedUnpickler):
         if module == "torch" and name in _STORAGES:
             return _STORAGES[name]
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _Call(_rebuild_tensor)
+            return Call(_rebuild_tensor)
         if module == "torch.jit._pickle" and name in _LISTS:
-            return _Call(_plain)
+            return Call(_plain)
         if (module, name) == ("collections", "OrderedDict"):
-            return _Call(_no_hooks)
-        raise FileError(f"it refers to {module}.{name}, which weights do not need and which is never run")
+            return Call(_no_hooks)
+        return super().find_class(module, name)
 
     def persistent_load(self, pid: Any) -> Tensor:
         """A storage as a flat tensor. Raises ValueError if its length is not the stated one."""

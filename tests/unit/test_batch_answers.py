@@ -11,13 +11,13 @@ import aiohttp
 import pytest
 from comfyui_specar.batch import answers, cli, client
 from comfyui_specar.batch.address import HIDDEN, address_of
-from comfyui_specar.batch.answers import StrangeAnswerError
+from comfyui_specar.batch.answers import UnexpectedAnswerError
 from comfyui_specar.batch.server import Reply, Server, ServerAwayError, entry, files_of, reports_of
 from comfyui_specar.limits import FILES
 
 
-def strange(function, *arguments, match=None):
-    with pytest.raises(StrangeAnswerError, match=match):
+def unexpected(function, *arguments, match=None):
+    with pytest.raises(UnexpectedAnswerError, match=match):
         function(*arguments)
 
 
@@ -28,27 +28,27 @@ def test_an_answer_is_shown_by_its_beginning():
 
 def test_an_answer_is_an_object():
     assert answers.json_of(b'{"a": 1}') == {"a": 1} and answers.parsed(b"[1]") == [1]
-    strange(answers.json_of, b"[1]", match="not an object")
+    unexpected(answers.json_of, b"[1]", match="not an object")
     for body in (b"{", b"", b"[" * 100_000):
-        strange(answers.parsed, body, match="no JSON")
+        unexpected(answers.parsed, body, match="no JSON")
 
 
 def test_a_part_has_its_kind_or_its_default():
     assert answers.part({"a": 1}, "a", int) == 1 and answers.part({"a": 0}, "a", int, 7) == 0
     assert answers.part({}, "a", int, 7) == answers.part({"a": None}, "a", int, 7) == 7
     assert answers.part({"a": None}, "a", int, None) is None
-    strange(answers.part, {"a": "1"}, "a", int, 7, match="a is a str")
-    strange(answers.part, {}, "a", int, match="a is missing")
-    strange(answers.part, [], "a", int, 7, match="no object to have a")
+    unexpected(answers.part, {"a": "1"}, "a", int, 7, match="a is a str")
+    unexpected(answers.part, {}, "a", int, match="a is missing")
+    unexpected(answers.part, [], "a", int, 7, match="no object to have a")
     assert answers.parts({"a": ["x"]}, "a", str) == ["x"] and answers.parts({}, "a", str) == []
-    strange(answers.parts, {"a": ["x", 1]}, "a", str, match="list of strs")
+    unexpected(answers.parts, {"a": ["x", 1]}, "a", str, match="list of strs")
 
 
 @pytest.mark.parametrize(("function", "most"), [(answers.name_in, 1000)])
 def test_a_name_is_used_whole_or_not_at_all(function, most):
     assert function({"a": "x" * most}, "a") == "x" * most and function({}, "a", "d") == "d"
     for text in ("x" * (most + 1), "x\x1b", "x\u202e"):
-        strange(function, {"a": text}, "a", match="a is x")
+        unexpected(function, {"a": text}, "a", match="a is x")
 
 
 def test_words_are_one_line_and_not_too_many():
@@ -62,7 +62,7 @@ def test_a_time_is_one_that_a_clock_shows():
         assert answers.number_in({"a": value}, "a", 1) == value
     assert answers.number_in({}, "a", 1.5) == 1.5
     for value in (2**63 + 2**12, -(2**63) - 2**12, math.nan, math.inf):
-        strange(answers.number_in, {"a": value}, "a", 1, match="a is no time")
+        unexpected(answers.number_in, {"a": value}, "a", 1, match="a is no time")
 
 
 def test_totals_are_as_deep_and_as_long_as_ours_and_finite():
@@ -70,15 +70,15 @@ def test_totals_are_as_deep_and_as_long_as_ours_and_finite():
     for _ in range(answers.NESTED):
         value = [value]
         assert answers.plain(value) == value
-    strange(answers.plain, [value], match="nested")
-    strange(answers.plain, {"a": {"b": math.nan}}, match="finite")
+    unexpected(answers.plain, [value], match="nested")
+    unexpected(answers.plain, {"a": {"b": math.nan}}, match="finite")
     assert answers.plain({"a\x1b": ["b\x1b", True, None, 2.5]}) != {"a\x1b": ["b\x1b", True, None, 2.5]}
     room = answers.TOTALS - len(json.dumps({"a": [""]}))
     lines = ["x" * 1996] * (room // 2000)
     last = room - len(", ".join(json.dumps(line) for line in lines)) + len('""') - len(', ""')
     assert answers.totals_in({"totals": {"a": [*lines, "x" * last]}})
-    strange(answers.totals_in, {"totals": {"a": [*lines, "x" * (last + 1)]}}, match="too long")
-    strange(answers.totals_in, {"totals": [1]}, match="totals is a list")
+    unexpected(answers.totals_in, {"totals": {"a": [*lines, "x" * (last + 1)]}}, match="too long")
+    unexpected(answers.totals_in, {"totals": [1]}, match="totals is a list")
 
 
 def test_an_address_keeps_empty_values_and_hides_what_is_private():
@@ -148,19 +148,19 @@ def test_a_server_that_goes_away_and_one_that_says_nothing_of_use_are_named():
     with pytest.raises(aiohttp.ClientConnectionError, match="before the prompt ended"):
         followed(about("progress"), None)
     for message in ([1], {"data": {}}, {"type": 1}):
-        strange(followed, message)
+        unexpected(followed, message)
 
 
-@pytest.mark.parametrize(("status", "said", "is_strange"), [
+@pytest.mark.parametrize(("status", "said", "is_unexpected"), [
     (502, "answered 502", False), (503, "answered 503", False), (504, "answered 504", False),
     (401, "needs? a login|need a login", True), (403, "need a login", True), (301, "refers to", True),
     (307, "refers to", True),
 ])
-def test_statuses_that_are_of_what_stands_before_a_server(status, said, is_strange):
+def test_statuses_that_are_of_what_stands_before_a_server(status, said, is_unexpected):
     reply = SimpleNamespace(status=status, headers={})
     with pytest.raises(ServerAwayError, match=said) as away:
         Server(None, "host")._check(reply)
-    assert away.value.strange == is_strange and not away.value.gone
+    assert away.value.unexpected == is_unexpected and not away.value.gone
 
 
 @pytest.mark.parametrize(("status", "versions"), [(200, {"comfyui": "0.3", "torch": "2"}), (404, {}), (500, {})])
@@ -190,9 +190,9 @@ def test_an_entry_says_how_a_prompt_ended_and_when():
     assert (bare.outcome, bare.seconds, bare.error) == ("error", 0, "ComfyUI: no reason given")
     assert entry(history(["execution_interrupted", {}]), {}).outcome == "interrupted"
     assert entry(history(status_str="success"), {}).outcome == "success" and entry({}, {}).outcome == "error"
-    strange(entry, history(status_str="fine"), {}, match="ended as fine")
+    unexpected(entry, history(status_str="fine"), {}, match="ended as fine")
     for message in ([], ["execution_success"], ["execution_success", {}, 1], [1, {}], ["execution_success", 1]):
-        strange(entry, history(message), {}, match="not events")
+        unexpected(entry, history(message), {}, match="not events")
 
 
 def test_files_are_those_that_were_saved_or_else_those_shown():
@@ -202,7 +202,7 @@ def test_files_are_those_that_were_saved_or_else_those_shown():
     assert files_of({"1": outputs["1"]}) == [{"filename": "a.png", "subfolder": "", "type": "temp", "node": "1"}]
     assert files_of({"1": {"images": [{"filename": "c"}]}})[0]["type"] == "output"
     assert len(files_of({"1": {"images": [shown] * FILES}})) == FILES
-    strange(files_of, {"1": {"images": [shown] * (FILES + 1)}}, match="10001 files")
+    unexpected(files_of, {"1": {"images": [shown] * (FILES + 1)}}, match="10001 files")
 
 
 def test_reports_belong_to_the_nodes_whose_traces_they_are_of():
@@ -281,12 +281,12 @@ def test_a_workflow_is_sent_beside_its_prompt(monkeypatch, workflow):
     assert asked["prompt_id"] == run.prompt_id and run.collect("images") == [1]
 
 
-def test_a_prompt_that_is_refused_says_why_and_other_statuses_are_strange(monkeypatch):
+def test_a_prompt_that_is_refused_says_why_and_other_statuses_are_unexpected(monkeypatch):
     refusal = {"error": {"type": "no"}, "node_errors": {"1": 2}}
     monkeypatch.setattr(client.aiohttp, "ClientSession", Answers(400, refusal))
     run = asyncio.run(client.run_prompt("http://host", {}))
     assert run.outcome == "rejected" and run.error == {"type": "no"} and run.node_errors == {"1": 2}
     for status in (500, 201, 404):
         monkeypatch.setattr(client.aiohttp, "ClientSession", Answers(status))
-        with pytest.raises(StrangeAnswerError, match=f"/prompt answered {status}"):
+        with pytest.raises(UnexpectedAnswerError, match=f"/prompt answered {status}"):
             asyncio.run(client.run_prompt("http://host", {}))

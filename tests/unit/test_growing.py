@@ -120,22 +120,22 @@ def test_top_k_trees_of_a_batch_are_those_of_each_image(images, levels, most, no
 
 @given(images, st.integers(1, DEEPEST), st.integers(1, 7), st.integers(1, 12), st.integers(0, 10**6))
 @settings(max_examples=30, deadline=None)
-def test_top_k_trees_have_one_size_unless_told(images, levels, most, nodes, seed):
+def test_top_k_trees_have_one_size_unless_it_is_limited(images, levels, most, nodes, seed):
     drafter = PathDrafter(len(images), seed)
     tree = grow_top_k(work_of(drafter, len(images)), drafter.root([0] * len(images)), levels, most, nodes)
     for b in range(len(images)):
         assert_same(drafts_of(tree, b), top_k_by_hand(drafter, b, levels, min(most, VOCAB), nodes))
 
 
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("cut", [True, False])
 @given(images, st.integers(0, 10**6))
 @settings(max_examples=40, deadline=None)
-def test_sampled_trees_are_cut_to_the_first_levels_and_the_first_drafts_of_each(told, images, seed):
+def test_sampled_trees_are_cut_to_the_first_levels_and_the_first_drafts_of_each(cut, images, seed):
     """At temperature 0, where the samples are the likeliest tokens."""
     drafter = PathDrafter(len(images), seed)
     committed, depth, width = (list(column) for column in zip(*images))
-    cut = (torch.tensor(depth), torch.tensor(width)) if told else ()
-    tree = grow_sampled(work_of(drafter, len(images)), drafter.root(committed), SHAPE, torch.tensor(0), *cut)
+    limits = (torch.tensor(depth), torch.tensor(width)) if cut else ()
+    tree = grow_sampled(work_of(drafter, len(images)), drafter.root(committed), SHAPE, torch.tensor(0), *limits)
     for b in range(len(images)):
         wanted, above = {}, [()]
         for number, level in enumerate(SHAPE, 1):
@@ -143,7 +143,7 @@ def test_sampled_trees_are_cut_to_the_first_levels_and_the_first_drafts_of_each(
             for place, (parent, rank) in enumerate(zip(level.parent, level.rank)):
                 path = above[parent]
                 there = path is not None and committed[b] + number <= LENGTH
-                if told:
+                if cut:
                     there = there and number <= depth[b] and place < width[b]
                 q = drafter.after(b, path) if there else []
                 here.append((*path, likeliest(q, rank + 1)[-1]) if there else None)

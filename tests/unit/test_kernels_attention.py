@@ -14,7 +14,7 @@ from comfyui_specar.kernels.rotation import factors_of, rotate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ..support.closeness import assert_as_exact
+from ..support.closeness import assert_as_exact, fp64
 from ..support.triton_kernels import compiled_everywhere, interpreted
 
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
@@ -262,6 +262,8 @@ def test_query_heads_attend_to_the_key_head_they_share(heads, masked):
     if masked:
         seen = (torch.rand(3, 1, 5, 5, generator=generator) < 0.6) | torch.eye(5, dtype=torch.bool)
     shared = torch.arange(heads) // (heads // 2)
-    scores = (q @ k[:, shared].mT / 8**0.5).masked_fill(~seen, -torch.inf)
-    found = attend(q, k, v, added(seen, q.dtype) if masked else None)
-    assert torch.allclose(found, scores.softmax(-1) @ v[:, shared], atol=1e-5)
+    with fp64():
+        scores = (q @ k[:, shared].mT / 8**0.5).masked_fill(~seen, -torch.inf)
+        found = attend(q, k, v, added(seen, torch.float64) if masked else None)
+        wanted = scores.softmax(-1) @ v[:, shared]
+    assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-12)

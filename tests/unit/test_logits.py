@@ -13,6 +13,8 @@ from comfyui_specar.samplers.probabilities import DeviceParams, probabilities
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ..support.closeness import fp64
+
 FREE = torch.tensor([[-1]])
 PROBS = torch.tensor([0.5, 0.3, 0.15, 0.05])
 
@@ -113,11 +115,12 @@ def test_numbers_on_the_device_are_those_of_the_call(cfg, temperature, top_k, to
     """A captured step reads them there; the arguments then only say what is off."""
     rows = torch.randn(2 if cfg != 1 else 1, 3, 5, generator=torch.Generator().manual_seed(4))
     order = ("top_k", "top_p")
-    wanted = kernel(rows, None, cfg, temperature, 5, top_k, top_p, order, entropy)
-    numbers = torch.tensor([cfg, temperature, top_k, top_p, *(entropy or (0, 1, 1))])
     on = 9.0 if cfg != 1 else 1, 9.0, min(top_k, 1), 0.1 if top_p < 1 else 1.0
-    found = kernel(rows, None, *on[:2], 5, *on[2:], order, entropy and (9.0, 9.0, 9.0), numbers)
-    assert torch.allclose(found, wanted, atol=1e-6) and torch.equal(found > 0, wanted > 0)
+    with fp64():
+        wanted = kernel(rows, None, cfg, temperature, 5, top_k, top_p, order, entropy)
+        numbers = torch.tensor([cfg, temperature, top_k, top_p, *(entropy or (0, 1, 1))])
+        found = kernel(rows, None, *on[:2], 5, *on[2:], order, entropy and (9.0, 9.0, 9.0), numbers)
+    assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-12) and torch.equal(found > 0, wanted > 0)
 
 
 def test_guidance_comes_before_everything():
@@ -252,9 +255,10 @@ def test_entropy_in_nats():
 ], ids=str)
 def test_parameters_on_the_device_give_the_distribution_of_those_in_the_call(params):
     rows = torch.randn(2 if params.guided else 1, 4, 5, generator=torch.Generator().manual_seed(2))
-    on_device = DeviceParams.of(params, rows.device, None)
-    other = DeviceParams.of(SamplingParams(cfg=9.0, temperature=3.0), rows.device, None).numbers
-    for these in (on_device, DeviceParams.of(params, rows.device, other)):
-        found, wanted = (probabilities(rows, each, 5, None) for each in (these, params))
-        assert torch.equal(found > 0, wanted > 0) and torch.allclose(found, wanted, atol=1e-6)
+    with fp64():
+        on_device = DeviceParams.of(params, rows.device, None)
+        other = DeviceParams.of(SamplingParams(cfg=9.0, temperature=3.0), rows.device, None).numbers
+        for these in (on_device, DeviceParams.of(params, rows.device, other)):
+            found, wanted = (probabilities(rows, each, 5, None) for each in (these, params))
+            assert torch.equal(found > 0, wanted > 0) and torch.allclose(found, wanted, rtol=1e-12, atol=1e-12)
     assert on_device.guided == params.guided and (on_device.temperature > 0) == (params.temperature > 0)

@@ -199,7 +199,7 @@ def test_ids_that_were_blended_are_refused():
         whole_ids(F.interpolate(ids, scale_factor=2, mode="bilinear"))
 
 
-def test_notices_of_a_strangers_trace_do_nothing_to_a_terminal(model):
+def test_notices_of_an_untrusted_trace_do_nothing_to_a_terminal(model):
     trace = api.sample(model, model.encode_prompt("cat"), NextToken()).trace
     trace.settings["notices"] = ["red\x1b[31m"]
     assert api.run_report(trace).splitlines()[-1] == "red\\x1b[31m"

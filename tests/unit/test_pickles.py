@@ -86,7 +86,7 @@ def test_other_containers_are_named_in_the_answer(tmp_path):
 @pytest.fixture
 def lightning(tmp_path, monkeypatch):
     """A checkpoint of Lightning, with its classes and numbers of NumPy beside the weights."""
-    numpy = pytest.importorskip("numpy")
+    import numpy
     for name in ("pytorch_lightning", "pytorch_lightning.callbacks", "pytorch_lightning.callbacks.model_checkpoint"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     kind = type("ModelCheckpoint", (dict,), {"__module__": "pytorch_lightning.callbacks.model_checkpoint"})

@@ -1,4 +1,4 @@
-"""Text of strangers in messages and logs."""
+"""Untrusted text in messages and logs."""
 
 import unicodedata
 

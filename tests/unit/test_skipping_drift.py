@@ -1,4 +1,4 @@
-"""VVS: the drift bound of drafts accepted unverified, against laws that are worked out tree by tree."""
+"""VVS: the drift bound of drafts accepted unverified, against distributions that are enumerated tree by tree."""
 
 import itertools
 from dataclasses import replace
@@ -32,23 +32,23 @@ class Table:
             self.rows[prefix] = logits.softmax(-1).tolist()
         return self.rows[prefix]
 
-    def extended(self, law: dict, prefix: tuple[int, ...], mass: float, length: int) -> None:
-        """Add to a law the sequences of ``length`` tokens that continue ``prefix`` as this table does."""
+    def extended(self, sampled: dict, prefix: tuple[int, ...], mass: float, length: int) -> None:
+        """Add to a distribution the sequences of ``length`` tokens that continue ``prefix`` as this table does."""
         if len(prefix) == length:
-            law[prefix] = law.get(prefix, 0.0) + mass
+            sampled[prefix] = sampled.get(prefix, 0.0) + mass
             return
         for token, p in enumerate(self(prefix)):
-            self.extended(law, (*prefix, token), mass * p, length)
+            self.extended(sampled, (*prefix, token), mass * p, length)
 
 
-def distance(law: dict, other: dict) -> float:
-    return sum(abs(law.get(key, 0.0) - other.get(key, 0.0)) for key in law.keys() | other.keys()) / 2
+def distance(sampled: dict, other: dict) -> float:
+    return sum(abs(sampled.get(key, 0.0) - other.get(key, 0.0)) for key in sampled.keys() | other.keys()) / 2
 
 
 def drift(trees, chosen: Skipping, target: Table, length: int) -> tuple[float, float, float]:
     """How far a skipped round drifts over trees (with their probabilities): the total variation of what it takes,
     continued by the target, and the target's own; the mean of the bounds; the same with q = 1 throughout."""
-    law, exact, bound, certain = {}, {}, 0.0, 0.0
+    sampled, exact, bound, certain = {}, {}, 0.0, 0.0
     target.extended(exact, (), 1.0, length)
     for tree, chance in trees:
         draws = len(leaf_paths(tree, 0)) if chosen.path == "uniform" else 1
@@ -60,8 +60,8 @@ def drift(trees, chosen: Skipping, target: Table, length: int) -> tuple[float, f
                 p = target(tokens[:place])[token]
                 bound += chance / draws * max(0.0, 1 - p / float(q[place]))
                 certain += chance / draws * (1 - p)
-            target.extended(law, tokens, chance / draws, length)
-    return distance(law, exact), bound, certain
+            target.extended(sampled, tokens, chance / draws, length)
+    return distance(sampled, exact), bound, certain
 
 
 @given(seeds, st.sampled_from(PATHS), st.booleans())
@@ -152,18 +152,18 @@ def test_of_sampled_trees(path, shape):
 
 
 def verified(tokens: list[int], p: list[float], q: list[float]) -> list[float]:
-    """The law of the token after an exact test of siblings, one after the other, that were sampled in this order."""
-    law, left = [0.0] * len(p), 1.0
+    """The distribution of the token after an exact test of siblings that were sampled in this order, one by one."""
+    sampled, left = [0.0] * len(p), 1.0
     for token in tokens:
         accepted = min(1.0, p[token] / q[token])
-        law[token] += left * accepted
+        sampled[token] += left * accepted
         left *= 1 - accepted
         over = [max(0.0, a - b) for a, b in zip(p, q)]
         if left < 1e-12 or not sum(over):
-            return law
+            return sampled
         p = [x / sum(over) for x in over]
         q = [0.0 if x == token else b / (1 - q[token]) for x, b in enumerate(q)]
-    return [a + left * b for a, b in zip(law, p)]
+    return [a + left * b for a, b in zip(sampled, p)]
 
 
 def test_sampled_trees_that_decide_themselves_have_no_bound():
@@ -175,7 +175,7 @@ def test_sampled_trees_that_decide_themselves_have_no_bound():
     codes, chosen = torch.eye(4)[[0, 0, 1, 2]], Skipping("dynamic", threshold=0.5, guard=0)
     trees = list(sampled_trees(drafter, ((0,), (1,), (2,))))
     one, no = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
-    law, skipped = {(x,): 0.0 for x in range(4)}, []
+    sampled, skipped = {(x,): 0.0 for x in range(4)}, []
     for tree, chance in trees:
         tokens = tree.token[0, 1:].tolist()
         if decide(chosen, tree, codes, 1, one, 9, no):
@@ -184,11 +184,11 @@ def test_sampled_trees_that_decide_themselves_have_no_bound():
         else:
             taken = verified(tokens, p, q)
         for x in range(4):
-            law[x,] += chance * taken[x]
+            sampled[x,] += chance * taken[x]
     assert 0 < len(skipped) < len(trees)
-    assert sum(law.values()) == pytest.approx(1, abs=1e-6)
+    assert sum(sampled.values()) == pytest.approx(1, abs=1e-6)
     bound = drift(skipped, chosen, target, 1)[1]
-    assert distance(law, {(x,): p[x] for x in range(4)}) > bound + 0.05
+    assert distance(sampled, {(x,): p[x] for x in range(4)}) > bound + 0.05
     method = DraftTree(None, Static(), skipping=chosen)
     assert not method.bounded and not replace(method, structure=ADTTree(children="sampled")).bounded
     for structure in (Dynamic(), ADTTree(), Chain()):

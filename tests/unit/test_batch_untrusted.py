@@ -374,15 +374,15 @@ def test_a_batch_of_a_version_that_wrote_logins_goes_on_and_writes_them_no_more(
 
 def test_texts_and_numbers_of_an_entry_are_those_that_a_file_can_hold():
     found = {"status": {"status_str": "success"}, "outputs": {"9": {"images": [{"filename": "a\u202eb.png"}]}}}
-    with pytest.raises(answers.StrangeAnswerError, match=r"filename is a\\u202eb"):
+    with pytest.raises(answers.UnexpectedAnswerError, match=r"filename is a\\u202eb"):
         server.entry(found, WORKFLOW)
     found["outputs"] = {"9": {"images": [{"filename": "a.png"}] * (limits.FILES + 1)}}
-    with pytest.raises(answers.StrangeAnswerError, match="10001 files"):
+    with pytest.raises(answers.UnexpectedAnswerError, match="10001 files"):
         server.entry(found, WORKFLOW)
     report = {"settings": {}, "totals": {"a": [[[[[1]]]]]}}
     for totals, words in (({"a": [[[[1]]]]}, "nested"), ({"a": float("inf")}, "finite"), ({"a": [1] * 10**5}, "long")):
         report["totals"] = totals
-        with pytest.raises(answers.StrangeAnswerError, match=words):
+        with pytest.raises(answers.UnexpectedAnswerError, match=words):
             server.entry({"outputs": {"10": {"specar": [report]}}}, WORKFLOW)
 
 
@@ -426,7 +426,7 @@ def test_whoever_follows_a_prompt_passes_over_what_is_about_none_and_ends_with_w
 
     asked = None
     if isinstance(odd, str) and ('"type": "' not in odd):
-        with pytest.raises(answers.StrangeAnswerError):
+        with pytest.raises(answers.UnexpectedAnswerError):
             asyncio.run(check())
     else:
         assert asyncio.run(check()).outcome == "success"
