@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 from codecs import BOM_UTF8
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath, PureWindowsPath
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -134,7 +134,7 @@ def open_checkpoint(path: Path, mapped: bool | None = None) -> Checkpoint:
     Raises CheckpointError for a missing, truncated, empty or code-carrying file, and if memory is short.
     """
     mapped = _mapped if mapped is None else mapped
-    checkpoint = _open(path, _map if mapped else safetensors_files.read, mapped)
+    checkpoint = _open(path, "map" if mapped else "read")
     tensors = with_scales(_own_names(checkpoint.tensors), path)
     refuse_foreign(tensors, path)
     return replace(checkpoint, tensors=tensors)
@@ -142,7 +142,7 @@ def open_checkpoint(path: Path, mapped: bool | None = None) -> Checkpoint:
 
 def outline(path: Path) -> Checkpoint:
     """A checkpoint whose tensors are on the meta device: names, shapes and dtypes. Raises as open_checkpoint does."""
-    checkpoint = _open(path, safetensors_files.outline, mapped=True)
+    checkpoint = _open(path, "outline")
     tensors = {name: tensor if name.endswith(MARK) else tensor.to("meta")  # marks of the metadata are known
                for name, tensor in checkpoint.tensors.items()}
     return replace(checkpoint, tensors=with_scales(_own_names(tensors), path))
@@ -153,7 +153,7 @@ def _own_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {own: tensors[name] for name, own in unwrapped(tensors).items()}
 
 
-_Read = Callable[[Path], tuple[dict[str, Tensor], dict[str, str]]]  # safetensors file -> tensors, metadata
+How = Literal["map", "read", "outline"]  # the data: memory-mapped, read into memory, or left in the file
 
 
 def _map(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -162,16 +162,16 @@ def _map(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118 (not a dict)
 
 
-def _open(path: Path, read: _Read, mapped: bool) -> Checkpoint:
+def _open(path: Path, how: How) -> Checkpoint:
     if not os.path.isfile(path):
         raise CheckpointError(f"{path} does not exist. {remedy_for_missing(path.name)}")
     if path.name.endswith(INDEX):
-        return _open_shards(path, read, mapped)
+        return _open_shards(path, how)
     suffix = path.suffix.lower()
     if suffix in SAFETENSORS:
-        return _open_safetensors(path, read)
+        return _open_safetensors(path, how)
     if suffix in PICKLES:
-        return _open_pickle(path, mapped)
+        return _open_pickle(path, how)
     if suffix in TORCHSCRIPT:
         return _open_torchscript(path)
     kinds = ", ".join(SAFETENSORS + PICKLES + TORCHSCRIPT)
@@ -200,7 +200,7 @@ def shard_of(index: Path) -> dict[str, str]:
     return shards
 
 
-def _open_shards(index: Path, read: _Read, mapped: bool) -> Checkpoint:
+def _open_shards(index: Path, how: How) -> Checkpoint:
     shards = shard_of(index)
     tensors: dict[str, Tensor] = {}
     files = sorted(set(shards.values()))
@@ -211,7 +211,7 @@ def _open_shards(index: Path, read: _Read, mapped: bool) -> Checkpoint:
             f"({', '.join(missing[:3])}). Download them into the folder {index.parent}."
         )
     for file in files:
-        tensors |= _open(index.parent / file, read, mapped).tensors
+        tensors |= _open(index.parent / file, how).tensors
     absent = [name for name in shards if name not in tensors]
     if absent:
         raise CheckpointError(
@@ -221,7 +221,8 @@ def _open_shards(index: Path, read: _Read, mapped: bool) -> Checkpoint:
     return Checkpoint(tensors, {}, index)
 
 
-def _open_safetensors(path: Path, read: _Read) -> Checkpoint:
+def _open_safetensors(path: Path, how: How) -> Checkpoint:
+    read = {"map": _map, "read": safetensors_files.read, "outline": safetensors_files.outline}[how]
     try:
         tensors, strings = read(path)
         metadata = parse_json(strings.get("specar", "{}"))
@@ -242,9 +243,9 @@ def _open_safetensors(path: Path, read: _Read) -> Checkpoint:
     return Checkpoint(tensors, metadata if isinstance(metadata, dict) else {}, path)
 
 
-def _open_pickle(path: Path, mapped: bool) -> Checkpoint:
+def _open_pickle(path: Path, how: How) -> Checkpoint:
     try:
-        content = read_pickle(path, mapped)
+        content = read_pickle(path, mapped=how != "read", data=how != "outline")
         tensors = _weights_in(content, path.name, set())
         refuse_unreal(tensors, path)
     except ValueError as error:

@@ -42,13 +42,14 @@ _ALSO = {
 _ALSO["__builtin__"] = _ALSO["builtins"]
 
 
-def read_pickle(path: Path, mapped: bool) -> Any:
-    """The content of a file, without executing anything. mapped: memory-map the tensors of a zip file.
+def read_pickle(path: Path, mapped: bool, data: bool = True) -> Any:
+    """The content of a file, without executing anything. mapped: memory-map the tensors of a zip file. data: read those
+    of the older format, which cannot be mapped; else they are on the meta device.
 
     Raises ValueError for a file that is damaged or contains more than plain weights.
     """
     try:
-        return _ZipReader.content(path, mapped) if _is_zip(path) else _OldReader.content(path)
+        return _ZipReader.content(path, mapped) if _is_zip(path) else _OldReader.content(path, data)
     except Exception as error:  # a damaged pickle can raise anything
         raise FileError(f"({str(error)[:200] or type(error).__name__})") from error
 
@@ -218,10 +219,10 @@ class _OldReader(_Reader):
     storages, all pickled; then the storages, each after its length."""
 
     @classmethod
-    def content(cls, path: Path) -> Any:
+    def content(cls, path: Path, data: bool) -> Any:
         """The content of a file; see read_pickle."""
         size = path.stat().st_size
-        with path.open("rb") as file:
+        with torch.device("cpu" if data else "meta"), path.open("rb") as file:
             pickles = io.BytesIO(file.read(PICKLE))
             _, _, system = (cls(pickles, 0).load() for _ in range(3))
             if isinstance(system, dict) and not system.get("little_endian", True):
@@ -232,7 +233,7 @@ class _OldReader(_Reader):
             if not named or sorted(keys) != sorted(reader.storages):
                 raise FileError("it does not list its storages")
             file.seek(pickles.tell())
-            for key in keys:
+            for key in keys if data else ():
                 storage = reader.storages[key]
                 if int.from_bytes(file.read(8), "little") != len(storage):
                     raise FileError("one of its storages has another length than stated")

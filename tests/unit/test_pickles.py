@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 from comfyui_specar.model_loaders.detect import load_image_decoder
-from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_checkpoint, tensor_names
+from comfyui_specar.model_loaders.files.checkpoint import CheckpointError, open_checkpoint, outline, tensor_names
 from comfyui_specar.model_loaders.files.pickles import read_pickle
 
 from ..support.bad_files import refused
@@ -146,3 +146,14 @@ def test_a_torchscript_archive_under_another_ending_is_named(tmp_path):
     with pytest.warns(DeprecationWarning):
         torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "some.pt")
     refused(tmp_path / "some.pt", "TorchScript", ".jit", loader=open_checkpoint)
+
+
+def test_names_in_the_old_format_are_read_without_the_data(tmp_path):
+    """As for a list of files, of which each may have gigabytes."""
+    path = tmp_path / "some.pt"
+    torch.save({"a.weight": torch.ones(1000, 10)}, path, _use_new_zipfile_serialization=False)
+    path.write_bytes(path.read_bytes()[:-100])
+    assert {name: (*tensor.shape, tensor.device.type) for name, tensor in outline(path).tensors.items()} == {
+        "a.weight": (1000, 10, "meta")}
+    with pytest.raises(CheckpointError, match="ends too soon"):
+        open_checkpoint(path)
