@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..limits import CELL, COLUMNS, JOBS, NAME, PROBLEMS, ROW, TABLE, parse_json
+from ..limits import CELL, CELLS, COLUMNS, JOBS, LINES, NAME, PROBLEMS, ROW, TABLE, parse_json
 from ..printable import printable
 
 DELIMITERS = ",;\t"
@@ -62,6 +62,9 @@ def read_jobs(path: Path) -> list[Job]:
         raise JobsError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise JobsError(f"{path} is not UTF-8 text (in Excel: Save As > CSV UTF-8)") from error
+    for marks, most, what in (("\n\r", LINES, "lines"), (DELIMITERS, CELLS, "values")):
+        if max(map(text.count, marks)) > most:
+            raise JobsError(f"{path.name} has more than {most} {what}: split it into several tables")
     rows = list(islice(kinds[path.suffix.lower()](text, path.name), JOBS + 1))
     if len(rows) > JOBS:
         raise JobsError(f"{path.name} has more than {JOBS} jobs: split it into several tables")

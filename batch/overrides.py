@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..limits import SETTINGS, parse_json
+from ..limits import NODES, SETTINGS, parse_json
 from .jobs import Job, RowsError, Scientific, several
 
 Workflow = dict[str, dict]
@@ -40,6 +40,8 @@ def read_workflow(path: Path) -> Workflow:
         if path.stat().st_size > SETTINGS:
             raise ValueError(f"it has more than {SETTINGS} bytes")
         workflow = parse_json(path.read_text(encoding="utf-8-sig"))
+        if isinstance(workflow, dict) and len(workflow) > NODES:
+            raise ValueError(f"it has {len(workflow)} nodes; {NODES} is the limit")
     except (OSError, ValueError) as error:
         raise OverrideError(f"cannot read the workflow {path}: {error}") from error
     nodes = workflow.values() if isinstance(workflow, dict) else [workflow]

@@ -188,7 +188,8 @@ def listed() -> Iterator[tuple[str, str, Make, str, Ask, Callable[[str], Subject
         (BUNDLED, ONES, ASKED), (BUNDLED, WINDOWS | PRESETS | VARIANTS, once),
     ):
         for (method, make), (question, ask) in product(methods.items(), asked.items()):
-            yield model, method, make, question, ask, discrete
+            if question != "skippable" or any(skips in method for skips in SKIPS if skips != "verified"):
+                yield model, method, make, question, ask, discrete
     once = {"guided": VECTORS_ASKED["guided"]}
     for model in (BUNDLED_VECTORS, *TINY_VECTORS):
         methods = {name: VECTOR_METHODS[name] for name in OF_CELLS} if model == "xar" else VECTOR_METHODS

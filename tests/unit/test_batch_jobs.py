@@ -1,5 +1,6 @@
 """The jobs file, and how its settings get into a workflow."""
 
+import contextlib
 import csv
 import io
 import json
@@ -18,6 +19,7 @@ from comfyui_specar.batch.overrides import (
     read_workflow,
     with_overrides,
 )
+from comfyui_specar.limits import CELLS, LINES, NODES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -420,3 +422,21 @@ def test_the_name_of_a_column_has_an_end(tmp_path, name, content):
     (tmp_path / name).write_text(content, "utf-8")
     with pytest.raises(JobsError, match="has a name of 1001 characters; 1000 is the limit"):
         read_jobs(tmp_path / name)
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    ("prompt\n" + "\n" * LINES, "more than 1000000 lines"), ("a,b\n" + "," * CELLS, "more than 3000000 values"),
+])
+def test_a_table_of_nothing_is_refused_before_it_is_read(tmp_path, content, message):
+    """30 million blank lines, or values of one character, took seconds."""
+    (tmp_path / "a.csv").write_text(content, "utf-8")
+    with pytest.raises(JobsError, match=message):
+        read_jobs(tmp_path / "a.csv")
+
+
+def test_a_workflow_has_an_end(tmp_path):
+    node = {"class_type": "A", "inputs": {}}
+    for count in (NODES, NODES + 1):
+        (tmp_path / "w.json").write_text(json.dumps({str(number): node for number in range(count)}), "utf-8")
+        with contextlib.nullcontext() if count == NODES else pytest.raises(OverrideError, match="has 5001 nodes"):
+            assert len(read_workflow(tmp_path / "w.json")) == count
