@@ -1,20 +1,17 @@
 """Steps as CUDA graphs: one launch instead of a thousand. On other devices a step is simply called.
 
-A graph replays the captured launches on the memory they used. So a step is a function of tensors: everything that
-changes from call to call is an input, which is copied to where the graph reads it, or is in memory with a fixed address
-(key/value caches). Inputs are never written to: one that a step returns unchanged is a constant of the run, and is
-copied once.
+A graph replays the captured launches on the memory they used. So a step is a function from one state to the next, both
+nests of tensors: what changes from call to call is in the state, or in memory with a fixed address (key/value caches).
+A step does not write to its state. What it returns unchanged is a constant of the run, and is copied once.
 """
 
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
-from collections import Counter
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar
 
@@ -25,8 +22,6 @@ from . import switches
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-MOST = 128  # graphs of one kind of run; steps of further shapes are called
-PATIENCE = 5  # calls that take as long as one capture
 
 
 def leaves(tree: Any) -> list[Tensor]:
@@ -51,30 +46,37 @@ def mapped(change: Callable[[Tensor], Tensor], tree: T) -> T:
     return tree
 
 
+@dataclass(frozen=True)
 class _Graph:
-    """A captured step: ``inputs`` it reads and ``outputs`` it writes, at fixed addresses.
+    """A captured step, the state that it reads and overwrites, and that state with the step's constants.
 
-    The graph also reads the tensors that the ``step`` refers to (tables, caches); holding the step keeps them alive. An
-    output that is the input of the same index is handed on: the caller gets back the tensor it passed.
+    The graph also reads the tensors that the ``step`` refers to (tables, caches); holding the step keeps them alive.
     """
 
-    def __init__(self, graph: Any, step: Callable[..., Any], inputs: tuple, outputs: Any):
-        self.graph, self.step, self.inputs, self.outputs = graph, step, inputs, outputs
-        self.places = leaves(inputs)
-        self.handed_on = {i for i, (a, b) in enumerate(zip(self.places, leaves(outputs), strict=False)) if a is b}
-        self.written = {id(x) for i, x in enumerate(leaves(outputs)) if i not in self.handed_on}
-        self.held: dict[int, Tensor] = {}  # of what is handed on, the input that was copied
+    graph: Any
+    step: Callable[..., Any]
+    places: Any
+    after: Any
 
-    def replay(self, inputs: tuple, written: Container[int]) -> Any:
-        """Copy the inputs that changed to where the graph reads them, and launch. ``written``: the outputs of all
-        graphs, by id: their values change with every replay."""
-        given = leaves(inputs)
-        copy_together((there, new) for i, (there, new) in enumerate(zip(self.places, given, strict=True))
-                      if self.held.get(i) is not new)
-        self.held = {i: given[i] for i in self.handed_on if id(given[i]) not in written}
-        self.graph.replay()
-        place = itertools.count()
-        return mapped(lambda x: given[i] if (i := next(place)) in self.handed_on else x, self.outputs)
+
+def put(places: Any, state: Any) -> None:
+    """Copy the tensors of a state to ``places``, unless they are these. Raises RuntimeError for other shapes.
+
+    One that shares memory with a place is copied aside first: another copy may overwrite it before it is read.
+    """
+    there, here = leaves(places), leaves(state)
+    if sizes_of(there) != sizes_of(here):
+        raise RuntimeError(f"the step changes the shapes of its state from {sizes_of(there)} to {sizes_of(here)}")
+    memory = {place.untyped_storage()._cdata for place in there}
+    copy_together(
+        (place, value.clone() if value.untyped_storage()._cdata in memory else value)
+        for place, value in zip(there, here, strict=True) if place is not value
+    )
+
+
+def sizes_of(tensors: Iterable[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+    """Shapes and dtypes."""
+    return [(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
 def copy_together(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -87,12 +89,21 @@ def copy_together(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 _allowed = True
+_failed = False
 
 
 def allow(allowed: bool) -> None:
     """Allow or forbid capturing from now on, as ComfyUI's command line asks."""
     global _allowed
     _allowed = allowed
+
+
+def give_up(why: str) -> None:
+    """Capture nothing any more in this process, and say so once."""
+    global _failed
+    if not _failed:
+        log.warning("CUDA graphs are off until ComfyUI is restarted, which makes steps slower: %s", why)
+    _failed = True
 
 
 def captures(device: torch.device) -> bool:
@@ -104,8 +115,8 @@ def captures(device: torch.device) -> bool:
 
 
 def capturable(device: torch.device) -> bool:
-    """Are steps captured on this device: can they be, and is it allowed?"""
-    return captures(device) and _allowed and not switches.on(switches.NO_GRAPHS)
+    """Are steps captured on this device: can they be, is it allowed, and has it not failed before?"""
+    return captures(device) and _allowed and not _failed and not switches.on(switches.NO_GRAPHS)
 
 
 _recording = False
@@ -135,7 +146,11 @@ def capturing() -> Iterator[None]:
 
 
 class Graphs:
-    """The captured steps of one kind of run, by key. The results of a call are valid until the next call.
+    """The captured steps of one kind of run, by key.
+
+    A step takes a state to the next one, which has the same shapes. The state of captured steps is in memory of its
+    own: a graph reads it, and at its end overwrites it with the next one. So nothing that a capture allocates outlives
+    it, and all graphs can share one pool of memory, whatever the allocator.
 
     one_shape: should all steps of a run have the same shapes? Every other shape is another capture. True on devices
     that can capture, even without graphs: sums of other lengths round differently, which may change the image.
@@ -144,71 +159,70 @@ class Graphs:
     def __init__(self, device: torch.device):
         self.device, self.active, self.one_shape = device, capturable(device), captures(device)
         self._graphs: dict[Hashable, _Graph] = {}
-        self._calls: Counter[Hashable] = Counter()  # of steps that are not captured (yet)
+        self._called: set[Hashable] = set()
         self._pool: Any = None
-        self._written: set[int] = set()  # outputs of all graphs
 
-    def __call__(self, key: Hashable, step: Callable[..., T], *inputs: Any) -> T:
-        """step(*inputs). The key identifies everything that is not a tensor: shapes, settings, the branches of a step.
+    def __call__(self, key: Hashable, step: Callable[[T], T], state: T) -> T:
+        """step(state). The key identifies everything that is not a tensor: shapes, settings, the branches of a step.
 
-        The first call only calls the step; the second captures it, and from then on the graph is replayed. In a run
-        with many shapes, a shape is captured after it was called a few times. If a GPU refuses to capture or launch a
-        graph, nothing was executed: this and all further steps are called. (An error of an earlier launch is raised
-        again by the step, and ends the run.)
+        ``state`` is used up, and the result is valid until the next call. The first call only calls the step; the
+        second captures it, and from then on the graph is replayed. If a GPU refuses to capture or launch a graph,
+        nothing was executed: this and all further steps are called. (An error of an earlier launch is raised again by
+        the step, and ends the run.)
         """
-        if not self.active:
-            return step(*inputs)
-        graph, captured = self._graphs.get(key), len(self._graphs)
-        if graph is None and (captured >= MOST or self._calls[key] < min(1 + captured // 4, PATIENCE)):
-            self._calls[key] += 1
-            return step(*inputs)
+        if not self.active or key not in self._called:
+            self._called.add(key)
+            return step(state)
         try:
-            if graph is None:
-                graph = self._graphs[key] = self._capture(step, inputs)
-                self._written |= graph.written
-            return graph.replay(inputs, self._written)
+            captured = self._graphs.get(key)
+            places = self._places(state) if captured is None else captured.places
+            put(places, state)
+            if captured is None:
+                captured = self._graphs[key] = self._capture(step, places)
+            captured.graph.replay()
+            return captured.after
         except RuntimeError as error:
-            log.warning("This run goes on without CUDA graphs (it will be slower): %s", error)
             self.active = False
-            return step(*inputs)
+            self.forget()
+            give_up(str(error))
+            return step(state)
 
     def forget(self) -> None:
         """Drop all graphs, and the memory of their intermediate results."""
-        self._graphs, self._pool, self._written = {}, None, set()
-        self._calls.clear()
+        self._graphs, self._pool = {}, None
+        self._called.clear()
 
-    def _capture(self, step: Callable[..., Any], inputs: tuple) -> _Graph:
-        """Record the launches of a step; nothing is executed."""
+    def _places(self, state: T) -> T:
+        """Memory for a state of these shapes: that of another graph, or copies of its tensors."""
+        known = (captured.places for captured in self._graphs.values())
+        shapes = sizes_of(leaves(state))
+        fitting = next((places for places in known if sizes_of(leaves(places)) == shapes), None)
+        return mapped(lambda t: t.clone(memory_format=torch.contiguous_format), state) if fitting is None else fitting
+
+    def _capture(self, step: Callable[[T], T], places: T) -> _Graph:
+        """Record the launches of a step, and of the copies of its results."""
+        def in_place() -> T:
+            after = step(places)
+            put(places, after)
+            place = iter(leaves(places))
+            return mapped(lambda _: next(place), after)
+
+        graph, after = self._record(in_place)
+        return _Graph(graph, step, places, after)
+
+    def _record(self, run: Callable[[], T]) -> tuple[Any, T]:
+        """Record the launches of ``run``, without executing them. Returns the graph and the result."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        places = placed(inputs)
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the GPU during the capture. A capture that fails does not restore the current stream.
         with (
             torch.cuda.stream(torch.cuda.current_stream()), capturing(),
             torch.cuda.graph(graph, self._pool, capture_stream(self.device), capture_error_mode="thread_local"),
         ):
-            outputs = own_outputs(step(*places), places)
-        return _Graph(graph, step, places, outputs)
+            return graph, run()
 
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream on which a GPU's steps are captured. torch's default one belongs to the first GPU that captured."""
     return torch.cuda.Stream(device)
-
-
-def placed(inputs: tuple) -> tuple:
-    """Copies of the inputs: the memory from which a graph reads those of later calls."""
-    return mapped(lambda t: t.clone(memory_format=torch.contiguous_format), inputs)
-
-
-def own_outputs(outputs: T, places: tuple) -> T:
-    """The outputs, with those that share an input's memory copied: the next call overwrites inputs one after the other,
-    while others may still have to be read. Outputs that are handed on are not copied (see _Graph)."""
-    taken = {t.untyped_storage()._cdata for t in leaves(places)}
-    every = itertools.chain(leaves(places), itertools.repeat(None))
-
-    def own(output: Tensor) -> Tensor:
-        return output if next(every) is output or output.untyped_storage()._cdata not in taken else output.clone()
-
-    return mapped(own, outputs)

@@ -32,7 +32,6 @@ CHILDREN = ("top_k", "sampled")
 ROW_START = ("previous", "above", "reset")
 ALPHA_OVER = ("effective", "requested")
 FLOCK_DISTANCE = ("euclidean", "printed")
-COARSE = 8  # the width of captured trees of likeliest children is a multiple of this
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ class ADTTree(Structure):
         if self.children == "sampled":
             return self.size()[0]
         widest = self.nodes if self.depths[0] == 1 else min(self.widths[1], self.nodes)
-        return (self.depths[1] - 1) * -(-widest // COARSE) * COARSE
+        return (self.depths[1] - 1) * widest
 
     def start(self, batch: int, layout: TokenLayout, device: torch.device) -> History:
         """The memory before any tree was verified."""
@@ -226,7 +225,7 @@ class ADTTree(Structure):
             u = stream.uniform(committed[:, None].expand(-1, 2), Purpose.SHAPE, draw)
         return self.shape(history, committed, layout, u)
 
-    def extent(self, plan: tuple[Tensor, Tensor], left: Tensor, coarse: bool) -> Tensor:
+    def extent(self, plan: tuple[Tensor, Tensor], left: Tensor) -> Tensor:
         """The extent of the batch's largest trees: levels and width (top_k), or the width of every level (sampled).
 
         Complete images, with nothing ``left``, have no tree. The host needs the extent to launch the round, so it waits
@@ -236,8 +235,6 @@ class ADTTree(Structure):
         levels = torch.minimum(depth, left)
         if self.children == "top_k":
             widest = torch.where(levels > 0, width, 0).amax()
-            if coarse:
-                widest = (widest + COARSE - 1) // COARSE * COARSE
             return torch.stack((levels.amax(), widest))
         numbers = torch.arange(1, self.depths[1] + 1, device=depth.device)
         return torch.where(numbers <= levels[:, None], self.sampled_width(plan)[:, None], 0).amax(0)

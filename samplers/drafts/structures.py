@@ -61,11 +61,8 @@ class Structure(ABC):
         """The shapes of the next trees, decided at the end of the round before."""
 
     @abstractmethod
-    def extent(self, plan: Plan, left: Tensor, coarse: bool) -> Tensor | None:
-        """The Extent [n] (int64) of a plan, for images with ``left`` [B] tokens to go.
-
-        coarse: round it up, so that rounds have few different shapes.
-        """
+    def extent(self, plan: Plan, left: Tensor) -> Tensor | None:
+        """The Extent [n] (int64) of a plan, for images with ``left`` [B] tokens to go; None if all trees are alike."""
 
     @abstractmethod
     def passes(self, extent: Extent) -> int:
@@ -92,7 +89,7 @@ class _Fixed(Structure):
     def plan(self, history: None, committed: Tensor, layout: TokenLayout, stream: Stream, round_index: Tensor) -> None:
         return None
 
-    def extent(self, plan: None, left: Tensor, coarse: bool) -> None:
+    def extent(self, plan: None, left: Tensor) -> None:
         return None
 
     def learn(self, history: None, plan: Plan, tree: Tree, before: Tensor, after: Tensor, accepted: Tensor,

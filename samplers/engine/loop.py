@@ -55,6 +55,6 @@ def decode(
         # A step decides at most ``width`` tokens, also a step that is launched but not yet known.
         longest = min(length + past_end, int(known.max()) + (poll.lag + 1) * width)
         attention_length = model.set_attention_length(model_state, None if session.graphs.one_shape else longest)
-        state = session.launch("step", (attention_length, request.params.switches), step, state)
+        state = session.launch((attention_length, request.params.switches), step, state)
     times = times[:1] + times[1 + poll.lag :]
     return [1000 * (after - before) for before, after in zip(times, times[1:], strict=False)]

@@ -47,11 +47,13 @@ class Session:
             self.graphs.forget()
         self.state, self.draft_state = state, draft_state
 
-    def launch(self, kind: str, shape: tuple[Hashable, ...], step: Callable[..., T], *inputs: Any) -> T:
-        """step(*inputs): captured and replayed on a GPU. kind and shape identify everything that is not a tensor."""
-        if self.threads:
-            return self.threads(kind, step, *inputs)
-        return self.graphs((kind, *shape), step, *inputs)
+    def launch(self, shape: tuple[Hashable, ...], step: Callable[[T], T], state: T) -> T:
+        """step(state), captured and replayed on a GPU. ``shape`` identifies everything that is not a tensor."""
+        return self.graphs(shape, step, state) if self.graphs.active else self.call("step", step, state)
+
+    def call(self, kind: str, function: Callable[..., T], *inputs: Any) -> T:
+        """function(*inputs), on as many threads as suit its ``kind``."""
+        return self.threads(kind, function, *inputs) if self.threads else function(*inputs)
 
     def params(self, requested: SamplingParams, device: torch.device) -> SamplingParams:
         """The sampling parameters that steps take: with numbers on the device if steps are captured."""

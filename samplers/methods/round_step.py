@@ -1,13 +1,13 @@
 """A round of speculative decoding as two functions of tensors: draft(), and verify_and_commit().
 
-Everything that is not a tensor, and the memory of the caches, is constant during a run. So a round can be captured as
-CUDA graphs, one for every shape it can have, and needs nothing from the host.
+Everything that is not a tensor, and the memory of the caches, is constant during a run. So a round whose tree has
+always the same shape, and is always verified, can be captured as one CUDA graph: whole().
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from ...kernels.sampling import at, categorical, readable, take
 from ..constants import counting
 from ..contract import ARModel, Drafter, SamplingParams, StepOut
 from ..drafts.growing import Drafting, Root
-from ..drafts.structures import Extent, Plan, Structure
+from ..drafts.structures import Extent, Structure
 from ..drafts.trees import Tree
 from ..engine.prefill import Start
 from ..layout import TokenLayout
@@ -48,25 +48,6 @@ from .rounds import (
 from .skipping import Skipping
 
 ROUND = ("accepted", "committed", "width", "nodes", "depth", "skipped")
-
-
-@dataclass(frozen=True)
-class DraftingState:
-    """The part of a RoundState that drafting reads: a captured step gets a copy of everything it is given."""
-
-    stream: Stream
-    layout: TokenLayout
-    skippable: Tensor | None
-    committed: Tensor
-    drafter_inputs: DrafterInputs
-    uncached: Uncached
-    plan: Plan
-    skipped: Tensor
-    round_index: Tensor
-
-    @classmethod
-    def of(cls, state: RoundState) -> DraftingState:
-        return cls(*(getattr(state, field.name) for field in fields(cls)))
 
 
 @dataclass(frozen=True)
@@ -115,7 +96,11 @@ class RoundStep:
         )
         return self.advance(state, Decided(token, one, drafter_inputs))
 
-    def draft(self, extent: Extent, state: DraftingState) -> tuple[Tree, Tensor]:
+    def whole(self, state: RoundState) -> RoundState:
+        """A round whose tree has a fixed shape and is verified."""
+        return self.verify_and_commit(True, False, state, *self.draft((), state))
+
+    def draft(self, extent: Extent, state: RoundState) -> tuple[Tree, Tensor]:
         """Let the drafter observe the new tokens and grow a tree, and decide who skips verification [B] (bool)."""
         inputs = state.drafter_inputs
         position = inputs.begin[:, None] + counting(inputs.token.shape[1], inputs.begin.device)
@@ -262,7 +247,7 @@ class RoundStep:
         """Count the new tokens and plan the next round."""
         committed, round_index = state.committed + decided.count, state.round_index + 1
         plan = self.structure.plan(state.history, committed, state.layout, state.stream, round_index)
-        extent = self.structure.extent(plan, self.length - committed, coarse=self.min_drafter_inputs > 0)
+        extent = self.structure.extent(plan, self.length - committed)
         drafter_inputs = decided.drafter_inputs.padded(self.min_drafter_inputs)
         return replace(
             state, committed=committed, round_index=round_index, plan=plan, extent=extent,

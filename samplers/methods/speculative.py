@@ -21,7 +21,6 @@ import logging
 import time
 from collections.abc import Hashable
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from ..probabilities import check_finite
 from ..rng import Stream
 from ..rules.acceptance import AcceptanceRule, Exact, check_strength
 from ..trace import Record, Trace
-from .round_step import ROUND, DraftingState, RoundStep
+from .round_step import ROUND, RoundStep
 from .skipping import Skipping, check_codebook, check_skippable
 
 log = logging.getLogger(__name__)
@@ -168,31 +167,37 @@ class SpeculativeRun:
 
     def round(self) -> None:
         """Draft, verify (or skip that), commit."""
-        step, launch = self.step, self.session.launch
-        shape = self.shape()
-        tree, skip = launch("draft", shape, partial(step.draft, self.extent), DraftingState.of(self.state))
-        drafted = time.perf_counter()
-        any_verifying, any_skipping = self.branches(skip)
-        verify_and_commit = partial(step.verify_and_commit, any_verifying, any_skipping)
-        branches = any_verifying, any_skipping
-        self.state = launch("verify_and_commit", (*shape, *branches), verify_and_commit, self.state, tree, skip)
+        step, session = self.step, self.session
+        shape, verifies = self.shape(), True
+        if session.graphs.active and self.one_graph:
+            self.state = session.launch(shape, step.whole, self.state)
+        else:
+            tree, skip = session.call("draft", step.draft, self.extent, self.state)
+            self.drafted.append(time.perf_counter())
+            verifies, skips = self.branches(skip)
+            self.state = session.call(
+                "verify_and_commit", step.verify_and_commit, verifies, skips, self.state, tree, skip)
         self.expansions.append(1 + self.method.structure.passes(self.extent))
         self.extent = self.read_extent()
         self.known = torch.maximum(self.known, self.poll(self.state.committed))
-        self.passes += any_verifying
-        self.drafted.append(drafted)
+        self.passes += verifies
         self.times.append(time.perf_counter())
 
+    @property
+    def one_graph(self) -> bool:
+        """Are all rounds of one shape, with nothing to read between drafting and verification?"""
+        return self.method.skipping is None and self.state.extent is None
+
     def shape(self) -> tuple[Hashable, ...]:
-        """The shape of the next round: attention lengths, the tree's extent, and sizes of what the last one left."""
-        step, method, state = self.step, self.method, self.state
+        """The shape of the next round: attention lengths, and which sampling parameters are on."""
+        step, method = self.step, self.method
         longest = int(self.known.max()) + self.poll.lag * (method.structure.size()[1] + 1)
         widths = method.width(self.request), method.draft_width + 1
         target, drafter = (None if self.session.graphs.one_shape else longest + width for width in widths)
         return (
             step.model.set_attention_length(step.target_state, target),
             step.drafter.set_attention_length(step.drafter_state, drafter),
-            step.params.switches, self.extent, state.drafter_inputs.token.shape[1], state.uncached.token.shape[1],
+            step.params.switches,
         )
 
     def branches(self, skip: Tensor) -> tuple[bool, bool]:

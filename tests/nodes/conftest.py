@@ -39,7 +39,7 @@ from comfyui_specar.nodes.comfy_runtime import progress as nodes_progress  # noq
 from ..custom_nodes.simulated_dynamic_vram import ENABLED  # noqa: E402
 from ..support import tiny_glm_image  # noqa: E402
 from ..support.families import Placed  # noqa: E402
-from ..support.fixtures import on_tape  # noqa: E402, F401
+from ..support.fixtures import captures_work, on_tape  # noqa: E402, F401
 from ..support.simulated_gpu import gpu  # noqa: E402, F401
 
 DYNAMIC_VRAM = ENABLED  # from here on, as on an NVIDIA card

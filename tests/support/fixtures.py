@@ -1,10 +1,19 @@
 """Fixtures of more than one folder of tests; a folder's conftest.py imports those that it needs."""
 
 import pytest
+from comfyui_specar.kernels import graphs
 from comfyui_specar.samplers.engine import loop, session
 from comfyui_specar.samplers.methods import speculative
 
 from .tape import LatePoll, TapeGraphs
+
+
+@pytest.fixture(autouse=True)
+def captures_work():
+    """A capture that fails ends capturing for the process, and would hide that a test captures nothing."""
+    yield
+    failed, graphs._failed = graphs._failed, False
+    assert not failed, "a capture failed"
 
 
 @pytest.fixture
@@ -13,11 +22,11 @@ def on_tape(monkeypatch) -> list[TapeGraphs]:
     late what was decided. The list of the graphs they make."""
     made = []
 
-    def graphs(device):
+    def taped(device):
         made.append(TapeGraphs(device))
         return made[-1]
 
-    monkeypatch.setattr(session, "Graphs", graphs)
+    monkeypatch.setattr(session, "Graphs", taped)
     for module in (loop, speculative):
         monkeypatch.setattr(module, "Poll", LatePoll)
     return made

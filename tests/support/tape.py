@@ -1,104 +1,144 @@
 """CUDA graphs on the CPU: steps are recorded once and then replayed operation by operation, on the memory they had.
 
-What a graph cannot do fails here too: reading a value on the host raises, whatever Python did while the step was
-recorded does not happen again, and memory that one capture took must not be given back in another. Used in place of
-kernels.graphs.Graphs and samplers.engine.session.Poll.
+What a graph cannot do fails here too. Reading a value on the host raises. Whatever Python did while the step was
+recorded does not happen again. Results are in memory of a pool, as torch's caching allocator hands it out: a block that
+one capture gives back serves the next, and replays write to these addresses. Nothing in a pool outlives a replay: it is
+overwritten before the next one. Used in place of kernels.graphs.Graphs and samplers.engine.session.Poll.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, TypeVar
 
 import torch
 from comfyui_specar.kernels import graphs
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+T = TypeVar("T")
 READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "item", "unique", "masked_select", "equal.default")
+POOL = 1 << 28  # bytes; the system gives them when they are written to
+BLOCK = 512  # bytes that addresses are multiples of
+GARBAGE = 0xFF  # NaN as a float, -1 as an integer
+NOT_FILLED = ("aten::empty", "aten::new_empty")
+CONSTANT = "aten::lift_fresh"  # has memory of its own
+
+
+class Pool:
+    """Memory of captures, with ``taken``: the place of every block that is in use -> its bytes and who asked
+    for it."""
+
+    def __init__(self) -> None:
+        self.taken: dict[int, tuple[int, str]] = {}
+        self.end = 0  # of what was ever taken
+        self.memory = torch.empty(POOL, dtype=torch.uint8)
+        self.begin = self.memory.data_ptr()
+
+    def take(self, count: int, name: str) -> int:
+        """The place of ``count`` bytes: the smallest gap that they fit into."""
+        count = max(BLOCK, -(-count // BLOCK) * BLOCK)
+        edges = [0, *(edge for at in sorted(self.taken) for edge in (at, at + self.taken[at][0])), POOL]
+        gaps = [(stop - start, start) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+        at = min(gap for gap in gaps if gap[0] >= count)[1]
+        self.taken[at] = count, name
+        self.end = max(self.end, at + count)
+        return at
+
+    def moved(self, tensor: Tensor, name: str) -> Tensor:
+        """A copy in a block of its own, which is given back when the last tensor on it is gone."""
+        count = tensor.untyped_storage().nbytes()
+        at = self.take(count, name)
+        block = memoryview(self.memory.numpy())[at : at + max(count, 1)]
+        weakref.finalize(block, self.taken.pop, at)
+        memory = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
+        copy = torch.empty(0, dtype=tensor.dtype).set_(
+            memory, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return copy.copy_(tensor)
+
+    def note(self, tensor: Tensor) -> Tensor:
+        """A tensor at the same address, which keeps no block in use."""
+        if not tensor.numel():  # of no address
+            return torch.empty_like(tensor)
+        at = tensor.data_ptr() - self.begin
+        if not 0 <= at < POOL:
+            return tensor.detach()
+        return self.memory.view(tensor.dtype).as_strided(tensor.size(), tensor.stride(), at // tensor.itemsize)
+
+    def overwrite(self) -> None:
+        """What other graphs of the pool do."""
+        self.memory[: self.end] = GARBAGE
 
 
 class Tape(TorchDispatchMode):
-    """Operations in order, with their arguments and results. Recording executed them: the first replay is that.
+    """Operations in order, with their arguments and results. Recording executed them: the first replay is that."""
 
-    The tape notes down other tensors on the same memory, so that it can tell who else still holds what. ``taken``: the
-    memory that recorded operations asked for, by its address, and what asked for it.
-    """
-
-    def __init__(self):
+    def __init__(self, pool: Pool):
         super().__init__()
+        self.pool, self.executed = pool, True
         self.calls: list[tuple[Any, tuple, dict, Any]] = []
-        self.executed = True
-        self.taken: dict[int, tuple[UntypedStorage, str]] = {}
-        self.noted: Counter[int] = Counter()  # tensors of its own on some memory
-
-    def note(self, tree: Any) -> Any:
-        """The same arguments or results in tensors of the tape's own."""
-        self.noted.update(t.untyped_storage()._cdata for t in graphs.leaves(tree))
-        return graphs.mapped(torch.Tensor.detach, tree)
-
-    def held(self) -> dict[int, str]:
-        """Memory taken while this was recorded that somebody else than the tape still holds."""
-        return {address: name for address, (memory, name) in self.taken.items()
-                if torch._C._storage_Use_Count(address) > self.noted[address] + 1}  # one for ``memory``
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        name = str(operation)
+        name, kwargs = str(operation), kwargs or {}
         masks = name.startswith("aten.index") and any(t.dtype == torch.bool for t in graphs.leaves(args[1:2]))
         if masks or any(read in name for read in READS):
             raise RuntimeError(f"the step reads a value on the host, or has a shape that depends on values: {name}")
-        kwargs = kwargs or {}
-        result = operation(*args, **kwargs)
-        before = {t.untyped_storage()._cdata for t in graphs.leaves((args, *kwargs.values()))}
-        for memory in (t.untyped_storage() for t in graphs.leaves(result)):
-            if memory._cdata not in before:
-                self.taken[memory._cdata] = memory, name
-        named = dict(zip(kwargs, self.note(tuple(kwargs.values())), strict=True))
-        self.calls.append((operation, self.note(args), named, self.note(result)))
+        result, given = operation(*args, **kwargs), graphs.leaves((args, *kwargs.values()))
+        if not operation._schema.name.startswith(CONSTANT):
+            before = {t.untyped_storage()._cdata for t in given}
+            result = graphs.mapped(
+                lambda t: t if t.untyped_storage()._cdata in before else self.pool.moved(t, name), result)
+        if operation._schema.name.startswith(NOT_FILLED):
+            result.view(torch.uint8).fill_(GARBAGE)
+        noted = graphs.mapped(self.pool.note, (args, tuple(kwargs.values()), result))
+        self.calls.append((operation, noted[0], dict(zip(kwargs, noted[1], strict=True)), noted[2]))
         return result
 
     def replay(self) -> None:
         if self.executed:
             self.executed = False
             return
+        self.pool.overwrite()
         for operation, args, kwargs, result in self.calls:
-            if operation._schema.name.startswith("aten::lift_fresh"):
-                continue  # the same memory still, as for views (though reshaping may also copy)
+            if operation._schema.name.startswith((CONSTANT, *NOT_FILLED)):
+                continue
             for old, new in zip(graphs.leaves(result), graphs.leaves(operation(*args, **kwargs)), strict=True):
                 if old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
 
 class TapeGraphs(graphs.Graphs):
-    """Graphs that are recorded and replayed on the CPU. ``captured`` counts them, ``replayed`` their uses.
-
-    Under cudaMallocAsync, what a capture takes and gives back are nodes of its graph: another graph cannot free it.
-    """
+    """Graphs that are recorded and replayed on the CPU. ``captured`` counts them, ``replayed`` their uses."""
 
     def __init__(self, device: torch.device):
         super().__init__(device)
         self.active = self.one_shape = True
         self.captured = self.replayed = 0
-        self.tapes: list[Tape] = []
 
-    def __call__(self, key, step, *inputs):
-        self.replayed += self._graphs.get(key) is not None
-        outputs = super().__call__(key, step, *inputs)
-        if self._graphs.get(key) is not None:
-            for place, given in self._graphs[key].held.items():
-                assert torch.equal(self._graphs[key].places[place], given), "an input that is copied once has changed"
-        return outputs
+    def __call__(self, key, step, state):
+        self.replayed += key in self._graphs
+        with graphs.capturing() if key not in self._called else nullcontext():  # a GPU's values are never readable
+            return super().__call__(key, step, state)
 
-    def _capture(self, step, inputs):
-        places = graphs.placed(inputs)
-        tape, before = Tape(), [(other, other.held()) for other in self.tapes]
+    def _record(self, run: Callable[[], T]) -> tuple[Tape, T]:
+        self._pool = self._pool or Pool()
+        tape = Tape(self._pool)
         with graphs.capturing(), tape:
-            outputs = graphs.own_outputs(step(*places), places)
-        dropped = [name for other, held in before for address, name in held.items() if address not in other.held()]
-        assert not dropped, f"this capture gives back what another one took: {dropped}"
+            result = run()
+        outliving = sorted({name for _, name in self._pool.taken.values()})
+        assert not outliving, f"what a capture allocates outlives it, and other replays overwrite it: {outliving}"
         self.captured += 1
-        self.tapes.append(tape)
-        return graphs._Graph(tape, step, places, outputs)
+        return tape, result
+
+
+def captured_call(graphs: TapeGraphs, key: Any, step: Callable[..., T], inputs: tuple, before: Any = None) -> T:
+    """step(*inputs) by graphs, which take states to states: the results of the call ``before`` (None: of another run)
+    are overwritten."""
+    if before is None and key in graphs._graphs:
+        before = graphs._graphs[key].after[1]
+    return graphs(key, lambda state: (state[0], step(*state[0])), (inputs, before))[1]
 
 
 class LatePoll:

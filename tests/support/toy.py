@@ -20,6 +20,7 @@ from comfyui_specar.samplers.layout import TokenLayout
 from torch import Tensor
 
 VOCAB = 3
+CAPACITY = 64  # tokens fed at once
 
 
 def captured() -> bool:
@@ -31,7 +32,8 @@ def captured() -> bool:
 class ToyState:
     """Committed prefix of every row as its length and its number in base V+; then what was fed since.
 
-    tokens, positions [B, n] and who of them sees whom [B, n, n]; prefill is the prompt's own prediction.
+    tokens, positions [B, CAPACITY] and who of them sees whom [B, CAPACITY, CAPACITY], the first ``fed`` valid; prefill
+    is the prompt's own prediction.
     """
 
     length: Tensor
@@ -40,6 +42,7 @@ class ToyState:
     tokens: Tensor
     positions: Tensor
     seen: Tensor
+    fed: int = 0
 
 
 class ToyModel:
@@ -83,10 +86,8 @@ class ToyModel:
               into: Any = None) -> Any:
         zeros = torch.zeros((batch, 1), dtype=torch.int64)
         out = self.out(zeros, zeros, 1 + guided)
-        nothing = torch.zeros((batch, 0), dtype=torch.int64)
-        state = into or ToyState(
-            nothing.sum(1), nothing.sum(1), out, nothing, nothing, torch.zeros((batch, 0, 0), dtype=torch.bool)
-        )
+        none, nothing = torch.zeros((2, batch), dtype=torch.int64), torch.zeros((2, batch, CAPACITY), dtype=torch.int64)
+        state = into or ToyState(*none, out, *nothing, torch.zeros((batch, CAPACITY, CAPACITY), dtype=torch.bool))
         state.length.zero_()
         state.code.zero_()
         return state
@@ -108,25 +109,26 @@ class ToyModel:
             tree_mask = tree_mask.expand(len(tokens), -1, -1)
             expected = state.length[:, None] + uncommitted + torch.arange(count)
             assert captured() or torch.equal(positions, expected), "a chain must continue the committed tokens"
-        state.tokens = torch.cat((state.tokens[:, :uncommitted], tokens), dim=1)
-        state.positions = torch.cat((state.positions[:, :uncommitted], positions), dim=1)
-        old = torch.nn.functional.pad(state.seen[:, :uncommitted, :uncommitted], (0, count))
-        state.seen = torch.cat((old, tree_mask), dim=1)
+        state.fed = uncommitted + count
+        state.tokens[:, uncommitted : state.fed] = tokens
+        state.positions[:, uncommitted : state.fed] = positions
+        state.seen[:, :, uncommitted : state.fed] = False
+        state.seen[:, uncommitted : state.fed, : state.fed] = tree_mask
         code = state.code[:, None].expand(-1, count)
-        for j, token in enumerate(state.tokens.unbind(1)):
+        for j, token in enumerate(state.tokens[:, : state.fed].unbind(1)):
             code = torch.where(tree_mask[:, :, j], code * self.vocab_total + token[:, None], code)
         length = state.length[:, None] + tree_mask.sum(-1)
         return self.out(length, code, state.prefill.logits.shape[0] // len(tokens))
 
     def commit(self, state: ToyState, count: Tensor, path: Tensor | None = None) -> None:
-        fed = state.tokens.shape[1]
+        fed = state.fed
         if path is None:
             path = torch.arange(fed).expand(len(count), -1)
         rows, line, code = torch.arange(len(count)), torch.zeros((len(count), fed), dtype=torch.bool), state.code
         for i, place in enumerate(path.unbind(1)):
             kept = i < count
             line = line | ((torch.arange(fed) == place[:, None]) & kept[:, None])
-            stands, sees = state.positions[rows, place], state.seen[rows, place]
+            stands, sees = state.positions[rows, place], state.seen[rows, place, :fed]
             assert captured() or (stands == state.length + i)[kept].all(), "a kept token stands elsewhere"
             assert captured() or torch.equal(sees[kept], line[kept]), "a kept token saw others than those before it"
             code = torch.where(kept, code * self.vocab_total + state.tokens[rows, place], code)

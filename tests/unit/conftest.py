@@ -17,7 +17,7 @@ from comfyui_specar.samplers.contract import Drafter
 from comfyui_specar.training import loop
 from hypothesis import HealthCheck, settings
 
-from ..support.fixtures import on_tape  # noqa: F401
+from ..support.fixtures import captures_work, on_tape  # noqa: F401
 from ..support.tiny import fill, llamagen, write_eagle
 
 settings.register_profile("specar", derandomize="SPECAR_FUZZ" not in os.environ, deadline=None,

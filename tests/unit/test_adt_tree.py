@@ -10,7 +10,6 @@ import torch
 from comfyui_specar.samplers.drafts.adt_tree import (
     ALPHA_OVER,
     ANOLE,
-    COARSE,
     FLOCK_DISTANCE,
     INITIAL,
     LLAMAGEN,
@@ -305,25 +304,14 @@ def test_presets_are_legal_and_described():
         assert adt.describe()["kind"] == "adt" and adt.describe()["depths"] == (1, 9)
 
 
-@pytest.mark.parametrize(("children", "coarse", "extent"), [
-    ("top_k", False, [2, 7]), ("top_k", True, [2, -(-7 // COARSE) * COARSE]), ("sampled", False, [7, 4, 0, 0, 0]),
-    ("sampled", True, [7, 4, 0, 0, 0]),
-])
-def test_the_extent_is_that_of_the_largest_trees(children, coarse, extent):
+@pytest.mark.parametrize(("children", "extent"), [("top_k", [2, 7]), ("sampled", [7, 4, 0, 0, 0])])
+def test_the_extent_is_that_of_the_largest_trees(children, extent):
     """Of images with 2, 5 and no tokens to go. A sampled tree has as many drafts per level as ``nodes`` allows."""
     adt, left = ADTTree(children=children, depths=(1, 5), widths=(1, 9), nodes=12), torch.tensor([2, 5, 0])
     plan = torch.tensor([3, 1, 4]), torch.tensor([5, 7, 9])
-    assert adt.extent(plan, left, coarse).tolist() == extent
-    assert adt.extent(plan, torch.zeros_like(left), coarse).amax() == 0
+    assert adt.extent(plan, left).tolist() == extent
+    assert adt.extent(plan, torch.zeros_like(left)).amax() == 0
     assert adt.passes(tuple(extent)) == 1 and adt.passes((0,) * len(extent)) == 0
-
-
-def test_a_run_that_is_not_captured_asks_for_no_more_than_it_needs(monkeypatch):
-    layout, asked, extent = plain(2, 4), [], ADTTree.extent
-    monkeypatch.setattr(ADTTree, "extent", lambda *given, coarse: asked.append(coarse) or extent(*given, coarse))
-    model = ToyModel(layout)
-    DraftTree(ToyDrafter(model), ADTTree(depths=(1, 3), first=(2, 5))).sample(request(model, layout))
-    assert asked and not any(asked)
 
 
 # Sampled trees are cut out of one.

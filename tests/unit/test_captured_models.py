@@ -11,7 +11,7 @@ from comfyui_specar.model_loaders.detect import load_drafter
 from comfyui_specar.models.cache import BUCKET
 
 from ..support.closeness import fp64
-from ..support.tape import TapeGraphs
+from ..support.tape import TapeGraphs, captured_call
 from ..support.tiny import caption_features, fill, llamagen, write_eagle, write_llamagen
 from ..support.tiny_text import text_model
 
@@ -80,13 +80,14 @@ def tree_step(model, state):
 
 def run(model, state, graphs=None, reach=False):
     """Results of all passes; as graphs, or called."""
-    found, fed = [], 0
+    found, fed, out = [], 0, None
     for inputs in feeds(model):
         if reach:
             assert model.set_attention_length(state, fed + NODES) < state.cache.capacity
         every = *inputs, visible(), PATHS
         step = tree_step(model, state)
-        found.append(mapped(torch.Tensor.clone, graphs("step", step, *every) if graphs else step(*every)))
+        out = captured_call(graphs, "step", step, every, out) if graphs else step(*every)
+        found.append(mapped(torch.Tensor.clone, out))
         fed += int(inputs[2].max())
     return found
 
@@ -162,12 +163,12 @@ def test_captured_drafters(models, drafters, kind):
         return step
 
     def drafted(state, graphs=None):
-        found, begun = [], torch.zeros(BATCH, 1, dtype=torch.int64)
+        found, begun, out = [], torch.zeros(BATCH, 1, dtype=torch.int64), None
         for turn, counts in enumerate(((3, 1), (2, 4), (1, 1), (4, 2))):
             tokens = torch.randint(model.vocab, (BATCH, NODES), generator=torch.Generator().manual_seed(turn))
             inputs = tokens, begun + torch.arange(NODES), torch.tensor(counts), hidden + turn
-            found.append(mapped(torch.Tensor.clone, graphs("k", level(state), *inputs) if graphs else
-                                level(state)(*inputs)))
+            out = captured_call(graphs, "k", level(state), inputs, out) if graphs else level(state)(*inputs)
+            found.append(mapped(torch.Tensor.clone, out))
             begun = begun + torch.tensor(counts)[:, None]
         return found
 
