@@ -4,8 +4,8 @@
     python -m benchmarks launches --case "llamagen-xl, next token"     # one entry, by operation
 
 A step is captured as on an NVIDIA GPU with Triton. Counted are torch operations that compute or move numbers (a matrix
-product or sort of a library counts as one), launches of Triton kernels, and copies into the inputs of a graph before
-its replay. Nothing is timed.
+product or sort of a library counts as one) and launches of Triton kernels; storing the next state is among them.
+Nothing is timed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from comfyui_specar.samplers.drafts.structures import Chain
 from comfyui_specar.samplers.engine.prefill import Start
 from comfyui_specar.samplers.methods import jacobi, next_token
 from comfyui_specar.samplers.methods.jacobi import SJD
-from comfyui_specar.samplers.methods.round_step import ROUND, DraftingState, RoundStep
+from comfyui_specar.samplers.methods.round_step import ROUND, RoundStep
 from comfyui_specar.samplers.methods.speculative import DraftTree
 from comfyui_specar.samplers.probabilities import DeviceParams
 from comfyui_specar.samplers.rng import Stream
@@ -84,11 +84,9 @@ class CountedGraphs(graphs.Graphs):
         super().__init__(GPU)
         self.active, self.counts = True, counts
 
-    def _capture(self, step: Callable[..., Any], inputs: tuple) -> graphs._Graph:
-        places = graphs.placed(inputs)
+    def _record(self, run: Callable[[], Any]) -> tuple[Any, Any]:
         with graphs.capturing(), self.counts:
-            outputs = graphs.own_outputs(step(*places), places)
-        return graphs._Graph(Mock(), step, places, outputs)
+            return Mock(), run()
 
 
 class Chosen(dict):
@@ -205,8 +203,7 @@ def chain_round(case: Case) -> Iterator[Any]:
     state = step.begin(start, stream, case.layout, strength, None)
     while True:
         yield
-        tree, skip = case.graphs("draft", partial(step.draft, ()), DraftingState.of(state))
-        state = case.graphs("verify_and_commit", partial(step.verify_and_commit, True, False), state, tree, skip)
+        state = case.graphs("round", step.whole, state)
 
 
 CASES = {

@@ -7,10 +7,12 @@ A step does not write to its state. What it returns unchanged is a constant of t
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
+import os
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -214,12 +216,33 @@ class Graphs:
         """Record the launches of ``run``, without executing them. Returns the graph and the result."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the GPU during the capture. A capture that fails does not restore the current stream.
-        with (
-            torch.cuda.stream(torch.cuda.current_stream()), capturing(),
-            torch.cuda.graph(graph, self._pool, capture_stream(self.device), capture_error_mode="thread_local"),
-        ):
-            return graph, run()
+        try:
+            # Other threads may use the GPU during the capture. One that fails does not restore the current stream.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream()), capturing(),
+                torch.cuda.graph(graph, self._pool, capture_stream(self.device), capture_error_mode="thread_local"),
+            ):
+                return graph, run()
+        except BaseException:
+            end_allocation(self.device, self._pool)
+            raise
+
+
+def end_allocation(device: torch.device, pool: Any) -> None:
+    """Tell torch's allocator that a capture which failed is over. CUDAGraph.capture_end() does it only after
+    cudaStreamEndCapture(), which then fails, too; until then the allocator would return no memory to the GPU."""
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None) or torch._C._cuda_endAllocateCurrentStreamToPool
+    for function in (end, torch._C._cuda_releasePool):
+        with suppress(RuntimeError):  # the capture ended, and only its graph could not be made
+            function(device.index, pool)
+
+
+def return_memory(device: torch.device) -> None:
+    """Give the GPU back what dropped graphs used. With cudaMallocAsync it stays in the driver's pool for graphs, which
+    torch does not trim."""
+    if captures(device) and torch.cuda.get_allocator_backend() == "cudaMallocAsync":
+        driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+        driver.cuDeviceGraphMemTrim(device.index)
 
 
 @cache

@@ -8,6 +8,8 @@ from typing import Any
 import comfy.model_management as mm
 from comfy.model_patcher import ModelPatcher
 
+from ...kernels import graphs
+
 
 class Patcher(ModelPatcher):
     """Drops the sessions of a model (graphs, caches) before weights are moved or unloaded.
@@ -31,6 +33,7 @@ class Patcher(ModelPatcher):
             return 0
         before = mm.get_free_memory(self.load_device)
         self.sessions.clear()
+        graphs.return_memory(self.load_device)
         mm.soft_empty_cache()
         return max(0, mm.get_free_memory(self.load_device) - before)
 

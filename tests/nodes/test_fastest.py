@@ -238,9 +238,9 @@ def test_runs_on_a_gpu_are_warm_when_they_count(find, monkeypatch, tiny):
     made, captures, counted = [], [], []
 
     class Graphs(TapeGraphs):
-        def _capture(self, step, inputs):
+        def _capture(self, step, places):
             captures.append(1)
-            return super()._capture(step, inputs)
+            return super()._capture(step, places)
 
     def graphs(device):
         made.append(Graphs(device))

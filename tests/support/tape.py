@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -58,12 +57,15 @@ class Pool:
             memory, tensor.storage_offset(), tensor.size(), tensor.stride())
         return copy.copy_(tensor)
 
+    def holds(self, tensor: Tensor) -> bool:
+        return self.begin <= tensor.data_ptr() < self.begin + POOL
+
     def note(self, tensor: Tensor) -> Tensor:
         """A tensor at the same address, which keeps no block in use."""
         if not tensor.numel():  # of no address
             return torch.empty_like(tensor)
         at = tensor.data_ptr() - self.begin
-        if not 0 <= at < POOL:
+        if not self.holds(tensor):
             return tensor.detach()
         return self.memory.view(tensor.dtype).as_strided(tensor.size(), tensor.stride(), at // tensor.itemsize)
 
@@ -112,19 +114,24 @@ class Tape(TorchDispatchMode):
 class TapeGraphs(graphs.Graphs):
     """Graphs that are recorded and replayed on the CPU. ``captured`` counts them, ``replayed`` their uses."""
 
+    tape = Tape
+
     def __init__(self, device: torch.device):
         super().__init__(device)
-        self.active = self.one_shape = True
+        self.active, self.one_shape = not graphs._failed, True
         self.captured = self.replayed = 0
 
     def __call__(self, key, step, state):
         self.replayed += key in self._graphs
-        with graphs.capturing() if key not in self._called else nullcontext():  # a GPU's values are never readable
+        graphs._recording = key not in self._called  # a GPU's values are never readable
+        try:
             return super().__call__(key, step, state)
+        finally:
+            graphs._recording = False
 
     def _record(self, run: Callable[[], T]) -> tuple[Tape, T]:
         self._pool = self._pool or Pool()
-        tape = Tape(self._pool)
+        tape = self.tape(self._pool)
         with graphs.capturing(), tape:
             result = run()
         outliving = sorted({name for _, name in self._pool.taken.values()})

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -253,3 +254,46 @@ def test_the_pool_hands_out_blocks_again():
     assert all((each == n).all() for n, each in ((1, second), (2, third), (3, fourth)))
     view = pool.moved(torch.arange(8.0).view(2, 4), "")[:, 1::2]
     assert pool.note(view).tolist() == view.tolist() and len(pool.taken) == 4
+
+
+@pytest.mark.parametrize("end", ["_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"])
+@pytest.mark.parametrize("ended", [False, True])
+def test_the_allocator_learns_that_a_failed_capture_is_over(nvidia, failing, monkeypatch, caplog, end, ended):
+    """torch up to 2.7 calls it otherwise. A capture that has ended, so that only its graph is missing, is refused."""
+    over, stream = [], "the current stream"
+
+    def told(*where):
+        over.append(where)
+        if ended:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+
+    @contextmanager
+    def capture(graph, pool, stream, capture_error_mode):
+        yield
+        raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool", raising=False)
+    for name in (end, "_cuda_releasePool"):
+        monkeypatch.setattr(torch._C, name, told, raising=False)
+    for name, stand_in in {
+        "graph_pool_handle": lambda: (0, 1), "CUDAGraph": Mock, "current_stream": lambda: stream, "graph": capture,
+        "stream": nullcontext, "Stream": Mock,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    kept = Graphs(GPU)
+    assert [kept("k", lambda x: x + 1, torch.ones(1)).item() for _ in range(3)] == [2, 2, 2]
+    assert over == [(0, (0, 1))] * 2 and not kept.active and not Graphs(GPU).active
+    assert caplog.text.count("CUDA graphs are off") == 1
+
+
+@pytest.mark.parametrize(("system", "library"), [("nt", "nvcuda.dll"), ("posix", "libcuda.so.1")])
+def test_the_memory_of_dropped_graphs_goes_back_to_the_gpu(nvidia, monkeypatch, system, library):
+    trimmed = []
+    monkeypatch.setattr(graphs, "os", SimpleNamespace(name=system))
+    monkeypatch.setattr(graphs.ctypes, "CDLL", lambda name: SimpleNamespace(
+        cuDeviceGraphMemTrim=lambda device: trimmed.append((name, device))))
+    for backend in ("native", "cudaMallocAsync"):
+        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda backend=backend: backend)
+        for device in (torch.device("cpu"), torch.device("cuda:1")):
+            graphs.return_memory(device)
+    assert trimmed == [(library, 1)]
