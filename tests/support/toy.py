@@ -18,9 +18,9 @@ from comfyui_specar.kernels.graphs import recording
 from comfyui_specar.samplers.contract import Request, SamplingParams, StepOut
 from comfyui_specar.samplers.layout import TokenLayout
 from torch import Tensor
+from torch.nn.functional import pad
 
 VOCAB = 3
-CAPACITY = 64  # tokens fed at once
 
 
 def captured() -> bool:
@@ -32,8 +32,8 @@ def captured() -> bool:
 class ToyState:
     """Committed prefix of every row as its length and its number in base V+; then what was fed since.
 
-    tokens, positions [B, CAPACITY] and who of them sees whom [B, CAPACITY, CAPACITY], the first ``fed`` valid; prefill
-    is the prompt's own prediction.
+    tokens, positions [B, n] and who of them sees whom [B, n, n], the first ``fed`` valid; prefill is the prompt's own
+    prediction.
     """
 
     length: Tensor
@@ -43,6 +43,12 @@ class ToyState:
     positions: Tensor
     seen: Tensor
     fed: int = 0
+
+    def make_room(self, count: int) -> None:
+        """For that many tokens. What is large enough stays where it is, as in a cache."""
+        if (more := count - self.tokens.shape[1]) > 0:
+            self.tokens, self.positions = (pad(each, (0, more)) for each in (self.tokens, self.positions))
+            self.seen = pad(self.seen, (0, more, 0, more))
 
 
 class ToyModel:
@@ -86,8 +92,8 @@ class ToyModel:
               into: Any = None) -> Any:
         zeros = torch.zeros((batch, 1), dtype=torch.int64)
         out = self.out(zeros, zeros, 1 + guided)
-        none, nothing = torch.zeros((2, batch), dtype=torch.int64), torch.zeros((2, batch, CAPACITY), dtype=torch.int64)
-        state = into or ToyState(*none, out, *nothing, torch.zeros((batch, CAPACITY, CAPACITY), dtype=torch.bool))
+        none, nothing = torch.zeros((2, batch), dtype=torch.int64), torch.zeros((2, batch, 0), dtype=torch.int64)
+        state = into or ToyState(*none, out, *nothing, torch.zeros((batch, 0, 0), dtype=torch.bool))
         state.length.zero_()
         state.code.zero_()
         return state
@@ -110,6 +116,7 @@ class ToyModel:
             expected = state.length[:, None] + uncommitted + torch.arange(count)
             assert captured() or torch.equal(positions, expected), "a chain must continue the committed tokens"
         state.fed = uncommitted + count
+        state.make_room(state.fed)
         state.tokens[:, uncommitted : state.fed] = tokens
         state.positions[:, uncommitted : state.fed] = positions
         state.seen[:, :, uncommitted : state.fed] = False
