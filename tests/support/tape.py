@@ -8,6 +8,7 @@ overwritten before the next one. Used in place of kernels.graphs.Graphs and samp
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -33,7 +34,8 @@ class Pool:
     def __init__(self) -> None:
         self.taken: dict[int, tuple[int, str]] = {}
         self.end = 0  # of what was ever taken
-        self.memory = torch.empty(POOL, dtype=torch.uint8)
+        self.bytes = mmap.mmap(-1, POOL)
+        self.memory = torch.frombuffer(self.bytes, dtype=torch.uint8)
         self.begin = self.memory.data_ptr()
 
     def take(self, count: int, name: str) -> int:
@@ -50,7 +52,7 @@ class Pool:
         """A copy in a block of its own, which is given back when the last tensor on it is gone."""
         count = tensor.untyped_storage().nbytes()
         at = self.take(count, name)
-        block = memoryview(self.memory.numpy())[at : at + max(count, 1)]
+        block = memoryview(self.bytes)[at : at + max(count, 1)]
         weakref.finalize(block, self.taken.pop, at)
         memory = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
         copy = torch.empty(0, dtype=tensor.dtype).set_(
