@@ -5,6 +5,7 @@ What is computed in stays bf16 (fp16, fp32): only the storage of the large matri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ import torch
 
 from .conditions import DTYPES, STORAGE
 
+MARGIN = 1.1  # of weights, as in ComfyUI: a few that do not fit cost much, as captured CUDA graphs need all of them
 LINK = 16  # bytes of a GPU's memory that are read in the time of one over PCIe
 _NAMES = {stored: name for name, stored in reversed(STORAGE.items())} | {
     dtype: name for name, dtype in DTYPES.items() if dtype}
@@ -34,12 +36,12 @@ class Way:
 
     @property
     def needed(self) -> float:
-        """Bytes that must be free for all weights to be on the GPU during a run."""
-        return self.weights + self.beside
+        """Bytes that must be free for all weights to be on the GPU during a run, with a margin."""
+        return MARGIN * self.weights + self.beside
 
     def streamed(self, free: float) -> float:
         """Bytes of the weights that every forward pass copies from main memory if ``free`` bytes are free."""
-        return min(self.weights, max(0.0, self.needed - free))
+        return min(self.weights, max(0.0, self.weights + self.beside - free))
 
     def moved(self) -> float:
         """Bytes of the GPU's memory that a forward pass without Triton kernels reads and writes for the weights.
@@ -59,8 +61,8 @@ def choose(ways: Sequence[Way], free: float, reads_narrow: bool) -> Way:
 
     ways: of one model, widest first. reads_narrow: are there Triton kernels, which read narrow weights as they are?
 
-    With them, it is the widest way that fits. If none fits, it is the narrowest: it copies the fewest bytes per pass
-    over PCIe, which takes most of the time (7 GB at 25 GB/s: 0.3 s), and the GPU reads fewer, too.
+    With them, it is the widest way that fits (``needed``). If none fits, it is the narrowest: it copies fewest bytes
+    over PCIe per pass, which takes most of the time (7 GB at 25 GB/s: 0.3 s), and the GPU reads fewest, too.
 
     Without them, narrow weights are widened in every pass, so it is the way whose passes take least time, in bytes of
     the GPU's memory: ``moved`` and LINK times ``streamed``. Wide weights that fit always win. Those of N numbers in
@@ -83,16 +85,20 @@ def candidates(own: torch.dtype | None) -> tuple[torch.dtype | None, ...]:
 
 def reason(ways: Sequence[Way], chosen: Way, free: float, reads_narrow: bool) -> str:
     """The choice in words: "auto: int8 (storage), as bf16 needs 15.2 GiB and 11.1 GiB are free"."""
-    wider = ways[: ways.index(chosen)]
-    others = ", ".join(f"{way.name} {'needs ' if way is ways[0] else ''}{_gib(way.needed)}" for way in wider)
-    says = f"as {others}" if wider else f"which needs {_gib(chosen.needed)}"
-    text = f"auto: {chosen.name}, {says}, and {_gib(free)} are free"
-    if streamed := chosen.streamed(free):
+    if math.isinf(free):
+        return f"auto: {chosen.name}; the free memory is not known here"
+    streamed, place = chosen.streamed(free), ways.index(chosen)
+    seen = ways[:place] if place and chosen.needed <= free else ways[: place + 1]
+    needs = ", ".join(f"{way.name} needs {_gib(way.needed)}" for way in seen)
+    text = f"auto: {chosen.name}, as {needs} and {_gib(free)} are free"
+    if streamed:
         text += f"; {_gib(streamed)} are copied from main memory in every forward pass"
         if not reads_narrow and chosen is not ways[-1]:
             text += ", which takes less time than to widen narrower weights without Triton"
+    elif chosen.needed > free:
+        text += ", which is just enough"
     if chosen.storage == torch.uint4:
-        text += f". 4 bits change images much; {ways[-2].name} does not, but takes more time here"
+        text += f". 4 bits change images much; {ways[-2].name} changes them less, but takes more time here"
     return text
 
 

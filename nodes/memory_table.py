@@ -9,6 +9,7 @@ import torch
 
 from ..model_loaders.ar_model import DiscreteModel
 from ..model_loaders.conditions import DTYPES, INT8_CACHE, STORAGE
+from ..model_loaders.storage import Way
 from .comfy_runtime import memory
 
 
@@ -34,18 +35,18 @@ def memory_table(model: DiscreteModel, auto: torch.dtype, device: torch.device) 
         dtype, storage = DTYPES[choice] or auto, STORAGE.get(choice)
         weights = model.weight_bytes(dtype, storage)
         int8_cache = choice == INT8_CACHE
+        beside = memory.beside_weights(model, dtype, storage, int8_cache)
         cache = model.kv_bytes(1, model.layout(), 0, model.guidance, model.usual_prompt, dtype, int8_cache)
         names, _ = rows.get((weights, cache), ([], None))
-        rows[weights, cache] = [*names, choice], verdict(
-            device, weights, memory.beside_weights(model, dtype, storage, int8_cache))
+        rows[weights, cache] = [*names, choice], verdict(device, Way(dtype, storage, weights, beside))
     return [MemoryRow(", ".join(names), *sizes, found) for sizes, (names, found) in rows.items()]
 
 
-def verdict(device: torch.device, weights: int, beside: float) -> str | None:
-    """Whether weights, and what ComfyUI keeps free ``beside`` them, fit in the total memory of a device."""
+def verdict(device: torch.device, way: Way) -> str | None:
+    """Whether weights, and what a run needs beside them, fit in the total memory of a device."""
     total = memory.total_memory(device)
     if math.isinf(total):
         return None
-    if weights + beside <= total:
+    if way.needed <= total:
         return "fits"
-    return "does not fit" if device.type == "cpu" or beside > total else "fits with streamed weights"
+    return "does not fit" if device.type == "cpu" or way.beside > total else "fits with streamed weights"

@@ -10,6 +10,7 @@ from comfy.model_patcher import ModelPatcher
 
 from ...kernels.linear import in_groups, stored_as
 from ...model_loaders.ar_model import DiscreteModel
+from ...model_loaders.storage import MARGIN
 from ...samplers.engine.memory import image_bytes
 from .patcher import Patcher
 
@@ -37,15 +38,16 @@ def fits(patchers: list[ModelPatcher], memory: int) -> bool:
 def needed(weights: int, memory: int) -> float:
     """Bytes that must be free for ComfyUI to load these weights, with ``memory`` bytes for the run, without unloading
     other models or dropping kept sessions."""
-    return 1.1 * weights + memory + mm.minimum_inference_memory()  # 1.1: as in ComfyUI
+    return MARGIN * weights + memory + mm.minimum_inference_memory()
 
 
 def beside_weights(
     model: DiscreteModel, dtype: torch.dtype, storage: torch.dtype | None, int8_cache: bool = False
 ) -> float:
-    """Bytes that ComfyUI keeps free of weights, after it has unloaded what it can, for one image of a model that is
-    loaded so (see ``load_model``)."""
-    return image_bytes(model, dtype, storage is not None, int8_cache) + mm.minimum_inference_memory()
+    """Bytes that ComfyUI keeps free of weights for one image of a model that is loaded so (see ``load_model``): those
+    of the run and a reserve, or its minimum, as in its ``load_models_gpu``."""
+    run = image_bytes(model, dtype, storage is not None, int8_cache)
+    return max(mm.minimum_inference_memory(), run + mm.extra_reserved_memory())
 
 
 def available(device: torch.device, wanted: float) -> float:
