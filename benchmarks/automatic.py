@@ -24,8 +24,11 @@ def ways(size: str) -> list[Way]:
     """The ways to store a released model that is computed in bf16, widest first."""
     dtype = torch.bfloat16
     model = sizes.build(sizes.SIZES[size], dtype, torch.device("meta"))
-    return [Way(dtype, storage, model.weight_bytes(dtype, storage),
-                max(LEAST, image_bytes(model, dtype, storage is not None) + RESERVED)) for storage in candidates(None)]
+    return [
+        Way(dtype, storage, model.weight_bytes(dtype, storage),
+            max(LEAST, image_bytes(model, dtype, storage is not None) + RESERVED))
+        for storage in candidates(None, True)
+    ]
 
 
 def cell(ways: list[Way], free: float, reads_narrow: bool) -> str:

@@ -77,10 +77,11 @@ def choose(ways: Sequence[Way], free: float, reads_narrow: bool) -> Way:
     return min(ways, key=lambda way: way.moved() + LINK * way.streamed(free))
 
 
-def candidates(own: torch.dtype | None) -> tuple[torch.dtype | None, ...]:
-    """Storages to choose from, widest first, for a file whose matrices are stored in ``own`` (None: wide). A file in 8
-    bits is not rounded to other 8 bits."""
-    return (own, torch.uint4) if own else (None, torch.int8, torch.uint4)
+def candidates(own: torch.dtype | None, reads_narrow: bool) -> tuple[torch.dtype | None, ...]:
+    """Storages to choose from (see ``choose``), widest first, for a file whose matrices are stored in ``own`` (None:
+    wide). One in 8 bits is not rounded to other 8 bits, and with Triton kernels not widened."""
+    narrow = own or torch.int8, torch.uint4
+    return narrow if own and reads_narrow else (None, *narrow)
 
 
 def reason(ways: Sequence[Way], chosen: Way, free: float, reads_narrow: bool) -> str:

@@ -32,9 +32,10 @@ class Automatic:
     def __call__(self, model: nn.Module) -> torch.dtype | None:
         if self.device.type in ("cpu", "mps") or not isinstance(model, DiscreteModel):
             return self.own
+        reads_narrow = dispatch.runs_triton(self.device)
         ways = [Way(model.dtype, each, model.weight_bytes(model.dtype, each), beside_weights(model, model.dtype, each))
-                for each in candidates(self.own)]
-        free, reads_narrow = available(self.device, ways[0].needed), dispatch.runs_triton(self.device)
+                for each in candidates(self.own, reads_narrow)]
+        free = available(self.device, ways[0].needed)
         chosen = choose(ways, free, reads_narrow)
         self.why = reason(ways, chosen, free, reads_narrow)
         log.info("%s: dtype %s.", self.name, self.why)

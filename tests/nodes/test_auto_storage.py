@@ -124,7 +124,7 @@ def test_a_gpu_without_bf16_computes_in_fp16(card, needed, monkeypatch):
     assert stored(loaded) == "fp16, int8 (storage)" and "as fp16 needs" in loaded.choice
 
 
-def test_a_file_in_fp8_stays_in_fp8_where_it_fits(card, models, needed):
+def test_a_file_in_fp8_stays_in_fp8_where_it_fits_unless_it_would_be_widened_in_every_pass(card, models, needed):
     folder = models / "eight"
     shutil.copytree(models / NAME, folder)
     try:
@@ -138,6 +138,8 @@ def test_a_file_in_fp8_stays_in_fp8_where_it_fits(card, models, needed):
         assert stored(loaded) == "bf16, fp8 (storage)" and loaded.choice.startswith("auto: fp8 (storage), as fp8")
         card(to_fit(needed[INT4]))
         assert stored(open_model("eight", "auto", None)) == PRECISIONS[INT4]
+        card(2**40, triton=False)
+        assert stored(open_model("eight", "auto", None)) == "bf16"
     finally:
         shutil.rmtree(folder)
 

@@ -78,7 +78,7 @@ def test_never_narrower_than_what_fits_nor_with_more_memory(seed, reads_narrow):
     numbers, more, rest, room = (draw.uniform(0.1, 40) for _ in range(4))
     bytes_of = {None: dtype.itemsize, torch.int8: 1, torch.uint4: 0.5625}
     ways = [Way(dtype, each, int((numbers * bytes_of[each] + more) * GIB), (rest + room * (each is not None)) * GIB)
-            for each in candidates(own)]
+            for each in candidates(own, reads_narrow)]
     chosen = [ways.index(choose(ways, free * GIB, reads_narrow)) for free in range(0, 300)]
     assert chosen == sorted(chosen, reverse=True) and chosen[-1] == 0
     for free, index in enumerate(chosen):
@@ -152,8 +152,10 @@ def test_what_does_not_fit_in_4_bits_says_what_is_copied():
 
 
 def test_a_file_in_8_bits_is_not_rounded_to_other_8_bits():
-    assert candidates(torch.float8_e4m3fn) == (torch.float8_e4m3fn, torch.uint4)
-    assert candidates(torch.int8) == (torch.int8, torch.uint4) and candidates(None) == (None, torch.int8, torch.uint4)
+    """Without Triton, it is widened if that fits."""
+    for own in (torch.float8_e4m3fn, torch.int8):
+        assert candidates(own, True) == (own, torch.uint4) and candidates(own, False) == (None, own, torch.uint4)
+    assert candidates(None, True) == candidates(None, False) == (None, torch.int8, torch.uint4)
 
 
 @pytest.mark.parametrize("family", DISCRETE)
