@@ -98,6 +98,17 @@ def test_the_widest_storage_that_fits_is_chosen(storage, enough, card, needed, n
     assert f"\ndtype {loaded.choice}\n" in text
 
 
+@pytest.mark.parametrize("reserve", ["minimum_inference_memory", "extra_reserved_memory"])
+def test_what_comfyui_keeps_free_is_not_for_weights(reserve, card, needed, monkeypatch):
+    """At least its minimum, or what the run takes and a reserve, as in its load_models_gpu."""
+    weights, run = needed[NONE]
+    beside = 10**9 + (run if reserve == "extra_reserved_memory" else 0)
+    for short, storage in ((0, NONE), (1, INT8)):
+        card(math.ceil(1.1 * weights + beside) - short)
+        monkeypatch.setattr(mm, reserve, lambda: 10**9)
+        assert stored(open_model(NAME, "auto", None)) == PRECISIONS[storage]
+
+
 def test_where_nothing_fits_the_narrowest_is_streamed(card, needed):
     card(sum(needed[INT4]) - 1000)
     loaded = open_model(NAME, "auto", None)
