@@ -17,7 +17,7 @@ from math import isnan
 from pathlib import Path
 from typing import Any
 
-from . import quality_tables
+from . import automatic, quality_tables
 from . import results_tables as found
 from .chart import passes_chart
 from .published import PUBLISHED
@@ -221,6 +221,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "same seed": found.same_seed,
     "storage": found.storage,
     "streaming": found.streaming,
+    "dtype auto": automatic.table,
     "faults": found.faults,
     "quality chart": partial(picture, "en", "docs/"),
     "quality chart, Chinese": partial(picture, "zh", "docs/"),

@@ -71,6 +71,7 @@ SIZES = {
     "llamagen-xl": _llamagen(1280, 36, 20, 3584, 32),
     "llamagen-xxl": _llamagen(1536, 48, 24, 4096, 24),
     "janus-pro-1b": _janus(2048, 24, 16, 5632),
+    "janus-pro-7b": _janus(4096, 30, 32, 11008),
     "lumina-mgpt-7b": _lumina(4096, 32, 32, 11008, 48),
     "emu3-8b": _emu3(4096, 32, 32, 8, 14336, 90),
     # The same shapes, smaller, for a CPU

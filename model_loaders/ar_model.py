@@ -34,6 +34,7 @@ from .text.prompt_encoders import PromptEncoder
 from .text.prompts import Conditioning, EncodedPrompt, Prompted
 
 logger = logging.getLogger(__name__)
+PROMPT_TOKENS = 128  # assumed of a language model's prompts, which may have any length
 
 
 @dataclass
@@ -149,6 +150,11 @@ class DiscreteModel(Prompted, Placed):
     def words(self) -> nn.Embedding | None:
         """The word embedding, if the model is a language model."""
         return self.prefix.embedding if isinstance(self.prefix, TextPrefix) else None
+
+    @property
+    def usual_prompt(self) -> int:
+        """Prompt tokens that the size of caches is calculated with before there is a prompt."""
+        return PROMPT_TOKENS if self.words else getattr(self.prefix, "slots", 1)
 
     @property
     def prompt_kind(self) -> str:
@@ -273,8 +279,9 @@ class DiscreteModel(Prompted, Placed):
         return rows * tokens * (8 * config.dim + 4 * config.ffn_dim) * self.dtype.itemsize
 
     def weight_bytes(self, dtype: torch.dtype, storage: torch.dtype | None) -> int:
-        """Bytes of the weights, were the model loaded in ``dtype`` and ``storage`` (see ``load_model``)."""
-        return bytes_in(self, dtype, storage)
+        """Bytes of the weights, were the model loaded in ``dtype`` and ``storage`` (see ``load_model``), without the
+        word embedding (see ``offload_embedding``)."""
+        return bytes_in(self, dtype, storage, self.words)
 
     @property
     def largest_matrix(self) -> int:

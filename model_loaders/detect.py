@@ -26,6 +26,7 @@ from .files.checkpoint import (
     TORCHSCRIPT,
     WEIGHT_FILES,
     Checkpoint,
+    StorageChoice,
     holds_fp8,
     open_checkpoint,
     outline,
@@ -60,7 +61,7 @@ def bundled(name: str = "default") -> Path:
 def load_model(
     path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None,
     grid: tuple[int, int] | None = None, operations=nn, search_folders: Sequence[Path] = (),
-    storage: torch.dtype | None = None, int8_cache: bool = False,
+    storage: torch.dtype | StorageChoice | None = None, int8_cache: bool = False,
 ) -> DiscreteModel | ContinuousBase:
     """Load an AR image model, of discrete or of continuous tokens, from a file or folder. The family is detected.
 
@@ -68,14 +69,15 @@ def load_model(
     Text encoder and image decoder (``image_decoder`` of a discrete model) are searched for beside the file and in
     ``search_folders``; a missing one raises an error when it is used. storage: format of the large matrices (models of
     token ids): torch.int8 (with a scale per row), torch.float8_e4m3fn or torch.uint4 (4 bits, with step and minimum per
-    group of 64); other weights and all computation have ``dtype``. int8_cache: store keys and values in int8, with a
-    scale each (models of token ids).
+    group of 64); or a function that chooses one, or None, for the model on the meta device, before any weight is read.
+    Other weights and all computation have ``dtype``. int8_cache: store keys and values in int8, with a scale each
+    (models of token ids).
     Raises CheckpointError (a ValueError) for unsupported or damaged files, ValueError for an invalid grid or storage,
     TypeError for a dtype of another type.
     """
     if not isinstance(dtype, torch.dtype | None):
         raise TypeError(f"dtype is {dtype!r}, but must be None or a torch.dtype such as torch.bfloat16.")
-    if storage is not None and storage not in NARROW:
+    if not (storage is None or callable(storage) or storage in NARROW):
         raise ValueError(f"storage is {storage}; choose None or one of {', '.join(map(str, NARROW))}.")
     device, grid = torch.device(device), grid and legal_grid(grid)
     checkpoint = replace(open_checkpoint(model_file(path)), storage=storage)
@@ -111,7 +113,7 @@ def build(
     family = family_of(checkpoint)
     if family is None:
         raise CheckpointError(unknown_model(checkpoint))
-    if checkpoint.storage is not None and family.continuous:
+    if isinstance(checkpoint.storage, torch.dtype) and family.continuous:
         raise CheckpointError(
             f"{title(checkpoint.path)} is a continuous model: int8, fp8 and int4 storage are supported only for models "
             "of token ids. Choose another dtype."

@@ -56,11 +56,15 @@ def largest_matrix(module: nn.Module) -> int:
                if isinstance(layer, (nn.Linear, NarrowLinear)))
 
 
-def bytes_in(module: nn.Module, dtype: torch.dtype, storage: torch.dtype | None) -> int:
+def bytes_in(
+    module: nn.Module, dtype: torch.dtype, storage: torch.dtype | None, apart: nn.Module | None = None
+) -> int:
     """Bytes of a model's weights in ``dtype``, its large matrices in ``storage`` (None: as the others), in whatever the
-    model itself is loaded."""
+    model itself is loaded, or on the meta device. apart: a module of it that is left out."""
     total, shared = 0, set()
     for name, layer in module.named_modules():
+        if layer is apart:
+            continue
         matrix = isinstance(layer, (nn.Linear, NarrowLinear))
         for part, parameter in layer.named_parameters(recurse=False):
             if isinstance(layer, NarrowLinear) and part == "scale":

@@ -40,12 +40,13 @@ class LoadCheckpoint(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "dtype", options=list(models.DTYPES), default="auto",
-                    tooltip="Precision of the weights. auto: bf16 (or fp16) on GPU; on CPU fp32, or bf16 for large "
-                    "models if the processor is faster in it. Lower precision halves memory and changes the image of a "
-                    "seed. fp8 and int8 (storage): the large matrices are stored in 8 bits, half the memory of bf16, "
-                    "and computed as in auto. int8 has the smaller rounding error. int8 (storage and KV cache): keys "
-                    "and values too, for long images. int4 (storage): in 4 bits, a bit more than a quarter, with a "
-                    "much larger error, for weights that do not fit otherwise.",
+                    tooltip="Precision of the weights. auto: on GPU bf16 (or fp16) if model and run fit in its memory, "
+                    "else int8, else int4 (storage); on CPU fp32, or bf16 for large models if the processor is faster "
+                    "in it. Lower precision halves memory and changes the image of a seed. fp8 and int8 (storage): the "
+                    "large matrices are stored in 8 bits, half the memory of bf16, and computed as in auto. int8 has "
+                    "the smaller rounding error. int8 (storage and KV cache): keys and values too, for long images. "
+                    "int4 (storage): in 4 bits, a bit more than a quarter, with a much larger error, for weights that "
+                    "do not fit otherwise.",
                 ),
                 io.Combo.Input(
                     "grid", options=list(GRIDS), default="auto",

@@ -9,6 +9,7 @@ import torch
 
 from ..model_loaders.ar_model import DiscreteModel
 from ..model_loaders.conditions import DTYPES, INT8_CACHE, STORAGE
+from ..model_loaders.storage import Way
 from .comfy_runtime import memory
 
 
@@ -23,29 +24,29 @@ class MemoryRow:
     verdict: str | None
 
 
-def memory_table(model: DiscreteModel, prompt: int, auto: torch.dtype, device: torch.device) -> list[MemoryRow]:
-    """A row for every choice of dtype, bf16 and fp16 in one. prompt: tokens. auto: the dtype of choices that only say
-    how weights are stored.
+def memory_table(model: DiscreteModel, auto: torch.dtype, device: torch.device) -> list[MemoryRow]:
+    """A row for every choice of dtype, bf16 and fp16 in one. auto: the dtype of choices that only say how weights are
+    stored.
 
-    Fits: by ComfyUI's own estimate, if nothing else is loaded. Beside narrow weights there must be memory for the two
-    largest matrices in ``auto``, as in ``cast_room``.
+    Fits: as dtype "auto" decides it, if nothing else is in the device's memory.
     """
     rows = {}
     for choice in (choice for choice in DTYPES if choice != "auto"):
         dtype, storage = DTYPES[choice] or auto, STORAGE.get(choice)
         weights = model.weight_bytes(dtype, storage)
-        cache = model.kv_bytes(1, model.layout(), 0, model.guidance, prompt, dtype, choice == INT8_CACHE)
-        room = 2 * model.largest_matrix * dtype.itemsize if storage else 0
+        int8_cache = choice == INT8_CACHE
+        beside = memory.beside_weights(model, dtype, storage, int8_cache)
+        cache = model.kv_bytes(1, model.layout(), 0, model.guidance, model.usual_prompt, dtype, int8_cache)
         names, _ = rows.get((weights, cache), ([], None))
-        rows[weights, cache] = [*names, choice], verdict(device, weights, cache + room)
+        rows[weights, cache] = [*names, choice], verdict(device, Way(dtype, storage, weights, beside))
     return [MemoryRow(", ".join(names), *sizes, found) for sizes, (names, found) in rows.items()]
 
 
-def verdict(device: torch.device, weights: int, rest: int) -> str | None:
-    """Whether weights and the ``rest`` of a run fit in the total memory of a device."""
+def verdict(device: torch.device, way: Way) -> str | None:
+    """Whether weights, and what a run needs beside them, fit in the total memory of a device."""
     total = memory.total_memory(device)
     if math.isinf(total):
         return None
-    if memory.needed(weights, rest) <= total:
+    if way.needed <= total:
         return "fits"
-    return "does not fit" if device.type == "cpu" or rest > total else "fits with streamed weights"
+    return "does not fit" if device.type == "cpu" or way.beside > total else "fits with streamed weights"

@@ -25,7 +25,6 @@ from .memory_table import MemoryRow, memory_table
 from .search import FAMILIES, found_by
 from .sockets import ARModel
 
-PROMPT_TOKENS = 128  # assumed for the size of caches if prompts may have any length
 SHOWN_SIZES = 24
 LARGEST_TO_LOAD = 64 * 2**20  # bytes: smaller drafters are loaded to check whether they fit
 
@@ -77,7 +76,7 @@ def summarize(
         by_dtype[name] = by_dtype.get(name, 0) + weight.numel() * weight.element_size()
     caches, specials, prompt = None, {}, 0
     if discrete:
-        prompt = PROMPT_TOKENS if words is not None else getattr(model.prefix, "slots", 1)
+        prompt = model.usual_prompt
         branches = (False, True)[: 1 + model.guidance]
         caches = tuple(model.kv_bytes(1, model.layout(), 0, guided, prompt) for guided in branches)
         ids = list(range(model.vocab, model.vocab_total))
@@ -204,8 +203,9 @@ class ModelInfo(io.ComfyNode):
         summary = summarize(model.model, decoder, compatible(drafters, model.model, family))
         device, rows, lines = model.patcher.load_device, [], []
         if isinstance(model.model, DiscreteModel):
-            rows = memory_table(model.model, summary.prompt, models.auto_dtype(device, path), device)
+            rows = memory_table(model.model, models.auto_dtype(device, path), device)
             lines = memory_lines(rows, device, model.model.guidance)
+        lines = [*([f"dtype {model.choice}"] if model.choice else []), *lines]
         text = report(model.name, summary, missing_decoder(model.name, model.model.family), lines)
-        about = asdict(summary) | {"memory": [asdict(row) for row in rows]}
+        about = asdict(summary) | {"memory": [asdict(row) for row in rows], "choice": model.choice}
         return io.NodeOutput(text, ui={"text": [text], "specar": [about]})

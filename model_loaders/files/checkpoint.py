@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from codecs import BOM_UTF8
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath, PureWindowsPath
 from typing import Any, Literal
@@ -41,20 +41,22 @@ _CONTAINERS = (
     "generator",
 )  # fmt: skip
 
+StorageChoice = Callable[[torch.nn.Module], torch.dtype | None]  # model on the meta device -> storage
+
 
 @dataclass(frozen=True)
 class Checkpoint:
     """Tensors by name, the ``specar`` metadata of the pack's files (else empty), and the file they came from.
 
     The path of a sharded checkpoint is its index. Tensors may be memory-mapped (see use_mmap); then the data is read on
-    first use. Matrices of quantised files are ScaledMatrix. storage: a dtype of NARROW for the large matrices (see
-    weights.load_weights).
+    first use. Matrices of quantised files are ScaledMatrix. storage: a dtype of NARROW for the large matrices, or what
+    chooses it (see weights.load_weights).
     """
 
     tensors: dict[str, Tensor]
     metadata: dict[str, Any] = field(default_factory=dict)
     path: Path = Path()
-    storage: torch.dtype | None = None
+    storage: torch.dtype | StorageChoice | None = None
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -42,15 +42,15 @@ def load_weights(
 
     tensors: of the checkpoint. They are read and cast to ``dtype`` one at a time; those under the prefixes ``precise``
     become fp32. Tensors that the module does not need are left out and logged, if they cannot change what it computes
-    (see _BUFFERS and _TOPS). With a ``storage`` dtype in the checkpoint, the large Linear modules
-    (see NARROW) are replaced by modules with matrices in that dtype. Raises CheckpointError for tensors that are
-    missing, unknown, misshapen or not finite; names and shapes are checked before any tensor is read.
+    (see _BUFFERS and _TOPS). With a ``storage`` in the checkpoint, or one that it chooses for ``module``, the large
+    Linear modules (see NARROW) are replaced by modules with matrices in that dtype. Raises CheckpointError for tensors
+    that are missing, unknown, misshapen or not finite; names and shapes are checked before any tensor is read.
     """
     path, wanted = checkpoint.path, module.state_dict()
     found = {name: parts if isinstance(parts, tuple) else (parts,) for name, parts in tensors.items()}
     _check_names(wanted, found, path)
     _check_shapes(wanted, found, path)
-    storage = checkpoint.storage
+    storage = checkpoint.storage(module) if callable(checkpoint.storage) else checkpoint.storage
     narrow = {f"{layer}.weight": layer for layer in narrow_names(module, storage)} if storage else {}
     weights = {}
     for name, parameter in wanted.items():

@@ -9,6 +9,10 @@ import torch
 from comfy.model_patcher import ModelPatcher
 
 from ...kernels.linear import in_groups, stored_as
+from ...model_loaders.ar_model import DiscreteModel
+from ...model_loaders.storage import MARGIN
+from ...samplers.engine.memory import image_bytes
+from .patcher import Patcher
 
 # Apple's GPUs, DirectML, a CPU on Linux and one on Windows raise plain RuntimeErrors for it.
 _FULL = ("out of memory", "not enough GPU video memory", "can't allocate memory", "not enough memory: you tried")
@@ -32,8 +36,36 @@ def fits(patchers: list[ModelPatcher], memory: int) -> bool:
 
 
 def needed(weights: int, memory: int) -> float:
-    """Bytes that must be free before ComfyUI loads all of these weights and keeps ``memory`` bytes for the run."""
-    return 1.1 * weights + memory + mm.minimum_inference_memory()  # 1.1: as in ComfyUI
+    """Bytes that must be free for ComfyUI to load these weights, with ``memory`` bytes for the run, without unloading
+    other models or dropping kept sessions."""
+    return MARGIN * weights + memory + mm.minimum_inference_memory()
+
+
+def beside_weights(
+    model: DiscreteModel, dtype: torch.dtype, storage: torch.dtype | None, int8_cache: bool = False
+) -> float:
+    """Bytes that ComfyUI keeps free of weights for one image of a model that is loaded so (see ``load_model``): those
+    of the run and a reserve, or its minimum, as in its ``load_models_gpu``."""
+    run = image_bytes(model, dtype, storage is not None, int8_cache)
+    return max(mm.minimum_inference_memory(), run + mm.extra_reserved_memory())
+
+
+def available(device: torch.device, wanted: float) -> float:
+    """Bytes that a model can take on a device: those that are free, and those of weights that ComfyUI unloads for it.
+    Infinite if unknown, as in ``total_memory``.
+
+    What runs keep with our models (caches, captured steps) is no obstacle, but its size is not known. If less than
+    ``wanted`` bytes are there with it, it is dropped first.
+    """
+    if math.isinf(total_memory(device)):
+        return math.inf
+    loaded = [patcher for patcher in mm.loaded_models() if patcher is not None and patcher.load_device == device]
+    weights = sum(patcher.loaded_size() for patcher in loaded)
+    if mm.get_free_memory(device) + weights < wanted:
+        for patcher in loaded:
+            if isinstance(patcher, Patcher):
+                patcher.release()
+    return mm.get_free_memory(device) + weights
 
 
 def free_memory(patcher: ModelPatcher) -> int:

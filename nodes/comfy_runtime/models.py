@@ -31,6 +31,7 @@ from ...model_loaders.detect import (
 )
 from ...model_loaders.families import CONTINUOUS_NAMES
 from ...model_loaders.text.t5 import T5, T5Encoder
+from .automatic import Automatic
 from .folders import DRAFTERS, MODELS, fingerprint, resolve, search_folders
 from .memory import free_memory
 from .operations import Operations
@@ -75,7 +76,7 @@ class LoadedModel:
     """An AR model under ComfyUI's memory management, its image decoder if one was found, and its name.
 
     source: equal for models loaded from the same files with the same options. sampling: sampling parameters that a node
-    before the sampler chose.
+    before the sampler chose. choice: which storage dtype "auto" chose by memory, and why; empty if it had no choice.
     """
 
     model: DiscreteModel | ContinuousBase
@@ -84,6 +85,7 @@ class LoadedModel:
     name: str
     source: Hashable = field(default_factory=object)
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    choice: str = ""
 
     def check_kind(self, continuous: bool) -> None:
         """Raise ValueError if the sampler is for the other kind of models."""
@@ -106,16 +108,17 @@ def open_model(choice: str, dtype: str, grid: tuple[int, int] | None) -> LoadedM
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}.")
     device = mm.get_torch_device()
-    storage = stays_narrow(path) if dtype == "auto" else STORAGE.get(dtype)
+    automatic = Automatic(choice, device, stays_narrow(path)) if dtype == "auto" else None
     model = load_model(
         path, dtype=DTYPES[dtype] or auto_dtype(device, path), grid=grid, search_folders=search_folders(),
-        operations=Operations, storage=storage, int8_cache=dtype == INT8_CACHE,
+        operations=Operations, storage=automatic or STORAGE.get(dtype), int8_cache=dtype == INT8_CACHE,
     )
     model.offload_embedding()
     if isinstance(getattr(model, "prompt_encoder", None), T5Encoder):
         manage_text_encoder(model.prompt_encoder)
     source = choice, dtype, grid, fingerprint(choice, MODELS)
-    return LoadedModel(model, patcher_of(model, model), decoder_of(model, path), choice, source)
+    why = automatic.why if automatic else ""
+    return LoadedModel(model, patcher_of(model, model), decoder_of(model, path), choice, source, choice=why)
 
 
 def decoder_of(model: DiscreteModel | ContinuousBase, path: Path) -> LoadedDecoder | None:

@@ -4,6 +4,7 @@ import comfy.model_management as mm
 import pytest
 import torch
 from comfyui_specar.model_loaders.detect import load_model
+from comfyui_specar.nodes.comfy_runtime.memory import beside_weights
 from comfyui_specar.nodes.comfy_runtime.models import open_model
 from comfyui_specar.nodes.memory_table import memory_table
 from comfyui_specar.nodes.model_info import in_units, memory_lines, report, summarize
@@ -94,13 +95,14 @@ def test_the_table_compares_with_the_memory_of_the_device(device, beside, verdic
     model.offload_embedding()
     monkeypatch.setattr(mm, "minimum_inference_memory", lambda: 0)
     monkeypatch.setattr(mm, "get_total_memory", lambda device=None, torch_total_too=False: 2**30)
-    rows = memory_table(model, 128, torch.bfloat16, device)
+    rows = memory_table(model, torch.bfloat16, device)
     assert [row.dtype for row in rows] == ["fp32", "bf16, fp16", "fp8 (storage)", "int8 (storage)",
                                            "int8 (storage and KV cache)", "int4 (storage)"]
-    wide, half = rows[:2]
-    total = max(int(1.1 * half.weights) + half.cache, wide.cache) + 1 + beside
+    for_wide, for_half = (beside_weights(model, dtype, None) for dtype in (torch.float32, torch.bfloat16))
+    assert for_half > rows[1].cache
+    total = max(1.1 * rows[1].weights + for_half, for_wide) + beside
     monkeypatch.setattr(mm, "get_total_memory", lambda device=None, torch_total_too=False: total)
-    rows = memory_table(model, 128, torch.bfloat16, device)
+    rows = memory_table(model, torch.bfloat16, device)
     assert rows[1].verdict == verdicts[0] and rows[0].verdict == verdicts[-1]
     text = memory_lines(rows, device, True)
     assert f"{device} of {in_units(total)}" in text[0] and "with guidance" in text[0]
@@ -111,7 +113,7 @@ def test_unknown_memory_has_no_verdict(tmp_path, monkeypatch):
     """ComfyUI assumes 1 GiB under DirectML."""
     model, device = load_model(tiny_emu3.write(tmp_path)), torch.device("cuda:0")
     monkeypatch.setattr(mm, "directml_enabled", True, raising=False)
-    rows = memory_table(model, 128, torch.bfloat16, device)
+    rows = memory_table(model, torch.bfloat16, device)
     assert {row.verdict for row in rows} == {None} and "fit" not in "".join(memory_lines(rows, device, False))
 
 

@@ -1,0 +1,50 @@
+"""Which storage dtype "auto" chooses by the memory of a card: calculated from the sizes of models, nothing is run."""
+
+from __future__ import annotations
+
+import torch
+from comfyui_specar.model_loaders.storage import Way, candidates, choose
+from comfyui_specar.samplers.engine.memory import image_bytes
+
+from . import sizes
+from .results_tables import grid
+
+GIB = 2**30
+CARDS = 6, 8, 12, 16, 24, 32, 80  # GiB
+TAKEN = 1.0 * GIB  # of a card's memory before ComfyUI loads a model: desktop, driver, CUDA's context (assumed)
+RESERVED = 0.4 * GIB  # that ComfyUI leaves free beside a run on Linux
+LEAST = 1.2 * GIB  # that it leaves free of weights in any case
+MODELS = {
+    "llamagen-xl": "LlamaGen-XL", "janus-pro-1b": "Janus-Pro-1B", "janus-pro-7b": "Janus-Pro-7B",
+    "lumina-mgpt-7b": "Lumina-mGPT-7B, 768 pixels", "emu3-8b": "Emu3-8B, 720 pixels",
+}  # fmt: skip
+
+
+def ways(size: str) -> list[Way]:
+    """The ways to store a released model that is computed in bf16, widest first."""
+    dtype = torch.bfloat16
+    model = sizes.build(sizes.SIZES[size], dtype, torch.device("meta"))
+    return [
+        Way(dtype, storage, model.weight_bytes(dtype, storage),
+            max(LEAST, image_bytes(model, dtype, storage is not None) + RESERVED))
+        for storage in candidates(None, True)
+    ]
+
+
+def cell(ways: list[Way], free: float, reads_narrow: bool) -> str:
+    """The choice, and what is copied in every forward pass."""
+    way = choose(ways, free, reads_narrow)
+    streamed = way.streamed(free)
+    return way.name.removesuffix(" (storage)") + (f", {streamed / GIB:.1f} GiB streamed" if streamed else "")
+
+
+def table() -> str:
+    """A row for every model and a column for every card; in brackets the choice without Triton, where it is another."""
+    rows = []
+    for size, name in MODELS.items():
+        found, row = ways(size), [name]
+        for card in CARDS:
+            with_it, without = (cell(found, card * GIB - TAKEN, reads) for reads in (True, False))
+            row.append(with_it if without == with_it else f"{with_it} ({without})")
+        rows.append(row)
+    return grid(["model", *(f"{card} GB" for card in CARDS)], rows)
