@@ -100,6 +100,17 @@ def allow(allowed: bool) -> None:
     _allowed = allowed
 
 
+@contextmanager
+def called() -> Iterator[None]:
+    """In this context no new run captures steps."""
+    before = _allowed
+    allow(False)
+    try:
+        yield
+    finally:
+        allow(before)
+
+
 def give_up(why: str) -> None:
     """Capture nothing any more in this process, and say so once."""
     global _failed

@@ -204,11 +204,12 @@ class Progress:
     """Progress after a forward pass.
 
     tokens [B, S] (0 where not decided); committed [B] (int64, on the CPU): decided tokens; length: S; passes: forward
-    passes so far. On a GPU committed is what the host knows, and tokens may be one pass further.
+    passes so far; p [B, S] (fp32): target probabilities of the tokens. On a GPU committed is what the host knows, and
+    tokens and p may be one pass further.
 
     draft [B, D] (int64): the guesses that the next pass is fed, at the positions after the first ``start`` [B] (int64)
-    tokens (some may be past the end). None if a method keeps no guesses between passes. Both are on the model's device
-    and valid until the callback returns.
+    tokens (some may be past the end). None if a method keeps no guesses between passes. The tensors are on the model's
+    device and valid until the callback returns.
     """
 
     tokens: Tensor
@@ -217,6 +218,7 @@ class Progress:
     passes: int
     draft: Tensor | None = None
     start: Tensor | None = None
+    p: Tensor | None = None
 
 
 Callback = Callable[[Progress], None]

@@ -11,6 +11,7 @@ import torch
 
 from .continuous_contract import ContinuousRequest
 from .contract import Method, Output, Request
+from .engine.first_use import check_captured
 
 log = logging.getLogger(__name__)
 AnyRequest = Request | ContinuousRequest
@@ -39,6 +40,7 @@ def generate(method: Method, request: AnyRequest, reserve: Reserve = unmanaged) 
         log.warning("%s", notice)
     with torch.inference_mode():
         with reserve(method, request) as callback:
+            check_captured(method, request)
             result = method.sample(replace(request, callback=callback))
         output = request.output(result)
     output.trace.settings |= {"notices": list(request.notices)} if request.notices else {}

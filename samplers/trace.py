@@ -215,6 +215,11 @@ class Record:
         """The tokens so far [B, S], 0 where there is none yet."""
         return self.tokens[:, :-1]
 
+    @property
+    def p(self) -> Tensor:
+        """Target probabilities of the tokens so far [B, S]."""
+        return self.positions[:, :-1, self.fields.index("p")]
+
     def begin(self, tokens: Tensor, count: Tensor) -> None:
         """Forget everything; the first ``count`` [B] of tokens [B, S + 1] were read with the prompt, to whose pass,
         the first, they count."""

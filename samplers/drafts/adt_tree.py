@@ -101,6 +101,7 @@ class ADTTree(Structure):
     alpha_over: str = setting("effective", options=ALPHA_OVER)
     flock_distance: str = setting("euclidean", options=FLOCK_DISTANCE)
     kind: ClassVar[str] = "adt"
+    varies: ClassVar[bool] = True
 
     @property
     def sampled(self) -> bool:

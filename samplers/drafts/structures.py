@@ -24,10 +24,11 @@ class Structure(ABC):
     """The shape of the drafts of a round. Structures are frozen dataclasses whose fields are their settings.
 
     block: verify by blocks instead of token by token (chains only). sampled: are siblings samples from the drafter, not
-    its most likely tokens (a chain has none)?
+    its most likely tokens (a chain has none)? varies: is every tree of another shape?
     """
 
     kind: ClassVar[str]  # in traces
+    varies: ClassVar[bool] = False
     block: bool = False
     sampled: bool = False
 
@@ -62,7 +63,7 @@ class Structure(ABC):
 
     @abstractmethod
     def extent(self, plan: Plan, left: Tensor) -> Tensor | None:
-        """The Extent [n] (int64) of a plan, for images with ``left`` [B] tokens to go; None if all trees are alike."""
+        """The Extent [n] (int64) of a plan, for images with ``left`` [B] tokens to go; None if no tree varies."""
 
     @abstractmethod
     def passes(self, extent: Extent) -> int:

@@ -49,7 +49,9 @@ def decode(
         times.append(time.perf_counter())
         if request.callback:
             passes = len(times) - 1 - poll.lag
-            request.callback(Progress(session.record.image, known, length, passes, state.draft, state.committed))
+            record = session.record
+            request.callback(
+                Progress(record.image, known, length, passes, state.draft, state.committed, record.p))
         if int(known.min()) >= length:
             break
         # A step decides at most ``width`` tokens, also a step that is launched but not yet known.

@@ -63,6 +63,12 @@ class DraftTree(Method):
         return not (self.skipping and self.skipping.schedule == "dynamic" and self.structure.sampled)
 
     @property
+    def one_shape(self) -> bool:
+        """Have all rounds one shape, with nothing to ask the host between drafting and verification? Then a GPU
+        captures them."""
+        return self.skipping is None and not self.structure.varies
+
+    @property
     def draft_width(self) -> int:
         """The most uncommitted tokens in the drafter's cache."""
         return max(self.structure.expansions(), self.max_drafter_inputs)
@@ -112,7 +118,8 @@ class DraftTree(Method):
             run = SpeculativeRun(self, request, session)
             while True:
                 if request.callback:
-                    request.callback(Progress(run.step.record.image, run.known, run.step.length, run.passes))
+                    record = session.record
+                    request.callback(Progress(record.image, run.known, run.step.length, run.passes, p=record.p))
                 if run.done:
                     break
                 run.round()
@@ -169,7 +176,7 @@ class SpeculativeRun:
         """Draft, verify (or skip that), commit."""
         step, session = self.step, self.session
         shape, verifies = self.shape(), True
-        if session.graphs.active and self.one_graph:
+        if session.graphs.active and self.method.one_shape:
             self.state = session.launch(shape, step.whole, self.state)
         else:
             tree, skip = session.call("draft", step.draft, self.extent, self.state)
@@ -182,11 +189,6 @@ class SpeculativeRun:
         self.known = torch.maximum(self.known, self.poll(self.state.committed))
         self.passes += verifies
         self.times.append(time.perf_counter())
-
-    @property
-    def one_graph(self) -> bool:
-        """Are all rounds of one shape, with nothing to read between drafting and verification?"""
-        return self.method.skipping is None and self.state.extent is None
 
     def shape(self) -> tuple[Hashable, ...]:
         """The shape of the next round: attention lengths, and which sampling parameters are on."""

@@ -120,7 +120,7 @@ class TapeGraphs(graphs.Graphs):
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        self.active, self.one_shape = not graphs._failed, True
+        self.active, self.one_shape = graphs._allowed and not graphs._failed, True
         self.captured = self.replayed = 0
 
     def __call__(self, key, step, state):

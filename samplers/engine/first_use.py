@@ -1,0 +1,65 @@
+"""The first image of a model on a GPU: its first steps are captured and called, and must be the same.
+
+A driver, a card or a version of torch that nobody has tried may replay something else than it captured. The image would
+be wrong without an error, so the first steps are compared, once per process and model: two prompts' passes and a few
+steps.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from ...kernels import graphs
+from ..contract import Method, Progress, Request
+from . import session
+
+PASSES = 8  # of a trial: the second is captured, and the later ones are replayed
+SEEDS = 2  # a near tie may be decided either way, but hardly twice
+_checked: WeakSet = WeakSet()  # models
+
+
+class _StoppedError(Exception):
+    """A trial is over."""
+
+
+def check_captured(method: Method, request: Request) -> None:
+    """Capture nothing any more in this process if captured steps of the run are not those that are called."""
+    model = request.model
+    if method.continuous or model in _checked or not session.Graphs(model.device).active:
+        return
+    _checked.add(model)
+    trials = (replace(request, seed=request.seed + number) for number in range(SEEDS))
+    if not any(same(*(trial(method, each, captured) for captured in (False, True))) for each in trials):
+        graphs.give_up("captured steps compute something else here than the same steps called. The image is generated "
+                       f"without them. Please report this with the GPU, its driver and torch {torch.__version__}.")
+
+
+def trial(method: Method, request: Request, captured: bool) -> tuple[Tensor, Tensor]:
+    """Tokens and their probabilities [B, S] of a run's first passes; -1 and 0 where not decided."""
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def stop(progress: Progress) -> None:
+        decided = torch.arange(progress.length) < progress.committed[:, None]
+        tokens, p = progress.tokens.cpu(), progress.p.cpu()
+        found[:] = [(torch.where(decided, tokens, -1), torch.where(decided, p, 0))]
+        if progress.passes >= PASSES:
+            raise _StoppedError
+
+    with nullcontext() if captured else graphs.called():
+        try:
+            method.sample(replace(request, callback=stop))
+        except _StoppedError:
+            pass
+    return found[0]
+
+
+def same(called: tuple[Tensor, Tensor], captured: tuple[Tensor, Tensor]) -> bool:
+    """Are the tokens the same, and their probabilities up to round-off?"""
+    both = (called[0] >= 0) & (captured[0] >= 0)
+    return torch.equal(called[0][both], captured[0][both]) and torch.allclose(
+        called[1][both], captured[1][both], rtol=0.05, atol=1e-3)

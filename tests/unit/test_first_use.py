@@ -1,0 +1,90 @@
+"""The first image of a model on a GPU compares captured steps with called ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from comfyui_specar.kernels import graphs
+from comfyui_specar.samplers.drafts.adt_tree import ADTTree
+from comfyui_specar.samplers.drafts.structures import Chain
+from comfyui_specar.samplers.engine import first_use
+from comfyui_specar.samplers.generate import generate
+from comfyui_specar.samplers.methods.jacobi import SJD
+from comfyui_specar.samplers.methods.next_token import NextToken
+from comfyui_specar.samplers.methods.speculative import DraftTree
+
+from ..support.tape import Tape, TapeGraphs
+from ..support.toy import ToyDrafter, ToyModel, plain, request
+
+LAYOUT = plain(2, 6)
+
+
+def toy() -> ToyModel:
+    model = ToyModel(LAYOUT)
+    model.dequantize = lambda tokens: tokens.float()
+    return model
+
+
+METHODS = {
+    "next token": lambda drafter: NextToken(), "sjd": lambda drafter: SJD(3),
+    "chain": lambda drafter: DraftTree(drafter, Chain(2)), "adaptive": lambda drafter: DraftTree(drafter, ADTTree()),
+}
+
+
+class Elsewhere(Tape):
+    """A graph that replays its steps with other random numbers, or whatever else is computed from xor."""
+
+    def replay(self):
+        if not self.executed:
+            self.calls = [(torch.ops.aten.add.Tensor if "xor" in str(operation) else operation, *rest)
+                          for operation, *rest in self.calls]
+        super().replay()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_it_is_checked_once_per_model(name, on_tape, caplog):
+    model = toy()
+    method = METHODS[name](ToyDrafter(model))
+    asked = request(model, LAYOUT, seed=5, batch=2)
+    found = [generate(method, asked).tokens for _ in range(2)]
+    made = len(on_tape)
+    generate(SJD(4), asked)
+    assert len(on_tape) == made + 1, "another method is not tried"
+    with graphs.called():
+        wanted = generate(method, asked).tokens
+    assert torch.equal(found[0], wanted) and torch.equal(found[1], wanted)
+    assert "CUDA graphs" not in caplog.text and sum(each.replayed for each in on_tape) > 4
+
+
+@pytest.mark.parametrize("name", ["next token", "sjd", "chain"])
+def test_steps_that_replay_something_else_are_not_captured(name, on_tape, monkeypatch, caplog):
+    model = toy()
+    method, asked = METHODS[name](ToyDrafter(model)), request(model, LAYOUT, seed=5, batch=2)
+    with graphs.called():
+        wanted = generate(method, asked).tokens
+    monkeypatch.setattr(TapeGraphs, "tape", Elsewhere)
+    try:
+        assert torch.equal(generate(method, asked).tokens, wanted)
+        assert graphs._failed and not on_tape[-1].active and not model.sessions
+        assert caplog.text.count("compute something else here") == 1
+    finally:
+        graphs._failed = False
+
+
+def test_a_near_tie_is_tried_again(monkeypatch, caplog):
+    """The first of two trials differs in a token."""
+    called, other = (torch.tensor([[1, 2, -1]]), torch.full((1, 3), 0.5)), (torch.tensor([[1, 1, 3]]), torch.ones(1, 3))
+    for outcomes, failed in (((called, other, called, called), False), ((called, other, called, other), True)):
+        each = iter(outcomes)
+        monkeypatch.setattr(first_use, "trial", lambda *given, each=each: next(each))
+        monkeypatch.setattr(first_use.session, "Graphs", TapeGraphs)
+        first_use.check_captured(NextToken(), request(toy(), LAYOUT))
+        assert graphs._failed == failed
+    graphs._failed = False
+
+
+def test_probabilities_are_compared_too():
+    tokens, p = torch.tensor([[1, 2, -1]]), torch.tensor([[0.5, 0.25, 0.0]])
+    assert first_use.same((tokens, p), (tokens, p * 1.01))
+    assert not first_use.same((tokens, p), (tokens, p * 1.2))
+    assert first_use.same((tokens, p), (torch.tensor([[1, -1, 3]]), torch.tensor([[0.5, 0.0, 0.9]])))
