@@ -2,14 +2,15 @@
 
 The Triton kernel of ``kernels/x.py:f`` is ``kernels/x_triton.py:f``, with the same signature and results. Triton comes
 with torch on Linux; where it is missing or not supported, the reference runs (see ``runs_triton``). A Triton kernel is
-validated before its first use with arguments of a kind (see ``kind``): it and the reference compute the same trial and
-must agree. Only then does one of them compute the result, so the first call of a process gives what every later one
-gives, to the last bit.
+validated before its first use with arguments of a kind (see ``kind``), if memory allows: it and the reference compute
+the same trial and must agree. Only then does one of them compute the result, so the first call of a process gives what
+every later one gives, to the last bit.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Hashable
 from functools import cache, partial, wraps
 from importlib import import_module
@@ -25,8 +26,14 @@ from .graphs import leaves, recording
 log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 OLDEST = 8, 0  # compute capability, that of GPUs since 2020
+TRIES = 4  # calls with a near tie: even if one in a hundred has one, four one after the other are one case in 10^8
+NEEDS = (
+    "a C compiler and the headers of this Python (Debian and Ubuntu: install gcc and python3-dev; Windows: see the "
+    "instructions of triton-windows)"
+)
 _chosen: dict[Hashable, Callable[..., Any]] = {}  # by reference and kind of arguments, set before their first use
-_doubted: set[Hashable] = set()  # cases whose Triton kernel has failed validation once
+_differed: Counter[Hashable] = Counter()  # by case, calls in which its Triton kernel differed from its reference
+_warn_once = cache(log.warning)
 
 
 def accelerated(reference: F | None = None, *, trial: Callable[..., tuple] | None = None) -> F:
@@ -70,25 +77,24 @@ def kind(value: Any) -> Hashable:
 
 
 def _choose(case: Hashable, reference: Callable[..., Any], trial: Callable[..., tuple] | None, given: tuple) -> None:
-    """Choose what computes a case from now on.
+    """Choose what computes a case from now on, or nothing as long as its kernel is in doubt.
 
-    A near tie may be decided either way, and memory may be short for a moment: so a kernel gets a second try, and until
-    then nothing is chosen.
+    A near tie may be decided either way, so a kernel is left once it has differed in TRIES calls. Where memory is too
+    short for a validation, the kernel is chosen without one: its reference, which needs more, would run out of it, too.
     """
     try:
         kernel = triton_kernel(reference)
         if agree(reference, kernel, trial, given):
             _chosen[case] = kernel
             return
-        why = "computes something else than its torch version, which is used instead"
-    except torch.OutOfMemoryError as error:
-        why = f"cannot be validated: out of memory, so its slower torch version runs: {error}"
+        _differed[case] += 1
+        if _differed[case] == TRIES:
+            _leave(case, reference, "computes something else than its torch version, which is used instead")
+    except torch.OutOfMemoryError:
+        _chosen[case] = kernel
+        _warn_once("Memory is too short to compare Triton kernels with their torch versions: they run unvalidated")
     except Exception as error:  # compilers and drivers raise anything; the reference is always available
         _leave(case, reference, _does_not_run(error))
-        return
-    if case in _doubted:
-        _leave(case, reference, why)
-    _doubted.add(case)
 
 
 def _call(case: Hashable, reference: Callable[..., Any], given: tuple) -> Any:
@@ -109,9 +115,9 @@ def _call(case: Hashable, reference: Callable[..., Any], given: tuple) -> Any:
 
 
 def _leave(case: Hashable, reference: Callable[..., Any], why: str) -> None:
-    """The reference computes a case from now on; the reason is logged once."""
+    """The reference computes a case from now on; the reason is logged once, also if it is that of several cases."""
     _chosen[case] = reference
-    log.warning("The Triton kernel %s %s", reference.__name__, why)
+    _warn_once("The Triton kernel %s %s", reference.__name__, why)
 
 
 def _does_not_run(error: Exception) -> str:
@@ -136,25 +142,36 @@ def agree(
 
 @cache
 def runs_triton(device: torch.device) -> bool:
-    """Do the Triton kernels run on this device? If a GPU does not run them, the reason is logged once.
-
-    A compiler may end the process over code it cannot compile, so unsupported devices are not tried: AMD GPUs, and
-    NVIDIA GPUs before compute capability 8.0, whose registers the kernels overflow.
-    """
+    """Do the Triton kernels run on this device? If a GPU does not run them, the reason is logged once."""
     if device.type != "cuda":
         return False
+    if missing := _missing(device):
+        log.info("The slower torch versions of the kernels run: %s.", missing)
+    return not missing
+
+
+def _missing(device: torch.device) -> str | None:
+    """Why no Triton kernel runs on a GPU.
+
+    A compiler may end the process over code it cannot compile, so unsupported devices are not tried: AMD GPUs, and
+    NVIDIA GPUs before compute capability 8.0, whose registers the kernels overflow. On the others the smallest kernel
+    is tried: without a C compiler, with which Triton builds what launches kernels, every one would fail for itself.
+    """
     if switches.on(switches.NO_TRITON):
-        missing = f"{switches.NO_TRITON} is set"
-    elif torch.version.hip:
-        missing = "the Triton kernels are for NVIDIA GPUs"
-    elif torch.cuda.get_device_capability(device) < OLDEST:
-        missing = f"the Triton kernels are for GPUs of compute capability {OLDEST[0]}.{OLDEST[1]} or higher"
-    elif not has_triton():
-        missing = "Triton is not installed"
-    else:
-        return True
-    log.info("The slower torch versions of the kernels run: %s.", missing)
-    return False
+        return f"{switches.NO_TRITON} is set"
+    if torch.version.hip:
+        return "the Triton kernels are for NVIDIA GPUs"
+    if torch.cuda.get_device_capability(device) < OLDEST:
+        return f"the Triton kernels are for GPUs of compute capability {OLDEST[0]}.{OLDEST[1]} or higher"
+    if not has_triton():
+        return "Triton is not installed"
+    try:
+        import_module(".gating_triton", __package__).gated(torch.zeros(1, 2, device=device))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return f"Triton cannot launch a kernel. It needs {NEEDS}. It said: {type(error).__name__}: {error}"
+    return None
 
 
 def has_triton() -> bool:
