@@ -170,10 +170,15 @@ class Graphs:
     """
 
     def __init__(self, device: torch.device):
-        self.device, self.active, self.one_shape = device, capturable(device), captures(device)
+        self.device, self.active, self.one_shape = device, self.allowed(device), captures(device)
         self._graphs: dict[Hashable, _Graph] = {}
         self._called: set[Hashable] = set()
         self._pool: Any = None
+
+    @staticmethod
+    def allowed(device: torch.device) -> bool:
+        """Would a new run capture its steps?"""
+        return capturable(device)
 
     def __call__(self, key: Hashable, step: Callable[[T], T], state: T) -> T:
         """step(state). The key identifies everything that is not a tensor: shapes, settings, the branches of a step.

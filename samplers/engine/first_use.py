@@ -30,7 +30,7 @@ class _StoppedError(Exception):
 def check_captured(method: Method, request: Request) -> None:
     """Capture nothing any more in this process if captured steps of the run are not those that are called."""
     model = request.model
-    if method.continuous or model in _checked or not session.Graphs(model.device).active:
+    if method.continuous or model in _checked or not session.Graphs.allowed(model.device):
         return
     _checked.add(model)
     trials = (replace(request, seed=request.seed + number) for number in range(SEEDS))

@@ -83,7 +83,9 @@ def open_session(method: Method, request: Request, drafter: Drafter | None = Non
     Without graphs no session stays. Graphs need all weights on the device, in place.
     """
     model, key = request.model, method.session_key(request)
-    session = model.sessions.pop(key, None) or Session(Graphs(model.device))
+    session = model.sessions.pop(key, None)
+    if session is None or not Graphs.allowed(model.device):
+        session = Session(Graphs(model.device))
     parts = [model] if drafter is None else [model, drafter.module]
     if model.device.type == "cpu" and not session.graphs.active:
         rows = request.batch * (1 + request.params.guided) * method.width(request)

@@ -220,7 +220,7 @@ class SpeculativeRun:
         ends = self.times[1 + surplus :]
         begins = [self.start_time, *ends[:-1]]
         times = {"milliseconds": [1000 * (end - begin) for begin, end in zip(begins, ends, strict=True)]}
-        if not self.poll.lag:
+        if not self.poll.lag and len(self.drafted) == len(begins):  # captured rounds have no times of their own
             drafted = zip(begins, self.drafted, strict=True)
             times["draft_milliseconds"] = [1000 * (end - begin) for begin, end in drafted]
         settings = self.method.describe(self.request) | asdict(self.request.params)

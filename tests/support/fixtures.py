@@ -22,11 +22,12 @@ def on_tape(monkeypatch) -> list[TapeGraphs]:
     late what was decided. The list of the graphs they make."""
     made = []
 
-    def taped(device):
-        made.append(TapeGraphs(device))
-        return made[-1]
+    class Taped(TapeGraphs):
+        def __init__(self, device):
+            super().__init__(device)
+            made.append(self)
 
-    monkeypatch.setattr(session, "Graphs", taped)
+    monkeypatch.setattr(session, "Graphs", Taped)
     for module in (loop, speculative):
         monkeypatch.setattr(module, "Poll", LatePoll)
     return made

@@ -120,8 +120,12 @@ class TapeGraphs(graphs.Graphs):
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        self.active, self.one_shape = graphs._allowed and not graphs._failed, True
+        self.one_shape = True
         self.captured = self.replayed = 0
+
+    @staticmethod
+    def allowed(device):
+        return graphs._allowed and not graphs._failed
 
     def __call__(self, key, step, state):
         self.replayed += key in self._graphs
