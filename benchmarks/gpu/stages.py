@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SANITIZER = "compute-sanitizer"
 STARTING = 25.0  # seconds that a stage has in any case: importing torch and waking the device take some
 GRACE = 30.0  # seconds, or a third: a stage begins nothing new so long before it is ended
+NATIVE = {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}  # what ComfyUI chooses on many systems
 LOG = 1500  # characters of a stage's last words
 OK, WARNING, CUT, FAILED, NOT_RUN = "ok", "warning", "cut off", "failed", "not run"
@@ -39,11 +40,16 @@ class Stage:
 
 STAGES = (
     Stage("device", "The machine", 1, "device.run"),
+    Stage("graphs", "Captured steps against called ones", 6, "graphs.run", NATIVE),
+    Stage("failed", "A capture that fails", 1, "first.run_failed", NATIVE),
+    Stage("failed-async", "The same with cudaMallocAsync", 1, "first.run_failed", ALLOCATOR, on_a_cpu=False),
+    Stage("storages", "A pass in bf16, int8 and int4", 3, "first.run_storages"),
+    Stage("plain", "The same without Triton", 3, "first.run_storages", {"SPECAR_DISABLE_TRITON": "1"}, on_a_cpu=False),
+    Stage("unloading", "Memory before and after unloading", 1, "first.run_unloading"),
     Stage("kernels", "Triton kernels against their torch references", 8, "kernels.run"),
     Stage("races", f"Triton kernels under {SANITIZER}", 3, "kernels.run_races",
           before=(SANITIZER, "--tool", "racecheck", "--error-exitcode", "86"), on_a_cpu=False),
-    Stage("graphs", "Captured steps against called ones", 6, "graphs.run"),
-    Stage("allocator", "The same with cudaMallocAsync", 4, "graphs.run_allocator", ALLOCATOR),
+    Stage("allocator", "Captured steps with cudaMallocAsync", 4, "graphs.run_allocator", ALLOCATOR),
     Stage("captures", "Captures of an image of LlamaGen-XL", 4, "captures.run"),
     Stage("passes", "What a pass costs", 10, "passes.run"),
     Stage("ratios", "How much faster the methods are", 5, "ratios.run"),
