@@ -102,7 +102,8 @@ def test_where_a_stage_fails_the_later_ones_are_not_run(monkeypatch, tmp_path):
     found = {e["stage"]: e for e in stages.in_turn(STAGES, 3600, tmp_path, [], dry=False)}
     assert list(found) == [stage.name for stage in STAGES] and list(times) == ["device", "graphs"]
     assert all(found[name]["why"] == "the stage graphs failed" for name in ("kernels", "passes", "prompts"))
-    assert times["device"] >= stages.STARTING and times["graphs"] > 3600 * 6 / sum(stage.share for stage in STAGES)  # what is left over is handed on
+    assert times["device"] >= stages.STARTING
+    assert times["graphs"] > 3600 * 6 / sum(stage.share for stage in STAGES)  # what is left over is handed on
     assert list(stages.in_turn(STAGES, 0, tmp_path, [], dry=False))[0]["why"] == "out of time"
     races = tuple(stage for stage in STAGES if stage.name == "races")
     dry = {e["stage"]: e["why"] for e in stages.in_turn(races, 60, tmp_path, [], dry=True)}
