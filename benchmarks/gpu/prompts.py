@@ -17,7 +17,8 @@ SEED = 11
 STEPS = (("first run", FIRST), ("again, unloaded before", FIRST), ("another model", OTHER), ("the first again", FIRST))
 UNLOAD_BEFORE = 1  # number of the step
 FREE = {"unload_models": True, "free_memory": True}
-WARNINGS = ("without CUDA graphs", "CUDA graphs are off", "The Triton kernel")  # what the pack logs where something does not work
+# What the pack logs where something does not work.
+WARNINGS = ("without CUDA graphs", "CUDA graphs are off", "The Triton kernel")
 
 
 def run(findings: Findings, **_options: object) -> None:
