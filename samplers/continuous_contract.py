@@ -73,6 +73,7 @@ class ContinuousModel(Protocol):
     device: torch.device
     defaults: ContinuousParams
     sessions: dict[Hashable, Any]  # see ARModel
+    module: Any  # its weights
 
     def start(
         self, conditioning: Any, negative: Any, batch: int, grid: tuple[int, int], guided: bool,

@@ -52,8 +52,10 @@ class Toy:
         self.guide = table(length, channels, scale=0.5)
         self.weights = table(length, length, channels, channels, scale=coupling / channels)
         self.calls: list[tuple[int, ...]] = []
+        self.sessions, self.module = {}, None
 
-    def start(self, conditioning: Any, negative: Any, batch: int, grid: tuple[int, int], guided: bool) -> bool:
+    def start(self, conditioning: Any, negative: Any, batch: int, grid: tuple[int, int], guided: bool,
+              graphs: Any = None) -> bool:
         return guided
 
     def guidance(self, params: ContinuousParams, before: Tensor, after: Tensor, length: int) -> Tensor:
