@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,7 +25,12 @@ from unittest.mock import Mock, patch
 import torch
 from comfyui_specar.kernels import dispatch, graphs, noise
 from comfyui_specar.model_loaders.ar_model import DiscreteModel
+from comfyui_specar.model_loaders.continuous_model import MaskedModel, MaskedState
+from comfyui_specar.model_loaders.text.prompt_encoders import MissingEncoder
+from comfyui_specar.models.diffusion_head import DiffusionHead, Schedule
+from comfyui_specar.models.mar import MAR, MARConfig
 from comfyui_specar.samplers import constants
+from comfyui_specar.samplers.continuous_contract import ContinuousParams
 from comfyui_specar.samplers.contract import Request
 from comfyui_specar.samplers.drafts import trees
 from comfyui_specar.samplers.drafts.structures import Chain
@@ -206,12 +212,49 @@ def chain_round(case: Case) -> Iterator[Any]:
         state = case.graphs("round", step.whole, state)
 
 
+def mar_b(counts: Launches) -> tuple[MaskedModel, MaskedState]:
+    """MAR-B in bf16, its head in fp32, and the state of a guided run of one image."""
+    with fake_tensor.unset_fake_temporarily():
+        schedule = Schedule.cosine()  # reads a number
+    schedule = graphs.mapped(lambda table: torch.empty_like(table, device=GPU), schedule)
+    with sizes.built_as(torch.bfloat16, GPU):
+        backbone = MAR(MARConfig())
+    with sizes.built_as(torch.float32, GPU), patch.object(Schedule, "cosine", return_value=schedule):
+        head = DiffusionHead(backbone.config.channels, backbone.config.dim, width=1024, depth=6)
+    encoder = MissingEncoder("Random weights read no prompts.")
+    model = MaskedModel(backbone, head, "mar", 0.2325, ContinuousParams(cfg=2.9), encoder)
+    model.device, model.dtype = GPU, torch.bfloat16
+    prompts = torch.zeros((2, backbone.config.slots, backbone.config.dim), dtype=model.dtype, device=GPU)
+    return model.eval(), MaskedState(prompts, 2, backbone.positions(*model.grid), CountedGraphs(counts))
+
+
+def mar_pass(model: MaskedModel, state: MaskedState) -> Iterator[Any]:
+    """Of an image of which half is known."""
+    length = math.prod(model.grid)
+    tokens = torch.zeros((1, length, model.channels), device=GPU)
+    known = torch.arange(length, device=GPU)[None, None] % 2 > 0
+    while True:
+        yield
+        model.condition_vectors(state, tokens, known, length // 2)
+
+
+def mar_head(model: MaskedModel, state: MaskedState) -> Iterator[Any]:
+    """A call for one token: the graph, which is one denoising step, and what is launched between its replays."""
+    schedule, z = model.head.schedule, torch.zeros((1, state.prompts.shape[-1]), dtype=model.dtype, device=GPU)
+    noise = torch.zeros((1 + schedule.steps, 1, model.channels), device=GPU)
+    scale = torch.ones(1, device=GPU)
+    while True:
+        yield
+        model.head.denoise(z, z, scale, 1.0, noise[0], noise[1:], schedule, state.graphs)
+
+
 CASES = {
     "llamagen-xl, next token": ("llamagen-xl", next_token_pass), "llamagen-xl, sjd 32": ("llamagen-xl", sjd_pass),
     "llamagen-xl, chain of 5": ("llamagen-xl", chain_round),
     "janus-pro-1b, next token": ("janus-pro-1b", next_token_pass),
     "lumina-mgpt-7b, next token": ("lumina-mgpt-7b", next_token_pass),
     "lumina-mgpt-7b, sjd 32": ("lumina-mgpt-7b", sjd_pass), "emu3-8b, next token": ("emu3-8b", next_token_pass),
+    "mar-b, backbone": ("mar-b", mar_pass), "mar-b, head": ("mar-b", mar_head),
 }
 
 
@@ -220,7 +263,7 @@ def launches(name: str) -> Counter[str]:
     size, passes = CASES[name]
     counts = Launches()
     with without_a_gpu(counts):
-        going_on = passes(Case(size, counts))
+        going_on = passes(*mar_b(counts)) if size == "mar-b" else passes(Case(size, counts))
         for _ in range(4):  # after the prompt: called, captured, replayed with all its constants
             next(going_on)
         with counts:  # and what the next replay copies

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ..limits import SIDE, bounded_int
+from ..models.captured import Graphs, captured_pass, padded_tokens
 from ..models.diffusion_head import DiffusionHead, Schedule
 from ..models.mar import MAR, Positions
 from ..models.placed import Placed
@@ -35,12 +36,13 @@ from .text.prompts import Conditioning, Prompted
 class MaskedState:
     """Encoded prompts of all rows (branches * B, conditional first), and position tables.
 
-    prompts: for MAR slot vectors [branches * B, slots, D].
+    prompts: for MAR slot vectors [branches * B, slots, D]. graphs: see ContinuousModel.start.
     """
 
     prompts: Any
     branches: int
     positions: Positions
+    graphs: Graphs | None
 
 
 class ContinuousBase(Prompted, Placed):
@@ -68,7 +70,7 @@ class ContinuousBase(Prompted, Placed):
         self.defaults, self.prompt_encoder = defaults, prompt_encoder
         self.pixels_per_token = bounded_int("pixels_per_token", pixels_per_token, 1, SIDE)
         self.dtype = torch.float32
-        self.sessions: dict[Hashable, Any] = {}  # its methods keep none
+        self.sessions: dict[Hashable, Any] = {}
 
     def offload_embedding(self) -> None:
         """It has no table of words."""
@@ -199,7 +201,8 @@ class MaskedModel(ContinuousBase):
         return masked_guidance(params, before, after, length)
 
     def start(
-        self, conditioning: Conditioning, negative: Conditioning | None, batch: int, grid: tuple[int, int], guided: bool
+        self, conditioning: Conditioning, negative: Conditioning | None, batch: int, grid: tuple[int, int],
+        guided: bool, graphs: Graphs | None = None,
     ) -> MaskedState:
         """Slot vectors of both guidance branches; without ``negative``, the second is unconditional."""
         prompts = [self.backbone.prompt(self.features(conditioning, batch, "positive"))]
@@ -207,14 +210,24 @@ class MaskedModel(ContinuousBase):
             other = self.features(negative, batch, "negative")
             prompts.append(self.backbone.unconditional(batch) if other is None else self.backbone.prompt(other))
         prompts = torch.cat([p.to(self.dtype) for p in prompts])
-        return MaskedState(prompts, len(prompts) // batch, self.backbone.positions(*grid))
+        return MaskedState(prompts, len(prompts) // batch, self.backbone.positions(*grid), graphs)
 
     def condition_vectors(self, state: MaskedState, tokens: Tensor, known: Tensor, seen: int) -> Tensor:
         """z [branches, B, V, S, D] for tokens [B, S, C] with the known masks [B, V, S] (bool)."""
-        batch, variants = known.shape[:2]
-        rows = tokens[None, :, None].expand(state.branches, -1, variants, -1, -1).flatten(0, 2)
-        z = self.transform(state, rows, known[None].expand(state.branches, -1, -1, -1).flatten(0, 2), seen)
-        return z.unflatten(0, (state.branches, batch, variants))
+        if state.graphs is not None:
+            seen = padded_tokens(seen, known.shape[-1])
+        shape = state.branches, *known.shape
+        fixed = replace(state, prompts=None, graphs=None)  # what a graph keeps
+
+        def condition_vectors(prompts: Any, tokens: Tensor, known: Tensor) -> Tensor:
+            rows = tokens[None, :, None].expand(*shape, -1).flatten(0, 2)
+            z = self.transform(replace(fixed, prompts=prompts), rows, known.expand(shape).flatten(0, 2), seen)
+            return z.unflatten(0, shape[:3])
+
+        return captured_pass(
+            state.graphs, (self, seen), condition_vectors, (state.prompts, tokens, known),
+            (*shape, self.backbone.config.dim), self.dtype, tokens.device,
+        )
 
     def transform(self, state: MaskedState, tokens: Tensor, known: Tensor, seen: int) -> Tensor:
         """z [R, S, D] for rows of tokens [R, S, C], R = branches * B * V."""
@@ -231,7 +244,7 @@ class MaskedModel(ContinuousBase):
         z = z.gather(3, index).flatten(1, 3)
         end = self.head.denoise(
             z[0], z[1] if len(z) > 1 else None, cfg.flatten(), temperature, noise0.flatten(0, 2),
-            noise_t.flatten(1, 3), schedule,
+            noise_t.flatten(1, 3), schedule, state.graphs,
         )
         if schedule.kind == "ddim":  # it has no noise and no variances: the acceptance test uses the nominal ones
             end = end._replace(log_std=torch.full_like(end.mean, math.log(schedule.last_width)),

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import accumulate, repeat
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from .captured import Graphs, captured_step, padded_rows, with_rows
 
 TRAINING_STEPS = 1000
 KINDS = ("ddpm", "ddim")
@@ -81,22 +84,40 @@ class Schedule:
         tables = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{name: t.to(device) for name, t in tables.items() if isinstance(t, Tensor)})
 
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        """All tables of numbers, in the order of Numbers."""
+        return tuple(getattr(self, name) for name in Numbers._fields)
+
     def mean_log_variance(self, x: Tensor, output: Tensor, index: Tensor | int) -> tuple[Tensor, Tensor]:
-        """Mean and log variance of x_{t-1} given x_t [..., C] and the network's output [..., 2C] (noise, variance).
+        """Mean and log variance of x_{t-1} given x_t [..., C] and the network's output [..., 2C] (noise, variance)."""
+        tables = (table[index] for table in self.tables)
+        if isinstance(index, Tensor) and index.ndim:
+            tables = (table.unsqueeze(-1) for table in tables)
+        return Numbers(*tables).mean_log_variance(self.kind, x, output)
 
-        The variance is interpolated in log space between its bounds (Nichol & Dhariwal, eq. 15).
-        """
+
+class Numbers(NamedTuple):
+    """The numbers of one denoising step, of a Schedule's tables: fp32, of any shape that broadcasts."""
+
+    signal: Tensor
+    noise: Tensor
+    signal_next: Tensor
+    noise_next: Tensor
+    log_beta: Tensor
+    log_posterior: Tensor
+    from_clean: Tensor
+    from_noisy: Tensor
+
+    def mean_log_variance(self, kind: str, x: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+        """See Schedule. The variance is interpolated in log space between its bounds (Nichol & Dhariwal, eq. 15)."""
         noise, share = output.chunk(2, dim=-1)
-
-        def at(table: Tensor) -> Tensor:
-            return table[index].unsqueeze(-1) if isinstance(index, Tensor) and index.ndim else table[index]
-
-        clean = (x - at(self.noise) * noise) / at(self.signal)
+        clean = (x - self.noise * noise) / self.signal
         share = (share + 1) / 2
-        log_variance = share * at(self.log_beta) + (1 - share) * at(self.log_posterior)
-        if self.kind == "ddim":
-            return at(self.signal_next) * clean + at(self.noise_next) * noise, log_variance
-        return at(self.from_clean) * clean + at(self.from_noisy) * x, log_variance
+        log_variance = share * self.log_beta + (1 - share) * self.log_posterior
+        if kind == "ddim":
+            return self.signal_next * clean + self.noise_next * noise, log_variance
+        return self.from_clean * clean + self.from_noisy * x, log_variance
 
 
 class Endpoint(NamedTuple):
@@ -109,6 +130,25 @@ class Endpoint(NamedTuple):
     mean: Tensor
     log_std: Tensor
     path: Tensor
+
+
+@dataclass(frozen=True)
+class Denoising:
+    """N tokens between two denoising steps: the distribution that the last step left, and what the next one reads.
+
+    mean, log_variance [N, C], path [N]: see Endpoint; before the first step the initial noise, 0 and 0. condition [N or
+    2N, width]; scale [N, 1]: of guidance. Of the next step: time [1, width]; noise [N, C], which is added before it
+    (0 before the first); numbers [9]: those of Numbers, and the temperature.
+    """
+
+    mean: Tensor
+    log_variance: Tensor
+    path: Tensor
+    condition: Tensor
+    scale: Tensor
+    time: Tensor
+    noise: Tensor
+    numbers: Tensor
 
 
 class TimeEmbedding(nn.Module):
@@ -201,37 +241,50 @@ class DiffusionHead(nn.Module):
 
     def denoise(
         self, z: Tensor, z_uncond: Tensor | None, cfg: Tensor | float, temperature: float, noise0: Tensor,
-        noise_t: Tensor, schedule: Schedule | None = None,
+        noise_t: Tensor, schedule: Schedule | None = None, graphs: Graphs | None = None,
     ) -> Endpoint:
         """One token per row, from noise0 [N, C] along noise_t [T, N, C] (entry 0 is used at t = T-1; the last is not).
 
         z, z_uncond [N, D]: the backbone's vectors; without z_uncond there is no guidance, and cfg is not used. cfg: one
         scale or one per row [N]. Noise is predicted as u + cfg (c - u); the variance is that of the conditional row.
-        Raises ValueError unless noise_t has one entry per step.
+        graphs: capture the steps, for a few numbers of rows. Raises ValueError unless noise_t has one entry per step.
         """
         schedule = (schedule or self.schedule).to(noise0.device)
         if len(noise_t) != schedule.steps:
             raise ValueError(f"noise_t has {len(noise_t)} entries for a schedule of {schedule.steps} steps.")
-        x = noise0.float()
-        path = x.new_zeros(len(x))
-        times = self.net.time_embed(schedule.timesteps, self.dtype)
+        count = len(noise0)
+        rows = count if graphs is None else padded_rows(count)
+        cfg = torch.as_tensor(cfg, dtype=torch.float32, device=noise0.device).expand(count)[:, None]
+        z, z_uncond, scale, x, noise = (
+            None if given is None else with_rows(given, rows) for given in (z, z_uncond, cfg, noise0, noise_t[:-1]))
+        x, still = x.float(), torch.zeros_like(x, dtype=torch.float32)
         condition = self.embed(z if z_uncond is None else torch.cat((z, z_uncond)))
-        scale = cfg[:, None] if isinstance(cfg, Tensor) else cfg
-        for index in range(schedule.steps - 1, -1, -1):
-            rows = x.to(self.dtype) if z_uncond is None else x.to(self.dtype).repeat(2, 1)
-            output = self.net(rows, times[index : index + 1], condition).float()
-            if z_uncond is not None:
-                output, other = output.chunk(2)
-                noise, variance = output.chunk(2, dim=-1)
-                unguided = other.chunk(2, dim=-1)[0]
-                output = torch.cat((unguided + scale * (noise - unguided), variance), dim=-1)
-            x, log_variance = schedule.mean_log_variance(x, output, index)
-            if index > 0:
-                path = path + 0.5 * log_variance.sum(-1)
-                if schedule.kind == "ddpm":
-                    x = x + (0.5 * log_variance).exp() * noise_t[schedule.steps - 1 - index].float() * temperature
-        log_std = 0.5 * log_variance + (math.log(temperature) if temperature > 0 else -math.inf)
-        return Endpoint(x, log_std, path)
+        times = self.net.time_embed(schedule.timesteps, self.dtype).flip(0).split(1)
+        numbers = torch.stack((*schedule.tables, torch.full_like(schedule.signal, temperature)), dim=1).flip(0).unbind()
+        state = Denoising(x, still, still.sum(-1), condition, scale, times[0], still, numbers[0])
+        for time, added, of_step in zip(times, (still, *noise.float()), numbers, strict=True):
+            state = replace(state, time=time, noise=added, numbers=of_step)
+            state = captured_step(graphs, (self, schedule.kind), partial(self.step, schedule.kind), state)
+        log_std = 0.5 * state.log_variance[:count] + (math.log(temperature) if temperature > 0 else -math.inf)
+        return Endpoint(state.mean[:count].clone(), log_std, state.path[:count].clone())
+
+    def step(self, kind: str, state: Denoising) -> Denoising:
+        """One denoising step, of a Schedule of this kind."""
+        *numbers, temperature = state.numbers.unbind()
+        x = state.mean
+        if kind == "ddpm":
+            x = x + (0.5 * state.log_variance).exp() * state.noise * temperature
+        guided = len(state.condition) > len(x)
+        rows = x.to(self.dtype).repeat(2, 1) if guided else x.to(self.dtype)
+        output = self.net(rows, state.time, state.condition).float()
+        if guided:
+            output, other = output.chunk(2)
+            noise, variance = output.chunk(2, dim=-1)
+            unguided = other.chunk(2, dim=-1)[0]
+            output = torch.cat((unguided + state.scale * (noise - unguided), variance), dim=-1)
+        mean, log_variance = Numbers(*numbers).mean_log_variance(kind, x, output)
+        path = state.path + 0.5 * state.log_variance.sum(-1)
+        return replace(state, mean=mean, log_variance=log_variance, path=path)
 
     def sample(
         self, z_cond: Tensor, z_uncond: Tensor | None, cfg: Tensor | float, temperature: float, noise0: Tensor,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .backbone import Rotation
+from .captured import Graphs, captured_step
 from .diffusion_head import KINDS, Endpoint, TimeEmbedding
 from .positions import grid_angles
 
@@ -76,13 +78,46 @@ class Flow:
         """Standard deviation of step ``index``."""
         return math.sqrt(2 * self.times[index] * (self.times[index] - self.times[index + 1]))
 
-    def mean(self, x: Tensor, velocity: Tensor, index: int) -> Tensor:
-        """x after step ``index`` with the predicted velocity (noise - data), without noise.
+    def numbers(self, temperature: float, device: torch.device | str) -> Tensor:
+        """The FlowNumbers of every step [T, 3] (fp32)."""
+        before = (0.0, *(self.width(index) * temperature for index in range(self.steps - 1)))
+        rows = [(width, 2 - t, after - t) for width, t, after in zip(before, self.times, self.times[1:], strict=False)]
+        return torch.tensor(rows, dtype=torch.float32, device=device)
+
+
+class FlowNumbers(NamedTuple):
+    """The numbers of one denoising step at time t: the width of the noise that is added before it, 2 - t, and how much
+    t changes."""
+
+    width: Tensor
+    factor: Tensor
+    change: Tensor
+
+    def mean(self, kind: str, x: Tensor, velocity: Tensor) -> Tensor:
+        """x after the step with the predicted velocity (noise - data), without noise.
 
         The score of a linear flow is -((1 - t) velocity + x) / t, so the SDE's drift is x + (2 - t) velocity.
         """
-        t, dt = self.times[index], self.times[index + 1] - self.times[index]
-        return x + dt * (x + (2 - t) * velocity if self.kind == "ddpm" else velocity)
+        return x + self.change * (x + self.factor * velocity if kind == "ddpm" else velocity)
+
+
+@dataclass(frozen=True)
+class CellDenoising:
+    """R cells between two denoising steps: what the last step left, and what the next one reads.
+
+    mean [R, 64, C]; classes, places, past, mask, cfg: see XAR.denoise. Of the next step: time [D]; noise [R, 64, C],
+    which is added before it; numbers [3]: FlowNumbers.
+    """
+
+    mean: Tensor
+    classes: Tensor
+    places: Places
+    past: KeysValues | None
+    mask: Tensor | None
+    cfg: Tensor
+    time: Tensor
+    noise: Tensor
+    numbers: Tensor
 
 
 class Places(NamedTuple):
@@ -220,29 +255,42 @@ class XAR(nn.Module):
 
     def denoise(
         self, cells: Tensor, classes: Tensor, past: KeysValues | None, mask: Tensor | None, cfg: Tensor,
-        temperature: float, noise0: Tensor, noise_t: Tensor, schedule: Flow,
+        temperature: float, noise0: Tensor, noise_t: Tensor, schedule: Flow, graphs: Graphs | None = None,
     ) -> Endpoint:
         """One cell per row, number cells [R], from noise0 [R, 64, C] along noise_t [T, R, 64, C] (the last is unused).
 
         classes [R, D]: class embeddings; [2R, D], conditional rows first, with guidance, whose scales are cfg
         [R, 64, 1]: the velocity is u + cfg (c - u). past, mask: as many rows as classes. The path of the endpoint is 0,
-        because the widths of the steps do not depend on the model; a flow without noise has nominal widths.
+        because the widths of the steps do not depend on the model; a flow without noise has nominal widths. graphs:
+        capture the steps.
         """
-        branches = len(classes) // len(cells)
-        places = self.places(cells.repeat(branches)[:, None])
-        times = self.times(schedule.times[:-1], cells.device)
+        places = self.places(cells.repeat(len(classes) // len(cells))[:, None])
+        times = self.times(schedule.times[:-1], cells.device).unbind()
+        numbers = schedule.numbers(temperature, cells.device).unbind()
         x = noise0.float()
-        for index in range(schedule.steps):
-            rows = x.repeat(branches, 1, 1)[:, None]
-            velocity = self(rows, (classes + times[index])[:, None], places, past, mask)[0][:, 0].float()
-            if branches == 2:
-                velocity, unguided = velocity.chunk(2)
-                velocity = unguided + cfg * (velocity - unguided)
-            x = schedule.mean(x, velocity, index)
-            if index < schedule.steps - 1 and schedule.kind == "ddpm":
-                x = x + schedule.width(index) * temperature * noise_t[index].float()
+        still = torch.zeros_like(x)
+        state = CellDenoising(x, classes, places, past, mask, cfg, times[0], still, numbers[0])
+        for time, added, of_step in zip(times, (still, *noise_t[:-1].float()), numbers, strict=True):
+            state = replace(state, time=time, noise=added, numbers=of_step)
+            settings = self, schedule.kind, past is None
+            state = captured_step(graphs, settings, partial(self.step, schedule.kind), state)
+        x = state.mean.clone()
         width = schedule.last_width * (temperature if schedule.kind == "ddpm" else 1)
         return Endpoint(x, torch.full_like(x, math.log(width) if width > 0 else -math.inf), x.new_zeros(x.shape[:-1]))
+
+    def step(self, kind: str, state: CellDenoising) -> CellDenoising:
+        """One denoising step, of a Flow of this kind."""
+        numbers, x = FlowNumbers(*state.numbers.unbind()), state.mean
+        if kind == "ddpm":
+            x = x + numbers.width * state.noise
+        branches = len(state.classes) // len(x)
+        rows = x.repeat(branches, 1, 1)[:, None]
+        velocity = self(rows, (state.classes + state.time)[:, None], state.places, state.past, state.mask)[0]
+        velocity = velocity[:, 0].float()
+        if branches == 2:
+            velocity, unguided = velocity.chunk(2)
+            velocity = unguided + state.cfg * (velocity - unguided)
+        return replace(state, mean=numbers.mean(kind, x, velocity))
 
 
 def cell_order(device: torch.device | str = "cpu") -> Tensor:

@@ -7,13 +7,14 @@ batch, M positions predicted at once, T denoising steps per token.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from ..kernels.graphs import Graphs
 from ..kernels.sampling import inverse
 from .contract import Output, Result, Sketch
 from .distributions import Distribution
@@ -71,11 +72,13 @@ class ContinuousModel(Protocol):
     order: Tensor | None
     device: torch.device
     defaults: ContinuousParams
+    sessions: dict[Hashable, Any]  # see ARModel
 
     def start(
-        self, conditioning: Any, negative: Any, batch: int, grid: tuple[int, int], guided: bool
+        self, conditioning: Any, negative: Any, batch: int, grid: tuple[int, int], guided: bool,
+        graphs: Graphs | None = None,
     ) -> Any:
-        """The state of a run: what all its forward passes share."""
+        """The state of a run: what all its forward passes share. graphs: capture their steps."""
         ...
 
     def schedule(self, params: ContinuousParams) -> Schedule:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...limits import bounded_int
+from ...models.captured import Graphs
 from ...models.harmon import Harmon
 from ..ar_model import Conditioning, legal_grid
 from ..continuous_model import MaskedModel, MaskedState
@@ -40,6 +41,7 @@ _TOKENIZERS = ("qwen25_tokenizer", "Qwen2.5-0.5B-Instruct", "Qwen2.5-1.5B-Instru
 _VOCAB = 151_936  # of the released models
 _SPECIALS = {"<|im_start|>": 151_644, "<|im_end|>": 151_645}  # and their ids there
 _ANY = "Generate an image."
+_BUCKET = 32  # captured passes follow prompts of a multiple of so many tokens
 
 
 class HarmonModel(MaskedModel):
@@ -64,7 +66,8 @@ class HarmonModel(MaskedModel):
         return unsupported_size(width, height, product(rows, cols), side)
 
     def start(
-        self, conditioning: Conditioning, negative: Conditioning | None, batch: int, grid: tuple[int, int], guided: bool
+        self, conditioning: Conditioning, negative: Conditioning | None, batch: int, grid: tuple[int, int],
+        guided: bool, graphs: Graphs | None = None,
     ) -> MaskedState:
         """Encode both guidance branches with the language model. Raises ValueError for CONDITIONING of other models."""
         prompts = [self.features(conditioning, batch, "positive")]
@@ -75,9 +78,11 @@ class HarmonModel(MaskedModel):
             prompts.append(other)
         lengths = torch.tensor([p.shape[1] for p in prompts], device=self.device).repeat_interleave(batch)
         longest = max(p.shape[1] for p in prompts)
+        if graphs is not None:  # few lengths, for few captures
+            longest = -(-longest // _BUCKET) * _BUCKET
         ids = torch.cat([F.pad(p[..., 0].long(), (0, longest - p.shape[1])) for p in prompts])
         valid = torch.arange(longest, device=self.device) < lengths[:, None]
-        return MaskedState(self.backbone.prompt(ids, valid), len(prompts), self.backbone.positions(*grid))
+        return MaskedState(self.backbone.prompt(ids, valid), len(prompts), self.backbone.positions(*grid), graphs)
 
     def transform(self, state: MaskedState, tokens: Tensor, known: Tensor, seen: int) -> Tensor:
         """z [R, S, D] of all rows: R = branches * B * V. The V variants of an image share its prompt."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...limits import bounded_int
+from ...models.captured import Graphs
 from ...models.prefix import check_class
 from ...models.xar import CELL, CELLS, GRID, XAR, Flow, XARConfig, cell_order
 from ...samplers.continuous_contract import ContinuousParams
@@ -38,9 +39,12 @@ _SIZES = {  # (width, encoder blocks) -> heads, guidance and denoising steps of 
 
 @dataclass
 class CellState:
-    """Class embeddings [branches * B, D] of both guidance branches, conditional ones first."""
+    """Class embeddings [branches * B, D] of both guidance branches, conditional ones first. graphs: see
+    ContinuousModel.start.
+    """
 
     classes: Tensor
+    graphs: Graphs | None
 
 
 class CellModel(ContinuousBase):
@@ -67,7 +71,8 @@ class CellModel(ContinuousBase):
         return 1 + (params.cfg - 1) * (before // CELL).float() / (CELLS - 1)
 
     def start(
-        self, conditioning: Conditioning, negative: Conditioning | None, batch: int, grid: tuple[int, int], guided: bool
+        self, conditioning: Conditioning, negative: Conditioning | None, batch: int, grid: tuple[int, int],
+        guided: bool, graphs: Graphs | None = None,
     ) -> CellState:
         """Class embeddings of both guidance branches; without ``negative``, the second is the null class.
 
@@ -80,7 +85,7 @@ class CellModel(ContinuousBase):
             numbers.append(torch.full_like(numbers[0], null) if other is None else other[:, 0, 0].long())
         for given in numbers:
             check_class(given, self.backbone.config.classes)
-        return CellState(self.backbone.class_emb(torch.cat(numbers)).to(self.dtype))
+        return CellState(self.backbone.class_emb(torch.cat(numbers)).to(self.dtype), graphs)
 
     def predict(
         self, state: CellState, tokens: Tensor, known: Tensor, query: Tensor, seen: int, cfg: Tensor,
@@ -110,6 +115,7 @@ class CellModel(ContinuousBase):
         end = self.backbone.denoise(
             cells, state.classes.repeat_interleave(each, dim=0), past, mask, cfg.reshape(-1, CELL, 1), temperature,
             noise0.reshape(-1, CELL, self.channels), noise_t.reshape(schedule.steps, -1, CELL, self.channels), schedule,
+            state.graphs,
         )
         return Normal(*end).map(lambda t: t.reshape(*query.shape, *t.shape[2:]))
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...kernels.graphs import Graphs
 from ...kernels.threads import Threads, worth_trying
+from ..continuous_contract import ContinuousModel, ContinuousRequest
 from ..contract import Drafter, Method, Request, SamplingParams
 from ..probabilities import DeviceParams
 from ..trace import Record
@@ -46,6 +47,11 @@ class Session:
         if state is not self.state or draft_state is not self.draft_state:
             self.graphs.forget()
         self.state, self.draft_state = state, draft_state
+
+    @property
+    def capturing(self) -> Graphs | None:
+        """The graphs, if steps are captured."""
+        return self.graphs if self.graphs.active else None
 
     def launch(self, shape: tuple[Hashable, ...], step: Callable[[T], T], state: T) -> T:
         """step(state), captured and replayed on a GPU. ``shape`` identifies everything that is not a tensor."""
@@ -76,8 +82,15 @@ def session_key(request: Request, *settings: Hashable) -> tuple[Hashable, ...]:
     return *settings, request.params.guided, request.batch, *sizes, id(model.codebook), str(model.device)
 
 
+def continuous_session_key(request: ContinuousRequest, *settings: Hashable) -> tuple[Hashable, ...]:
+    """The same for vectors. A session has graphs of several shapes, and only numbers depend on parameters."""
+    return *settings, request.guided, request.batch, request.grid, str(request.model.device)
+
+
 @contextmanager
-def open_session(method: Method, request: Request, drafter: Drafter | None = None) -> Iterator[Session]:
+def open_session(
+    method: Method, request: Request | ContinuousRequest, drafter: Drafter | ContinuousModel | None = None
+) -> Iterator[Session]:
     """The model's session of the method's key (see session_key), or a new one, which stays with the model afterwards.
 
     Without graphs no session stays. Graphs need all weights on the device, in place.
@@ -87,7 +100,7 @@ def open_session(method: Method, request: Request, drafter: Drafter | None = Non
     if session is None or not Graphs.allowed(model.device):
         session = Session(Graphs(model.device))
     parts = [model] if drafter is None else [model, drafter.module]
-    if model.device.type == "cpu" and not session.graphs.active:
+    if model.device.type == "cpu" and not session.graphs.active and not method.continuous:
         rows = request.batch * (1 + request.params.guided) * method.width(request)
         session.threads = Threads() if worth_trying(parts, rows) else None
     if session.graphs.active and not all(p.device == model.device for part in parts for p in part.parameters()):

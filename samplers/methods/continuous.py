@@ -26,6 +26,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Hashable
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -36,6 +37,7 @@ from ...kernels import continuous as kernels
 from ..continuous_contract import Canvas, ContinuousModel, ContinuousRequest, noise_bytes, noises, own_noise
 from ..contract import Method, Result
 from ..distributions import Distribution, Normal, join
+from ..engine.session import Session, continuous_session_key, open_session
 from ..layout import TokenLayout
 from ..rng import Purpose, Stream
 from ..settings import check_settings, setting
@@ -175,13 +177,17 @@ class ContinuousSpeculative(Method):
         target = model.run_bytes(rows * variants, request.length, -(-width // variants))
         return noise_bytes(request, width) + target + self.drafter.run_bytes(rows, request.length, model.group)
 
+    def session_key(self, request: ContinuousRequest) -> Hashable:
+        return continuous_session_key(request, self.name, self.drafter)
+
     def sample(self, request: ContinuousRequest) -> Result:
         self.check(request)
         started = time.perf_counter()
-        run = ContinuousRun(self, request)
-        run.prefill()
-        while run.lowest < run.canvas.length:
-            run.round()
+        with open_session(self, request, self.drafter) as session:
+            run = ContinuousRun(self, request, session)
+            run.prefill()
+            while run.lowest < run.canvas.length:
+                run.round()
         seconds, layout = time.perf_counter() - started, TokenLayout.plain(*request.grid)
         trace = run.record.finish(
             layout, request.seed, self.describe(request), seconds, draft_passes=run.draft_passes
@@ -198,7 +204,7 @@ class ContinuousSpeculative(Method):
 class ContinuousRun:
     """One run: draft, verify and decide, round by round, until every image is complete."""
 
-    def __init__(self, method: ContinuousSpeculative, request: ContinuousRequest):
+    def __init__(self, method: ContinuousSpeculative, request: ContinuousRequest, session: Session):
         model, batch = request.model, request.batch
         self.method, self.request, self.model, self.params = method, request, model, request.params
         self.group = model.group
@@ -206,7 +212,7 @@ class ContinuousRun:
         self.stream = Stream.of(request.seed, batch, model.device)
         self.canvas = Canvas(request, self.stream)
         self.record = self.canvas.record()
-        prompts = (request.conditioning, request.negative, batch, request.grid, request.guided)
+        prompts = (request.conditioning, request.negative, batch, request.grid, request.guided, session.capturing)
         self.state, self.draft_state = model.start(*prompts), method.drafter.start(*prompts)
         self.lowest, self.highest = self.canvas.extent()
         self.passes = self.rounds = self.draft_passes = 0

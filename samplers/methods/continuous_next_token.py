@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Hashable
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ import torch
 
 from ..continuous_contract import Canvas, ContinuousRequest, noise_bytes, noises, own_noise
 from ..contract import Method, Result
+from ..engine.session import Session, continuous_session_key, open_session
 from ..layout import TokenLayout
 from ..rng import Stream
 from ..settings import check_settings, setting
@@ -67,15 +69,23 @@ class ContinuousNextToken(Method):
         rows = request.batch * (1 + request.guided)
         return noise_bytes(request, width) + request.model.run_bytes(rows, request.length, width)
 
+    def session_key(self, request: ContinuousRequest) -> Hashable:
+        return continuous_session_key(request, self.name)
+
     def sample(self, request: ContinuousRequest) -> Result:
         self.check(request)
+        with open_session(self, request) as session:
+            return self._sample(request, session)
+
+    def _sample(self, request: ContinuousRequest, session: Session) -> Result:
         model, params, batch = request.model, request.params, request.batch
         started = time.perf_counter()
         schedule = model.schedule(params)
         stream = Stream.of(request.seed, batch, model.device)
         canvas = Canvas(request, stream)
         record = canvas.record()
-        state = model.start(request.conditioning, request.negative, batch, request.grid, request.guided)
+        prompts = request.conditioning, request.negative, batch, request.grid, request.guided
+        state = model.start(*prompts, session.capturing)
         passes, highest = 0, canvas.extent()[1]
         for counts in self.counts(request):
             most = max(counts)

