@@ -12,7 +12,7 @@ import gc
 import logging
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -245,18 +245,27 @@ class Graphs:
 
 
 def end_allocation(device: torch.device, pool: Any) -> None:
-    """Tell torch's allocator that a capture which failed is over. CUDAGraph.capture_end() does it only after
-    cudaStreamEndCapture(), which then fails, too; until then the allocator would return no memory to the GPU."""
+    """Repair what torch leaves of a capture that failed.
+
+    CUDAGraph.capture_end() tells the allocator that a capture is over only after cudaStreamEndCapture(), which fails,
+    too: no memory would go back to the GPU any more. Up to torch 2.11 the random generator would believe for ever that
+    it is being captured.
+    """
+    generator = torch.cuda.default_generators[device.index]
+    generator.graphsafe_set_state(generator.clone_state())
     end = getattr(torch._C, "_cuda_endAllocateToPool", None) or torch._C._cuda_endAllocateCurrentStreamToPool
-    for function in (end, torch._C._cuda_releasePool):
-        with suppress(RuntimeError):  # the capture ended, and only its graph could not be made
-            function(device.index, pool)
+    try:
+        end(device.index, pool)
+    except RuntimeError:  # capture_end() came that far: the graph releases the pool, and twice would end the process
+        return
+    torch._C._cuda_releasePool(device.index, pool)
 
 
 def return_memory(device: torch.device) -> None:
     """Give the GPU back what dropped graphs used. With cudaMallocAsync it stays in the driver's pool for graphs, which
     torch does not trim."""
     if captures(device) and torch.cuda.get_allocator_backend() == "cudaMallocAsync":
+        torch.cuda.synchronize(device)
         driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
         driver.cuDeviceGraphMemTrim(device.index)
 

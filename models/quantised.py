@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +17,28 @@ NARROW = {  # storage -> parts of the names of the matrices kept in it. fp8 and 
 _TOGETHER = 2**20  # numbers rounded at once: rounding makes several copies
 
 
+@contextmanager
+def fetch(weight: Tensor, scale: Tensor | None, device: torch.device) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Weight and scale of a NarrowLinear on a device, for use in this context."""
+    yield weight.to(device), None if scale is None else scale.to(device)
+
+
 class NarrowLinear(nn.Module):
     """Replaces a Linear [N, K] and takes over its bias. weight: as of ``stored``, ``quantise`` or ``quantise_groups``,
     scale: see kernels.linear.linear_narrow. inner: K, which groups may be padded to (None: that of the weight).
+    fetch: how weight and scale come to the device of x, as the function of this name.
 
-    comfy_cast_weights tells ComfyUI that it may leave the weights in main memory: they are copied to x's device on use.
+    comfy_cast_weights tells ComfyUI that it may leave the weights in main memory.
     """
 
     comfy_cast_weights = True
 
-    def __init__(self, weight: Tensor, scale: Tensor | None, bias: nn.Parameter | None, inner: int | None = None):
+    def __init__(
+        self, weight: Tensor, scale: Tensor | None, bias: nn.Parameter | None, inner: int | None = None,
+        fetch: Callable[..., AbstractContextManager[tuple[Tensor, Tensor | None]]] = fetch,
+    ):
         super().__init__()
+        self.fetch = fetch
         self.out_features, self.in_features = len(weight), inner or weight[0].numel()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.scale = None if scale is None else nn.Parameter(scale, requires_grad=False)
@@ -39,8 +51,8 @@ class NarrowLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N] in the dtype of x."""
-        weight, scale = self.weight.to(x.device), None if self.scale is None else self.scale.to(x.device)
-        product = linear_narrow(x, weight, scale)
+        with self.fetch(self.weight, self.scale, x.device) as (weight, scale):
+            product = linear_narrow(x, weight, scale)
         return product if self.bias is None else product + self.bias.to(x)
 
 
@@ -98,10 +110,11 @@ def narrowed(weight: Tensor, storage: torch.dtype) -> tuple[Tensor, Tensor | Non
 
 
 def put_narrow(module: nn.Module, name: str, weight: Tensor, scale: Tensor | None) -> None:
-    """Replace a Linear by a NarrowLinear. weight and scale: see there."""
+    """Replace a Linear by a NarrowLinear. weight and scale: see there. It keeps the ``fetch`` of the Linear's class."""
     above, _, last = name.rpartition(".")
     linear = module.get_submodule(name)
-    setattr(module.get_submodule(above), last, NarrowLinear(weight, scale, linear.bias, linear.in_features))
+    narrow = NarrowLinear(weight, scale, linear.bias, linear.in_features, getattr(linear, "fetch", fetch))
+    setattr(module.get_submodule(above), last, narrow)
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import comfy.ops
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def fetch(weight: Tensor, scale: Tensor | None, device: torch.device) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Weight and scale of a NarrowLinear on a device, for use in this context, copied as ComfyUI copies its own layers.
+
+    From pinned memory it copies in streams beside the one that computes: the host does not wait, and the weights of the
+    next layer arrive while this one computes. What is on the device is used in place, as captured steps must.
+    """
+    if all(tensor is None or tensor.device == device for tensor in (weight, scale)):
+        yield weight, scale
+        return
+    pair = SimpleNamespace(weight=weight, bias=scale, weight_function=[], bias_function=[])
+    kept = None if scale is None else scale.dtype
+    *copies, stream = comfy.ops.cast_bias_weight(pair, None, weight.dtype, device, kept, offloadable=True)
+    try:
+        yield tuple(copies)
+    finally:
+        comfy.ops.uncast_bias_weight(pair, *copies, stream)
 
 
 class Operations(comfy.ops.disable_weight_init):
@@ -17,6 +40,8 @@ class Operations(comfy.ops.disable_weight_init):
     """
 
     class Linear(comfy.ops.disable_weight_init.Linear):
+        fetch = staticmethod(fetch)
+
         def __init__(self, *sizes: Any, **options: Any):
             nn.Linear.__init__(self, *sizes, **options)
 

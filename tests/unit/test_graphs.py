@@ -260,12 +260,18 @@ def test_the_pool_hands_out_blocks_again():
 @pytest.mark.parametrize("ended", [False, True])
 def test_the_allocator_learns_that_a_failed_capture_is_over(nvidia, failing, monkeypatch, caplog, end, ended):
     """torch up to 2.7 calls it otherwise. A capture that has ended, so that only its graph is missing, is refused."""
-    over, stream = [], "the current stream"
+    done, stream = [], "the current stream"
 
-    def told(*where):
-        over.append(where)
+    def over(*where):
         if ended:
             raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        done.append(("over", *where))
+
+    def released(*where):
+        done.append(("released", *where))
+
+    generator = Mock()
+    generator.clone_state = lambda: "a state that is not captured"
 
     @contextmanager
     def capture(graph, pool, stream, capture_error_mode):
@@ -273,8 +279,9 @@ def test_the_allocator_learns_that_a_failed_capture_is_over(nvidia, failing, mon
         raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
     monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool", raising=False)
-    for name in (end, "_cuda_releasePool"):
-        monkeypatch.setattr(torch._C, name, told, raising=False)
+    for name, function in ((end, over), ("_cuda_releasePool", released)):
+        monkeypatch.setattr(torch._C, name, function, raising=False)
+    monkeypatch.setattr(torch.cuda, "default_generators", [generator])
     for name, stand_in in {
         "graph_pool_handle": lambda: (0, 1), "CUDAGraph": Mock, "current_stream": lambda: stream, "graph": capture,
         "stream": nullcontext, "Stream": Mock,
@@ -282,7 +289,9 @@ def test_the_allocator_learns_that_a_failed_capture_is_over(nvidia, failing, mon
         monkeypatch.setattr(torch.cuda, name, stand_in)
     kept = Graphs(GPU)
     assert [kept("k", lambda x: x + 1, torch.ones(1)).item() for _ in range(3)] == [2, 2, 2]
-    assert over == [(0, (0, 1))] * 2 and not kept.active and not Graphs(GPU).active
+    assert done == ([] if ended else [("over", 0, (0, 1)), ("released", 0, (0, 1))]), "twice would end the process"
+    generator.graphsafe_set_state.assert_called_once_with("a state that is not captured")
+    assert not kept.active and not Graphs(GPU).active
     assert caplog.text.count("CUDA graphs are off") == 1
 
 
@@ -290,10 +299,11 @@ def test_the_allocator_learns_that_a_failed_capture_is_over(nvidia, failing, mon
 def test_the_memory_of_dropped_graphs_goes_back_to_the_gpu(nvidia, monkeypatch, system, library):
     trimmed = []
     monkeypatch.setattr(graphs, "os", SimpleNamespace(name=system))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: trimmed.append("synchronized"))
     monkeypatch.setattr(graphs.ctypes, "CDLL", lambda name: SimpleNamespace(
         cuDeviceGraphMemTrim=lambda device: trimmed.append((name, device))))
     for backend in ("native", "cudaMallocAsync"):
         monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda backend=backend: backend)
         for device in (torch.device("cpu"), torch.device("cuda:1")):
             graphs.return_memory(device)
-    assert trimmed == [(library, 1)]
+    assert trimmed == ["synchronized", (library, 1)]
