@@ -107,7 +107,7 @@ def test_graphs_serve_every_number_of_steps_guidance_temperature_and_prompt(mode
     with captured() as made:
         drawn(method, [request(target)])
         first = len(made[0]._called)
-        drawn(method, [request(target, longer, i, **one) for i, one in enumerate(others)])
+        drawn(method, [request(target, longer if i else (3,), i, **one) for i, one in enumerate(others)])
     assert len(made) == 2 and len(made[1]._called) == first
 
 
