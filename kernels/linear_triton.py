@@ -20,6 +20,7 @@ from torch import Tensor
 from .linear import GROUP, stored_as
 
 WIDE = 8192  # rows of a matrix that fill a GPU even with larger tiles, which read x less often
+MOST_HALVINGS = tl.constexpr(7)  # of 128 numbers to their sum
 STORED = {"int8": 1, "float8_e4m3fn": 2, "int4": 3}  # formats of linear.stored_as; 0: the dtype of x
 
 
@@ -100,7 +101,8 @@ def _few_rows(
 def _widened(b, a, STORED: tl.constexpr):
     """Stored numbers in the dtype of a; those of fp8 divided by 256."""
     if STORED == 2:
-        b = ((b.to(tl.int16) << 7) & -16385).to(tl.float16, bitcast=True)
+        bits = ((b.to(tl.int16) << 7) & -16385).to(tl.int16)  # an int32 in Triton 3.1
+        b = bits.to(tl.float16, bitcast=True).to(tl.float32)  # Triton 3.1 cannot multiply what was just bits
     return b.to(a.dtype)
 
 
@@ -157,8 +159,9 @@ def _finished(
 @triton.jit
 def in_order(x, ROWS: tl.constexpr, DEPTH: tl.constexpr):
     """The sum over the last dimension of x [ROWS, DEPTH]: of pairs of neighbours, then of pairs of sums, and so on.
-    This order is fixed; that of tl.sum depends on the tile."""
-    for _ in tl.static_range(DEPTH.bit_length() - 1):
-        left, right = tl.split(tl.reshape(x, (ROWS, x.shape[1] // 2, 2)))
-        x = left + right
+    This order is fixed; that of tl.sum depends on the tile. DEPTH: a power of two, at most 2**MOST_HALVINGS."""
+    for _ in tl.static_range(MOST_HALVINGS):
+        if x.shape[1] > 1:
+            left, right = tl.split(tl.reshape(x, (ROWS, x.shape[1] // 2, 2)))
+            x = left + right
     return tl.reshape(x, (ROWS,))
