@@ -25,6 +25,7 @@ from .linear_triton import in_order
 from .rotation import Norms
 
 AHEAD = tl.constexpr(4)  # parts loaded at once when they are combined
+NEW = tl.constexpr(16)  # keys normalised, rotated and stored at once: more need more registers
 TILE = 8192  # bytes of keys held at once: with queries, values and prefetched tiles, this fits every GPU
 
 
@@ -38,7 +39,7 @@ def attend_few(
     shared = heads // key_heads - 2
     queries = shared * count  # rows that read the same keys
     block_d = max(triton.next_power_of_2(dim), 16)
-    roomy = qkv.dtype != torch.float32 and dim == block_d  # others need more registers
+    roomy = qkv.dtype != torch.float32 and dim == block_d <= 128  # others need more registers
     block_m = 32 if queries > 16 and roomy else 16
     block_n = max(min(TILE // (block_d * qkv.dtype.itemsize), 64), 16)
     part = 128 if block_d <= 64 else 256  # slots; combining parts costs more for wider heads
@@ -99,14 +100,14 @@ def _attend(
     values = keys + key_heads * buffer_head
     own_key = key_heads * SHARED + key_head
     own_value = own_key + key_heads
-    for first in range(0, count, BLOCK_M):
-        new = first + tl.arange(0, BLOCK_M)
+    for first in range(0, count, NEW):
+        new = first + tl.arange(0, NEW)
         slot = tl.load(slots + row * slots_row + new * slots_token, new < count, 0)
         mine = (new < count) & (tl.minimum(slot // PART, tl.num_programs(2) - 1) == part)
-        norm = tl.zeros_like(new) if ONE_NORM else tl.zeros_like(new) + key_head
+        key_norm = tl.zeros_like(new) if ONE_NORM else tl.zeros_like(new) + key_head
         key = _rotated(
-            qkv + new * qkv_token + own_key * qkv_head, factors + new * factors_token, key_weight + norm * DIM,
-            key_bias + norm * DIM, mine, eps, DIM, HALVES, NORMED, CENTRED, BLOCK_D,
+            qkv + new * qkv_token + own_key * qkv_head, factors + new * factors_token, key_weight + key_norm * DIM,
+            key_bias + key_norm * DIM, mine, eps, DIM, HALVES, NORMED, CENTRED, BLOCK_D,
         )
         there = mine[:, None] & (d < DIM)[None, :]
         value = tl.load(qkv + new[:, None] * qkv_token + own_value * qkv_head + d[None, :], there)
@@ -197,19 +198,42 @@ def _rotated(
         partner = d ^ 1
         cos, sin, sign = d & -2, d | 1, tl.where(d % 2 == 0, -1.0, 1.0)[None, :]
     own = tl.load(x[:, None] + d[None, :], there, 0.0)
-    a = own.to(tl.float32)
-    b = tl.load(x[:, None] + partner[None, :], there, 0.0).to(tl.float32)
+    mean, shrink = 0.0, 1.0
     if NORMED:
         if CENTRED:
-            mean = (in_order(a, x.shape[0], BLOCK_D) / DIM)[:, None]
-            a = tl.where(there, a - mean, 0.0)
-            b = b - mean
-        shrink = tl.rsqrt(in_order(a * a, x.shape[0], BLOCK_D) / DIM + eps)[:, None]
-        a = a * shrink * tl.load(weight[:, None] + d[None, :], there)
-        b = b * shrink * tl.load(weight[:, None] + partner[None, :], there)
-        if CENTRED:
-            a += tl.load(bias[:, None] + d[None, :], there)
-            b += tl.load(bias[:, None] + partner[None, :], there)
+            mean = _sum(x, mean, wanted, False, DIM, BLOCK_D)[:, None] / DIM
+        shrink = tl.rsqrt(_sum(x, mean, wanted, True, DIM, BLOCK_D) / DIM + eps)[:, None]
+    a = _normalised(own, mean, shrink, weight, bias, d, there, NORMED, CENTRED)
+    other = tl.load(x[:, None] + partner[None, :], there, 0.0)  # not before the sums, which need registers
+    b = _normalised(other, mean, shrink, weight, bias, partner, there, NORMED, CENTRED)
     c = tl.load(factors[:, None] + cos[None, :], there, 0.0)
     s = tl.load(factors[:, None] + sin[None, :], there, 0.0)
     return (a * c + b * s * sign).to(own.dtype)
+
+
+@triton.jit
+def _sum(x, mean, wanted, SQUARED: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The sum [M] of all channels at x [M], or of the squares of their differences from the mean. Sums of all channels
+    at once would need more registers than there are in Triton 3.4 to 3.6."""
+    CHANNELS: tl.constexpr = 64 if BLOCK_D > 64 else BLOCK_D
+    total = tl.zeros([x.shape[0]], tl.float32)
+    for first in range(0, DIM, CHANNELS):
+        d = first + tl.arange(0, CHANNELS)
+        there = wanted[:, None] & (d < DIM)[None, :]
+        a = tl.load(x[:, None] + d[None, :], there, 0.0).to(tl.float32)
+        if SQUARED:
+            a = tl.where(there, a - mean, 0.0)
+            a = a * a
+        total += in_order(a, x.shape[0], CHANNELS)
+    return total
+
+
+@triton.jit
+def _normalised(x, mean, shrink, weight, bias, d, there, NORMED: tl.constexpr, CENTRED: tl.constexpr):
+    """x [M, channels d] in fp32, after the norm if there is one."""
+    x = x.to(tl.float32)
+    if NORMED:
+        x = (x - mean) * shrink * tl.load(weight[:, None] + d[None, :], there)
+        if CENTRED:
+            x += tl.load(bias[:, None] + d[None, :], there)
+    return x

@@ -5,8 +5,8 @@ the same instruction (mma.sync, whose result for a row does not depend on the ot
 most 32 rows: from 64 on, newer GPUs would use another instruction. More rows are more programs, which read the matrix
 from the GPU's cache. Programs share nothing, and nothing depends on timing.
 
-Tiles have 16 rows, the fewest that tensor cores multiply, or 32. With more rows a tile has more columns, so that they
-share the rows that are read.
+Tiles have 16 rows, the fewest that tensor cores multiply, or 32. Those of narrow weights have twice as many columns:
+then Triton gives every warp columns of its own, and no two warps widen the same weights.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from .linear import GROUP, stored_as
 
 WIDE = 8192  # rows of a matrix that fill a GPU even with larger tiles, which read x less often
+MOST_HALVINGS = tl.constexpr(7)  # of 128 numbers to their sum
 STORED = {"int8": 1, "float8_e4m3fn": 2, "int4": 3}  # formats of linear.stored_as; 0: the dtype of x
 
 
@@ -33,15 +34,16 @@ def few_rows(
     (count, inner), outer = x.shape, len(weight) // (1 + gate)
     out = x.new_empty(count, outer)
     stored = STORED.get(stored_as(weight), 0)
-    rows, columns, warps = (16, 16, 2) if count <= 16 else (32, 64 if len(weight) >= WIDE and not gate else 32, 4)
+    rows = 16 if count <= 16 else 32
+    columns = 2 * rows if stored or gate or rows == 32 and len(weight) >= WIDE else rows
     few = triton.cdiv(count, rows)
     given = (out if t is None else t.contiguous() for t in (scale, bias, norm, residual))  # unused if None
-    _few_rows[(few * triton.cdiv(outer, columns),)](
+    _few_rows[(few * triton.cdiv(len(weight), columns),)](
         x.contiguous(), weight.view(torch.int8) if stored == 2 else weight, *given, out, few, count, outer, inner, eps,
         STORED=stored, GROUP=GROUP, SCALED=scale is not None, BIASED=bias is not None, NORMED=norm is not None,
         GATED=gate, ADDED=residual is not None, ROWS=rows, COLUMNS=columns,
         DEPTH=32 if x.dtype == torch.float32 else 128,
-        num_warps=warps, num_stages=2 if x.dtype == torch.float32 else 4 if rows == 16 else 3,
+        num_warps=rows // 8, num_stages=2 if x.dtype == torch.float32 else 4 if rows == 16 else 3,
     )
     return out
 
@@ -52,113 +54,97 @@ def _few_rows(
     GROUP: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, NORMED: tl.constexpr, GATED: tl.constexpr,
     ADDED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):
-    """ROWS rows and COLUMNS columns of the result, DEPTH numbers of K at a time.
+    """Products of ROWS rows of x with COLUMNS rows of the matrix, DEPTH numbers of K at a time.
 
-    few: the number of row tiles; the programs of one column tile are consecutive, so they read the same part of the
-    matrix at the same time. STORED: 0 the dtype of x, 1 int8, 2 bits of fp8, 3 groups of 4 bits.
+    GATED: a gate's row of the matrix is followed by its value's, so that one product has both. few: the number of row
+    tiles; the programs of one column tile are consecutive, so they read the same part of the matrix at the same time.
+    STORED: 0 the dtype of x, 1 int8, 2 bits of fp8, 3 groups of 4 bits.
     """
     row = tl.program_id(0) % few * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) // few * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.program_id(0) // few * COLUMNS
+    column = first + tl.arange(0, COLUMNS)
     there = row[:, None] < count
-    wanted = column[None, :] < outer
-    WIDTH: tl.constexpr = DEPTH // 2 if STORED == 3 else DEPTH  # entries of a row of the matrix that are read at once
+    wanted = column < outer
+    if GATED:
+        wanted = column < 2 * outer
+        column = column // 2 + column % 2 * outer
+    WIDTH: tl.constexpr = GROUP // 2 if STORED == 3 else DEPTH  # numbers of a row that are multiplied at once
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    value = tl.zeros((ROWS, COLUMNS), tl.float32)
     squares = tl.zeros((ROWS, WIDTH), tl.float32)
     if STORED == 3:
-        total, value, squares = _in_groups(
-            x, weight, scale, norm, row, column, outer, inner, there, wanted, total, value, squares, GROUP, NORMED,
-            GATED, WIDTH,
+        total, squares = _in_groups(
+            x, weight, scale, norm, row, column, inner, there, wanted, total, squares, GROUP, NORMED, WIDTH
         )
     else:
         for start in range(0, inner, DEPTH):
             k = start + tl.arange(0, DEPTH)
-            inside = wanted & (k < inner)[:, None]
             a = tl.load(x + row[:, None] * inner + k[None, :], there & (k < inner)[None, :], 0.0)
             if NORMED:
                 squares += a.to(tl.float32) * a.to(tl.float32)
                 a = (a.to(tl.float32) * tl.load(norm + k, k < inner, 0.0).to(tl.float32)[None, :]).to(a.dtype)
-            place = weight + column[None, :] * inner + k[:, None]
-            total = tl.dot(a, _widened(tl.load(place, inside, 0), a, STORED), total, input_precision="ieee")
-            if GATED:
-                b = tl.load(place + outer * inner, inside, 0)
-                value = tl.dot(a, _widened(b, a, STORED), value, input_precision="ieee")
-    shrink = tl.full((ROWS,), 1.0, tl.float32)
+            b = tl.load(weight + column[None, :] * inner + k[:, None], wanted[None, :] & (k < inner)[:, None], 0)
+            total = tl.dot(a, _widened(b, a, STORED), total, input_precision="ieee")
     if NORMED:
-        shrink = tl.rsqrt(in_order(squares, ROWS, WIDTH) / inner + eps)
-    total = _finished(total, shrink, scale, bias, column, outer, STORED, SCALED, BIASED)
+        total *= tl.rsqrt(in_order(squares, ROWS, WIDTH) / inner + eps)[:, None]
+    if STORED == 2:
+        total *= 256
+    if SCALED and STORED != 3:
+        total *= tl.load(scale + column, wanted, 0.0)[None, :]
+    if BIASED:
+        total += tl.load(bias + column, wanted, 0.0).to(tl.float32)[None, :]
     if GATED:
-        value = _finished(value, shrink, scale + outer, bias + outer, column, outer, STORED, SCALED, BIASED)
-        total = total / (1 + tl.exp(-total)) * value
+        gate, value = tl.split(tl.reshape(total, (ROWS, COLUMNS // 2, 2)))
+        total = gate / (1 + tl.exp(-gate)) * value
+        column = first // 2 + tl.arange(0, COLUMNS // 2)
     place = row[:, None] * outer + column[None, :]
+    inside = there & (column < outer)[None, :]
     if ADDED:
-        total += tl.load(residual + place, there & wanted, 0.0).to(tl.float32)
-    tl.store(out + place, total.to(out.dtype.element_ty), there & wanted)
+        total += tl.load(residual + place, inside, 0.0).to(tl.float32)
+    tl.store(out + place, total.to(out.dtype.element_ty), inside)
 
 
 @triton.jit
 def _widened(b, a, STORED: tl.constexpr):
     """Stored numbers in the dtype of a; those of fp8 divided by 256."""
     if STORED == 2:
-        b = ((b.to(tl.int16) << 7) & -16385).to(tl.float16, bitcast=True)
+        bits = ((b.to(tl.int16) << 7) & -16385).to(tl.int16)  # an int32 in Triton 3.1
+        b = bits.to(tl.float16, bitcast=True).to(tl.float32)  # Triton 3.1 cannot multiply what was just bits
     return b.to(a.dtype)
 
 
 @triton.jit
 def _in_groups(
-    x, weight, scale, norm, row, column, outer, inner, there, wanted, total, value, squares, GROUP: tl.constexpr,
-    NORMED: tl.constexpr, GATED: tl.constexpr, WIDTH: tl.constexpr,
+    x, weight, scale, norm, row, column, inner, there, wanted, total, squares, GROUP: tl.constexpr,
+    NORMED: tl.constexpr, HALF: tl.constexpr,
 ):
-    """The loop of _few_rows for groups of 4 bits, WIDTH bytes at a time: the products with their lower halves, then
-    those with their upper halves, which are GROUP / 2 numbers further on."""
-    HALF: tl.constexpr = GROUP // 2
+    """The loop of _few_rows for groups of 4 bits, a group at a time: the products with the lower halves of its bytes,
+    then those with the upper halves, which are HALF numbers further on."""
     groups = (inner + GROUP - 1) // GROUP
-    for start in range(0, groups * HALF, WIDTH):
-        byte = start + tl.arange(0, WIDTH)
-        inside = wanted & (byte < groups * HALF)[:, None]
-        place = weight + column[None, :] * (groups * HALF) + byte[:, None]
-        group = scale + 2 * (column[None, :] * groups + byte[:, None] // HALF)
-        for half in tl.static_range(2):
-            k = byte // HALF * GROUP + half * HALF + byte % HALF
-            a = tl.load(x + row[:, None] * inner + k[None, :], there & (k < inner)[None, :], 0.0)
-            if NORMED:
-                squares += a.to(tl.float32) * a.to(tl.float32)
-                a = (a.to(tl.float32) * tl.load(norm + k, k < inner, 0.0).to(tl.float32)[None, :]).to(a.dtype)
-            total = tl.dot(a, _of_group(place, group, inside, half, a), total, input_precision="ieee")
-            if GATED:
-                b = _of_group(place + outer * groups * HALF, group + 2 * outer * groups, inside, half, a)
-                value = tl.dot(a, b, value, input_precision="ieee")
-    return total, value, squares
-
-
-@triton.jit
-def _of_group(place, group, inside, half, a):
-    """The lower (half 0) or upper numbers of bytes, in the dtype of a. group: places of the steps; minima are next."""
-    levels = ((tl.load(place, inside, 0) >> 4 * half) & 15).to(tl.float32)
-    step, minimum = tl.load(group, inside, 0.0).to(tl.float32), tl.load(group + 1, inside, 0.0).to(tl.float32)
-    return (levels * step + minimum).to(a.dtype)
-
-
-@triton.jit
-def _finished(
-    total, shrink, scale, bias, column, outer, STORED: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr
-):
-    """Sums of products, times the factors of their rows and columns, plus the bias."""
-    total *= shrink[:, None]
-    if STORED == 2:
-        total *= 256
-    if SCALED and STORED != 3:
-        total *= tl.load(scale + column, column < outer, 0.0)[None, :]
-    if BIASED:
-        total += tl.load(bias + column, column < outer, 0.0).to(tl.float32)[None, :]
-    return total
+    for start in range(0, groups, 2):
+        for more in tl.static_range(2):
+            group = start + more
+            inside = wanted[None, :] & (group < groups)
+            place = (column * groups + group)[None, :]
+            bits = tl.load(weight + place * HALF + tl.arange(0, HALF)[:, None], inside, 0)
+            step = tl.load(scale + 2 * place, inside, 0.0).to(tl.float32)
+            minimum = tl.load(scale + 2 * place + 1, inside, 0.0).to(tl.float32)
+            for half in tl.static_range(2):
+                k = group * GROUP + half * HALF + tl.arange(0, HALF)
+                a = tl.load(x + row[:, None] * inner + k[None, :], there & (k < inner)[None, :], 0.0)
+                if NORMED:
+                    squares += a.to(tl.float32) * a.to(tl.float32)
+                    a = (a.to(tl.float32) * tl.load(norm + k, k < inner, 0.0).to(tl.float32)[None, :]).to(a.dtype)
+                b = ((bits.to(tl.int32) >> 4 * half) & 15).to(tl.float32) * step + minimum
+                total = tl.dot(a, b.to(a.dtype), total, input_precision="ieee")
+    return total, squares
 
 
 @triton.jit
 def in_order(x, ROWS: tl.constexpr, DEPTH: tl.constexpr):
     """The sum over the last dimension of x [ROWS, DEPTH]: of pairs of neighbours, then of pairs of sums, and so on.
-    This order is fixed; that of tl.sum depends on the tile."""
-    for _ in tl.static_range(DEPTH.bit_length() - 1):
-        left, right = tl.split(tl.reshape(x, (ROWS, x.shape[1] // 2, 2)))
-        x = left + right
+    This order is fixed; that of tl.sum depends on the tile. DEPTH: a power of two, at most 2**MOST_HALVINGS."""
+    for _ in tl.static_range(MOST_HALVINGS):
+        if x.shape[1] > 1:
+            left, right = tl.split(tl.reshape(x, (ROWS, x.shape[1] // 2, 2)))
+            x = left + right
     return tl.reshape(x, (ROWS,))

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from multiprocessing import get_context
+from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 from unittest.mock import patch
@@ -35,11 +36,12 @@ SHARED = 99 * 2**10  # bytes of shared memory that a program can have on each of
 
 @dataclass(frozen=True)
 class Kernel:
-    """A compiled kernel: its name, PTX, warps and shared memory (bytes), registers of a thread, and bytes of its stack,
-    to which it spills what its registers do not hold."""
+    """A compiled kernel: its name, PTX, machine code, warps and shared memory (bytes), registers of a thread, and bytes
+    of its stack, to which it spills what its registers do not hold."""
 
     name: str
     ptx: str
+    cubin: bytes
     warps: int
     shared: int
     registers: int
@@ -66,7 +68,7 @@ def interpreted(function: str, *given: Any, backwards: bool = False) -> Any:
 
 def compiled(function: str, *given: Any, capability: int = 90) -> list[Kernel]:
     """The kernels that a call launches, compiled for a compute capability (90: 9.0). Nothing is run."""
-    return _process("0").submit(_there("_compile"), function, given, capability).result()
+    return _process("0").submit(_there("compile_here"), function, given, capability).result()
 
 
 def compiled_everywhere(function: str, *given: Any) -> list[Kernel]:
@@ -130,7 +132,8 @@ def _call(function: str, given: tuple) -> Any:
     return getattr(import_module(f"comfyui_specar.kernels.{module}_triton"), name)(*given)
 
 
-def _compile(function: str, given: tuple, capability: int) -> list[Kernel]:
+def compile_here(function: str, given: tuple, capability: int) -> list[Kernel]:
+    """``compiled``, in this process and with the Triton it finds: any from 3.1 on."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import JITFunction, driver
 
@@ -147,9 +150,8 @@ def _compile(function: str, given: tuple, capability: int) -> list[Kernel]:
         assert all(1 <= n < limit for n, limit in zip(grid, (2**31, 2**16, 2**16))), f"{self.__name__}: grid {grid}"
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         meta = kernel.metadata
-        kernels.append(
-            Kernel(kernel.name, kernel.asm["ptx"], meta.num_warps, meta.shared, *_resources(kernel.asm["cubin"]))
-        )
+        ptx, cubin = kernel.asm["ptx"], kernel.asm["cubin"]
+        kernels.append(Kernel(kernel.name, ptx, cubin, meta.num_warps, meta.shared, *_resources(cubin)))
 
     driver.set_active(Absent())
     with patch.object(JITFunction, "run", compile_only):
@@ -159,11 +161,16 @@ def _compile(function: str, given: tuple, capability: int) -> list[Kernel]:
 
 def _resources(machine_code: bytes) -> tuple[int, int]:
     """Registers of a thread, and bytes of its stack."""
-    from triton import knobs
+    usage = read_by("cuobjdump", "--dump-resource-usage", machine_code)
+    return tuple(int(number) for number in re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+
+
+def read_by(tool: str, option: str, machine_code: bytes) -> str:
+    """What a tool in Triton's wheel prints about machine code."""
+    import triton
 
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(machine_code)
         file.flush()
-        command = knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name
-        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return tuple(int(number) for number in re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+        command = Path(triton.__file__).parent / "backends/nvidia/bin" / tool, option, file.name
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
