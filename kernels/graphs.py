@@ -195,6 +195,7 @@ class Graphs:
             captured = self._graphs.get(key)
             places = self._places(state) if captured is None else captured.places
             put(places, state)
+            state = places  # also for a call, if the GPU refuses: leaves of the given one may be overwritten now
             if captured is None:
                 captured = self._graphs[key] = self._capture(step, places)
             captured.graph.replay()

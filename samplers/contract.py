@@ -364,6 +364,11 @@ class Method(ABC):
     lossless: bool  # do images follow the model's own distribution
     continuous: ClassVar[bool] = False
 
+    @property
+    def one_shape(self) -> bool:
+        """Have all steps of a run one shape, with nothing to ask the host within one? Then a GPU captures them."""
+        return True
+
     @abstractmethod
     def check(self, request: Any) -> None:
         """Raise ValueError naming the setting or parameter that is illegal, and its legal values."""

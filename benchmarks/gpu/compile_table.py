@@ -90,7 +90,8 @@ def compiled(arch: int) -> dict[str, Any]:
         try:
             kernels = compile_here(function, given, arch)
         except Exception as error:  # whatever a compiler may raise: it is what is looked for
-            failures[f"{function}, {about}"] = f"{type(error).__name__}: {error}"[-300:]
+            why = re.sub(r"\S*/tmp\w+\.ptx", "ptx", str(error))  # a file of this run
+            failures[f"{function}, {about}"] = f"{type(error).__name__}: {why}"[-300:]
             continue
         found = [max(getattr(kernel, name) for kernel in kernels) for name in ("registers", "stack", "shared")]
         most[function] = [max(pair) for pair in zip(found, most.get(function, found))]

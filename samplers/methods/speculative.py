@@ -64,8 +64,7 @@ class DraftTree(Method):
 
     @property
     def one_shape(self) -> bool:
-        """Have all rounds one shape, with nothing to ask the host between drafting and verification? Then a GPU
-        captures them."""
+        """See Method: skipping asks the host whether a round is verified, and trees may vary."""
         return self.skipping is None and not self.structure.varies
 
     @property

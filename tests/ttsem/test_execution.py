@@ -60,7 +60,7 @@ def same(value_of_program):
 
 @pytest.mark.parametrize("size", [BLOCK, BLOCK + 1])
 def test_an_index_out_of_range_is_found(size):
-    """Whatever lies behind the tensor."""
+    """Whatever memory follows the tensor."""
     assert executed(lambda: copied(size, True)).tolist() == list(range(size))
     if size == BLOCK:
         executed(lambda: copied(size, False))

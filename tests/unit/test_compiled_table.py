@@ -1,6 +1,6 @@
 """The published table of compiled kernels is that of these sources, and nothing in it is wrong where kernels are used.
 
-Who changes a kernel makes it anew: python -m benchmarks.gpu.compile_table
+After a change of a kernel, write it again: python -m benchmarks.gpu.compile_table
 """
 
 import json

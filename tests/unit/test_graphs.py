@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -102,6 +102,20 @@ def test_a_state_in_another_order_is_not_overwritten_while_it_is_read():
         one, two, three = tape("k", lambda each: tuple(x + 1 for x in each), state)
         state = three, one, two
     assert [int(x) for x in state] == [7, 8, 9]
+
+
+def test_a_refused_launch_is_called_on_a_state_in_another_order(failing, monkeypatch):
+    """Its tensors were copied over one another before."""
+    tape, state = TapeGraphs(torch.device("cpu")), (torch.tensor([1.0]), torch.tensor([2.0]))
+    for number in range(6):
+        if number == 4:
+            monkeypatch.setattr(Tape, "replay", Mock(side_effect=RuntimeError("CUDA error: out of memory")))
+        one, two = tape("k", lambda each: (each[0] + 1, each[1] * 3), state)
+        state = two, one
+    wanted = 1, 2
+    for _ in range(6):
+        wanted = wanted[1] * 3, wanted[0] + 1
+    assert tuple(int(x) for x in state) == wanted and not tape.active
 
 
 def test_a_step_that_changes_shapes_is_called(failing, caplog):
@@ -273,9 +287,7 @@ def test_the_allocator_learns_that_a_failed_capture_is_over(nvidia, failing, mon
     generator = Mock()
     generator.clone_state = lambda: "a state that is not captured"
 
-    @contextmanager
-    def capture(graph, pool, stream, capture_error_mode):
-        yield
+    def capture(graph, pool, stream, capture_error_mode):  # nothing is executed
         raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
     monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool", raising=False)
